@@ -4,8 +4,8 @@
     python bench/remote_calls.py --rounds 5 --seconds 1
 
 The libraries take turns, each in two processes of its own: threads of TensorPipe poll all the time, and would take the
-cores from the other. A time is the median over all rounds of a library of its median in a round. The payload is a NumPy
-array for fastcoll, a tensor for torch.
+cores from the other. A time is the median over all rounds of a library of its median in a round. The processor time of
+a call, of both workers, is the median over rounds. The large payload is a NumPy array for fastcoll, a tensor for torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--mib", type=float, default=16, help="of the payload each way (default 16)")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    times: dict[str, list[list[float]]] = {"fastcoll": [], "torch": []}
+    times: dict[str, list[Any]] = {"fastcoll": [], "torch": []}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(given.rounds):
             for library in times if turn % 2 else reversed(times):
@@ -54,14 +54,16 @@ def main() -> int:
                     port = free.getsockname()[1]
                 file = Path(folder) / f"{library}{turn}"
                 spawn(run, args=(library, port, given, str(file)), nprocs=2)
-                times[library].append([float(text) for text in file.read_text().split()])
+                times[library].append(np.loadtxt(file))
     medians = {library: np.median(rounds, axis=0) for library, rounds in times.items()}
     print("# Remote calls, two workers, beside torch\n")
     print(f"- Machine: {describe(machine(len(os.sched_getaffinity(0))))}")
     print(f"- Command: `python {' '.join(sys.argv)}`\n")
-    print("| case | fastcoll, µs | torch, µs | torch / fastcoll |\n|---|--:|--:|--:|")
+    print("| case | fastcoll, µs | torch, µs | torch / fastcoll | processor time: fastcoll, µs | torch, µs |")
+    print("|---|--:|--:|--:|--:|--:|")
     for name, ours, theirs in zip(CASES, medians["fastcoll"], medians["torch"], strict=True):
-        print(f"| {name.format(given.mib)} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} |")
+        wall = f"{ours[0]:.1f} | {theirs[0]:.1f} | {theirs[0] / ours[0]:.2f}"
+        print(f"| {name.format(given.mib)} | {wall} | {ours[1]:.1f} | {theirs[1]:.1f} |")
     return 0
 
 
@@ -78,13 +80,23 @@ def run(rank: int, library: str, port: int, given: argparse.Namespace, file: str
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:
-        found = [measure(given.seconds, case(rpc, payload)) / count for case, count in CASES.values()]
-        Path(file).write_text(" ".join(f"{seconds * 1e6}" for seconds in found))
+        found = [measure(given.seconds, rpc, case(rpc, payload)) / count for case, count in CASES.values()]
+        np.savetxt(file, 1e6 * np.array(found))
     rpc.shutdown()
 
 
 def empty(rpc: Any, _: Any) -> Callable[[], object]:
     return lambda: rpc.rpc_sync("worker1", nothing)
+
+
+def small_tensor(rpc: Any, _: Any) -> Callable[[], object]:
+    import torch
+
+    return there_and_back(rpc, torch.ones(1))
+
+
+def remote_value(rpc: Any, _: Any) -> Callable[[], object]:
+    return lambda: rpc.remote("worker1", nothing).to_here()
 
 
 def there_and_back(rpc: Any, payload: Any) -> Callable[[], object]:
@@ -103,21 +115,26 @@ def in_flight(rpc: Any, _: Any) -> Callable[[], object]:
 
 CASES = {
     "an empty call": (empty, 1),
+    "a tensor of one element each way": (small_tensor, 1),
+    "`remote` and `to_here`": (remote_value, 1),
     "{:g} MiB each way": (there_and_back, 1),
     f"each of {FLIGHT} empty calls in flight": (in_flight, FLIGHT),
 }
 
 
-def measure(seconds: float, call: Callable[[], object]) -> float:
-    """Seconds that the median call takes."""
+def measure(seconds: float, rpc: Any, call: Callable[[], object]) -> Any:
+    """Seconds that the median call takes, and seconds of processor time that a call takes of both workers."""
+    warm = perf_counter() + 0.2 * seconds
+    while perf_counter() < warm:
+        call()
     times = []
-    end = perf_counter() + 1.2 * seconds
-    begin = end - seconds  # a part of the time is for warming up
+    used = process_time() + rpc.rpc_sync("worker1", process_time)
+    end = perf_counter() + seconds
     while (began := perf_counter()) < end:
         call()
-        if began >= begin:
-            times.append(perf_counter() - began)
-    return float(np.median(times))
+        times.append(perf_counter() - began)
+    used = process_time() + rpc.rpc_sync("worker1", process_time) - used
+    return np.array([np.median(times), used / len(times)])
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ class Agent:
             return future
         link.pending[number] = call
         self._watch_time(deadline)
-        future.lead = partial(link.lead, number)
+        future.link, future.number = link, number
         try:
             link.send(MessageType.CALL, kind, number, pickled, buffers, context, deadline)
         except OSError:
@@ -370,6 +370,8 @@ class Agent:
                 doing = payload[0] if type(payload) is tuple else None
                 self._serving[worker.id, received.call] = worker, received.kind, doing
                 result = handler(worker, payload)
+                if isinstance(result, Future) and result.done():
+                    result = result.value()
                 if not isinstance(result, Future):
                     self._answer(link, received, MessageType.RESULT, result)
                     return

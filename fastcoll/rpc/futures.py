@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from ..core.work import ENDLESS, Timeout, seconds
 from ..errors import RpcTimeoutError, UsageError
@@ -21,6 +21,13 @@ from .readers import before_blocking
 T = TypeVar("T")
 S = TypeVar("S")
 E = TypeVar("E", bound=BaseException)
+
+
+class Answers(Protocol):
+    """A connection that brings answers."""
+
+    def lead(self, number: int, until: float) -> None:
+        """Help an answer to come, until a time."""
 
 
 class Future(Generic[T]):
@@ -33,8 +40,8 @@ class Future(Generic[T]):
     """
 
     __slots__ = (
-        "__weakref__", "_callbacks", "_error", "_is_done", "_once", "_value", "_waiters", "deadline",
-        "lead",
+        "__weakref__", "_callbacks", "_error", "_is_done", "_once", "_value", "_waiters", "deadline", "link",
+        "number",
     )  # fmt: skip
 
     def __init__(self, *, devices: Any = None) -> None:
@@ -44,7 +51,8 @@ class Future(Generic[T]):
         self._once = [True]  # who pops it completes the future
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[Future[T]], Any]] = []
-        self.lead: Callable[[float], None] | None = None  # helps it to come, until a time
+        self.link: Answers | None = None  # brings the result, as the answer `number`
+        self.number = 0
         self.deadline = ENDLESS
 
     def done(self) -> bool:
@@ -135,9 +143,9 @@ class Future(Generic[T]):
 
     def _await(self, limit: float) -> bool:
         until = time.monotonic() + limit
-        before_blocking()
-        if self.lead is not None:
-            self.lead(min(until, self.deadline))
+        before_blocking(self.link)
+        if self.link is not None:
+            self.link.lead(self.number, min(until, self.deadline))
             if self._is_done:
                 return True
         lock = threading.Lock()

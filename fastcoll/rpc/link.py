@@ -21,7 +21,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..core.work import ENDLESS
-from .readers import HANG_UP, READ, Readers, Task
+from .readers import HANG_UP, READ, Readers, Task, reads
 from .slots import Ring
 from .wire import Assembler, MessageType, Received, pieces
 
@@ -277,6 +277,7 @@ class Link:
         try:
             while monotonic() < until and self.reading.acquire(blocking=False):
                 try:
+                    reads(self)
                     if number not in self.pending:
                         return  # who has taken the answer completes the call's future
                     if self.armed == READ:

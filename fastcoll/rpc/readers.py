@@ -73,17 +73,23 @@ _here = threading.local()
 _late: set[Source] = set()
 
 
-def arm_late() -> None:
-    """Look after the sources of which `arm_later` was told."""
-    while _late:
-        with suppress(KeyError):
-            _late.pop().look_after()
+def arm_late(but: object = None) -> None:
+    """Look after the sources that `arm_later` was told about, except one."""
+    for source in list(_late):  # others add to it meanwhile, and start the timer for what they add
+        if source is not but:
+            _late.discard(source)
+            source.look_after()
 
 
-def before_blocking() -> None:
-    """Called by a thread before it waits for a future: if it has a turn, that ends."""
+def reads(source: Source) -> None:
+    """This thread holds `reading`, and looks after the source when it has released it: nobody else has to."""
+    _late.discard(source)
+
+
+def before_blocking(reading: object = None) -> None:
+    """Called by a thread before it waits for a future: if it has a turn, that ends. It reads the source `reading`."""
     if _late:
-        arm_late()
+        arm_late(reading)
     readers: Readers | None = getattr(_here, "readers", None)
     if readers is not None:
         turn: Turn | None = getattr(_here, "turn", None)

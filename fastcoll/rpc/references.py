@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from .futures import Future, anew
 
 T = TypeVar("T")
 _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
+_MOMENT_SECONDS = 0.004  # a thread that is woken for each RRef's end takes as long as a call
 _SETTLE_SECONDS = 30.0  # in which `shutdown` waits for the others' last messages
 _log = logging.getLogger("fastcoll")
 
@@ -54,7 +55,7 @@ class References:
         self._expected: dict[Id, Future[Any]] = {}  # asked for before the call came that makes them
         self._gone: dict[int, FastcollError] = {}
         self._thread = threading.Thread(target=self._run, name="fastcoll-rpc-references", daemon=True)
-        agent.on(_COUNTING, lambda sender, message: self._step(self._ledger.handle, sender.id, message))
+        agent.on(_COUNTING, lambda sender, messages: self._step(self._told, sender.id, messages))
         agent.on(_REMOTE, self._make, with_contexts=True)
         agent.on(_FETCH, lambda _, rref: self.value_of(rref), with_contexts=True)
         agent.on(_FAILED, self._not_made)
@@ -87,7 +88,7 @@ class References:
         """A reference to what a call (function, arguments, keyword arguments) returns on a worker, and its end."""
         ref = self._step(self._ledger.make, to.id)
         try:
-            made = self.agent.call(to, _REMOTE, (*call, ref), timeout)
+            made = self.agent.call(to, _REMOTE, (*call, tuple(ref)), timeout)
         except BaseException:
             self._step(self._ledger.take_back, ref)
             raise
@@ -146,7 +147,7 @@ class References:
     # ---- values that are made here for others ------------------------------------------------------------------------
 
     def _make(self, caller: WorkerInfo, payload: tuple[Any, ...]) -> Future[None] | None:
-        func, args, kwargs, ref = payload
+        func, args, kwargs, ref = *payload[:3], Reference(*payload[3])
         value = self._begun(caller, ref)
         try:
             result = run_user_function(func, args, kwargs)
@@ -179,10 +180,10 @@ class References:
         """The call is over. If its arguments could not be unpickled, say so to the owner: others may wait there."""
         error = made.exception()
         if error is not None and not isinstance(error, (RpcTimeoutError, GroupError)):
-            self.todo.put((ref.owner, _FAILED, (ref, wire.pickled_error(error), str(error))))
+            self.todo.put((ref.owner, _FAILED, (tuple(ref), wire.pickled_error(error), str(error))))
 
     def _not_made(self, caller: WorkerInfo, payload: tuple[Any, ...]) -> None:
-        ref, pickled, text = payload
+        ref, pickled, text = Reference(*payload[0]), *payload[1:]
         error = (wire.loaded_error(pickled) if pickled else None) or UsageError(text)
         self.agent.readers.run(partial(self._begun(caller, ref).complete, None, error))
 
@@ -193,8 +194,8 @@ class References:
         with self._lock:
             result = do(*args)
             while self._ledger.outbox:
-                to, message = self._ledger.outbox.pop()
-                self.todo.put((to, _COUNTING, message))
+                to, (kind, ref, number, dead) = self._ledger.outbox.pop()
+                self.todo.put((to, _COUNTING, (kind, ref and tuple(ref), number, dead)))
             freed = []
             while self._ledger.freed:
                 rref = self._ledger.freed.pop()
@@ -205,17 +206,34 @@ class References:
             self.agent.readers.run(freed.clear)
         return result
 
+    def _told(self, sender: int, messages: Sequence[Any]) -> None:
+        for kind, ref, number, dead in messages:
+            self._ledger.handle(sender, Message(kind, ref and Reference(*ref), number, dead))
+
     def _run(self) -> None:
-        while (item := self.todo.get()) is not None:
+        """Send what there is to tell; after that what comes within a moment is left to be sent together."""
+        counting: dict[int, list[Any]] = {}
+        item = self.todo.get()
+        while item is not None:
             if isinstance(item, Reference):
                 self._step(self._ledger.release, item)
-                continue
-            to, kind, payload = item
-            try:
-                self.agent.connect(self.agent.workers[to])  # raises where the worker is gone; `tell` does not
-                self.agent.tell(to, kind, payload)
-            except FastcollError as error:
-                self._died(to, error)
+            elif item[1] == _COUNTING:
+                counting.setdefault(item[0], []).append(item[2])
+            else:
+                self._tell(*item)
+            if self.todo.empty():
+                for to, messages in counting.items():
+                    self._tell(to, _COUNTING, messages)
+                counting.clear()
+                time.sleep(_MOMENT_SECONDS)
+            item = self.todo.get()
+
+    def _tell(self, to: int, kind: int, payload: Any) -> None:
+        try:
+            self.agent.connect(self.agent.workers[to])  # raises where the worker is gone; `tell` does not
+            self.agent.tell(to, kind, payload)
+        except FastcollError as error:
+            self._died(to, error)
 
     def _died(self, worker: int, error: FastcollError) -> None:
         self._gone.setdefault(worker, error)

@@ -6,6 +6,7 @@ that is a small part of its storage travels as a copy of that part, as in torch:
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 from typing import Any
 
@@ -14,13 +15,10 @@ import torch
 from . import wire
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
-_OF_NUMPY = (
-    torch.float32, torch.float64, torch.float16, torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8,
-    torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-)  # fmt: skip
 _DTYPES = (
-    *_OF_NUMPY, torch.bfloat16, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 # A storage of up to so many bytes is in the pickle itself: beside it, its four copies fewer cost 5 us more.
@@ -42,33 +40,29 @@ def reduced(tensor: Any, to: object = None) -> Any:
     )
     if not is_plain or not tensor.numel():
         return tensor.__reduce_ex__(5)
-    data = tensor.detach()
-    nbytes = tensor.untyped_storage().nbytes()
-    if nbytes >= _PART_NBYTES and nbytes >= _PART * tensor.nbytes:
-        data = data.clone()
-        nbytes = data.untyped_storage().nbytes()
-    layout = (
-        None if nbytes == data.nbytes and data.is_contiguous() else (data.stride(), data.storage_offset())
-    )
     kind = (type(tensor) is not torch.Tensor) << 1 | tensor.requires_grad
-    return _built, (_memory(data, nbytes), _NUMBERS[data.dtype], tuple(data.shape), layout, kind)
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    if nbytes >= _PART_NBYTES and nbytes >= _PART * tensor.nbytes:
+        tensor = tensor.detach().clone()
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+    is_whole = nbytes == tensor.nbytes and tensor.is_contiguous()
+    layout = None if is_whole else (tensor.stride(), tensor.storage_offset())
+    return _built, (_memory(storage, nbytes), _NUMBERS[tensor.dtype], tuple(tensor.shape), layout, kind)
 
 
-def _memory(data: Any, nbytes: int) -> Any:
-    """The bytes of a tensor's storage; the same object for all tensors of a message that share it."""
-    known = wire.in_message()
-    key = data.untyped_storage().data_ptr(), nbytes
-    found = known.get(key)
-    if found is None:
-        if data.dtype not in _OF_NUMPY or data.nbytes != nbytes or not data.is_contiguous():
-            data = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage(), 0, (nbytes,), (1,))
-        array = data.numpy()
-        # The array is kept: while it lives, no other storage of this message can have its address.
-        made = (
-            bytearray(memoryview(array)) if nbytes <= _IN_PICKLE else wire.Shared(pickle.PickleBuffer(array))
-        )
-        found = known[key] = made, array
-    return found[0]
+def _memory(storage: Any, nbytes: int) -> Any:
+    """The bytes of a storage; the same object for all tensors of a message that share it."""
+    known, address = wire.in_message(), storage.data_ptr()
+    if (found := known.get(address)) is not None:
+        return found[0]
+    # By the address: every way through torch's dispatcher takes longer than all else here.
+    block = (ctypes.c_ubyte * nbytes).from_address(address)
+    block.storage = storage  # type: ignore[attr-defined]  # it lives as long, and nothing else gets its address
+    found = bytearray(block) if nbytes <= _IN_PICKLE else wire.Shared(pickle.PickleBuffer(block))
+    known[address] = found, block
+    return found
 
 
 def _built(memory: Any, dtype: int, shape: tuple[int, ...], layout: Any, kind: int) -> Any:

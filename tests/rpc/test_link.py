@@ -12,7 +12,7 @@ import pytest
 
 from fastcoll.rpc.agent import WorkerInfo
 from fastcoll.rpc.link import Link
-from fastcoll.rpc.readers import Readers
+from fastcoll.rpc.readers import HANG_UP, READ, Readers, before_blocking
 from fastcoll.rpc.slots import Ring
 from fastcoll.rpc.wire import HEADER, MessageType, pieces
 
@@ -47,6 +47,24 @@ def test_who_waits_for_an_answer_that_another_thread_has_taken_does_not_read(end
     link.lead(2, began + LIMIT)
     assert time.monotonic() < began + LIMIT
     assert not link.reading.locked()
+
+
+def test_a_thread_that_reads_its_answer_itself_has_no_other_thread_woken(
+    ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, far, answered = ends
+    readers = link._readers
+    monkeypatch.setattr(readers, "_start_timer", lambda: None)
+    readers.watch(link, HANG_UP)
+    link.pending |= {1: "first", 2: "second"}
+    readers.arm_later(link)
+    before_blocking(link)
+    assert link.armed == HANG_UP
+    far.send(pieces(MessageType.RESULT, 0, 1, b"x")[0])
+    link.lead(1, time.monotonic() + LIMIT)
+    assert answered == ["first"]
+    assert link.armed == READ, "nobody reads the second answer"
+    readers.forget(link)
 
 
 def test_what_comes_before_a_message_that_cannot_be_read_is_not_lost(ends: Any) -> None:

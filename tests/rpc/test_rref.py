@@ -311,6 +311,25 @@ def fail_with_a_value(name: str) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_rrefs_that_end_at_the_same_time_are_told_together(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with workers(rank):
+        if rank == 0:
+            rrefs = [rpc.remote("w1", Value, ("one of many",)) for _ in range(200)]
+            for each in rrefs:
+                each.to_here()
+            assert References.current is not None
+            agent, told = References.current.agent, list[Any]()
+            tell = agent.tell
+            monkeypatch.setattr(agent, "tell", lambda *args: (told.append(args), tell(*args)))
+            del each
+            rrefs.clear()
+            rpc.rpc_sync("w1", await_end, args=("one of many", 200))
+            assert len(told) < 100
+
+
+@pytest.mark.ranks(2)
 def test_what_the_function_raised_ends_with_the_last_rref_too(rank: int) -> None:
     with workers(rank):
         if rank == 0:
