@@ -22,11 +22,13 @@ synchronisations, less to read. Two ranks always go one-shot.
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import functools
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,13 +100,21 @@ def sections() -> list[dict[str, Any]]:
         return []
     if file not in _known:
         try:
-            _known[file] = parse(file.read_text())
+            _known[file] = parse(_read(file))
         except FileNotFoundError:
             _known[file] = []
         except (OSError, ValueError) as error:
             _known[file] = []
             _log.warning("what is known of this machine, in %s, cannot be used: %s", file, error)
     return [section for section in _known[file] if section["machine"] == machine()]
+
+
+def _read(file: Path) -> str:
+    """The text of a file; of a pipe, which whoever may write to the folder could have put there, nothing is awaited."""
+    with open(file, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        return opened.read()
 
 
 def one_shot_limit(size: int) -> int:
@@ -204,7 +214,7 @@ def _write(
         if os.fstat(new.fileno()).st_ino != part.stat().st_ino:
             raise BlockingIOError("another process has just written it")
         try:
-            old = parse(file.read_text())
+            old = parse(_read(file))
         except (OSError, ValueError):
             old = []
         updated = put(old)

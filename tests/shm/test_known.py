@@ -222,6 +222,13 @@ def test_what_somebody_else_has_put_in_the_place_of_the_draft_is_left_alone(path
     assert not path.exists()
 
 
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(path: Path, caplog):
+    path.parent.mkdir()
+    os.mkfifo(path)
+    assert again() == []
+    assert "it is no file" in caplog.text
+
+
 WRITE_OFTEN = """
 import contextlib, sys
 from pathlib import Path
