@@ -81,6 +81,12 @@ def test_what_compiled_callers_call_is_compiled_where_it_is_asked_for(monkeypatc
         assert done.stdout.split("\n")[0] == str([new, new])
 
 
+def test_code_that_cannot_be_kept_is_a_failure_here(monkeypatch, capsys):
+    monkeypatch.setattr(warmup, "_make", lambda name: warmup._Made(name, 0.1, True, "the disk is full"))
+    assert warmup._warm_up(["all_reduce"], 1) == 1
+    assert "nothing is done ahead: the disk is full" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("option", "word"), [("--ops", "all_reduced"), ("--dtypes", "float31")])
 def test_unknown_names_are_refused(option, word, capsys):
     with pytest.raises(SystemExit) as error:
