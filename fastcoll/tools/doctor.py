@@ -14,7 +14,7 @@ from importlib import import_module
 from .._version import __version__
 from ..errors import FastcollError
 from .finding import Finding
-from .printing import Printer
+from .printing import Printer, counted
 
 _CHECKS = ("software_checks", "machine_checks", "network_checks")
 _STYLES = {"ok": "good", "none": "dim", "warning": "warning", "problem": "bad"}
@@ -50,7 +50,8 @@ def main(words: Sequence[str] | None = None) -> int:
         show.json({**about, "findings": [each._asdict() for each in findings]})
         return 1 if problems else 0
     show.say(
-        f"fastcoll {__version__} on {os.uname().nodename}, looked at for {given.ranks} ranks here", "bold"
+        f"fastcoll {__version__} on {os.uname().nodename}, looked at for {counted(given.ranks, 'rank')} here",
+        "bold",
     )
     show.table(
         ("", "what", "found"),

@@ -18,7 +18,7 @@ from ..shm.autotune import DIRECT, allowed_ways
 from ..shm.layout import plan
 from ..shm.reach import let_peers_read
 from .finding import Finding
-from .printing import bytes_of
+from .printing import bytes_of, counted
 
 _SHM = segment.DIRECTORY
 _LARGER = "docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; else: mount -o remount,size=1g /dev/shm"
@@ -53,18 +53,21 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
         os.posix_fallocate(fd, 0, 1 << 16)
         plan(ranks, min(wanted, free // 2 // ranks))
     except (OSError, ResourceError):
-        text = f"{has}: too little for a group of {ranks} ranks"
+        text = f"{has}: too little for a group of {counted(ranks, 'rank')}"
         yield Finding("problem", "shared memory", text, f"free it, or make it larger ({_LARGER})")
     else:
         groups = free // (ranks * wanted)
         if free // 2 < ranks * wanted:
-            text = f"{has}: a group of {ranks} ranks gets less than its {bytes_of(ranks * wanted)}, and is slower"
+            less = bytes_of(ranks * wanted)
+            text = f"{has}: a group of {counted(ranks, 'rank')} gets less than its {less}, and is slower"
             yield Finding("warning", "shared memory", text, f"make it larger ({_LARGER})")
         elif kind not in ("tmpfs", ""):
             text = f"{has}, but it is a {kind}, which may write it to a disk"
             yield Finding("warning", "shared memory", text, f"mount a tmpfs there; {_LARGER}")
         else:
-            yield Finding("ok", "shared memory", f"{has}: room for {groups} groups of {ranks} ranks")
+            yield Finding(
+                "ok", "shared memory", f"{has}: room for {groups} groups of {counted(ranks, 'rank')}"
+            )
     finally:
         os.close(fd)
     if names := segment.stale():
@@ -92,7 +95,7 @@ def memory(ranks: int) -> Iterator[Finding]:
         about += f", and the cgroup may have {bytes_of(limit)}, of which {bytes_of(used)} are used"
     needed: int = ranks * config.get("FASTCOLL_SHM_BYTES_PER_RANK")
     if free < 2 * needed:
-        text = f"{about}; a group of {ranks} ranks takes {bytes_of(needed)}"
+        text = f"{about}; a group of {counted(ranks, 'rank')} takes {bytes_of(needed)}"
         yield Finding(
             "warning", "memory", text, "raise the container's limit, or lower FASTCOLL_SHM_BYTES_PER_RANK"
         )
@@ -216,7 +219,7 @@ def cores(ranks: int) -> Iterator[Finding]:
         f", and the cgroup allows the time of {quota:.3g}" if quota else ""
     )
     if min(usable, quota or usable) < ranks:
-        text = f"{about}: fewer than {ranks} ranks, which take turns; small calls take much longer"
+        text = f"{about}: fewer than {counted(ranks, 'rank')}, which take turns; small calls take much longer"
         yield Finding(
             "warning",
             "cores",
