@@ -53,6 +53,7 @@ _PIPE_BYTES = 1 << 20  # that a pipe holds at most (/proc/sys/fs/pipe-max-size)
 _LONGEST_LINE = 1 << 20  # a longer one is cut, so that output without line ends takes no more memory
 _REMEMBERED = 40  # lines
 _MOST_SHOWN = 8  # ranks that failed besides the first
+_NOT_MET = "; the ranks had not all met, and no restart is left"
 
 
 class Others(Protocol):
@@ -231,7 +232,7 @@ class _Lost:
         if standing.is_state_lost:
             return "; every rank that had the state has failed, so the state is lost: newcomers have none"
         if self.newcomer is None and standing.has_come and not standing.has_met:
-            return "; the ranks had not all met, and no restart is left"
+            return _NOT_MET
         return ""
 
 
@@ -350,6 +351,10 @@ class Supervisor:
             return
         self._others_failed.append(rank)
         at_fault = not self._followed(rank)
+        self._settle_losses()
+        if self._failed is None and self._missing and not at_fault:
+            self._failed, self._why, self._name_at = self._missing[0], _NOT_MET, time.monotonic()
+            return
         if self._failed is None or (at_fault and self._followed(self._failed)):
             self._failed = rank
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)

@@ -160,9 +160,9 @@ def test_a_rank_that_dies_before_all_have_met_is_replaced_in_its_rank(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", ["first", "start.after_join"])
-def test_a_death_that_nobody_makes_up_for_ends_the_wait_of_all(tmp_path: Path, moment: str) -> None:
-    done = train(tmp_path, TRAINS, "-n3", "--min_ranks=1", args=(moment, "1"))
+@pytest.mark.parametrize(("moment", "n"), [("first", 2), ("first", 3), ("start.after_join", 3)])
+def test_a_death_that_nobody_makes_up_for_ends_the_wait_of_all(tmp_path: Path, moment: str, n: int) -> None:
+    done = train(tmp_path, TRAINS, f"-n{n}", "--min_ranks=1", args=(moment, "1"))
     assert done.returncode == 128 + 9
     said = r"rank 1 \(pid \d+ on .*\) failed first: signal SIGKILL \(9\); the ranks had not all met, and no restart"
     assert re.search(said, done.stderr), done.stderr
