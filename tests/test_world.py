@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
 import os
 import re
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from fastcoll.errors import (
     NotInitializedError,
     PeerDiedError,
     RendezvousError,
+    ResourceError,
     StoreError,
     StoreTimeoutError,
     UnavailableError,
@@ -445,6 +447,25 @@ def test_a_member_that_does_not_call_is_warned_of_and_named(
         dist.new_group(timeout=0.6)
     config.forget()
     assert re.search(r"new_group\(\[0, 1\]\): has waited \S+ s for rank 1 \(", caplog.text)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_descriptors_for_a_group_says_so_to_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        if rank == 1:
+            patch.setattr("fastcoll.net.tcp.mesh.gather", exhausted)
+        with pytest.raises(
+            ResourceError, match=r"no file descriptor is left to process \d+, .* \(ulimit -n"
+        ) as caught:
+            dist.new_group(backend="tcp")
+    assert rank == 1 or "rank 1 (pid" in str(caught.value)
+    assert total(dist.new_group(backend="tcp")) == 2
     dist.barrier()
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..core.group import ProcessGroup
 from ..core.processes import Member, dead_among
-from ..errors import AbortedError, GroupError, StoreError, StoreTimeoutError
+from ..errors import AbortedError, GroupError, ResourceError, StoreError, StoreTimeoutError
 from ..rendezvous import PrefixStore, Store
 from ..rendezvous.waiting import LateWarning, raise_if_dying
 from .backends import BackendChoice, MakeGroup
@@ -71,6 +71,8 @@ class Job:
         except BaseException as error:
             if counted:
                 self.settle(interrupted=not isinstance(error, Exception))
+            if isinstance(error, OSError) and (lacking := _no_descriptor(error, doing)):
+                raise lacking from error
             if isinstance(error, StoreError) and not isinstance(error, StoreTimeoutError):
                 raise_if_dying([self.members[rank] for rank in sorted({0, *ranks})], doing, error)
             if isinstance(error, GroupError) and not str(error).startswith(doing):
@@ -162,6 +164,12 @@ class Job:
         if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
             told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
             raise AbortedError(f"{doing}: {told}", [rank for rank, _ in gone])
+
+
+def _no_descriptor(error: OSError, doing: str) -> ResourceError | None:
+    from ..rendezvous.address import no_descriptor  # it brings sockets
+
+    return no_descriptor(error, doing)
 
 
 def times_settled(store: Store, rank: int) -> int:

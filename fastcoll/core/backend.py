@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from ..errors import AbortedError, GroupError, UnavailableError
+from ..errors import AbortedError, GroupError, ResourceError, UnavailableError
 from ..interop.arrays import Adopted, Array
 from .gate import Gate
 from .message import Status
@@ -267,7 +267,8 @@ class Backend(ABC):
         """Fail the group: an exception has ended this rank's part of a call, with which the peers go on."""
         if not isinstance(error, GroupError):
             here, rank = self.monitor.name(self.gate.rank), self.gate.ranks[self.gate.rank]
-            error = AbortedError(f"{here} was interrupted by {type(error).__name__} in {doing}", [rank])
+            why = f": {error}" if isinstance(error, ResourceError) else ""
+            error = AbortedError(f"{here} was interrupted by {type(error).__name__} in {doing}{why}", [rank])
         self.fail(error)
 
     def stop(self) -> None:  # noqa: B027 - most have nothing to do

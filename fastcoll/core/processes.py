@@ -217,6 +217,8 @@ def _recycled(process: ProcessId) -> bool:
         status = status_of(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # out of descriptors: nothing is proven
+        return False
     return status[0] in (b"Z", b"X") or int(status[19]) != process.start_time
 
 

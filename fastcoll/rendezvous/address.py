@@ -221,6 +221,20 @@ FOR_OTHERS = 64
 CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's --ulimit nofile=)"
 
 
+# So many more where there is no other.
+MORE_DESCRIPTORS = 1024
+
+
+def no_descriptor(error: BaseException, what: str) -> ResourceError | None:
+    """The error of `what` that failed as no descriptor is left; None: it failed for another reason."""
+    number = error.errno if isinstance(error, OSError) and not isinstance(error, ResourceError) else None
+    if number not in (errno.EMFILE, errno.ENFILE):
+        return None
+    most = f"process {os.getpid()}, which may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+    whose = most if number == errno.EMFILE else "the machine"
+    return ResourceError(f"{what}: no file descriptor is left to {whose}, on {os.uname().nodename}; {CURE}")
+
+
 def make_room(connections: int, what: str) -> None:
     """Let this process open so many more descriptors for `what`, and some for other uses, or ResourceError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

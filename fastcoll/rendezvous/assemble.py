@@ -199,6 +199,9 @@ class Meeting:
         """Let the others raise this error, unless one of them has told it, or they find it themselves."""
         if self._is_over or isinstance(error, MovedError):
             return
+        from .address import no_descriptor  # it brings sockets
+
+        error = no_descriptor(error, self.doing) or error
         text = f"{self._sender}: {error}" if self._sender else str(error)
         if not isinstance(error, FastcollError):  # Ctrl-C, for one
             text = f"{self._sender or self.doing}: it was ended by {type(error).__name__}"

@@ -12,7 +12,17 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .address import CURE, adopt_listener, listen, name_of, place_of, probe, raise_limit, shown
+from .address import (
+    CURE,
+    MORE_DESCRIPTORS,
+    adopt_listener,
+    listen,
+    name_of,
+    place_of,
+    probe,
+    raise_limit,
+    shown,
+)
 from .secret import is_users, warn_if_open
 from .serving import SocketServer
 from .store_protocol import StoreServer
@@ -20,7 +30,6 @@ from .store_protocol import StoreServer
 logger = logging.getLogger("fastcoll")
 
 _CHUNK = 64 << 10
-_MORE_DESCRIPTORS = 1024
 _PROBE_AFTER_SECONDS = 30  # clients, who wait for this machine, probe more often
 _NOTHING = memoryview(b"")
 
@@ -103,7 +112,7 @@ class TCPServer(SocketServer):
             self.pause()
             return
         self._close_spare()
-        if not raise_limit(_MORE_DESCRIPTORS, f"the store's {len(self._links)} connections and more"):
+        if not raise_limit(MORE_DESCRIPTORS, f"the store's {len(self._links)} connections and more"):
             with contextlib.suppress(
                 OSError
             ):  # nobody is there: the kernel wants a descriptor before it looks

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -21,10 +23,13 @@ from fastcoll.errors import (
     MismatchError,
     NotInitializedError,
     PeerDiedError,
+    ResourceError,
 )
 from fastcoll.net.tcp import backend as group_module
+from fastcoll.net.tcp import dials
 from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp import executor as engine
+from fastcoll.net.tcp.listener import Listener
 from net.groups import everybody, groups
 from net.meshes import ProxiedStore, nothing_left
 
@@ -281,3 +286,36 @@ def test_elements_that_are_too_large_to_be_received_and_reduced() -> None:
         errors = everybody(made, lambda group: group.all_reduce(np.zeros(1, huge), ReduceOp.custom(max)))
         assert all(isinstance(error, ArrayError) and "320000 bytes" in str(error) for error in errors), errors
         assert everybody(made, total) == [3.0] * 2
+
+
+def test_a_rank_without_descriptors_for_a_connection_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a collective, which the lower rank dials for, and of a message."""
+
+    def exhausted(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(dials, "PORTLESS_SECONDS", 0.0)
+    monkeypatch.setattr(dials, "raise_limit", lambda by, what: False)
+    calls: list[Callable[[ProcessGroup], Any]] = [
+        lambda group: group.all_reduce(np.ones(4)),
+        lambda group: group.recv(np.ones(4), 0) if group.rank else group.send(np.ones(4), 1),
+    ]
+    for call in calls:
+        with groups(2) as made, monkeypatch.context() as patch:
+            patch.setattr(dials.Dial, "_try", exhausted)
+            first, second = everybody(made, call)
+        assert isinstance(first, ResourceError)
+        assert isinstance(second, AbortedError)
+        for error in (first, second):
+            assert "no file descriptor is left to process" in str(error)
+            assert "raise it before the start (ulimit -n" in str(error)
+
+
+def test_a_rank_that_cannot_take_a_connection_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = ResourceError("cannot take a connection: no file descriptor is left")
+    with groups(2) as made:
+        monkeypatch.setattr(Listener, "lack", lambda listener: lacking)
+        with pytest.raises(ResourceError, match="cannot take a connection"):
+            made[1].all_reduce(np.ones(4))  # which rank 0, that dials, does not call
+        with pytest.raises(AbortedError, match="no file descriptor is left"):
+            made[0].all_reduce(np.ones(4))

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -297,7 +298,8 @@ def test_a_group_that_cannot_take_a_connection_harms_no_other(listener, arrived,
     assert "no room" in caplog.text
 
 
-def test_running_out_of_descriptors_is_survived(listener, arrived, caplog) -> None:
+def test_running_out_of_descriptors_is_survived(listener, arrived, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(listening, "raise_limit", lambda by, what: False)
     accept = socket.socket.accept
     refusals = [OSError(errno.EMFILE, "Too many open files")] * 2
 
@@ -317,6 +319,24 @@ def test_running_out_of_descriptors_is_survived(listener, arrived, caplog) -> No
     comes_through(listener, arrived)
     assert not refusals
     assert any("ulimit -n" in record.getMessage() for record in caplog.records)
+
+
+def test_a_listener_that_can_take_nothing_for_long_says_so(listener, arrived, monkeypatch) -> None:
+    assert listener.lack() is None
+    monkeypatch.setattr(listening, "raise_limit", lambda by, what: False)
+    monkeypatch.setattr(listener, "pause", lambda: None)
+    now = [100.0]
+    monkeypatch.setattr(listening, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    refused = OSError(errno.EMFILE, "Too many open files")
+    listener.refuse(listener._sockets[0], refused)
+    now[0] += 0.5  # once, as after the last connection that there was room for
+    assert listener.lack() is None
+    for _ in range(10):
+        listener.refuse(listener._sockets[0], refused)
+        now[0] += 0.3
+    assert "no file descriptor is left to process" in str(listener.lack())
+    now[0] += 10  # there is room again, or nobody waits
+    assert listener.lack() is None
 
 
 def test_groups_share_a_listener_until_the_last_one_leaves() -> None:

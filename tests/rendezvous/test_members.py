@@ -2,6 +2,7 @@ import dataclasses
 import os
 import signal
 import subprocess
+from typing import NoReturn
 
 import pytest
 
@@ -78,6 +79,18 @@ def test_a_killed_process_is_dead_while_still_a_zombie(processes, monkeypatch, p
     forget([member])
     assert member.alive() is False
     forget([member, Member.here(0, 2, "shm")])
+
+
+def test_nothing_is_proven_by_a_process_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> NoReturn:
+        raise OSError(24, "Too many open files")
+
+    me = Member.here(0, 2, "shm")
+    forget([me])
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(processes_module, "status_of", refuse)
+    assert dead_among([me]) == []
+    forget([me])
 
 
 def test_a_recycled_pid_is_not_the_member() -> None:

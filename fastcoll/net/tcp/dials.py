@@ -14,8 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from ...errors import RendezvousError
-from ...rendezvous.address import PORTLESS_SECONDS, portless, shown
+from ...errors import RendezvousError, ResourceError
+from ...rendezvous.address import (
+    MORE_DESCRIPTORS,
+    PORTLESS_SECONDS,
+    no_descriptor,
+    portless,
+    raise_limit,
+    shown,
+)
 from ...rendezvous.opening import Dialing, Endpoint, Kind, OpeningError, RefusedError
 from .interfaces import Interface, family_of, tune
 
@@ -90,7 +97,7 @@ class Dial:
                 self.reason, refused = str(error), False
             except OSError as error:
                 self.reason, refused = error.strerror or str(error), error.errno == errno.ECONNREFUSED
-                lacking = portless(error, self.where)
+                lacking = portless(error, self.where) or _exhausted(error, self.where)
             self.close()
             now = time.monotonic()
             portless_since = min(portless_since, now) if lacking else float("inf")
@@ -124,6 +131,12 @@ class Dial:
                 raise OpeningError("it closed the connection during the opening")
             if reply := dialing.take(data):
                 made.send(reply)
+
+
+def _exhausted(error: OSError, where: str) -> ResourceError | None:
+    """The error where no descriptor is left for a connection, and the limit cannot be raised."""
+    lacking = no_descriptor(error, f"cannot connect to {where}")
+    return None if lacking and raise_limit(MORE_DESCRIPTORS, "connections") else lacking
 
 
 def dial_all(

@@ -31,7 +31,14 @@ from ...config import MOST_STREAMS
 from ...core.processes import Member
 from ...errors import RendezvousError, ResourceError, StoreError, UsageError
 from ...rendezvous import serving
-from ...rendezvous.address import no_port, shown
+from ...rendezvous.address import (
+    MORE_DESCRIPTORS,
+    PORTLESS_SECONDS,
+    no_descriptor,
+    no_port,
+    raise_limit,
+    shown,
+)
 from ...rendezvous.assemble import GroupMeeting, loads
 from ...rendezvous.opening import (
     GROUP_SIZE,
@@ -75,6 +82,8 @@ class Listener(serving.SocketServer):
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._endpoints: dict[tuple[bytes, int], tuple[Endpoint, Deliver, float]] = {}
         self._pending: dict[int, _Pending] = {}
+        # Since when, and when last, no connection could be taken, and why.
+        self._lacking: tuple[float, float, OSError] | None = None
         with contextlib.ExitStack() as opened:
             sockets = [opened.enter_context(_listen(each)) for each in interfaces]
             self.ports: list[int] = [each.getsockname()[1] for each in sockets]
@@ -129,10 +138,23 @@ class Listener(serving.SocketServer):
                 self._drop(oldest, f"one of more than {MOST_OPENINGS} openings")
 
     def refuse(self, listening: socket.socket, error: OSError) -> None:
-        logger.warning(
-            "no more connections can be taken (%s); raise the limit with ulimit -n", error.strerror
-        )
+        if error.errno == errno.EMFILE and raise_limit(MORE_DESCRIPTORS, "connections of other ranks"):
+            return
+        now = time.monotonic()
+        if self._lacking is None or now - self._lacking[1] > PORTLESS_SECONDS:
+            logger.warning(
+                "no more connections can be taken (%s); raise the limit with ulimit -n", error.strerror
+            )
+            self._lacking = now, now, error
+        self._lacking = self._lacking[0], now, error
         self.pause()
+
+    def lack(self) -> ResourceError | None:
+        """What keeps this process from taking connections that wait, and has for long; from any thread."""
+        if (lacking := self._lacking) is None or lacking[1] - lacking[0] < PORTLESS_SECONDS:
+            return None
+        recent = time.monotonic() - lacking[1] < PORTLESS_SECONDS
+        return no_descriptor(lacking[2], "cannot take a connection") if recent else None
 
     def _endpoint(self, theirs: Opening) -> Endpoint | None:
         entry = self._endpoints.get((theirs.group, theirs.peer))

@@ -388,6 +388,8 @@ class Mesh:
         if self._closed:
             raise self._gone()
         self._between()
+        if self._roster is not None and (lacking := self._roster.listener.lack()):
+            raise lacking
         wait.look()
 
     def _await(self, is_there: Callable[[], bool], wait: Wait) -> None:
