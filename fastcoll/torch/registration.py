@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 
 from .. import config
 from ..errors import UnavailableError
+from ..rendezvous.detect import MPI_SOURCES, SLURM
 from .jobs import make_group, refuse_options
 from .process_group import FastcollProcessGroup
 from .work import PendingWork
@@ -46,6 +48,22 @@ def register() -> None:
     dist.Backend.register_backend("fastcoll", create, extended_api=True, devices=["cpu"])
     if default := config.get("FASTCOLL_TORCH_DEFAULT"):
         _be_default(default == "gloo")
+        if is_alone_under_accelerate(os.environ):
+            _log.warning(
+                "accelerate launch has started this process alone, though it was asked for several; without GPUs use "
+                "ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N script.py"
+            )
+
+
+def is_alone_under_accelerate(environ: Mapping[str, str]) -> bool:
+    """Whether `accelerate launch` was asked for several processes and has started one, which trains alone in silence.
+
+    It says where they would meet only when it was asked for several, and gives them no ranks; mpirun, which it can
+    start them by, does.
+    """
+    ranks = ("RANK", *(source.rank for source in (*MPI_SOURCES, SLURM)))
+    is_asked = "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ
+    return is_asked and environ.keys().isdisjoint(ranks)
 
 
 def _be_default(for_gloo: bool) -> None:

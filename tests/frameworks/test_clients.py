@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from fastcoll.launch.nodes import free_port
 
 HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "frameworks.md"
 DEADLINE = 280.0
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -30,10 +32,15 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 
 
 def start(environment: Mapping[str, str], *command: str | Path) -> subprocess.Popen[str]:
-    """A program in a process group of its own."""
-    common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
+    """A Python program in a process group of its own."""
+    return begin({"ACCELERATE_USE_CPU": "1", **environment}, sys.executable, *map(str, command))
+
+
+def begin(environment: Mapping[str, str], *command: str) -> subprocess.Popen[str]:
+    """A command in a process group of its own."""
+    common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
-        [sys.executable, *map(str, command)],
+        command,
         env={**os.environ, **common, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -74,6 +81,71 @@ def test_frameworks_have_the_losses_of_gloo(tmp_path: Path) -> None:
                 name
             )
             assert ours[name]["values"] == pytest.approx(gloo[name]["values"], rel=1e-6), name
+
+
+# Each command on the page, what train.py is, and what each of two ranks prints in the end.
+ON_THE_PAGE = {
+    "FASTCOLL_TORCH_DEFAULT=gloo torchrun --nproc-per-node 2 train.py": (
+        "typed.py", ["torchmetrics", "trainer", "deepspeed"], "deepspeed: rank {} of 2, FastcollProcessGroup, 16 values"
+    ),
+    "FASTCOLL_TORCH_DEFAULT=gloo python train.py": (
+        "typed.py", ["lightning"], "lightning: rank {} of 2, FastcollProcessGroup, 9 values"
+    ),
+    "FASTCOLL_TORCH_DEFAULT=gloo ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 train.py": (
+        "accelerated.py", [], "{} of 2: FastcollProcessGroup, 2 losses"
+    ),
+}  # fmt: skip
+
+
+def test_each_command_of_the_page_is_known() -> None:
+    commands = re.findall(r"^\$ (?!pip )(.*)$", PAGE.read_text(), re.MULTILINE)
+    assert sorted(commands) == sorted(ON_THE_PAGE)
+
+
+@needs("accelerate", "deepspeed", "lightning", "torchmetrics", "transformers")
+@pytest.mark.parametrize("command", ON_THE_PAGE)
+def test_commands_of_the_page_as_typed(tmp_path: Path, command: str) -> None:
+    program, arguments, line = ON_THE_PAGE[command]
+    said = end(
+        begin(typing(tmp_path, program), "sh", "-c", f"cd {tmp_path} && {command} {' '.join(arguments)}")
+    )
+    assert all(line.format(rank) in said for rank in range(2)), said
+
+
+@needs("accelerate")
+def test_accelerate_that_starts_one_process_instead_of_two_is_warned_of(tmp_path: Path) -> None:
+    launch = (
+        f"cd {tmp_path} && FASTCOLL_TORCH_DEFAULT=gloo accelerate launch --cpu --num_processes 2 train.py"
+    )
+    said = end(begin(typing(tmp_path, "accelerated.py"), "sh", "-c", launch))
+    assert "0 of 1: no group" in said, said
+    assert "accelerate launch has started this process alone" in said, said
+
+
+@needs("accelerate")
+def test_accelerate_that_starts_what_it_was_asked_for_is_not_warned_of() -> None:
+    from fastcoll.torch.registration import is_alone_under_accelerate
+
+    one, meeting = {"ACCELERATE_MIXED_PRECISION": "no"}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert is_alone_under_accelerate({**one, **meeting})
+    assert not is_alone_under_accelerate(one)
+    assert not is_alone_under_accelerate({**one, **meeting, "RANK": "0"})
+    assert not is_alone_under_accelerate({**one, **meeting, "PMI_RANK": "0"})
+
+
+def typing(folder: Path, program: str) -> dict[str, str]:
+    """An environment for a shell whose `train.py` is that program, and whose commands are this environment's.
+
+    torchrun may be of an environment that this one is on top of, and would start that one's Python.
+    """
+    shutil.copy(HERE / program, folder / "train.py")
+    torchrun = folder / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o700)
+    return {
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(HERE.parent),
+    }
 
 
 @needs("accelerate")  # torch alone is there in other environments, too, where this takes half a minute
