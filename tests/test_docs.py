@@ -129,6 +129,17 @@ def test_what_torch_has_and_fastcoll_has_not_is_listed():
     assert theirs - {"config", "log", "timedelta"} - set(fastcoll.__all__) - listed == set()
 
 
+def test_what_is_listed_as_missing_is():
+    rows = text("porting.md").partition("## What is missing")[2].partition("## Questions")[0]
+    listed = [
+        name
+        for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    ]
+    assert len(listed) > 20
+    assert sorted(set(listed) & set(fastcoll.__all__)) == []
+
+
 def test_the_table_of_settings():
     rows = re.findall(r"^\| `(FASTCOLL_\w+)` \| (.*?) \| (.*?) \|$", text("errors.md"), re.MULTILINE)
     assert rows == [(name, str(s.default) or "(empty)", s.meaning) for name, s in config.SETTINGS.items()]
