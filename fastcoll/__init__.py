@@ -32,7 +32,8 @@ from .api.objects import (
     send_object_list,
 )
 from .api.p2p import (
-    P2POp, batch_isend_irecv, iprobe, irecv, isend, probe, recv, recv_init, send, send_init, startall,
+    P2POp, batch_isend_irecv, iprobe, irecv, isend, probe, recv, recv_init, send, send_init, sendrecv,
+    startall, waitall, waitany,
 )
 from .api.shared_arrays import shared_arrays
 from .api.standalone import group_from_store
@@ -79,7 +80,8 @@ __all__ += ["all_gather_coalesced", "all_gather_into_tensor", "all_gather_single
 __all__ += ["gather_single", "gather_into_tensor", "scatter_single"]
 __all__ += ["all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "ReduceOp", "reduce_op"]
 __all__ += ["Work", "GradientReducer"]
-__all__ += ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv", "symmetric"]
+__all__ += ["send", "recv", "isend", "irecv", "sendrecv", "waitall", "waitany", "P2POp", "batch_isend_irecv"]
+__all__ += ["symmetric"]
 __all__ += ["ANY_TAG", "Status", "probe", "iprobe", "Request", "send_init", "recv_init", "startall"]
 __all__ += ["shared_arrays"]
 __all__ += ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]

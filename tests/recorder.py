@@ -43,7 +43,7 @@ class Recorder(ProcessGroup):
             name="shm",
             gate=Gate("recorder", ranks, 1, 5.0),
             monitor=SimpleNamespace(farewell="", record=None),
-            messages=SimpleNamespace(is_entered=lambda: False),
+            messages=SimpleNamespace(is_entered=lambda: False, poll=lambda: None),
             fast=lambda group: {},
             close=close,
         )

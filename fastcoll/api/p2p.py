@@ -8,13 +8,14 @@ and `dst` see api/groups.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operands import ANY_TAG, is_message
 from ..core.request import Request, start_all
-from ..core.work import Timeout, Work
+from ..core.work import ENDLESS, Timeout, Work, refuse_to_block
 from ..errors import UsageError
 from .groups import Group, group_rank, groups, member_of
 
@@ -264,6 +265,67 @@ class _Worldwide(Status):
 
     def fill(self, source: int, tag: int, count: int, nbytes: int) -> None:
         self._of.fill(self._ranks[source], tag, count, nbytes)
+
+
+def sendrecv(
+    input: Any,
+    dst: int,
+    output: Any,
+    src: int | None = None,
+    group: Group = None,
+    send_tag: int = 0,
+    recv_tag: int = 0,
+) -> int:
+    """Send one array and receive another at the same time; returns when both are done.
+
+    Args:
+        input: goes to rank `dst`, as by `isend`.
+        output: comes from rank `src`, or from whoever sends first, as by `recv`.
+        dst, src: global ranks.
+        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        send_tag: 0 to 2**31 - 1.
+        recv_tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+
+    Returns:
+        The sender's global rank; -1 outside the group.
+
+    Raises:
+        UsageError, GroupError: as for `send` and `recv`.
+    """
+    if group is not None and member_of(group, "sendrecv") is None:
+        return -1
+    sent = isend(input, dst, group, send_tag)
+    source = recv(output, src, group, recv_tag)
+    sent.wait()
+    return source
+
+
+def waitall(works: Sequence[Work]) -> None:
+    """Wait for all of several operations.
+
+    Raises:
+        UsageError, GroupError: as `wait` of the first one that failed.
+    """
+    for work in works:
+        work.wait()
+
+
+def waitany(works: Sequence[Work]) -> int:
+    """Wait until one of several operations has ended; its index.
+
+    Raises:
+        UsageError: there is none, or this is a callback of a Work.
+        UsageError, GroupError: as `wait` of that one.
+    """
+    if not works:
+        raise UsageError("waitany: there is no operation; give at least one Work")
+    refuse_to_block("waitany")
+    ended = [index for index, work in enumerate(works) if work.is_completed()]
+    if not ended:
+        done, _ = wait(works, ENDLESS, FIRST_COMPLETED)
+        ended = [index for index, work in enumerate(works) if work in done]
+    works[ended[0]].wait()
+    return ended[0]
 
 
 class P2POp:

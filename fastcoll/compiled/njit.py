@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
-from numba.extending import overload, register_jitable
+from numba.extending import overload, overload_method, register_jitable
 from numba.np.numpy_support import as_dtype
 
 from ..api import collectives, groups, p2p
@@ -31,21 +31,28 @@ from ..p2p.transfers import DTYPE_BITS
 from . import rows
 from .keywords import refuse_lost
 from .numba_types import (
+    ANY_SENDER,
+    NO_SENDER,
     Raised,
     call_door,
+    held,
     integer_of,
     is_none,
     know_dtype,
+    new_work,
     op_word_of,
     place_of,
     refresh,
     row_of,
     word,
+    words_of,
 )
+from .numba_types import work as work_type
 
 _OP_SHIFT, _FOREIGN = signature.OP_SHIFT, rows.FOREIGN
 _SIZE, _RANK, _RANKS = d.SIZE, d.RANK, d.RANKS
 _SPLIT, _SEND, _RECV, _REFUSED, _SPLITS = d.SPLIT, d.SEND, d.RECV, signature.REFUSED, rows.SPLITS
+_POST_SEND, _POST_RECV, _WAIT, _TEST, _WAIT_ANY = d.POST_SEND, d.POST_RECV, d.WAIT, d.TEST, d.WAIT_ANY
 _TAGS = LARGEST_TAG + 1
 _BARRIER, _ALL_TO_ALL = signature.code_of("barrier"), signature.code_of("all_to_all")
 _BARRIER_WORD = signature.encode("barrier")
@@ -517,6 +524,148 @@ def _recv(tensor, src=None, group=None, tag=0, group_src=None):
     return impl
 
 
+# ---- messages that are waited for later ---------------------------------------------------------------------
+
+
+@register_jitable
+def _itself(x):
+    return x
+
+
+@register_jitable
+def _copy_of(x):
+    return np.ascontiguousarray(x).copy()
+
+
+@register_jitable
+def _sent(row, x, kind, peer):
+    """Post a message; the number of its request, which holds the array."""
+    nbytes = x.size * x.itemsize
+    data, owner = held(x)
+    return _done(call_door(row, _POST_SEND, data, owner, nbytes, kind, peer))
+
+
+@overload(p2p.isend)
+def _isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+    kind, by_group = _message(tensor, False), _one_of("dst", dst, group_dst)
+    is_plain = tensor.layout == "C" and tensor.aligned
+    contiguous = _itself if is_plain else _copy_of
+
+    def impl(tensor, dst=None, group=None, tag=0, group_dst=None):
+        know_dtype(tensor)
+        row = _row(group)
+        peer = _other(row, dst, group_dst, by_group)
+        return new_work(row, _sent(row, contiguous(tensor), _kind(kind, tag), peer), NO_SENDER)
+
+    return impl
+
+
+@overload(p2p.irecv)
+def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
+    kind, by_group = _message(tensor, True), _one_of("src", src, group_src, True)
+    any_rank = is_none(src) and is_none(group_src)
+    if tensor.layout != "C" or not tensor.aligned:
+        raise TypingError(f"irecv inside njit receives into contiguous arrays, not {tensor}; copy from one")
+
+    def impl(tensor, src=None, group=None, tag=0, group_src=None):
+        know_dtype(tensor)
+        row = _row(group)
+        peer = ANY if any_rank else _other(row, src, group_src, by_group)
+        nbytes = tensor.size * tensor.itemsize
+        data, owner = held(tensor)
+        number = _done(call_door(row, _POST_RECV, data, owner, nbytes, _kind(kind, tag), peer))
+        sender = ANY_SENDER if any_rank else _global(row, peer) if by_group else integer_of(src)
+        return new_work(row, number, sender)
+
+    return impl
+
+
+@overload(p2p.sendrecv)
+def _sendrecv(input, dst, output, src=None, group=None, send_tag=0, recv_tag=0):
+    def impl(input, dst, output, src=None, group=None, send_tag=0, recv_tag=0):
+        sent = p2p.isend(input, dst, group, send_tag)
+        source = p2p.recv(output, src, group, recv_tag)
+        _wait(sent)
+        return source
+
+    return impl
+
+
+@register_jitable
+def _wait(work):
+    """Wait for a request; the sender's rank in the group."""
+    row, number, _ = words_of(work)
+    return _done(call_door(row, _WAIT, number, None, 0, 0, 0)) if number else 0
+
+
+@overload_method(type(work_type), "wait")
+def _work_wait(work, timeout=None):
+    if not is_none(timeout):
+        raise TypingError("wait inside njit takes no timeout; the group's own timeout holds")
+
+    def impl(work, timeout=None):
+        _wait(work)
+        return True
+
+    return impl
+
+
+@overload_method(type(work_type), "is_completed")
+def _work_is_completed(work):
+    def impl(work):
+        row, number, _ = words_of(work)
+        return number == 0 or _done(call_door(row, _TEST, number, None, 0, 0, 0)) != 0
+
+    return impl
+
+
+@overload_method(type(work_type), "source_rank")
+def _work_source_rank(work):
+    def impl(work):
+        row, _, sender = words_of(work)
+        found = _wait(work)
+        if sender == ANY_SENDER:
+            return _global(row, found)
+        return sender if sender >= 0 else -1
+
+    return impl
+
+
+def _requests(works: Any) -> None:
+    if getattr(works, "dtype", None) != work_type:
+        raise TypingError(f"works are of type {works}; give a list or tuple of what isend and irecv return")
+
+
+@overload(p2p.waitall)
+def _waitall(works):
+    _requests(works)
+
+    def impl(works):
+        for work in works:
+            _wait(work)
+
+    return impl
+
+
+@overload(p2p.waitany)
+def _waitany(works):
+    _requests(works)
+
+    def impl(works):
+        count = len(works)
+        if count == 0:
+            raise ValueError("waitany: there is no operation; give at least one Work")
+        table, row = np.empty(2 * count, np.int64), np.int64(0)
+        for index in range(count):
+            row, number, _ = words_of(works[index])
+            if number == 0:
+                return index
+            table[index], table[count + index] = number, row
+        return _done(call_door(row, _WAIT_ANY, table, None, count, 0, 0))
+
+    return impl
+
+
 @overload(groups.get_rank)
 def _get_rank(group=None):
     def impl(group=None):
@@ -543,8 +692,7 @@ _INSTEAD = {
     collectives.scatter: "scatter_single, which takes one array with a block for each rank",
     collectives.reduce_scatter: "reduce_scatter_tensor, which takes one array with a block for each rank",
     collectives.all_to_all: "all_to_all_single, which takes one array with a block for each rank",
-    p2p.isend: "send, or isend outside",
-    p2p.irecv: "recv, or irecv outside",
+    p2p.batch_isend_irecv: "isend and irecv, and waitall",
 }
 
 

@@ -22,6 +22,7 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.core.imputils import lower_cast, lower_constant, lower_getattr_generic
 from numba.core.registry import cpu_target
+from numba.core.runtime import _nrt_python
 from numba.core.typing.templates import AttributeTemplate, infer_getattr, infer_global
 from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
 from numba.np.numpy_support import as_dtype
@@ -33,6 +34,7 @@ from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import UsageError
 from ..interop.dtypes import NUMPY
 from ..kernels import doors as d
+from ..p2p import handles
 from . import rows
 
 WORD = ir.IntType(64)
@@ -50,6 +52,7 @@ LAYOUT = zlib.crc32(
             d.SPLIT,
             d.SEND,
             d.RECV,
+            d.WAIT_ANY,
             signature.OPERATIONS,
             NUMPY,
             rows.FOREIGN,
@@ -205,6 +208,68 @@ def _unbox_group(kind: Any, value: Any, c: Any) -> NativeValue:
     return found
 
 
+# ---- requests -------------------------------------------------------------------------------------------
+
+
+class _Work(types.Type):
+    """What isend and irecv return: the group's row, the request's number, and the sender's global rank.
+
+    The number is 0 outside the group. The rank is ANY_SENDER where it is found out, NO_SENDER for a send.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("fastcoll.Work")
+
+
+ANY_SENDER, NO_SENDER = -1, -2
+work = _Work()
+_WORDS = ("row", "number", "sender")
+
+
+@register_model(_Work)
+class _WorkModel(models.StructModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, [(name, types.int64) for name in _WORDS])
+
+
+@intrinsic
+def new_work(typing_context, row, number, sender):
+    def emit(context, builder, made, args):
+        value = ir.Constant(context.get_value_type(work), ir.Undefined)
+        for place, word in enumerate(args):
+            value = builder.insert_value(value, word, place)
+        return value
+
+    return work(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def words_of(typing_context, given):
+    """Row, number and sender of a request."""
+
+    def emit(context, builder, made, args):
+        words = [builder.extract_value(args[0], place) for place in range(len(_WORDS))]
+        return context.make_tuple(builder, made.return_type, words)
+
+    return types.UniTuple(types.int64, len(_WORDS))(work), emit
+
+
+@intrinsic
+def held(typing_context, array):
+    """As `place_of`, and holds what owns the array, for a request."""
+
+    def emit(context, builder, made, args):
+        given = context.make_array(made.args[0])(context, builder, args[0])
+        _hold(builder, given.meminfo)
+        words = [builder.ptrtoint(part, WORD) for part in (given.data, given.meminfo)]
+        return context.make_tuple(builder, made.return_type, words)
+
+    return _PLACE(array), emit
+
+
+handles.release_by(_nrt_python.c_helpers["MemInfo_release"])
+
+
 # ---- rows and the door, in compiled code ------------------------------------------------------------------
 
 
@@ -299,6 +364,11 @@ def place_of(typing_context, array):
 _PLACE = types.UniTuple(types.int64, 2)
 
 
+def _hold(builder: Any, owner: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_POINTER])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, "NRT_incref"), [owner])
+
+
 @intrinsic
 def call_door(typing_context, row, op, data, out, nbytes, call, peer):
     """Call the door. `data`, `out`: an array, which so lives until it returns, a place, or None; `nbytes` may be one.
@@ -320,11 +390,8 @@ def call_door(typing_context, row, op, data, out, nbytes, call, peer):
         kind = ir.FunctionType(WORD, [WORD] * 7).as_pointer()
         found = builder.call(builder.inttoptr(door, kind), list(map(address, made.args, args)))
         with builder.if_then(builder.icmp_signed("<", found, WORD(0)), likely=False):
-            hold = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(ir.VoidType(), [_POINTER]), "NRT_incref"
-            )
             for value in (value for kind, value in zip(made.args, args, strict=True) if kind == _PLACE):
-                builder.call(hold, [builder.inttoptr(builder.extract_value(value, 1), _POINTER)])
+                _hold(builder, builder.inttoptr(builder.extract_value(value, 1), _POINTER))
         return found
 
     number = types.int64

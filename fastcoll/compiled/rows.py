@@ -4,7 +4,7 @@ A compiled caller gets the address of a row (`row`) and calls the C function who
 
     int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
-    op               of `code_of` (core/signature.py), or SPLIT, SEND, RECV
+    op               of `code_of` (core/signature.py), or one of kernels/doors.py
     data, out        addresses of contiguous, aligned memory, which belongs to the call until it returns; `nbytes` is
                      what a rank contributes or gets: one block where there is a block for each rank:
 
@@ -15,20 +15,24 @@ A compiled caller gets the address of a row (`row`) and calls the C function who
         SPLIT                    the same with blocks of any sizes; nbytes: address of as many words as there are ranks
                                  with the bytes of those in data, and as many for out
         SEND, RECV               data: the message
+        POST_SEND, POST_RECV     the same; out: what owns it, which the request keeps and releases; 0: the caller
+        WAIT, TEST               data: the number of a request
+        WAIT_ANY                 data: address of as many numbers as `nbytes` says, and of as many rows for them
         barrier                  nothing
 
     call             of `call_word`; of messages `message_word`
     peer             group rank of the root or of the other side; ANY: whoever sends first; FOREIGN + global rank, where
                      a global rank is not in the group
 
-It returns 0, of RECV the sender's group rank, when the operation is complete, and RAISED for an exception, which
-`take_error` hands out to the same thread: the same errors as outside, with the same meaning for peers. It blocks as
-the operation does, within the group's timeout; signal handlers of Python run meanwhile in the main thread. It may be
-called with Python's lock or without; a thread that has the lock is without it while it waits. Where a backend has no
-way of its own for an operation, or the way comes back early, `_answer` wraps the memory in arrays and calls the
-group's method.
+It returns 0 when the operation is complete; of RECV, and of WAIT for a receive, the sender's group rank; of POST_SEND
+and POST_RECV the number of a request, of TEST whether it has ended, of WAIT_ANY the index of one that has. And RAISED
+for an exception, which `take_error` hands out to the same thread: the same errors as outside, with the same meaning for
+peers. It blocks as the operation does, within the group's timeout; signal handlers of Python run meanwhile in the main
+thread. It may be called with Python's lock or without; a thread that has the lock is without it while it waits. Where a
+backend has no way of its own for an operation, or the way comes back early, `_answer` wraps the memory in arrays and
+calls the group's method.
 
-A row keeps nothing alive but its own words, which stay for the life of the process (344 bytes a group that compiled
+A row keeps nothing alive but its own words, which stay for the life of the process (384 bytes a group that compiled
 callers have used). It is blank as its group ends; who calls the door then gets the error that the method raises. What
 RAISED ends early may have been queued behind asynchronous operations, and be under way still: so the memory must not be
 freed then.
@@ -49,15 +53,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..api.groups import Group, NonMember, group_rank, groups, member_of
+from ..api.p2p import waitany
 from ..core import signature
 from ..core.group import ProcessGroup
 from ..core.operands import LARGEST_TAG, Array
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, CUSTOM, MAX, MIN, NAMES, PREMUL_SUM, PRODUCT, SUM, ReduceOp
 from ..core.status import LATER
+from ..core.work import Work
 from ..errors import NotInitializedError, UsageError
 from ..interop.dtypes import NUMPY
 from ..kernels import doors as d
 from ..kernels.primitives import address_of
+from ..p2p import handles
 from ..p2p.pipe import ANY
 from ..p2p.transfers import DTYPE_BITS, kind_of
 
@@ -307,6 +314,12 @@ class _Asked:
         return self._array(self._question.data, 1)
 
     @property
+    def held(self) -> Array:
+        """The array of a message, which releases its owner at its end."""
+        q = self._question
+        return handles.memory(q.data, q.nbytes, q.out).view(self.dtype)
+
+    @property
     def blocks(self) -> Array:
         return self._array(self._question.data, self._size)
 
@@ -353,6 +366,8 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
     d.SPLIT: ("all_to_all", lambda g, a: g.all_to_all(*a.split)),
     d.SEND: ("send", lambda g, a: (g.send_apart if a.is_apart else g.send)(a.x, a.peer, a.tag)),
     d.RECV: ("recv", lambda g, a: (g.recv_apart if a.is_apart else g.recv)(a.x, a.source, a.tag)),
+    d.POST_SEND: ("isend", lambda g, a: handles.post(g.isend(a.held, a.peer, a.tag))),
+    d.POST_RECV: ("irecv", lambda g, a: _post_receive(g, a)),
 } | {
     signature.code_of(name): (name, method)
     for name, method in {
@@ -370,6 +385,12 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
     }.items()
 }
 """How a group's method is called for an operation."""
+
+
+def _post_receive(group: ProcessGroup, asked: _Asked) -> int:
+    if group.backend.ways is not None:
+        group.backend.ways.stay_awake()
+    return handles.post(group.irecv(asked.held, None if asked.peer == ANY else asked.peer, asked.tag))
 
 
 def _refuse(group: ProcessGroup, asked: _Asked) -> None:
@@ -396,6 +417,8 @@ _ROOTED = {
     "gather": "dst",
     "send": "dst",
     "recv": "src",
+    "isend": "dst",
+    "irecv": "src",
 }
 
 
@@ -408,9 +431,13 @@ def _answer(address: int) -> int:
     """What the door returns, for the question at an address."""
     question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
     number = ctypes.c_int64.from_address(question.row + 8 * d.NUMBER).value
+    if question.op in _OF_REQUESTS:
+        _open(_rows[number].group(), number, question, None, None)
+        return _OF_REQUESTS[question.op](question)
     name, method = _METHODS[question.op]
     if number == NOBODY:
         member_of(_NON_MEMBER, name)
+        handles.release(question.out if question.op > d.RECV else 0)
         return 0
     group = _group_of(question, number)
     if group is None:
@@ -424,13 +451,66 @@ def _answer(address: int) -> int:
     with _lock:
         if number == WORLD:
             _rows[WORLD].fill(group)
-    if ways is not None and name:
-        given = None if name == "barrier" else asked.dtype, asked.op if asked.reduces else None
-        way = ways.open(question.op, question.call, *given)  # which may compile it
-        with _lock:
-            if _rows[number].group() is group:
-                _rows[number].words[d.WAYS + question.op] = way
+    if name:
+        dtype, op = None if name == "barrier" else asked.dtype, asked.op if asked.reduces else None
+        _open(group, number, question, dtype, op)
     return result
+
+
+def _open(
+    group: ProcessGroup | None,
+    number: int,
+    question: _Question,
+    dtype: np.dtype[Any] | None,
+    op: ReduceOp | None,
+) -> None:
+    """Have calls of an operation go without Python from now on, where there is a way."""
+    if group is None or group.backend.ways is None:
+        return
+    way = group.backend.ways.open(question.op, question.call, dtype, op)  # which may compile it
+    with _lock:
+        if _rows[number].group() is group:
+            _rows[number].words[d.WAYS + question.op] = way
+
+
+# ---- requests ---------------------------------------------------------------------------------------------
+
+
+def _work_of(row: int, number: int) -> Work | None:
+    """The operation of a request, which is Python's from now on; None: it was waited for."""
+    work = handles.find(number)
+    group = _rows[ctypes.c_int64.from_address(row + 8 * d.NUMBER).value].group()
+    if work is None and number < handles.OWN and group is not None and group.backend.ways is not None:
+        group.backend.ways.take_over()
+        work = handles.find(number)
+    return work
+
+
+def _wait(question: _Question) -> int:
+    work = _work_of(question.row, question.data)
+    return handles.source_of(question.data) if work is None else handles.end(question.data, work)
+
+
+def _test(question: _Question) -> int:
+    work = _work_of(question.row, question.data)
+    if work is not None:
+        if not work.is_completed():
+            return 0
+        handles.end(question.data, work)
+    return 1
+
+
+def _wait_any(question: _Question) -> int:
+    count = question.nbytes
+    words = (ctypes.c_int64 * (2 * count)).from_address(question.data)
+    works = [_work_of(words[count + index], words[index]) for index in range(count)]
+    found = works.index(None) if None in works else waitany([work for work in works if work is not None])
+    if (work := works[found]) is not None:
+        handles.end(words[found], work)
+    return found
+
+
+_OF_REQUESTS = {d.WAIT: _wait, d.TEST: _test, d.WAIT_ANY: _wait_any}
 
 
 _NON_MEMBER = NonMember()

@@ -59,6 +59,9 @@ class HostMessages(Messages, Protocol):
     def is_entered(self) -> bool:
         """Whether this thread is in the middle of a message: then this is a signal handler."""
 
+    def poll(self) -> None:
+        """Let messages get on as far as they can without waiting."""
+
     def is_in_vain(self, work: Any) -> bool:
         """Whether no rank is left that could send the message which one of the operations needs."""
 
@@ -179,6 +182,17 @@ class Ways(ABC):
         Returns:
             The group rank of the sender, of a receive; else 0.
         """
+
+    @abstractmethod
+    def take_over(self) -> None:
+        """Have the engine go on with all requests that compiled callers have posted, and that have not ended well.
+
+        They are in p2p/handles.py then. Blocks while another thread drives messages.
+        """
+
+    @abstractmethod
+    def stay_awake(self) -> None:
+        """A receive was posted by Python: let those that follow be posted without it."""
 
     @abstractmethod
     def torn(self, op: int, error: BaseException) -> None:

@@ -18,7 +18,8 @@ A group has a *row*, a table of words in memory that stays where it is and is ne
     int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
     int64 way(int64 handle, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
-A way returns a status (core/status.py), a receive -1 - rank when it is done. Whatever is not DONE is Python's. Threads
+A way returns a status (core/status.py); one that has a result, as a receive the sender's rank, -1 - result when it is
+done. Whatever is not DONE is Python's. Threads
 write rows with Python's lock, and compiled callers read them without: each word has a value at any time that does no
 harm beside those that the other words had or will have.
 """
@@ -34,8 +35,9 @@ from .jit import NJIT, c_function, external, inlined, instruction, kernel
 from .primitives import load_acquire, load_word, store_word, this_thread
 
 CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, AGAIN, WAYS = range(12)
-SPLIT, SEND, RECV = 29, 30, 31  # operations besides those of core/signature.py
-ROW_WORDS = WAYS + RECV + 1
+# Operations besides those of core/signature.py.
+SPLIT, SEND, RECV, POST_SEND, POST_RECV, WAIT, TEST, WAIT_ANY = range(29, 37)
+ROW_WORDS = WAYS + WAIT_ANY + 1
 RAISED = -1  # what the door returns for an exception, which is kept
 
 # The words of a question to Python: the door's arguments, the status so far, and room for the three of an exception.

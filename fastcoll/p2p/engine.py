@@ -36,7 +36,7 @@ from ..errors import AbortedError, FastcollError, GroupError, NotInitializedErro
 from ..interop.adopted import Adopted
 from .exchange import Exchange
 from .pipe import ANY, ARMED, EVENTS, NOT_MINE, NOTHING, Pipe
-from .transfers import Array, Probe, Receive, Send, Transfer, kind_of
+from .transfers import Array, Probe, Receive, Send, Transfer, kind_of, tag_of
 
 _NAP = 1e-3  # seconds without progress after which the engine's thread drives
 _NAPS = 50  # of them without operations, before that thread sleeps
@@ -63,6 +63,7 @@ class Engine:
         timeout: seconds that an operation may take.
 
     Attributes:
+        adopts: what is told of operations of compiled callers that are the engine's from now on, by their numbers.
         inbox: posted operations that have not begun, in their order; a short cut may not post while there are any.
         queued: by rank, sends that have been admitted and not begun; a short cut may not send past them.
     """
@@ -70,6 +71,7 @@ class Engine:
     def __init__(self, routes: list[tuple[Pipe, int]], rank: int, vigil: Monitor, timeout: float) -> None:
         self.rank, self.vigil, self.timeout = rank, vigil, timeout
         self.forks = forks()
+        self.adopts: Callable[[int, Transfer], object] = lambda number, transfer: None
         self._routes = routes
         self._pipes = list(dict.fromkeys(pipe for pipe, _ in routes))
         self._ranks = [{n: r for r, (p, n) in enumerate(routes) if p is pipe} for pipe in self._pipes]
@@ -305,6 +307,7 @@ class Engine:
         if nested:
             self._given_up = end
         elif held:
+            self._take_over(ended=True)
             self._end_all(end)
         if nested or held:
             for pipe in self._pipes:
@@ -325,7 +328,40 @@ class Engine:
             pipes[0].let_go()
             return False
         self._driving, self._resting = True, False
+        try:
+            for pipe in pipes:
+                if pipe.has_posted():
+                    self._take_over(ended=False)
+        except BaseException:
+            self._release()
+            raise
         return True
+
+    def _take_over(self, ended: bool) -> None:
+        """Go on with what compiled callers have posted, with the turn. An interrupt fails the group."""
+        for pipe in self._pipes:
+            self._turn(self._adopt_posted, pipe, ended)
+
+    def _adopt_posted(self, pipe: Pipe, ended: bool) -> None:
+        pipe.set_behind(True)
+        ranks = self._ranks[self._pipes.index(pipe)]
+        for posted in pipe.take_posted(ended):
+            kind = Send if posted.sends else Receive
+            transfer = kind(self, posted.array, ranks[posted.peer], tag_of(posted.kind))
+            transfer.be_of(posted.kind)
+            self._exchange.take_over(transfer, posted)
+            self.adopts(posted.number, transfer)
+
+    def take_over(self) -> None:
+        """Go on with all that compiled callers have posted; blocks while another thread drives."""
+        while not self._closed and not self.has_turn():
+            if self._seize():
+                try:
+                    self._take_over(ended=True)
+                finally:
+                    self._release()
+                return
+            self._sleep(None)
 
     def has_turn(self) -> bool:
         """Whether this thread drives a pipe: then this is a signal handler, or a callback of an Adopted."""
@@ -774,11 +810,15 @@ class Engine:
                 return
             transfer.call_back()
 
-    def _wake(self) -> None:
+    def stay_awake(self) -> None:
+        """Compiled callers post receives: have the engine's thread look at them every millisecond for a while."""
+        self._wake(anyway=True)
+
+    def _wake(self, anyway: bool = False) -> None:
         """Have the engine's thread look at what is new; it starts with the first such thing."""
         with self._changed:
             if self._thread is None and not self._closed:
-                if not (self.inbox or self._exchange.live or self._called_back):
+                if not (anyway or self.inbox or self._exchange.live or self._called_back):
                     return
                 thread = threading.Thread(target=self._run, name="fastcoll-messages", daemon=True)
                 thread.start()  # may fail, or be interrupted when it has begun
@@ -790,16 +830,21 @@ class Engine:
         return self._thread is not None and threading.get_ident() == self._thread.ident
 
     def _run(self) -> None:
-        idle, stamp = 0, -1
+        idle, stamp, touched = 0, -1, 0
         with self._changed:
             if not self._on_own_thread():  # whoever started it was interrupted
                 return
+        for pipe in self._pipes:
+            pipe.stay_awake()
         while not self._closed:
             self._run_callbacks()
             if self._next_is_ready() is False:
                 self._prepare_posts()
                 self._hand_on()
-            if not (self._exchange.live or self.inbox):
+            before, touched = touched, sum(pipe.touched() for pipe in self._pipes)
+            if touched != before:  # compiled callers drive
+                idle = 0
+            elif not (self._exchange.live or self.inbox or any(pipe.has_posted() for pipe in self._pipes)):
                 idle += 1
             elif stamp == self._stamp and self._seize():  # nobody has driven for a while
                 idle = 0
@@ -814,11 +859,13 @@ class Engine:
             with self._changed:
                 if self._closed or self._called_back:
                     continue
-                if idle > _NAPS:
+                if idle > _NAPS and all([pipe.may_sleep() for pipe in self._pipes]):
                     self._asleep = True
                     if not (self._exchange.live or self.inbox):
                         self._changed.wait(ENDLESS)
                     self._asleep, idle = False, 0
+                    for pipe in self._pipes:
+                        pipe.stay_awake()
                 else:
                     self._changed.wait(_NAP)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..kernels.primitives import address_of
 from . import pipe as events
-from .pipe import GO, MISFIT, TAKEN, Ack, Pipe
+from .pipe import GO, MISFIT, TAKEN, Ack, Pipe, Posted
 from .queues import MatchQueues, Message
 from .transfers import Probe, Receive, Send, Transfer, status_of
 
@@ -173,6 +173,19 @@ class Exchange:
             self._note_begun(peer, send, min(send.nbytes, peer.pipe.eager), number)
         if entering:
             peer.entering = send
+
+    def take_over(self, transfer: Transfer, posted: Posted) -> None:
+        """Go on with what a compiled caller has posted."""
+        if posted.ended:
+            transfer.complete(transfer.peer)
+        elif isinstance(transfer, Send) and posted.refused is not None:
+            transfer.complete(error=transfer.misfit(*posted.refused))
+        elif isinstance(transfer, Send):
+            self.note_sent(transfer, posted.message, posted.under_way)
+        elif isinstance(transfer, Receive) and transfer.peer is not None and posted.under_way:
+            self.adopt_receive(transfer, self.peers[transfer.peer].pipe)
+        else:
+            self.admit(transfer)
 
     def adopt_receive(self, receive: Receive, pipe: Pipe) -> None:
         """Go on with a blocking receive that has begun in a pipe, or not even that."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..core.status import LATER
 from ..errors import GroupError
 from ..kernels.primitives import address_of, cells_of
-from .transfers import Send
+from .transfers import Held, Send
 
 ARMED = 16
 """What `post_receive` returns, besides a status: `advance` completes the receive."""
@@ -78,6 +78,31 @@ class Begun(NamedTuple):
     arriving: bool
     whole: bool
     asking: bool
+
+
+class Posted(NamedTuple):
+    """An operation that a compiled caller has posted, and the engine does not know.
+
+    Attributes:
+        number: the caller's, by which it will ask for it.
+        sends: whether it is a send.
+        peer, kind: of its message.
+        array: the bytes of the caller's array.
+        message: of a send, its number among the messages to the peer.
+        under_way: whether its message enters the pipe, or arrives.
+        ended: whether it has ended, well.
+        refused: of a send that was refused, what the receiver's array holds.
+    """
+
+    number: int
+    sends: bool
+    peer: int
+    kind: int
+    array: NDArray[np.uint8]
+    message: int
+    under_way: bool
+    ended: bool
+    refused: Held | None
 
 
 class Pipe(Protocol):
@@ -182,6 +207,33 @@ class Pipe(Protocol):
     def leave_receive(self, source: int) -> Begun | None:
         """Leave a receive from a peer or ANY to the engine; None: it has not begun."""
         raise AssertionError("this pipe has none")
+
+    # ---- what compiled callers post ----------------------------------------------------------------
+
+    def has_posted(self) -> bool:
+        """Whether there are operations for `take_posted`. Any thread may ask."""
+        return False
+
+    def take_posted(self, ended: bool) -> list[Posted]:
+        """What compiled callers have posted, in order; the pipe forgets it.
+
+        Args:
+            ended: that, too, which has ended well.
+        """
+        return []
+
+    def touched(self) -> int:
+        """How often compiled callers have carried on what they have posted."""
+        return 0
+
+    def stay_awake(self) -> None:
+        """The engine's thread looks at `has_posted` and `touched` every millisecond from now on."""
+        return None
+
+    def may_sleep(self) -> bool:
+        """Whether the engine's thread may sleep: nothing is posted, and from now on compiled callers do not post what
+        needs it."""
+        return True
 
     # ---- steps -----------------------------------------------------------------------------------
 

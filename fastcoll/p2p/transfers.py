@@ -146,7 +146,7 @@ class Transfer(Work):
     is_small = False
     number = 0
     outputs: list[Any] = []  # noqa: RUF012  (messages have none, and nobody adds any)
-    _kind = -1
+    _kind: int | None = None
     _watch: Wait | None = None
 
     def __init__(self, engine: Driver, array: Array, peer: int | None, tag: int) -> None:
@@ -172,9 +172,13 @@ class Transfer(Work):
     @property
     def kind(self) -> int:
         """Tag and dtype, as `kind_of` has them."""
-        if self._kind < 0:
+        if self._kind is None:
             self._kind = kind_of(self.tag, self.array.dtype)
         return self._kind
+
+    def be_of(self, kind: int) -> None:
+        """Say what the message is, where the array is of its bytes."""
+        self._kind = kind
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,17 +20,29 @@ from ..core.backend import Ways
 from ..core.operands import Array
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
-from ..kernels.doors import RECV, SEND, SPLIT
+from ..kernels.doors import POST_RECV, POST_SEND, RECV, SEND, SPLIT, TEST, WAIT, WAIT_ANY
 from ..kernels.jit import NJIT, c_function, inlined
 from ..kernels.primitives import load_word
+from ..p2p import handles
 from ..p2p.pipe import ANY
-from ..p2p.transfers import tag_of
+from ..p2p.transfers import Transfer, tag_of
 from . import context_layout as at
 from . import reductions as red
+from . import rings
 from . import rounds as r
 from . import validate as v
 from .movement import run_broadcast, run_exchange
-from .ring_kernels import receive_way, send_way
+from .requests import (
+    BESIDE,
+    MAILBOX_AT,
+    post_receive_way,
+    post_send_way,
+    receive_way,
+    send_way,
+    test_way,
+    wait_any_way,
+    wait_way,
+)
 
 if TYPE_CHECKING:
     from .backend import ShmBackend
@@ -176,7 +189,8 @@ _FUNCTIONS: dict[int, Callable[..., Any]] = {
     signature.code_of("barrier"): barrier_way, _ALL_REDUCE: all_reduce_way, _REDUCE: reduce_way, _SCAN: scan_way,
     _EXSCAN: exscan_way, _BROADCAST: broadcast_way, _REDUCE_SCATTER: reduce_scatter_way, _ALL_GATHER: all_gather_way,
     _GATHER: gather_way, _SCATTER: scatter_way, _ALL_TO_ALL: all_to_all_way,
-    SPLIT: all_to_all_split_way, SEND: send_way, RECV: receive_way,
+    SPLIT: all_to_all_split_way, SEND: send_way, RECV: receive_way, POST_SEND: post_send_way,
+    POST_RECV: post_receive_way, WAIT: wait_way, TEST: test_way, WAIT_ANY: wait_any_way,
 }  # fmt: skip
 _WORDS = ("int64",) * 6
 WAYS = {op: function.__name__.removesuffix("_way") for op, function in _FUNCTIONS.items()}
@@ -196,6 +210,7 @@ class _Way:
 
 
 _made: dict[int, Any] = {}
+_mailboxes = count(1)
 
 
 def way(op: int) -> Any:
@@ -214,8 +229,18 @@ class ShmWays(Ways):
         self.context, self.mailbox = context.address, pipe.address
         self.memory = context.words, pipe.table, pipe.rows
         self._known: set[int] = set()
+        self._table = pipe.table[rings.REQUESTS :]
+        self._table[rings.NUMBERS] = next(_mailboxes) << MAILBOX_AT
+        backend.messages.adopts = self._adopt
+
+    def _adopt(self, number: int, transfer: Transfer) -> None:
+        handles.put(number, self._backend.gate.unheard.note(transfer))
 
     def open(self, op: int, call: int, dtype: np.dtype[Any] | None, reduce_op: ReduceOp | None) -> int:
+        if op > RECV:
+            self._table[rings.RELEASE] = handles.release_address
+            if self._table[rings.NUMBERS] >= BESIDE or not handles.release_address:
+                return 0
         address = way(op).address
         if dtype is not None and op < SEND and call not in self._known:
             self._known.add(call)
@@ -227,6 +252,8 @@ class ShmWays(Ways):
 
     def go_on(self, code: int, op: int, words: tuple[int, ...], x: Callable[[], Array]) -> int:
         backend, peer = self._backend, words[-1]
+        if code >= BESIDE:
+            return self._wait(code - BESIDE)
         if op >= SEND:
             try:
                 messages, tag = backend.messages, tag_of(words[-2])
@@ -242,6 +269,18 @@ class ShmWays(Ways):
         except BaseException as error:
             backend.torn(_made[op], error)
         return DONE
+
+    def _wait(self, number: int) -> int:
+        """Wait for what `send_way` or `receive_way` has posted."""
+        self.take_over()
+        work = handles.find(number)
+        return handles.source_of(number) if work is None else handles.end(number, work)
+
+    def take_over(self) -> None:
+        self._backend.messages.take_over()
+
+    def stay_awake(self) -> None:
+        self._backend.messages.stay_awake()
 
     def torn(self, op: int, error: BaseException) -> None:
         if op >= SEND:

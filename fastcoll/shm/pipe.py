@@ -13,7 +13,8 @@ from ..core.status import DONE
 from ..errors import AbortedError, GroupError
 from ..kernels import waiting
 from ..kernels.primitives import address_of
-from ..p2p.pipe import Ack, Begun, Header, WordPipe
+from ..p2p import handles
+from ..p2p.pipe import Ack, Begun, Header, Posted, WordPipe
 from ..p2p.transfers import Send
 from . import autotune, ring_kernels
 from . import rings as words
@@ -112,8 +113,7 @@ class RingPipe(WordPipe):
         return ring_kernels.complete.call(self.address, handled, peer, number)
 
     def leave_send(self, peer: int) -> tuple[int, bool, bool]:
-        entering = self.word(peer, words.OUT_HEAD) < self.word(peer, words.OUT_END)
-        return self.word(peer, words.SENT), entering, False
+        return self.word(peer, words.SENT), self._is_entering(peer), False
 
     def leave_receive(self, source: int) -> Begun | None:
         peer = self.words[words.SOURCE] - 1 if source < 0 else source
@@ -122,6 +122,59 @@ class RingPipe(WordPipe):
             return None
         header = self.header(peer)
         return Begun(peer, header.number, arriving=True, whole=False, asking=False)
+
+    # ---- what compiled callers post ----------------------------------------------------------------
+
+    def has_posted(self) -> bool:
+        return self.words[words.REQUESTS + words.PENDING] != 0
+
+    def take_posted(self, ended: bool) -> list[Posted]:
+        table = self.table[words.REQUESTS :]
+        records = table[words.RECORDS :].reshape(-1, words.RECORD_WORDS)
+        in_use = [
+            record for record in records if record[words.NUMBER] and record[words.STATE] < words.ENDED + ended
+        ]
+        in_use.sort(key=lambda record: int(record[words.NUMBER]))
+        posted = [self._posted(record.tolist()) for record in in_use]
+        for record in in_use:
+            record[words.NUMBER] = 0
+        table[words.PENDING] = 0
+        return posted
+
+    def _posted(self, record: Sequence[int]) -> Posted:
+        number, state, peer, message, kind, nbytes, address, owner, *refused = record
+        entering = message == self.word(peer, words.SENT) and self._is_entering(peer)
+        return Posted(
+            number,
+            message > 0,
+            peer,
+            kind,
+            handles.memory(address, nbytes, owner),
+            message,
+            under_way=entering or state == words.ARRIVING,
+            ended=state == words.ENDED,
+            refused=(refused[1], refused[0]) if state == words.MISFIT else None,
+        )
+
+    def _is_entering(self, peer: int) -> bool:
+        return self.word(peer, words.OUT_HEAD) < self.word(peer, words.OUT_END)
+
+    def touched(self) -> int:
+        return self.words[words.REQUESTS + words.TOUCHED]
+
+    def stay_awake(self) -> None:
+        self.words[words.REQUESTS + words.AWAKE] = 1
+
+    def may_sleep(self) -> bool:
+        if not self.words[words.REQUESTS + words.AWAKE]:
+            return True
+        if not self.seize():
+            return False
+        quiet = not self.has_posted()
+        if quiet:
+            self.words[words.REQUESTS + words.AWAKE] = 0
+        self.let_go()
+        return quiet
 
     def _is_receiving(self, peer: int) -> bool:
         return self.word(peer, words.IN_TAIL) < self.word(peer, words.IN_END)

@@ -51,7 +51,7 @@ _MESSAGE = signature.code_of("message")
 
 _SEND, _SENT = number_of("shm.send.enter"), number_of("shm.send.after_done")
 _RECEIVE, _RECEIVED = number_of("shm.recv.enter"), number_of("shm.recv.after_done")
-_POSTED_SEND, _POSTED_RECEIVE = number_of("shm.isend.after_post"), number_of("shm.irecv.after_post")
+POSTED_SEND, POSTED_RECEIVE = number_of("shm.isend.after_post"), number_of("shm.irecv.after_post")
 
 NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
 
@@ -60,7 +60,7 @@ _PIECES_A_CALL = 2048  # at most 128 MiB, 20 ms, between two looks at signals
 
 
 @inlined
-def _channel(m, peer):
+def channel_of(m, peer):
     return load_word(m, r.CHANNELS) + peer * (8 * r.CHANNEL_WORDS)
 
 
@@ -72,7 +72,7 @@ def _ways(m, operation, nbytes, smallest):
 
 
 @inlined
-def _known_way(m, operation, nbytes, smallest):
+def known_way(m, operation, nbytes, smallest):
     """How a message goes whose time is not measured."""
     ways = _ways(m, operation, nbytes, smallest)
     return best_way(m + 8 * r.CHOOSING, operation, nbytes, ways) if ways else CLOSE
@@ -93,8 +93,8 @@ def _choose(m, operation, nbytes, smallest, phase):
 def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Index) -> int:
     """Make a message the one that enters the ring to `peer`; `advance` moves the rest of it. None may be entering."""
     m = integer(mailbox)
-    channel = _channel(m, integer(peer))
-    way = _known_way(m, r.SENDS, integer(nbytes), SMALLEST)
+    channel = channel_of(m, integer(peer))
+    way = known_way(m, r.SENDS, integer(nbytes), SMALLEST)
     r.begin_message(channel, integer(address), integer(nbytes), integer(kind), way)
     r.push(m, channel)
     return DONE
@@ -104,9 +104,9 @@ def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Inde
 def accept(mailbox: Index, peer: Index, address: Index) -> int:
     """Let the message whose header `advance` has read arrive at `address` (0: drop its bytes)."""
     m = integer(mailbox)
-    channel = _channel(m, integer(peer))
+    channel = channel_of(m, integer(peer))
     r.accept_message(
-        channel, integer(address), _known_way(m, r.RECEIVES, load_word(channel, r.IN_NBYTES), LARGE)
+        channel, integer(address), known_way(m, r.RECEIVES, load_word(channel, r.IN_NBYTES), LARGE)
     )
     return DONE
 
@@ -116,7 +116,7 @@ def acknowledge(
     mailbox: Index, peer: Index, number: Index, verdict: Index, nbytes: Index, kind: Index
 ) -> int:
     """Answer a message of `peer`, with what the receive asked for; AGAIN: no space."""
-    channel = _channel(integer(mailbox), integer(peer))
+    channel = channel_of(integer(mailbox), integer(peer))
     if not r.has_ack_space(channel):
         return AGAIN
     r.write_ack(channel, integer(number), integer(verdict), integer(nbytes), integer(kind))
@@ -124,13 +124,19 @@ def acknowledge(
 
 
 @inlined
-def _is_shut(m, size):
+def is_shut(m, size):
     """Whether a call that nobody has looked at may not go on."""
     return size < 0 and load_word(load_word(m, r.CONTEXT), SHUT) != 0
 
 
 @inlined
-def _let_go(m, status):
+def has_requests(m):
+    """Whether compiled callers have posted what the engine has yet to take over; the rings are taken."""
+    return load_word(m, r.REQUESTS + r.PENDING) != 0
+
+
+@inlined
+def let_go(m, status):
     store_release(m + 8 * r.BUSY, 0)
     return status
 
@@ -148,7 +154,7 @@ def _message(m, x, word, size, flags):
 
 
 @inlined
-def _is_peer(m, rank):
+def is_peer(m, rank):
     return 0 <= rank < load_word(m, r.SIZE) and rank != load_word(m, r.RANK)
 
 
@@ -160,41 +166,23 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
     """
     m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
     # Whoever had the rings may have left a message half-way to the engine, which says so by BEHIND.
-    if _is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
+    if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), 0)
-    if nbytes < 0 or not _is_peer(m, peer):
-        return _let_go(m, LATER)
-    return take_gil(release_gil(), _run_send(m, peer, data_of(x), nbytes, kind))
+    if nbytes < 0 or not is_peer(m, peer):
+        return let_go(m, LATER)
+    return take_gil(release_gil(), run_send(m, peer, data_of(x), nbytes, kind))
 
 
 @inlined
-def _run_send(m, peer, data, nbytes, kind):
+def run_send(m, peer, data, nbytes, kind):
     """A send that has the rings."""
-    status = _send(m, _channel(m, peer), data, nbytes, kind)
-    return _let_go(m, DONE) if status == DONE else status
-
-
-def send_way(m, data, out, nbytes, kind, peer):
-    """`send` for compiled callers, as kernels/doors.py has it."""
-    if not _is_kind(kind) or _is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
-        return LATER
-    if not _is_peer(m, peer):
-        return _let_go(m, LATER)
-    return _run_send(m, peer, data, nbytes, kind)
-
-
-def receive_way(m, data, out, nbytes, kind, source):
-    """`receive` for compiled callers."""
-    if not _is_kind(kind) or _is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
-        return LATER
-    if not (source == ANY or _is_peer(m, source)):
-        return _let_go(m, LATER)
-    return _run_receive(m, source, data, nbytes, kind)
+    status = _send(m, channel_of(m, peer), data, nbytes, kind)
+    return let_go(m, DONE) if status == DONE else status
 
 
 @inlined
-def _is_kind(kind):
+def is_kind(kind):
     """Whether a caller's kind has a tag that users may give."""
     return 0 <= kind >> DTYPE_BITS <= LARGEST_TAG
 
@@ -231,16 +219,16 @@ def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Ind
     arriving. If it is not done, word SOURCE holds the rank that was chosen, plus 1.
     """
     m, x, source = integer(mailbox), object_at(tensor), integer(src)
-    if _is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
+    if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), WRITEABLE)
-    if nbytes < 0 or not (source == ANY or _is_peer(m, source)):
-        return _let_go(m, LATER)
-    return take_gil(release_gil(), _run_receive(m, source, data_of(x), nbytes, kind))
+    if nbytes < 0 or not (source == ANY or is_peer(m, source)):
+        return let_go(m, LATER)
+    return take_gil(release_gil(), run_receive(m, source, data_of(x), nbytes, kind))
 
 
 @inlined
-def _run_receive(m, source, data, nbytes, kind):
+def run_receive(m, source, data, nbytes, kind):
     """A receive that has the rings."""
     if source == ANY:
         event = _advance(m, True, True)
@@ -248,11 +236,11 @@ def _run_receive(m, source, data, nbytes, kind):
             return AGAIN
         store_word(m, r.SOURCE, event // EVENTS + 1)
     peer = load_word(m, r.SOURCE) - 1 if source == ANY else source
-    status = _receive(m, _channel(m, peer), data, nbytes, kind)
+    status = _receive(m, channel_of(m, peer), data, nbytes, kind)
     if status != DONE:
         return status
     store_word(m, r.SOURCE, 0)
-    return _let_go(m, -1 - peer)
+    return let_go(m, -1 - peer)
 
 
 @kernel
@@ -290,24 +278,26 @@ def _receive(m, channel, data, nbytes, kind):
 def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index) -> int:
     """Put a small array into the ring at once: the message's number, and BUSY stays taken; or LATER, negative."""
     m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
-    if _is_shut(m, integer(size)) or not _is_peer(m, peer):
+    if is_shut(m, integer(size)) or not is_peer(m, peer):
         return -LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), 0)
-    way = _known_way(m, r.SENDS, nbytes, SMALLEST)
+    way = known_way(m, r.SENDS, nbytes, SMALLEST)
     frame = r.FRAME_UNIT if way == DIRECT else r.frame_of(nbytes)
     if nbytes < 0 or frame > load_word(m, r.RING) // r.PIECES_A_RING:
         return -LATER
     if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         return -LATER
-    channel = _channel(m, peer)
+    if has_requests(m):
+        return let_go(m, -LATER)
+    channel = channel_of(m, peer)
     # Behind what enters, and what a peer reads late.
     if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END) and r.has_room(m, channel, frame):
         r.begin_message(channel, data_of(x), nbytes, kind, way)
         r.push(m, channel)
         store_word(m, r.BEHIND, 1)
-        reached(_POSTED_SEND)
+        reached(POSTED_SEND)
         return load_word(channel, r.SENT)
-    return _let_go(m, -LATER)
+    return let_go(m, -LATER)
 
 
 @locked_entry
@@ -317,22 +307,22 @@ def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size
     Or LATER: where an earlier receive, or a message that is stored, may come before it.
     """
     m, x, peer = integer(mailbox), object_at(tensor), integer(src)
-    if _is_shut(m, integer(size)) or not _is_peer(m, peer):
+    if is_shut(m, integer(size)) or not is_peer(m, peer):
         return LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), WRITEABLE)
     if nbytes < 0 or not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         return LATER
-    channel = _channel(m, peer)
-    if load_word(m, r.STORED) != 0 or load_word(channel, r.WATCHED) != 0:
-        return _let_go(m, LATER)
+    channel = channel_of(m, peer)
+    if has_requests(m) or load_word(m, r.STORED) != 0 or load_word(channel, r.WATCHED) != 0:
+        return let_go(m, LATER)
     store_word(channel, r.ARMED_KIND, kind)
     store_word(channel, r.ARMED_TO, data_of(x))
     store_word(channel, r.ARMED_NBYTES, nbytes)
     store_word(channel, r.WATCHED, 1)
     if _comes_armed(m, channel):
-        return _let_go(m, DONE)
+        return let_go(m, DONE)
     store_word(m, r.BEHIND, 1)
-    reached(_POSTED_RECEIVE)
+    reached(POSTED_RECEIVE)
     return ARMED
 
 
@@ -392,8 +382,8 @@ def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
         return NOT_MINE
     # `handled` was read before this thread had the rings: another one may have dealt with an event since.
     if load_word(m, r.TOLD) != integer(handled):
-        return _let_go(m, NOT_MINE)
-    channel = _channel(m, integer(peer))
+        return let_go(m, NOT_MINE)
+    channel = channel_of(m, integer(peer))
     event = NOTHING
     turn = 0
     # Others' messages rest for so long; a send without an ack yet, or a receive, goes on below.
@@ -448,7 +438,7 @@ def _advance(m, watch_all, wait):
             peer = (load_word(m, r.TURN) + step) % size
             if peer == load_word(m, r.RANK):
                 continue
-            event = _serve(m, _channel(m, peer), watch_all)
+            event = _serve(m, channel_of(m, peer), watch_all)
             if event > MOVED:
                 store_word(m, r.TURN, peer + 1)
                 moved(m)
@@ -471,5 +461,5 @@ def retire(mailbox: Index) -> int:
     m = integer(mailbox)
     for peer in range(load_word(m, r.SIZE)):
         if peer != load_word(m, r.RANK):
-            store_release(load_word(_channel(m, peer), r.OUT) + r.ACKS_TAKEN, r.NEVER_FULL)
+            store_release(load_word(channel_of(m, peer), r.OUT) + r.ACKS_TAKEN, r.NEVER_FULL)
     return DONE

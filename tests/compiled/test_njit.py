@@ -235,7 +235,9 @@ def refusals():
         "split sizes are of type": lambda: dist.all_to_all_single(np.ones(4), x, (2.0, 2.0)),
         "use reduce_scatter_tensor": lambda: dist.reduce_scatter(np.ones(4), [x]),
         "use all_gather_into_tensor": lambda: dist.all_gather((x, x), np.ones(4)),
-        "use send, or isend outside": lambda: dist.isend(x, dst=0),
+        "receives into contiguous arrays": lambda: dist.irecv(np.ones((4, 4))[:, 1], 0),
+        "takes no timeout": lambda: dist.isend(x, 0).wait(3.0),
+        "use isend and irecv, and waitall": lambda: dist.batch_isend_irecv([x]),
         "nor a timeout": lambda: dist.barrier(timeout=3.0),
     }
 

@@ -1,0 +1,453 @@
+"""Messages of compiled callers: C functions that send, receive, post and wait, as kernels/doors.py has them.
+
+A request of a compiled caller has a *record* in the mailbox (rings.py), which these functions carry on without Python:
+whoever waits for one moves what all of them need. They do the usual case alone: the engine (p2p/engine.py) knows of no
+operation, the peer is known, its next message is one that is waited for. What else there is they leave to Python: the
+engine takes the pending records over with its next turn, and a request without a record is Python's.
+
+Who writes what. With BUSY: all of a record that is in use and has not ended, and PENDING. BEHIND is BY_COMPILED while
+requests are pending, so that blocking calls, which would go past them, come here or to the engine; a thread that posts
+by the engine may set it to BY_PYTHON at any time, and from then on nothing is done here. A record that has ended is of
+whoever swaps its NUMBER for a negative one, by which a second wait sees that it is over.
+
+A number is never used twice: it has a counter above its record's place, and above that what is the mailbox's own.
+"""
+
+from __future__ import annotations
+
+from ..core.operands import ANY_TAG
+from ..core.status import DONE, LATER
+from ..kernels import llvm
+from ..kernels.failing import reached
+from ..kernels.jit import inlined, instruction, kernel
+from ..kernels.primitives import (
+    load_acquire,
+    load_word,
+    pause,
+    store_release,
+    store_word,
+    swap_if_equal,
+    this_thread,
+)
+from ..kernels.waiting import moved, rest, seize_unless
+from ..p2p.pipe import ANY, TAKEN
+from ..p2p.transfers import DTYPE_BITS
+from . import rings as r
+from .autotune import DIRECT, LARGE, SMALLEST
+from .ring_kernels import (
+    POSTED_RECEIVE,
+    POSTED_SEND,
+    channel_of,
+    is_kind,
+    is_peer,
+    is_shut,
+    known_way,
+    let_go,
+    run_receive,
+    run_send,
+)
+
+BESIDE = 1 << 60
+"""What `send_way` and `receive_way` add to the number of a request that they leave to Python; numbers are below."""
+
+COUNT_AT, MAILBOX_AT = 5, 48  # bits of a number
+_FIRST = 1 << COUNT_AT
+
+_IDLE, _MOVED, _STUCK = 0, 1, 2  # what `_progress` returns
+_TRIES = 200  # looks at BUSY: another thread drives, or looks whether it has to
+_DTYPES = (1 << DTYPE_BITS) - 1
+_ROUNDS_A_CALL = 2048  # at most 128 MiB, 20 ms, between two looks at signals
+_MOST_IN_VAIN = 1 << 16  # tests: 3 ms at the least; then Python looks at the clock and the peers
+
+assert r.RECORDS_AT_MOST <= _FIRST
+
+
+@instruction("void")
+def _release(builder, function, owner):
+    kind = llvm.ir.FunctionType(llvm.VOID, [llvm.WORD])
+    builder.call(llvm.pointer(builder, function, kind), [owner])
+
+
+@inlined
+def _table(m):
+    return m + 8 * r.REQUESTS
+
+
+@inlined
+def _record(m, place):
+    return _table(m) + 8 * (r.RECORDS + place * r.RECORD_WORDS)
+
+
+@inlined
+def _record_of(m, number):
+    """The record of a request that nobody has waited for; 0: it has none."""
+    record = _record(m, number & (_FIRST - 1))
+    return record if load_acquire(record + 8 * r.NUMBER) == number else 0
+
+
+@inlined
+def _is_over(m, number):
+    """Whether a request was the last one of its record, and was waited for."""
+    return load_acquire(_record(m, number & (_FIRST - 1)) + 8 * r.NUMBER) == -number
+
+
+# ---- posting --------------------------------------------------------------------------------------------
+
+
+@inlined
+def _begin(m, is_tag, peer):
+    """Take the rings for a new request; False: it is Python's."""
+    if not is_tag or is_shut(m, -1) or not is_peer(m, peer):
+        return False
+    return _take(m)
+
+
+@inlined
+def _is_any(kind):
+    return kind >> DTYPE_BITS == ANY_TAG
+
+
+@inlined
+def _take(m):
+    """Take the rings, unless the engine knows of operations."""
+    tries = 0
+    while not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
+        if tries == _TRIES:
+            return False
+        pause()
+        tries += 1
+    if load_acquire(m + 8 * r.BEHIND) == r.BY_PYTHON:
+        store_release(m + 8 * r.BUSY, 0)
+        return False
+    store_word(_table(m), r.TOUCHED, load_word(_table(m), r.TOUCHED) + 1)
+    return True
+
+
+@kernel
+def _free_record(m):
+    """The place of a free record; -1: all are in use."""
+    t = _table(m)
+    used = load_word(t, r.USED)
+    while used > 0 and load_acquire(_record(m, used - 1) + 8 * r.NUMBER) <= 0:
+        used -= 1
+    store_word(t, r.USED, used)
+    for place in range(min(used + 1, r.RECORDS_AT_MOST)):
+        if load_acquire(_record(m, place) + 8 * r.NUMBER) <= 0:
+            store_word(t, r.USED, max(used, place + 1))
+            return place
+    return -1
+
+
+@kernel
+def _note(m, place, state, peer, message, kind, nbytes, data, owner):
+    """Fill a record, and let the rings go; the number of its request."""
+    t = _table(m)
+    record = _record(m, place)
+    count = load_word(t, r.COUNT) + 1
+    number = load_word(t, r.NUMBERS) + (count << COUNT_AT) + place
+    store_word(t, r.COUNT, count)
+    store_word(record, r.STATE, state)
+    store_word(record, r.PEER, peer)
+    store_word(record, r.MESSAGE, message)
+    store_word(record, r.KIND, kind)
+    store_word(record, r.NBYTES, nbytes)
+    store_word(record, r.DATA, data)
+    store_word(record, r.OWNER, owner)
+    store_release(record + 8 * r.NUMBER, number)
+    store_word(t, r.PENDING, load_word(t, r.PENDING) + 1)
+    swap_if_equal(m + 8 * r.BEHIND, 0, r.BY_COMPILED)
+    store_release(m + 8 * r.BUSY, 0)
+    return number
+
+
+@kernel
+def _post_send(m, data, owner, nbytes, kind, peer):
+    """Begin a message to a peer: the number of its request, or -1."""
+    if not _begin(m, is_kind(kind), peer):
+        return -1
+    channel = channel_of(m, peer)
+    if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END):
+        _progress(m)
+    way = known_way(m, r.SENDS, nbytes, SMALLEST)
+    frame = r.FRAME_UNIT if way == DIRECT else r.frame_of(nbytes)
+    is_free = load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END)
+    # As many acks as fit: nobody may be there to read them while this rank does something else.
+    unread = load_word(channel, r.SENT) - load_word(channel, r.ACKS_READ)
+    # What does not enter at once needs the engine's thread, if this one does something else.
+    enters = frame <= load_word(m, r.RING) // r.PIECES_A_RING and r.has_room(m, channel, frame)
+    is_safe = enters or load_word(_table(m), r.AWAKE) != 0
+    if not (is_free and is_safe and unread < r.ACK_SLOTS - r.ACK_BATCH):
+        return let_go(m, -1)
+    place = _free_record(m)
+    if place < 0:
+        return let_go(m, -1)
+    r.begin_message(channel, data, nbytes, kind, way)
+    r.push(m, channel)
+    reached(POSTED_SEND)
+    return _note(m, place, r.SENDING, peer, load_word(channel, r.SENT), kind, nbytes, data, owner)
+
+
+@kernel
+def _post_receive(m, data, owner, nbytes, kind, peer, waits):
+    """Note that a message of a peer is wanted: the number of its request, or -1. `waits`: this call waits for it."""
+    if not _begin(m, is_kind(kind) or _is_any(kind), peer):
+        return -1
+    place = _free_record(m)
+    # A peer that sends waits for this: the engine's thread takes it over where nobody waits here.
+    if place < 0 or not (waits or load_word(_table(m), r.AWAKE) != 0):
+        return let_go(m, -1)
+    reached(POSTED_RECEIVE)
+    return _note(m, place, r.RECEIVING, peer, 0, kind, nbytes, data, owner)
+
+
+def post_send_way(m, data, owner, nbytes, kind, peer):
+    number = _post_send(m, data, owner, nbytes, kind, peer)
+    return LATER if number < 0 else -1 - number
+
+
+def post_receive_way(m, data, owner, nbytes, kind, peer):
+    number = _post_receive(m, data, owner, nbytes, kind, peer, False)
+    return LATER if number < 0 else -1 - number
+
+
+# ---- carrying on ------------------------------------------------------------------------------------------
+
+
+@inlined
+def _end(m, record, state):
+    """A request has ended, well or (MISFIT) not, which is Python's to raise."""
+    t = _table(m)
+    if state == r.ENDED:
+        store_word(t, r.PENDING, load_word(t, r.PENDING) - 1)
+        if load_word(t, r.PENDING) == 0:
+            swap_if_equal(m + 8 * r.BEHIND, r.BY_COMPILED, 0)
+    store_release(record + 8 * r.STATE, state)
+
+
+@kernel
+def _find(m, peer, state, message, kind):
+    """The oldest record of a peer's in a state: of the message with a number (SENDING), or for one of a kind; or 0."""
+    found = 0
+    for place in range(load_word(_table(m), r.USED)):
+        record = _record(m, place)
+        number = load_acquire(record + 8 * r.NUMBER)
+        if number <= 0 or load_word(record, r.STATE) != state or load_word(record, r.PEER) != peer:
+            continue
+        fits = load_word(record, r.MESSAGE) == message
+        if state == r.RECEIVING:
+            wanted = load_word(record, r.KIND)
+            fits = wanted >> DTYPE_BITS == kind >> DTYPE_BITS or (_is_any(wanted) and is_kind(kind))
+        if fits and (found == 0 or number < load_word(found, r.NUMBER)):
+            found = record
+    return found
+
+
+@kernel
+def _push(m, channel, peer):
+    """Carry the sends to a peer on."""
+    progress = _IDLE
+    if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END) and r.push(m, channel):
+        progress = _MOVED
+    while load_word(channel, r.SENT) > load_word(channel, r.ACKS_READ) and r.read_ack(channel):
+        progress = _MOVED
+        record = _find(m, peer, r.SENDING, load_word(channel, r.ACK_NUMBER), 0)
+        if record != 0:
+            store_word(record, r.REFUSED_NBYTES, load_word(channel, r.ACK_NBYTES))
+            store_word(record, r.REFUSED_KIND, load_word(channel, r.ACK_KIND))
+            _end(m, record, r.ENDED if load_word(channel, r.ACK_VERDICT) == TAKEN else r.MISFIT)
+    return progress
+
+
+@kernel
+def _accept(m, channel, peer):
+    """Find the receive for the next message of a peer, if it is there."""
+    idle = load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END)
+    if not (idle and r.has_ack_space(channel) and r.sees_header(m, channel)):
+        return _IDLE
+    kind, nbytes = load_word(channel, r.IN_KIND), load_word(channel, r.IN_NBYTES)
+    record = _find(m, peer, r.RECEIVING, 0, kind)
+    if (
+        record == 0
+        or load_word(record, r.NBYTES) != nbytes
+        or (load_word(record, r.KIND) ^ kind) & _DTYPES != 0
+    ):
+        return _STUCK
+    r.accept_message(channel, load_word(record, r.DATA), known_way(m, r.RECEIVES, nbytes, LARGE))
+    store_word(record, r.STATE, r.ARRIVING)
+    return _MOVED
+
+
+@kernel
+def _pull(m, channel, record):
+    """Carry the receive of the message that arrives on."""
+    if not r.pull(m, channel):
+        return _IDLE
+    if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):
+        message, nbytes = load_word(channel, r.RECEIVED), load_word(record, r.NBYTES)
+        r.write_ack(channel, message, TAKEN, nbytes, load_word(channel, r.IN_KIND))
+        _end(m, record, r.ENDED)
+    return _MOVED
+
+
+@kernel
+def _progress(m):
+    """Move what the requests need."""
+    progress = _IDLE
+    for place in range(load_word(_table(m), r.USED)):
+        record = _record(m, place)
+        if load_acquire(record + 8 * r.NUMBER) <= 0:
+            continue
+        state, peer = load_acquire(record + 8 * r.STATE), load_word(record, r.PEER)
+        channel = channel_of(m, peer)
+        found = _IDLE
+        if state == r.SENDING:
+            found = _push(m, channel, peer)
+        elif state == r.RECEIVING:
+            found = _accept(m, channel, peer)
+        elif state == r.ARRIVING:
+            found = _pull(m, channel, record)
+        progress = max(progress, found)
+    return progress
+
+
+# ---- waiting ----------------------------------------------------------------------------------------------
+
+
+@kernel
+def _collect(m, record, number):
+    """Give a record that has ended back, and let the array go; as a receive returns, -1 - rank."""
+    peer, owner = load_word(record, r.PEER), load_word(record, r.OWNER)
+    if swap_if_equal(record + 8 * r.NUMBER, number, -number) and owner != 0:
+        _release(load_word(_table(m), r.RELEASE), owner)
+    return -1 - peer
+
+
+@inlined
+def _rests(m, found, turn, rounds):
+    """The next idle moment's number, after what `_progress` found; -1: go back to Python."""
+    if found == _MOVED and rounds < _ROUNDS_A_CALL:
+        moved(m)
+        return 0
+    if found != _IDLE or load_acquire(m + 8 * r.BELL) != 0 or not rest(m, turn):
+        return -1
+    return turn + 1
+
+
+@kernel
+def _wait(m, number):
+    """Wait for a request: -1 - rank of its peer, or LATER."""
+    if _is_over(m, number):
+        return -1 - load_word(_record(m, number & (_FIRST - 1)), r.PEER)
+    record = _record_of(m, number)
+    if record == 0:
+        return LATER
+    if load_acquire(record + 8 * r.STATE) != r.ENDED:
+        if not _take(m):
+            return LATER
+        turn = rounds = 0
+        # Another thread may have collected it.
+        while turn >= 0 and _record_of(m, number) != 0 and load_word(record, r.STATE) < r.MISFIT:
+            turn = _rests(m, _progress(m), turn, rounds)
+            rounds += 1 if turn == 0 else 0
+        let_go(m, DONE)
+        if _record_of(m, number) == 0 or load_acquire(record + 8 * r.STATE) != r.ENDED:
+            return LATER
+    return _collect(m, record, number)
+
+
+def wait_way(m, number, out, nbytes, call, peer):
+    return _wait(m, number)
+
+
+def test_way(m, number, out, nbytes, call, peer):
+    """-2: the request has ended; -1: it has not."""
+    if _is_over(m, number):
+        return -2
+    record = _record_of(m, number)
+    if record == 0:
+        return LATER
+    state = load_acquire(record + 8 * r.STATE)
+    if state != r.ENDED:
+        if not _take(m):
+            return LATER
+        found = _progress(m)
+        state = load_word(record, r.STATE)
+        t = _table(m)
+        in_vain = load_word(t, r.IN_VAIN) + 1 if found == _IDLE else 0
+        store_word(t, r.IN_VAIN, in_vain % _MOST_IN_VAIN)
+        let_go(m, DONE)
+        if found == _STUCK or state == r.MISFIT or in_vain == _MOST_IN_VAIN:
+            return LATER
+        if state != r.ENDED:
+            return -1
+    _collect(m, record, number)
+    return -2
+
+
+@inlined
+def _ended_one(m, numbers, count):
+    """The index of a request that has ended; -1: there is none; -2: one is Python's."""
+    for index in range(count):
+        if _is_over(m, load_word(numbers, index)):
+            return index
+        record = _record_of(m, load_word(numbers, index))
+        if record == 0 or load_acquire(record + 8 * r.STATE) == r.MISFIT:
+            return -2
+        if load_acquire(record + 8 * r.STATE) == r.ENDED:
+            return index
+    return -1
+
+
+def wait_any_way(m, numbers, out, count, call, peer):
+    """Wait until one of these requests has ended: -1 - its index."""
+    if not _take(m):
+        return LATER
+    turn = rounds = 0
+    index = _ended_one(m, numbers, count)
+    while index == -1 and turn >= 0:
+        turn = _rests(m, _progress(m), turn, rounds)
+        rounds += 1 if turn == 0 else 0
+        index = _ended_one(m, numbers, count)
+    let_go(m, DONE)
+    if index < 0:
+        return LATER
+    number = load_word(numbers, index)
+    record = _record_of(m, number)
+    if record != 0:
+        _collect(m, record, number)
+    return -1 - index
+
+
+# ---- calls that block -----------------------------------------------------------------------------------------
+
+
+@inlined
+def _finish(m, number):
+    """Wait for a request that only this call knows."""
+    if number < 0:
+        return LATER
+    found = _wait(m, number)
+    return BESIDE + number if found == LATER else found
+
+
+def send_way(m, data, out, nbytes, kind, peer):
+    """`send` of ring_kernels.py, and beside requests."""
+    if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED:
+        found = _finish(m, _post_send(m, data, 0, nbytes, kind, peer))
+        return DONE if found < DONE else found
+    if not is_kind(kind) or is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
+        return LATER
+    if not is_peer(m, peer):
+        return let_go(m, LATER)
+    return run_send(m, peer, data, nbytes, kind)
+
+
+def receive_way(m, data, out, nbytes, kind, source):
+    """`receive` of ring_kernels.py; and beside requests, or of any tag, as a request that is waited for."""
+    if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED or _is_any(kind):
+        return _finish(m, _post_receive(m, data, 0, nbytes, kind, source, True))
+    if not is_kind(kind) or is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
+        return LATER
+    if not (source == ANY or is_peer(m, source)):
+        return let_go(m, LATER)
+    return run_receive(m, source, data, nbytes, kind)
