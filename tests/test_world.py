@@ -856,7 +856,7 @@ def main(rank):
         except dist.AbortedError as error:
             print(error)
     else:
-        dist.isend(np.zeros(1), rank)
+        dist.irecv(np.zeros(1), rank)
 
 ranks = [multiprocessing.get_context("fork").Process(target=main, args=(rank,)) for rank in range(2)]
 for rank in ranks:
@@ -876,7 +876,7 @@ def test_children_of_multiprocessing_leave_when_they_end(tmp_path: Path) -> None
         done.stderr,
     )
     assert done.stdout.endswith("[0, 1]\n")
-    assert re.search(r"at exit: .*send to rank 1 .*, tag 0 of the group WORLD", done.stderr)
+    assert re.search(r"at exit: .*recv from rank 1 .*, tag 0 of the group WORLD", done.stderr)
 
 
 def test_the_timeout_that_was_given_is_named() -> None:

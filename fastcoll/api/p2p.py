@@ -87,6 +87,8 @@ def isend(
 ) -> Work | Any:  # outside the group None, which members need not look for
     """`send` that returns a Work at once; leave the array alone until `work.wait()` has returned.
 
+    To oneself the message is buffered, as by `send`: the Work is complete then.
+
     Args:
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.

@@ -30,13 +30,16 @@ class Messages(Protocol):
     """Point-to-point between the ranks of a group; arrays are adopted, arguments right."""
 
     def send(self, x: Adopted, dst: int, tag: int) -> None:
-        """As `isend` and waiting for it; to oneself, returns once the message is buffered."""
+        """As `isend` and waiting for it."""
 
     def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
         """As `irecv` and waiting for it; the sender's rank."""
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        """Post a message. Complete when the receiver has taken it."""
+        """Post a message. Complete when the receiver has taken it; to oneself, once it is buffered.
+
+        By NCCL a message to oneself is complete when its receive is posted.
+        """
 
     def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
         """Post a receive, from any rank when src is None; the result is the sender's rank.

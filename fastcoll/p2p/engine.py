@@ -50,11 +50,11 @@ _T = TypeVar("_T", bound=Transfer)
 class Engine:
     """Messages between the ranks of a group. All ranks here are group ranks; all methods are thread-safe.
 
-    A send is complete when a receive has taken its message. Messages between two ranks with one tag
-    arrive in order, receives match in the order in which they were posted. A message that a receive
-    with its tag cannot hold (size, dtype) is dropped and raises on both sides; the engine stays usable.
-    Everything else that goes wrong, a peer's death or an operation not complete `timeout` seconds after it
-    was posted, fails the group.
+    A send is complete when a receive has taken its message, to oneself when it is buffered. Messages
+    between two ranks with one tag arrive in order, receives match in the order in which they were
+    posted. A message that a receive with its tag cannot hold (size, dtype) is dropped and raises on
+    both sides; the engine stays usable. Everything else that goes wrong, a peer's death or an operation
+    not complete `timeout` seconds after it was posted, fails the group.
 
     Args:
         routes: by rank, the pipe to it and its number there; whatever for this rank.
@@ -109,9 +109,7 @@ class Engine:
         """
         array = x.array
         if dst == self.rank:
-            send = Send(self, array.copy(), dst, tag)
-            send.buffered = True
-            self._post(send)
+            self.isend(x, dst, tag)
             return
         self._refuse_nesting("send")
         self._prepare(dst)
@@ -152,8 +150,8 @@ class Engine:
         return -1 - code if src is None else src
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        """Post a message; the Work is complete when it is taken."""
-        return self._post(Send(self, x.array, dst, tag))
+        """Post a message; the Work is complete when it is taken; to oneself, when it is buffered: at once."""
+        return self._post(Send(self, x.array.copy() if dst == self.rank else x.array, dst, tag))
 
     def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
         """Post a receive; the Work's result is the sender. `status` as for `recv`."""
@@ -264,7 +262,7 @@ class Engine:
     # ---- life -------------------------------------------------------------------------------------
 
     def is_in_vain(self, work: Work) -> bool:
-        """Whether nobody is left who could complete a posted operation that needs a message, or is one to this rank."""
+        """Whether nobody is left who could complete a posted operation that needs a message."""
         if not isinstance(work, Transfer):
             return False
         peers = range(len(self.vigil.members)) if work.peer is None else (work.peer,)

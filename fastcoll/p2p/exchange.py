@@ -101,7 +101,7 @@ class Exchange:
         return transfer.peer is not None and self.peers[transfer.peer].entering is transfer
 
     def is_unmatched(self, transfer: Transfer) -> bool:
-        """Whether a receive waits for its message, or a message to this rank for its receive. Any thread may ask."""
+        """Whether a receive waits for its message. Any thread may ask."""
         if transfer.peer is not None:
             peer = self.peers[transfer.peer]
             if peer.armed is transfer:
@@ -218,10 +218,7 @@ class Exchange:
     def _send_here(self, send: Send) -> None:
         message = Message(self._rank, send.kind, send.nbytes, attached=send.nbytes, address=send.address)
         message.keep, message.arrived = send.array, True
-        if send.buffered:
-            self._end(send)
-        else:
-            message.sender = send
+        self._end(send)
         receive = self._match(message)
         if receive is not None:
             self._give(message, receive)
@@ -416,9 +413,6 @@ class Exchange:
             self._owe(message, TAKEN if fits else MISFIT)
             return
         self._conclude(message, receive)
-        if message.sender is not None:
-            error = None if fits else message.sender.misfit(receive.kind, receive.nbytes)
-            self._end(message.sender, error=error)
 
     def _owe(self, message: Message, verdict: int) -> None:
         """Answer a message, now or when there is space."""

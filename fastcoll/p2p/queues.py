@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from ..core.operands import wildcard_of
-from .transfers import Receive, Send, Transfer, tag_of
+from .transfers import Receive, Transfer, tag_of
 
 _T = TypeVar("_T")
 
@@ -28,7 +28,6 @@ class Message:
         attached: how many of its bytes come without being asked for.
         address: where its bytes are kept until a receive takes them, 0 when they go to the receive's array.
         keep: what keeps that memory alive.
-        sender: the send to oneself that it belongs to.
         receive: the receive that has matched it.
         arrived: all that was attached is here.
         complete: all of it is here, or on its way into the array.
@@ -41,7 +40,6 @@ class Message:
     attached: int = 0
     address: int = 0
     keep: NDArray[Any] | None = None
-    sender: Send | None = None
     receive: Receive | None = None
     arrived: bool = False
     complete: bool = False
@@ -66,10 +64,8 @@ class MatchQueues:
         self._messages: dict[int, list[tuple[int, Message]]] = {}
 
     def keeps(self, transfer: Transfer) -> bool:
-        """Whether a receive, or the message of a send to oneself, has no partner yet. Any thread may ask."""
-        if isinstance(transfer, Receive):
-            return any(receive is transfer for _, receive in self._receives.get(transfer.tag, ()))
-        return any(message.sender is transfer for _, message in self._messages.get(transfer.tag, ()))
+        """Whether a receive has no message yet. Any thread may ask."""
+        return any(receive is transfer for _, receive in self._receives.get(transfer.tag, ()))
 
     def post(self, receive: Receive) -> Message | None:
         """The message for a new receive; None: the receive is kept."""

@@ -238,23 +238,13 @@ def _needed(vigil: Monitor, rank: int, peer: int | None, sends: bool) -> list[in
 
 
 class Send(Transfer):
-    """A message to `peer`.
-
-    Attributes:
-        buffered: complete as soon as it is posted; the array is a copy.
-    """
+    """A message to `peer`; to oneself the array is a copy."""
 
     peer: int
-    buffered = False
 
     @property
     def name(self) -> str:
         return f"send to {self._engine.vigil.name(self.peer)}"
-
-    @property
-    def needs_message(self) -> bool:  # type: ignore[override]
-        """To oneself: its receive may never be posted."""
-        return self.peer == self._engine.rank
 
     def misfit(self, kind: int, nbytes: int) -> MismatchError:
         """The receiver asked for something else."""

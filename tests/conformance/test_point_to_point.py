@@ -240,6 +240,13 @@ def test_to_oneself(rank, world_size):
     dist.isend(x, rank, tag=3).wait()
     assert work.result() == rank
     assert (got == -1).all()
+    works = [dist.isend(x, rank), dist.isend(np.zeros(9), rank, tag=4)]
+    assert all(work.wait() for work in works)
+    x[:] = 5
+    assert dist.recv(got, rank) == rank
+    assert (got == -1).all()
+    with pytest.raises(MismatchError):
+        dist.recv(got, rank, tag=4)
 
 
 @pytest.mark.ranks(2)

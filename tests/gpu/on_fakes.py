@@ -26,8 +26,8 @@ FAKE = FakeRuntime()
 _P2POp = fastcoll.P2POp
 TAKE_ARRAYS = """
     all_gather all_gather_coalesced all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced all_to_all
-    all_to_all_single broadcast exscan gather gather_into_tensor gather_single irecv isend recv recv_init reduce reduce_scatter
-    reduce_scatter_single reduce_scatter_tensor scan scatter scatter_single send send_init
+    all_to_all_single broadcast exscan gather gather_into_tensor gather_single irecv isend recv recv_init reduce
+    reduce_scatter reduce_scatter_single reduce_scatter_tensor scan scatter scatter_single send send_init
 """.split()
 
 
