@@ -224,6 +224,21 @@ def test_pinned_host_memory_is_host_memory():
     assert adopt(Dlpack(np.arange(3), device=(3, 0)), writable=False).array.tolist() == [0, 1, 2]
 
 
+def test_dlpack_before_its_version_1_is_read_in_place():
+    """It says nothing of writing, so NumPy takes it as read-only."""
+
+    class Old(Dlpack):
+        def __dlpack__(self, stream=None):
+            return self.x.__dlpack__()
+
+    x = np.arange(3.0)
+    array = adopt(Old(x), writable=False).array
+    assert np.shares_memory(array, x)
+    assert array.tolist() == [0, 1, 2]
+    with refused("Old, which is read-only through DLPack"):
+        adopt(Old(x), writable=True)
+
+
 def test_what_dlpack_cannot_hand_over_is_refused_with_its_message():
     class Refuses(Dlpack):
         def __dlpack__(self, **kwargs):

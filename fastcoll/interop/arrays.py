@@ -126,7 +126,7 @@ def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopt
         return np.asarray(x)
     if hasattr(x, "__dlpack__"):
         try:
-            array = np.from_dlpack(x, **_NEVER_COPY)
+            array = _view_of_dlpack(x)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise ArrayError(
                 f"{what} is a {type(x).__name__} that NumPy cannot view through DLPack: {error}; give a NumPy array"
@@ -134,7 +134,8 @@ def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopt
         if writable and not array.flags.writeable:
             raise ArrayError(
                 f"{what} is a {type(x).__name__}, which is read-only through DLPack with NumPy {np.__version__}, and "
-                "the result goes there; give a NumPy array (before NumPy 2.1 all that comes by DLPack is read-only)"
+                "the result goes there; give a NumPy array (of DLPack before 1.0, or with NumPy before 2.1, all is "
+                "read-only)"
             )
         return array
     try:
@@ -147,6 +148,13 @@ def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopt
         raise ArrayError(
             f"{what} is a {type(x).__name__} whose buffer NumPy cannot view: {error}; give a NumPy array"
         ) from error
+
+
+def _view_of_dlpack(x: Any) -> Array:
+    try:
+        return np.from_dlpack(x, **_NEVER_COPY)
+    except TypeError:  # DLPack before 1.0 takes `stream` alone, and never copies
+        return np.from_dlpack(x)
 
 
 def _cure(x: Any) -> str:
