@@ -17,7 +17,7 @@ from typing import Any
 from .. import config
 from ..core.group import ProcessGroup
 from ..core.operands import positive_seconds, whole
-from ..core.processes import forget, speak_as, this_process
+from ..core.processes import Member, forget, speak_as, this_process
 from ..core.work import Timeout
 from ..errors import GroupError, StoreError, UsageError
 from ..rendezvous import HashStore, PrefixStore, Store, adopted
@@ -91,6 +91,7 @@ def make(
     ranks: Sequence[int] = (),
     world_size: int | None = None,
     began: float | None = None,
+    members: Sequence[Member] = (),
 ) -> ProcessGroup:
     """Meet the other members in a part of a store that is theirs alone; collective.
 
@@ -100,6 +101,7 @@ def make(
         ranks, world_size: the members' global ranks, in the order of their group ranks, and the size of that world;
             left out: the same numbers.
         began: the time.monotonic() from which `timeout` counts; None: now.
+        members: who they are, where all of them know that already from another group; they then need not join first.
     """
     began = began or time.monotonic()
     choice = parse_backend(backend)
@@ -110,7 +112,7 @@ def make(
         config.warn_of_unknown()
     # A group of one needs no meeting; each rank may make its own under the same name.
     job = store if size > 1 else HashStore()
-    members = join(job, rank, size, str(choice), timeout, began=began)
+    members = members or join(job, rank, size, str(choice), timeout, began=began)
     with ExitStack() as undo:
         undo.callback(forget, members)
         known = [

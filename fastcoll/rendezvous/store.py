@@ -254,8 +254,8 @@ def limit_of(store: Store, timeout: Timeout = None) -> float:
     return limit
 
 
-def tries(limit: float, first: float = 0.001, most: float = 0.05) -> Iterator[None]:
-    """For a loop that looks again and again: now, after pauses that double from `first` to `most`, and at the end."""
+def tries(limit: float, first: float = 0.001, most: float = 0.05, growth: float = 2.0) -> Iterator[None]:
+    """For a loop that looks again and again: now, after pauses that grow from `first` to `most`, and at the end."""
     deadline, pause = time.monotonic() + limit, first
     while True:
         yield
@@ -263,7 +263,7 @@ def tries(limit: float, first: float = 0.001, most: float = 0.05) -> Iterator[No
         if left <= 0:
             return
         time.sleep(min(pause, left))
-        pause = min(2 * pause, most)
+        pause = min(growth * pause, most)
 
 
 def count_in(store: Store, counter: str, last: str, size: int, limit: float | None, came: str) -> None:

@@ -18,6 +18,7 @@ from .store import Store, checked_key, checked_keys, limit_of, not_set, tries
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.01
+_FIRST_LOOK_SECONDS = 0.0002  # a request takes 0.05 ms
 
 
 def adopted(store: Any) -> Store:
@@ -93,7 +94,8 @@ class TorchStore(_View):
     """`store`, any torch.distributed.Store that all members share; it stays open when this one is closed.
 
     Waiting is polling: torch's TCPStore writes warnings to stderr whenever a `wait` with a timeout ends without
-    the key, and a wait that looks after its peers ends so every 250 ms.
+    the key, and a wait that looks after its peers ends so every 250 ms. A pause is at most a fifth of the time waited
+    so far, since a group's meeting waits six times in a row: with pauses that double, a wait of 8 ms ends after 15.
     """
 
     def __init__(self, store: Any) -> None:
@@ -112,6 +114,11 @@ class TorchStore(_View):
     def get(self, key: str) -> bytes:
         self.wait([key])
         return super().get(key)
+
+    def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
+        keys, limit = checked_keys(keys), limit_of(self, timeout)
+        if not any(self.check(keys) for _ in tries(limit, _FIRST_LOOK_SECONDS, growth=1.25)):
+            raise not_set([key for key in keys if not self.check([key])] or keys, limit)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         if not self.has_extended_api():

@@ -6,6 +6,7 @@ Each is a job of its own (api/standalone.py), which its members join by their gr
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import secrets
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -20,21 +22,29 @@ from .. import config
 from ..api import standalone
 from ..api.leaving import ExitHook
 from ..core.group import ProcessGroup
-from ..core.processes import this_process
+from ..core.processes import Member, this_process
 from ..errors import GroupError, StoreTimeoutError, UnavailableError, UsageError
 from ..rendezvous import HashStore, PrefixStore, Store
-from ..rendezvous.store import listed
+from ..rendezvous.store import listed, tries
 from ..rendezvous.views import TorchStore
 from ..rendezvous.waiting import LateWarning, fetch_for
 from .work import completions
 
 _log = logging.getLogger("fastcoll")
 _SETTLE_SECONDS = 5.0
-_POLL_SECONDS = 0.01
+# The names on which members of groups have agreed under torchrun.
+_starts: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
 def make_group(
-    store: Any, name: str, rank: int, size: int, timeout: float, global_ranks: Sequence[int], world_size: int
+    store: Any,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    global_ranks: Sequence[int],
+    world_size: int,
+    parent: ProcessGroup | None = None,
 ) -> ProcessGroup:
     """Meet the other members in torch's `store`; collective. `timeout` is for this and for every call on the group.
 
@@ -42,14 +52,24 @@ def make_group(
         rank, size: this process's group rank, and the number of members.
         global_ranks: of the members, in the order of their group ranks; empty: the same numbers.
         world_size: ranks of the whole job.
+        parent: a group that all members of the new one are members of, if there is one: they know one another.
     """
     config.check()
     _watch_ends()
     began = time.monotonic()
+    members = _members(parent, global_ranks) if parent is not None and size > 1 else []
     try:
-        ours = _job_store(store, rank, size, timeout) if size > 1 else HashStore()
+        ours, start = _place(store, rank, size, timeout, global_ranks, parent)
         group = standalone.make(
-            ours, name, rank, size, timeout, ranks=global_ranks, world_size=world_size, began=began
+            ours,
+            name,
+            rank,
+            size,
+            timeout,
+            ranks=global_ranks,
+            world_size=world_size,
+            began=began,
+            members=members,
         )
     except (UsageError, StoreTimeoutError) as error:
         if not global_ranks:
@@ -58,6 +78,7 @@ def make_group(
             f"{error}; if the members alone have called new_group, and not every rank of the world, give "
             "use_local_synchronization=True"
         ) from error
+    _starts[group] = start
     group.serve_gpus(refuse_gpus)
     group.backend.begin_at_once()  # what runs beside collectives of CPU tensors computes on the CPU
     return group
@@ -83,15 +104,29 @@ def leave_group(group: ProcessGroup) -> None:
         _log.error("%s", lost)
 
 
-def _job_store(store: Any, rank: int, size: int, timeout: float) -> PrefixStore:
-    """The part of torch's store that belongs to this group alone: torch uses the same keys again."""
-    ours = PrefixStore("fastcoll", TorchStore(store))
+def _members(parent: ProcessGroup, global_ranks: Sequence[int]) -> list[Member]:
+    by_rank = {member.rank: member for member in parent.monitor.members}
+    return [by_rank[rank] for rank in global_ranks]
+
+
+def _place(
+    store: Any, rank: int, size: int, timeout: float, global_ranks: Sequence[int], parent: ProcessGroup | None
+) -> tuple[Store, str]:
+    """The part of torch's store that belongs to this group alone, as torch uses the same keys again; and its start."""
+    if size == 1:
+        return HashStore(), ""
+    ours, start = PrefixStore("fastcoll", TorchStore(store)), ""
+    if parent is not None:
+        # Where no rank joins, two groups of one name would not be noticed; so they get keys of their own.
+        ours = PrefixStore(hashlib.sha256(repr(list(global_ranks)).encode()).hexdigest()[:16], ours)
+        start = _starts[parent]
     if dist.is_torchelastic_launched():
-        return PrefixStore(meet_anew(ours, rank, size, timeout), ours)
+        start = start or meet_anew(ours, rank, size, timeout)
+        ours = PrefixStore(start, ours)
     # Each process counts for itself, after each destroy_process_group; two that claim one rank then meet and are told.
     me = this_process()
     use = ours.add(f"use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
-    return PrefixStore(str(use), ours)
+    return PrefixStore(str(use), ours), start
 
 
 def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
@@ -99,7 +134,8 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
 
     torchrun starts all ranks anew after a failure or a change of members, and its store has the keys of those before.
     Nothing that it tells a rank is then both new and the same on all ranks: agents of several nodes count restarts each
-    for itself. So rank 0 names a meeting, and the others take that name once rank 0 has seen them there.
+    for itself. So rank 0 names a meeting, and the others take that name once rank 0 has seen them there. Groups of some
+    members of a group that has met so use its name, and need no such meeting.
 
         meeting             the name of the latest meeting, as rank 0 set it
         <name>/here/<rank>  a counter: who makes it 1 has come to that meeting
@@ -109,7 +145,7 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
         StoreTimeoutError: not all ranks came within `timeout` seconds; on rank 0 it names them.
         StoreError: the store is gone.
     """
-    end, late, doing = time.monotonic() + timeout, LateWarning(), f"joining as rank {rank} of {size}"
+    late, doing = LateWarning(), f"joining as rank {rank} of {size}"
     if rank == 0:
         name = f"{size}/{secrets.token_hex(8)}"
         store.set("meeting", name)
@@ -127,19 +163,17 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
 
     # Come to the latest meeting, and go on to a later one while this one has not met.
     seen = mine = ""
-    while not (mine and store.check([f"{mine}/met"])):
+    for _ in tries(timeout, 0.0002, growth=1.25):
         latest = (store.peek(["meeting"])[0] or b"").decode()
         if latest != seen:
             seen = latest
             # One of another size, or to which this rank has come, is of processes before.
             is_new = latest.startswith(f"{size}/") and store.add(f"{latest}/here/{rank}", 1) == 1
             mine = latest if is_new else ""
-            continue
+        if mine and store.check([f"{mine}/met"]):
+            return mine
         late.look(doing, missing)
-        if time.monotonic() > end:
-            raise StoreTimeoutError(f"{doing}: {missing()} did not come within {timeout:.3g} s")
-        time.sleep(_POLL_SECONDS)
-    return mine
+    raise StoreTimeoutError(f"{doing}: {missing()} did not come within {timeout:.3g} s")
 
 
 @functools.cache

@@ -226,6 +226,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             limit if timeout is None else timeout.total_seconds(),
             members,
             dist.get_world_size() if dist.is_initialized() else whole.size,
+            whole,
         )
         group = FastcollProcessGroup(made, store)
         group._is_split = True

@@ -91,6 +91,7 @@ def _be_default(for_gloo: bool) -> None:
 def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
     """What torch calls to make a group."""
     refuse_options(pg_options)
+    world = dist.group.WORLD
     group = make_group(
         options.store,
         str(options.group_id),
@@ -98,7 +99,8 @@ def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
         options.group_size,
         options.timeout.total_seconds(),
         options.global_ranks_in_group,
-        dist.get_world_size() if dist.is_initialized() else options.group_size,
+        options.group_size if world is None else world.size(),
+        world.fastcoll if isinstance(world, FastcollProcessGroup) else None,
     )
     return FastcollProcessGroup(group, options.store)
 

@@ -40,12 +40,27 @@ def groups_of_some_ranks() -> None:
     dist.all_reduce(y, group=alone)
     dist.all_gather(outs, y, group=alone)
     equal([y, *outs], [data(torch.float32, 3)] * 2)
-    # torch counts the calls on each rank, and names groups by that: all make one.
-    members = dist.new_group([1, 2] if rank() else [0], use_local_synchronization=True)
-    if rank() > 0:
-        said: list[Any] = [None, None]
-        dist.all_gather_object(said, rank(), group=members)
-        assert said == [1, 2]
+    for _ in range(2):  # under one name, as the first is gone by then
+        # torch counts the calls on each rank, and names groups by that: all make one.
+        members = dist.new_group([1, 2] if rank() else [0], use_local_synchronization=True)
+        if rank() > 0:
+            said: list[Any] = [None, None]
+            dist.all_gather_object(said, rank(), group=members)
+            assert said == [1, 2]
+        dist.destroy_process_group(members)
+
+
+def members_of_a_group_know_one_another() -> None:
+    """Making one of the world's needs no joining, and under torchrun no meeting; each takes several waits in a row."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("fastcoll.api.standalone.join", "fastcoll.torch.jobs.meet_anew"):
+            patch.setattr(place, None)
+        group = dist.new_group([0, 2], backend="fastcoll")
+    if rank() != 1:
+        x = data(torch.float32, 3)
+        dist.all_reduce(x, group=group)
+        equal(x, data(torch.float32, 3, of=0) + data(torch.float32, 3, of=2))
+        assert [member.rank for member in group.fastcoll.monitor.members] == [0, 2]
 
 
 def groups_that_are_split_off() -> None:
@@ -201,6 +216,7 @@ def what_is_refused() -> None:
 CHECKS = (
     barriers,
     groups_of_some_ranks,
+    members_of_a_group_know_one_another,
     groups_that_are_split_off,
     monitored_barriers_say_what_gloos_say,
     fastcolls_own_world_beside_it,

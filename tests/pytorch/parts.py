@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -28,6 +29,24 @@ def torchs_store_is_one_of_ours() -> None:
     assert store.peek(["b", "a"]) == [None, b"\x00\xff"]
     with pytest.raises(StoreTimeoutError, match=r"'b'.*0.01 s"):
         store.wait(["b"], 0.01)
+
+
+def waits_end_soon_after_the_key_is_there() -> None:
+    """A quarter later at most, however long they take: a group's meeting is several waits in a row."""
+    store, clock = TorchStore(dist.HashStore()), [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "fastcoll.rendezvous.store.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+        )
+        for there in (0.001, 0.009, 0.1):
+            clock[0] = 0.0
+            patch.setattr(store, "check", lambda _, at=there: clock[0] >= at)
+            store.wait(["a"], 1.0)
+            assert there <= clock[0] <= 1.25 * there + 0.0002
 
 
 def a_lost_store_says_so() -> None:
@@ -119,6 +138,7 @@ def groups_that_only_their_members_make_name_the_cure() -> None:
 
 CHECKS = (
     torchs_store_is_one_of_ours,
+    waits_end_soon_after_the_key_is_there,
     a_lost_store_says_so,
     a_store_that_lives_on_has_a_meeting_for_each_start,
     completions_wait_for_one_another_without_harm,
