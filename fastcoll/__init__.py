@@ -47,7 +47,7 @@ from .core.reduce_op import ReduceOp, reduce_op
 from .core.request import Request
 from .core.work import Work
 from .errors import (
-    AbortedError, ArrayError, CollectiveTimeoutError, DistBackendError, DistError, DistNetworkError,
+    AbortedError, ArgumentTypeError, ArrayError, CollectiveTimeoutError, DistBackendError, DistError, DistNetworkError,
     DistStoreError, FastcollError, GroupError, MismatchError, NotInitializedError, PeerDiedError,
     QueueEmptyError, RemoteError, RendezvousError, ResourceError, RpcError, RpcTimeoutError, StoreError,
     StoreTimeoutError, UnavailableError, UsageError,
@@ -89,7 +89,14 @@ __all__ += ["send_object_list", "recv_object_list"]
 __all__ += ["all_gather_multigpu", "all_reduce_multigpu", "broadcast_multigpu", "reduce_multigpu"]
 __all__ += ["Store", "FileStore", "HashStore", "PrefixStore", "TCPStore", "register_rendezvous_handler"]
 __all__ += ["run", "spawn", "dump", "__version__"]
-__all__ += ["FastcollError", "UsageError", "ArrayError", "MismatchError", "NotInitializedError"]
+__all__ += [
+    "FastcollError",
+    "UsageError",
+    "ArgumentTypeError",
+    "ArrayError",
+    "MismatchError",
+    "NotInitializedError",
+]
 __all__ += ["UnavailableError", "RendezvousError", "StoreError", "StoreTimeoutError", "QueueEmptyError"]
 __all__ += ["ResourceError", "GroupError", "PeerDiedError", "CollectiveTimeoutError", "AbortedError"]
 __all__ += ["RpcError", "RpcTimeoutError", "RemoteError"]

@@ -3,6 +3,7 @@
     FastcollError(RuntimeError)
     ├── UsageError(ValueError)            the call was wrong; nothing moved, the group stays usable
     │   ├── ArrayError(TypeError)         an array or dtype that cannot be used as it is
+    │   ├── ArgumentTypeError(TypeError)  an argument of another type than is wanted
     │   ├── MismatchError                 the ranks' calls do not match
     │   ├── NotInitializedError           no process group, or one that was destroyed
     │   └── UnavailableError              a backend or extra that is not there, with the cure
@@ -62,6 +63,10 @@ class UsageError(FastcollError, ValueError):
 
 class ArrayError(UsageError, TypeError):
     """An array that cannot take part as it is: kind, dtype, layout or permission."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument of another type than is wanted."""
 
 
 class MismatchError(UsageError):

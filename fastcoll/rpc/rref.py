@@ -43,8 +43,9 @@ class RRef(Generic[T]):
         8
     """
 
-    __slots__ = ("__weakref__", "_made", "_ref", "_references")
+    __slots__ = ("__weakref__", "_made", "_methods", "_ref", "_references")
     _made: Future[None] | None  # the call that makes the value, if this RRef comes from `remote`
+    _methods: tuple[str, ...]  # that the value is known to have
     _ref: Reference
     _references: References
 
@@ -53,7 +54,7 @@ class RRef(Generic[T]):
         self._bind(references, references.own(value))
 
     def _bind(self, references: References, ref: Reference, made: Future[None] | None = None) -> RRef[T]:
-        self._ref, self._made = ref, made
+        self._ref, self._made, self._methods = ref, made, ()
         self._references = references  # last: from now on __del__ releases it
         return self
 
@@ -150,7 +151,7 @@ class RRef(Generic[T]):
             backward(self, dist_autograd_ctx_id, retain_graph)
         elif dist_autograd_ctx_id == -1:
             raise UsageError(
-                f"backward() of {self}, whose value is elsewhere: give the id of an autograd context"
+                f"User RRefs require 'dist_autograd_ctx_id' to be specified: the value of {self} is on another worker"
             )
         else:
             rpc_sync(self.owner(), backward, args=(self, dist_autograd_ctx_id, retain_graph))
@@ -170,7 +171,9 @@ class RRef(Generic[T]):
         return f"{kind}RRef({rref[0]}.{rref[1]}, fork {fork[0]}.{fork[1]}, of {self.owner_name()})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(f"{self} can only be pickled as an argument or result of a remote call")
+        raise UsageError(
+            f"Can not pickle rref in python pickler: {self} travels as an argument or result of a remote call only"
+        )
 
     def __del__(self) -> None:
         if (references := getattr(self, "_references", None)) is not None:
@@ -198,18 +201,30 @@ wire.reduce_type(RRef, _reduce, _stays)
 
 
 class _Proxy:
-    """The methods of an RRef's value, called on its owner."""
+    """The methods of an RRef's value, called on its owner.
+
+    The first call of a method by `rpc_async` or `remote` asks the owner whether the value has it, so that the call
+    raises the AttributeError, as in torch; it waits for the value.
+    """
 
     def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: Timeout) -> None:
         self._rref, self._call, self._timeout = rref, call, timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
+            if self._call is not rpc_sync and name not in self._rref._methods:
+                rpc_sync(self._rref.owner(), find_method, (self._rref, name), timeout=self._timeout)
+                self._rref._methods = (*self._rref._methods, name)
             return self._call(
                 self._rref.owner(), call_method, (self._rref, name, args, kwargs), timeout=self._timeout
             )
 
         return method
+
+
+def find_method(rref: RRef[Any], name: str) -> None:
+    """AttributeError: the value of an RRef, which is here, has no attribute of that name."""
+    getattr(rref.local_value(), name)
 
 
 @async_execution
@@ -226,10 +241,12 @@ def call_method(rref: RRef[Any], name: str, args: Sequence[Any], kwargs: Mapping
 def backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     """Go backward from the value of an RRef, on its owner."""
     value = rref.local_value()
+    if not hasattr(value, "backward"):
+        raise UsageError(
+            f"RRef should contain a tensor for .backward(): the value of {rref} is {value!r:.80}"
+        )
     if context_id != -1:
         import_module("fastcoll.rpc.autograd").backward(context_id, [value], retain_graph)
-    elif not hasattr(value, "backward"):
-        raise UsageError(f"backward() of {rref}: its value is {value!r:.80}; it must be a tensor")
     else:
         value.backward(retain_graph=retain_graph)
 

@@ -16,7 +16,7 @@ except ImportError as error:
 
     raise UnavailableError(f"fastcoll.rpc.autograd needs torch: {install('torch')}") from error
 
-from ...errors import UsageError
+from ...errors import ArgumentTypeError, UsageError
 from .participant import current, entered, participant
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class context:
 
     def __enter__(self) -> int:
         if (outer := current()) is not None:
-            raise UsageError(f"this thread is in the autograd context {outer.id} already")
+            raise UsageError(f"Already have an autograd context id for this thread: {outer.id}")
         self._here = participant()
         made = self._here.contexts.new()
         self._inside: AbstractContextManager[None] = entered(made)
@@ -66,22 +66,16 @@ def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) 
         retain_graph: keep the graph for another backward pass.
 
     Raises:
-        UsageError: no such context here, or wrong roots.
+        UsageError: no such context here, or wrong roots; as ArgumentTypeError where they are of a wrong type.
         PeerDiedError: a worker that takes part died.
         RpcTimeoutError: a worker was not done within the time of `init_rpc`.
 
-    What a function of the graph raises on any worker is raised here. After a failure the context's gradients may be
-    incomplete.
+    What a function of the graph raises on any worker is raised here: itself, if it is a RuntimeError, else as the cause
+    of one. After a failure the context's gradients may be incomplete.
     """
+    _check(context_id, roots)
     here = participant()
     found = here.contexts.get(context_id)
-    if isinstance(roots, torch.Tensor) or not roots:
-        raise UsageError("roots: give a list of one or more tensors")
-    for number, root in enumerate(roots):
-        if not isinstance(root, torch.Tensor) or not root.requires_grad or root.numel() != 1:
-            raise UsageError(
-                f"root {number} must be a tensor of one element that needs a gradient, not {_described(root)}"
-            )
     here.backward(found, roots, retain_graph)
 
 
@@ -94,7 +88,21 @@ def get_gradients(context_id: int) -> dict[Any, Any]:
     return participant().contexts.get(context_id).gradients()
 
 
-def _described(root: Any) -> str:
-    if not isinstance(root, torch.Tensor):
-        return f"{root!r:.80}"
-    return f"one of shape {tuple(root.shape)} with requires_grad={root.requires_grad}"
+def _check(context_id: int, roots: Sequence[Any]) -> None:
+    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
+        raise ArgumentTypeError(
+            "backward(): incompatible function arguments: give the id of a context and a list of tensors, not "
+            f"{context_id!r:.80} and {roots!r:.80}"
+        )
+    if not roots:
+        raise UsageError("No tensors provided for gradient computation: roots is empty")
+    for number, root in enumerate(roots):
+        if not isinstance(root, torch.Tensor):
+            raise ArgumentTypeError(f"root {number} must be a tensor, not {root!r:.80}")
+        if not root.requires_grad:
+            raise UsageError(f"root {number}: requires_grad not set on a tensor of shape {tuple(root.shape)}")
+        if root.numel() != 1:
+            raise UsageError(
+                f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: tensors of "
+                "one element"
+            )

@@ -12,9 +12,12 @@ tensors that left a worker, the earlier one cannot depend on what came back of t
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ...errors import AbortedError, FastcollError, UsageError
 from .edges import Origin, arrived, departed
@@ -23,6 +26,21 @@ if TYPE_CHECKING:
     from .passes import Pass
 
 _SHIFT = 48  # of the worker's number in ids
+
+
+_OWN_REFERENCES = 2  # of a local variable's object, as sys.getrefcount counts
+
+
+def _is_exclusive(gradient: Any) -> bool:
+    """Whether torch has no other reference to a gradient, and no part of it is a part of something else.
+
+    The test of torch's own accumulation of gradients: no view, no broadcast, no part of larger memory.
+    """
+    if gradient._use_count() > 1:
+        return False
+    if gradient.is_sparse:
+        return bool(gradient._indices().is_contiguous() and gradient._values().is_contiguous())
+    return bool(gradient.layout == torch.strided and gradient.untyped_storage().nbytes() == gradient.nbytes)
 
 
 def maker(id: int) -> int:
@@ -75,13 +93,22 @@ class Context:
         with self._lock:
             return [self._tokens[message] for message in messages]
 
-    def accumulate(self, leaves: Iterable[Any], gradients: Iterable[Any]) -> None:
-        """Add gradients to those of the leaves. What torch gives may be shared with others, so it is copied."""
+    def accumulate(self, leaves: Sequence[Any], gradients: list[Any]) -> None:
+        """Add gradients to those of the leaves; takes the list's gradients out of it.
+
+        A gradient that nobody else has is taken over, any other one is copied.
+        """
         with self._lock:
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is not None:
-                    before = self._gradients.get(leaf)
-                    self._gradients[leaf] = gradient.clone() if before is None else before + gradient
+            for leaf in reversed(leaves):
+                gradient = gradients.pop()
+                if gradient is None:
+                    continue
+                before = self._gradients.get(leaf)
+                if before is not None:
+                    gradient = before + gradient
+                elif sys.getrefcount(gradient) > _OWN_REFERENCES or not _is_exclusive(gradient):
+                    gradient = gradient.clone()
+                self._gradients[leaf] = gradient
 
     def gradients(self) -> dict[Any, Any]:
         with self._lock:
@@ -123,7 +150,7 @@ class Contexts:
         context = self._contexts.get(id)
         if context is None:
             raise UsageError(
-                f"there is no autograd context {id!r:.50} here: it was left, or is another worker's"
+                f"Could not find autograd context with id: {id!r:.50}; it was left, or is another worker's"
             )
         return context
 

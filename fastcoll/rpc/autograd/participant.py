@@ -11,15 +11,16 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 
-from ...errors import AbortedError, FastcollError
+from ...errors import AbortedError, FastcollError, RpcError
 from .. import wire
 from ..agent import Agent, WorkerInfo, current_agent
 from ..calls import USER_CALL
-from ..futures import Future
+from ..futures import Future, anew
 from ..tensor_buffers import reduced
 from .contexts import Context, Contexts, maker
 from .edges import Origin
@@ -91,13 +92,15 @@ class Participant:
     def backward(self, context: Context, roots: Sequence[Any], retain_graph: bool) -> None:
         """Accumulate the gradients of the sum of the roots on all workers."""
         id, workers = self.contexts.new_id(), {self.me}
-        over: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        over: queue.SimpleQueue[tuple[int, Future[None]]] = queue.SimpleQueue()
         try:
             self._discover(context, id, self.begin(context, id, roots).begin(), workers)
             for worker in workers:
-                self.call(worker, run, context.id, id, retain_graph).add_done_callback(over.put)
+                done = self.call(worker, run, context.id, id, retain_graph)
+                done.add_done_callback(partial(_note, over, worker))
             for _ in workers:
-                over.get().value()
+                worker, done = over.get()
+                _raise(worker, done.exception())
         except BaseException as error:
             reason = AbortedError(f"backward has failed: {type(error).__name__}: {error}")
             for worker in workers:
@@ -114,6 +117,19 @@ class Participant:
             workers.update(messages)
             asked = [self.call(worker, discover, context.id, id, each) for worker, each in messages.items()]
             reached = [origin for each in asked for origin in each.wait()]
+
+
+def _note(over: queue.SimpleQueue[tuple[int, Future[None]]], worker: int, done: Future[None]) -> None:
+    over.put((worker, done))
+
+
+def _raise(worker: int, error: BaseException | None) -> None:
+    """Raise what ended a worker's part of a pass, as a RuntimeError, as in torch."""
+    if error is None:
+        return
+    if isinstance(error, RuntimeError) or not isinstance(error, Exception):
+        raise anew(error)
+    raise RpcError(f"Error on Node {worker}: {error} ({type(error).__name__})") from error
 
 
 _participant: Participant | None = None

@@ -76,10 +76,11 @@ class Pass:
     def run(self, retain_graph: bool) -> None:
         """Run the local graph, and accumulate the leaves' gradients in the context."""
         roots = [*self._roots, *self._context.tokens(self._messages)]
-        gradients = flow(self, roots, self._leaves, retain_graph)
+        gradients = [flow(self, roots, self._leaves, retain_graph)]
         for future in self._sent:
             future.wait()
-        self._context.accumulate(self._leaves, averaged(self._leaves, gradients))
+        # No other list has them any more when they are accumulated.
+        self._context.accumulate(self._leaves, averaged(self._leaves, gradients.pop()))
 
     def fail(self, error: BaseException) -> None:
         """End what waits here."""
