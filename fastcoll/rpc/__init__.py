@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from . import functions
 from .agent import WorkerInfo
-from .calls import get_worker_info, rpc_async, rpc_sync
+from .calls import get_rpc_timeout, get_worker_info, rpc_async, rpc_sync
 from .futures import Future, collect_all, wait_all
 from .rref import RRef, remote
-from .start import RpcBackendOptions, TensorPipeRpcBackendOptions, init_rpc, shutdown
+from .start import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, init_rpc, shutdown
 
 if TYPE_CHECKING:
     from . import autograd as autograd
     from .optimizer import DistributedOptimizer as DistributedOptimizer
 
 __all__ = [
+    "BackendType",
     "Future",
     "RRef",
     "RpcBackendOptions",
@@ -28,14 +29,21 @@ __all__ = [
     "WorkerInfo",
     "collect_all",
     "functions",
+    "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "is_available",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
     "wait_all",
 ]
+
+
+def is_available() -> bool:
+    """Whether there are remote calls: yes."""
+    return True
 
 
 def __getattr__(name: str) -> Any:

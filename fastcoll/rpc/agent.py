@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import threading
 import time
 import traceback
@@ -37,15 +38,30 @@ from .wire import MessageType, Received
 
 _log = logging.getLogger("fastcoll")
 _LOOK_SECONDS = 1.0  # between two looks for hosts that vanished
+_NAME_LENGTH, _NAME = 128, re.compile(r"[A-Za-z0-9\-_:]*")  # those of torch
 UNCOUNTED = 2  # the kind of call by which workers agree to end
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker's name and id, which is its rank."""
+    """A worker's name and id, which is its rank.
+
+    Raises:
+        UsageError: the name is empty, is too long, or has other characters than letters, digits, -, _ and :.
+    """
 
     name: str
     id: int
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise UsageError("a worker's name must be non-empty")
+        if len(self.name) >= _NAME_LENGTH:
+            raise UsageError(
+                f"a worker's name must be shorter than {_NAME_LENGTH} characters: {self.name!r:.150}"
+            )
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(f"Worker name must match {_NAME.pattern}, but is {self.name!r}")
 
     def __str__(self) -> str:
         return f"{self.name} (rank {self.id})"
@@ -150,7 +166,9 @@ class Agent:
             return self._names[worker]
         except (KeyError, TypeError):
             names = ", ".join(each.name for each in self.workers)
-            raise UsageError(f"there is no worker {worker!r:.80}; there are {names}") from None
+            raise UsageError(
+                f"could not find destination {worker!r:.80}: there is no worker of that name or id; there are {names}"
+            ) from None
 
     def call(
         self,
@@ -366,7 +384,7 @@ class Agent:
         try:
             handler, _ = self._handlers[received.kind]
             with wire.receiving(worker), wire.entered(received.context, worker):
-                payload = wire.loads(received)
+                payload = _arguments(received)
                 doing = payload[0] if type(payload) is tuple else None
                 self._serving[worker.id, received.call] = worker, received.kind, doing
                 result = handler(worker, payload)
@@ -537,10 +555,15 @@ class Agent:
                 abandoned.add(number)  # first: who takes the answer looks there if it finds no call
                 if pending.pop(number, None):
                     doing = _described(call.kind, call.doing)
-                    self._fail(call, RpcTimeoutError(f"{doing} was not answered within {call.timeout:g} s"))
+                    self._fail(call, RpcTimeoutError(_late(doing, call.timeout)))
                 else:
                     abandoned.discard(number)
         return due
+
+
+def _late(doing: str, limit: float) -> str:
+    """The message about a call whose time is up, with the words that programs look for, which are in torch's."""
+    return f"RPC ran for more than its timeout: {doing} was not answered within {limit:g} s"
 
 
 def _described(kind: int, doing: object) -> str:
@@ -550,11 +573,25 @@ def _described(kind: int, doing: object) -> str:
     return f"the call of {getattr(doing, '__qualname__', None) or f'kind {kind}'}"
 
 
+def _arguments(received: Received) -> Any:
+    """What a call brings. RemoteError: it names a function or class that is not here."""
+    try:
+        return wire.loads(received)
+    except (AttributeError, ImportError) as error:
+        raise RemoteError(
+            f"{error}. The RPC pickler does not serialize the code of functions and classes: define them in a module "
+            "that the caller and the callee have"
+        ) from error
+
+
 def _rebuilt(worker: WorkerInfo, pickled: bytes | None, kind: str, said: str, text: str) -> BaseException:
     """The exception of another worker, with its traceback as the cause."""
     error = wire.loaded_error(pickled) if pickled is not None else None
     if error is None:
-        error = RemoteError(f"{kind} on worker {worker}: {said}")
+        error = RemoteError(
+            f"{kind} on worker {worker}: {said}. Original exception on remote side was of a class that "
+            "cannot be built here"
+        )
     error.__cause__ = RemoteTraceback(text)
     return error
 
@@ -567,7 +604,7 @@ _current: Agent | None = None
 def current_agent() -> Agent:
     """This process's agent; NotInitializedError: there is none."""
     if _current is None:
-        raise NotInitializedError("rpc is not initialized; call fastcoll.rpc.init_rpc first")
+        raise NotInitializedError("RPC has not been initialized; call fastcoll.rpc.init_rpc first")
     return _current
 
 

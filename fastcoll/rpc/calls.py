@@ -7,6 +7,8 @@ the arguments, the function, and the pickling of its result; on the caller aroun
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +19,14 @@ from .functions import ASYNC
 from .futures import Future, adopted
 from .wire import contexts
 
-__all__ = ["USER_CALL", "contexts", "get_worker_info", "rpc_async", "rpc_sync", "run_user_function", "serve"]
+__all__ = [
+    "USER_CALL", "contexts", "get_rpc_timeout", "get_worker_info", "rpc_async", "rpc_sync", "run_user_function",
+    "serve",
+]  # fmt: skip
 
 USER_CALL = 1
+_PACKAGE = __name__.partition(".")[0] + "."
+_log = logging.getLogger("fastcoll")
 
 
 def rpc_async(
@@ -92,6 +99,15 @@ def rpc_sync(
     return _call(to, func, args, kwargs, timeout, True).wait()
 
 
+def get_rpc_timeout() -> float:
+    """Seconds that a call may take where it says nothing else; 0: without limit.
+
+    Raises:
+        NotInitializedError: `init_rpc` was not called.
+    """
+    return current_agent().timeout
+
+
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and id of a worker; without a name, of this one.
 
@@ -105,16 +121,29 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 def run_user_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a user's function here; its result, or the Future of it, of one marked by `async_execution`."""
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except Exception:
+        if not (getattr(func, "__module__", None) or "").startswith(
+            _PACKAGE
+        ):  # those raise what others are to know
+            # As a text: a handler may keep the record, and a traceback keeps the arguments.
+            what = getattr(func, "__qualname__", func)
+            _log.error("%s raised an exception, which its caller gets:\n%s", what, traceback.format_exc())
+        raise
     is_future = hasattr(result, "add_done_callback")
     if getattr(func, ASYNC, False):
         if not is_future:
             raise UsageError(
-                f"{func!r} is marked by async_execution and must return a Future, not {result!r:.80}"
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, or one of "
+                f"rpc.Future; {func!r} returned {result!r:.80}"
             )
         return adopted(result)
     if is_future:
-        raise UsageError(f"{func!r} returns a Future; mark it by rpc.functions.async_execution")
+        raise UsageError(
+            f"Can not pickle torch.futures.Future or a Future of rpc, which {func!r} returns; mark it by "
+            "rpc.functions.async_execution"
+        )
     return result
 
 

@@ -17,7 +17,7 @@ from ..core.work import ENDLESS
 from ..errors import AbortedError, FastcollError, RpcTimeoutError
 from .agent import UNCOUNTED as ROUND
 from .agent import Agent, WorkerInfo
-from .futures import Future, collect_all
+from .futures import Future, all_done
 
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.001, 0.05  # between two rounds; it doubles
 _ASK_SECONDS = 2.0  # for worker 0 to say who is late
@@ -79,7 +79,7 @@ class Rounds:
     def _round(self, until: float) -> bool:
         """Whether it was the last one."""
         agent = self._agent
-        collect_all(agent.futures(except_kind=ROUND)).wait(max(until - time.monotonic(), 0.0))
+        all_done(agent.futures(except_kind=ROUND)).wait(max(until - time.monotonic(), 0.0))
         told = _Told(self._number, *agent.counts(), agent.serves())
         self._number += 1
         return bool(agent.call(0, ROUND, told, max(until - time.monotonic(), 0.001)).wait())

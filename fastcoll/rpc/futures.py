@@ -15,9 +15,10 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from ..core.work import ENDLESS, Timeout, seconds
-from ..errors import RpcTimeoutError, UsageError
+from ..errors import ArgumentTypeError, RpcError, RpcTimeoutError, UsageError
 from .readers import before_blocking
 
+_TWICE = "Future can only be marked completed once, and has a result already"
 T = TypeVar("T")
 S = TypeVar("S")
 E = TypeVar("E", bound=BaseException)
@@ -87,14 +88,14 @@ class Future(Generic[T]):
     def set_result(self, result: T) -> None:
         """Complete the future; its callbacks run now, on this thread."""
         if not self.complete(result, None):
-            raise UsageError("the future has a result already")
+            raise UsageError(_TWICE)
 
     def set_exception(self, result: BaseException) -> None:
         """Complete the future by an exception."""
         if not isinstance(result, BaseException):
             raise UsageError(f"{result!r} is set as an exception, but is none")
         if not self.complete(None, result):
-            raise UsageError("the future has a result already")
+            raise UsageError(_TWICE)
 
     def complete(self, value: Any, error: BaseException | None) -> bool:
         """Complete it unless it is; whether it was not."""
@@ -110,14 +111,22 @@ class Future(Generic[T]):
         return True
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future of what `callback` returns, which is called with this one when it is done (now, if it is)."""
+        """A future of what `callback` returns, which is called with this one when it is done (now, if it is).
+
+        Raises:
+            ArgumentTypeError: `callback` cannot be called.
+
+        What the callback raises, the future raises as a RuntimeError, with the exception as its cause.
+        """
+        if not callable(callback):
+            raise ArgumentTypeError(f"then(): incompatible function arguments: {callback!r} is no function")
         following: Future[S] = Future()
 
         def follow(done: Future[T]) -> None:
             try:
                 result = callback(done)
             except BaseException as error:
-                following.complete(None, error)
+                following.complete(None, _of_callback(error))
             else:
                 following.complete(result, None)
 
@@ -155,6 +164,12 @@ class Future(Generic[T]):
             return True
         return lock.acquire(timeout=max(until - time.monotonic(), 0.0)) or self._is_done
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "Can not pickle torch.futures.Future or a Future of rpc; wait for it, or have the function that returns it "
+            "marked by rpc.functions.async_execution"
+        )
+
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio
 
@@ -183,15 +198,40 @@ def anew(error: E) -> E:
     return copied
 
 
+def _of_callback(error: BaseException) -> BaseException:
+    """What the future of a callback raises that has raised `error`: a RuntimeError, as in torch."""
+    if isinstance(error, RuntimeError) or not isinstance(error, Exception):
+        return error
+    failed = RpcError(f"a callback raised {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """A future that is done when all of these are; its result is the list of them."""
+    """A future of the list of these, done when all of them are; it raises the first exception among them at once."""
+    return _collected(futures, ends_early=True)
+
+
+def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
+    """The results of all; raises the first exception among them as soon as it comes, as torch does."""
+    return [future.value() for future in collect_all(futures).wait()]
+
+
+def all_done(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
+    """A future of the list of these, done when all of them are, whether they have results or exceptions."""
+    return _collected(futures, ends_early=False)
+
+
+def _collected(futures: Sequence[Future[Any]], ends_early: bool) -> Future[list[Future[Any]]]:
     listed: list[Future[Any]] = list(futures)
     whole: Future[list[Future[Any]]] = Future()
     left = [None] * len(listed)  # each that is done pops one; popping is atomic
 
-    def count(_: Future[Any]) -> None:
+    def count(done: Future[Any]) -> None:
         left.pop()
-        if not left:
+        if ends_early and (error := done.exception()) is not None:
+            whole.complete(None, error)
+        elif not left:
             whole.complete(listed, None)
 
     if not listed:
@@ -199,11 +239,6 @@ def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
     for future in listed:
         future.add_done_callback(count)
     return whole
-
-
-def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
-    """The results of all, once all are done; raises the first exception among them."""
-    return [future.wait() for future in collect_all(futures).wait()]
 
 
 def adopted(future: Any) -> Future[Any]:

@@ -10,7 +10,7 @@ from .autograd import get_gradients
 from .autograd.hooks import of_grad
 from .autograd.participant import entered, participant
 from .calls import rpc_async
-from .futures import wait_all
+from .futures import all_done, wait_all
 from .rref import RRef
 
 
@@ -56,7 +56,8 @@ class DistributedOptimizer:
             steps = [
                 rpc_async(each.owner(), _step, args=(each, context_id)) for each in self.remote_optimizers
             ]
-        wait_all(steps)
+        for step in all_done(steps).wait():
+            step.value()
 
 
 class _Local:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,11 +29,19 @@ from ..core.monitor import last_words
 from ..core.operands import positive_seconds, whole
 from ..core.processes import Member, forget, gone_among
 from ..core.work import Timeout, seconds
-from ..errors import AbortedError, PeerDiedError, RpcTimeoutError, UnavailableError, UsageError
+from ..errors import (
+    AbortedError,
+    ArgumentTypeError,
+    PeerDiedError,
+    RpcTimeoutError,
+    UnavailableError,
+    UsageError,
+)
 from ..net.tcp.dials import Dial, dial_all
 from ..net.tcp.listener import Roster, gather
 from ..rendezvous import PrefixStore, Store
 from ..rendezvous.assemble import GroupMeeting, assemble
+from ..rendezvous.detect import detect
 from ..rendezvous.join import join
 from ..rendezvous.opening import Kind, Opening
 from ..rendezvous.secret import check_unpickling
@@ -45,6 +54,12 @@ _DEFAULT_SECONDS = 60.0  # of torch
 _LISTEN_SECONDS = 2.0  # a worker at whose address nobody listens for so long is gone
 _DIALED_SECONDS = 2.0  # for a connection that another worker takes for made, while this one leaves
 _EXIT_SECONDS = 10.0
+
+
+class BackendType(Enum):
+    """The backends of torch's RPC, of which there is one; it makes no difference here."""
+
+    TENSORPIPE = "TENSORPIPE"
 
 
 @dataclass
@@ -89,13 +104,15 @@ def init_rpc(
 
     Args:
         name: of this worker; each has another one.
-        backend: None, or torch's name of its only backend, which makes no difference.
+        backend: None or BackendType.TENSORPIPE, which makes no difference.
         rank, world_size: this worker's id and how many there are; without them, those of the default group, or what
             `init_process_group` would find in the environment.
         rpc_backend_options: a RpcBackendOptions.
 
     Raises:
-        UsageError: a wrong argument, a name or rank that two workers have, or another world size than others have.
+        UsageError: a wrong argument, a name or rank that two workers have, or another world size than others have; or
+            nothing, neither an argument nor the environment, says who the others are.
+        ArgumentTypeError: one of those, an argument of a wrong type.
         RendezvousError: the others did not come, or have another secret.
         PeerDiedError: a worker died before all had joined.
         UnavailableError: the job has no secret (FASTCOLL_INSECURE=1), so anybody could run code here.
@@ -103,13 +120,22 @@ def init_rpc(
     Example:
         >>> rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     """
-    if not isinstance(name, str) or not 0 < len(name) <= 128:
-        raise UsageError(f"name is {name!r:.150}; give this worker a name of 1 to 128 characters")
-    if str(getattr(backend, "name", backend or "TENSORPIPE")).upper() != "TENSORPIPE":
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"name is {name!r:.150}; give this worker a name")
+    WorkerInfo(name, 0)  # raises where it is no name of a worker
+    if backend is not None and not isinstance(backend, Enum):
+        raise ArgumentTypeError(
+            f"Argument backend must be a member of BackendType, not {backend!r:.80}; leave it out"
+        )
+    if backend is not None and backend.name != BackendType.TENSORPIPE.name:
         raise UsageError(f"there is no backend {backend!r} of rpc; leave it out")
-    options = rpc_backend_options or RpcBackendOptions()
+    options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
+    if not isinstance(options, RpcBackendOptions):
+        raise ArgumentTypeError(
+            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, not {options!r:.80}"
+        )
     if _Running.it is not None:
-        raise UsageError("init_rpc was called before; call shutdown first")
+        raise UsageError("RPC is already initialized in this process; call shutdown first")
     config.check()
     check_unpickling("a worker runs the functions that other workers send")
     size = -1 if world_size is None else whole("world_size", world_size)
@@ -232,7 +258,15 @@ def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> 
             return _Found(store, job.members, job.rank, job.timeout, None)
     limit = config.get("FASTCOLL_TIMEOUT")
     began = time.monotonic()
-    found = find_others(options.init_method, rank, size, limit, "", "fastcoll-rpc")
+    if options.init_method == "env://":
+        said = detect(os.environ, *(None if each == -1 else each for each in (rank, size)))
+        if said.rank is None and said.world_size is None:
+            raise UsageError(
+                "environment variable RANK expected, but not set, nor those of any launcher; pass rank and world_size, "
+                "or start with python -m fastcoll.launch"
+            )
+    # The name of a group has a `file://` lead to a file of rpc's own: a process group may meet in the other one.
+    found = find_others(options.init_method, rank, size, limit, "fastcoll-rpc", "fastcoll-rpc")
     undo.callback(found.close, 0.5)
     members = join(found.store, found.rank, found.world_size, "rpc", limit, began=began)
     undo.callback(forget, members)
@@ -251,7 +285,8 @@ def _check_names(names: Sequence[str], members: Sequence[Member]) -> None:
     for rank, name in enumerate(names):
         if (first := names.index(name)) != rank:
             raise UsageError(
-                f"two workers are called {name!r}: {members[first]} and {members[rank]}; give each another name"
+                f"the name {name!r} is not unique, two workers are called so: {members[first]} and {members[rank]}; "
+                "give each another name"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from typing import Any
 
@@ -19,7 +20,7 @@ def test_a_result_is_set_once() -> None:
         future.value()
     future.set_result(3)
     assert (future.done(), future.value(), future.wait()) == (True, 3, 3)
-    with pytest.raises(UsageError, match="has a result already"):
+    with pytest.raises(UsageError, match="can only be marked completed once"):
         future.set_exception(KeyError())
 
 
@@ -45,8 +46,27 @@ def test_callbacks_run_in_order_and_then_has_their_result() -> None:
     future.set_result(4)
     future.add_done_callback(lambda done: seen.append("late"))
     assert (seen, doubled.wait()) == ([4, "late"], 9)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(RuntimeError, match="a callback raised ZeroDivisionError") as raised:
         failed.wait()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        future.then(None)  # type: ignore[arg-type]
+
+
+def test_the_first_exception_of_many_ends_the_wait() -> None:
+    futures: list[Future[int]] = [Future() for _ in range(3)]
+    whole = collect_all(futures)
+    futures[1].set_exception(KeyError("first"))
+    assert whole.done()
+    for ask in (whole.value, lambda: wait_all(futures)):
+        with pytest.raises(KeyError, match="first"):
+            ask()
+    assert not futures[0].done()
+
+
+def test_a_future_cannot_be_pickled() -> None:
+    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
+        pickle.dumps(Future())
 
 
 def test_many_are_collected_and_waited_for() -> None:
