@@ -304,7 +304,9 @@ def test_what_others_write_into_the_store_is_not_trusted(text: str) -> None:
 
 
 def test_a_peer_that_does_not_ask_for_data_in_time_is_named() -> None:
-    late = pytest.raises(CollectiveTimeoutError, match=r"data connection with rank 0 .* within the timeout of 0\.2 s")
+    late = pytest.raises(
+        CollectiveTimeoutError, match=r"data connection with rank 0 .* within the timeout of 0\.2 s"
+    )
     with meshes(2) as (_, b), late:
         b.data(0, timeout=0.2)
 
