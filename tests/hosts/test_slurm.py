@@ -21,7 +21,7 @@ SECRET = {"FASTCOLL_SECRET": "of this test"}
 SUM = """
 import os, sys
 import numpy as np, fastcoll as dist
-dist.init_process_group(*sys.argv[1:], timeout=60)
+dist.init_process_group(*sys.argv[1:], timeout=150)
 x = np.array([2.0 ** dist.get_rank()])
 dist.all_reduce(x)
 print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {os.uname().nodename} has {x[0]:g}", flush=True)
@@ -30,7 +30,7 @@ dist.destroy_process_group()
 KILLED = """
 import os, signal
 import numpy as np, fastcoll as dist
-dist.init_process_group(timeout=60)
+dist.init_process_group(timeout=150)
 dist.barrier()
 if dist.get_rank() == 3:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -95,7 +95,7 @@ def said_in(text: str) -> list[str]:
 )
 def test_ranks_of_srun_meet(start: Start, options: str, env: dict[str, str], placed: str) -> None:
     node = start(SUM, "srun", *options.split(), "python", "train.py", env=env)
-    assert node.wait_for_code(90) == 0, told([node])
+    assert node.wait_for_code(180) == 0, told([node])
     assert said_in(node.out) == sums(placed), told([node])
 
 
@@ -118,13 +118,13 @@ def test_ranks_of_srun_meet_through_mpi(start: Start, tmp_path_factory: pytest.T
     only_tcp = {"UCX_TLS": "tcp,self", "UCX_WARN_UNUSED_ENV_VARS": "n"}
     words = ["srun", "--mpi=pmi2", "-N2", "-n4", "--ntasks-per-node=2", str(python), "train.py", "mpi"]
     node = start(SUM, *words, env=only_tcp)
-    assert node.wait_for_code(90) == 0, told([node])
+    assert node.wait_for_code(180) == 0, told([node])
     assert said_in(node.out) == sums("0011"), told([node])
 
 
 def test_a_killed_task_is_named_on_both_hosts(start: Start) -> None:
     node = start(KILLED, "srun", "-N2", "-n4", "--ntasks-per-node=2", "python", "train.py")
-    assert node.wait_for_code(90) not in (0, None), told([node])
+    assert node.wait_for_code(180) not in (0, None), told([node])
     found = dict(re.findall(r"^(rank \d): .*?(rank 3 \(pid \d+ on host1\)).*$", node.out, re.MULTILINE))
     assert sorted(found) == ["rank 0", "rank 1", "rank 2"], told([node])
 
@@ -132,7 +132,7 @@ def test_a_killed_task_is_named_on_both_hosts(start: Start) -> None:
 def test_scancel_ends_the_ranks_and_leaves_nothing(start: Start, slurm: Cluster) -> None:
     node = start(WAITS, "srun", "-N2", "-n4", "--ntasks-per-node=2", "python", "train.py")
     for rank in range(4):
-        await_line(node, f"rank {rank} is here\n", [node], 90)
+        await_line(node, f"rank {rank} is here\n", [node], 180)
     slurm.ask("scancel", "--user=root")
     assert node.wait_for_code(60) not in (0, None), told([node])
     slurm.await_answer("", "squeue", "--noheader")
