@@ -164,14 +164,14 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
     # Come to the latest meeting, and go on to a later one while this one has not met.
     seen = mine = ""
     for _ in tries(timeout, 0.0002, growth=1.25):
+        if mine and store.check([f"{mine}/met"]):
+            return mine
         latest = (store.peek(["meeting"])[0] or b"").decode()
         if latest != seen:
             seen = latest
             # One of another size, or to which this rank has come, is of processes before.
             is_new = latest.startswith(f"{size}/") and store.add(f"{latest}/here/{rank}", 1) == 1
             mine = latest if is_new else ""
-        if mine and store.check([f"{mine}/met"]):
-            return mine
         late.look(doing, missing)
     raise StoreTimeoutError(f"{doing}: {missing()} did not come within {timeout:.3g} s")
 
