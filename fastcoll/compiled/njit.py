@@ -53,7 +53,6 @@ _OP_SHIFT, _FOREIGN = signature.OP_SHIFT, rows.FOREIGN
 _SIZE, _RANK, _RANKS = d.SIZE, d.RANK, d.RANKS
 _SPLIT, _SEND, _RECV, _REFUSED, _SPLITS = d.SPLIT, d.SEND, d.RECV, signature.REFUSED, rows.SPLITS
 _POST_SEND, _POST_RECV, _WAIT, _TEST, _WAIT_ANY = d.POST_SEND, d.POST_RECV, d.WAIT, d.TEST, d.WAIT_ANY
-_TAGS = LARGEST_TAG + 1
 _BARRIER, _ALL_TO_ALL = signature.code_of("barrier"), signature.code_of("all_to_all")
 _BARRIER_WORD = signature.encode("barrier")
 _SUM = ReduceOp.SUM
@@ -487,8 +486,8 @@ def _message(tensor: Any, writes: bool) -> int:
 
 @register_jitable
 def _kind(kind, tag):
-    """A message's word; a tag that does not fit into it becomes one that is wrong as well."""
-    return kind | max(ANY_TAG - 1, min(tag, _TAGS)) << DTYPE_BITS
+    """A message's word; a tag that is none becomes one that is refused: those above users' are the library's own."""
+    return kind | (tag if ANY_TAG <= tag <= LARGEST_TAG else ANY_TAG - 1) << DTYPE_BITS
 
 
 @overload(p2p.send)

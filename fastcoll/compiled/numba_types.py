@@ -40,7 +40,7 @@ from . import rows
 WORD = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 
-_REVISION = 2  # one more for each change of what the overloads compile that old code must not be used without
+_REVISION = 3  # one more for each change of what the overloads compile that old code must not be used without
 LAYOUT = zlib.crc32(
     repr(
         (
