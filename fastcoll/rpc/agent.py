@@ -604,7 +604,10 @@ _current: Agent | None = None
 def current_agent() -> Agent:
     """This process's agent; NotInitializedError: there is none."""
     if _current is None:
-        raise NotInitializedError("RPC has not been initialized; call fastcoll.rpc.init_rpc first")
+        raise NotInitializedError(
+            "RPC has not been initialized. Current RPC agent is not set! Did you initialize the RPC framework by "
+            "fastcoll.rpc.init_rpc?"
+        )
     return _current
 
 
