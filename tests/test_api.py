@@ -80,9 +80,9 @@ ROOTED: list[tuple[Any, tuple[Any, ...], str, tuple[Any, ...], tuple[Any, ...]]]
     (dist.gather, (X, [Y]), "dst", ("gather", X, [Y]), (False,)),
     (dist.scatter, (X, [Y]), "src", ("scatter", X, [Y]), (False,)),
     (dist.send, (X,), "dst", ("send", X), (0,)),
-    (dist.recv, (X,), "src", ("recv", X), (0,)),
+    (dist.recv, (X,), "src", ("recv", X), (0, None)),
     (dist.isend, (X,), "dst", ("isend", X), (0,)),
-    (dist.irecv, (X,), "src", ("irecv", X), (0,)),
+    (dist.irecv, (X,), "src", ("irecv", X), (0, None)),
 ]
 
 
@@ -92,7 +92,7 @@ def test_a_global_rank_becomes_a_group_rank(
 ) -> None:
     part.answers["irecv"] = finished(0)
     function(*args, **{root: 2})
-    assert world.calls == [(*before, 2, *after)]
+    assert world.calls == [(*before, 2, after[0])]  # without a status, which is the default
     function(*args, **{root: 5}, group=part)
     function(*args, **{"group_" + root: 2}, group=part)
     assert part.calls == [(*before, 1, *after), (*before, 2, *after)]
@@ -124,7 +124,7 @@ def test_gather_and_scatter_have_rank_0_as_root(world: Recorder) -> None:
 def test_a_receive_answers_the_global_rank(world: Recorder, part: Recorder) -> None:
     assert dist.recv(X) == 2
     assert dist.recv(X, group=part, tag=9) == 7
-    assert part.calls == [("recv", X, None, 9)]
+    assert part.calls == [("recv", X, None, 9, None)]
 
 
 def test_an_asynchronous_receive_answers_the_global_rank(world: Recorder, part: Recorder) -> None:
@@ -303,9 +303,9 @@ def test_torch_names_of_the_parameters() -> None:
         "barrier": "group async_op device_ids timeout",
         "monitored_barrier": "group timeout wait_all_ranks",
         "send": "tensor dst group tag group_dst",
-        "recv": "tensor src group tag group_src",
+        "recv": "tensor src group tag group_src status",
         "isend": "tensor dst group tag group_dst",
-        "irecv": "tensor src group tag group_src",
+        "irecv": "tensor src group tag group_src status",
         "all_gather_object": "object_list obj group",
         "gather_object": "obj object_gather_list dst group group_dst",
         "broadcast_object_list": "object_list src group device group_src",

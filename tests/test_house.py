@@ -15,7 +15,8 @@ OF_OTHERS = {
     "_addressof", "_world", "_ActionsContainer", "_FrameAction", "_FrameExecStrategy",
     "_internal_kv_get", "_internal_kv_put", "_internal_kv_del",
     "_is_profiler_enabled", "_EffectType", "_register_effectful_op", "_rendezvous_handlers",
-    "_functions", "_backward_cls", "_backward_hooks", "_sequence_nr", "_set_sequence_nr",
+    "_functions", "_backward_cls", "_backward_hooks", "_sequence_nr", "_set_sequence_nr", "_use_count", "_indices",
+    "_values",
 }  # fmt: skip
 """Private names of Python's own and of other libraries, which have no public ones for it."""
 

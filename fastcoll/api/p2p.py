@@ -292,7 +292,8 @@ def sendrecv(
         The sender's global rank; -1 outside the group.
 
     Raises:
-        UsageError, GroupError: as for `send` and `recv`.
+        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
+        GroupError: a peer died, left or did not come in time.
     """
     if group is not None and member_of(group, "sendrecv") is None:
         return -1
@@ -305,8 +306,12 @@ def sendrecv(
 def waitall(works: Sequence[Work]) -> None:
     """Wait for all of several operations.
 
+    Args:
+        works: of `isend`, `irecv` and calls with async_op=True.
+
     Raises:
-        UsageError, GroupError: as `wait` of the first one that failed.
+        UsageError: as `wait` of the first one that failed.
+        GroupError: the same.
     """
     for work in works:
         work.wait()
@@ -315,9 +320,12 @@ def waitall(works: Sequence[Work]) -> None:
 def waitany(works: Sequence[Work]) -> int:
     """Wait until one of several operations has ended; its index.
 
+    Args:
+        works: of `isend`, `irecv` and calls with async_op=True.
+
     Raises:
-        UsageError: there is none, or this is a callback of a Work.
-        UsageError, GroupError: as `wait` of that one.
+        UsageError: there is none, or this is a callback of a Work; or as `wait` of that one.
+        GroupError: as `wait` of that one.
     """
     if not works:
         raise UsageError("waitany: there is no operation; give at least one Work")

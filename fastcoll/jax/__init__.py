@@ -188,7 +188,7 @@ def recv(
             count. With one, the message may be shorter than the array.
         group, token, and what it returns and raises: as for `all_reduce`.
     """
-    how = {"recvtag": checked_receive_tag(tag), "status": status}
+    how = {"recv_tag": checked_receive_tag(tag), "status": status}
     return _called(_site("recv", group, token, src=src, **how), [like], token)
 
 
@@ -198,7 +198,7 @@ def sendrecv(
     dst: int,
     src: int,
     tag: int = 0,
-    recvtag: int | None = None,
+    recv_tag: int | None = None,
     *,
     group: Group = None,
     token: Any = None,
@@ -211,10 +211,10 @@ def sendrecv(
         like, status: as for `recv`.
         src: a global rank.
         tag: of the message that is sent.
-        recvtag: of the message that is received, or ANY_TAG; None: the same as `tag`.
+        recv_tag: of the message that is received, or ANY_TAG; None: the same as `tag`.
         group, token, and what it returns and raises: as for `all_reduce`.
     """
-    tags = {"tag": checked_tag(tag), "recvtag": checked_receive_tag(tag if recvtag is None else recvtag)}
+    tags = {"tag": checked_tag(tag), "recv_tag": checked_receive_tag(tag if recv_tag is None else recv_tag)}
     site = _site("sendrecv", group, token, dst=dst, src=src, status=status, **tags)
     return _called(site, [x, like], token)
 

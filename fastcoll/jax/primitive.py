@@ -176,8 +176,8 @@ def _transpose(cotangents: Sequence[Any], *ins: Any, site: Site) -> list[Any]:
     elif site.kind == "sendrecv":
         assert site.src is not None, "it has one source"
         back = replace(site, dst=site.src, src=site.dst, status=None)
-        if site.recvtag != ANY_TAG:
-            back = replace(back, tag=site.recvtag, recvtag=site.tag)
+        if site.recv_tag != ANY_TAG:
+            back = replace(back, tag=site.recv_tag, recv_tag=site.tag)
     elif site.kind == "all_to_all":
         back = site
     else:

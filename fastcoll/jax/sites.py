@@ -32,9 +32,9 @@ class Site:
 
     `group` is the user's (None: the world of when it runs), of `size` ranks, and `dst` and `src` are ranks in it; a
     `src` of None is any rank. `off_root` marks a gather or scatter on a rank that is not its root. A message is sent
-    with `tag`, and received with `recvtag`, which may be ANY_TAG, and `status`. With `token`, a token is the last array
-    that goes in and comes out, and orders the call; without, JAX orders it by an effect. A `tangent` never runs: its
-    transpose does. `transposed` marks an all_reduce that does nothing.
+    with `tag`, and received with `recv_tag`, which may be ANY_TAG, and `status`. With `token`, a token is the last
+    array that goes in and comes out, and orders the call; without, JAX orders it by an effect. A `tangent` never runs:
+    its transpose does. `transposed` marks an all_reduce that does nothing.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Site:
     src: int | None = 0
     off_root: bool = False
     tag: int = 0
-    recvtag: int = 0
+    recv_tag: int = 0
     status: Status | None = None
     token: bool = False
     tangent: bool = False
@@ -90,7 +90,7 @@ def _recv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None
     status = site.status
     if status is not None:
         np.copyto(out, ins[0])  # what a shorter message leaves as it is
-    group.recv_apart(out, site.src, own_tag(site.recvtag), status)
+    group.recv_apart(out, site.src, own_tag(site.recv_tag), status)
     if status is not None:
         source, tag = group.ranks[status.source], status.tag - JAX_TAGS
         status.fill(source, tag, status.count, status.nbytes)

@@ -114,12 +114,12 @@ _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any, ...]) -> None:
     """Have the handler do this call from now on, until the group ends: then it is Python's again."""
     form = site.traits.form
-    in_python = form is None or site.status is not None or site.recvtag == ANY_TAG
+    in_python = form is None or site.status is not None or site.recv_tag == ANY_TAG
     if in_python or number >= f.MOST or group.gate.closed:
         return
     line, messages = f.LINES[1 + number], {"send": SEND, "recv": RECV}
     if site.kind in messages:
-        tag = own_tag(site.recvtag if site.kind == "recv" else site.tag)
+        tag = own_tag(site.recv_tag if site.kind == "recv" else site.tag)
         line[f.OP], line[f.CALL] = messages[site.kind], message_word(tag, dtypes[0])
     else:
         line[f.OP] = signature.code_of(site.kind)

@@ -121,7 +121,7 @@ def test_a_status_says_whose_message_of_any_tag_came(rank, world_size, jax, way)
         found = do(jax, way, fj.recv, like, tag=dist.ANY_TAG, status=status)
         assert_same(found, np.float32([0, 5, 3]))
         assert (status.source, status.tag, status.count, status.nbytes) == (0, 7, 2, 8)
-    found = do(jax, way, fj.sendrecv, x, x, dst=1 - rank, src=1 - rank, tag=rank, recvtag=dist.ANY_TAG)
+    found = do(jax, way, fj.sendrecv, x, x, dst=1 - rank, src=1 - rank, tag=rank, recv_tag=dist.ANY_TAG)
     assert_same(found, np.float32([1 - rank, 5]))
 
 
@@ -131,14 +131,14 @@ def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, way):
     import fastcoll.jax as fj
 
     other, x = 1 - rank, np.float32([rank, 5])
-    found = do(jax, way, fj.sendrecv, x, x, dst=other, src=other, tag=rank, recvtag=other)
+    found = do(jax, way, fj.sendrecv, x, x, dst=other, src=other, tag=rank, recv_tag=other)
     assert_same(found, np.float32([other, 5]))
 
-    def loss(x, recvtag):
-        return (fj.sendrecv(x, x, dst=other, src=other, tag=rank, recvtag=recvtag) * (rank + 1)).sum()
+    def loss(x, recv_tag):
+        return (fj.sendrecv(x, x, dst=other, src=other, tag=rank, recv_tag=recv_tag) * (rank + 1)).sum()
 
-    for recvtag in (other, dist.ANY_TAG) if way == "jit" else ():
-        gradient = jax.jit(jax.grad(loss), static_argnums=1)(x, recvtag)
+    for recv_tag in (other, dist.ANY_TAG) if way == "jit" else ():
+        gradient = jax.jit(jax.grad(loss), static_argnums=1)(x, recv_tag)
         assert_same(np.asarray(gradient), np.float32([other + 1] * 2), "grad")
 
 
