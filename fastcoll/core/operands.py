@@ -101,10 +101,13 @@ def checked_receive_tag(tag: Any) -> int:
 
 
 def wildcard_of(tag: int) -> int:
-    """The tag of the receives that take messages of every tag, among them those of this tag; 0: there are none."""
+    """The tag of the receives that take messages of every tag, among them those of this tag.
+
+    Objects and announcements of arrays on GPUs have none: the tag itself.
+    """
     if tag <= LARGEST_TAG:
         return ANY_TAG
-    return ANY_TAG - JAX_TAGS if tag >= JAX_TAGS else 0
+    return ANY_TAG - JAX_TAGS if tag >= JAX_TAGS else tag
 
 
 def _integer_tag(tag: Any) -> int:
