@@ -15,7 +15,7 @@ A number is never used twice: it has a counter above its record's place, and abo
 
 from __future__ import annotations
 
-from ..core.operands import ANY_TAG
+from ..core.operands import ANY_TAG, LARGEST_TAG
 from ..core.status import DONE, LATER
 from ..kernels import llvm
 from ..kernels.failing import reached
@@ -236,7 +236,8 @@ def _find(m, peer, state, message, kind):
         fits = load_word(record, r.MESSAGE) == message
         if state == r.RECEIVING:
             wanted = load_word(record, r.KIND)
-            fits = wanted >> DTYPE_BITS == kind >> DTYPE_BITS or (_is_any(wanted) and is_kind(kind))
+            is_taken_by_any = _is_any(wanted) and kind >> DTYPE_BITS <= LARGEST_TAG
+            fits = wanted >> DTYPE_BITS == kind >> DTYPE_BITS or is_taken_by_any
         if fits and (found == 0 or number < load_word(found, r.NUMBER)):
             found = record
     return found

@@ -10,7 +10,7 @@ where they are to look at the array themselves as validate.py has it; else they 
 from __future__ import annotations
 
 from ..core import signature
-from ..core.operands import LARGEST_TAG
+from ..core.operands import JAX_TAGS, LARGEST_TAG
 from ..core.status import AGAIN, DONE, LATER, OTHER, REFUSED, WORKED
 from ..failpoints import number_of
 from ..kernels.failing import reached
@@ -183,8 +183,8 @@ def run_send(m, peer, data, nbytes, kind):
 
 @inlined
 def is_kind(kind):
-    """Whether a caller's kind has a tag that users may give."""
-    return 0 <= kind >> DTYPE_BITS <= LARGEST_TAG
+    """Whether a caller's kind has a tag of users, or of programs of JAX."""
+    return 0 <= kind >> DTYPE_BITS <= LARGEST_TAG or JAX_TAGS <= kind >> DTYPE_BITS <= JAX_TAGS + LARGEST_TAG
 
 
 @kernel

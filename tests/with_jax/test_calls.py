@@ -110,6 +110,26 @@ def test_messages_of_python_and_of_jax_do_not_meet(rank, world_size, jax):
 
 
 @pytest.mark.ranks(2, timeout=120)
+def test_messages_of_programs_are_carried_out_without_python(rank, world_size, jax, monkeypatch):
+    import fastcoll.jax as fj
+
+    asked = []
+    for name in ("send_apart", "recv_apart"):
+        method = getattr(dist.ProcessGroup, name)
+        monkeypatch.setattr(
+            dist.ProcessGroup, name, lambda *args, method=method: asked.append(method) or method(*args)
+        )
+    there = jax.jit(lambda x: fj.send(x, 1 - rank) or x)
+    here = jax.jit(lambda x: fj.recv(x, 1 - rank))
+    x = np.zeros(2, np.float32)
+    for _ in range(100):
+        for program in (there, here) if rank else (here, there):
+            program(x).block_until_ready()
+        jax.effects_barrier()
+    assert 2 <= len(asked) < 100  # the first of each, and few beside something else
+
+
+@pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_status_says_whose_message_of_any_tag_came(rank, world_size, jax, way):
     import fastcoll.jax as fj
