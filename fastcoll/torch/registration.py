@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 
 from .. import config
 from ..errors import UnavailableError
-from ..rendezvous.detect import MPI_SOURCES, SLURM
+from ..rendezvous.detect import MPI_SOURCES, SLURM, TORCH
 from .jobs import make_group, refuse_options
 from .process_group import FastcollProcessGroup
 from .work import PendingWork
@@ -66,6 +66,17 @@ def is_alone_under_accelerate(environ: Mapping[str, str]) -> bool:
     return is_asked and environ.keys().isdisjoint(ranks)
 
 
+def says_more_ranks(environ: Mapping[str, str]) -> str:
+    """The variable by which an MPI launcher says that it has started several ranks; "": none says so.
+
+    Under torchrun, whose agent such a launcher may start, the ranks are torchrun's.
+    """
+    if TORCH.local_size in environ:
+        return ""
+    sizes = (source.size for source in MPI_SOURCES if source.rank in environ)
+    return next((size for size in sizes if environ.get(size, "").isdecimal() and int(environ[size]) > 1), "")
+
+
 def _be_default(for_gloo: bool) -> None:
     """Serve CPU tensors where a program names no backend, or where it names gloo for all of a group's devices.
 
@@ -92,6 +103,13 @@ def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
     """What torch calls to make a group."""
     refuse_options(pg_options)
     world = dist.group.WORLD
+    if world is None and options.group_size == 1 and (variable := says_more_ranks(os.environ)):
+        _log.warning(
+            "this world has one rank, but %s=%s: each process that the launcher has started trains alone; unset "
+            "WORLD_SIZE and RANK, and give init_process_group neither",
+            variable,
+            os.environ[variable],
+        )
     group = make_group(
         options.store,
         str(options.group_id),

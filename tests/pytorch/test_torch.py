@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll.launch.nodes import free_port
+
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch: pip install torch==2.13.0")
 
 HERE = Path(__file__).parent
@@ -151,6 +153,21 @@ def test_importing_torch_outlives_a_wrong_setting() -> None:
     assert code == 0, said
     assert "torch has no backend fastcoll: UsageError: FASTCOLL_TORCH_DEFAULT='nccl'" in said
     assert said.endswith("1.0\n")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launched", ["1", "4"])
+def test_a_world_of_one_where_the_launcher_started_several_is_warned_of(launched: str) -> None:
+    program = "import torch.distributed as d; d.init_process_group('fastcoll'); d.destroy_process_group()"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            patch.setenv(name, value)
+        patch.setenv("MASTER_PORT", str(free_port()))
+        patch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        patch.setenv("OMPI_COMM_WORLD_SIZE", launched)
+        code, said = end(start("-c", program))
+    assert code == 0, said
+    assert ("one rank, but OMPI_COMM_WORLD_SIZE=4" in said) == (launched == "4")
 
 
 @pytest.mark.long
