@@ -1,8 +1,8 @@
-"""Keyword arguments inside `try`: refuse calls of fastcoll whose arguments' names this Numba loses.
+"""Keyword arguments inside `try`: refuse functions in which this Numba would drop their names.
 
-`fastcoll_autoload.keep_keywords` mends the table of Numba's that is known. What another Numba does is tried here, on a
-function of a few instructions, and if it loses the names, functions that have such a call are refused: an overload
-cannot tell `broadcast(x, group_src=1, group=g)` without its names from `broadcast(x, 1, g)`.
+`fastcoll_autoload.keep_keywords` repairs the one table of Numba that is known to lose the names. This module tests any
+Numba on a function of a few instructions. If the names are lost, functions with such a call are refused, because an
+overload cannot distinguish `broadcast(x, group_src=1, group=g)` without names from `broadcast(x, 1, g)`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def _tries(called: Any) -> None:
 
 @cache
 def are_lost() -> bool:
-    """Whether Numba compiles a call inside `try` without the names of its arguments."""
+    """Whether Numba drops the names of keyword arguments in a call inside `try`."""
     blocks = run_frontend(_tries).blocks.values()
     calls = [call for block in blocks for call in block.find_exprs("call")]
     return not any(isinstance(call, Expr) and call.kws for call in calls)
 
 
 def refuse_lost(code: CodeType) -> None:
-    """Refuse a function that calls with keyword arguments inside `try`, if their names are lost.
+    """Refuse a function with keyword arguments in a call inside `try`, if Numba drops their names.
 
     Raises:
-        TypingError: it does so, whatever it calls: the bytecode does not say which call is fastcoll's.
+        TypingError: it has one, to any function: the bytecode does not show which call is fastcoll's.
     """
     if are_lost() and _names_inside_try(code):
         raise TypingError(

@@ -181,10 +181,10 @@ def _waits(async_op: Any) -> None:
 
 
 def _callable_here() -> None:
-    """Refuse lost keywords, and the body of a parallel loop, which Numba compiles as a function of its own."""
+    """Refuse calls whose keywords are lost, and bodies of parallel loops, which Numba compiles as functions."""
     frames = cpu_target.typing_context.callstack
     if len(frames) > 0:
-        refuse_lost(frames[0].func_id.code)  # the caller's
+        refuse_lost(frames[0].func_id.code)  # the calling function
     if any(frame.func_id.func_name.startswith("__numba_parfor_gufunc") for frame in frames):
         raise TypingError(
             "a call inside numba.prange: ranks must make the same calls in the same order, which threads do not; call "
@@ -486,7 +486,7 @@ def _message(tensor: Any, writes: bool) -> int:
 
 @register_jitable
 def _kind(kind, tag):
-    """A message's word; a tag that is none becomes one that is refused: those above users' are the library's own."""
+    """Return a message's kind; an invalid tag becomes one that is refused, as tags above users' are the library's."""
     return kind | (tag if ANY_TAG <= tag <= LARGEST_TAG else ANY_TAG - 1) << DTYPE_BITS
 
 
@@ -523,7 +523,7 @@ def _recv(tensor, src=None, group=None, tag=0, group_src=None):
     return impl
 
 
-# ---- messages that are waited for later ---------------------------------------------------------------------
+# ---- nonblocking messages -----------------------------------------------------------------------------
 
 
 @register_jitable
@@ -538,7 +538,7 @@ def _copy_of(x):
 
 @register_jitable
 def _sent(row, x, kind, peer):
-    """Post a message; the number of its request, which holds the array."""
+    """Post a message; return the number of its request, which holds the array."""
     nbytes = x.size * x.itemsize
     data, owner = held(x)
     return _done(call_door(row, _POST_SEND, data, owner, nbytes, kind, peer))
@@ -592,7 +592,7 @@ def _sendrecv(input, dst, output, src=None, group=None, send_tag=0, recv_tag=0):
 
 @register_jitable
 def _wait(work):
-    """Wait for a request; the sender's rank in the group."""
+    """Wait for a request; return the sender's rank in the group."""
     row, number, _ = words_of(work)
     return _done(call_door(row, _WAIT, number, None, 0, 0, 0)) if number else 0
 

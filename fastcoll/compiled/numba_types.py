@@ -40,7 +40,7 @@ from . import rows
 WORD = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 
-_REVISION = 3  # one more for each change of what the overloads compile that old code must not be used without
+_REVISION = 3  # increment it when a change of the overloads must not be used with code compiled before
 LAYOUT = zlib.crc32(
     repr(
         (
@@ -212,9 +212,9 @@ def _unbox_group(kind: Any, value: Any, c: Any) -> NativeValue:
 
 
 class _Work(types.Type):
-    """What isend and irecv return: the group's row, the request's number, and the sender's global rank.
+    """The type that isend and irecv return: the group's row, the request's number, and the sender's global rank.
 
-    The number is 0 outside the group. The rank is ANY_SENDER where it is found out, NO_SENDER for a send.
+    The number is 0 outside the group. The rank is ANY_SENDER if the message determines it, NO_SENDER for a send.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ def new_work(typing_context, row, number, sender):
 
 @intrinsic
 def words_of(typing_context, given):
-    """Row, number and sender of a request."""
+    """Return row, number and sender of a request."""
 
     def emit(context, builder, made, args):
         words = [builder.extract_value(args[0], place) for place in range(len(_WORDS))]
@@ -256,7 +256,7 @@ def words_of(typing_context, given):
 
 @intrinsic
 def held(typing_context, array):
-    """As `place_of`, and holds what owns the array, for a request."""
+    """Return the words of `place_of`, and hold the array's owner for a request."""
 
     def emit(context, builder, made, args):
         given = context.make_array(made.args[0])(context, builder, args[0])

@@ -15,24 +15,24 @@ A compiled caller gets the address of a row (`row`) and calls the C function who
         SPLIT                    the same with blocks of any sizes; nbytes: address of as many words as there are ranks
                                  with the bytes of those in data, and as many for out
         SEND, RECV               data: the message
-        POST_SEND, POST_RECV     the same; out: what owns it, which the request keeps and releases; 0: the caller
+        POST_SEND, POST_RECV     the same; out: the array's owner, which the request holds; 0: the caller holds it
         WAIT, TEST               data: the number of a request
-        WAIT_ANY                 data: address of as many numbers as `nbytes` says, and of as many rows for them
+        WAIT_ANY                 data: address of `nbytes` request numbers, followed by the rows of their groups
         barrier                  nothing
 
     call             of `call_word`; of messages `message_word`
     peer             group rank of the root or of the other side; ANY: whoever sends first; FOREIGN + global rank, where
                      a global rank is not in the group
 
-It returns 0 when the operation is complete; of RECV, and of WAIT for a receive, the sender's group rank; of POST_SEND
-and POST_RECV the number of a request, of TEST whether it has ended, of WAIT_ANY the index of one that has. And RAISED
-for an exception, which `take_error` hands out to the same thread: the same errors as outside, with the same meaning for
-peers. It blocks as the operation does, within the group's timeout; signal handlers of Python run meanwhile in the main
-thread. It may be called with Python's lock or without; a thread that has the lock is without it while it waits. Where a
-backend has no way of its own for an operation, or the way comes back early, `_answer` wraps the memory in arrays and
-calls the group's method.
+It returns 0 when the operation is complete. RECV, and WAIT for a receive, return the sender's group rank; POST_SEND and
+POST_RECV the number of a request; TEST whether the request has ended; WAIT_ANY the index of one that has. RAISED stands
+for an exception, which the same thread gets from `take_error`: the same error as outside, with the same effect on
+peers. The call blocks as the operation does, within the group's timeout; meanwhile Python's signal handlers run in the
+main thread. The caller may hold the GIL or not; a thread that holds it releases it while it waits. Where a backend has
+no native call for an operation, or the native call returns early, `_answer` wraps the memory in arrays and calls the
+group's method.
 
-A row keeps nothing alive but its own words, which stay for the life of the process (384 bytes a group that compiled
+A row keeps nothing alive but its own words, which stay for the life of the process (384 bytes per group that compiled
 callers have used). It is blank as its group ends; who calls the door then gets the error that the method raises. What
 RAISED ends early may have been queued behind asynchronous operations, and be under way still: so the memory must not be
 freed then.
@@ -315,7 +315,7 @@ class _Asked:
 
     @property
     def held(self) -> Array:
-        """The array of a message, which releases its owner at its end."""
+        """Return a message's array; its owner is released with it."""
         q = self._question
         return handles.memory(q.data, q.nbytes, q.out).view(self.dtype)
 
@@ -353,7 +353,7 @@ class _Asked:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the tag is above those of users."""
+        """Whether the tag is one of the library's own, above those of users."""
         return self.tag > LARGEST_TAG
 
     @property
@@ -464,10 +464,10 @@ def _open(
     dtype: np.dtype[Any] | None,
     op: ReduceOp | None,
 ) -> None:
-    """Have calls of an operation go without Python from now on, where there is a way."""
+    """Install the native call of an operation, if there is one, so that later calls need no Python."""
     if group is None or group.backend.ways is None:
         return
-    way = group.backend.ways.open(question.op, question.call, dtype, op)  # which may compile it
+    way = group.backend.ways.open(question.op, question.call, dtype, op)  # may compile it
     with _lock:
         if _rows[number].group() is group:
             _rows[number].words[d.WAYS + question.op] = way
@@ -477,7 +477,7 @@ def _open(
 
 
 def _work_of(row: int, number: int) -> Work | None:
-    """The operation of a request, which is Python's from now on; None: it was waited for."""
+    """Return a request's operation, which the engine has from now on; None: it was waited for."""
     work = handles.find(number)
     group = _rows[ctypes.c_int64.from_address(row + 8 * d.NUMBER).value].group()
     if work is None and number < handles.OWN and group is not None and group.backend.ways is not None:

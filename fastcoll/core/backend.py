@@ -30,21 +30,21 @@ class Messages(Protocol):
     """Point-to-point between the ranks of a group; arrays are adopted, arguments right."""
 
     def send(self, x: Adopted, dst: int, tag: int) -> None:
-        """As `isend` and waiting for it."""
+        """Post a send and wait for it, as `isend` does."""
 
     def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
         """As `irecv` and waiting for it; the sender's rank."""
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        """Post a message. Complete when the receiver has taken it; to oneself, once it is buffered.
+        """Post a send. It is complete when a receive has taken it; to this rank, when it is buffered.
 
-        By NCCL a message to oneself is complete when its receive is posted.
+        With NCCL a message to this rank is complete when its receive is posted.
         """
 
     def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
-        """Post a receive, from any rank when src is None; the result is the sender's rank.
+        """Post a receive, from any rank if `src` is None; the result is the sender's rank.
 
-        With `status`, which is filled before it is complete, the message may be shorter than the array.
+        `status` is filled before the receive is complete; with one, the message may be shorter than the array.
         """
 
 
@@ -54,16 +54,16 @@ class HostMessages(Messages, Protocol):
     timeout: float  # seconds that a message may take
 
     def probe(self, src: int | None, tag: int) -> Status:
-        """Wait for a message that a receive would take, and leave it there."""
+        """Wait for a message that a receive would take, without receiving it."""
 
     def iprobe(self, src: int | None, tag: int) -> Status | None:
-        """What `probe` would find now, without waiting; None: there is none."""
+        """Return what `probe` would find now, or None. Never waits."""
 
     def is_entered(self) -> bool:
         """Whether this thread is in the middle of a message: then this is a signal handler."""
 
     def poll(self) -> None:
-        """Let messages get on as far as they can without waiting."""
+        """Progress messages as far as possible without waiting."""
 
     def is_in_vain(self, work: Any) -> bool:
         """Whether no rank is left that could send the message which one of the operations needs."""
@@ -188,14 +188,14 @@ class Ways(ABC):
 
     @abstractmethod
     def take_over(self) -> None:
-        """Have the engine go on with all requests that compiled callers have posted, and that have not ended well.
+        """Have the engine take over all requests of compiled callers that were not waited for.
 
-        They are in p2p/handles.py then. Blocks while another thread drives messages.
+        They are in p2p/handles.py afterwards. Blocks while another thread drives messages.
         """
 
     @abstractmethod
     def stay_awake(self) -> None:
-        """A receive was posted by Python: let those that follow be posted without it."""
+        """Python has posted a receive: make it possible to post the next ones without Python."""
 
     @abstractmethod
     def torn(self, op: int, error: BaseException) -> None:

@@ -175,7 +175,7 @@ def listen_no_more() -> None:
     file, _stacks_file = _stacks_file, None
     with file:
         if os.fstat(file.fileno()).st_size == 0:
-            with contextlib.suppress(OSError):  # the folder may be gone
+            with contextlib.suppress(OSError):  # the folder may be deleted meanwhile
                 for name in os.listdir(config.get("FASTCOLL_TRACE_DIR")):
                     if name.endswith(f".{os.uname().nodename}.{os.getpid()}{STACKS_SUFFIX}"):
                         os.unlink(os.path.join(config.get("FASTCOLL_TRACE_DIR"), name))

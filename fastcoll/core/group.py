@@ -450,7 +450,7 @@ class ProcessGroup:
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
-        """`all_reduce` of several arrays of one dtype at the price of one; one that is there twice is reduced once."""
+        """`all_reduce` of several arrays of one dtype in one operation; an array given twice is reduced once."""
         with self.preparing("all_reduce_coalesced"):
             given = self._adopt_of_one_dtype(tensors, writable=True, what="tensors")
             operands.check_apart(given, "tensors", once=True)
@@ -512,8 +512,8 @@ class ProcessGroup:
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
         """Receive into `tensor` from `src`, or from whoever sends first; returns the sender's rank.
 
-        The message must have the array's dtype and number of elements, or with `status`, which is filled, no more
-        elements; anything else is an error on both sides.
+        The message must have the array's dtype and number of elements. With `status`, which is filled, it may have
+        fewer elements. Any other message is an error on both sides.
         """
         src = self.checked_src(src)
         x, messages = self._prepared(tensor, writable=True)
@@ -542,23 +542,23 @@ class ProcessGroup:
         return partial(post, x, src, operands.checked_receive_tag(tag), _checked_status(status))
 
     def send_init(self, tensor: Any, dst: int, tag: int = 0) -> Request:
-        """An `isend` that `start` posts, as often as it is wanted."""
-        self.ready_isend(tensor, self.checked_rank("dst", dst), tag)  # to refuse what is wrong
+        """Make an `isend` that the Request's `start` posts, any number of times."""
+        self.ready_isend(tensor, self.checked_rank("dst", dst), tag)  # checks the arguments
         return Request(partial(self.isend, tensor, dst, tag))
 
     def recv_init(
         self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None
     ) -> Request:
-        """An `irecv` that `start` posts, as often as it is wanted."""
+        """Make an `irecv` that the Request's `start` posts, any number of times."""
         self.ready_irecv(tensor, self.checked_src(src), tag, status)
         return Request(partial(self.irecv, tensor, src, tag, status))
 
     def probe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status:
-        """Wait for a message from `src`, or any rank, that no receive has taken, and leave it; what it is."""
+        """Wait for a message from `src`, or any rank, that no receive has taken; return its Status, leave it there."""
         return self.messages.probe(*self._sought(src, tag))
 
     def iprobe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status | None:
-        """What `probe` would find now; None: there is none."""
+        """Return what `probe` would find now, or None. Never waits."""
         return self.messages.iprobe(*self._sought(src, tag))
 
     def _sought(self, src: int | None, tag: int) -> tuple[int | None, int]:
@@ -593,12 +593,12 @@ class ProcessGroup:
         return self.recv_apart(data, self.checked_src(src), OBJECTS_TAG)
 
     def send_apart(self, x: Array, dst: int, tag: int) -> None:
-        """`send` of a plain array with a tag above those of users, such as JAX_TAGS + 5; `dst` is checked."""
+        """`send` of a plain array with a tag above those of users, such as JAX_TAGS + 5; `dst` is already checked."""
         self.gate.check_usable()
         self.messages.send(Adopted(x), dst, tag)
 
     def recv_apart(self, x: Array, src: int | None, tag: int, status: Status | None = None) -> int:
-        """`recv` of what `send_apart` sends."""
+        """Receive a message of `send_apart`."""
         self.gate.check_usable()
         return self.messages.recv(Adopted(x), src, tag, status)
 

@@ -1,20 +1,20 @@
-"""What a receive or a probe says of a message."""
+"""Status: the description of a message that a receive or a probe returns."""
 
 from __future__ import annotations
 
 
 class Status:
-    """What a message is, as a receive or a probe has found it; as in MPI, and all fields are -1 before.
+    """Sender, tag and size of a message, filled by a receive or a probe; all fields are -1 before, as in MPI.
 
-    A `Status` that is given to `recv` or `irecv` is filled when the receive is complete, unless that failed. Such a
-    receive takes a message that is shorter than its array, too.
+    A `Status` that is given to `recv` or `irecv` is filled when the receive is complete, unless it failed. Such a
+    receive also takes a message that is shorter than its array.
 
     Attributes:
-        source: who has sent the message: a global rank; a rank in the group, where a group's method was called.
-        tag: the message's.
-        count: its elements, in the sender's dtype; -1 where a probe cannot know how large these are, which it knows of
-            numbers.
-        nbytes: its bytes; -1 where a probe has found an array on a GPU that goes by NCCL.
+        source: the sender: a global rank; a rank in the group if a group's method was called.
+        tag: the message's tag.
+        count: its number of elements, in the sender's dtype. A probe knows it for numbers; for dtypes whose size
+            it does not know, it is -1.
+        nbytes: its number of bytes; -1 if a probe has found an array on a GPU that NCCL sends.
     """
 
     __slots__ = ("count", "nbytes", "source", "tag")
@@ -23,7 +23,7 @@ class Status:
         self.source = self.tag = self.count = self.nbytes = -1
 
     def fill(self, source: int, tag: int, count: int, nbytes: int) -> None:
-        """Say what the message is; for who has received it."""
+        """Set all fields; called by the receive."""
         self.source, self.tag, self.count, self.nbytes = source, tag, count, nbytes
 
     def __repr__(self) -> str:

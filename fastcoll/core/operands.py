@@ -96,14 +96,14 @@ def checked_tag(tag: Any) -> int:
 
 
 def checked_receive_tag(tag: Any) -> int:
-    """The tag of a receive, if it is one, or ANY_TAG."""
+    """Return a receive's tag: a valid tag, or ANY_TAG."""
     return ANY_TAG if _integer_tag(tag) == ANY_TAG else checked_tag(tag)
 
 
 def wildcard_of(tag: int) -> int:
-    """The tag of the receives that take messages of every tag, among them those of this tag.
+    """Return the wildcard tag whose receives take messages with `tag`.
 
-    Objects and announcements of arrays on GPUs have none: the tag itself.
+    Objects, and announcements of arrays on GPUs, have no wildcard: the result is the tag itself.
     """
     if tag <= LARGEST_TAG:
         return ANY_TAG
@@ -190,7 +190,7 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tupl
 
 
 def distinct(items: Sequence[Adopted]) -> list[Adopted]:
-    """Each array once, in order: the caller may give the same one several times where it gets one result."""
+    """Return each array once, in order: a caller may list an array several times where it gets one result."""
     first: dict[tuple[Any, ...], Adopted] = {}
     for k, item in enumerate(items):
         first.setdefault(_whole_place(item.target, k), item)
@@ -200,9 +200,9 @@ def distinct(items: Sequence[Adopted]) -> list[Adopted]:
 def check_apart(outs: Sequence[Adopted], name: str, each: int = 0, once: bool = False) -> None:
     """Refuse outputs two of which share memory: which result stays there would be a matter of chance.
 
-    `each`: how many arrays a list has, where `name` is a list of lists. `once`: the same array may be there several
-    times, as in `distinct`. A packed copy is looked at where it is written back to; strided arrays on GPUs are not
-    looked at.
+    `each`: the length of each list, where `name` is a list of lists. `once`: the same array may be listed several
+    times, as in `distinct`. A packed copy is checked at its target, where it is copied back to; strided arrays on GPUs
+    are not checked.
     """
     on_host = all(type(out.target) is np.ndarray for out in outs)
     pairs = combinations([out.target for out in outs], 2)
@@ -238,7 +238,7 @@ def _extent(x: Any) -> tuple[int, int]:
 
 
 def _whole_place(x: Any, index: int) -> tuple[Any, ...]:
-    """What two arrays have in common if they are the same elements in the same order; `index`: of an empty one."""
+    """Return a key that two arrays share if they are the same elements in the same order; `index`: an empty array's."""
     if x.size == 0:
         return (index,)
     if not isinstance(x, np.ndarray):

@@ -1,6 +1,7 @@
-"""Files of this user alone, under names that others can guess in folders that others may write to.
+"""This user's own files, under predictable names in folders where other users may write.
 
-Another user may have put a link there, by which one of this user's files would be overwritten, or a pipe, which blocks.
+Another user may put a symbolic link there, through which one of this user's files would be overwritten, or a pipe,
+on which an open would block.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from typing import BinaryIO
 
 
 def open_own(path: str | os.PathLike[str], flags: int, mode: int) -> int:
-    """A descriptor of the file at `path`, made now or this user's, which has no other name. Does not block.
+    """Open `path` as a regular file that this user owns and that has no other name, or create it. Does not block.
 
     Args:
-        flags: of os.open, without O_TRUNC: nothing is to be changed of what is refused.
+        path: the file.
+        flags: of os.open, without O_TRUNC: a file that is refused is not changed.
+        mode: permissions of a file that is created.
 
     Raises:
-        PermissionError: something else is there.
-        OSError: it cannot be made or opened; ELOOP: it is a symbolic link.
+        PermissionError: `path` is something else.
+        OSError: it cannot be created or opened; ELOOP: it is a symbolic link.
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(FileExistsError):
@@ -34,7 +37,7 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int) -> int:
 
 
 def open_anew(path: str | os.PathLike[str]) -> BinaryIO:
-    """A new file at `path` to write to, in the place of what is there, which is not followed."""
+    """Create `path` for writing after unlinking what was there; a symbolic link is not followed."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     return open(path, "xb")

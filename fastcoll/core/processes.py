@@ -104,7 +104,7 @@ def this_process() -> ProcessId:
 
 
 def network_here() -> str:
-    """The network namespace of this process, by a name that no other machine has."""
+    """Return an identifier of this process's network namespace that is unique across machines."""
     return f"{_boot_id()} {os.readlink('/proc/self/ns/net')}"
 
 
@@ -217,7 +217,7 @@ def _recycled(process: ProcessId) -> bool:
         status = status_of(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # out of descriptors: nothing is proven
+    except OSError:  # no descriptor is free: nothing is proven
         return False
     return status[0] in (b"Z", b"X") or int(status[19]) != process.start_time
 
@@ -276,11 +276,11 @@ class Member(ProcessId):
 
     @property
     def node(self) -> tuple[str, int]:
-        """What ranks have in common that can meet in shared memory: one boot, one /dev/shm."""
+        """A key that is equal for ranks that can share memory: one boot, one /dev/shm."""
         return self.boot_id, self.shm_device
 
     def same_node(self, other: Member) -> bool:
-        """Whether both can meet in shared memory."""
+        """Whether two ranks can share memory."""
         return self.node == other.node
 
     def same_network(self, other: Member) -> bool:
@@ -315,7 +315,7 @@ class Topology:
         for number, member in enumerate(members):
             by_node.setdefault(member.node, []).append(number)
         nodes = [*by_node.values()]
-        # Group ranks, ascending; nodes in the order of their first ones.
+        # Group ranks, ascending; nodes in the order of their lowest rank.
         self.nodes = tuple(map(tuple, nodes))
         self._homes = {
             rank: (number, place) for number, node in enumerate(nodes) for place, rank in enumerate(node)

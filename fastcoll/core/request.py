@@ -1,4 +1,4 @@
-"""Request: a message that is sent or received again and again, with the same arguments (MPI's persistent requests)."""
+"""Request: a send or receive that is started repeatedly with the same arguments (MPI's persistent requests)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .work import Timeout, Work
 
 
 class Request:
-    """A send or a receive that `start` posts, as often as it is wanted.
+    """A send or a receive that `start` posts, any number of times.
 
-    Each start posts one message. The next start may come once that is complete. The array belongs to the
-    operation in between.
+    Each start posts one message; the next start must wait until that is complete. Between a start and its
+    completion the array belongs to the operation.
 
     Args:
         post: posts a message with the same arguments every time.
@@ -31,14 +31,14 @@ class Request:
         """Post the message.
 
         Raises:
-            UsageError: the one that was started last is not complete.
+            UsageError: the previous start is not complete.
             GroupError: the group has failed.
         """
         self.check_startable()
         self.work = self.post()
 
     def check_startable(self) -> None:
-        """Refuse a start while the last operation is under way."""
+        """Refuse a start while the previous operation is pending."""
         if not self.is_completed():
             assert self.work is not None
             raise UsageError(
@@ -46,20 +46,20 @@ class Request:
             )
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """As the `wait` of a Work, of the operation that was started last; True at once where there is none."""
+        """Wait for the operation that was started last; return True at once if there is none."""
         return self.work is None or self.work.wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether nothing is under way: MPI's test. Never blocks."""
+        """Whether no operation is pending (MPI_Test). Never blocks."""
         return self.work is None or self.work.is_completed()
 
     def result(self, timeout: Timeout = None) -> Any:
-        """Wait, then give the sender's rank, of a receive; None of a send, and before the first start."""
+        """Wait, then return the sender's rank; None for a send, and before the first start."""
         return None if self.work is None else self.work.result(timeout)
 
 
 def start_all(requests: Sequence[Request]) -> None:
-    """Start requests in their order; none, if one cannot be started."""
+    """Start requests in order; if one of them cannot be started, start none."""
     for index, request in enumerate(requests):
         if not isinstance(request, Request):
             raise UsageError(

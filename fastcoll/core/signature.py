@@ -104,7 +104,7 @@ def dtype_code(dtype: np.dtype[Any] | None) -> int:
 
 
 def itemsize_of(code: int) -> int:
-    """The bytes of an element, by a dtype's code; 0: it is not in the table."""
+    """Return the size of an element in bytes, from a dtype's code; 0: not in the table."""
     name = _DTYPES[code & 0xFF] if 0 < code & 0xFF < len(_DTYPES) else ""
     return np.dtype(name.replace("bfloat16", "uint16")).itemsize if name else 0
 

@@ -132,7 +132,7 @@ class MpiMessages:
         with self._transit.in_use([array_of(x)]):
             return self._group.post_send(Adopted(self._ready(x.array, "isend")), dst, tag)
 
-    # A message that may be shorter may be one that the sender has staged.
+    # With `status` the message may be shorter; its sender may have staged it, so the receive is staged, too.
     def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
         if status is not None or not self._suits(x, src):
             return self._staged.recv(x, src, tag, status)

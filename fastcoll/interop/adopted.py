@@ -51,9 +51,9 @@ class Adopted:
         ctypes.memmove(self.array.ctypes.data, address, nbytes)
 
     def came(self, nbytes: int) -> None:
-        """Have `finish` leave all but the first `nbytes` of the caller's array as they are.
+        """Make `finish` write only the first `nbytes` of the caller's array.
 
-        A packed copy holds the caller's elements from the beginning.
+        A packed copy holds the caller's elements from the start.
         """
 
     def finish(self) -> Any:

@@ -153,7 +153,7 @@ def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopt
 def _view_of_dlpack(x: Any) -> Array:
     try:
         return np.from_dlpack(x, **_NEVER_COPY)
-    except TypeError:  # DLPack before 1.0 takes `stream` alone, and never copies
+    except TypeError:  # DLPack before 1.0 has only `stream`, and never copies
         return np.from_dlpack(x)
 
 

@@ -9,7 +9,7 @@ all that the code depends on, the state of the sources included, and of the code
 
 A file that says otherwise, or is damaged, is compiled anew and replaced as a whole. It is looked for in
 NUMBA_CACHE_DIR alone, where that is set; else in `__pycache__` beside the source and in the user's cache directory,
-and kept in the first of them that is writable (cache_files.py). What cannot be kept is used all the same.
+and written to the first of them that is writable (cache_files.py). Code that cannot be written is used all the same.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class KernelCache:
                 os.close(lock)
 
     def _warn(self, reason: str) -> None:
-        """Say once a process that code is not kept."""
+        """Log, once per process, that code is not kept."""
         if not KernelCache.unkept:
             KernelCache.unkept = reason
             _log.warning("%s; until then each process compiles what it needs", reason)
@@ -212,7 +212,7 @@ class KernelCache:
         return None
 
     def _keep(self, folder: str, code: bytes) -> None:
-        """Write the file, if it can be written."""
+        """Write the file, if that is possible."""
         path = f"{folder}/{self._name}.{os.urandom(8).hex()}"
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -256,7 +256,7 @@ def _acquire(path: str) -> int | None:
     deadline = time.monotonic() + _LONGEST_COMPILATION
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError:  # another user's lock in a shared cache, or the disk is full
+    except OSError:  # the lock in a shared cache is another user's, or the disk is full
         return None
     try:
         while not _try_lock(lock):

@@ -1,8 +1,8 @@
-"""Where compiled code is kept, and whether what lies there may be run.
+"""Folders of compiled code, and the check that a file in them may be run.
 
-It is machine code: whoever can write to a file of it, or put one into its folder, has this user run it. So both must be
-closed to everybody but this user, root, and those that can change the source beside it, whose code is run anyway. That
-is looked up through the descriptor that is read, so nothing can be exchanged in between.
+The files are machine code: another user who can write to one, or add one to its folder, could run code as this user. So
+only this user, root, and users who can change the source beside it (which is run anyway) may have write access to file
+and folder. The check uses the descriptors that the code is read through, so neither can be replaced in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CURE = "set NUMBA_CACHE_DIR to a folder that you alone can write to"
 
 
 def digest(*parts: bytes) -> bytes:
-    """16 bytes that stand for the parts."""
+    """Return a 16-byte hash of the parts."""
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         found.update(len(part).to_bytes(8, "little") + part)
@@ -33,7 +33,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def folders(source: str) -> list[str]:
-    """Where the code of a source file may be."""
+    """Return the folders that may hold the code of a source file."""
     place = os.path.dirname(os.path.abspath(source))
     own = f"{os.path.basename(place)}_{digest(place.encode()).hex()}"
     if given := os.environ.get("NUMBA_CACHE_DIR"):
@@ -43,12 +43,12 @@ def folders(source: str) -> list[str]:
 
 
 def writable(source: str) -> str:
-    """The first folder for the code of a source file in which files can be made that may be run; it is made.
+    """Create, and return, the first folder for a source file's code that is writable and trusted.
 
     Raises:
-        ResourceError: there is none.
+        ResourceError: there is no such folder.
     """
-    import tempfile  # takes 3 ms, and is for those who compile
+    import tempfile  # takes 3 ms; only processes that compile need it
 
     refused = []
     for folder in folders(source):
@@ -64,7 +64,7 @@ def writable(source: str) -> str:
 
 
 def read(folder: str, name: str, source: str) -> bytes | None:
-    """What a file in one of the `folders` holds; None: it is not there, or not to be trusted."""
+    """Return the content of a file in one of the `folders`; None: it is missing or not trusted."""
     with suppress(OSError):
         inside = os.open(folder, _FOLDER)
         try:
@@ -82,10 +82,10 @@ def read(folder: str, name: str, source: str) -> bytes | None:
 
 
 def openness(state: os.stat_result, source: str) -> str:
-    """Why a file or folder with code of `source` is not to be trusted; empty: it is."""
+    """Return why a file or folder with code of `source` is not trusted; empty: it is."""
     try:
         also = os.stat(source)
-    except OSError:  # in an archive
+    except OSError:  # the source is in an archive
         also = None
     if state.st_uid not in (0, os.geteuid(), also and also.st_uid):
         return f"it belongs to user {state.st_uid}"
@@ -97,7 +97,7 @@ def openness(state: os.stat_result, source: str) -> str:
 
 @functools.cache
 def _warn_of(path: str, why: str) -> None:
-    """Once a process and path."""
+    """Log once per process and path."""
     _log.warning(
         "compiled code in %s is not used, since %s: remove it or chmod go-w it, or %s", path, why, CURE
     )

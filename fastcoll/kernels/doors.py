@@ -18,8 +18,8 @@ A group has a *row*, a table of words in memory that stays where it is and is ne
     int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
     int64 way(int64 handle, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
-A way returns a status (core/status.py); one that has a result, as a receive the sender's rank, -1 - result when it is
-done. Whatever is not DONE is Python's. Threads
+A way returns a status (core/status.py); one that has a result, such as a receive (the sender's rank), returns -1 -
+result on success. Every status except DONE leaves the operation to Python. Threads
 write rows with Python's lock, and compiled callers read them without: each word has a value at any time that does no
 harm beside those that the other words had or will have.
 """
@@ -35,7 +35,7 @@ from .jit import NJIT, c_function, external, inlined, instruction, kernel
 from .primitives import load_acquire, load_word, store_word, this_thread
 
 CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, AGAIN, WAYS = range(12)
-# Operations besides those of core/signature.py.
+# Operations in addition to those of core/signature.py.
 SPLIT, SEND, RECV, POST_SEND, POST_RECV, WAIT, TEST, WAIT_ANY = range(29, 37)
 ROW_WORDS = WAYS + WAIT_ANY + 1
 RAISED = -1  # what the door returns for an exception, which is kept
@@ -80,7 +80,7 @@ def _go(builder, way, handle, data, out, nbytes, call, peer):
 
 @inlined
 def call_with(function, given):
-    """What a function of Python makes of an object: a new reference, or 0. (3.10 has no PyObject_CallOneArg.)"""
+    """Call a Python function with one object; return a new reference, or 0. (3.10 has no PyObject_CallOneArg.)"""
     arguments = _new_tuple(1)
     _keep(given)
     _set_element(arguments, 0, given)

@@ -50,11 +50,11 @@ _T = TypeVar("_T", bound=Transfer)
 class Engine:
     """Messages between the ranks of a group. All ranks here are group ranks; all methods are thread-safe.
 
-    A send is complete when a receive has taken its message, to oneself when it is buffered. Messages
-    between two ranks with one tag arrive in order, receives match in the order in which they were
-    posted. A message that a receive with its tag cannot hold (size, dtype) is dropped and raises on
-    both sides; the engine stays usable. Everything else that goes wrong, a peer's death or an operation
-    not complete `timeout` seconds after it was posted, fails the group.
+    A send is complete when a receive has taken its message; a send to this rank, when it is buffered. Messages
+    between two ranks with one tag arrive in order. Receives match in the order in which they were posted. A
+    message that the matching receive cannot hold (size, dtype) is dropped and raises on both ranks; the engine
+    stays usable. Any other error fails the group: a peer's death, or an operation that is not complete `timeout`
+    seconds after it was posted.
 
     Args:
         routes: by rank, the pipe to it and its number there; whatever for this rank.
@@ -63,7 +63,7 @@ class Engine:
         timeout: seconds that an operation may take.
 
     Attributes:
-        adopts: what is told of operations of compiled callers that are the engine's from now on, by their numbers.
+        adopts: called with the number and the operation when the engine takes over a compiled caller's request.
         inbox: posted operations that have not begun, in their order; a short cut may not post while there are any.
         queued: by rank, sends that have been admitted and not begun; a short cut may not send past them.
     """
@@ -125,7 +125,7 @@ class Engine:
     def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
         """Receive from `src`, or from any rank; returns the sender.
 
-        With `status`, which is filled, the message may be shorter than the array.
+        `status` is filled; with one, the message may be shorter than the array.
 
         Raises:
             MismatchError: the message has another size or dtype.
@@ -150,15 +150,15 @@ class Engine:
         return -1 - code if src is None else src
 
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
-        """Post a message; the Work is complete when it is taken; to oneself, when it is buffered: at once."""
+        """Post a send; the Work is complete when a receive has taken it, to this rank at once."""
         return self._post(Send(self, x.array.copy() if dst == self.rank else x.array, dst, tag))
 
     def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
-        """Post a receive; the Work's result is the sender. `status` as for `recv`."""
+        """Post a receive; the Work's result is the sender. `status`: as for `recv`."""
         return self._post(Receive(self, x.array, src, tag, x, status))
 
     def probe(self, src: int | None, tag: int) -> Status:
-        """Wait for a message from `src`, or from any rank, that no receive has taken; the next such receive takes it.
+        """Wait for a message from `src`, or any rank, that no receive has taken; it stays for the next such receive.
 
         Raises:
             GroupError: a peer died, left or did not send in time.
@@ -167,7 +167,7 @@ class Engine:
         return status
 
     def iprobe(self, src: int | None, tag: int) -> Status | None:
-        """What `probe` would find now, after all that is here was looked at; None: there is none."""
+        """Return what `probe` would find among the messages that have arrived, or None. Never waits."""
         status: Status | None = self._finish_blocking(Probe(self, src, tag, at_once=True), LATER)
         return status
 
@@ -262,7 +262,7 @@ class Engine:
     # ---- life -------------------------------------------------------------------------------------
 
     def is_in_vain(self, work: Work) -> bool:
-        """Whether nobody is left who could complete a posted operation that needs a message."""
+        """Whether no live peer can complete this posted receive (or message to this rank)."""
         if not isinstance(work, Transfer):
             return False
         peers = range(len(self.vigil.members)) if work.peer is None else (work.peer,)
@@ -336,7 +336,7 @@ class Engine:
         return True
 
     def _take_over(self, ended: bool) -> None:
-        """Go on with what compiled callers have posted, with the turn. An interrupt fails the group."""
+        """Take over the requests of compiled callers; needs the turn. An interrupt fails the group."""
         for pipe in self._pipes:
             self._turn(self._adopt_posted, pipe, ended)
 
@@ -351,7 +351,7 @@ class Engine:
             self.adopts(posted.number, transfer)
 
     def take_over(self) -> None:
-        """Go on with all that compiled callers have posted; blocks while another thread drives."""
+        """Take over all requests of compiled callers; blocks while another thread drives."""
         while not self._closed and not self.has_turn():
             if self._seize():
                 try:
@@ -428,7 +428,7 @@ class Engine:
         while self.inbox and self._is_ready(self.inbox[0]):
             self._resting = False
             self._exchange.admit(self.inbox[0])
-            transfer = self.inbox.popleft()  # only now: `is_in_vain` looks at both without the turn
+            transfer = self.inbox.popleft()  # after `admit`: `is_in_vain` reads both queues without the turn
             if isinstance(transfer, Probe) and transfer.at_once:
                 self._look_for(transfer)
         self._resting = True
@@ -720,7 +720,7 @@ class Engine:
                 pass
 
     def _look_for(self, probe: Probe) -> None:
-        """Have a probe that does not wait find what is here, or end."""
+        """Complete a probe that does not wait: with a message that has arrived, or with none."""
         self._resting = True
         while not probe.ended and self._advance(False):
             pass
@@ -809,7 +809,7 @@ class Engine:
             transfer.call_back()
 
     def stay_awake(self) -> None:
-        """Compiled callers post receives: have the engine's thread look at them every millisecond for a while."""
+        """Have the engine's thread check every millisecond for receives of compiled callers."""
         self._wake(anyway=True)
 
     def _wake(self, anyway: bool = False) -> None:
@@ -840,7 +840,7 @@ class Engine:
                 self._prepare_posts()
                 self._hand_on()
             before, touched = touched, sum(pipe.touched() for pipe in self._pipes)
-            if touched != before:  # compiled callers drive
+            if touched != before:  # compiled callers make progress themselves
                 idle = 0
             elif not (self._exchange.live or self.inbox or any(pipe.has_posted() for pipe in self._pipes)):
                 idle += 1

@@ -36,7 +36,7 @@ class Peer:
     Attributes:
         pipe, number: the way to it.
         entering: the send whose message, or whose rest, enters the pipe.
-        interest: how many posted receives and probes a message of it could match.
+        interest: the number of posted receives and probes that could match a message from it.
         armed: one of them which the pipe completes by itself; the first that was posted. The pipe may have its
             message already, and wait for space to answer it.
         is_bounded: whether the bytes that may be attached are counted.
@@ -101,7 +101,7 @@ class Exchange:
         return transfer.peer is not None and self.peers[transfer.peer].entering is transfer
 
     def is_unmatched(self, transfer: Transfer) -> bool:
-        """Whether a receive waits for its message. Any thread may ask."""
+        """Whether a receive has no message yet. Any thread may call this."""
         if transfer.peer is not None:
             peer = self.peers[transfer.peer]
             if peer.armed is transfer:
@@ -175,7 +175,7 @@ class Exchange:
             peer.entering = send
 
     def take_over(self, transfer: Transfer, posted: Posted) -> None:
-        """Go on with what a compiled caller has posted."""
+        """Continue a request that a compiled caller has posted."""
         if posted.ended:
             transfer.complete(transfer.peer)
         elif isinstance(transfer, Send) and posted.refused is not None:
@@ -284,14 +284,14 @@ class Exchange:
     # ---- receiving ---------------------------------------------------------------------------------
 
     def end_probe(self, probe: Probe, message: Message | None = None) -> None:
-        """A probe has found a message, or does not wait for one."""
+        """Complete a probe: with `message`, or, if it does not wait, without one."""
         self._probes.remove(probe)
         self._count(probe, -1)
         del self.live[probe]
         probe.complete(message and status_of(message.source, message.kind, message.nbytes))
 
     def _count(self, wanting: Receive | Probe, change: int) -> None:
-        """A receive or a probe is posted, or has its message."""
+        """Add `change` to the interest in each peer that could send to this receive or probe."""
         for rank in range(len(self.peers)) if wanting.peer is None else (wanting.peer,):
             if rank != self._rank:
                 peer = self.peers[rank]

@@ -1,7 +1,7 @@
-"""The requests of compiled callers that Python carries out, by their numbers.
+"""Requests of compiled callers that Python carries out, by number.
 
-Compiled code has a number, where Python has a Work. A request is here from its beginning in Python, or from its being
-taken over (`Pipe.take_posted`), until compiled code has waited for it. A number that is not here has been waited for.
+Compiled code holds a number where Python code holds a Work. An entry exists from the time when Python posts the
+request, or takes it over (`Pipe.take_posted`), until compiled code has waited for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OWN = 1 << 61
 
 _MOST_KNOWN = 4096
 
-_lock = threading.RLock()  # a signal's handler may call compiled code, too
+_lock = threading.RLock()  # reentrant: a signal handler may call compiled code
 _works: dict[int, Work] = {}
 _sources: OrderedDict[int, int] = OrderedDict()
 _numbers = count(OWN)
@@ -36,27 +36,27 @@ release_address = 0
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.RLock()  # who had it is not in this process
+    _lock = threading.RLock()  # the thread that held it does not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def release_by(address: int) -> None:
-    """Say which C function takes an owner and releases it."""
+    """Set the C function that releases an owner."""
     global release_address, _release
     _release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
     release_address = address
 
 
 def release(owner: int) -> None:
-    """Release what owns an array, and was held for a request; 0: nothing."""
+    """Release an array's owner that was held for a request; 0: there is none."""
     if owner and _release is not None:
         _release(owner)
 
 
 def memory(address: int, nbytes: int, owner: int) -> NDArray[np.uint8]:
-    """The bytes of a caller's array, which release what owns them when nobody has them any more."""
+    """Return the bytes of a caller's array; when the last reference goes, the owner is released."""
     buffer = (ctypes.c_char * nbytes).from_address(address) if nbytes else (ctypes.c_char * 1)()
     if owner:
         weakref.finalize(buffer, release, owner).atexit = False
@@ -64,7 +64,7 @@ def memory(address: int, nbytes: int, owner: int) -> NDArray[np.uint8]:
 
 
 def post(work: Work) -> int:
-    """Know an operation that Python has posted; its number."""
+    """Register an operation that Python has posted; return its number."""
     with _lock:
         number = next(_numbers)
         _works[number] = work
@@ -72,18 +72,18 @@ def post(work: Work) -> int:
 
 
 def put(number: int, work: Work) -> None:
-    """Know an operation that was taken over."""
+    """Register an operation that was taken over."""
     with _lock:
         _works[number] = work
 
 
 def find(number: int) -> Work | None:
-    """The operation with a number; None: nobody knows it here."""
+    """Return the operation with a number; None: there is none."""
     return _works.get(number)
 
 
 def end(number: int, work: Any) -> int:
-    """An operation was waited for; the rank that it received from, or 0."""
+    """Remove an operation that was waited for; return the rank that sent to it, or 0."""
     source = work.source_rank() or 0
     with _lock:
         _works.pop(number, None)
@@ -94,5 +94,5 @@ def end(number: int, work: Any) -> int:
 
 
 def source_of(number: int) -> int:
-    """What `end` returned for one of the last numbers; else 0."""
+    """Return what `end` returned for this number if it is among the last 4096; else 0."""
     return _sources.get(number, 0)

@@ -81,17 +81,17 @@ class Begun(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """An operation that a compiled caller has posted, and the engine does not know.
+    """A request that a compiled caller has posted and the engine does not know.
 
     Attributes:
-        number: the caller's, by which it will ask for it.
+        number: the request's number; the caller waits for it by that.
         sends: whether it is a send.
         peer, kind: of its message.
         array: the bytes of the caller's array.
         message: of a send, its number among the messages to the peer.
-        under_way: whether its message enters the pipe, or arrives.
-        ended: whether it has ended, well.
-        refused: of a send that was refused, what the receiver's array holds.
+        under_way: whether its message is entering the pipe, or arriving.
+        ended: whether it has ended without an error.
+        refused: of a refused send, the kind and bytes of the receiver's array.
     """
 
     number: int
@@ -208,31 +208,33 @@ class Pipe(Protocol):
         """Leave a receive from a peer or ANY to the engine; None: it has not begun."""
         raise AssertionError("this pipe has none")
 
-    # ---- what compiled callers post ----------------------------------------------------------------
+    # ---- requests of compiled callers --------------------------------------------------------------
 
     def has_posted(self) -> bool:
-        """Whether there are operations for `take_posted`. Any thread may ask."""
+        """Whether `take_posted` would return requests. Any thread may call this."""
         return False
 
     def take_posted(self, ended: bool) -> list[Posted]:
-        """What compiled callers have posted, in order; the pipe forgets it.
+        """Return the requests of compiled callers, in order, and remove them from the pipe.
 
         Args:
-            ended: that, too, which has ended well.
+            ended: also those that have ended without an error.
         """
         return []
 
     def touched(self) -> int:
-        """How often compiled callers have carried on what they have posted."""
+        """Return a counter that grows whenever compiled callers work on their requests."""
         return 0
 
     def stay_awake(self) -> None:
-        """The engine's thread looks at `has_posted` and `touched` every millisecond from now on."""
+        """From now on the engine's thread checks `has_posted` and `touched` every millisecond."""
         return None
 
     def may_sleep(self) -> bool:
-        """Whether the engine's thread may sleep: nothing is posted, and from now on compiled callers do not post what
-        needs it."""
+        """Whether the engine's thread may sleep.
+
+        True if no request is pending; compiled callers then post no request that needs the thread.
+        """
         return True
 
     # ---- steps -----------------------------------------------------------------------------------

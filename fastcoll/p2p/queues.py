@@ -1,8 +1,7 @@
 """Match queues, which receive gets which message: MPI's rules, as a data structure without any memory or clock.
 
-A receive matches the earliest message with its tag, or any tag of users', from its source, or any; a message the
-earliest posted receive that wants it. What finds no partner is kept, in order: receives as *posted*, messages as
-*stored*.
+A receive matches the earliest message from its source (or any) with its tag (or any user's tag). A message matches the
+earliest posted receive that accepts it. Unmatched ones are kept in order: receives as *posted*, messages as *stored*.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ class MatchQueues:
 
     def __init__(self) -> None:
         self.stored = 0
-        self._kept = 0  # receives and messages so far
+        self._kept = 0  # receives and messages kept so far
         self._receives: dict[int, list[tuple[int, Receive]]] = {}
         self._messages: dict[int, list[tuple[int, Message]]] = {}
 
     def keeps(self, transfer: Transfer) -> bool:
-        """Whether a receive has no message yet. Any thread may ask."""
+        """Whether a receive has no message yet. Any thread may call this."""
         return any(receive is transfer for _, receive in self._receives.get(transfer.tag, ()))
 
     def post(self, receive: Receive) -> Message | None:
@@ -78,7 +77,7 @@ class MatchQueues:
         return message
 
     def find(self, peer: int | None, tag: int) -> Message | None:
-        """The earliest message from `peer` (None: any rank) with `tag`, which stays; None: there is none."""
+        """Return the earliest message from `peer` (None: any rank) with `tag`, or None. It stays stored."""
         tags = (tag,) if tag >= 0 else tuple(other for other in self._messages if wildcard_of(other) == tag)
         found: tuple[int, Message] | None = None
         for each in tags:
@@ -109,7 +108,7 @@ class MatchQueues:
 
 
 def _drop(kept: dict[int, list[tuple[int, _T]]], tag: int, one: _T) -> None:
-    """Take out what is kept; without the last of a tag there is no list."""
+    """Remove an entry; the list of a tag is deleted with its last entry."""
     entries = kept[tag]
     del entries[next(index for index, entry in enumerate(entries) if entry[1] is one)]
     if not entries:

@@ -39,7 +39,7 @@ def _dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def kind_of(tag: int, dtype: np.dtype[Any]) -> int:
-    """The word of a frame that says tag and dtype; a receive's with ANY_TAG is negative, and in no frame."""
+    """Return the word that encodes tag and dtype in frames; with ANY_TAG it is negative, and never sent."""
     return tag << DTYPE_BITS | _dtype_code(dtype)
 
 
@@ -49,7 +49,7 @@ def tag_of(kind: int) -> int:
 
 
 def tag_text(tag: int) -> str:
-    """A tag for people to read."""
+    """Format a tag for messages."""
     if abs(tag) >= JAX_TAGS:
         return f"{tag_text(tag - JAX_TAGS if tag > 0 else tag + JAX_TAGS)} of fastcoll.jax"
     return {OBJECTS_TAG: "objects", ANY_TAG: "any tag"}.get(tag) or f"tag {tag}"
@@ -84,7 +84,7 @@ Held = tuple[int, int]
 
 
 def fits(array: Held, message: Held, shorter: bool) -> bool:
-    """Whether an array can take a message whose tag is right: of its dtype, and its size or perhaps `shorter`."""
+    """Whether an array can hold a message that has its tag: same dtype, same size or, if allowed, `shorter`."""
     same = (array[0] ^ message[0]) & _DTYPE_MASK == 0
     return same and (array[1] >= message[1] if shorter else array[1] == message[1])
 
@@ -136,7 +136,7 @@ class Transfer(Work):
     Attributes:
         array: the caller's, or its packed copy.
         peer: the other group rank; None for a receive from any.
-        is_plain: a short cut of the pipe may begin it.
+        is_plain: a short cut of the pipe may start it.
         posted: when, by time.monotonic.
         is_small: a short cut of the pipe has posted it.
         number: of such a send, its place among the messages to its peer; else 0.
@@ -171,13 +171,13 @@ class Transfer(Work):
 
     @property
     def kind(self) -> int:
-        """Tag and dtype, as `kind_of` has them."""
+        """Tag and dtype, encoded by `kind_of`."""
         if self._kind is None:
             self._kind = kind_of(self.tag, self.array.dtype)
         return self._kind
 
     def be_of(self, kind: int) -> None:
-        """Say what the message is, where the array is of its bytes."""
+        """Set the message's kind, which an array of its bytes does not show."""
         self._kind = kind
 
     @property
@@ -238,7 +238,7 @@ def _needed(vigil: Monitor, rank: int, peer: int | None, sends: bool) -> list[in
 
 
 class Send(Transfer):
-    """A message to `peer`; to oneself the array is a copy."""
+    """A message to `peer`; to this rank, `array` is a copy."""
 
     peer: int
 
@@ -258,7 +258,7 @@ class Receive(Transfer):
 
     Args:
         adopted: what is owed to the caller's array at the end; None: nothing.
-        status: filled in the end; with one the message may be shorter than the array.
+        status: filled at completion; with one, the message may be shorter than the array.
     """
 
     needs_message = True
@@ -283,11 +283,11 @@ class Receive(Transfer):
         return f"recv from {'any rank' if self.peer is None else self._engine.vigil.name(self.peer)}"
 
     def fits(self, kind: int, nbytes: int) -> bool:
-        """Whether the array can take a message."""
+        """Whether the array can hold a message."""
         return fits((self.kind, self.nbytes), (kind, nbytes), self._status is not None)
 
     def note(self, source: int, kind: int, nbytes: int) -> None:
-        """The message that fits has come."""
+        """Fill the Status, if there is one, from the message that matches."""
         if self._status is not None:
             self._status.fill(source, tag_of(kind), nbytes // (self.array.itemsize or 1), nbytes)
             if self._adopted is not None:
@@ -318,7 +318,7 @@ class Receive(Transfer):
 
 
 def status_of(source: int, kind: int, nbytes: int) -> Status:
-    """What a probe says of a message."""
+    """Build the Status of a probe."""
     status, itemsize = Status(), signature.itemsize_of(kind)
     nbytes = -1 if _is_on_gpu(kind) else nbytes
     status.fill(source, tag_of(kind), nbytes // itemsize if itemsize else -1, nbytes)
@@ -326,10 +326,10 @@ def status_of(source: int, kind: int, nbytes: int) -> Status:
 
 
 class Probe(Transfer):
-    """A look for a message from `peer`, or from any rank, whose result is its Status.
+    """A probe for a message from `peer`, or from any rank; the result is the message's Status.
 
     Attributes:
-        at_once: it does not wait; the result is None where there is none.
+        at_once: do not wait; the result is None if there is no message.
     """
 
     is_plain = False

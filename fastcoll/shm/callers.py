@@ -271,7 +271,7 @@ class ShmWays(Ways):
         return DONE
 
     def _wait(self, number: int) -> int:
-        """Wait for what `send_way` or `receive_way` has posted."""
+        """Wait for the request that `send_way` or `receive_way` has posted."""
         self.take_over()
         work = handles.find(number)
         return handles.source_of(number) if work is None else handles.end(number, work)

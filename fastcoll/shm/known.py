@@ -110,7 +110,7 @@ def sections() -> list[dict[str, Any]]:
 
 
 def _read(file: Path) -> str:
-    """The text of a file; of a pipe, which whoever may write to the folder could have put there, nothing is awaited."""
+    """Return a file's text. Opened without blocking: another user who can write to the folder may put a pipe there."""
     with open(file, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no file")
@@ -200,8 +200,8 @@ def _write(
 ) -> list[dict[str, Any]]:
     """Replace the file by what `put` makes of its sections, and return that.
 
-    The new file is also the lock: nobody else writes one meanwhile, and one that a killed process has left is written
-    over. Only a file of this user is: whoever may write to the folder could have put a link there.
+    The new file is also the lock (flock): only its holder writes it. A file that a killed process has left is
+    overwritten, but only if this user owns it: another user who can write to the folder may put a link there.
 
     Raises:
         OSError: another process writes it now, or nobody can.

@@ -123,7 +123,7 @@ class RingPipe(WordPipe):
         header = self.header(peer)
         return Begun(peer, header.number, arriving=True, whole=False, asking=False)
 
-    # ---- what compiled callers post ----------------------------------------------------------------
+    # ---- requests of compiled callers --------------------------------------------------------------
 
     def has_posted(self) -> bool:
         return self.words[words.REQUESTS + words.PENDING] != 0

@@ -1,16 +1,21 @@
-"""Messages of compiled callers: C functions that send, receive, post and wait, as kernels/doors.py has them.
+"""Messages of compiled callers: C functions that send, receive, post and wait, for kernels/doors.py.
 
-A request of a compiled caller has a *record* in the mailbox (rings.py), which these functions carry on without Python:
-whoever waits for one moves what all of them need. They do the usual case alone: the engine (p2p/engine.py) knows of no
-operation, the peer is known, its next message is one that is waited for. What else there is they leave to Python: the
-engine takes the pending records over with its next turn, and a request without a record is Python's.
+A request of a compiled caller has a *record* in the mailbox (rings.py). These functions complete requests without
+Python; a thread that waits for one request makes progress on all of them. They handle the common case only: the engine
+(p2p/engine.py) knows of no operation, the peer is known, and its next message matches a posted receive. They leave
+everything else to Python: the engine takes over the pending records when it next takes the rings, and Python completes
+a request without a record.
 
-Who writes what. With BUSY: all of a record that is in use and has not ended, and PENDING. BEHIND is BY_COMPILED while
-requests are pending, so that blocking calls, which would go past them, come here or to the engine; a thread that posts
-by the engine may set it to BY_PYTHON at any time, and from then on nothing is done here. A record that has ended is of
-whoever swaps its NUMBER for a negative one, by which a second wait sees that it is over.
+Invariants:
 
-A number is never used twice: it has a counter above its record's place, and above that what is the mailbox's own.
+- Only the thread that holds BUSY writes PENDING, or a record that is in use and has not ended.
+- BEHIND is not 0 while PENDING is not 0. It is BY_COMPILED if only compiled callers have requests, so a blocking call,
+  which would overtake these, comes here or goes to the engine.
+- A thread that posts through the engine may set BEHIND to BY_PYTHON at any time. `_take` then fails until the engine
+  resets it. Functions here change BEHIND by compare-and-swap from 0 or BY_COMPILED, so they never overwrite BY_PYTHON.
+- A record that has ended belongs to the thread that swaps its NUMBER for the negative number. That value also shows a
+  second wait that the first one has finished.
+- No number is used twice. Its bits are the record's index, above it a counter, above that the mailbox's own bits.
 """
 
 from __future__ import annotations
@@ -50,14 +55,14 @@ from .ring_kernels import (
 BESIDE = 1 << 60
 """What `send_way` and `receive_way` add to the number of a request that they leave to Python; numbers are below."""
 
-COUNT_AT, MAILBOX_AT = 5, 48  # bits of a number
+COUNT_AT, MAILBOX_AT = 5, 48  # positions of bit fields in a number
 _FIRST = 1 << COUNT_AT
 
-_IDLE, _MOVED, _STUCK = 0, 1, 2  # what `_progress` returns
-_TRIES = 200  # looks at BUSY: another thread drives, or looks whether it has to
+_IDLE, _MOVED, _STUCK = 0, 1, 2  # results of `_progress`
+_TRIES = 200  # tries to take BUSY: another thread drives the rings, or checks whether it must
 _DTYPES = (1 << DTYPE_BITS) - 1
-_ROUNDS_A_CALL = 2048  # at most 128 MiB, 20 ms, between two looks at signals
-_MOST_IN_VAIN = 1 << 16  # tests: 3 ms at the least; then Python looks at the clock and the peers
+_ROUNDS_A_CALL = 2048  # at most 128 MiB, 20 ms, between two checks for signals
+_MOST_IN_VAIN = 1 << 16  # tests without progress, at least 3 ms; then Python checks the clock and the peers
 
 assert r.RECORDS_AT_MOST <= _FIRST
 
@@ -80,14 +85,14 @@ def _record(m, place):
 
 @inlined
 def _record_of(m, number):
-    """The record of a request that nobody has waited for; 0: it has none."""
+    """Return the record of a request that was not waited for; 0: it has none."""
     record = _record(m, number & (_FIRST - 1))
     return record if load_acquire(record + 8 * r.NUMBER) == number else 0
 
 
 @inlined
 def _is_over(m, number):
-    """Whether a request was the last one of its record, and was waited for."""
+    """Whether a request was waited for and its record has not been reused."""
     return load_acquire(_record(m, number & (_FIRST - 1)) + 8 * r.NUMBER) == -number
 
 
@@ -96,7 +101,7 @@ def _is_over(m, number):
 
 @inlined
 def _begin(m, is_tag, peer):
-    """Take the rings for a new request; False: it is Python's."""
+    """Take the rings for a new request; False: Python must post it."""
     if not is_tag or is_shut(m, -1) or not is_peer(m, peer):
         return False
     return _take(m)
@@ -109,7 +114,7 @@ def _is_any(kind):
 
 @inlined
 def _take(m):
-    """Take the rings, unless the engine knows of operations."""
+    """Take the rings unless the engine knows of operations; True if they were taken."""
     tries = 0
     while not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         if tries == _TRIES:
@@ -125,7 +130,7 @@ def _take(m):
 
 @kernel
 def _free_record(m):
-    """The place of a free record; -1: all are in use."""
+    """Return the index of a free record; -1: all are in use."""
     t = _table(m)
     used = load_word(t, r.USED)
     while used > 0 and load_acquire(_record(m, used - 1) + 8 * r.NUMBER) <= 0:
@@ -140,7 +145,7 @@ def _free_record(m):
 
 @kernel
 def _note(m, place, state, peer, message, kind, nbytes, data, owner):
-    """Fill a record, and let the rings go; the number of its request."""
+    """Fill a record, release the rings, and return the request's number."""
     t = _table(m)
     record = _record(m, place)
     count = load_word(t, r.COUNT) + 1
@@ -162,7 +167,7 @@ def _note(m, place, state, peer, message, kind, nbytes, data, owner):
 
 @kernel
 def _post_send(m, data, owner, nbytes, kind, peer):
-    """Begin a message to a peer: the number of its request, or -1."""
+    """Start a send to `peer`; return the request's number, or -1 to leave it to Python."""
     if not _begin(m, is_kind(kind), peer):
         return -1
     channel = channel_of(m, peer)
@@ -171,9 +176,9 @@ def _post_send(m, data, owner, nbytes, kind, peer):
     way = known_way(m, r.SENDS, nbytes, SMALLEST)
     frame = r.FRAME_UNIT if way == DIRECT else r.frame_of(nbytes)
     is_free = load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END)
-    # As many acks as fit: nobody may be there to read them while this rank does something else.
+    # Unread acks must fit into their slots, because no thread may read them while this rank does other work.
     unread = load_word(channel, r.SENT) - load_word(channel, r.ACKS_READ)
-    # What does not enter at once needs the engine's thread, if this one does something else.
+    # A message that does not enter the ring at once needs the engine's thread while this thread does other work.
     enters = frame <= load_word(m, r.RING) // r.PIECES_A_RING and r.has_room(m, channel, frame)
     is_safe = enters or load_word(_table(m), r.AWAKE) != 0
     if not (is_free and is_safe and unread < r.ACK_SLOTS - r.ACK_BATCH):
@@ -189,11 +194,11 @@ def _post_send(m, data, owner, nbytes, kind, peer):
 
 @kernel
 def _post_receive(m, data, owner, nbytes, kind, peer, waits):
-    """Note that a message of a peer is wanted: the number of its request, or -1. `waits`: this call waits for it."""
+    """Post a receive; return the request's number, or -1 to leave it to Python. `waits`: this call waits for it."""
     if not _begin(m, is_kind(kind) or _is_any(kind), peer):
         return -1
     place = _free_record(m)
-    # A peer that sends waits for this: the engine's thread takes it over where nobody waits here.
+    # The sender blocks until the message is read. If no thread waits here, only the engine's thread can read it.
     if place < 0 or not (waits or load_word(_table(m), r.AWAKE) != 0):
         return let_go(m, -1)
     reached(POSTED_RECEIVE)
@@ -210,12 +215,12 @@ def post_receive_way(m, data, owner, nbytes, kind, peer):
     return LATER if number < 0 else -1 - number
 
 
-# ---- carrying on ------------------------------------------------------------------------------------------
+# ---- progress ------------------------------------------------------------------------------------------
 
 
 @inlined
 def _end(m, record, state):
-    """A request has ended, well or (MISFIT) not, which is Python's to raise."""
+    """Mark a request as ended: well, or as MISFIT, for which Python raises the error."""
     t = _table(m)
     if state == r.ENDED:
         store_word(t, r.PENDING, load_word(t, r.PENDING) - 1)
@@ -226,7 +231,10 @@ def _end(m, record, state):
 
 @kernel
 def _find(m, peer, state, message, kind):
-    """The oldest record of a peer's in a state: of the message with a number (SENDING), or for one of a kind; or 0."""
+    """Return the peer's oldest record in `state`, or 0.
+
+    SENDING: the record of the message with number `message`. RECEIVING: the first that takes a message of `kind`.
+    """
     found = 0
     for place in range(load_word(_table(m), r.USED)):
         record = _record(m, place)
@@ -245,7 +253,7 @@ def _find(m, peer, state, message, kind):
 
 @kernel
 def _push(m, channel, peer):
-    """Carry the sends to a peer on."""
+    """Progress the sends to a peer."""
     progress = _IDLE
     if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END) and r.push(m, channel):
         progress = _MOVED
@@ -261,7 +269,7 @@ def _push(m, channel, peer):
 
 @kernel
 def _accept(m, channel, peer):
-    """Find the receive for the next message of a peer, if it is there."""
+    """Match the peer's next message, if it has arrived, with a receive."""
     idle = load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END)
     if not (idle and r.has_ack_space(channel) and r.sees_header(m, channel)):
         return _IDLE
@@ -280,7 +288,7 @@ def _accept(m, channel, peer):
 
 @kernel
 def _pull(m, channel, record):
-    """Carry the receive of the message that arrives on."""
+    """Progress the receive of the arriving message."""
     if not r.pull(m, channel):
         return _IDLE
     if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):
@@ -292,7 +300,7 @@ def _pull(m, channel, record):
 
 @kernel
 def _progress(m):
-    """Move what the requests need."""
+    """Progress all requests."""
     progress = _IDLE
     for place in range(load_word(_table(m), r.USED)):
         record = _record(m, place)
@@ -316,7 +324,7 @@ def _progress(m):
 
 @kernel
 def _collect(m, record, number):
-    """Give a record that has ended back, and let the array go; as a receive returns, -1 - rank."""
+    """Free a record that has ended and release its array; return -1 - rank of the peer."""
     peer, owner = load_word(record, r.PEER), load_word(record, r.OWNER)
     if swap_if_equal(record + 8 * r.NUMBER, number, -number) and owner != 0:
         _release(load_word(_table(m), r.RELEASE), owner)
@@ -325,7 +333,7 @@ def _collect(m, record, number):
 
 @inlined
 def _rests(m, found, turn, rounds):
-    """The next idle moment's number, after what `_progress` found; -1: go back to Python."""
+    """Return the next idle turn's number after `_progress` returned `found`; -1: return to Python."""
     if found == _MOVED and rounds < _ROUNDS_A_CALL:
         moved(m)
         return 0
@@ -336,7 +344,7 @@ def _rests(m, found, turn, rounds):
 
 @kernel
 def _wait(m, number):
-    """Wait for a request: -1 - rank of its peer, or LATER."""
+    """Wait for a request; return -1 - rank of its peer, or LATER."""
     if _is_over(m, number):
         return -1 - load_word(_record(m, number & (_FIRST - 1)), r.PEER)
     record = _record_of(m, number)
@@ -346,7 +354,7 @@ def _wait(m, number):
         if not _take(m):
             return LATER
         turn = rounds = 0
-        # Another thread may have collected it.
+        # Another thread may collect the record meanwhile.
         while turn >= 0 and _record_of(m, number) != 0 and load_word(record, r.STATE) < r.MISFIT:
             turn = _rests(m, _progress(m), turn, rounds)
             rounds += 1 if turn == 0 else 0
@@ -361,7 +369,7 @@ def wait_way(m, number, out, nbytes, call, peer):
 
 
 def test_way(m, number, out, nbytes, call, peer):
-    """-2: the request has ended; -1: it has not."""
+    """Return -2 if the request has ended, -1 if it has not."""
     if _is_over(m, number):
         return -2
     record = _record_of(m, number)
@@ -387,7 +395,7 @@ def test_way(m, number, out, nbytes, call, peer):
 
 @inlined
 def _ended_one(m, numbers, count):
-    """The index of a request that has ended; -1: there is none; -2: one is Python's."""
+    """Return the index of a request that has ended; -1: none has; -2: one of them is Python's."""
     for index in range(count):
         if _is_over(m, load_word(numbers, index)):
             return index
@@ -400,7 +408,7 @@ def _ended_one(m, numbers, count):
 
 
 def wait_any_way(m, numbers, out, count, call, peer):
-    """Wait until one of these requests has ended: -1 - its index."""
+    """Wait until one of these requests has ended; return -1 - its index."""
     if not _take(m):
         return LATER
     turn = rounds = 0
@@ -424,7 +432,7 @@ def wait_any_way(m, numbers, out, count, call, peer):
 
 @inlined
 def _finish(m, number):
-    """Wait for a request that only this call knows."""
+    """Wait for a request whose number only this call has."""
     if number < 0:
         return LATER
     found = _wait(m, number)
@@ -432,7 +440,7 @@ def _finish(m, number):
 
 
 def send_way(m, data, out, nbytes, kind, peer):
-    """`send` of ring_kernels.py, and beside requests."""
+    """Send as `send` of ring_kernels.py does; while requests are pending, post a request and wait."""
     if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED:
         found = _finish(m, _post_send(m, data, 0, nbytes, kind, peer))
         return DONE if found < DONE else found
@@ -444,7 +452,7 @@ def send_way(m, data, out, nbytes, kind, peer):
 
 
 def receive_way(m, data, out, nbytes, kind, source):
-    """`receive` of ring_kernels.py; and beside requests, or of any tag, as a request that is waited for."""
+    """Receive as `receive` of ring_kernels.py does; while requests are pending, or for ANY_TAG, post and wait."""
     if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED or _is_any(kind):
         return _finish(m, _post_receive(m, data, 0, nbytes, kind, source, True))
     if not is_kind(kind) or is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):

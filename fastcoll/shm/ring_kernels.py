@@ -131,7 +131,7 @@ def is_shut(m, size):
 
 @inlined
 def has_requests(m):
-    """Whether compiled callers have posted what the engine has yet to take over; the rings are taken."""
+    """Whether compiled callers have requests that the engine must take over; the caller holds the rings."""
     return load_word(m, r.REQUESTS + r.PENDING) != 0
 
 
@@ -183,7 +183,7 @@ def run_send(m, peer, data, nbytes, kind):
 
 @inlined
 def is_kind(kind):
-    """Whether a caller's kind has a tag of users, or of programs of JAX."""
+    """Whether `kind` has a user's tag or a tag of JAX programs."""
     return 0 <= kind >> DTYPE_BITS <= LARGEST_TAG or JAX_TAGS <= kind >> DTYPE_BITS <= JAX_TAGS + LARGEST_TAG
 
 

@@ -71,8 +71,8 @@ RING = BELL + 4  # bytes of a ring, a power of two
 TURN = BELL + 5  # the rank to serve first, so that nobody starves
 SOURCE = BELL + 6  # receive from any: the rank chosen plus 1, 0 before
 BUSY = BELL + 7  # not 0: a thread drives the rings
-BEHIND = BELL + 8  # not 0: operations are under way, or the end has come; blocking calls come after them:
-BY_PYTHON, BY_COMPILED = 1, 2  # the engine knows of operations, or compiled callers alone (requests.py)
+BEHIND = BELL + 8  # not 0: operations are pending, or the mailbox has ended; blocking calls wait:
+BY_PYTHON, BY_COMPILED = 1, 2  # the engine has operations, or only compiled callers do (requests.py)
 CONTEXT = BELL + 9  # address of the group's context, whose memo knows the dtypes
 STORED = BELL + 10  # not 0: messages wait for a receive, so that none may be armed
 TOLD = BELL + 11  # events that `advance` has told
@@ -82,29 +82,29 @@ WAYS = BELL + 14  # the ways of autotune.py that others may go, as bits
 VECTORS = BELL + 15  # 15 to 18: for the system call that reads a peer's memory
 CHOOSING = BELL + 19  # the table of autotune.py, for the operations SENDS and RECEIVES
 SENDS, RECEIVES = range(2)
-REQUESTS = CHOOSING + table_words(2)  # the requests of compiled callers, a table of requests.py
+REQUESTS = CHOOSING + table_words(2)  # table of the compiled callers' requests (requests.py)
 
-# Words of that table, and of each of its records.
-PENDING = 0  # records of requests that have not ended
-TOUCHED = 1  # counts what compiled callers do with requests
-AWAKE = 2  # not 0: the engine's thread looks at TOUCHED and PENDING every millisecond
-NUMBERS = 3  # what the numbers of this mailbox's requests begin with
-COUNT = 4  # requests so far
-USED = 5  # records that may be in use
-RELEASE = 6  # address of the function that releases what owns an array
-IN_VAIN = 7  # tests since something moved
+# Words of the REQUESTS table, and then of each record in it.
+PENDING = 0  # records whose requests have not ended well (MISFIT is still pending)
+TOUCHED = 1  # incremented when a compiled caller takes the rings
+AWAKE = 2  # not 0: the engine's thread checks TOUCHED and PENDING every millisecond
+NUMBERS = 3  # the high bits of this mailbox's request numbers
+COUNT = 4  # requests posted so far
+USED = 5  # records from here on are free
+RELEASE = 6  # address of the function that releases an array's owner
+IN_VAIN = 7  # consecutive tests without progress
 RECORDS = 8
-# Of the request; the record is free where it is 0, or negative: that of one that was waited for. The rest belongs to
-# whoever has BUSY, until the request has ended.
+# The request's number. 0: the record is free; negative: free, and the last request was waited for. Until the request
+# has ended, only the thread that holds BUSY writes the other words.
 NUMBER = 0
 STATE = 1
 PEER = 2
-MESSAGE = 3  # of a send, its number among the messages to the peer
+MESSAGE = 3  # of a send: its number among the messages to the peer
 KIND = 4
 NBYTES = 5
 DATA = 6  # address of the array
-OWNER = 7  # what owns it, held until the request is waited for; 0: the caller
-REFUSED_NBYTES = 8  # of a send that was refused (MISFIT), the bytes and the kind of the receiver's array
+OWNER = 7  # the array's owner, held until the request was waited for; 0: the caller keeps the array alive
+REFUSED_NBYTES = 8  # of a refused send (MISFIT): bytes and kind of the receiver's array
 REFUSED_KIND = 9
 RECORD_WORDS = 10
 RECORDS_AT_MOST = 32

@@ -39,8 +39,8 @@ class Message(StreamWork):
         marks: where its stream was when the message was posted.
 
     Attributes:
-        status: of a receive that takes shorter messages: to be filled.
-        nbytes: how much is moved.
+        status: filled at completion, if the receive has one.
+        nbytes: bytes that are moved.
     """
 
     status: Status | None = None
@@ -69,7 +69,7 @@ class Message(StreamWork):
         return self._begun.is_set() or self.ended
 
     def comes_from(self, source: int, tag: int, nbytes: int) -> None:
-        """Say which message a receive gets; before it is queued or ends."""
+        """Record the message that a receive takes; called before it is queued or ends."""
         self._result, self.nbytes = source, nbytes
         if self.status is not None:
             self.status.fill(source, tag, nbytes // (self.array.dtype.itemsize or 1), nbytes)
