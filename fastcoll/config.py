@@ -161,23 +161,23 @@ _read: dict[str, Any] = {}
 
 
 def user_folder() -> Path | None:
-    """Where fastcoll keeps what is this user's: in XDG_CONFIG_HOME, else ~/.config; None: the user has no home."""
+    """Return fastcoll's settings folder, in XDG_CONFIG_HOME, else in ~/.config; None: no home."""
     return _folder_of_user("XDG_CONFIG_HOME", ".config")
 
 
 def cache_folder() -> Path | None:
-    """Where fastcoll keeps what it can make again: in XDG_CACHE_HOME, else ~/.cache; None: the user has no home."""
+    """Return fastcoll's cache folder, in XDG_CACHE_HOME, else in ~/.cache; None: no home."""
     return _folder_of_user("XDG_CACHE_HOME", ".cache")
 
 
 def _folder_of_user(variable: str, in_home: str) -> Path | None:
-    """A relative name does not count, as the XDG specification says: ranks may start in different folders."""
+    """Ignore relative names, as the XDG specification says: ranks may start in different folders."""
     from pathlib import Path  # importing fastcoll needs none
 
     named = os.environ.get(variable, "")
     try:
         folder = Path(named) if os.path.isabs(named) else Path.home() / in_home
-    except RuntimeError:  # this user is unknown, and HOME is not set
+    except RuntimeError:  # the user is not in the database, and HOME is not set
         return None
     return folder / "fastcoll" if folder.is_absolute() else None
 

@@ -35,7 +35,7 @@ class _Made(NamedTuple):
     name: str
     seconds: float
     new: bool
-    unkept: str  # why it is not on the disk; empty: it is
+    unkept: str  # why it is not on disk; empty: it is
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def _for_compiled_callers() -> dict[str, Callable[[], object]]:
 
 
 def _warm_up(todo: Sequence[str], processes: int) -> int:
-    """Do it, and return the exit code."""
+    """Compile the kernels and return the exit code."""
     began, new, unkept = time.perf_counter(), 0, ""
     print(f"{len(todo)} kernels: what is not on the disk is compiled, in {processes} processes", flush=True)
     first = _make(todo[0])  # what every compilation needs is imported now, and inherited by the processes

@@ -74,7 +74,7 @@ def _run_once(
         nodes = Nodes(1, 0, "127.0.0.1", 0)
     with nodes or nullcontext():
         if nodes and goes_on:
-            if job.nodes > 1 and not nodes.address:  # the ranks of the other nodes would wait there
+            if job.nodes > 1 and not nodes.address:  # the ranks of the other nodes would meet there
                 console.say("with --min_ranks the ranks of all nodes meet there: give another --nodes_port")
                 return 1
             job = replace(job, elastic=nodes.address)

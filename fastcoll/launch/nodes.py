@@ -11,7 +11,7 @@
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 when several ranks share the node, unless set already |
 | FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks, where some may fail and others go on |
 | FASTCOLL_NEWCOMER | 1 for a process in the place of a rank that has failed; it has no RANK and no WORLD_SIZE |
-| FASTCOLL_PLACE | beside FASTCOLL_ELASTIC: the process's name, and its rank while the ranks have not met |
+| FASTCOLL_PLACE | with FASTCOLL_ELASTIC: the process's name, and the rank it has if the ranks have not met yet |
 
 The launchers of a job's nodes tell one another that a rank has failed, so that all of them end. They meet in a store,
 as ranks do, which node 0's launcher serves on a port of its own, with the job's secret. The first failure is set there.
@@ -63,7 +63,7 @@ _OF_LAUNCHERS = (
     "FASTCOLL_ELASTIC",
     "FASTCOLL_NEWCOMER",
     "FASTCOLL_PLACE",
-)  # another one's would mislead our ranks
+)  # the launcher's own value would be wrong for its ranks
 _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -105,7 +105,7 @@ class Job:
         return self.share.first + local_rank
 
     def place(self, local_rank: int, newcomer: int) -> Place:
-        """What one of this node's ranks, or the process that takes its place, is in an elastic job."""
+        """Return the name in an elastic job of one of this node's ranks, or of its replacement, and the rank."""
         name = f"{self.node_rank}.new{newcomer}" if newcomer else f"{self.node_rank}.{local_rank}"
         return Place(name, self.rank(local_rank), self.share.world_size)
 
@@ -126,7 +126,7 @@ class Job:
         return {} if has_one or self.nodes > 1 else {"FASTCOLL_SECRET": self._secret}
 
     def environment(self, local_rank: int, inherited: Mapping[str, str], newcomer: int = 0) -> dict[str, str]:
-        """The whole environment of one rank, or of a process that takes the place of one, with its number."""
+        """Return the whole environment of one rank, or of its replacement number `newcomer`."""
         elastic = {"FASTCOLL_ELASTIC": self.elastic, "FASTCOLL_PLACE": str(self.place(local_rank, newcomer))}
         made = {
             **{name: value for name, value in inherited.items() if name not in _OF_LAUNCHERS},
@@ -271,9 +271,9 @@ class Nodes:
             threading.Thread(target=self._publish, args=(store, failure), daemon=True).start()
 
     def report(self, loss: Loss) -> Future[Standing | None]:
-        """Let all processes of an elastic job know of a loss here. Never blocks.
+        """Publish a loss on this node to all processes of an elastic job. Never blocks.
 
-        The result is how the job stands then; None where the store is out of reach.
+        The result is the job's state at that time; None if the store cannot be reached.
         """
         answer = Future[Standing | None]()
 

@@ -120,7 +120,7 @@ class Relay:
             self._keep(b"", is_end=True)
 
     def _keep(self, data: bytes, is_end: bool = False) -> None:
-        """Write to the log; what cannot be written does not end the job."""
+        """Write to the log; a failed write does not end the job."""
         if self._log is None:
             return
         try:
@@ -220,15 +220,15 @@ class RankProcess:
 
 @dataclass(eq=False)
 class _Lost:
-    """A rank that failed, without which the others may go on."""
+    """A rank that failed while the job may go on without it."""
 
     rank: RankProcess
-    said: str  # how it failed
-    newcomer: tuple[float, int] | None  # the pause before the one that takes its place, and that one's number
+    said: str  # description of the failure
+    newcomer: tuple[float, int] | None  # pause before its replacement starts, and the replacement's number
     report: Future[Standing | None] | None
 
     def cannot_go_on(self, standing: Standing) -> str:
-        """Why the others cannot go on without it; empty: they can."""
+        """Return why the other ranks cannot go on without it; empty: they can."""
         if standing.is_state_lost:
             return "; every rank that had the state has failed, so the state is lost: newcomers have none"
         if self.newcomer is None and standing.has_come and not standing.has_met:
@@ -249,7 +249,7 @@ class Supervisor:
         followed: whether a rank that has failed did so because of another one; None: its last lines tell.
         min_ranks: a rank that fails ends the others only where fewer than so many are left; None: in any case.
         max_restarts: so many of those that failed, and did not end the others, are replaced by newcomers.
-        report: publishes the loss of a process in an elastic job, and has how that stands then.
+        report: publishes the loss of a process in an elastic job; its result is the job's state at that time.
 
     Attributes:
         first: the one of `ranks` that failed first, once it is known.
@@ -287,8 +287,8 @@ class Supervisor:
         self._running: set[RankProcess] = set()
         self._max_restarts, self._pauses = max_restarts, Pauses()
         self._report = report
-        self._lost: list[_Lost] = []  # what is to follow from these is not known yet
-        self._missing: list[RankProcess] = []  # that the others cannot meet without, if they mean to
+        self._lost: list[_Lost] = []  # losses whose reports are not finished
+        self._missing: list[RankProcess] = []  # lost without a replacement before the ranks have met
         self._newcomers: list[tuple[float, int, int]] = []  # to be started: when, in whose place, its number
         self._restarts = 0
         self._not_ours = set(lifeline.children_of(os.getpid()))
@@ -299,7 +299,7 @@ class Supervisor:
         self._exit_code = 0
         self._failed: RankProcess | None = None  # the one to name as the first, at _name_at at the latest
         self._name_at = 0.0
-        self._why = ""  # the others cannot go on without it
+        self._why = ""  # why the other ranks cannot go on
         self._kill_at: float | None = None  # when the grace ends; None: nobody was asked to end
         self._hurries = False  # whether a signal to this launcher, while ranks are ending, ends the grace
 
@@ -360,7 +360,7 @@ class Supervisor:
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
 
     def _lose(self, rank: RankProcess) -> None:
-        """Let the others know of a rank that failed, without which they may go on."""
+        """Publish the loss of a rank and choose its replacement; whether the job goes on follows from the report."""
         newcomer = None
         if self._restarts < self._max_restarts:
             self._restarts += 1
@@ -373,7 +373,7 @@ class Supervisor:
         self._settle_losses()
 
     def _settle_losses(self) -> None:
-        """Go on without those that were lost, where the job can, as soon as it is known how that stands."""
+        """For each loss whose report has finished, go on without the rank, or end the job."""
         for lost in [lost for lost in self._lost if lost.report is None or lost.report.done()]:
             self._lost.remove(lost)
             standing = None if lost.report is None else lost.report.result()
@@ -387,7 +387,7 @@ class Supervisor:
                 self._go_on_without(lost, standing)
 
     def _go_on_without(self, lost: _Lost, standing: Standing | None) -> None:
-        """Tell how a rank failed, and have another process take its place if one may."""
+        """Log a rank's failure, and schedule its replacement if there is one."""
         met = standing is not None and standing.has_met
         if standing is not None and not met and lost.newcomer is None:
             self._missing.append(lost.rank)

@@ -147,19 +147,19 @@ def is_loopback(host: str) -> bool:
 
 
 def place_of(address: str, port: int) -> bytes:
-    """What names an address and port in an opening: the same at both ends, unless something between translates it."""
+    """Return a digest of an address and port for openings: equal at both ends unless the address is translated."""
     ip = ip_of(address)
-    mapped = getattr(ip, "ipv4_mapped", None)  # of a dual-stack socket
+    mapped = getattr(ip, "ipv4_mapped", None)  # from a dual-stack socket
     return _digest(str(mapped or ip), port, PLACE_SIZE)
 
 
 def name_of(host: str, port: int) -> bytes:
-    """What names a store in an opening as it was given to this process: by any name of its machine, and its port."""
+    """Return a digest of a store's name, any name of its machine as this process was given it, and its port."""
     return _digest(host.lower(), port, NAME_SIZE)
 
 
 def _digest(host: str, port: int, size: int) -> bytes:
-    """Each machine has a loopback of its own, of the same addresses: there the machine counts as well."""
+    """Hash host and port; for loopback also the network namespace, since each machine has the same addresses."""
     ip = ip_of(host)
     is_own = is_loopback(host) or (ip is not None and ip.is_unspecified)
     return hashlib.blake2b(f"{host} {port} {is_own and network_here()}".encode(), digest_size=size).digest()
@@ -221,12 +221,12 @@ FOR_OTHERS = 64
 CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's --ulimit nofile=)"
 
 
-# So many more where there is no other.
+# Descriptors by which the limit is raised if the caller needs no certain number.
 MORE_DESCRIPTORS = 1024
 
 
 def no_descriptor(error: BaseException, what: str) -> ResourceError | None:
-    """The error of `what` that failed as no descriptor is left; None: it failed for another reason."""
+    """Return the error of `what` if `error` means that no descriptor is free; None: it has another cause."""
     number = error.errno if isinstance(error, OSError) and not isinstance(error, ResourceError) else None
     if number not in (errno.EMFILE, errno.ENFILE):
         return None

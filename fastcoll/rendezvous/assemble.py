@@ -78,12 +78,12 @@ class Meeting:
     Args:
         me: begins what this member tells of its failures; empty: they name it themselves.
         between: called once this member has brought its contribution, and a few times a second while it waits.
-        began: the time.monotonic() from which `timeout` counts; None: now.
+        began: the value of time.monotonic() from which `timeout` counts; None: now.
 
     Attributes:
         known: what the members bring, as far as this one knows: place 0 learns of all, the others of place 0.
         watched: the processes whose death ends the meeting.
-        timeout: seconds that it may take in all, from `began` on, by time.monotonic.
+        timeout: the seconds that the meeting may take in all, counted from `began`.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Meeting:
         """Let the others raise this error, unless one of them has told it, or they find it themselves."""
         if self._is_over or isinstance(error, MovedError):
             return
-        from .address import no_descriptor  # it brings sockets
+        from .address import no_descriptor  # imports sockets
 
         error = no_descriptor(error, self.doing) or error
         text = f"{self._sender}: {error}" if self._sender else str(error)
@@ -213,7 +213,7 @@ class Meeting:
         before = self.store.timeout
         self.store.set_timeout(min(before.total_seconds(), _TELLING_SECONDS))
         try:
-            with suppress(StoreError):  # its server is gone, which all will see, or stopped
+            with suppress(StoreError):  # its server is gone, which all members detect, or stopped
                 if not self._end.decide(FAILED, record):
                     self._late.decide(FAILED, record)
         finally:

@@ -1,14 +1,14 @@
-"""How the ranks of an elastic job meet for the first time, though some may die before they have.
+"""The first meeting of an elastic job, in which ranks may die before all have met.
 
-They meet in the launcher's store, which outlives them, in numbered attempts. An attempt ends once: the first
-`compare_set` of its outcome wins. A rank that has passed a barrier of the new world writes MADE, as every rank has the
-world then. A launcher writes the loss of a process that failed: the ranks give the attempt up and go to the next one,
-where the process that replaces the dead one has its rank. So each death is either one before the meeting, of which
-all ranks know at once, or one that the job outlives.
+The ranks meet in the launcher's store, which outlives them, in numbered attempts. The first `compare_set` of an
+attempt's outcome ends the attempt. A rank writes MADE after a barrier of the new world, because then every rank has
+that world. A launcher writes the loss of a process that has failed; the ranks then abandon the attempt and go to the
+next one, in which the replacement has the dead process's rank. So a death comes either before the meeting, where the
+outcome tells all ranks of it, or after it, where the job goes on without the process.
 
 Keys, under elastic/start/:
 
-    came            a rank has come to the meeting
+    came            a rank has arrived at the meeting
     outcome/<k>     how attempt k ended: MADE, ELSEWHERE (the ranks met by other means), or a loss, as JSON
     joined/<name>   this process is a rank of the job, in the first world or a later one
     dead/<name>     this process has failed, as its launcher has seen
@@ -29,7 +29,7 @@ MADE, ELSEWHERE = b"made", b"elsewhere"
 
 
 class Place(NamedTuple):
-    """What a launcher calls a process, and the rank that the process has if the ranks have not met yet."""
+    """The launcher's name for a process, and the rank that it has if the ranks have not met yet."""
 
     name: str
     rank: int
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 def place_of(text: str) -> Place:
-    """The place that `str` of it has made; a UsageError for any other text."""
+    """Parse the `str` of a Place; UsageError for any other text."""
     name, _, numbers = text.rpartition(":")
     rank, _, size = numbers.partition("/")
     if not (name and rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
@@ -55,12 +55,12 @@ class Loss(NamedTuple):
 
     name: str
     rank: int
-    text: str  # for people
-    is_final: bool  # no process takes its place
+    text: str  # for messages
+    is_final: bool  # the process is not replaced
 
 
 def loss_of(outcome: bytes) -> Loss:
-    """The loss that has ended an attempt."""
+    """Parse the outcome of an attempt that a loss has ended."""
     try:
         return Loss(**json.loads(outcome))
     except (ValueError, TypeError) as error:
@@ -68,51 +68,54 @@ def loss_of(outcome: bytes) -> Loss:
 
 
 class Standing(NamedTuple):
-    """How a job stands after a process has failed."""
+    """The state of a job after the failure of a process."""
 
-    has_met: bool  # before that
-    has_come: bool  # whether a rank had come to the meeting
-    joined: frozenset[str]  # the names of all that are, or were, ranks of the job
-    is_state_lost: bool  # whether all of these have failed
+    has_met: bool  # before the failure
+    has_come: bool  # a rank had arrived at the meeting
+    joined: frozenset[str]  # names of all present and former ranks of the job
+    is_state_lost: bool  # the ranks met here (MADE), and all of `joined` have failed
 
 
 class Attempts:
-    """The meeting as one process sees it, in the launcher's store. StoreError: that is gone."""
+    """The first meeting in the launcher's store, as one process sees it. StoreError: the store is gone."""
 
     def __init__(self, store: Store) -> None:
         self._keys = PrefixStore("elastic/start", store)
 
     def come(self) -> None:
-        """A rank has come to the meeting."""
+        """Record that a rank has arrived at the meeting."""
         self._keys.set("came", b"1")
 
     def outcome(self, attempt: int) -> bytes | None:
-        """How an attempt has ended, None while it has not. Never blocks."""
+        """Return the outcome of an attempt; None: it has not ended. Never blocks."""
         return self._keys.peek([f"outcome/{attempt}"])[0]
 
     def wait(self, attempt: int, seconds: float) -> bytes | None:
-        """As `outcome`, waited for so long."""
+        """Wait for the outcome of an attempt; None: it has not ended within `seconds`."""
         with suppress(StoreTimeoutError):
             return self._keys.fetch([f"outcome/{attempt}"], seconds)[0]
         return None
 
     def decide(self, attempt: int, outcome: bytes) -> bytes:
-        """How an attempt ends: so, unless it has ended before."""
+        """End an attempt with this outcome unless it has ended; return its outcome."""
         return self._keys.compare_set(f"outcome/{attempt}", b"", outcome)
 
     def decide_next(self, outcome: bytes) -> bytes:
-        """End the first attempt that has not ended so; where the ranks have met, that outcome."""
+        """Write the outcome to the first attempt that has not ended, and return it.
+
+        If the ranks have met, return MADE or ELSEWHERE instead; an outcome that was written before is not repeated.
+        """
         for attempt in itertools.count():
             if (found := self.decide(attempt, outcome)) in (outcome, MADE, ELSEWHERE):
                 return found
         raise AssertionError("the attempts that have ended are finite")
 
     def join(self, name: str) -> None:
-        """The process `name` is a rank of the job from here on."""
+        """Record that the process `name` is a rank of the job."""
         self._keys.set(f"joined/{name}", b"1")
 
     def report(self, loss: Loss) -> Standing:
-        """Publish that a process has failed, for those that wait for it in the meeting."""
+        """Publish that a process has failed, for the ranks that wait for it; return the job's state."""
         outcome = self.decide_next(json.dumps(loss._asdict()).encode())
         self._keys.set(f"dead/{loss.name}", b"1")
         keys = self._keys.list_keys()
@@ -121,5 +124,5 @@ class Attempts:
             for start in ("joined/", "dead/")
         )
         has_met = outcome in (MADE, ELSEWHERE)
-        # All ranks have joined before MADE is written; before ELSEWHERE perhaps only one.
+        # All ranks have joined before MADE is written, but perhaps only one before ELSEWHERE.
         return Standing(has_met, "came" in keys, joined, outcome == MADE and joined <= dead)

@@ -63,7 +63,8 @@ class FileStore(TableStore):
         timeout: of blocking operations.
 
     Raises:
-        UsageError: `file_name` is a link, another user's, open to others, in no directory, or holds something else.
+        UsageError: `file_name` is a link, belongs to another user, is writable by others, is in no directory, or
+            holds other data.
     """
 
     def __init__(

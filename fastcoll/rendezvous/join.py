@@ -43,7 +43,7 @@ def join(
     between: Callable[[], None] | None = None,
     began: float | None = None,
 ) -> list[Member]:
-    """Meet all other ranks; the members in the order of their ranks. `between` and `began` are as Meeting's.
+    """Meet all other ranks; return the members by rank. `between` and `began`: as for Meeting.
 
     Every rank of the world must call this once with the same store; a store that is used again needs
     a PrefixStore of its own each time.
@@ -205,7 +205,7 @@ def arrive(
     between: Callable[[], None] | None = None,
     began: float | None = None,
 ) -> int:
-    """Come to the meeting in `store` and wait for the others; this process's rank. `between`, `began`: as Meeting's.
+    """Join the meeting in `store` and wait for the others; return its rank. `between`, `began`: as for Meeting.
 
     Raises:
         FullError: others have filled the world.

@@ -6,33 +6,33 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     0       8      magic "FASTMESH"
     8       2      protocol version
     10      1      role: 1 dials, 2 answers
-    11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets do not match, 4 no more room,
-                   5 not the place that was dialed
+    11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets differ, 4 no more room,
+                   5 the client has dialed another address
     12      16     version of fastcoll, ASCII, filled up with zeros
     28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 refuge, 6 rpc
     29      1      1 when this side has a job secret, 0 with FASTCOLL_INSECURE=1 alone
     30      2      stream: the number of this connection among those of its kind
-    32      16     group: drawn by its first member when the group is made, so it names the job as well; of a store
-                   its instance, and from a client the name that it was given of the store
+    32      16     group: drawn by its first member when the group is made, so it identifies the job as well; of a
+                   store its instance; from a store's client, the store's name as the client has it
     48      4      the sender's rank in the group; of a store 0 is the server and 1 any client
     52      4      the rank that it means to talk to
     56      4      size of the group; of a store 2
-    60      20     from a store's client, the address and port that it has dialed; else zero
+    60      20     from a store's client, a digest of the address and port that it has dialed; else zero
     80      32     nonce, fresh for each connection
 
 The answering side's opening is followed by its proof and answered by the dialing side's: 32 bytes of
-HMAC-SHA256 over the direction and both openings, keyed with the group's token and the job's secret. Zeros in place
-of the dialing side's say that it refuses the answering side's: the secrets differ. A store's key is the secret alone.
-Where FASTCOLL_INSECURE=1 leaves the secret out, the token, which goes through the store, is a group's whole key, and
-at a store there are no proofs. Everything has a fixed size; nothing else is read before the proofs are right. This
+HMAC-SHA256 over the direction and both openings, keyed with the group's token and the job's secret. A dialing side
+that rejects the answering side's proof sends zeros in place of its own: the secrets differ. A store's key is the
+secret alone. With FASTCOLL_INSECURE=1 a group's key is only its token, which goes through the store, and a store
+exchanges no proofs. All fields have fixed sizes; nothing else is read before the proofs are right. This
 authenticates; it does not encrypt.
 
 Each side says how many bytes it `wants` next (0: it is through), takes what came, split in any way, and
 returns what is to be sent. Never more than one opening and one proof are held.
 
-No proof can be relayed to another job. A group's openings name it, and the job with it. A store's job is named by a
-secret that was given to it. The user's own secret opens all of the user's jobs: there the client's opening says where
-it dialed, and a server that is elsewhere, and was not given the same name, refuses it.
+A proof cannot be relayed to another job. The openings of a group identify the group, and so the job. A store's job is
+identified by its secret, if the job was given one. The user's own secret opens all jobs of the user; there the client's
+opening has the address that it dialed, and a server with another address refuses it, unless both have the same name.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
 
 
 class RefusedError(OpeningError):
-    """The two ends do not fit together; trying again does not help. `answer` tells the other end why."""
+    """The two ends do not fit together, and a retry does not help. `answer` gives the other end the reason."""
 
     def __init__(self, verdict: Verdict, reason: str, answer: bytes = b"") -> None:
         super().__init__(reason)
@@ -205,9 +205,9 @@ class Turned(OpeningError):
 
 
 class Dialing:
-    """The side that dials: the rank of `endpoint` dials the group rank `peer`, whose opening will be `theirs`.
+    """The dialing side: the rank of `endpoint` dials the group rank `peer`, whose opening becomes `theirs`.
 
-    `place`: of a store's client, where it has dialed (address.py).
+    `place`: from a store's client, the address that it has dialed (address.py).
     """
 
     def __init__(
@@ -262,8 +262,8 @@ class Dialing:
 class Answering:
     """The side that is dialed.
 
-    `find`: the endpoint that an opening is meant for; None: it is not here. `is_here`: whether that was dialed here.
-    `theirs` is the other side's opening, once it has come.
+    `find` returns the endpoint for an opening; None: it is not here. `is_here`: whether an opening was dialed to this
+    address. `theirs` is the other side's opening, once it has arrived.
     """
 
     def __init__(

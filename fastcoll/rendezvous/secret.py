@@ -58,7 +58,7 @@ def source() -> str:
 
 
 def is_users() -> bool:
-    """Whether the secret is the user's own or this machine's, which opens all of the user's jobs, not this one only."""
+    """Whether the secret is the user's own or this machine's, which opens all of the user's jobs, not only this one."""
     return _secret().is_users
 
 
@@ -89,10 +89,10 @@ def warn_if_open(where: str) -> None:
 
 
 def check_unpickling(doing: str) -> None:
-    """Refuse to unpickle what other processes send in a job without a secret: none has proven that it belongs there.
+    """Refuse to unpickle other processes' data in a job without a secret: they have not proven that they belong to it.
 
     Args:
-        doing: what is refused, as the subject of the error's sentence.
+        doing: the refused action, as the subject of the error's sentence.
 
     Raises:
         UnavailableError: FASTCOLL_INSECURE=1 leaves the secret out.

@@ -27,7 +27,7 @@ LISTED = 16  # so many things a message names at most
 
 
 class StalledError(StoreTimeoutError):
-    """The store's server does not answer. It may be stopped and go on: what only reads can be asked again."""
+    """The store's server does not answer. It may be stopped and continue, so a read can be retried."""
 
 
 class Store(ABC):
@@ -95,10 +95,10 @@ class Store(ABC):
         return self.multi_get(keys)
 
     def peek(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes | None]:
-        """The values of those of `keys` that are set now, None for the others. Does not wait for others.
+        """Return the values of `keys` that are set now, None for the others. Does not wait for keys to be set.
 
         Args:
-            timeout: how long a server may take to answer, besides a few seconds of grace; None is the store's timeout.
+            timeout: seconds that the server may take to answer, plus a grace of 5 s; None is the store's timeout.
         """
         return [self.get(key) if self.check([key]) else None for key in checked_keys(keys)]
 
@@ -255,7 +255,7 @@ def limit_of(store: Store, timeout: Timeout = None) -> float:
 
 
 def tries(limit: float, first: float = 0.001, most: float = 0.05, growth: float = 2.0) -> Iterator[None]:
-    """For a loop that looks again and again: now, after pauses that grow from `first` to `most`, and at the end."""
+    """Pace a polling loop: yield now, then after pauses that grow from `first` to `most`, and at the limit."""
     deadline, pause = time.monotonic() + limit, first
     while True:
         yield

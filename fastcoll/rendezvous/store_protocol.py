@@ -1,15 +1,15 @@
 """A store's server as bytes without sockets. A connection begins as opening.py says; then come frames (frames.py).
 
-A peer has one request under way at a time, which bounds what is queued for it: bytes behind a request that
-is not answered yet drop it, as does anything that breaks the protocol. Nothing longer than the opening
-is kept before it is right, and nothing longer than a header before that is.
+A peer has one request under way at a time, which bounds what is queued for it. A peer that sends bytes after a request
+that is not answered yet is dropped, as is one that violates the protocol. Until the opening is accepted, nothing beyond
+its size is stored; of a frame, nothing beyond the header until that is accepted.
 
-How long a peer may take follows from what it knows. Until its opening is answered it tries again when it is dropped,
-so OPENING_SECONDS suffice. From then on it takes the connection for made, though it may be stopped or starved for as
-long as the job has patience: it has the store's timeout for its proof and for each request. What bounds strangers
-meanwhile is their number: MOST_OPENINGS connections without an answer and as many without a proof, each with one
-descriptor and 112 bytes at most. The oldest gives way to the next one. Where no descriptor is left, the oldest
-without an answer gives way to the next that connects, then the oldest that has owed its proof for OPENING_SECONDS.
+A peer's time limit depends on what it knows. Until its opening is answered it retries after a drop, so OPENING_SECONDS
+are enough. After the answer it regards the connection as established, though it may be stopped or starved; so it has
+the store's timeout for its proof and for each request. Strangers are limited by number instead: MOST_OPENINGS
+connections without an answer, and as many without a proof, each with one descriptor and at most 112 bytes. Beyond that
+the oldest is dropped. When no descriptor is left, a new connection replaces the oldest one without an answer; if there
+is none, the oldest one that has owed its proof for OPENING_SECONDS.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .opening import GROUP_SIZE, Answering, Endpoint, Kind, Opening, OpeningErro
 from .table import CHANGING, Op, Request, Table
 
 OPENING_SECONDS = 5.0
-# Openings under way, beyond which the oldest gives way, and as many that are answered and not proven: twice what a
-# server accepts at once (serving.py), so that in a crowd of ranks none gives way whose opening has come.
+# Limit of connections without an answer, and of answered ones without a proof; beyond it the oldest is dropped. It is
+# twice what a server accepts at once (serving.py), so a crowd of ranks never drops one whose opening has arrived.
 MOST_OPENINGS = 2048
-# How long a request may take to come once it has begun, at least: 8 MiB at 140 kB/s.
+# Seconds that a request may take from its first byte on, at least: 8 MiB at 140 kB/s.
 FRAME_SECONDS = 60.0
 
 
@@ -66,8 +66,11 @@ class StoreServer:
     """
 
     def __init__(self, secret: bytes, timeout: float, name: bytes = b"") -> None:
-        """`timeout`: the store's, of its clients too. `name`: what clients call this store (address.py), where the
-        secret does not name the job; else empty."""
+        """Make a server without connections.
+
+        `timeout`: the store's, which its clients have as well. `name`: the clients' name of this store (address.py),
+        if the secret does not identify the job; else empty.
+        """
         self.outbox: list[tuple[int, bytes]] = []
         self.drops: list[tuple[int, str]] = []
         self._me = Endpoint(os.urandom(GROUP_SIZE), 0, 2, secret, bool(secret))
@@ -76,7 +79,7 @@ class StoreServer:
         self._name = name
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
-        # Those whose opening is under way, and those that owe their proof and since when; the oldest first.
+        # Connections without an answer; answered ones without a proof, with the time of the answer. Oldest first.
         self._opening: dict[int, None] = {}
         self._proving: dict[int, float] = {}
         # A parked peer stands under one missing key at a time, and moves on when that is set.
@@ -87,21 +90,21 @@ class StoreServer:
         self._now = 0.0
 
     def connect(self, peer: int, now: float, place: bytes = b"") -> None:
-        """A connection was accepted at `place` (address.py); `peer` is any number not in use."""
+        """Register a connection, accepted at `place` (address.py); `peer` is any number not in use."""
         me, name = self._me, self._name
         answering = Answering(
             lambda at: me if at.kind is Kind.STORE and at.peer == me.rank else None,
             lambda at: not name or at.place == place or at.group == name,
         )
         if len(self._opening) >= MOST_OPENINGS:
-            # No client is lost by this: it tries again.
+            # The dropped client retries.
             self._drop(next(iter(self._opening)), f"one of more than {MOST_OPENINGS} openings")
         self._peers[peer] = _Peer(self._converse(peer), answering)
         self._opening[peer] = None
         self._set_deadline(peer, now + OPENING_SECONDS)
 
     def give_way(self, now: float) -> bool:
-        """Drop a connection that has proven nothing, as no descriptor is left for another; whether there was one."""
+        """Drop an unproven connection to free its descriptor for another; False: there is none to drop."""
         oldest = next(iter(self._opening or self._proving), None)
         if oldest is None or now - self._proving.get(oldest, float("-inf")) < OPENING_SECONDS:
             return False

@@ -45,9 +45,9 @@ class _Link:
 
 
 class TCPServer(SocketServer):
-    """A store's server on `host`:`port` (0: a free one) or at a socket; `share`: found by host and port.
+    """A store's server on `host`:`port` (0: a free port) or at a socket; `share`: others find it by host and port.
 
-    `timeout` is that of the store: see StoreServer.
+    `timeout` is the store's (StoreServer).
     """
 
     def __init__(
@@ -103,8 +103,11 @@ class TCPServer(SocketServer):
         return [link.socket for link in self._links.values()]
 
     def refuse(self, listening: socket.socket, error: OSError) -> None:
-        """Without a descriptor left, raise this process's limit, else take whoever comes in place of a connection that
-        has proven nothing, else say that the limit is too low."""
+        """Handle an accept without a free descriptor.
+
+        Raise this process's limit; else drop an unproven connection and accept the new one; else close the new one and
+        log that the limit is too low.
+        """
         if error.errno != errno.EMFILE:
             logger.warning(
                 "the store cannot take more than %d connections: %s", len(self._links), error.strerror
@@ -115,7 +118,7 @@ class TCPServer(SocketServer):
         if not raise_limit(MORE_DESCRIPTORS, f"the store's {len(self._links)} connections and more"):
             with contextlib.suppress(
                 OSError
-            ):  # nobody is there: the kernel wants a descriptor before it looks
+            ):  # no connection waits: accept takes a descriptor before it looks for one
                 connection, address = listening.accept()
                 if self._core.give_way(time.monotonic()):
                     self.accepted(connection, str(address[0]))
@@ -125,7 +128,7 @@ class TCPServer(SocketServer):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _turn_away(self, connection: socket.socket) -> None:
-        """Say that the limit of descriptors is too low, and close the connection."""
+        """Log that the limit of descriptors is too low, and close the connection."""
         with connection:
             if not self._has_refused:
                 self._has_refused = True
@@ -138,7 +141,7 @@ class TCPServer(SocketServer):
             connection.setblocking(False)
             connection.send(self._core.refusal())
             connection.shutdown(socket.SHUT_WR)
-            connection.recv(_CHUNK)  # a close with unread bytes is a reset
+            connection.recv(_CHUNK)  # closing a socket with unread bytes would send a reset
 
     def close_descriptors(self) -> None:
         super().close_descriptors()

@@ -31,10 +31,10 @@ from .waiting import LateWarning
 T = TypeVar("T")
 logger = logging.getLogger("fastcoll")
 
-# How much longer than the request's own timeout an answer may take. Then the call ends with StalledError: a wait goes
-# on from there until its own timeout (waiting.py), for the server may be stopped for a while.
+# Seconds that an answer may take beyond the request's own timeout. Then the call raises StalledError; a wait retries
+# until its own timeout (waiting.py), because the server may only be stopped for a while.
 GRACE_SECONDS = 5.0
-# How long one try to connect may take, and how often it looks up meanwhile.
+# Limit of one attempt to connect, and how often it reports meanwhile.
 _TRY_SECONDS, _LOOK_SECONDS = 10.0, 0.25
 # How long a server may be full; its connections last as long as the job, so few become free.
 _FULL_SECONDS = 2.0
@@ -63,7 +63,7 @@ class TCPStore(TableStore):
         multi_tenant: share the server of an earlier master on this port in this process.
         master_listen_fd: a listening socket for the master to serve at, which it closes in the end.
         use_libuv: of no effect, as is `libuvBackend`; torch has several servers.
-        port_note: stands at the end of the warning that no connection comes about.
+        port_note: appended to the warning that no connection can be made.
 
     Raises:
         UsageError: an argument cannot be meant.
@@ -166,7 +166,7 @@ class TCPStore(TableStore):
         """
         request = Request(Op.WILL, (key.encode(),), (value.encode(),), limit_of(self))
         deadline = _deadline(request)
-        connection = self._another(deadline)  # nothing but this process's end closes it
+        connection = self._another(deadline)  # closed only by `withdraw` or by this process's end
         connection.ask(request, deadline)
 
         def withdraw() -> None:
@@ -191,7 +191,7 @@ class TCPStore(TableStore):
             status, fields = connection.ask(request, deadline)
             usable = True
         except StalledError:
-            usable = connection.is_owed  # the answer that comes later is dropped
+            usable = connection.is_owed  # a late answer is skipped
             raise
         except LostError as error:
             if self._closed:
@@ -212,7 +212,7 @@ class TCPStore(TableStore):
         return fields
 
     def _another(self, deadline: float) -> TCPConnection:
-        """One more connection to the same server, which may be beset by strangers, starved, stopped or far away."""
+        """Connect once more to the same server; that may fail because it is stopped, starved, flooded or far away."""
         patience = max(deadline - time.monotonic(), 0.0)
         try:
             connection = connect(self.host, self.port, self._secret, patience, was_there=True)
@@ -227,7 +227,7 @@ class TCPStore(TableStore):
 
 
 def _deadline(request: Request) -> float:
-    """Until when the server must have answered."""
+    """Return the time by which the server must have answered."""
     return time.monotonic() + request.timeout + GRACE_SECONDS
 
 
@@ -253,21 +253,21 @@ class TCPConnection:
     """An open connection. For one thread at a time; after an exception it must be closed.
 
     `instance` names the server: another one on the same port has others. `local_address` is as the server sees it.
-    After a StalledError the connection may be used again while it `is_owed` the answer.
+    After a StalledError the connection can be used again if `is_owed`: then its next call skips the late answer.
     """
 
     def __init__(self, connected: socket.socket, host: str, port: int) -> None:
         self._socket = connected
         self._where, self._name = shown(host, port), name_of(host, port)
         self.instance = b""
-        self.is_owed = False  # a request was sent, and nothing of its answer has come
-        self._warn_at = math.inf  # that the server is silent
+        self.is_owed = False  # a request was sent, and no byte of its answer has arrived
+        self._warn_at = math.inf  # when to warn that the server is silent
         self.local_address = str(connected.getsockname()[0])
 
     def ask(self, request: Request, deadline: float) -> tuple[frames.Status, list[bytes]]:
         """Send `request` and return the server's answer.
 
-        StoreError: what answers is no store; as LostError, the server is gone. StalledError: it does not answer.
+        StoreError: the peer is no store; as LostError, the server is gone. StalledError: it does not answer.
         """
         waits = request.timeout if request.op in (Op.GET, Op.WAIT, Op.POP) else 0.0
         self._warn_at = time.monotonic() + waits + GRACE_SECONDS
@@ -298,7 +298,7 @@ class TCPConnection:
         self._warn_at = time.monotonic() + GRACE_SECONDS
         try:
             place = place_of(*self._socket.getpeername()[:2])
-        except OSError as error:  # it was reset
+        except OSError as error:  # the connection was reset
             raise LostError(self._where) from error
         dialing = Dialing(Endpoint(self._name, 1, 2, secret, bool(secret)), 0, Kind.STORE, 0, place)
         self.send(dialing.opening, deadline)
@@ -349,7 +349,7 @@ class TCPConnection:
         return bytes(data)
 
     def _receive(self, deadline: float, operation: Callable[[Any], T], data: memoryview | int) -> T:
-        """Do what receives; warn once if the server is silent for long."""
+        """Run a receiving operation; warn once if the server is silent for long."""
         if self._warn_at + GRACE_SECONDS <= deadline:
             try:
                 return self._do(self._warn_at, operation, data)
@@ -373,7 +373,7 @@ def connect(
 ) -> TCPConnection:
     """A connection to the store at `host`:`port`, tried again until `timeout` seconds have passed.
 
-    Warns once, after half of FASTCOLL_WARN_AFTER (5 s), with the reason; `port_note` stands behind it.
+    Warns once with the reason, after half of FASTCOLL_WARN_AFTER (5 s); `port_note` is appended to the warning.
 
     Raises:
         LostError: nothing listens at the place of a store that `was_there`.
@@ -424,13 +424,13 @@ def connect(
 
 
 def _why(error: OSError, host: str) -> str:
-    """Why a try to connect has failed."""
+    """Return why an attempt to connect has failed."""
     text = str(error.strerror or error)
     return f"the name {host} does not resolve: {text}" if isinstance(error, socket.gaierror) else text
 
 
 def _connected(host: str, port: int, deadline: float, look: Callable[[str], None]) -> socket.socket:
-    """A TCP connection. While none comes, `look` is called now and then, with the reason."""
+    """Open a TCP connection. Until it is established, `look` is called with the reason every 0.25 s."""
     reason: OSError | None = None
     for family, address in resolve(_REACHABLE.get(host, host), port):
         candidate = socket.socket(family, socket.SOCK_STREAM)
@@ -443,7 +443,7 @@ def _connected(host: str, port: int, deadline: float, look: Callable[[str], None
                     status = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 else:
                     look("no answer, as where a firewall drops what comes")
-            # A loopback port that nobody listens on can connect to itself.
+            # A connect to a loopback port without a listener can connect to itself.
             if status == 0 and candidate.getsockname() == candidate.getpeername():
                 status = errno.ECONNREFUSED
             if status:
@@ -462,7 +462,7 @@ def _connected(host: str, port: int, deadline: float, look: Callable[[str], None
 
 
 def _is_decided(candidate: socket.socket, end: float) -> bool:
-    """Wait until `end` for a connection that is in the making; whether it stands or has failed."""
+    """Wait until `end` for a pending connect; whether it has succeeded or failed."""
     poller = select.poll()
     poller.register(candidate, select.POLLOUT)
     return bool(poller.poll(1000 * max(end - time.monotonic(), 0.0) + 0.5))

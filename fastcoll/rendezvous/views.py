@@ -94,8 +94,8 @@ class TorchStore(_View):
     """`store`, any torch.distributed.Store that all members share; it stays open when this one is closed.
 
     Waiting is polling: torch's TCPStore writes warnings to stderr whenever a `wait` with a timeout ends without
-    the key, and a wait that looks after its peers ends so every 250 ms. A pause is at most a fifth of the time waited
-    so far, since a group's meeting waits six times in a row: with pauses that double, a wait of 8 ms ends after 15.
+    the key, which happens every 250 ms in a wait that checks its peers. A pause is at most a fifth of the time waited
+    so far, because a group's meeting has six waits in a row: with doubling pauses, a wait of 8 ms would end after 15.
     """
 
     def __init__(self, store: Any) -> None:

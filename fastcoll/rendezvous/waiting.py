@@ -27,7 +27,7 @@ _DYING_SECONDS = 0.3
 
 class LateWarning:
     """The one warning of a wait that takes longer than FASTCOLL_WARN_AFTER seconds, or `part` of them, from now on;
-    steps share one."""
+    the steps of a wait share it."""
 
     def __init__(self, part: float = 1.0) -> None:
         self._started = time.monotonic()
@@ -58,16 +58,17 @@ def fetch_for(
     Args:
         members: whose death makes waiting pointless; one that cannot be seen counts as alive. Read anew each time.
         timeout: seconds in all; a stopped store may add a few.
-        between: called after each short wait that ended without the keys; what it raises ends all, but a StalledError.
+        between: called after each short wait that ended without the keys; any exception of it but StalledError ends
+            the whole wait.
         missing: tells who has not come, for the warning and the timeout; without it the keys are named.
         late: the warning of the longer wait that this one is a part of.
         crowd: how many wait like this at one time (None: as many as `members`); the more, the rarer are looks.
-        limit: the caller's timeout, of which `timeout` is what is left, for messages; None: the same.
+        limit: the caller's whole timeout for error texts, if `timeout` is what is left of it; None: the same.
 
     Raises:
         PeerDiedError: a member's process has ended.
-        StoreTimeoutError: a key was not set in time; as StalledError, the store did not answer at the end. Until then
-            a store that stands still is waited for: its process may be stopped for a while.
+        StoreTimeoutError: a key was not set in time; as StalledError, the store did not answer at the end. Before that,
+            a store that does not answer is retried: its process may be stopped for a while.
         StoreError: the store is gone, and no member is proven dead.
     """
     deadline = time.monotonic() + timeout
@@ -86,17 +87,18 @@ def fetch_for(
             except StoreError as error:
                 raise_if_dying(members, doing, error)
                 raise
-            # After the look: what a process tells before it ends is the better reason, and what it brings is none.
+            # After the death check, because a process publishes before it exits: all of that is visible now. An exit
+            # reason that `between` raises is better than `died`; if the process has set the keys, there is no error.
             if between is not None:
                 between()
             if died is not None:
-                with suppress(StoreError):  # gone with the process
+                with suppress(StoreError):  # the store is gone with the process
                     if store.check(keys):
                         continue
                 raise died
             late.look(doing, missing)
             if left <= longest:
-                names = missing()  # before the last look, so that it names somebody
+                names = missing()  # before the last look, so that at least one name is left
                 if not store.check(keys):
                     raise StoreTimeoutError(f"{doing}: {names} did not come within {limit or timeout:g} s")
         except StalledError as error:

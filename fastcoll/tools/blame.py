@@ -1,9 +1,10 @@
-"""Who holds a job up, from what its ranks have recorded: pure, on what running.py has read of each process.
+"""Find the ranks that hold a job up, from their records; pure: running.py has read them from the processes.
 
-A rank waits for those members of the group that have not begun its call, and in a message for its other end. A rank
-that others wait for, and that waits for nobody itself or cannot go on, is to blame; ranks that wait for one another are
+A rank waits for those members of the group that have not begun its call; in a message, for the other rank. To blame is
+a rank for which others wait and which itself waits for none, or cannot go on. Ranks that wait for one another are
 to blame together. An operation on the progress thread does not make its rank wait, unless the main thread sleeps as it
-does in `Work.wait`. Ranks are read one after the other while they run, so only what has lasted PATIENCE seconds counts.
+does in `Work.wait`. Ranks are read one after the other while they run, so waits shorter than PATIENCE seconds are
+ignored.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Verdict]
 
 
 def _blocking(rank: Rank, own: list[Wait]) -> list[Wait]:
-    """Those of its own waits that keep a rank from going on: the progress thread's only where no other thread waits."""
+    """Return the waits that block a rank: those of its own threads; else, unless it runs code, all."""
     direct = [wait for wait in own if not (wait.number and wait.group.pending)]
     process = rank.process
     runs = process.state == "R" or (
@@ -233,9 +234,9 @@ def _seconds(held: Sequence[Wait]) -> float:
 
 
 def _of_rank(rank: Rank, waits: Sequence[Wait], own: Sequence[Wait]) -> Verdict:
-    """A rank that others wait for and that waits for nobody, or cannot go on: the longest wait, and the others.
+    """Describe a rank for which others wait and which waits for none, or cannot go on; the longest wait comes first.
 
-    `own` are the calls that this rank is in.
+    `own` are the rank's own calls.
     """
     held, *others = sorted(_by_call(waits), key=_seconds, reverse=True)
     first, who = held[0], f"{_names(held)} waited in for {seconds_of(_seconds(held))}"
@@ -301,7 +302,7 @@ def _of_unseen(lost: Sequence[Peer], held: Sequence[Wait], where: str) -> Verdic
 
 
 def _of_circle(circle: Sequence[int], waits: Sequence[Wait]) -> Verdict:
-    """Ranks that wait for one another, in different calls, and the ranks that wait for these."""
+    """Describe ranks that wait for one another in different calls, and the ranks that wait for them."""
     lines = []
     for held in _by_call(wait for wait in waits if wait.late.intersection(circle)):
         first, theirs = held[0], sorted({rank for wait in held for rank in wait.late})
@@ -323,7 +324,7 @@ def _of_nobody(held: Sequence[Wait]) -> Verdict:
 
 
 def _called(group: GroupRecord) -> str:
-    """`group WORLD`; a group that was given no name is called `group0` already."""
+    """Return `group WORLD`; the name of an unnamed group is `group0` already."""
     return group.name if group.name.startswith("group") else f"group {group.name}"
 
 

@@ -1,4 +1,4 @@
-"""Circles in who waits for whom: strongly connected components, by two depth-first searches (Kosaraju's algorithm)."""
+"""Cycles of waiting ranks: strongly connected components, by two depth-first searches (Kosaraju's algorithm)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 
 
 def circles(waits: Mapping[int, Set[int]]) -> list[list[int]]:
-    """The largest sets of ranks that wait for one another, each sorted; also a rank that waits for itself."""
+    """Return the maximal sets of ranks that wait for one another, sorted; also ranks that wait for themselves."""
     seen = set[int]()
     finished = [rank for start in waits for rank in _finished(start, waits, seen)]
     waited_by: dict[int, set[int]] = {rank: set() for rank in waits}
@@ -22,7 +22,7 @@ def circles(waits: Mapping[int, Set[int]]) -> list[list[int]]:
 
 
 def _finished(start: int, edges: Mapping[int, Set[int]], seen: set[int]) -> Iterator[int]:
-    """The nodes that a search from `start` finds and that are not `seen` yet, in the order in which it leaves them."""
+    """Yield the nodes that a search from `start` reaches and that are not `seen`, in post-order."""
     path = [] if start in seen else [(start, iter(edges[start] & edges.keys()))]
     seen.add(start)
     while path:

@@ -81,7 +81,7 @@ def bytes_of(count: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """`1 rank`, `4 ranks`."""
+    """Format a count: `1 rank`, `4 ranks`."""
     return f"{count} {what}{'s' * (count != 1)}"
 
 

@@ -43,7 +43,7 @@ _OF_A_LAUNCHER = {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, or 1 where there is no such job."""
+    """Run the command; return 0, or 1 if there is no such job."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll status",
         description="The jobs of this user on this machine: who holds each up, and what each of its ranks is in.",
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def processes(self) -> list[Process]:
-        """Those of its ranks."""
+        """The processes of its ranks."""
         return [rank.process for rank in self.ranks.values()]
 
     @property
@@ -228,7 +228,7 @@ def find_jobs() -> tuple[list[Job], list[Outside]]:
 
 
 def _named(text: str) -> Callable[[Process], bool]:
-    """Whether a process is of the job that a user names so."""
+    """Return a test whether a process belongs to the job that the user's text names."""
 
     def is_named(process: Process) -> bool:
         if text.isdecimal():
@@ -245,8 +245,8 @@ def _named(text: str) -> Callable[[Process], bool]:
 
 
 def _line(pid: int) -> Iterator[int]:
-    """A process and those that have started it, the nearest first."""
-    with suppress(OSError):  # one has ended
+    """Yield a process and its ancestors, the nearest first."""
+    with suppress(OSError):  # one of them has ended
         while pid > 1:
             yield pid
             pid = int(status_of(pid)[1])

@@ -134,7 +134,7 @@ class Dial:
 
 
 def _exhausted(error: OSError, where: str) -> ResourceError | None:
-    """The error where no descriptor is left for a connection, and the limit cannot be raised."""
+    """Return the error for a dial without a free descriptor, if the limit cannot be raised."""
     lacking = no_descriptor(error, f"cannot connect to {where}")
     return None if lacking and raise_limit(MORE_DESCRIPTORS, "connections") else lacking
 

@@ -141,17 +141,19 @@ def choose_here(store: Store, members: Sequence[Member], family: int | None) -> 
 
 
 def address_for_others() -> str:
-    """The address at which ranks on other machines reach this one, where nobody has named it.
+    """Return the address by which other machines reach this rank, if the user has set none.
 
-    UsageError: FASTCOLL_SOCKET_IFNAME names none of this machine's interfaces.
+    UsageError: FASTCOLL_SOCKET_IFNAME matches no interface of this machine.
     """
     there = interfaces_here()
     return choose(wanted_here(), there, outward(there), None)[0].address
 
 
 def outward(there: Sequence[Interface], towards_store: str = "") -> str:
-    """The address that faces the network: the one by which the store's server is reached; else, and on the server's
-    own machine, the default route's; where there is none, as on many compute nodes, the first interface's.
+    """Return the address that faces the network.
+
+    It is the local address of the route to the store's server. On the server's own machine it is that of the default
+    route. Without a default route, as on many compute nodes, it is the first interface's.
     """
     by_route = next((each.address for each in there if not each.is_loopback), "127.0.0.1")
     for text in (own_address(), towards_store):

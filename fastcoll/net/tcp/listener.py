@@ -1,11 +1,11 @@
 """The sockets on which a process accepts connections of other ranks, and how a group's members learn where they are.
 
 A connection that has proven that it belongs to a group is handed to that group; whatever else comes is dropped, and
-each host that sends such is logged once. An opening holds 112 bytes and one descriptor for at most 10 s; a rank whose
-opening was dropped dials again. A rank that was answered takes its connection for made, and may be stopped or starved
-before it sends its proof, so it has its group's timeout for that. Strangers do not get so far: an answer takes the
-group's name, 16 bytes drawn at random. When 256 are under way, the oldest of which nothing has come gives way, else
-the oldest, so that idle connections keep nobody out.
+each host that sends such connections is logged once. An opening holds 112 bytes and one descriptor for at most 10 s; a
+rank whose opening was dropped dials again. A rank that has received an answer regards the connection as established,
+and may be stopped or starved before it sends its proof; so it has its group's timeout for that. Strangers get no
+answer, because they do not know the group's name, 16 random bytes. When 256 connections are pending, the oldest without
+a complete opening is dropped, else the oldest: so idle connections keep no rank out.
 
 Addresses go through the group's store. The first member draws the group's name and token ("terms"); each member listens
 before it tells where, so whoever knows an address finds the group there.
@@ -82,7 +82,7 @@ class Listener(serving.SocketServer):
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._endpoints: dict[tuple[bytes, int], tuple[Endpoint, Deliver, float]] = {}
         self._pending: dict[int, _Pending] = {}
-        # Since when, and when last, no connection could be taken, and why.
+        # Times of the first and the last failure to accept a connection, and the error.
         self._lacking: tuple[float, float, OSError] | None = None
         with contextlib.ExitStack() as opened:
             sockets = [opened.enter_context(_listen(each)) for each in interfaces]
@@ -91,7 +91,7 @@ class Listener(serving.SocketServer):
             opened.pop_all()
 
     def join(self, endpoint: Endpoint, deliver: Deliver, timeout: float) -> None:
-        """From now on hand connections for this group to `deliver`. A rank has `timeout` seconds for its proof."""
+        """Hand connections for this group to `deliver` from now on; a rank has `timeout` seconds for its proof."""
         self._endpoints[endpoint.group, endpoint.rank] = (endpoint, deliver, max(timeout, OPENING_SECONDS))
 
     def leave(self, endpoint: Endpoint) -> None:
@@ -150,7 +150,7 @@ class Listener(serving.SocketServer):
         self.pause()
 
     def lack(self) -> ResourceError | None:
-        """What keeps this process from taking connections that wait, and has for long; from any thread."""
+        """Return the error that has kept this process from accepting connections for long, or None; from any thread."""
         if (lacking := self._lacking) is None or lacking[1] - lacking[0] < PORTLESS_SECONDS:
             return None
         recent = time.monotonic() - lacking[1] < PORTLESS_SECONDS
@@ -185,7 +185,7 @@ class Listener(serving.SocketServer):
                 self._hand_over(pending, answering.theirs)
 
     def _allow_proof(self, pending: _Pending, theirs: Opening | None) -> None:
-        """Have a rank that is answered send its proof within the timeout of its group, unless that has gone."""
+        """Give a rank that was answered its group's timeout for the proof, if the group still exists."""
         entry = theirs and self._endpoints.get((theirs.group, theirs.peer))
         if entry:
             pending.deadline = time.monotonic() + entry[2]

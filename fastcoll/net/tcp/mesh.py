@@ -235,7 +235,7 @@ class Mesh:
                     return [peer for peer in peers if peer not in self._control.peers]
 
                 doing = f"connecting the ranks of the group {self._name}"
-                started = max(meeting.began, time.monotonic() + 1.0 - meeting.timeout)  # a second is left
+                started = max(meeting.began, time.monotonic() + 1.0 - meeting.timeout)  # at least 1 s is left
                 wait = Wait(self.monitor, doing, unconnected, meeting.timeout, started)
                 self._dial_control([peer for peer in peers if peer > self.rank], wait)
                 self._await(lambda: not unconnected(), wait)
