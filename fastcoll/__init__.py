@@ -111,7 +111,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """The names that bring modules which most programs do not need: multiprocessing, sockets, JAX."""
+    """Import on first use what most programs do not need: multiprocessing, sockets, JAX."""
     if name in ("elastic", "jax", "rpc"):
         return import_module(f".{name}", __name__)
     places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous"}

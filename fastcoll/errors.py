@@ -3,7 +3,7 @@
     FastcollError(RuntimeError)
     ├── UsageError(ValueError)            the call was wrong; nothing moved, the group stays usable
     │   ├── ArrayError(TypeError)         an array or dtype that cannot be used as it is
-    │   ├── ArgumentTypeError(TypeError)  an argument of another type than is wanted
+        ├── ArgumentTypeError(TypeError)  an argument has the wrong type
     │   ├── MismatchError                 the ranks' calls do not match
     │   ├── NotInitializedError           no process group, or one that was destroyed
     │   └── UnavailableError              a backend or extra that is not there, with the cure
@@ -45,7 +45,7 @@ def _timed_out(message: str) -> str:
 
 
 def install(extra: str) -> str:
-    """How to install what an extra of pyproject.toml has; no package index has fastcoll."""
+    """Return how to install an extra of pyproject.toml; no package index has fastcoll."""
     return f"pip install '.[{extra}]' in the folder of fastcoll's sources"
 
 
@@ -66,7 +66,7 @@ class ArrayError(UsageError, TypeError):
 
 
 class ArgumentTypeError(UsageError, TypeError):
-    """An argument of another type than is wanted."""
+    """An argument has the wrong type."""
 
 
 class MismatchError(UsageError):

@@ -1,4 +1,4 @@
-"""How a rank of an elastic job takes part in the first meeting, attempt after attempt (rendezvous/attempts.py)."""
+"""The first meeting of an elastic job, as one rank: attempt after attempt (rendezvous/attempts.py)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..rendezvous.attempts import ELSEWHERE, MADE, Attempts, Place, loss_of
 from .job import Job
 from .newcomers import Lobby, Start, passes_barrier
 
-_SEEN_SECONDS = 10.0  # for a launcher to see the end of a process whose loss the ranks have found
-_LOOK_SECONDS = 60.0  # a wait for the end of an attempt
+_SEEN_SECONDS = 10.0  # for a launcher to see the end of a process whose loss the ranks have detected
+_LOOK_SECONDS = 60.0  # one wait for an attempt's outcome
 
 
 def begin(address: str, place: Place, timeout: float, start: Start) -> tuple[Job, ProcessGroup] | None:
-    """Meet the other ranks in the launcher's store at `address`; None: they have met, without this process.
+    """Meet the other ranks in the launcher's store at `address`; None: they have met without this process.
 
-    A process that dies before all have met is replaced by one with its rank, which is waited for.
+    If a process dies before all have met, the others wait for the process that replaces it with the same rank.
 
     Raises:
-        PeerDiedError: one died and is not replaced.
+        PeerDiedError: a process has died and is not replaced.
         FastcollError: as `init_process_group`.
     """
     began = time.monotonic()
@@ -57,7 +57,7 @@ def begin(address: str, place: Place, timeout: float, start: Start) -> tuple[Job
 
 
 def met_elsewhere(address: str, place: Place) -> None:
-    """Let the launchers know that the ranks have met by other means than `begin`."""
+    """Tell the launchers that the ranks have met by other means than `begin`."""
     with suppress(StoreError), closing(Lobby(address, _SEEN_SECONDS)) as lobby:
         lobby.attempts.join(place.name)
         lobby.attempts.decide_next(ELSEWHERE)
@@ -87,7 +87,10 @@ def _meet(
 
 
 def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: float) -> bytes | None:
-    """How an attempt has ended that failed with this error; None: not by the loss of a process."""
+    """Return the outcome of the attempt that failed here with `error`; None: it has none yet.
+
+    A GroupError or a RendezvousError may come from a process's loss: wait 10 s for its launcher to publish that.
+    """
     if not isinstance(error, GroupError | RendezvousError):
         return attempts.outcome(attempt)
     return attempts.wait(attempt, max(min(deadline - time.monotonic(), _SEEN_SECONDS), 0.0))
@@ -95,7 +98,7 @@ def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: fl
 
 @contextmanager
 def _cut_off(lobby: Lobby, attempt: int, close: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile, close the store of an attempt as soon as that is lost, which ends every wait there."""
+    """Close the attempt's store as soon as its outcome is not MADE; that ends every wait in the store."""
     attempts, stop = lobby.attempts_apart()
 
     def follow() -> None:

@@ -511,7 +511,7 @@ def all_reduce_coalesced(
     """`all_reduce` of several arrays of one dtype at the price of one.
 
     Args:
-        tensors: same dtype and numbers of elements on all ranks. An array that is there several times is reduced once.
+        tensors: same dtype and numbers of elements on all ranks. An array that is given several times is reduced once.
         op, group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_reduce_coalesced")

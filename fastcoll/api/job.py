@@ -41,7 +41,7 @@ class Job:
     make: MakeGroup  # makes groups of that backend
     timeout: float  # seconds; the default of every group
     close_store: Callable[[], None]  # lets go of the store behind `store`
-    is_joiner: bool = field(default=False, init=False)  # this rank was admitted to a job that ran
+    is_joiner: bool = field(default=False, init=False)  # this rank was admitted to a running job
     _places: dict[ProcessGroup, str] = field(default_factory=dict, init=False)  # of groups besides the world
     _over: dict[str, int] = field(default_factory=dict, init=False)  # keys of such that all have left
     _calls: Counter[str] = field(default_factory=Counter, init=False)
@@ -167,7 +167,7 @@ class Job:
 
 
 def _no_descriptor(error: OSError, doing: str) -> ResourceError | None:
-    from ..rendezvous.address import no_descriptor  # it brings sockets
+    from ..rendezvous.address import no_descriptor  # imports sockets
 
     return no_descriptor(error, doing)
 

@@ -74,7 +74,7 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
     """Wait for all that is under way, as long as that makes sense."""
     started = time.monotonic()
     for group in groups:
-        group.messages.poll()  # by which the group knows what compiled callers have posted
+        group.messages.poll()  # so that the group takes over the requests of compiled callers
         while works := [work for work in group.gate.unheard.under_way() if not work.needs_message]:
             left = started + group.timeout - time.monotonic()
             if left <= 0:

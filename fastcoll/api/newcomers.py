@@ -13,7 +13,7 @@ Keys, under elastic/:
     invited/<n>     JSON: the attempt, the newcomer's rank and the size of the world
     attempts        attempts so far: their numbers; outcome/<a> as above
     world<a>/...    where those of attempt a meet, and their job's part of the store
-    first/<k>/...   the same for the attempts of the first meeting (beginning.py); start/...: how these go
+    first/<k>/...   the same for the attempts of the first meeting (beginning.py); start/...: their outcomes
     cleared         attempts before this one have no world<a>/ any more
     over            the job has ended
 """
@@ -85,7 +85,7 @@ class Lobby:
         return PrefixStore(f"elastic/{name}", store), store.close
 
     def attempts_apart(self) -> tuple[Attempts, Callable[[], None]]:
-        """As `attempts`, on a connection of its own, and what closes that."""
+        """Return `attempts` on a connection of its own, and a function that closes that."""
         store = self._store.clone()
         return Attempts(store), store.close
 
@@ -152,9 +152,10 @@ class Lobby:
     # ---- a newcomer ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float, began: float) -> tuple[Invitation, Callable[[], None]]:
-        """Register, and wait to be invited; also what takes back that the store tells of this process's end.
+        """Register and wait to be invited; return the invitation, and a function that withdraws the will.
 
-        The timeout counts from `began`, by time.monotonic().
+        The will: the store's server sets gone/<n> when this process ends. `timeout` counts from `began`, a value of
+        time.monotonic().
 
         Raises:
             RendezvousError: the job is over.
@@ -201,7 +202,7 @@ the time.monotonic() from which that counts.
 def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
     """Join the job at whose store this process is a newcomer; `timeout` is for being invited, in seconds.
 
-    `name` is what the launcher calls this process, else one of its own.
+    `name` is the launcher's name for this process, or a name that the process has chosen.
     An attempt that is off, as another newcomer has died or does not fit, is followed by the next one.
     """
     began, lobby = time.monotonic(), Lobby(address, _STORE_SECONDS)

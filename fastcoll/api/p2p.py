@@ -29,7 +29,7 @@ def send(
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: 0 to 2**31 - 1; a receive takes messages with its tag only, unless that is ANY_TAG.
+        tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
         UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
@@ -54,11 +54,12 @@ def recv(
     """Receive into an array from rank `src`, or without `src` and `group_src` from whoever sends first.
 
     Args:
-        tensor: dtype and number of elements of the message; with `status` there may be more elements.
+        tensor: dtype and number of elements of the message; with `status` it may have more elements than the message.
         src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
-        status: filled with what has come. The message may be shorter than `tensor` then, the rest of which stays.
+        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
+        status: filled with the message's sender, tag and size. With one, the message may be shorter than `tensor`;
+            the remaining elements keep their values.
 
     Returns:
         The sender's global rank; -1 outside the group.
@@ -87,13 +88,13 @@ def isend(
 ) -> Work | Any:  # outside the group None, which members need not look for
     """`send` that returns a Work at once; leave the array alone until `work.wait()` has returned.
 
-    To oneself the message is buffered, as by `send`: the Work is complete then.
+    A message to this rank is buffered, as by `send`: its Work is complete at once.
 
     Args:
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: 0 to 2**31 - 1; a receive takes messages with its tag only, unless that is ANY_TAG.
+        tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
         UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
@@ -119,8 +120,9 @@ def irecv(
         tensor: dtype and number of elements of the message; leave it alone until `work.wait()` has returned.
         src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
-        status: filled with what has come. The message may be shorter than `tensor` then, the rest of which stays.
+        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
+        status: filled with the message's sender, tag and size. With one, the message may be shorter than `tensor`;
+            the remaining elements keep their values.
 
     Raises:
         UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
@@ -139,13 +141,13 @@ def irecv(
 def send_init(
     tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> Request | Any:  # as for isend
-    """An `isend` that can be started again and again; nothing is sent before the Request's `start`.
+    """Make an `isend` that can be started repeatedly; each `start` of the Request sends a message.
 
     Args:
-        tensor: any fixed-size dtype; each message has what is in it when that is started.
+        tensor: any fixed-size dtype; each message has the values at the time of its start.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
         group: from `new_group`; None is the world. A rank outside it is warned, and gets None.
-        tag: 0 to 2**31 - 1; a receive takes messages with its tag only, unless that is ANY_TAG.
+        tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
         UsageError: a wrong argument; the group stays usable.
@@ -169,14 +171,14 @@ def recv_init(
     group_src: int | None = None,
     status: Status | None = None,
 ) -> Request | Any:  # as for isend
-    """An `irecv` that can be started again and again; `result()` of the Request is the sender's global rank.
+    """Make an `irecv` that can be started repeatedly; the Request's `result()` is the sender's global rank.
 
     Args:
         tensor: as for `irecv`.
-        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
+        src, group_src: the sender, as a global rank or a group rank; none: the rank whose message arrives first.
         group: from `new_group`; None is the world. A rank outside it is warned, and gets None.
-        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
-        status: as for `recv`; filled anew by each message.
+        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
+        status: as for `recv`; every message overwrites it.
 
     Raises:
         UsageError: a wrong argument; the group stays usable.
@@ -190,13 +192,13 @@ def recv_init(
 
 
 def startall(requests: Sequence[Request]) -> None:
-    """Start several Requests, in their order.
+    """Start several Requests in the given order.
 
     Args:
-        requests: of `send_init` and `recv_init`, none of them under way.
+        requests: from `send_init` and `recv_init`, all of them inactive.
 
     Raises:
-        UsageError: one cannot be started; then none was.
+        UsageError: one of them cannot be started; then none is started.
         GroupError: the group has failed.
     """
     start_all(requests)
@@ -205,15 +207,15 @@ def startall(requests: Sequence[Request]) -> None:
 def probe(
     src: int | None = None, group: Group = None, tag: int = ANY_TAG, group_src: int | None = None
 ) -> Status:
-    """Wait for a message that no receive has taken yet, and leave it there: the next `recv` of its kind takes it.
+    """Wait for a message that no receive has taken, without receiving it: the next matching `recv` takes it.
 
     Args:
         src, group_src: the sender, as a global rank or as a rank in the group; none: any.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
 
     Returns:
-        Its Status, with the sender's global rank. Outside the group one that nobody has filled.
+        The message's Status, with the sender's global rank. Outside the group, a Status whose fields are all -1.
 
     Raises:
         UsageError: a wrong argument; the group stays usable.
@@ -234,12 +236,12 @@ def probe(
 def iprobe(
     src: int | None = None, group: Group = None, tag: int = ANY_TAG, group_src: int | None = None
 ) -> Status | None:
-    """What `probe` would find now, without waiting for it; None where there is none.
+    """Return the Status that `probe` would return, or None if there is no such message now.
 
     Args:
         src, group_src: the sender, as a global rank or as a rank in the group; none: any.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
 
     Raises:
         UsageError: a wrong argument; the group stays usable.
@@ -253,12 +255,12 @@ def iprobe(
 
 
 def _worldwide(status: Status | None, g: ProcessGroup) -> Status | None:
-    """What fills a caller's Status with a global rank; what is none, the group refuses."""
+    """Wrap a caller's Status so that it is filled with a global rank; the group refuses other types."""
     return _Worldwide(status, g.ranks) if isinstance(status, Status) else status
 
 
 class _Worldwide(Status):
-    """Fills a caller's Status, with a global rank instead of a group rank."""
+    """Fills a caller's Status with the sender's global rank in place of the group rank."""
 
     __slots__ = ("_of", "_ranks")
 
@@ -278,15 +280,15 @@ def sendrecv(
     send_tag: int = 0,
     recv_tag: int = 0,
 ) -> int:
-    """Send one array and receive another at the same time; returns when both are done.
+    """Send one array and receive another at the same time; return when both have finished.
 
     Args:
-        input: goes to rank `dst`, as by `isend`.
-        output: comes from rank `src`, or from whoever sends first, as by `recv`.
-        dst, src: global ranks.
+        input: is sent to rank `dst`, as by `isend`.
+        output: receives from rank `src`, or from the rank whose message arrives first, as by `recv`.
+        dst, src: global ranks; a `src` of None is any rank.
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
         send_tag: 0 to 2**31 - 1.
-        recv_tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
+        recv_tag: tag of the received message, 0 to 2**31 - 1, or ANY_TAG.
 
     Returns:
         The sender's global rank; -1 outside the group.
@@ -304,13 +306,13 @@ def sendrecv(
 
 
 def waitall(works: Sequence[Work]) -> None:
-    """Wait for all of several operations.
+    """Wait for several operations.
 
     Args:
-        works: of `isend`, `irecv` and calls with async_op=True.
+        works: from `isend`, `irecv` and calls with async_op=True.
 
     Raises:
-        UsageError: as `wait` of the first one that failed.
+        UsageError: raised by `wait` of the first failed operation in the list; later ones are not waited for.
         GroupError: the same.
     """
     for work in works:
@@ -318,14 +320,14 @@ def waitall(works: Sequence[Work]) -> None:
 
 
 def waitany(works: Sequence[Work]) -> int:
-    """Wait until one of several operations has ended; its index.
+    """Wait until one of several operations has ended; return its index.
 
     Args:
-        works: of `isend`, `irecv` and calls with async_op=True.
+        works: from `isend`, `irecv` and calls with async_op=True.
 
     Raises:
-        UsageError: there is none, or this is a callback of a Work; or as `wait` of that one.
-        GroupError: as `wait` of that one.
+        UsageError: `works` is empty, or a Work's callback calls this; or raised by `wait` of the ended operation.
+        GroupError: raised by `wait` of the ended operation.
     """
     if not works:
         raise UsageError("waitany: there is no operation; give at least one Work")

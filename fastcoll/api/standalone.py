@@ -101,7 +101,7 @@ def make(
         ranks, world_size: the members' global ranks, in the order of their group ranks, and the size of that world;
             left out: the same numbers.
         began: the time.monotonic() from which `timeout` counts; None: now.
-        members: who they are, where all of them know that already from another group; they then need not join first.
+        members: all members, where each of them knows all from another group; the ranks then skip the join.
     """
     began = began or time.monotonic()
     choice = parse_backend(backend)

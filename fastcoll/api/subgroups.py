@@ -247,8 +247,11 @@ def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
 
 
 def _ask(job: Job, key: str, ranks: Sequence[int], backend: str) -> None:
-    """Say what this rank asks for: a digest that all members read. The first of those that ask for the same also writes
-    it out, for when others differ: 10,000 ranks that all did so would write 590 MB."""
+    """Publish this rank's request as a digest, which all members read.
+
+    The first rank with a given request also publishes its text, for the error if requests differ. If 10,000 ranks all
+    published it, that would be 590 MB.
+    """
     request = json.dumps([ranks, backend]).encode()
     digest = _digest(request)
     if job.store.add(f"{key}/alike/{digest.hex()}", 1) == 1:
@@ -293,7 +296,7 @@ def _is_agreed(
 def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str) -> list[bytes]:
     """The digests of what these ranks ask for, waited for."""
     keys = {rank: f"{key}/asked/{rank}" for rank in asked}
-    missing = dict(keys)  # when last looked
+    missing = dict(keys)  # at the last look
 
     def late() -> list[int]:
         found = job.store.peek([*missing.values()], 0)

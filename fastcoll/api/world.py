@@ -198,7 +198,7 @@ def join_as_newcomer(address: str, backend: str | None = None, timeout: Timeout 
 
 
 def _place() -> Place | None:
-    """This process's place in the first meeting of an elastic job of the launcher's, while that is ahead."""
+    """Return this process's place in the first meeting of an elastic job; None: that is over, or there is none."""
     text = config.get("FASTCOLL_PLACE")
     return place_of(text) if text and not _starts else None
 
@@ -214,7 +214,7 @@ def _begin(place: Place, choice: BackendChoice, limit: float) -> tuple[Job, Proc
 
 
 def _start_in_store(choice: BackendChoice, limit: float) -> Start:
-    """Joins in a store that outlives the ranks; `limit` is the timeout of the job from then on."""
+    """Return a function that joins in a store that outlives the ranks; `limit` is the job's timeout afterwards."""
 
     def start(
         store: Store,
@@ -460,9 +460,9 @@ def _check_over(store: Store, rank: int, init_method: str) -> None:
 def _start(
     find: Callable[[], Found], choice: BackendChoice, limit: float, began: float | None = None
 ) -> tuple[Job, ProcessGroup]:
-    """Find the others, join them, and make the world; what was opened is closed when that fails.
+    """Find and join the other ranks, and make the world; if that fails, close what was opened.
 
-    `began` is the time.monotonic() from which the limit counts; None: now.
+    `limit` counts from `began`, a value of time.monotonic(); None: from now.
     """
     from concurrent.futures import ThreadPoolExecutor
 

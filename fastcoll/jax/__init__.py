@@ -103,7 +103,7 @@ def all_gather(x: Any, *, group: Group = None, token: Any = None) -> Any:
 
 
 def gather(x: Any, dst: int, *, group: Group = None, token: Any = None) -> Any:
-    """Rank `dst` gets the arrays of all ranks, stacked: rank r's is `[r]` of the result. The others get their `x` back.
+    """Gather the arrays of all ranks on rank `dst`, stacked: `[r]` is rank r's. The other ranks get their `x` back.
 
     Args:
         x: same dtype and shape on all ranks.
@@ -117,10 +117,10 @@ def gather(x: Any, dst: int, *, group: Group = None, token: Any = None) -> Any:
 
 
 def scatter(x: Any, src: int, *, group: Group = None, token: Any = None) -> Any:
-    """Rank r gets `x[r]` of rank `src`.
+    """Scatter the rows of rank `src`: rank r gets `x[r]`.
 
     Args:
-        x: on `src` of shape `(world_size, ...)`; elsewhere an array like the result, whose content does not count.
+        x: on `src` of shape `(world_size, ...)`; on other ranks an array like the result, whose values are ignored.
         src: a global rank, the same on all ranks.
         group, token, and what it raises: as for `all_reduce`.
 
@@ -181,11 +181,11 @@ def recv(
     """Receive an array from rank `src`, or from the rank whose message arrives first.
 
     Args:
-        like: has the shape and the dtype of the result. Its content counts only behind the end of a shorter message.
+        like: has the result's shape and dtype. Its values are used only for elements beyond a shorter message.
         src: a global rank; None: any rank.
-        tag: of the message, 0 to 2**31 - 1, or ANY_TAG.
-        status: filled each time the program has received, before the result is ready: with the sender, the tag and the
-            count. With one, the message may be shorter than the array.
+        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
+        status: filled on each run of the program, before the result is ready, with sender, tag and count. With one, the
+            message may be shorter than the array.
         group, token, and what it returns and raises: as for `all_reduce`.
     """
     how = {"recv_tag": checked_receive_tag(tag), "status": status}
@@ -210,8 +210,8 @@ def sendrecv(
         x, dst: as for `send`.
         like, status: as for `recv`.
         src: a global rank.
-        tag: of the message that is sent.
-        recv_tag: of the message that is received, or ANY_TAG; None: the same as `tag`.
+        tag: tag of the message that is sent.
+        recv_tag: tag of the message that is received, or ANY_TAG; None: the same as `tag`.
         group, token, and what it returns and raises: as for `all_reduce`.
     """
     tags = {"tag": checked_tag(tag), "recv_tag": checked_receive_tag(tag if recv_tag is None else recv_tag)}

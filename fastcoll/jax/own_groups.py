@@ -1,10 +1,10 @@
-"""The groups that JAX's calls go over: for messages the user's own, for collectives a copy of it.
+"""The groups of JAX's calls: the user's own group for messages, a copy of it for collectives.
 
-JAX runs programs later than it is called, so its calls and those of Python come in no order that all ranks agree on.
-Messages are matched by tag, so those of JAX have a range of tags of their own (`JAX_TAGS`), and involve no other rank
-than the two. Collectives are matched by order, so they need a group of their own. The copy is made when its group is
-first used while JAX traces, on the thread that asked for it; the world's is made anew for each world. A copy is left
-with the group that it copies, and programs that are under way are waited for first, as asynchronous calls are.
+JAX runs programs later than they are called, so there is no order of JAX's and Python's calls that is the same on all
+ranks. Messages match by tag: JAX's have their own range of tags (`JAX_TAGS`), and need only the two ranks. Collectives
+match by order, so they need their own group. The copy is made when JAX first traces a collective on the group, by the
+calling thread; each new world gets a new copy. Leaving the group leaves its copy as well. Before that, running programs
+are waited for, as asynchronous calls are.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..core.monitor import last_words
 from ..errors import GroupError, UsageError
 
 _copies: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-_used: WeakSet[ProcessGroup] = WeakSet()  # groups that calls of programs go over
+_used: WeakSet[ProcessGroup] = WeakSet()  # groups that programs use
 _making = threading.Lock()
 
 
 def group_for(group: Group, is_message: bool) -> ProcessGroup:
-    """The group that a call on this one goes over; for a collective collective at its first use, as `copy_of` says."""
+    """Return the group that a call on this one uses; for a collective, collective at the first use (`copy_of`)."""
     if not is_message:
         return copy_of(group)
     original = entered(group)

@@ -30,10 +30,10 @@ Shape = tuple[int, ...]
 class Site:
     """One call: the arguments that are no arrays.
 
-    `group` is the user's (None: the world of when it runs), of `size` ranks, and `dst` and `src` are ranks in it; a
-    `src` of None is any rank. `off_root` marks a gather or scatter on a rank that is not its root. A message is sent
-    with `tag`, and received with `recv_tag`, which may be ANY_TAG, and `status`. With `token`, a token is the last
-    array that goes in and comes out, and orders the call; without, JAX orders it by an effect. A `tangent` never runs:
+    `group` is the user's (None: the world at the time of the run) and has `size` ranks; `dst` and `src` are ranks in
+    it; a `src` of None is any rank. `off_root` marks a gather or scatter on a rank that is not its root. A message is
+    sent with `tag`. It is received with `recv_tag`, which may be ANY_TAG, and with `status`. With `token`, the last
+    array in and out is a token, which orders the call; without, a JAX effect orders it. A `tangent` never runs, only
     its transpose does. `transposed` marks an all_reduce that does nothing.
     """
 
@@ -53,7 +53,7 @@ class Site:
 
     @property
     def traits(self) -> Kind:
-        """What it has in common with other calls of its name."""
+        """The properties of the calls of this name."""
         return OFF_ROOT[self.kind] if self.off_root else KINDS[self.kind]
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ class Kind(NamedTuple):
         shape: of what comes out, of (shape in, size of the group); None: nothing comes out.
         rows: whether the first dimension of what goes in, and of what comes out, counts ranks.
         form: which arrays the door gets (kernels/call_frames.py); None: there is no door for it.
-        is_message: between two ranks, over the user's group; all else goes over a copy of it (own_groups.py).
+        is_message: it involves two ranks and uses the user's group; other calls use a copy of it (own_groups.py).
         linear: whether the result is a linear function of what goes in (of reductions: of sums alone).
     """
 
@@ -82,14 +82,14 @@ class Kind(NamedTuple):
 
 
 def own_tag(tag: int) -> int:
-    """The tag of messages of programs for one of users, or for ANY_TAG."""
+    """Return the tag that programs use for a user's tag, or for ANY_TAG."""
     return wildcard_of(JAX_TAGS) if tag == ANY_TAG else JAX_TAGS + tag
 
 
 def _recv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None:
     status = site.status
     if status is not None:
-        np.copyto(out, ins[0])  # what a shorter message leaves as it is
+        np.copyto(out, ins[0])  # keep the elements beyond a shorter message
     group.recv_apart(out, site.src, own_tag(site.recv_tag), status)
     if status is not None:
         source, tag = group.ranks[status.source], status.tag - JAX_TAGS
@@ -131,7 +131,7 @@ KINDS = {
     "barrier": Kind(lambda g, s, ins, out: g.barrier(), None, form=NO_ARRAY),
 }
 OFF_ROOT = {
-    # It returns what it has given, as `reduce` does.
+    # The result is the input, as for `reduce`.
     "gather": Kind(lambda g, s, ins, out: g.gather_single(out, None, s.dst), form=IN_PLACE, linear=True),
     "scatter": Kind(lambda g, s, ins, out: g.scatter_single(out, None, s.src), form=APART, linear=True),
 }

@@ -42,7 +42,7 @@ __all__ = [
 
 
 def is_available() -> bool:
-    """Whether there are remote calls: yes."""
+    """Return True: remote calls are always available."""
     return True
 
 

@@ -38,7 +38,7 @@ from .wire import MessageType, Received
 
 _log = logging.getLogger("fastcoll")
 _LOOK_SECONDS = 1.0  # between two looks for hosts that vanished
-_NAME_LENGTH, _NAME = 128, re.compile(r"[A-Za-z0-9\-_:]*")  # those of torch
+_NAME_LENGTH, _NAME = 128, re.compile(r"[A-Za-z0-9\-_:]*")  # torch's limits
 UNCOUNTED = 2  # the kind of call by which workers agree to end
 
 
@@ -47,7 +47,7 @@ class WorkerInfo:
     """A worker's name and id, which is its rank.
 
     Raises:
-        UsageError: the name is empty, is too long, or has other characters than letters, digits, -, _ and :.
+        UsageError: the name is empty or too long, or has characters other than letters, digits, -, _ and :.
     """
 
     name: str
@@ -424,7 +424,7 @@ class Agent:
         self._count(received.kind, 0, 1)
         if link is None:
             self._serving.pop((worker.id, received.call), None)
-            call = self._own.pop(received.call, None)  # None: its time was up; the answer may hold RRefs
+            call = self._own.pop(received.call, None)  # None: timed out; the answer may hold RRefs
             self._answered(call, self.me, wire.copied(message, 0, received.call, pickled, buffers, b""))
             return
         try:
@@ -562,7 +562,7 @@ class Agent:
 
 
 def _late(doing: str, limit: float) -> str:
-    """The message about a call whose time is up, with the words that programs look for, which are in torch's."""
+    """Format the error of a timed-out call. It includes torch's wording: callers match on it."""
     return f"RPC ran for more than its timeout: {doing} was not answered within {limit:g} s"
 
 
@@ -574,7 +574,7 @@ def _described(kind: int, doing: object) -> str:
 
 
 def _arguments(received: Received) -> Any:
-    """What a call brings. RemoteError: it names a function or class that is not here."""
+    """Unpickle a call's arguments. RemoteError: they name a function or class that is not here."""
     try:
         return wire.loads(received)
     except (AttributeError, ImportError) as error:

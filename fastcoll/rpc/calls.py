@@ -100,7 +100,7 @@ def rpc_sync(
 
 
 def get_rpc_timeout() -> float:
-    """Seconds that a call may take where it says nothing else; 0: without limit.
+    """Return the default timeout of calls in seconds; 0: no limit.
 
     Raises:
         NotInitializedError: `init_rpc` was not called.
@@ -126,8 +126,8 @@ def run_user_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
     except Exception:
         if not (getattr(func, "__module__", None) or "").startswith(
             _PACKAGE
-        ):  # those raise what others are to know
-            # As a text: a handler may keep the record, and a traceback keeps the arguments.
+        ):  # these raise errors meant for the caller
+            # As a text: a handler may keep the record, and a traceback keeps the arguments alive.
             what = getattr(func, "__qualname__", func)
             _log.error("%s raised an exception, which its caller gets:\n%s", what, traceback.format_exc())
         raise

@@ -25,10 +25,10 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Answers(Protocol):
-    """A connection that brings answers."""
+    """A connection on which answers arrive."""
 
     def lead(self, number: int, until: float) -> None:
-        """Help an answer to come, until a time."""
+        """Help to receive an answer, until a time."""
 
 
 class Future(Generic[T]):
@@ -52,7 +52,7 @@ class Future(Generic[T]):
         self._once = [True]  # who pops it completes the future
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[Future[T]], Any]] = []
-        self.link: Answers | None = None  # brings the result, as the answer `number`
+        self.link: Answers | None = None  # the connection on which the result arrives, as answer `number`
         self.number = 0
         self.deadline = ENDLESS
 
@@ -111,12 +111,12 @@ class Future(Generic[T]):
         return True
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future of what `callback` returns, which is called with this one when it is done (now, if it is).
+        """Return a future of the result of `callback`, called with this future when it is done (now, if it is done).
 
         Raises:
-            ArgumentTypeError: `callback` cannot be called.
+            ArgumentTypeError: `callback` is not callable.
 
-        What the callback raises, the future raises as a RuntimeError, with the exception as its cause.
+        If the callback raises, the returned future raises a RuntimeError with that exception as its cause.
         """
         if not callable(callback):
             raise ArgumentTypeError(f"then(): incompatible function arguments: {callback!r} is no function")
@@ -199,7 +199,7 @@ def anew(error: E) -> E:
 
 
 def _of_callback(error: BaseException) -> BaseException:
-    """What the future of a callback raises that has raised `error`: a RuntimeError, as in torch."""
+    """Return the exception of a callback's future for the callback's `error`: a RuntimeError, as in torch."""
     if isinstance(error, RuntimeError) or not isinstance(error, Exception):
         return error
     failed = RpcError(f"a callback raised {type(error).__name__}: {error}")
@@ -208,17 +208,17 @@ def _of_callback(error: BaseException) -> BaseException:
 
 
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """A future of the list of these, done when all of them are; it raises the first exception among them at once."""
+    """Return a future of this list, done when all of them are; the first exception completes it at once."""
     return _collected(futures, ends_early=True)
 
 
 def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
-    """The results of all; raises the first exception among them as soon as it comes, as torch does."""
+    """Return the results of all; raise the first exception as soon as it arrives, as torch does."""
     return [future.value() for future in collect_all(futures).wait()]
 
 
 def all_done(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """A future of the list of these, done when all of them are, whether they have results or exceptions."""
+    """Return a future of this list, done when all of them have results or exceptions."""
     return _collected(futures, ends_early=False)
 
 

@@ -74,20 +74,20 @@ _late: set[Source] = set()
 
 
 def arm_late(but: object = None) -> None:
-    """Look after the sources that `arm_later` was told about, except one."""
-    for source in list(_late):  # others add to it meanwhile, and start the timer for what they add
+    """Call `look_after` on all sources that `arm_later` has added, except one."""
+    for source in list(_late):  # other threads may add to it meanwhile; they start the timer for that
         if source is not but:
             _late.discard(source)
             source.look_after()
 
 
 def reads(source: Source) -> None:
-    """This thread holds `reading`, and looks after the source when it has released it: nobody else has to."""
+    """Drop a source from the late ones: this thread holds `reading`, and calls `look_after` after releasing it."""
     _late.discard(source)
 
 
 def before_blocking(reading: object = None) -> None:
-    """Called by a thread before it waits for a future: if it has a turn, that ends. It reads the source `reading`."""
+    """End this thread's turn, or hand its tasks on, before it waits for a future; it reads the source `reading`."""
     if _late:
         arm_late(reading)
     readers: Readers | None = getattr(_here, "readers", None)

@@ -33,7 +33,7 @@ from .futures import Future, anew
 
 T = TypeVar("T")
 _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
-_MOMENT_SECONDS = 0.004  # a thread that is woken for each RRef's end takes as long as a call
+_MOMENT_SECONDS = 0.004  # waking a thread for the end of each RRef takes as long as a call
 _SETTLE_SECONDS = 30.0  # in which `shutdown` waits for the others' last messages
 _log = logging.getLogger("fastcoll")
 
@@ -211,7 +211,7 @@ class References:
             self._ledger.handle(sender, Message(kind, ref and Reference(*ref), number, dead))
 
     def _run(self) -> None:
-        """Send what there is to tell; after that what comes within a moment is left to be sent together."""
+        """Send messages; counting messages that arrive within 4 ms of each other are sent together."""
         counting: dict[int, list[Any]] = {}
         item = self.todo.get()
         while item is not None:
@@ -230,7 +230,7 @@ class References:
 
     def _tell(self, to: int, kind: int, payload: Any) -> None:
         try:
-            self.agent.connect(self.agent.workers[to])  # raises where the worker is gone; `tell` does not
+            self.agent.connect(self.agent.workers[to])  # raises if the worker is gone, which `tell` does not
             self.agent.tell(to, kind, payload)
         except FastcollError as error:
             self._died(to, error)

@@ -45,7 +45,7 @@ class RRef(Generic[T]):
 
     __slots__ = ("__weakref__", "_made", "_methods", "_ref", "_references")
     _made: Future[None] | None  # the call that makes the value, if this RRef comes from `remote`
-    _methods: tuple[str, ...]  # that the value is known to have
+    _methods: tuple[str, ...]  # methods that the value is known to have
     _ref: Reference
     _references: References
 
@@ -203,8 +203,8 @@ wire.reduce_type(RRef, _reduce, _stays)
 class _Proxy:
     """The methods of an RRef's value, called on its owner.
 
-    The first call of a method by `rpc_async` or `remote` asks the owner whether the value has it, so that the call
-    raises the AttributeError, as in torch; it waits for the value.
+    The first `rpc_async` or `remote` call of a method asks the owner, and waits, whether the value has the method. So
+    the call itself raises AttributeError, as in torch.
     """
 
     def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: Timeout) -> None:
@@ -223,7 +223,7 @@ class _Proxy:
 
 
 def find_method(rref: RRef[Any], name: str) -> None:
-    """AttributeError: the value of an RRef, which is here, has no attribute of that name."""
+    """Check that the value of an RRef owned here has an attribute; AttributeError: it has none."""
     getattr(rref.local_value(), name)
 
 

@@ -57,7 +57,7 @@ _EXIT_SECONDS = 10.0
 
 
 class BackendType(Enum):
-    """The backends of torch's RPC, of which there is one; it makes no difference here."""
+    """torch's RPC backends, of which there is one; the choice has no effect here."""
 
     TENSORPIPE = "TENSORPIPE"
 
@@ -103,26 +103,26 @@ def init_rpc(
     """Become the worker `name`, which others can call. Blocks until all workers have joined.
 
     Args:
-        name: of this worker; each has another one.
-        backend: None or BackendType.TENSORPIPE, which makes no difference.
+        name: this worker's name, unique among all workers.
+        backend: None or BackendType.TENSORPIPE, without effect.
         rank, world_size: this worker's id and how many there are; without them, those of the default group, or what
             `init_process_group` would find in the environment.
         rpc_backend_options: a RpcBackendOptions.
 
     Raises:
-        UsageError: a wrong argument, a name or rank that two workers have, or another world size than others have; or
-            nothing, neither an argument nor the environment, says who the others are.
-        ArgumentTypeError: one of those, an argument of a wrong type.
+        UsageError: an argument is wrong, two workers have the same name or rank, or world sizes differ; or neither the
+            arguments nor the environment give the other workers.
+        ArgumentTypeError: an argument has a wrong type.
         RendezvousError: the others did not come, or have another secret.
         PeerDiedError: a worker died before all had joined.
-        UnavailableError: the job has no secret (FASTCOLL_INSECURE=1), so anybody could run code here.
+        UnavailableError: the job has no secret (FASTCOLL_INSECURE=1), so anyone could run code here.
 
     Example:
         >>> rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"name is {name!r:.150}; give this worker a name")
-    WorkerInfo(name, 0)  # raises where it is no name of a worker
+    WorkerInfo(name, 0)  # checks the name
     if backend is not None and not isinstance(backend, Enum):
         raise ArgumentTypeError(
             f"Argument backend must be a member of BackendType, not {backend!r:.80}; leave it out"
@@ -265,7 +265,7 @@ def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> 
                 "environment variable RANK expected, but not set, nor those of any launcher; pass rank and world_size, "
                 "or start with python -m fastcoll.launch"
             )
-    # The name of a group has a `file://` lead to a file of rpc's own: a process group may meet in the other one.
+    # "fastcoll-rpc" makes `file://` use a file of rpc's own: a process group may meet in the given one.
     found = find_others(options.init_method, rank, size, limit, "fastcoll-rpc", "fastcoll-rpc")
     undo.callback(found.close, 0.5)
     members = join(found.store, found.rank, found.world_size, "rpc", limit, began=began)

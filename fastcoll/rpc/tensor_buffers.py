@@ -1,7 +1,7 @@
-"""torch's tensors in messages: a storage travels once; tensors of a message that share it share it at the receiver.
+"""torch's tensors in messages: each storage is sent once, and tensors that share it share it at the receiver.
 
-By itself torch pickles a tensor through a file in memory: 16 MiB take 108 ms, and 0.03 ms this way (AMD EPYC). A tensor
-that is a small part of its storage travels as a copy of that part, as in torch: it shares nothing at the receiver.
+torch's own pickling writes a tensor through a file in memory: 16 MiB take 108 ms, here 0.03 ms (AMD EPYC). A tensor
+that is a small part of its storage is sent as a copy of that part, as in torch: it shares nothing at the receiver.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _DTYPES = (
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
-# A storage of up to so many bytes is in the pickle itself: beside it, its four copies fewer cost 5 us more.
+# Storages of up to this size are part of the pickle: beside it they are copied four times less, but cost 5 us more.
 _IN_PICKLE = 4 << 10
 _PART_NBYTES, _PART = (
     8 << 10,
     2,
-)  # of a storage from so many bytes on, a tensor of at most half of it is a small part
+)  # from this storage size on, a tensor of at most half of its storage is a small part
 
 
 def reduced(tensor: Any, to: object = None) -> Any:
@@ -53,20 +53,20 @@ def reduced(tensor: Any, to: object = None) -> Any:
 
 
 def _memory(storage: Any, nbytes: int) -> Any:
-    """The bytes of a storage; the same object for all tensors of a message that share it."""
+    """Return a storage's bytes: one object for all tensors of a message that share the storage."""
     known, address = wire.in_message(), storage.data_ptr()
     if (found := known.get(address)) is not None:
         return found[0]
-    # By the address: every way through torch's dispatcher takes longer than all else here.
+    # Through the address: any call of torch's dispatcher takes longer than everything else here.
     block = (ctypes.c_ubyte * nbytes).from_address(address)
-    block.storage = storage  # type: ignore[attr-defined]  # it lives as long, and nothing else gets its address
+    block.storage = storage  # type: ignore[attr-defined]  # so the address is not reused while the block exists
     found = bytearray(block) if nbytes <= _IN_PICKLE else wire.Shared(pickle.PickleBuffer(block))
     known[address] = found, block
     return found
 
 
 def _built(memory: Any, dtype: int, shape: tuple[int, ...], layout: Any, kind: int) -> Any:
-    # None of this makes a view: autograd lets what comes be changed in place.
+    # No views are made: autograd then allows changes of the result in place.
     if layout is None:
         tensor = torch.frombuffer(memory, dtype=_DTYPES[dtype])
         if len(shape) != 1:

@@ -112,7 +112,7 @@ def sender() -> WorkerInfo:
 
 
 class Shared:
-    """Memory beside a pickle to which several objects of a message refer: it travels once."""
+    """Memory beside a pickle that several objects of a message share; it is sent once."""
 
     __slots__ = ("_buffer",)
 
@@ -128,7 +128,7 @@ def _came_beside(buffer: Piece) -> Piece:
 
 
 def in_message() -> dict[Any, Any]:
-    """For reducers: what they note of the message that this thread pickles."""
+    """Return the notes that reducers keep for the message that this thread is pickling."""
     notes: dict[Any, Any] = _here.outgoing.notes
     return notes
 
@@ -264,7 +264,7 @@ def _take_ahead(received: Received) -> tuple[list[Any], memoryview]:
 
 
 class receiving:
-    """What this thread unpickles inside comes from `worker`. A class: a generator takes 1 us more, twice a call."""
+    """Mark that this thread unpickles a message of `worker`. A class: a generator takes 1 us more, twice per call."""
 
     __slots__ = ("_before", "_worker")
 

@@ -32,7 +32,7 @@ from .work import completions
 
 _log = logging.getLogger("fastcoll")
 _SETTLE_SECONDS = 5.0
-# The names on which members of groups have agreed under torchrun.
+# The start's name on which the members of a group have agreed under torchrun.
 _starts: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
@@ -52,7 +52,7 @@ def make_group(
         rank, size: this process's group rank, and the number of members.
         global_ranks: of the members, in the order of their group ranks; empty: the same numbers.
         world_size: ranks of the whole job.
-        parent: a group that all members of the new one are members of, if there is one: they know one another.
+        parent: a group that has all members of the new one, so that they know one another already; or None.
     """
     config.check()
     _watch_ends()
@@ -112,12 +112,12 @@ def _members(parent: ProcessGroup, global_ranks: Sequence[int]) -> list[Member]:
 def _place(
     store: Any, rank: int, size: int, timeout: float, global_ranks: Sequence[int], parent: ProcessGroup | None
 ) -> tuple[Store, str]:
-    """The part of torch's store that belongs to this group alone, as torch uses the same keys again; and its start."""
+    """Return this group's own part of torch's store (torch uses the same keys again), and the start's name."""
     if size == 1:
         return HashStore(), ""
     ours, start = PrefixStore("fastcoll", TorchStore(store)), ""
     if parent is not None:
-        # Where no rank joins, two groups of one name would not be noticed; so they get keys of their own.
+        # Ranks skip the join, so a second group of the same name would go unnoticed: each gets its own keys.
         ours = PrefixStore(hashlib.sha256(repr(list(global_ranks)).encode()).hexdigest()[:16], ours)
         start = _starts[parent]
     if dist.is_torchelastic_launched():
@@ -134,8 +134,8 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
 
     torchrun starts all ranks anew after a failure or a change of members, and its store has the keys of those before.
     Nothing that it tells a rank is then both new and the same on all ranks: agents of several nodes count restarts each
-    for itself. So rank 0 names a meeting, and the others take that name once rank 0 has seen them there. Groups of some
-    members of a group that has met so use its name, and need no such meeting.
+    for itself. So rank 0 names a meeting, and the other ranks take that name once rank 0 has seen them there. A group
+    whose members are in such a group uses its name and needs no meeting.
 
         meeting             the name of the latest meeting, as rank 0 set it
         <name>/here/<rank>  a counter: who makes it 1 has come to that meeting

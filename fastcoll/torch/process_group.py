@@ -30,11 +30,11 @@ from .jobs import leave_group, make_group, refuse_gpus, refuse_options
 from .sparse import all_reduce_sparse
 from .work import DoneWork, PendingWork
 
-_GROUPS_OWN = timedelta(milliseconds=-1)  # how C++ says "the group's timeout"
+_GROUPS_OWN = timedelta(milliseconds=-1)  # in C++: "the group's timeout"
 
 
 def gloos_sentence(rank: int, missing: Sequence[int], limit: float, all_of_them: bool) -> str:
-    """What Gloo's monitored barrier raises on a rank, without a full stop; ranks are group ranks."""
+    """Return the text of the error of Gloo's monitored barrier, without a full stop; ranks are group ranks."""
     if rank > 0:
         return (
             f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
@@ -59,8 +59,8 @@ def _lacks(name: str, cure: str) -> Any:
 class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A process group of torch on the group `fastcoll`, whose methods' errors it raises; operations return a Work.
 
-    `opts` are torch's options of each operation, None for the defaults; ranks are group ranks. `store` is torch's, of
-    the group alone.
+    `opts` are torch's options of each operation, None for the defaults; ranks are group ranks. `store` is torch's, for
+    this group alone.
     """
 
     def __init__(self, group: ProcessGroup, store: Any) -> None:
@@ -172,9 +172,9 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return DoneWork([])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names every missing rank on every rank, behind Gloo's sentence, which programs match.
+        """Synchronise all ranks; the error names every missing rank, after Gloo's sentence, on which callers match.
 
-        torch.distributed.monitored_barrier calls it only where the backend is named gloo; else call it on the group.
+        torch.distributed.monitored_barrier calls it only if the backend is named gloo; otherwise call it on the group.
         """
         limit = self.fastcoll.timeout if timeout in (None, _GROUPS_OWN) else timeout.total_seconds()
         try:
@@ -206,9 +206,9 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> FastcollProcessGroup | None:
-        """A group of these members, who have their places in the list as ranks; None on others, who need not call.
+        """Make a group of these members, ranked by their order in the list; None on other ranks, which need not call.
 
-        torch.distributed.split_group calls it, from 2.15 on without an accelerator, too.
+        torch.distributed.split_group calls it, from 2.15 on also without an accelerator.
         """
         whole, name = self.fastcoll, group_name or f"{self._name}:split:{list(new_ranks)}"
         refuse_options(opts)
@@ -241,7 +241,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """What collectives may take from now on; sends and receives keep the timeout that the group was made with."""
         self.fastcoll.timeout = timeout.total_seconds()
 
-    _set_default_timeout = set_timeout  # the name at Gloo's and NCCL's backends
+    _set_default_timeout = set_timeout  # the name in Gloo's and NCCL's backends
 
     def get_error(self) -> Any:
         failure, kinds = self.fastcoll.failure, c10d.ErrorType
@@ -286,8 +286,8 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # From 2.15 on a group that has devices while torch makes it may get a flight recorder, which needs a group in
-        # C++. One that is split off must have them by then; registration.py asks that it gets no recorder.
+        # From 2.15 on, torch may give a group that has devices during its creation a flight recorder, which needs a
+        # group in C++. A group that is split off must have devices then; registration.py excludes it from recorders.
         is_made = self._is_split or self in dist.distributed_c10d._world.pg_map
         return [torch.device("cpu")] if is_made else []
 

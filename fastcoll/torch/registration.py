@@ -40,7 +40,7 @@ def register() -> None:
     if not hasattr(dist, "gather_single"):  # came together with torch's own look at groups in Python
         _kept.append(torch.library.Library("_c10d_functional", "IMPL", "CPU"))
         _kept[0].impl("all_gather_into_tensor_out", _all_gather_into_tensor_out)
-    # torch 2.15 attaches its flight recorder, which knows groups in C++ alone, to others than these; ours has its own.
+    # torch 2.15 attaches its flight recorder, which needs groups in C++, to all backends but these; ours has its own.
     record_themselves: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     record_themselves.add("fastcoll")
     run_uncompiled(_methods_of_groups())
@@ -56,10 +56,10 @@ def register() -> None:
 
 
 def is_alone_under_accelerate(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` was asked for several processes and has started one, which trains alone in silence.
+    """Whether `accelerate launch` was asked for several processes but has started one, which trains alone silently.
 
-    It says where they would meet only when it was asked for several, and gives them no ranks; mpirun, which it can
-    start them by, does.
+    Accelerate sets MASTER_ADDR only if it was asked for several processes, and sets no ranks. If it starts the
+    processes with mpirun, that sets ranks.
     """
     ranks = ("RANK", *(source.rank for source in (*MPI_SOURCES, SLURM)))
     is_asked = "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ

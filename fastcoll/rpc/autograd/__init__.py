@@ -66,12 +66,12 @@ def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) 
         retain_graph: keep the graph for another backward pass.
 
     Raises:
-        UsageError: no such context here, or wrong roots; as ArgumentTypeError where they are of a wrong type.
+        UsageError: there is no such context here, or the roots are wrong; ArgumentTypeError: they have a wrong type.
         PeerDiedError: a worker that takes part died.
         RpcTimeoutError: a worker was not done within the time of `init_rpc`.
 
-    What a function of the graph raises on any worker is raised here: itself, if it is a RuntimeError, else as the cause
-    of one. After a failure the context's gradients may be incomplete.
+    If a function of the graph raises on any worker, that error is raised here: a RuntimeError as it is, any other error
+    as the cause of a RuntimeError. After a failure the context's gradients may be incomplete.
     """
     _check(context_id, roots)
     here = participant()

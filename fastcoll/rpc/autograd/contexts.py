@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 _SHIFT = 48  # of the worker's number in ids
 
 
-_OWN_REFERENCES = 2  # of a local variable's object, as sys.getrefcount counts
+_OWN_REFERENCES = 2  # of an object in one local variable, by sys.getrefcount
 
 
 def _is_exclusive(gradient: Any) -> bool:
-    """Whether torch has no other reference to a gradient, and no part of it is a part of something else.
+    """Whether nothing else in torch refers to a gradient or to its memory.
 
-    The test of torch's own accumulation of gradients: no view, no broadcast, no part of larger memory.
+    The same test as in torch's accumulation of gradients: it is no view, no broadcast, no part of larger memory.
     """
     if gradient._use_count() > 1:
         return False
@@ -94,9 +94,9 @@ class Context:
             return [self._tokens[message] for message in messages]
 
     def accumulate(self, leaves: Sequence[Any], gradients: list[Any]) -> None:
-        """Add gradients to those of the leaves; takes the list's gradients out of it.
+        """Add gradients to those of the leaves; removes them from the list.
 
-        A gradient that nobody else has is taken over, any other one is copied.
+        A gradient without other references is stored as it is, any other one is copied.
         """
         with self._lock:
             for leaf in reversed(leaves):

@@ -24,7 +24,7 @@ def averaged(leaves: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     with of_grad:
         found = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
         with _set_aside(found):
-            if found:  # from the leaves themselves: a view would reshape, which a sparse gradient cannot
+            if found:  # starts at the leaves: a view would reshape, and sparse gradients cannot be reshaped
                 torch.autograd.backward(found, [each for each in gradients if each is not None])
             after = iter([_own(leaf.grad) for leaf in found])
     return [None if gradient is None else next(after) for gradient in gradients]

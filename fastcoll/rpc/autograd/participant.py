@@ -124,7 +124,7 @@ def _note(over: queue.SimpleQueue[tuple[int, Future[None]]], worker: int, done: 
 
 
 def _raise(worker: int, error: BaseException | None) -> None:
-    """Raise what ended a worker's part of a pass, as a RuntimeError, as in torch."""
+    """Raise the error that ended a worker's part of a pass, as a RuntimeError, as torch does."""
     if error is None:
         return
     if isinstance(error, RuntimeError) or not isinstance(error, Exception):

@@ -79,7 +79,7 @@ class Pass:
         gradients = [flow(self, roots, self._leaves, retain_graph)]
         for future in self._sent:
             future.wait()
-        # No other list has them any more when they are accumulated.
+        # `pop`: no other list refers to the gradients when they are accumulated.
         self._context.accumulate(self._leaves, averaged(self._leaves, gradients.pop()))
 
     def fail(self, error: BaseException) -> None:
