@@ -225,7 +225,7 @@ def test_pinned_host_memory_is_host_memory():
 
 
 def test_dlpack_before_its_version_1_is_read_in_place():
-    """It says nothing of writing, so NumPy takes it as read-only."""
+    """Its interface does not mention writing, so NumPy makes it read-only."""
 
     class Old(Dlpack):
         def __dlpack__(self, stream=None):

@@ -91,7 +91,7 @@ def test_what_rounding_loses_comes_with_the_next_steps(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("travel", "bits"), [("float16", 10), ("bfloat16", 7)])
 def test_what_is_rounded_off_is_sent_later(rank: int, travel: str, bits: int) -> None:
-    """Each gradient is a quarter of a last place above 1, which rounding to the nearest alone would lose every time."""
+    """Each gradient exceeds 1 by a quarter of the last place, which rounding to nearest always drops."""
     unit, steps, total = 2.0**-bits, 40, 0.0
     reducer = GradientReducer([np.zeros(3, "f4")], travel=travel)
     for _ in range(steps):

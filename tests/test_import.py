@@ -310,7 +310,7 @@ def test_the_oldest_versions_are_those_of_the_package() -> None:
 
 
 def test_some_rooms_are_imported_when_they_are_first_asked_for() -> None:
-    """Also JAX, which tests/with_jax has."""
+    """Includes JAX; tests/with_jax has it installed."""
     program = """
 import sys, fastcoll as dist
 rooms = ["fastcoll.elastic", "fastcoll.rpc", "fastcoll.jax"]

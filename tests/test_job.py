@@ -39,7 +39,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 
 def job_of(store: Store, rank: int, size: int = 2) -> Job:
-    """A job of two, or more, of whom the others are out of sight."""
+    """Return a job of two or more ranks; the processes of the others cannot be checked from here."""
     here = Member.here(0, size, "tcp")
     members = [replace(here, rank=each, boot_id=str(each), host="far") for each in range(size)]
     return Job(store, members, rank, None, None, 60.0, store.close)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_a_store_whose_process_is_stopped_holds_nobody_up(
 
 
 class Counting(HashStore):
-    """A store that counts the requests, and the keys in them."""
+    """A store that counts requests, keys and bytes."""
 
     requests = keys = nbytes = 0
 
@@ -89,8 +89,8 @@ def test_a_rank_that_is_late_in_new_group_costs_the_others_few_requests(
 
     job.raise_if_left = look  # type: ignore[method-assign]
     assert subgroups._answers(job, "group0", range(size), 300.0, "testing") == [b"digest"] * size
-    assert store.requests < 4 * 20  # a look: the wait before it, which rank is late, and whether it has left
-    assert store.keys < 23 * size  # each wait names all keys; besides these all are looked at once
+    assert store.requests < 4 * 20  # per look: the wait before it, the late ranks, and whether they have left
+    assert store.keys < 23 * size  # each wait lists all keys; apart from that, each key is looked up once
 
 
 def test_ranks_that_ask_for_the_same_group_write_its_ranks_once() -> None:

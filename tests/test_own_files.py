@@ -1,4 +1,4 @@
-"""Files of this user alone: nothing that somebody else has put there is followed, waited for or changed."""
+"""This user's own files: nothing that another user has put there is followed, waited for or changed."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_another_users_file_is_refused(precious: Path, monkeypatch: pytest.Monke
 def test_a_new_file_is_made_with_its_mode(tmp_path: Path) -> None:
     os.close(open_own(tmp_path / "file", os.O_WRONLY, 0o600))
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
-    os.close(open_own(tmp_path / "file", os.O_RDWR, 0o644))  # it is there, and keeps what it has
+    os.close(open_own(tmp_path / "file", os.O_RDWR, 0o644))  # an existing file keeps its content
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

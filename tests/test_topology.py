@@ -35,7 +35,7 @@ def test_every_rank_sees_the_same_nodes_and_its_own_place(homes: list[int]) -> N
 
 
 class Counted(Member):
-    """A rank that counts how often it is asked for its node."""
+    """A rank that counts how often its node is read."""
 
     asked = 0
 

@@ -144,7 +144,7 @@ def elastic_jobs() -> None:
 
 
 def rooms() -> None:
-    """Parts of the package that need no import of their own."""
+    """Names of the package that need no import of their own."""
     dist.elastic.State(step=0).commit()
     assert_type(dist.rpc.get_worker_info(), dist.rpc.WorkerInfo)
     from_jax: Callable[..., Any] = dist.jax.all_reduce

@@ -1,4 +1,4 @@
-"""isend, irecv and what waits for them inside numba.njit; and how they and Python's messages take turns."""
+"""isend, irecv and the waits for them in numba.njit, and their order with Python's messages."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from fastcoll.kernels import doors as d
 from fastcoll.p2p import handles
 from fastcoll.shm.callers import way
 
-SIZES = (1, 5000, 300_000)  # in one piece, perhaps read where it is, and in many pieces
+SIZES = (1, 5000, 300_000)  # in one piece, perhaps read in place, and in many pieces
 
 
 @numba.njit(cache=True)
 def around(x, y, right, left, group, tag):
-    """Each rank's array to the next one; the sender, three times."""
+    """Send each rank's array to the next rank; return the sender three times."""
     taken = dist.irecv(y, left, group, tag)
     given = dist.isend(x, right, group, tag)
     taken.wait()
     given.wait()
-    taken.wait()  # twice is fine
+    taken.wait()  # a second wait is allowed
     return taken.source_rank(), taken.source_rank(), given.source_rank()
 
 
@@ -41,7 +41,7 @@ def test_around_a_ring(rank, world_size):
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     for count in SIZES:
         for dtype in (np.float64, np.int8):
-            for _ in range(3):  # by Python at first, and by a way then where there is one
+            for _ in range(3):  # first by Python, then by a native call if there is one
                 x, y = np.arange(count).astype(dtype) + dtype(rank), np.zeros(count, dtype)
                 assert around(x, y, right, left, None, 7) == (left, left, -1)
                 assert_same(y, np.arange(count).astype(dtype) + dtype(left), (count, dtype))
@@ -49,7 +49,7 @@ def test_around_a_ring(rank, world_size):
 
 @numba.njit(cache=True)
 def all_at_once(x, y, peer, group):
-    """A message in each row, by one list of requests; the index of the first that was done."""
+    """Send one message per row, with one list of requests; return the index of the first that completed."""
     works = [dist.irecv(y[k], peer, group, tag=k) for k in range(len(y) - 1, -1, -1)]
     works += [dist.isend(x[k][::-1], peer, group, tag=k) for k in range(len(x))]
     first = dist.waitany(works)
@@ -101,7 +101,7 @@ def test_groups_and_senders_are_global_ranks(rank, world_size):
 
 @numba.njit(cache=True)
 def of_any_tag(y, peer):
-    """Messages with tags 3, 1 and 2, in that order."""
+    """Receive messages with tags 3, 1 and 2, in this order."""
     second, first = dist.irecv(y[1], peer, tag=1), dist.irecv(y[0], peer, tag=dist.ANY_TAG)
     dist.recv(y[2], peer, tag=dist.ANY_TAG)
     dist.waitall([first, second])
@@ -158,7 +158,7 @@ def _posted(count, value, peer):
 
 @numba.njit
 def forgotten(count, value, peer):
-    """Send arrays that nobody else has; others are made before they are read."""
+    """Send arrays without other references; other arrays are allocated before the messages are read."""
     first, second = _posted(count, value, peer), _posted(count, value + 1, peer)
     total = np.full(count, -1.0).sum() + np.full(count, -2.0).sum()
     second.wait()
@@ -175,7 +175,7 @@ def test_a_request_keeps_its_array_until_it_was_waited_for(rank, world_size):
             if rank == 0:
                 before = rtsys.get_allocation_stats()
                 assert forgotten(count, 5.0, 1) == -3 * count
-                gc.collect()  # some were Python's
+                gc.collect()  # some were held by Python
                 after = rtsys.get_allocation_stats()
                 made, freed = after.mi_alloc - before.mi_alloc, after.mi_free - before.mi_free
                 assert made == freed > 0, (count, turn)
@@ -227,7 +227,7 @@ def test_what_is_posted_gets_on_while_its_rank_does_something_else(rank, world_s
         if rank == 0:
             around_a_barrier(x, y, 1)
         else:
-            dist.send(x, 0)  # which rank 0 has to take before this rank comes to the barrier
+            dist.send(x, 0)  # rank 0 must receive it before this rank enters the barrier
             dist.recv(y, 0)
             dist.barrier()
         assert_same(y, np.full(300_000, 2.0 - rank), "beside a barrier")
@@ -235,7 +235,7 @@ def test_what_is_posted_gets_on_while_its_rank_does_something_else(rank, world_s
 
 @numba.njit
 def two_ways(x, y, peer, left):
-    """Post, and leave the rest to calls of Python and others; `left` is what is not waited for."""
+    """Post, then let calls of Python make progress; `left` is never waited for."""
     taken, sent = begun(x, y, peer)
     with numba.objmode():
         other = np.zeros(1)
@@ -289,25 +289,25 @@ def test_threads_share_the_rings(rank, world_size):
 def test_the_usual_case_is_one_compiled_call_each(rank, world_size):
     group = dist.group.WORLD
     mailbox, kind = group.backend.ways.mailbox, rows.message_word(3, np.dtype(np.float64))
-    group.backend.pipe.stay_awake()  # as the engine's thread says, which would take over what is not waited for
+    group.backend.pipe.stay_awake()  # as the engine's thread does, which would take over pending requests
     x, y = np.full(4, rank + 1.0), np.zeros(4)
     peer = 1 - rank
     taken = -1 - way(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, peer)
     sent = -1 - way(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 32, kind, peer)
     assert 0 < taken < sent
-    dist.barrier()  # the message is there
+    dist.barrier()  # the message has arrived
     numbers = (ctypes.c_int64 * 2)(taken, taken)
     assert way(d.WAIT_ANY).call(mailbox, ctypes.addressof(numbers), 0, 2, 0, 0) == -1
     assert y.tolist() == [2.0 - rank] * 4
     assert way(d.WAIT).call(mailbox, taken, 0, 0, 0, 0) == -1 - peer
-    dist.barrier()  # and so is the answer
+    dist.barrier()  # the ack has arrived
     assert way(d.TEST).call(mailbox, sent, 0, 0, 0, 0) == -2
     assert way(d.TEST).call(mailbox, sent, 0, 0, 0, 0) == -2
     assert not group.backend.pipe.has_posted()
-    # What is of no record is Python's, and what is of another kind is, too.
+    # Requests without a record are left to Python, and so are messages to this rank.
     assert way(d.WAIT).call(mailbox, sent + 1, 0, 0, 0, 0) == LATER
     assert way(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, rank) == LATER
-    # A blocking call beside a request; and the engine takes over what is left.
+    # A blocking call while a request is pending; then the engine takes over the pending request.
     taken = -1 - way(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, peer)
     way(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 32, kind + (1 << 40), peer)
     dist.barrier()

@@ -81,7 +81,7 @@ def test_a_status_says_how_much_has_come(rank, world_size):
     for n in counts:
         for turn in range(1, world_size):
             status, x = dist.Status(), np.full(60_000, -1, "f4")
-            tag = dist.ANY_TAG if world_size == 2 else n  # where no other rank's message is the earliest
+            tag = dist.ANY_TAG if world_size == 2 else n  # of two ranks, no other one's message is earlier
             if turn % 2:
                 source = dist.recv(x, tag=tag, status=status)
             else:

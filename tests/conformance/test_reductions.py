@@ -200,7 +200,7 @@ def test_coalesced(rank, world_size):
 
 @pytest.mark.ranks(1, 2)
 def test_an_array_that_a_coalesced_call_has_twice_is_reduced_once(world_size):
-    """As by torch.distributed over Gloo."""
+    """The same results as torch.distributed over Gloo."""
     x, y, strided, empty = np.ones(3), np.ones(2), np.ones((2, 4))[:, ::2], np.ones(0)
     for asynchronous in (False, True):
         work = dist.all_reduce_coalesced(

@@ -1,4 +1,4 @@
-"""A program of a user of Accelerate, who leaves to the environment where it runs."""
+"""A user's program for Accelerate; the environment decides where it runs."""
 
 import sys
 

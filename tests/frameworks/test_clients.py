@@ -32,12 +32,12 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 
 
 def start(environment: Mapping[str, str], *command: str | Path) -> subprocess.Popen[str]:
-    """A Python program in a process group of its own."""
+    """Start a Python program in a process group of its own."""
     return begin({"ACCELERATE_USE_CPU": "1", **environment}, sys.executable, *map(str, command))
 
 
 def begin(environment: Mapping[str, str], *command: str) -> subprocess.Popen[str]:
-    """A command in a process group of its own."""
+    """Start a command in a process group of its own."""
     common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         command,
@@ -83,7 +83,7 @@ def test_frameworks_have_the_losses_of_gloo(tmp_path: Path) -> None:
             assert ours[name]["values"] == pytest.approx(gloo[name]["values"], rel=1e-6), name
 
 
-# Each command on the page, what train.py is, and what each of two ranks prints in the end.
+# Each command on the page, its train.py, and the last output of each of two ranks.
 ON_THE_PAGE = {
     "FASTCOLL_TORCH_DEFAULT=gloo torchrun --nproc-per-node 2 train.py": (
         "typed.py", ["torchmetrics", "trainer", "deepspeed"], "deepspeed: rank {} of 2, FastcollProcessGroup, 16 values"
@@ -134,9 +134,9 @@ def test_accelerate_that_starts_what_it_was_asked_for_is_not_warned_of() -> None
 
 
 def typing(folder: Path, program: str) -> dict[str, str]:
-    """An environment for a shell whose `train.py` is that program, and whose commands are this environment's.
+    """Return a shell's environment with that program as `train.py` and with this Python's commands.
 
-    torchrun may be of an environment that this one is on top of, and would start that one's Python.
+    torchrun may belong to a parent environment of this one, and would start the parent's Python.
     """
     shutil.copy(HERE / program, folder / "train.py")
     torchrun = folder / "torchrun"

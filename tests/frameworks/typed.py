@@ -1,4 +1,4 @@
-"""The train.py of a command on the page: runs what its first argument names, and says which group served it."""
+"""The train.py of a command on the page: runs the program of its first argument and prints the group's type."""
 
 import sys
 
@@ -12,7 +12,7 @@ for check in two_ranks.CHECKS:
     if check.__name__ in sys.argv[1:]:
         values = check()
         kind, size = type(dist.group.WORLD).__name__, dist.get_world_size()
-        # In one call, as the ranks write to one pipe.
+        # One write, because the ranks share a pipe.
         sys.stdout.write(
             f"{check.__name__}: rank {dist.get_rank()} of {size}, {kind}, {len(values)} values\n"
         )

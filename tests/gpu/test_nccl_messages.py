@@ -213,7 +213,7 @@ def test_messages_and_collectives_at_the_same_time(ranks: MailRanks) -> None:
 
 
 def _shorter_and_of_any_tag(ranks: MailRanks) -> None:
-    """By whatever carries the messages of two ranks, and to oneself."""
+    """Between two ranks, whatever carries the messages, and to this rank."""
     got, own = [np.full(9, -1, F4), np.full(9, -1, F4)], np.full(9, -1, F4)
     found, of_own = [Status(), Status()], Status()
 

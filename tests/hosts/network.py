@@ -60,7 +60,7 @@ class _Namespace:
         self._forks = "--pid" in kinds
         script = f"set -e\n{setup}\necho ready\nread _ || :"
         fork = ["--fork", "--kill-child", "--mount-proc"] if self._forks else []
-        # The first of a host's own process ids inherits the orphans: bash waits for those that end, sh does not.
+        # The host's first process inherits orphans: bash reaps them, sh does not.
         self._shell = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds, *fork, "bash", "-c", script],
             stdin=subprocess.PIPE,

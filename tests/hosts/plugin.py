@@ -31,7 +31,7 @@ def join_hosts() -> Iterator[Callable[..., Network]]:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A Slurm of two hosts, for the whole session. Skips where there can be none."""
+    """A Slurm of two hosts, for the whole session; skips if none can run here."""
     if reason := slurm_lacking():
         pytest.skip(reason)
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:

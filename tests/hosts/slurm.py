@@ -1,7 +1,7 @@
 """A Slurm of two hosts: munged, slurmctld and slurmd on hosts that are namespaces, from Debian's packages.
 
-All files, munge's key and socket among them, are in one folder, so a Slurm of the machine's own is left as it is. The
-daemons, and what they start, are in the hosts' process namespaces, and end with these.
+All files, munge's key and socket included, are in one folder, so a Slurm installation of this machine is not touched.
+The daemons and their children run in the hosts' process namespaces and end with these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hosts.network import Host, Network, Started, lacking
 from hosts.nodes import Node
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "squeue")
-_CPUS = 4  # of each node, whatever the machine has
+_CPUS = 4  # of each node, on any machine
 _ANSWER_SECONDS = 180.0
 _LOOK_SECONDS = 0.05
 _CONFIG = """
@@ -47,19 +47,19 @@ PartitionName=all Nodes={names} Default=YES State=UP OverSubscribe=FORCE:4
 
 
 def slurm_lacking() -> str | None:
-    """Why there can be no Slurm here, or None; the text says what to do."""
+    """Return why no Slurm can run here, with the cure; None: it can."""
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         return f"Slurm is not installed (no {', '.join(missing)}): apt-get install slurm-wlm munge"
     return lacking()
 
 
 class Cluster:
-    """A Slurm that runs jobs; `slurm_cluster` makes one."""
+    """A running Slurm, made by `slurm_cluster`."""
 
     def __init__(self, network: Network, folder: Path) -> None:
         self.hosts = network.hosts
         self._environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        # As after the activation of an environment: the programs are those that this Python is installed with.
+        # As in an activated environment: the programs are those installed with this Python.
         self._environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def start(self, *words: str, env: Mapping[str, str] | None = None) -> Node:
@@ -67,7 +67,7 @@ class Cluster:
         return Node(self.hosts[0], words, {**self._environment, **(env or {})})
 
     def ask(self, *words: str) -> str:
-        """What a short command prints on the first host; of one that fails too, as while the daemons start."""
+        """Return a short command's output on the first host, even if it fails, as while the daemons start."""
         command = [*self.hosts[0].enter(), *words]
         return subprocess.run(
             command, env=self._environment, capture_output=True, text=True, check=False
@@ -77,7 +77,7 @@ class Cluster:
         """Wait until a command prints `answer`.
 
         Raises:
-            AssertionError: it has not after so many seconds.
+            AssertionError: it has not done so within the time limit.
         """
         deadline = time.monotonic() + _ANSWER_SECONDS
         while (found := self.ask(*words).strip()) != answer:
@@ -85,14 +85,14 @@ class Cluster:
             time.sleep(_LOOK_SECONDS)
 
     def daemon(self, host: Host, log: Path, *words: str) -> Started:
-        """Start a daemon; it ends with its host."""
+        """Start a daemon, which ends with its host."""
         with log.open("a") as file:
             return host.start(words, self._environment, stdout=file, stderr=file)
 
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[Cluster]:
-    """A Slurm of two hosts that is ready for jobs; its files, the daemons' logs among them, are in `folder`."""
+    """Yield a Slurm of two hosts that accepts jobs; its files and logs are in `folder`."""
     daemons: list[Started] = []
     try:
         with Network(2, own_pids=True) as network:
@@ -109,7 +109,7 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
             yield cluster
     finally:
         for each in daemons:
-            each.process.wait(_ANSWER_SECONDS)  # its host is gone, and it with that
+            each.process.wait(_ANSWER_SECONDS)  # it ends with its host
 
 
 def _configure(hosts: Sequence[Host], folder: Path) -> None:
@@ -127,7 +127,7 @@ def _configure(hosts: Sequence[Host], folder: Path) -> None:
 
 
 def _daemons(hosts: Sequence[Host], folder: Path) -> Iterator[tuple[Host, list[str]]]:
-    """Each daemon's host and command. One munged is enough: the hosts share the file system with its socket."""
+    """Return each daemon's host and command. The hosts share one munged through its socket in the file system."""
     files = [("socket", "munge.socket"), ("key-file", "munge.key"), ("pid-file", "munged.pid")]
     files += [("log-file", "munged.log"), ("seed-file", "munged.seed")]
     options = [f"--{option}={folder / name}" for option, name in files]

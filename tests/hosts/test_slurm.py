@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm of two hosts: srun, sbatch with the launcher, MPI by PMI2, a killed task, scancel."""
+"""Jobs of a real two-host Slurm: srun, sbatch with the launcher, MPI by PMI2, a killed task, scancel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Start = Callable[..., Node]
 
 @pytest.fixture
 def start(slurm: Cluster, tmp_path: Path) -> Iterator[Start]:
-    """Starts a command in a folder where `train.py` is the given program; what still runs at the end is cancelled."""
+    """Yield a function that starts a command in a folder with a `train.py`; running jobs are cancelled at the end."""
     before = os.getcwd()
     os.chdir(tmp_path)
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def start(slurm: Cluster, tmp_path: Path) -> Iterator[Start]:
 
 
 def sums(placed: str) -> list[str]:
-    """What the ranks of a job print, by the index of each one's host."""
+    """Return the output of a job's ranks, by the index of each rank's host."""
     return sorted(
         f"rank {rank} of {len(placed)} on host{host} has {2 ** len(placed) - 1}"
         for rank, host in enumerate(placed)
@@ -80,7 +80,7 @@ def sums(placed: str) -> list[str]:
 
 
 def said_in(text: str) -> list[str]:
-    """The lines of ranks, in order, without what a launcher writes before them."""
+    """Return the ranks' lines in order, without a launcher's prefix."""
     return sorted(re.findall(r"^(?:\[\d+\] )?(rank .*)$", text, re.MULTILINE))
 
 
@@ -102,18 +102,18 @@ def test_ranks_of_srun_meet(start: Start, options: str, env: dict[str, str], pla
 @pytest.mark.parametrize("which", [0, 1], ids=["srun alone", "a launcher on each host"])
 @pytest.mark.usefixtures("start")
 def test_the_scripts_of_the_page(slurm: Cluster, which: int) -> None:
-    """As they stand in docs/several-machines.md: eight ranks on two hosts."""
+    """The commands of docs/several-machines.md: eight ranks on two hosts."""
     script = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH .*?)```", PAGE.read_text(), re.DOTALL)[which]
     Path("job.sh").write_text(script)
     Path("train.py").write_text(SUM)
-    # Not `sbatch --wait`, which looks after 2, 10 and 42 s.
+    # `sbatch --wait` would poll after 2, 10 and 42 s.
     job = slurm.ask("sbatch", "--parsable", "--output=out", "job.sh").strip()
     slurm.await_answer("COMPLETED", "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
     assert said_in(Path("out").read_text()) == sums("00001111")
 
 
 def test_ranks_of_srun_meet_through_mpi(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """MPICH by Slurm's PMI2. UCX takes hosts of one kernel for one host, unless it may use TCP alone."""
+    """MPICH by Slurm's PMI2. UCX treats hosts with one kernel as one host unless it is limited to TCP."""
     python = python_with("mpich", tmp_path_factory.mktemp("mpi"))
     only_tcp = {"UCX_TLS": "tcp,self", "UCX_WARN_UNUSED_ENV_VARS": "n"}
     words = ["srun", "--mpi=pmi2", "-N2", "-n4", "--ntasks-per-node=2", str(python), "train.py", "mpi"]

@@ -196,7 +196,7 @@ def full_disk(*names: object) -> None:
 @pytest.mark.parametrize("trouble", ["no folder", "a full disk"])
 def test_code_that_cannot_be_kept_is_used_and_one_warning_says_so(monkeypatch, tmp_path, caplog, trouble):
     monkeypatch.setattr(cache.KernelCache, "unkept", "")
-    # Where not even root can write.
+    # a folder where not even root can write
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/none" if trouble == "no folder" else str(tmp_path))
     if trouble == "a full disk":
         monkeypatch.setattr(os, "replace", full_disk)
@@ -223,7 +223,7 @@ def test_where_the_code_is_looked_for(monkeypatch, tmp_path):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(
         pwd, "getpwuid", lambda uid: {}[uid]
-    )  # as in a container, of a user whom it does not know
+    )  # as in a container for a user without an entry in its database
     assert cache_files.folders("/work/x.py") == [beside]
 
 
@@ -238,7 +238,7 @@ def test_code_that_others_may_have_written_is_not_run(monkeypatch, tmp_path, com
     assert re.match(
         rf"compiled code in {opened} is not used, since others may write to it \(mode 0.*chmod go-w", said
     )
-    assert compiles() is (what == "folder")  # the file is made anew, the folder stays as it is
+    assert compiles() is (what == "folder")  # the file is compiled anew, the folder is not changed
 
 
 def test_links_and_pipes_in_the_place_of_code_are_not_read(tmp_path, compiles):
@@ -259,7 +259,7 @@ ME, OTHER, MY_GROUP, GROUP = 1000, 1001, 100, 101
     [
         (ME, MY_GROUP, 0o755, (OTHER, GROUP, 0o644), True),
         (0, 0, 0o644, (OTHER, GROUP, 0o644), True),
-        (OTHER, GROUP, 0o644, (OTHER, GROUP, 0o644), True),  # whose sources are run anyway
+        (OTHER, GROUP, 0o644, (OTHER, GROUP, 0o644), True),  # a user whose sources are run anyway
         (OTHER, GROUP, 0o644, (0, 0, 0o644), False),
         (OTHER, GROUP, 0o600, None, False),
         (ME, MY_GROUP, 0o775, (ME, MY_GROUP, 0o664), True),  # a umask of 002

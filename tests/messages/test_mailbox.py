@@ -197,7 +197,7 @@ def test_to_oneself(worlds) -> None:
 
 
 def test_an_isend_to_oneself_is_buffered(worlds) -> None:
-    """As a send is: complete before its receive is posted, and the array may change."""
+    """It is complete before its receive is posted, and the array may change, as after a send."""
     (me,) = worlds(1).ranks
     x, got = np.arange(5), np.zeros(5, int)
     works = [me.isend(x, 0, 1), me.isend(x, 0, 1)]
@@ -240,7 +240,7 @@ def test_receives_match_in_the_order_posted(worlds) -> None:
 
 
 def test_a_receive_of_any_tag_takes_the_earliest_message(worlds) -> None:
-    """Of its source; a posted receive with a tag comes first where it was posted first."""
+    """From its source; a receive with a tag that was posted earlier matches first."""
     world = worlds(2)
     peer, me = world.ranks
     tags = (4, 0, LARGEST_TAG, 4)
@@ -298,7 +298,7 @@ def test_any_tag_still_compares_dtypes(worlds) -> None:
 @pytest.mark.parametrize("count", [0, 1, 3 * RING, 100_003])
 @pytest.mark.parametrize("stored", [False, True])
 def test_with_a_status_a_message_may_be_shorter_than_the_array(worlds, count: int, stored: bool) -> None:
-    """Received at once or later, posted or blocking; what lies behind it in the array stays."""
+    """It may arrive before or after the receive; elements beyond the message keep their values."""
 
     def first(me: Rank) -> None:
         works = [me.isend(np.full(count, n, "i4"), 1, n) for n in (5, 6, 7)]
@@ -418,7 +418,7 @@ def test_a_probe_finds_a_message_to_oneself_and_of_every_dtype(worlds) -> None:
 
 
 def test_iprobe_beside_a_thread_that_waits(worlds) -> None:
-    """That one drives the messages, and looks for the probe's."""
+    """The other thread drives the messages, and finds the probe's."""
     world = worlds(2)
     peer, me = world.ranks
     got = np.zeros(3)

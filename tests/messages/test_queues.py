@@ -1,4 +1,4 @@
-"""Match queues: which tags a receive takes."""
+"""Match queues: the tags that a receive accepts."""
 
 from __future__ import annotations
 

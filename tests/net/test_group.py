@@ -289,7 +289,7 @@ def test_elements_that_are_too_large_to_be_received_and_reduced() -> None:
 
 
 def test_a_rank_without_descriptors_for_a_connection_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a collective, which the lower rank dials for, and of a message."""
+    """In a collective, for which the lower rank dials, and in a message."""
 
     def exhausted(*_: object) -> NoReturn:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -316,6 +316,6 @@ def test_a_rank_that_cannot_take_a_connection_does_not_wait_for_it(monkeypatch: 
     with groups(2) as made:
         monkeypatch.setattr(Listener, "lack", lambda listener: lacking)
         with pytest.raises(ResourceError, match="cannot take a connection"):
-            made[1].all_reduce(np.ones(4))  # which rank 0, that dials, does not call
+            made[1].all_reduce(np.ones(4))  # rank 0 dials, and does not make this call
         with pytest.raises(AbortedError, match="no file descriptor is left"):
             made[0].all_reduce(np.ones(4))

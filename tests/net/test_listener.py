@@ -244,7 +244,7 @@ def test_a_proof_that_came_while_the_listener_was_starved_is_in_time(monkeypatch
 
 
 def test_a_rank_that_is_stopped_before_its_proof_has_its_groups_timeout(listener, arrived) -> None:
-    """It takes the connection for made once it goes on: dropping it would look like a death."""
+    """When it continues, it regards the connection as established: a drop would look like a death."""
     dialing = Dialing(SEATS[0], 1, Kind.DATA, 0)
     with connect(listener) as stopped, connect(listener) as silent:
         stopped.sendall(dialing.opening)
@@ -329,13 +329,13 @@ def test_a_listener_that_can_take_nothing_for_long_says_so(listener, arrived, mo
     monkeypatch.setattr(listening, "time", SimpleNamespace(monotonic=lambda: now[0]))
     refused = OSError(errno.EMFILE, "Too many open files")
     listener.refuse(listener._sockets[0], refused)
-    now[0] += 0.5  # once, as after the last connection that there was room for
+    now[0] += 0.5  # one failure, as when the last free descriptor was just used
     assert listener.lack() is None
     for _ in range(10):
         listener.refuse(listener._sockets[0], refused)
         now[0] += 0.3
     assert "no file descriptor is left to process" in str(listener.lack())
-    now[0] += 10  # there is room again, or nobody waits
+    now[0] += 10  # descriptors are free again, or no connection waits
     assert listener.lack() is None
 
 

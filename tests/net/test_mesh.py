@@ -260,7 +260,7 @@ class Misleading(HashStore):
 
 
 def test_an_address_that_nobody_answers_at_is_named(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As behind a firewall that rejects: tried until the deadline, warned of, then named, with why."""
+    """As behind a firewall that rejects: retried until the deadline, with a warning, then named with the reason."""
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.3")
     first, second = make_all(2, Misleading(), timeout=1.0)
     assert isinstance(first, CollectiveTimeoutError)

@@ -40,8 +40,8 @@ def groups_of_some_ranks() -> None:
     dist.all_reduce(y, group=alone)
     dist.all_gather(outs, y, group=alone)
     equal([y, *outs], [data(torch.float32, 3)] * 2)
-    for _ in range(2):  # under one name, as the first is gone by then
-        # torch counts the calls on each rank, and names groups by that: all make one.
+    for _ in range(2):  # with the same name, because the first is destroyed by then
+        # torch counts the calls on each rank and derives the name from that: so all ranks make one group.
         members = dist.new_group([1, 2] if rank() else [0], use_local_synchronization=True)
         if rank() > 0:
             said: list[Any] = [None, None]
@@ -51,7 +51,7 @@ def groups_of_some_ranks() -> None:
 
 
 def members_of_a_group_know_one_another() -> None:
-    """Making one of the world's needs no joining, and under torchrun no meeting; each takes several waits in a row."""
+    """A group of the world's ranks needs no join, and under torchrun no meeting; each is several waits in a row."""
     with pytest.MonkeyPatch.context() as patch:
         for place in ("fastcoll.api.standalone.join", "fastcoll.torch.jobs.meet_anew"):
             patch.setattr(place, None)
@@ -64,7 +64,7 @@ def members_of_a_group_know_one_another() -> None:
 
 
 def groups_that_are_split_off() -> None:
-    """On CPUs torch.distributed's own function takes Gloo's groups too from 2.15 on."""
+    """On CPUs, torch.distributed.split_group also accepts Gloo's groups from 2.15 on."""
 
     def check(group: Any, parent: Any) -> None:
         assert [group.rank(), group.size()] == [{2: 0, 0: 1}[rank()], 2]
@@ -101,7 +101,7 @@ def groups_that_are_split_off() -> None:
 
 
 def monitored_barriers_say_what_gloos_say() -> None:
-    """Programs match these sentences; what fastcoll says itself follows."""
+    """Callers match Gloo's sentences; fastcoll's own text follows them."""
     for all_ranks, culprits in ((False, "Rank 1"), (True, "Ranks 1, 2")):
         for backend in ("fastcoll", "gloo"):
             group = dist.new_group(backend=backend, timeout=pair.TIMEOUT)

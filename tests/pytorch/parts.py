@@ -32,7 +32,7 @@ def torchs_store_is_one_of_ours() -> None:
 
 
 def waits_end_soon_after_the_key_is_there() -> None:
-    """A quarter later at most, however long they take: a group's meeting is several waits in a row."""
+    """At most a quarter longer than needed, for any length: a group's meeting is several waits in a row."""
     store, clock = TorchStore(dist.HashStore()), [0.0]
 
     def sleep(seconds: float) -> None:

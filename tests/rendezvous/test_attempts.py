@@ -1,4 +1,4 @@
-"""The first meeting of an elastic job: what its ranks and launchers know of deaths in it."""
+"""The first meeting of an elastic job: how ranks and launchers learn of deaths."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_the_state_is_lost_with_the_last_that_has_joined() -> None:
         attempts = Attempts(store)
         for name in ("0.0", "1.0"):
             attempts.join(name)
-        attempts.report(loss("0.1"))  # which had not
+        attempts.report(loss("0.1"))  # a process that had not joined
         assert attempts.decide(1, MADE) == MADE
         standing = attempts.report(loss("0.0"))
         assert (standing.has_met, standing.is_state_lost) == (True, False)
-        assert not attempts.report(loss("0.new1")).is_state_lost  # it waited
+        assert not attempts.report(loss("0.new1")).is_state_lost  # it was waiting to join
         attempts.join("0.new2")
         assert not attempts.report(loss("1.0")).is_state_lost
         standing = attempts.report(loss("0.new2"))

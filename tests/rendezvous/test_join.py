@@ -273,7 +273,7 @@ def test_the_more_wait_the_less_often_they_look(crowd: int, slices: float) -> No
 
 
 class Stalled(HashStore):
-    """A store whose server stands still for so many requests."""
+    """A store whose server does not answer the first `requests` requests."""
 
     def __init__(self, requests: float) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_fetch_for_endures_a_store_that_stands_still() -> None:
     def look() -> None:
         looks.append(store.peek(["other"], 0))
         if len(looks) == 1:
-            store.left = 3  # it stands still again, in the middle of a look
+            store.left = 3  # it stalls again, during `look`
         else:
             store.set("k", b"v")
 

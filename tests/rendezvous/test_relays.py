@@ -1,4 +1,4 @@
-"""Relays between two jobs of one user: what is passed on to another job is refused, what is forwarded is not."""
+"""Relays between two jobs of one user: refused if they lead to another job, allowed if they only forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIVEN = ("FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE", "FASTCOLL_INSECURE")
 
 @pytest.fixture(autouse=True)
 def own_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing is given, so the user's own secret counts, in a home of this test's."""
+    """Use the user's own secret, in a home of this test's, because no other is given."""
     for name in GIVEN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -37,7 +37,7 @@ def store() -> Iterator[TCPStore]:
 
 @pytest.fixture
 def relay(store: TCPStore) -> Iterator[Proxy]:
-    """Takes the place at which the ranks of one job look for their store, and passes all on to that of another."""
+    """A relay at the address where one job's ranks look for their store; it forwards to another job's store."""
     relay = Proxy(("127.0.0.1", store.port))
     yield relay
     relay.close()
@@ -71,7 +71,7 @@ def test_ports_may_be_mapped_where_the_job_has_a_secret(monkeypatch: pytest.Monk
         (("10.0.0.1", 500), ("a", 500), Verdict.WELCOME),
         (("10.0.0.1", 500), ("another of its names", 500), Verdict.WELCOME),
         (("::ffff:10.0.0.1", 500), ("another of its names", 500), Verdict.WELCOME),
-        (("192.168.0.9", 500), ("A", 500), Verdict.WELCOME),  # a name that is translated on the way
+        (("192.168.0.9", 500), ("A", 500), Verdict.WELCOME),  # the name is translated on the way
         (("192.168.0.9", 500), ("b", 500), Verdict.PLACE),
         (("10.0.0.1", 501), ("a", 501), Verdict.PLACE),
         (("127.0.0.1", 500), ("localhost", 500), Verdict.PLACE),
@@ -80,7 +80,7 @@ def test_ports_may_be_mapped_where_the_job_has_a_secret(monkeypatch: pytest.Monk
 def test_which_clients_a_store_takes_for_its_own(
     dialed: tuple[str, int], called: tuple[str, int], verdict: Verdict
 ) -> None:
-    """Of store "a", at 10.0.0.1:500, with the secret of all of the user's jobs."""
+    """The store is "a" at 10.0.0.1:500, with the secret of all of the user's jobs."""
     server = StoreServer(b"the user's own", 1.0, name_of("a", 500))
     server.connect(1, 0.0, place_of("10.0.0.1", 500))
     client = Endpoint(name_of(*called), 1, 2, b"the user's own", True)

@@ -490,7 +490,7 @@ def test_a_client_that_is_stopped_within_a_request_has_the_stores_timeout() -> N
 
 
 def test_strangers_give_way_when_no_descriptor_is_left() -> None:
-    """First those that have said nothing; one that owes its proof only after OPENING_SECONDS, for it may be a rank."""
+    """Silent ones go first. One that owes its proof goes only after OPENING_SECONDS, because it may be a rank."""
     wire = Wire(SECRET, timeout=300.0)
     prove_as_client(wire, 0, SECRET)
     for peer in (1, 2):

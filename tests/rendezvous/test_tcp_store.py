@@ -176,7 +176,7 @@ def test_a_port_that_does_not_answer_is_warned_of_while_one_tries(
 ) -> None:
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.001")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as crowd:
-        for _ in range(2):  # the kernel drops what comes to a full queue
+        for _ in range(2):  # the kernel drops connects to a full queue
             other = crowd.enter_context(socket.socket())
             other.setblocking(False)
             other.connect_ex(full.getsockname())
@@ -356,7 +356,7 @@ def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch:
 def test_a_wait_goes_on_when_its_stopped_server_does(
     processes, in_threads, monkeypatch: pytest.MonkeyPatch, idle: bool
 ) -> None:
-    """On the connection that it has, which then still owes an answer; or on a new one."""
+    """On its idle connection, which then still owes an answer, or on a new one."""
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.5")
     server = processes.start(SERVE, 0)
@@ -448,7 +448,7 @@ def test_a_false_server_learns_nothing(in_threads) -> None:
     assert isinstance(client, StoreError)
     assert "has another secret" in str(client)
     assert time.monotonic() - started < 5
-    assert heard == bytes(PROOF_SIZE)  # that its proof is refused
+    assert heard == bytes(PROOF_SIZE)  # the zeros that refuse its proof
 
 
 def set_secret(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:

@@ -190,7 +190,7 @@ def test_failures_and_leaving_leave_nothing(first):
 
 
 class Seen(torch.autograd.Function):
-    """Notes its gradient."""
+    """Records its gradient."""
 
     @staticmethod
     def forward(ctx, x, note):

@@ -491,7 +491,7 @@ def test_rpc_and_a_group_meet_in_one_file(
             fastcoll.init_process_group(init_method=url, rank=rank, world_size=world_size)
         else:
             rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    fastcoll.barrier()  # now both have the group
+    fastcoll.barrier()  # now both ranks have the group
     assert rpc.rpc_sync(f"w{1 - rank}", fastcoll.get_rank) == 1 - rank
     rpc.shutdown(timeout=LIMIT)
     fastcoll.destroy_process_group()

@@ -80,7 +80,7 @@ def test_what_comes_before_a_message_that_cannot_be_read_is_not_lost(ends: Any) 
 
 def test_a_sender_on_a_full_connection_sees_that_the_other_side_has_ended(ends: Any) -> None:
     link, far, _ = ends
-    far.shutdown(socket.SHUT_WR)  # it ends, and what it has not read stays in the way
+    far.shutdown(socket.SHUT_WR)  # it ends, and the data that it has not read fills the connection
     errors = list[Exception]()
 
     def send() -> None:

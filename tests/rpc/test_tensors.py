@@ -1,4 +1,4 @@
-"""Tensors arrive as they were: values, strides, and the memory that the tensors of a message share."""
+"""Tensors arrive unchanged: values, strides, and the memory that a message's tensors share."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ x = torch.arange(12.0)
 
 
 def there(value):
-    """What comes of a value at the receiver."""
+    """Return what the receiver gets for a value."""
     pickled, buffers = wire.dumps({"it": value}, TO)
     came = wire.Received(wire.MessageType.TELL, 1, 0, b"", pickled, [bytearray(each) for each in buffers])
     with wire.receiving(TO):

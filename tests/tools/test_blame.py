@@ -185,7 +185,7 @@ def test_ranks_that_wait_for_one_another_are_told_with_both_calls():
 
 
 def test_who_waits_for_a_circle_and_is_not_in_it_is_not_blamed():
-    """Rank 3 waits for rank 1, that one for 0, and ranks 0 and 2 for one another."""
+    """Rank 3 waits for rank 1, rank 1 for rank 0; ranks 0 and 2 wait for each other."""
     ranks = [
         rank(0, group(0, 8, True, name="a", members=(0, 2)), group(0, 15, False, name="b", members=(0, 1))),
         rank(1, group(1, 16, True, name="b", members=(0, 1)), group(1, 3, False, name="c", members=(1, 3))),
@@ -196,7 +196,7 @@ def test_who_waits_for_a_circle_and_is_not_in_it_is_not_blamed():
     (verdict,) = verdicts(*ranks)
     assert verdict.text == "ranks 0 and 2 wait for one another"
     assert verdict.ranks == (0, 2)
-    assert len(verdict.more) == 3  # the two, and who waits for them
+    assert len(verdict.more) == 3  # the ranks of the circle, and the rank that waits for it
 
 
 def test_each_circle_is_told_beside_those_that_are_late():
@@ -216,21 +216,21 @@ def test_each_circle_is_told_beside_those_that_are_late():
 @pytest.mark.parametrize(
     ("state", "place", "blamed"),
     [
-        ("R", "", (0,)),  # it runs its own code
+        ("R", "", (0,)),  # running its own code
         ("S", "hrtimer_nanosleep", (0,)),  # time.sleep
         ("S", "futex_wait", (0, 1)),  # Work.wait
-        ("S", "", (0, 1)),  # the kernel does not tell
+        ("S", "", (0, 1)),  # the kernel gives no place
     ],
 )
 def test_an_operation_under_way_makes_nobody_wait_that_does_something_else(state, place, blamed):
-    """Rank 0 has begun an operation with rank 1, which waits for it in WORLD with all others."""
+    """Rank 0 has begun an operation with rank 1, which waits for rank 0 in WORLD, as all others do."""
     pair = group(0, 1, True, name="pair", members=(0, 1), pending=1)
     ranks = [rank(0, group(0, 15, False), pair, state=state, place=place)]
     ranks += [rank(1, group(1, 16, True), group(1, 0, False, name="pair", members=(0, 1)))]
     ranks += [rank(number, group(number, 16, True)) for number in (2, 3)]
     (verdict,) = verdicts(*ranks)
     assert verdict.ranks == blamed
-    # Where rank 0 is in another call itself, that one counts.
+    # If rank 0 blocks in another call, that call counts.
     other = group(0, 4, True, name="other", members=(0, 2))
     ranks[0] = rank(0, *ranks[0].record.groups, other, state=state, place=place)
     ranks[2] = rank(2, group(2, 15, False), group(2, 3, False, name="other", members=(0, 2)), state="R")
@@ -239,7 +239,7 @@ def test_an_operation_under_way_makes_nobody_wait_that_does_something_else(state
 
 
 def test_a_rank_that_is_in_a_call_where_nobody_is_late_is_no_circle():
-    """Ranks 0 and 1 are in a call of their own, and the others wait for both."""
+    """Ranks 0 and 1 are in a call of their own, and the other ranks wait for both."""
     ranks = [
         rank(number, group(number, 9, True, name="group0", members=(0, 1)), group(number, 15, False))
         for number in (0, 1)
@@ -268,7 +268,7 @@ def test_circles():
         [4],
         [5, 6, 7],
     ]
-    many = range(20_000)  # deeper than Python's own stack
+    many = range(20_000)  # deeper than Python's recursion limit
     assert circles({rank: {(rank + 1) % 20_000} for rank in many}) == [list(many)]
 
 

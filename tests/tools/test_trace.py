@@ -234,7 +234,7 @@ def told(folder: Path) -> str:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     folder = job(tmp_path, "skip", backend, FASTCOLL_TRACE_SITES="1")
-    (folder / "timeline.json").symlink_to(tmp_path / "program.py")  # which is not overwritten
+    (folder / "timeline.json").symlink_to(tmp_path / "program.py")  # a link, which must not be followed
     said = told(folder)
     assert (tmp_path / "program.py").read_text() == PROGRAM
     assert (

@@ -80,7 +80,7 @@ def test_every_call(rank, world_size, jax, way):
 
 @pytest.mark.ranks(3, timeout=120)
 def test_a_first_message_needs_no_other_rank(rank, world_size, jax):
-    """Rank 2 calls nothing of JAX before its own message, which the others do not wait for."""
+    """Rank 2 calls nothing of JAX before its own message, and the other ranks do not wait for it."""
     import fastcoll.jax as fj
 
     x = np.float32([rank, 5])
@@ -102,7 +102,7 @@ def test_messages_of_python_and_of_jax_do_not_meet(rank, world_size, jax):
         work = dist.isend(x + 1, 1)
         do(jax, "jit", fj.send, x, dst=1)
         work.wait()
-    else:  # the message of Python has come before them
+    else:  # Python's message arrives before JAX's
         assert_same(do(jax, "jit", fj.recv, x), np.float32([0, 5]))
         got = np.zeros(2, np.float32)
         assert dist.recv(got) == 0
@@ -126,7 +126,7 @@ def test_messages_of_programs_are_carried_out_without_python(rank, world_size, j
         for program in (there, here) if rank else (here, there):
             program(x).block_until_ready()
         jax.effects_barrier()
-    assert 2 <= len(asked) < 100  # the first of each, and few beside something else
+    assert 2 <= len(asked) < 100  # the first call of each, and a few beside other operations
 
 
 @pytest.mark.ranks(2, timeout=120)

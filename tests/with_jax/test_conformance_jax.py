@@ -1,9 +1,9 @@
 """The conformance suite through fastcoll.jax: its tests run with functions that call JAX's, each jitted.
 
 Their results are written where the suite looks, and errors of JAX become fastcoll's by their texts. Worlds of two leave
-the order to JAX, those of three give each call a token. What JAX has not stays out: exscan, blocks of different sizes,
-coalesced calls, posted messages, `async_op`, dtypes but its own. Its arrays
-have one layout and nobody writes into them, so of strides, overlaps and writing in place there is nothing to test but
+JAX chooses the order in worlds of two; in those of three each call has a token. JAX has no exscan, no blocks of
+different sizes, no coalesced calls, no posted messages, no `async_op`, and only its own dtypes: these are left out. Its
+arrays
 what `test_layouts_inside_programs` does.
 """
 
