@@ -27,7 +27,7 @@ TESTED = {
 
 
 _FROM_THE_KERNEL = ("/proc/self/stat", "/proc/self/ns/pid", "/proc/sys/kernel/random/boot_id")
-"""By which processes are told apart; a /proc for processes alone (ProcSubset=pid) has the first two."""
+"""Files that identify a process; a /proc with processes only (ProcSubset=pid) has just the first two."""
 
 
 def _check() -> None:

@@ -194,8 +194,10 @@ Start = Callable[
     [Store, int, int, Callable[[], None], Callable[[ProcessGroup], None], float, float],
     tuple[Job, ProcessGroup],
 ]
-"""Joins as a rank of so many in a store, with what closes it, what confirms the new world or raises, and a timeout with
-the time.monotonic() from which that counts.
+"""Joins a world in a store: (store, rank, size, close, confirm, timeout, began).
+
+`close` closes the store. `confirm` raises unless the new world counts. `timeout` counts from `began`, a value of
+time.monotonic().
 """
 
 

@@ -31,7 +31,7 @@ _MOST_WORK = 10_000  # candidates that NumPy looks at for whether two strided ar
 
 LARGEST_TAG = (1 << 31) - 1
 ANY_TAG = -1
-"""The tag of a receive that takes messages of every tag."""
+"""The tag of a receive that takes messages with any user's tag."""
 OBJECTS_TAG = LARGEST_TAG + 3
 """Of messages with objects: what they hold is unpickled, so no array that a user sends may come among them. The two
 before it are those of gpu/nccl/messages.py."""

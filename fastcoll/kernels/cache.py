@@ -141,7 +141,7 @@ class KernelCache:
     compiled: ClassVar[int] = 0
     """How many were compiled in this process."""
     unkept: ClassVar[str] = ""
-    """Why the first of them that could not be kept was not."""
+    """Why the first code that could not be kept was not kept; empty: all was."""
 
     def __init__(
         self, function: Callable[..., Any], what: str, signature: str = "", option: str = ""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..core.work import Work
 
 OWN = 1 << 61
-"""What numbers of requests begin with that were posted by Python."""
+"""The lowest number of a request that Python has posted; the numbers of compiled callers are below."""
 
 _MOST_KNOWN = 4096
 
@@ -31,7 +31,7 @@ _sources: OrderedDict[int, int] = OrderedDict()
 _numbers = count(OWN)
 _release: Callable[[int], None] | None = None
 release_address = 0
-"""Of the C function that releases what owns the array of a compiled caller; 0: no code that was compiled is here."""
+"""Address of the C function that releases an array's owner; 0: no compiled caller was loaded."""
 
 
 def _after_fork() -> None:

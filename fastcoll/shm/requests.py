@@ -53,7 +53,7 @@ from .ring_kernels import (
 )
 
 BESIDE = 1 << 60
-"""What `send_way` and `receive_way` add to the number of a request that they leave to Python; numbers are below."""
+"""Added by `send_way` and `receive_way` to the number of a request that they leave to Python; numbers are lower."""
 
 COUNT_AT, MAILBOX_AT = 5, 48  # positions of bit fields in a number
 _FIRST = 1 << COUNT_AT
