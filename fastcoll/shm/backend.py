@@ -400,7 +400,8 @@ _ENTRIES: dict[str, tuple[Entry, Callable[[Operation], tuple[Any, ...]]]] = {
 ENTRIES: tuple[Entry, ...] = (
     waiting.seize, learned.read_clock, reductions.barrier, *dict.fromkeys(entry for entry, _ in _ENTRIES.values()),
     ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive, ring_kernels.complete,
-    ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance, ring_kernels.retire,
+    ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance, ring_kernels.claim,
+    ring_kernels.retire,
     symmetric.copy_bytes, symmetric.count_signal, symmetric.await_signal,
 )  # fmt: skip
 """Every entry there is, for whoever wants them compiled ahead."""

@@ -131,15 +131,19 @@ class RingPipe(WordPipe):
     def take_posted(self, ended: bool) -> list[Posted]:
         table = self.table[words.REQUESTS :]
         records = table[words.RECORDS :].reshape(-1, words.RECORD_WORDS)
-        in_use = [
-            record for record in records if record[words.NUMBER] and record[words.STATE] < words.ENDED + ended
+        found = [
+            (place, record)
+            for place, record in enumerate(records.tolist())
+            if record[words.NUMBER] > 0 and record[words.STATE] < words.ENDED + ended
         ]
-        in_use.sort(key=lambda record: int(record[words.NUMBER]))
-        posted = [self._posted(record.tolist()) for record in in_use]
-        for record in in_use:
-            record[words.NUMBER] = 0
+        # A thread that waits for a request that has ended may be collecting it now: one of the two has it.
+        taken = [
+            record
+            for place, record in found
+            if ring_kernels.claim.call(self.address, place, record[0]) == DONE
+        ]
         table[words.PENDING] = 0
-        return posted
+        return [self._posted(record) for record in sorted(taken)]
 
     def _posted(self, record: Sequence[int]) -> Posted:
         number, state, peer, message, kind, nbytes, address, owner, *refused = record

@@ -13,8 +13,9 @@ Invariants:
   which would overtake these, comes here or goes to the engine.
 - A thread that posts through the engine may set BEHIND to BY_PYTHON at any time. `_take` then fails until the engine
   resets it. Functions here change BEHIND by compare-and-swap from 0 or BY_COMPILED, so they never overwrite BY_PYTHON.
-- A record that has ended belongs to the thread that swaps its NUMBER for the negative number. That value also shows a
-  second wait that the first one has finished.
+- A record that has ended belongs to the thread that swaps its NUMBER: a wait for the negative number, which shows a
+  second wait that the first one has finished, the engine, which takes the request over, for 0. Only that thread
+  releases the array, so it is released once.
 - No number is used twice. Its bits are the record's index, above it a counter, above that the mailbox's own bits.
 """
 
@@ -324,11 +325,17 @@ def _progress(m):
 
 @kernel
 def _collect(m, record, number):
-    """Free a record that has ended and release its array; return -1 - rank of the peer."""
+    """Free a record that has ended and release the array: -1 - rank of its peer, or LATER if Python has taken it.
+
+    One thread alone swaps NUMBER, and that thread releases the array. It reads the owner before: afterwards the record
+    may be in use again.
+    """
     peer, owner = load_word(record, r.PEER), load_word(record, r.OWNER)
-    if swap_if_equal(record + 8 * r.NUMBER, number, -number) and owner != 0:
-        _release(load_word(_table(m), r.RELEASE), owner)
-    return -1 - peer
+    if swap_if_equal(record + 8 * r.NUMBER, number, -number):
+        if owner != 0:
+            _release(load_word(_table(m), r.RELEASE), owner)
+        return -1 - peer
+    return -1 - peer if _is_over(m, number) else LATER
 
 
 @inlined
@@ -389,8 +396,7 @@ def test_way(m, number, out, nbytes, call, peer):
             return LATER
         if state != r.ENDED:
             return -1
-    _collect(m, record, number)
-    return -2
+    return LATER if _collect(m, record, number) == LATER else -2
 
 
 @inlined
@@ -422,8 +428,8 @@ def wait_any_way(m, numbers, out, count, call, peer):
         return LATER
     number = load_word(numbers, index)
     record = _record_of(m, number)
-    if record != 0:
-        _collect(m, record, number)
+    if record != 0 and _collect(m, record, number) == LATER:
+        return LATER
     return -1 - index
 
 

@@ -456,6 +456,13 @@ def _advance(m, watch_all, wait):
 
 
 @entry
+def claim(mailbox: Index, place: Index, number: Index) -> int:
+    """Take the request with this number out of its record: DONE, or AGAIN where a wait has just collected it."""
+    word = integer(mailbox) + 8 * (r.REQUESTS + r.RECORDS + integer(place) * r.RECORD_WORDS + r.NUMBER)
+    return DONE if swap_if_equal(word, integer(number), 0) else AGAIN
+
+
+@entry
 def retire(mailbox: Index) -> int:
     """Tell all peers that acks are no longer read here."""
     m = integer(mailbox)

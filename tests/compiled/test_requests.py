@@ -258,6 +258,25 @@ def test_python_goes_on_with_what_compiled_code_has_posted(rank, world_size):
         assert left[0] == turn + 1
 
 
+@pytest.mark.ranks(2, fresh=True, backend="shm")
+def test_a_request_is_handed_to_python_or_collected_but_not_both(rank, world_size):
+    group = dist.group.WORLD
+    x, y, peer = np.full(3, rank + 1.0), np.zeros(3), 1 - rank
+    for _ in range(3):  # first by Python, then by native calls
+        around(x, y, peer, peer, None, 7)
+    taken_over = []
+    group.messages.adopts = lambda number, transfer: taken_over.append(number)
+    group.backend.ways.take_over()
+    assert taken_over == []  # all were waited for
+    mailbox, kind = group.backend.ways.mailbox, rows.message_word(3, np.dtype(np.float64))
+    group.backend.pipe.stay_awake()
+    number = -1 - way(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 24, kind, peer)
+    assert way(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 24, kind, peer) < 0
+    group.backend.ways.take_over()
+    assert taken_over[:1] == [number]
+    assert way(d.WAIT).call(mailbox, number, 0, 0, 0, 0) == LATER  # it is Python's
+
+
 @numba.njit(nogil=True)
 def from_a_thread(x, y, peer, tag, times):
     for k in range(times):
