@@ -131,8 +131,9 @@ def test_a_dump_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["dump.json"]
 
 
+@pytest.mark.ranks(1, init=False, fresh=True)  # a process that has not listened before
 def test_traces_may_be_taken_away_before_the_last_group_closes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTCOLL_TRACE_DIR", str(tmp_path / "traces"))
     config.forget()

@@ -117,7 +117,7 @@ def test_hosts_with_homes_of_their_own_are_told_at_once(
         assert (
             f"has another secret, and this process has the user's own, in {its}; give every" in nodes[1].err
         )
-        dropped = r"dropped a connection from 10\.77\.0\.2: closed when it saw this side's proof: .* give every rank"
+        dropped = r"dropped a connection from 10\.77\.0\.2: it refused this side's proof: .* give every rank"
         assert re.search(dropped, nodes[0].err), told(nodes)
 
 

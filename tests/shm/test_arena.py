@@ -262,15 +262,14 @@ def test_a_peer_reads_and_writes_what_was_made_before_and_after_it_came(handler:
     assert peer.returncode == 0
 
 
-def test_a_withdrawn_array_keeps_its_content_and_sees_no_more_of_peers(handler: None) -> None:
-    shut = word(a.SHUT)
+@pytest.mark.ranks(1, init=False, fresh=True)  # afterwards arrays of this process are not shared
+def test_a_withdrawn_array_keeps_its_content_and_sees_no_more_of_peers(rank: int, handler: None) -> None:
     x = np.arange(100_000.0)
     peer = peer_of(word(a.NONCE))
     assert peer.stdin
     assert peer.stdout
     assert peer.stdout.readline() == "mapped\n"
     arena.withdraw(x.ctypes.data, x.nbytes)
-    set_word(a.SHUT, shut)
     assert (x == np.arange(100_000.0)).all()
     peer.stdin.write(f"{x.ctypes.data - word(a.BASE)} {x.size}\n")
     peer.stdin.flush()
