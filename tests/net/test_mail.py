@@ -398,8 +398,9 @@ def test_a_handler_that_closes_the_engine_in_the_middle_of_a_call_leaves_no_desc
 ) -> None:
     world = worlds()
     me = world.ranks[0]
-    me.isend(np.zeros(1), 1)  # with its connection
+    sent = me.isend(np.zeros(1), 1)  # with its connection
     world.ranks[1].recv(np.zeros(1), 0)
+    sent.wait()  # so that nothing but the receive below blocks
     before = set(os.listdir("/proc/self/fd"))
 
     def wake() -> None:
