@@ -251,10 +251,11 @@ def test_what_people_see(tmp_path):
 
     with job(tmp_path, BEGIN + STOPPED) as until:
         until(is_told)
+        of_this = "--job", str(tmp_path / "hangs.py")  # others may run on this machine
         shown = subprocess.run(
-            [sys.executable, "-m", "fastcoll", "status"], capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "fastcoll", "status", *of_this], capture_output=True, text=True, timeout=60
         ).stdout
-        found = look("--job", str(tmp_path / "hangs.py"))["jobs"]
+        found = look(*of_this)["jobs"]
         assert look("--job", found[0]["job"])["jobs"][0]["job"] == found[0]["job"]
         assert len(found) == 1
     lines = shown.splitlines()
