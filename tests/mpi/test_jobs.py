@@ -20,7 +20,7 @@ from .environments import LIBRARIES, environment, mpiexec, python_with
 
 ROOT = Path(__file__).parents[2]
 CASES = ["tests/mpi/cases.py", "tests/mpi/cases_between_nodes.py", "tests/mpi/cases_gpu.py"]
-SUITE = ["tests/conformance", "tests/test_p2p.py", "tests/test_objects.py", *CASES]
+SUITE = ["tests/conformance", *CASES]
 ON_GPUS = [f"tests/conformance/test_{name}.py" for name in ("moves", "reductions", "point_to_point")]
 SHM = Path("/dev/shm")
 JOB_SECONDS = 300.0

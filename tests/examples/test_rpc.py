@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "examples" / "rpc"
+FOLDER = Path(__file__).parents[2] / "examples" / "rpc"
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="needs torch: pip install '.[torch]'"
 )

@@ -19,7 +19,7 @@ import pytest
 
 from fastcoll.launch.nodes import free_port
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 WORDS = {
     "torch_ddp_digits.py": ["--epochs", "3"],
     "torch_transformer.py": ["--steps", "30"],
