@@ -11,8 +11,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
+from limits import Limits
+
+from fastcoll.testing.mark import WORKER_PLUGIN
 
 _CONFIG = "-of-fastcoll-tests"
 pytest_plugins = ["pytester", "hosts.plugin"]
@@ -53,6 +57,16 @@ SKIPPED_IN_CI = {
     "1,000 connections to oneself need": "the limit of descriptors is the machine's",
 }
 
+# What `pytest` alone leaves out, by its mark.
+LEFT_OUT = {
+    "long": "that take long (pytest tests)",
+    "timed": "of promised times (-m timed)",
+    "slow": "soaks (-m slow)",
+    "gpu": "for GPUs (-m gpu)",
+    "mpi": "of the conformance suite under mpiexec (-m mpi)",
+}
+_LEFT_OUT = pytest.StashKey()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def elsewhere(tmp_path_factory):
@@ -66,15 +80,6 @@ def elsewhere(tmp_path_factory):
     os.chdir(before)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled(request, elsewhere):
-    """For `pytest` alone all cores compile first: under the tests one would, and the others wait."""
-    if _leaves_out(request.config):
-        for more in ({}, {"FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}):
-            command = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", "all"]
-            subprocess.run(command, env={**os.environ, **more}, stdout=subprocess.DEVNULL, check=True)
-
-
 @pytest.fixture(autouse=True)
 def nobody_speaks():
     """What a test that meets others in this process leaves: the rank at the beginning of what is logged."""
@@ -86,14 +91,46 @@ def pytest_addoption(parser):
     parser.addoption("--no-skips", action="store_true", help="a test that skips fails, whatever the reason")
 
 
+def pytest_configure(config):
+    """Limit each test, but not in the ranks of a test, whose limit the plugin `ranks` has."""
+    config.addinivalue_line("markers", "limit(seconds): fail, and show all stacks, after so long")
+    if not config.pluginmanager.has_plugin(WORKER_PLUGIN) and not config.option.collectonly:
+        with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            config.pluginmanager.register(Limits(Path(tempfile.mkdtemp())))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session):
+    """For `pytest` alone compile everything with all cores: under the tests one would, and the others wait."""
+    if not _leaves_out(session.config):
+        return
+    with tempfile.TemporaryDirectory() as elsewhere:
+        for more in ({}, {"FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}):
+            command = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", "all"]
+            environment = {**os.environ, **more}
+            subprocess.run(command, env=environment, cwd=elsewhere, stdout=subprocess.DEVNULL, check=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out what takes long, where tests are not chosen by a path, -k or -m: `pytest tests` runs it, too."""
     if not _leaves_out(config):
         return
-    short = [item for item in items if not _is_long(item)]
-    config.hook.pytest_deselected(items=[item for item in items if _is_long(item)])
-    items[:] = short
+    left_out = {name: [item for item in items if item.get_closest_marker(name)] for name in LEFT_OUT}
+    left_out["long"] = [item for item in items if _is_long(item)]
+    config.stash[_LEFT_OUT] = {name: len(found) for name, found in left_out.items()}
+    config.hook.pytest_deselected(items=left_out["long"])
+    items[:] = [item for item in items if not _is_long(item)]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session):
+    """Say what `pytest` alone has left out, as the last line."""
+    result = yield
+    if counts := session.config.stash.get(_LEFT_OUT, None):
+        told = "; ".join(f"{count} {LEFT_OUT[name]}" for name, count in counts.items() if count)
+        session.config.get_terminal_writer().line(f"left out: {told}")
+    return result
 
 
 def _leaves_out(config):

@@ -1,0 +1,124 @@
+"""A limit for each test: a test that hangs fails, and shows where every process that it started stands.
+
+A process beside pytest counts the seconds, since pytest itself may be what hangs. When a test exceeds its limit, this
+process writes the stacks of pytest and of all that it started, by py-spy, and ends what the test started, so that the
+test fails where it waits. If the test still goes on, pytest is ended as well. The default limit is SECONDS; the mark
+`limit(seconds)` sets another one. A test in several ranks also has the limit of its mark `ranks`, which comes first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+SECONDS = 300.0  # the slowest test takes 50 s on two quiet cores
+
+
+class Limits:
+    """The plugin: it tells the other process of each test's beginning and end."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start the other process; its messages go where this one's go now, so capture must be off."""
+        self._stacks = folder / "stacks"
+        self._clock = subprocess.Popen(
+            [sys.executable, __file__, str(os.getpid()), str(self._stacks)],
+            stdin=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        mark = item.get_closest_marker("limit")
+        self._tell(mark.args[0] if mark else SECONDS)
+        result = yield
+        self._tell(None)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+        report = yield
+        if call.when == "call" and self._stacks.exists():
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} exceeded its limit\n{report.longreprtext}"
+            report.sections.append(("stacks when the limit was exceeded", self._stacks.read_text()))
+            self._stacks.unlink()
+        return report
+
+    def pytest_unconfigure(self) -> None:
+        self._clock.stdin.close()
+        self._clock.wait()
+
+    def _tell(self, limit: float | None) -> None:
+        """Send the limit of the test that begins now; None when it has ended."""
+        with suppress(BrokenPipeError):
+            self._clock.stdin.write(f"{json.dumps([limit, time.clock_gettime(time.CLOCK_BOOTTIME)])}\n")
+
+
+def descendants(pid: int, since: float) -> list[int]:
+    """Find the processes that a process and its children have started since then, but for this one.
+
+    Args:
+        since: seconds after the machine started. The pool's workers, which later tests need, are older.
+    """
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = entry.read_text().rpartition(")")[2].split()
+            if (int(fields[19]) + 1) / os.sysconf("SC_CLK_TCK") >= since:  # it is rounded down
+                children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+    found = [child for child in children.get(pid, []) if child != os.getpid()]
+    for each in found:  # grows meanwhile
+        found.extend(children.get(each, []))
+    return found
+
+
+def write_stacks(pids: list[int], path: Path) -> None:
+    """Write the stacks of these processes, which py-spy stops for a moment. The file appears when it is whole."""
+    py_spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    texts = []
+    for pid in pids:
+        if py_spy is None:
+            texts.append(f"process {pid}: py-spy is not installed")
+            continue
+        done = subprocess.run([py_spy, "dump", "--pid", str(pid)], capture_output=True, text=True)
+        texts.append(done.stdout or f"process {pid}: {done.stderr.strip().splitlines()[-1:]}")
+    path.with_suffix(".part").write_text("\n".join(texts))
+    path.with_suffix(".part").rename(path)
+
+
+def count(pid: int, stacks: Path) -> None:
+    """Read the beginnings and ends of a pytest process's tests, and act when one exceeds its limit."""
+    limit: float | None = None
+    is_last, since = False, 0.0
+    while True:
+        if not select.select([sys.stdin], [], [], limit)[0]:
+            tests = descendants(pid, since)
+            write_stacks([pid, *tests], stacks)
+            for each in [pid] if is_last else tests:
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            if is_last:
+                sys.exit(f"a test did not end; pytest (process {pid}) was killed:\n{stacks.read_text()}")
+            is_last = True  # the test has as long again to fail
+            continue
+        lines = os.read(sys.stdin.fileno(), 1 << 16).splitlines()
+        if not lines:
+            return
+        (limit, since), is_last = json.loads(lines[-1]), False
+
+
+if __name__ == "__main__":
+    count(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,39 @@
+"""A test that hangs fails after its limit, with the stacks of what it has started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+    import subprocess, sys, time
+    import pytest
+
+    @pytest.mark.limit(8)
+    def test_of_a_process_that_hangs():
+        program = "import time\\ndef is_stuck(): time.sleep(1000)\\nis_stuck()"
+        subprocess.run([sys.executable, "-c", program])
+
+    def test_of_another():
+        pass
+
+    @pytest.mark.limit(8)
+    def test_that_hangs_itself():
+        while True:
+            time.sleep(1)
+"""
+
+
+@pytest.mark.long
+def test_a_test_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None:
+    here = Path(__file__).parent
+    pytester.makeini(f"[pytest]\npythonpath = {here}")
+    pytester.makeconftest((here / "conftest.py").read_text())
+    pytester.makepyfile(TESTS)
+    first = pytester.runpytest_subprocess("-k", "not itself")
+    assert first.parseoutcomes() == {"passed": 1, "failed": 1, "deselected": 1}
+    first.stdout.fnmatch_lines(["*exceeded its limit*", "* is_stuck (<string>:2)*"])
+    second = pytester.runpytest_subprocess("-k", "itself")
+    assert second.ret == -9
+    second.stderr.fnmatch_lines(["*a test did not end*", "*test_that_hangs_itself (*"])
