@@ -107,11 +107,16 @@ def count(pid: int, stacks: Path) -> None:
         if not select.select([sys.stdin], [], [], limit)[0]:
             tests = descendants(pid, since)
             write_stacks([pid, *tests], stacks)
-            for each in [pid] if is_last else tests:
+            if is_last:  # said first, as the reader may wait for pytest's end alone
+                print(
+                    f"a test did not end; pytest (process {pid}) is killed:\n{stacks.read_text()}",
+                    file=sys.stderr,
+                )
+                os.kill(pid, signal.SIGKILL)
+                return
+            for each in tests:
                 with suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
-            if is_last:
-                sys.exit(f"a test did not end; pytest (process {pid}) was killed:\n{stacks.read_text()}")
             is_last = True  # the test has as long again to fail
             continue
         lines = os.read(sys.stdin.fileno(), 1 << 16).splitlines()
