@@ -65,7 +65,8 @@ LEFT_OUT = {
     "gpu": "for GPUs (-m gpu)",
     "mpi": "of the conformance suite under mpiexec (-m mpi)",
 }
-_LEFT_OUT = pytest.StashKey()
+SHORT = " and ".join(f"not {mark}" for mark in LEFT_OUT)
+_COUNTS = pytest.StashKey()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -100,9 +101,21 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Where no test is chosen by a path, -k or -m, leave out what takes long, and run two lanes, which wait a lot."""
+    chosen = any(word.startswith(("-k", "-m")) for word in config.invocation_params.args)
+    is_lane = hasattr(config, "workerinput")
+    if is_lane or chosen or config.args_source is not config.ArgsSource.TESTPATHS:
+        return
+    config.option.markexpr = SHORT
+    if config.pluginmanager.has_plugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
     """For `pytest` alone compile everything with all cores: under the tests one would, and the others wait."""
-    if not _leaves_out(session.config):
+    if session.config.option.markexpr != SHORT or hasattr(session.config, "workerinput"):
         return
     with tempfile.TemporaryDirectory() as elsewhere:
         for more in ({}, {"FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}):
@@ -113,30 +126,34 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out what takes long, where tests are not chosen by a path, -k or -m: `pytest tests` runs it, too."""
-    if not _leaves_out(config):
-        return
-    left_out = {name: [item for item in items if item.get_closest_marker(name)] for name in LEFT_OUT}
-    left_out["long"] = [item for item in items if _is_long(item)]
-    config.stash[_LEFT_OUT] = {name: len(found) for name, found in left_out.items()}
-    config.hook.pytest_deselected(items=left_out["long"])
-    items[:] = [item for item in items if not _is_long(item)]
+    """Mark worlds of more than 3 ranks, where one of 2 or 3 runs, too; count what `pytest` alone leaves out."""
+    for item in items:
+        ranks = item.get_closest_marker("ranks")
+        if ranks and {2, 3} & {*ranks.args} and item.callspec.params.get("world_size", 0) > 3:
+            item.add_marker("long")
+    if config.option.markexpr == SHORT:
+        counts = {mark: sum(bool(item.get_closest_marker(mark)) for item in items) for mark in LEFT_OUT}
+        config.stash[_COUNTS] = counts
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["left_out"] = counts
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Learn from a lane what it has left out: the process that shows results collects nothing."""
+    if "left_out" in getattr(node, "workeroutput", {}):
+        node.config.stash[_COUNTS] = node.workeroutput["left_out"]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session):
     """Say what `pytest` alone has left out, as the last line."""
     result = yield
-    if counts := session.config.stash.get(_LEFT_OUT, None):
-        told = "; ".join(f"{count} {LEFT_OUT[name]}" for name, count in counts.items() if count)
+    if _COUNTS in session.config.stash and not hasattr(session.config, "workerinput"):
+        counts = session.config.stash[_COUNTS]
+        told = "; ".join(f"{count} {LEFT_OUT[mark]}" for mark, count in counts.items() if count)
         session.config.get_terminal_writer().line(f"left out: {told}")
     return result
-
-
-def _leaves_out(config):
-    """Whether tests that take long are left out: all are asked for, by no path, -k or -m."""
-    chosen = any(word.startswith(("-k", "-m")) for word in config.invocation_params.args)
-    return not chosen and config.args_source is config.ArgsSource.TESTPATHS
 
 
 def pytest_collection_finish():
@@ -146,14 +163,6 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
-
-
-def _is_long(item):
-    """Marked so, or in a world of more than 3 ranks where one of 2 or 3 runs, too."""
-    if item.get_closest_marker("long"):
-        return True
-    ranks = item.get_closest_marker("ranks")
-    return bool(ranks and {2, 3} & {*ranks.args} and item.callspec.params.get("world_size", 0) > 3)
 
 
 def _refuse_unlisted(report, config):
