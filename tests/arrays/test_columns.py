@@ -51,23 +51,11 @@ READ: list[tuple[str, str, Make, Any, str]] = [
     ("pyarrow", "a table's column", lambda pa: pa.table({"a": [1.0, 2.0]})["a"], [1, 2], "float64"),
     ("pyarrow", "tensor", lambda pa: pa.Tensor.from_numpy(np.eye(2)), np.eye(2), "float64"),
     ("pyarrow", "buffer", lambda pa: pa.py_buffer(b"ab"), [97, 98], "int8"),
-    (
-        "pyarrow",
-        "in pandas",
-        lambda pa: library("pandas").Series([1, 2], dtype="int32[pyarrow]"),
-        [1, 2],
-        "int32",
-    ),
+    ("pyarrow", "in pandas", lambda pa: library("pandas").Series([1, 2], dtype="int32[pyarrow]"), [1, 2], "int32"),
     ("polars", "floats", lambda pl: pl.Series([1.5, 2.5]), [1.5, 2.5], "float64"),
     ("polars", "slice", lambda pl: pl.Series([1, 2, 3])[1:], [2, 3], "int64"),
-    (
-        "polars",
-        "fixed-size lists",
-        lambda pl: pl.Series([[1, 2]], dtype=pl.Array(pl.Int64, 2)),
-        [[1, 2]],
-        "int64",
-    ),
-]
+    ("polars", "fixed-size lists", lambda pl: pl.Series([[1, 2]], dtype=pl.Array(pl.Int64, 2)), [[1, 2]], "int64"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -85,7 +73,7 @@ SHARED: list[tuple[str, Make, Callable[[Any], np.ndarray]]] = [
     ("pandas", series([1, 2], "Int64"), lambda x: x.array.to_numpy(copy=False)),
     ("pyarrow", lambda pa: pa.array([1, 2, 3])[1:], lambda x: np.frombuffer(x.buffers()[1], "i8")[1:]),
     ("polars", lambda pl: pl.Series([1, 2]), lambda x: x.to_numpy(allow_copy=False)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "make", "memory"), SHARED)
@@ -102,27 +90,13 @@ REFUSED: list[tuple[str, str, Make, str]] = [
     ("pandas", "zone", series(TIMES, "datetime64[ns, UTC]"), r"UTC\], .*; give x\.dt\.tz_convert\(None\)"),
     ("pandas", "text", series(["a"], "string"), "object collectives"),
     ("pandas", "bits", series([True], "bool[pyarrow]"), r"packed into bits; give x\.astype\('uint8'\)"),
-    (
-        "pandas",
-        "chunks",
-        lambda pd: pd.concat([pd.Series([n], dtype="int64[pyarrow]") for n in (1, 2)]),
-        r"in 2 chunks; give x\.to_numpy\(\)",
-    ),
+    ("pandas", "chunks", lambda pd: pd.concat([pd.Series([n], dtype="int64[pyarrow]") for n in (1, 2)]),
+     r"in 2 chunks; give x\.to_numpy\(\)"),
     ("pandas", "objects", series([1, "a"], "object"), "object collectives"),
-    (
-        "pandas",
-        "periods",
-        lambda pd: pd.period_range("2026", periods=2, freq="D"),
-        r"give x\.to_numpy\(dtype=",
-    ),
+    ("pandas", "periods", lambda pd: pd.period_range("2026", periods=2, freq="D"), r"give x\.to_numpy\(dtype="),
     ("pyarrow", "nulls", arrow([1, None]), r"int64 with nulls; give x\.fill_null\(value\)"),
     ("pyarrow", "bits", arrow([True]), r"packed into bits; give x\.cast\(pyarrow\.uint8\(\)\)"),
-    (
-        "pyarrow",
-        "chunks",
-        lambda pa: pa.chunked_array([[1], [2]]),
-        r"in 2 chunks; give x\.combine_chunks\(\)",
-    ),
+    ("pyarrow", "chunks", lambda pa: pa.chunked_array([[1], [2]]), r"in 2 chunks; give x\.combine_chunks\(\)"),
     ("pyarrow", "text", arrow(["a"]), "of string, whose elements NumPy cannot view; .*object collectives"),
     ("pyarrow", "dates", arrow([1], "date32"), r"of date32.*; give x\.cast to a number"),
     ("pyarrow", "dictionary", lambda pa: pa.array(["a"]).dictionary_encode(), r"dictionary.*x\.indices"),
@@ -132,13 +106,9 @@ REFUSED: list[tuple[str, str, Make, str]] = [
     ("polars", "bits", lambda pl: pl.Series([True]), r"Boolean, .*polars\.UInt8"),
     ("polars", "text", lambda pl: pl.Series(["a"]), "of String, whose elements NumPy cannot view"),
     ("polars", "frame", lambda pl: pl.DataFrame({"a": [1]}), "DataFrame; give its columns one by one"),
-    (
-        "polars",
-        "chunks",
-        lambda pl: pl.concat([pl.Series([1]), pl.Series([2])], rechunk=False),
-        r"in 2 chunks; give x\.rechunk\(\)",
-    ),
-]
+    ("polars", "chunks", lambda pl: pl.concat([pl.Series([1]), pl.Series([2])], rechunk=False),
+     r"in 2 chunks; give x\.rechunk\(\)"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
