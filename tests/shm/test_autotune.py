@@ -141,24 +141,11 @@ def test_a_way_of_more_than_twice_the_best_is_left_alone_for_long():
     assert went[autotune.WARM + autotune.LOOK * 6 :].count(2) <= 1
 
 
-def test_the_best_way_is_found_though_its_first_try_was_disturbed():
-    learner = Learner()
-    disturbed = []
-    for _ in range(3 * autotune.UNSURE):
-        went = learner.call([1000, 800, 500])
-        if went == 2 and len(disturbed) < 1:
-            disturbed.append(went)
-            learner.took = 100_000
-    assert disturbed
-    assert learner.run(100, [1000, 800, 500]).count(2) > 95
-
-
-@pytest.mark.parametrize("factor", [1.2, 2, 50])
-def test_a_way_that_has_become_slow_is_left(factor):
+@pytest.mark.parametrize("times", [[800, 1000, 1000], [1000, 1600, 1000], [1000, 40_000, 1000]])
+def test_a_way_that_has_become_slow_is_left(times):
     learner = Learner()
     learner.run(500, [1000, 800, 1000])
-    went = learner.run(300, [1000, int(800 * factor), 1000] if factor > 1.2 else [800, 1000, 1000])
-    assert went[-50:].count(1) <= 2
+    assert learner.run(300, times)[-50:].count(1) <= 2
 
 
 @pytest.mark.parametrize("known", [None, [1000, 800, 900]])
@@ -194,17 +181,13 @@ def test_a_call_that_cannot_be_divided_goes_the_best_way_that_can():
     assert learner.table[autotune.WAY] == 1
 
 
-def test_one_call_that_was_disturbed_changes_nothing():
+def test_one_disturbed_call_or_a_small_difference_is_no_reason_to_change():
     learner = Learner()
     learner.run(500, [1000, 800, 1000])
-    learner.run(1, [1060, 860, 1060])
+    learner.call([1060, 860, 1060])
     assert learner.run(60, [1000, 800, 1000]).count(1) > 50
-
-
-def test_differences_that_do_not_matter_are_no_reason_to_change():
     learner = Learner()
-    learner.run(300, [1000, 990, 995])
-    first = learner.table[autotune.WAY]
+    first = learner.run(300, [1000, 990, 995])[-1]
     assert learner.run(100, [1000, 990, 995]).count(first) > 90
 
 
@@ -214,12 +197,10 @@ def test_sizes_and_operations_learn_by_themselves():
         learner.call([500, 1000, 1000], nbytes=LARGE)
         learner.call([1000, 500, 1000], nbytes=16 * LARGE)
         learner.call([1000, 1000, 500], nbytes=LARGE, operation=ALL_REDUCE + 1)
-    last = [
-        learner.call([500, 1000, 1000], nbytes=LARGE),
-        learner.call([1000, 500, 1000], nbytes=16 * LARGE),
-        learner.call([1000, 1000, 500], nbytes=LARGE, operation=ALL_REDUCE + 1),
-    ]
-    assert last == [0, 1, 2]
+    same = [1000, 1000, 1000]
+    assert learner.call(same, nbytes=LARGE) == 0
+    assert learner.call(same, nbytes=16 * LARGE) == 1
+    assert learner.call(same, nbytes=LARGE, operation=ALL_REDUCE + 1) == 2
 
 
 def test_classes_cover_all_sizes():
@@ -275,59 +256,40 @@ def test_all_ranks_have_the_same_rows(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size):
-    """However long that takes, and however often compiled code comes back to Python meanwhile."""
-    group, x = dist.new_group(), np.ones(30_000, "f4")
+def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size, tmp_path):
+    """However long that takes, and however often compiled code comes back to Python meanwhile: the clock stands."""
+    group, x, came_back, clock = dist.new_group(), np.ones(30_000, "f4"), tmp_path / "came back", []
+    words = group.backend.context.words[at.CHOOSING :]
+
+    def look(needed, doing):
+        clock.append(int(words[autotune.STARTED]))
+        if len(clock) == 3:
+            came_back.touch()
+
     for _ in range(20):
         group.all_reduce(x)
     group.barrier()
-    usual = rows(group)[:, autotune.TIMES : autotune.AGAIN].max()
-    for _ in range(2):
-        if rank == 1:
-            time.sleep(0.5)
-        group.all_reduce(x)
-    took = int(group.backend.context.words[at.CHOOSING + autotune.TOOK])
-    waited = 0.3 * ticks_a_second() * (1 << 20) / x.nbytes
+    if rank == 0:
+        group.monitor.verdict = look
+    while rank == 1 and not came_back.exists():
+        time.sleep(1e-3)
+    group.all_reduce(x)
+    assert rank == 1 or (len(clock) >= 3 and not any(clock))
+    assert words[autotune.TOOK] > 0
     group.close()
-    assert usual > 0
-    assert took < waited
-
-
-def ticks_a_second():
-    begun, start = learned.read_clock.call(), time.monotonic()
-    time.sleep(0.1)
-    return (learned.read_clock.call() - begun) / (time.monotonic() - start)
 
 
 @pytest.mark.ranks(2)
-def test_the_time_of_a_mismatch_is_nobodys(rank, world_size):
-    """Not that of the call before, which is learnt from when the next one begins."""
-    x, found = np.ones(300_000, "f4"), [False] * world_size
-    for _ in range(5):  # a call that a rank begins, and then gets no core for long, takes as long
-        group = dist.new_group()
-        for _ in range(30):
-            group.all_reduce(x)
-        if rank == 1:
-            time.sleep(1.0)
-        with pytest.raises(dist.MismatchError):
-            group.all_reduce(x) if rank == 0 else group.broadcast(x, 0)
-        group.barrier()
-        longest = rows(group)[:, autotune.TIMES : autotune.AGAIN].max()
-        waited = 0.8 * ticks_a_second() * (1 << 20) / x.nbytes
-        group.close()
-        assert longest > 0
-        dist.all_gather_object(found, bool(longest < waited / 8))
-        if all(found):
-            return
-    raise AssertionError("it was learnt from")
-
-
-@pytest.mark.ranks(2)
-def test_rows_stay_the_same_after_a_mismatch(rank, world_size):
+def test_a_mismatch_is_not_measured_and_rows_stay_the_same(rank, world_size):
     group, x = dist.new_group(), np.ones(300_000, "f4")
+    words = group.backend.context.words[at.CHOOSING :]
+    group.all_reduce(x)
     for _ in range(5):
+        group.all_reduce(x)
+        took = words[autotune.TOOK]
         with pytest.raises(dist.MismatchError):
             group.all_reduce(x) if rank == 0 else group.broadcast(x, 0)
+        assert took == words[autotune.TOOK] > 0 == words[autotune.ROW] == words[autotune.STARTED]
     for _ in range(30):
         group.all_reduce(x)
     group.barrier()

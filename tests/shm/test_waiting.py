@@ -15,7 +15,7 @@ def outcomes() -> dict[str, list[crew.Outcome]]:
     return dict(zip(victims.LONG_WAITS, crew.run_together(worlds), strict=True))
 
 
-@pytest.mark.long
+@pytest.mark.timed
 @pytest.mark.parametrize("what", victims.LONG_WAITS)
 def test_under_a_fifth_of_a_core_after_one_second(what: str) -> None:
     for outcome in outcomes()[what]:
