@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from together import together
 
 from fastcoll.errors import ResourceError
 from fastcoll.interop import numpy_memory
@@ -108,7 +111,7 @@ def test_blocks_against_a_model(c: Functions, keep: int, monkeypatch: pytest.Mon
     start = word(a.IN_USE)
 
     def sizes() -> int:
-        return int(2 ** dice.uniform(10, 23)) + dice.choice((-1, 0, 1))
+        return int(2 ** dice.uniform(10, 22)) + dice.choice((-1, 0, 1))
 
     def look(address: int, nbytes: int, mark: int) -> None:
         content = bytes_at(address, nbytes)
@@ -120,7 +123,7 @@ def test_blocks_against_a_model(c: Functions, keep: int, monkeypatch: pytest.Mon
         bytes_at(address, nbytes)[:] = mark
         blocks[address] = nbytes, mark
 
-    for step in range(1200):
+    for step in range(600):
         turn = dice.random()
         if turn < 0.3 or not blocks:
             nbytes = sizes()
@@ -190,11 +193,7 @@ def test_threads_take_and_free_at_once(c: Functions) -> None:
                     failures.append(f"thread {mark} lost a block")
                 without.free(STATE, address, nbytes)
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert together(*[partial(work, mark) for mark in range(1, 5)]) == [None] * 4
     set_word(a.BEFORE, before)
     assert not failures
     c.hold(STATE, 1)  # takes what was deferred
@@ -237,61 +236,62 @@ with arena.map_peer(pid, fd, nonce, nbytes) as mapping:
 """
 
 
-def peer_of(nonce: int) -> subprocess.Popen[str]:
-    values = map(str, (os.getpid(), word(a.FD), nonce, word(a.LIMIT)))
+@contextmanager
+def peer_that_writes() -> Iterator[Callable[[np.ndarray], float]]:
+    """Another process with this one's arena: a function has it fill an array with -1, and returns the sum before."""
+    values = map(str, (os.getpid(), word(a.FD), word(a.NONCE), word(a.LIMIT)))
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", PEER, *values]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as peer:
+        assert peer.stdin
+        assert peer.stdout
+        assert peer.stdout.readline() == "mapped\n"
+
+        def fill(x: np.ndarray) -> float:
+            print(x.ctypes.data - word(a.BASE), x.size, file=peer.stdin, flush=True)
+            total = float(peer.stdout.readline())
+            assert peer.stdout.readline() == "written\n"
+            return total
+
+        yield fill
+        peer.stdin.close()
+    assert peer.returncode == 0
 
 
 def test_a_peer_reads_and_writes_what_was_made_before_and_after_it_came(handler: None) -> None:
     before = np.full(100_000, 0.5)
-    peer = peer_of(word(a.NONCE))
-    assert peer.stdin
-    assert peer.stdout
-    assert peer.stdout.readline() == "mapped\n"
-    after = np.full(3_000_000, 2.0) + 1  # more than a step: the arena has grown
-    for x, total in ((before, "50000.0\n"), (after, "9000000.0\n"), (after[5:105], "-100.0\n")):
-        assert arena.is_shared(x)
-        peer.stdin.write(f"{x.ctypes.data - word(a.BASE)} {x.size}\n")
-        peer.stdin.flush()
-        assert peer.stdout.readline() == total
-        assert peer.stdout.readline() == "written\n"
-        assert (x == -1).all()
-    peer.communicate(timeout=60)
-    assert peer.returncode == 0
+    with peer_that_writes() as fill:
+        after = np.full(3_000_000, 2.0) + 1  # more than a step: the arena has grown
+        for x, total in ((before, 50_000), (after, 9_000_000), (after[5:105], -100)):
+            assert arena.is_shared(x)
+            assert fill(x) == total
+            assert (x == -1).all()
 
 
 @pytest.mark.ranks(1, init=False, fresh=True)  # afterwards arrays of this process are not shared
 def test_a_withdrawn_array_keeps_its_content_and_sees_no_more_of_peers(rank: int, handler: None) -> None:
     x = np.arange(100_000.0)
-    peer = peer_of(word(a.NONCE))
-    assert peer.stdin
-    assert peer.stdout
-    assert peer.stdout.readline() == "mapped\n"
-    arena.withdraw(x.ctypes.data, x.nbytes)
-    assert (x == np.arange(100_000.0)).all()
-    peer.stdin.write(f"{x.ctypes.data - word(a.BASE)} {x.size}\n")
-    peer.stdin.flush()
-    assert float(peer.stdout.readline()) == x.sum()
-    assert peer.stdout.readline() == "written\n"
-    assert (x == np.arange(100_000.0)).all()
-    peer.communicate(timeout=60)
+    with peer_that_writes() as fill:
+        arena.withdraw(x.ctypes.data, x.nbytes)
+        assert (x == np.arange(100_000.0)).all()
+        assert fill(x) == x.sum()
+        assert (x == np.arange(100_000.0)).all()
 
 
 def test_another_arena_is_not_taken_for_this_one(c: Functions) -> None:
-    with pytest.raises(ResourceError, match="is something else"):
-        arena.map_peer(os.getpid(), word(a.FD), word(a.NONCE) + 1, word(a.LIMIT))
-    with pytest.raises(ResourceError, match="is something else"):
-        arena.map_peer(os.getpid(), word(a.FD), word(a.NONCE), word(a.LIMIT) + a.PAGE)
-    with pytest.raises(ResourceError, match="No such file"):
-        arena.map_peer(os.getpid(), 99_999_999, word(a.NONCE), word(a.LIMIT))
+    fd, nonce, limit = word(a.FD), word(a.NONCE), word(a.LIMIT)
     read, write = os.pipe()
-    with pytest.raises(ResourceError, match="cannot map the shared arrays of process"):
-        arena.map_peer(os.getpid(), read, word(a.NONCE), word(a.LIMIT))
+    for wrong, why in (
+        ((fd, nonce + 1, limit), "is something else"),
+        ((fd, nonce, limit + a.PAGE), "is something else"),
+        ((99_999_999, nonce, limit), "No such file"),
+        ((read, nonce, limit), "cannot map the shared arrays of process"),
+    ):
+        with pytest.raises(ResourceError, match=why):
+            arena.map_peer(os.getpid(), *wrong)
     os.close(read)
     os.close(write)
-    mapping = arena.map_peer(os.getpid(), word(a.FD), word(a.NONCE), word(a.LIMIT))
+    mapping = arena.map_peer(os.getpid(), fd, nonce, limit)
     mapping.close()
     mapping.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastcoll import config
 from fastcoll.errors import ResourceError
 from fastcoll.shm import layout
 
@@ -24,10 +25,12 @@ def test_parts_do_not_overlap(size: int, per_rank: int) -> None:
         assert number & (number - 1) == 0
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 32, 64, 128])
-def test_a_rank_brings_at_most_what_it_was_asked_for(size: int) -> None:
-    for per_rank in (1 << 20, 2 << 20, 4 << 20):
-        assert layout.plan(size, per_rank).stride <= per_rank
+def test_a_rank_brings_at_most_what_it_was_asked_for_and_by_default_4_mib() -> None:
+    for size in (*range(1, 65), 128):
+        for per_rank in (1 << 20, 2 << 20, 4 << 20):
+            assert layout.plan(size, per_rank).stride <= per_rank
+        by_default = layout.plan(size, config.SETTINGS["FASTCOLL_SHM_BYTES_PER_RANK"].default)
+        assert by_default.nbytes <= size * (4 << 20)
 
 
 def test_too_little_memory_is_refused_with_what_is_needed() -> None:

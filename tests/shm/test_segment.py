@@ -94,19 +94,30 @@ def test_what_is_not_the_announced_segment_is_refused(name: str) -> None:
 
 
 def test_the_sweeper_takes_the_names_of_the_dead_only(name: str) -> None:
+    """A process that was killed is dead, also while nobody has waited for it."""
     Segment.create(name, LAYOUT).close()
     program = (
         "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "
         "s.Segment.create(n, plan(2, 1 << 17)); print(n, flush=True); os.kill(os.getpid(), 9)"
     )
-    dead = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
-    assert os.path.exists(f"/dev/shm/{dead}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SESSION, "another")
-        assert dead not in shared.sweep()
-    assert dead in shared.sweep()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout is not None
+        dead = dying.stdout.read().strip()  # to its end, which comes with the process's
+        os.waitid(os.P_PID, dying.pid, os.WEXITED | os.WNOWAIT)
+        assert os.path.exists(f"/dev/shm/{dead}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(SESSION, "another")
+            assert dead not in shared.sweep()
+        assert dead in shared.sweep()
     assert not os.path.exists(f"/dev/shm/{dead}")
     assert os.path.exists(f"/dev/shm/{name}")
+
+
+def test_the_sweeper_takes_the_names_of_those_whose_pid_is_another_processs_by_now(name: str) -> None:
+    before = name.replace(f"-{this_process().start_time}-", "-1-")
+    assert before != name
+    Segment.create(before, LAYOUT).close()
+    assert before in shared.sweep()
 
 
 def test_the_sweeper_takes_the_names_of_those_that_others_have_seen_die(name: str) -> None:
@@ -116,15 +127,3 @@ def test_the_sweeper_takes_the_names_of_those_that_others_have_seen_die(name: st
     assert name not in shared.sweep([other])
     assert name in shared.sweep([this_process()])
     assert not os.path.exists(f"/dev/shm/{name}")
-
-
-def test_who_was_killed_and_not_waited_for_yet_is_dead() -> None:
-    program = (
-        "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "
-        "s.Segment.create(n, plan(2, 1 << 17)); print(n, flush=True); os.kill(os.getpid(), 9)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as dying:
-        assert dying.stdout is not None
-        left = dying.stdout.read().strip()  # to its end, which comes with the process's
-        os.waitid(os.P_PID, dying.pid, os.WEXITED | os.WNOWAIT)
-        assert left in shared.sweep()
