@@ -33,27 +33,22 @@ def truncated(x: np.ndarray, n: int) -> np.ndarray:
     return (np.sign(wide) * (np.abs(wide) // n)).astype(x.dtype)
 
 
-@pytest.mark.parametrize("code", ["i1", "u1", "i2", "u2"])
-def test_every_small_integer(code):
-    dtype = np.dtype(code)
+def numbers_of(dtype: np.dtype, n: int) -> np.ndarray:
+    """Every number of a dtype of at most two bytes; of others those around random multiples of n, and the ends."""
     info = np.iinfo(dtype)
-    x = np.arange(info.min, info.max + 1).astype(dtype)
-    divide, result = dividing(dtype), np.empty_like(x)
-    for n in NUMBERS:
-        divide(x, n, result)
-        np.testing.assert_array_equal(result, truncated(x, n), err_msg=f"n={n}")
+    if dtype.itemsize <= 2:
+        return np.arange(info.min, info.max + 1).astype(dtype)
+    random = np.random.default_rng(6).integers(info.min, info.max, 20_000, np.int64, endpoint=True)
+    around = [random // n * n + shift for shift in (-1, 0, 1)]
+    found = np.concatenate([*around, random, [info.min, info.max]])
+    return found[(found >= info.min) & (found <= info.max)].astype(dtype)
 
 
-@pytest.mark.parametrize("code", ["i4", "u4"])
-def test_integers_around_every_multiple(code):
-    dtype = np.dtype(code)
-    info = np.iinfo(dtype)
-    random = np.random.default_rng(6).integers(info.min, info.max, 20_000, dtype, endpoint=True)
-    divide = dividing(dtype)
+@pytest.mark.parametrize("code", ["i1", "u1", "i2", "u2", "i4", "u4"])
+def test_quotients_of_integers(code):
+    divide = dividing(np.dtype(code))
     for n in NUMBERS:
-        multiples = random.astype(np.int64) // n * n
-        around = np.concatenate([multiples - 1, multiples, multiples + 1, [info.min, info.max]])
-        x = np.concatenate([around[(around >= info.min) & (around <= info.max)].astype(dtype), random])
+        x = numbers_of(np.dtype(code), n)
         result = np.empty_like(x)
         divide(x, n, result)
         np.testing.assert_array_equal(result, truncated(x, n), err_msg=f"n={n}")
