@@ -1,4 +1,7 @@
-"""The conformance suite through numba.njit: its tests run with functions that call fastcoll's from compiled code."""
+"""The conformance suite through numba.njit: its tests run with functions that call fastcoll's from compiled code.
+
+These do not hold Python's lock; those of the other files here do.
+"""
 
 from __future__ import annotations
 
@@ -15,64 +18,64 @@ from conformance import test_moves, test_point_to_point, test_reductions
 import fastcoll as dist
 import fastcoll.compiled.njit
 
-pytestmark = pytest.mark.long  # test_door.py and test_njit.py call every function
+pytestmark = pytest.mark.long  # test_njit.py calls every function
 
 DTYPES = [np.dtype(name) for name in ("int8", "bool", "float32", "complex128")]
 MOVABLE = [*DTYPES, np.dtype([("value", "f4"), ("index", "i8")])]
 SUM = dist.ReduceOp.SUM
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def all_reduce(x, op):
     dist.all_reduce(x, op)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def reduce(x, dst, op):
     dist.reduce(x, dst, op)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def scan(x, op):
     dist.scan(x, op)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def exscan(x, op):
     dist.exscan(x, op)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def reduce_scatter_single(out, x, op):
     dist.reduce_scatter_single(out, x, op)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def broadcast(x, src):
     dist.broadcast(x, src)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def gather_single(x, out, dst):
     dist.gather_single(x, out, dst)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def scatter_single(out, x, src):
     dist.scatter_single(out, x, src)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def all_to_all_single(out, x):
     dist.all_to_all_single(out, x)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def send(x, dst, tag):
     dist.send(x, dst, tag=tag)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def recv(x, src, tag):
     return dist.recv(x, src, tag=tag)
 
@@ -113,13 +116,13 @@ BY_TWO = ["test_tags_are_matched_and_one_tag_never_overtakes", "test_strided_arr
 
 
 @pytest.mark.parametrize(("module", "name"), TESTS, ids=[name for _, name in TESTS])
-@pytest.mark.ranks(2, 3, timeout=180)
+@pytest.mark.ranks(2, 3)
 def test_as_outside(rank, world_size, module, name):
     run(rank, world_size, module, name)
 
 
 @pytest.mark.parametrize("name", BY_TWO)
-@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.ranks(2)
 def test_messages_of_two(rank, world_size, name):
     run(rank, world_size, test_point_to_point, name)
 

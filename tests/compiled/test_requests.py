@@ -36,7 +36,7 @@ def around(x, y, right, left, group, tag):
     return taken.source_rank(), taken.source_rank(), given.source_rank()
 
 
-@pytest.mark.ranks(2, 3, timeout=180)
+@pytest.mark.ranks(2, 3)
 def test_around_a_ring(rank, world_size):
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     for count in SIZES:
@@ -175,10 +175,12 @@ def test_a_request_keeps_its_array_until_it_was_waited_for(rank, world_size):
             if rank == 0:
                 before = rtsys.get_allocation_stats()
                 assert forgotten(count, 5.0, 1) == -3 * count
-                gc.collect()  # some were held by Python
-                after = rtsys.get_allocation_stats()
-                made, freed = after.mi_alloc - before.mi_alloc, after.mi_free - before.mi_free
-                assert made == freed > 0, (count, turn)
+                made, freed = 1, 0
+                while made > freed:  # until Python, which held some, and its threads have let go of them
+                    gc.collect()
+                    after = rtsys.get_allocation_stats()
+                    made, freed = after.mi_alloc - before.mi_alloc, after.mi_free - before.mi_free
+                assert made == freed, (count, turn)
             else:
                 for value in (5.0, 6.0):
                     y = np.zeros(count)
@@ -194,6 +196,22 @@ def test_a_message_that_does_not_fit_raises_on_both_sides_and_the_group_stays_us
             call(np.ones(count), 1 - rank, None)
         y = np.zeros(2)
         assert around(np.ones(2), y, 1 - rank, 1 - rank, None, 0) == (1 - rank, 1 - rank, -1)
+
+
+@numba.njit(cache=True)
+def any_of_one(y, peer):
+    return dist.waitany([dist.irecv(y, peer)])
+
+
+@pytest.mark.ranks(2)
+def test_a_request_that_was_waited_for_among_others_is_forgotten(rank, world_size):
+    for _ in range(3):
+        if rank == 0:
+            given(np.ones(2), 1, None)
+        else:
+            before = dict(handles._works)
+            assert any_of_one(np.zeros(2), 0) == 0
+            assert handles._works == before
 
 
 @pytest.mark.ranks(2, fresh=True, may_die=True)
