@@ -210,17 +210,6 @@ def test_classes_cover_all_sizes():
     assert set(found) == set(range(autotune.CLASSES))
 
 
-def test_ranks_that_see_the_same_choose_the_same():
-    known = [1000, 1200, 900]
-    first, second = Learner(known), Learner(known)
-    random = np.random.default_rng(1)
-    for _ in range(1000):
-        times = random.integers(500, 1500, 3).tolist()
-        assert first.call(times) == second.call(times)
-    same = first.table[autotune.ROWS :] == second.table[autotune.ROWS :]
-    assert same.all()
-
-
 # ---- in real groups --------------------------------------------------------------------------------------
 
 
@@ -240,7 +229,7 @@ def everybodys(group, x):
 @pytest.mark.ranks(2, 3)
 def test_all_ranks_have_the_same_rows(rank, world_size):
     group = dist.new_group()
-    for turn in range(40):
+    for turn in range(16):
         for count in (3, 3000, 30_000, 300_000 if turn % 4 == 0 else 10):
             x = np.ones(count, "f4")
             group.all_reduce(x)

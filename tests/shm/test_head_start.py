@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import numpy as np
 import oracle
 import pytest
-from together import together
 
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError
@@ -83,23 +82,6 @@ def test_a_late_peer_holds_nobody_up(rank, world_size, share):
             dist.send(np.zeros(1), 1)
         assert work.wait(60)
         assert (x == 3).all()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("share", [0, 1])
-def test_threads_that_begin_at_once(rank, world_size, share):
-    """The peer is late, so one thread's call is handed over while those of the others are queued, or about to be."""
-    xs = [np.full(5000, rank + 1.0) for _ in range(3)]
-    with group_of(share) as group:
-        group.all_reduce(np.ones(3))
-        for turn in range(1, 6):
-            if rank == 1:
-                dist.recv(np.zeros(1), 0)
-            works = together(*[lambda x=x: group.all_reduce(x, async_op=True) for x in xs])
-            if rank == 0:
-                dist.send(np.zeros(1), 1)
-            assert all(work.wait(60) for work in works)
-            assert all((x == 3 * 2 ** (turn - 1)).all() for x in xs)
 
 
 @pytest.mark.ranks(2)

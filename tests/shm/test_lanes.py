@@ -15,13 +15,13 @@ import numpy as np
 import oracle
 import pytest
 import rows
+from together import together
 
 import fastcoll as dist
 from fastcoll import MismatchError, ReduceOp, config
 from fastcoll.core import signature
-from fastcoll.shm import autotune, layout, rounds
+from fastcoll.shm import autotune, lanes, layout, rounds
 from fastcoll.shm import context_layout as at
-from fastcoll.shm.lanes import Lanes
 from fastcoll.shm.layout import lanes_for
 
 EDGE = rounds.SMALLEST_DIVIDED // 4  # float32 of the smallest call that is divided
@@ -151,14 +151,14 @@ def test_records_of_an_odd_size_and_huge_ones(rank, world_size):
 def test_lanes_do_not_change_a_bit(rank, world_size, op):
     xs = inputs(world_size, LARGE)
     results = []
-    for lanes in (1, 2, 3):
-        with group_of(lanes) as group:
+    for number in (1, 2, 3):
+        with group_of(number) as group:
             for turn in range(TURNS):
                 go(group, turn)
                 x = xs[rank].copy()
                 group.all_reduce(x, op)
                 results.append(x.tobytes())
-            assert (divided(group) > 0) == (lanes > 1)
+            assert (divided(group) > 0) == (number > 1)
     assert len(set(results)) == 1
 
 
@@ -283,17 +283,28 @@ def test_a_mismatch_is_found_before_any_lane_hears_of_it(rank, world_size):
             assert divided(group) == before + 1
 
 
+@pytest.fixture
+def dividing():
+    """A group whose next all_reduce of LARGE elements is divided, and an array for it, which is left alone then."""
+    with group_of(2) as group:
+        group.barrier()
+        divide_next(group, "all_reduce")
+        x = np.ones(LARGE, "f4")
+        yield group, x
+        assert_is_left_alone(x)
+
+
 @contextmanager
 def stalled(monkeypatch, then: Callable[[], object]) -> Iterator[None]:
     """This rank meets the others in a divided call, and then does something else before its lanes begin."""
-    run = Lanes.run
+    run = lanes.Lanes.run
 
     def late(self, *args):
         then()
         run(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lanes, "run", late)
+        patch.setattr(lanes.Lanes, "run", late)
         yield
 
 
@@ -310,126 +321,101 @@ def until_there(path):
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_late_in_a_divided_call_is_named_at_the_deadline(
-    rank, world_size, monkeypatch, tmp_path
+    rank, world_size, monkeypatch, tmp_path, dividing, late
 ):
-    with group_of(2) as group:
-        group.barrier()
-        divide_next(group, "all_reduce")
-        group.timeout = 1.0  # only now, as to meet may take longer
-        x = np.ones(LARGE, "f4")
-        if rank == 1:
-            with (
-                stalled(monkeypatch, lambda: until_there(tmp_path / "named")),
-                pytest.raises(dist.AbortedError, match="rank 0"),
-            ):
-                group.all_reduce(x)
-        else:
-            with pytest.raises(dist.CollectiveTimeoutError, match=r"all_reduce.*rank 1") as caught:
-                group.all_reduce(x)
-            (tmp_path / "named").touch()
-            assert list(caught.value.ranks) == [1]
-        assert_is_left_alone(x)
+    group, x = dividing
+    group.timeout = 1.0  # only now, as to meet may take longer
+    named = tmp_path / "named"
+    error, text = (dist.AbortedError, "") if rank == late else (dist.CollectiveTimeoutError, "all_reduce.*")
+    with (
+        stalled(monkeypatch, lambda: until_there(named) if rank == late else None),
+        pytest.raises(error, match=f"{text}rank {1 - rank}") as caught,
+    ):
+        group.all_reduce(x)
+    named.touch()
+    assert rank == late or list(caught.value.ranks) == [late]
 
 
 @pytest.mark.ranks(2)
-def test_an_abort_ends_a_divided_call(rank, world_size, monkeypatch):
-    with group_of(2) as group:
-        group.barrier()
-        divide_next(group, "all_reduce")
-        x = np.ones(LARGE, "f4")
+def test_an_abort_ends_a_divided_call(rank, world_size, monkeypatch, tmp_path, dividing):
+    group, x = dividing
+    raised = tmp_path / "raised"
 
-        def abort():
-            thread = threading.Thread(target=group.abort, args=("tested",))
-            thread.start()
-            thread.join()
+    def abort():
+        thread = threading.Thread(target=group.abort, args=("tested",))
+        thread.start()
+        thread.join()
+        until_there(raised)
 
-        with (
-            stalled(monkeypatch, abort if rank == 1 else lambda: None),
-            pytest.raises(dist.AbortedError, match="tested"),
-        ):
-            group.all_reduce(x)
-        assert_is_left_alone(x)
+    with (
+        stalled(monkeypatch, abort if rank == 1 else lambda: None),
+        pytest.raises(dist.AbortedError, match="tested"),
+    ):
+        group.all_reduce(x)
+    raised.touch()
 
 
 @pytest.mark.ranks(2)
-def test_closing_the_group_ends_a_divided_call_of_another_thread(rank, world_size, monkeypatch, tmp_path):
-    with group_of(2) as group:
-        group.barrier()
-        divide_next(group, "all_reduce")
-        x, errors = np.ones(LARGE, "f4"), []
+def test_closing_the_group_ends_a_divided_call_of_another_thread(
+    rank, world_size, monkeypatch, tmp_path, dividing
+):
+    group, x = dividing
+    closed = tmp_path / "closed"
 
-        def call():
-            try:
-                group.all_reduce(x)
-            except dist.FastcollError as error:
-                errors.append(type(error))
+    def close():
+        while divided(group) == 0:
+            time.sleep(1e-3)
+        group.close()
+        closed.touch()
 
-        if rank == 1:
-            with stalled(monkeypatch, lambda: until_there(tmp_path / "closed")):
-                call()
-        else:
-            thread = threading.Thread(target=call)
-            thread.start()
-            while divided(group) == 0:
-                time.sleep(1e-3)
-            group.close()
-            (tmp_path / "closed").touch()
-            thread.join(10)
-            assert not thread.is_alive()
-            assert not helpers()
-            assert_is_left_alone(x)
-        assert errors == [dist.AbortedError]
+    with stalled(monkeypatch, lambda: until_there(closed) if rank == 1 else None):
+        error, _ = together(lambda: group.all_reduce(x), close if rank == 0 else lambda: None)
+    assert type(error) is dist.AbortedError
+    assert rank == 1 or not helpers()
 
 
 @pytest.mark.long
 @pytest.mark.ranks(2, fresh=True)
-def test_ctrl_c_in_a_divided_call(rank, world_size, monkeypatch, tmp_path):
-    with group_of(2) as group:
-        group.barrier()
-        divide_next(group, "all_reduce")
-        x = np.ones(LARGE, "f4")
-        if rank == 1:
-            with (
-                stalled(monkeypatch, lambda: until_there(tmp_path / "interrupted")),
-                pytest.raises(dist.AbortedError, match="KeyboardInterrupt"),
-            ):
-                group.all_reduce(x)
-        else:
+def test_ctrl_c_in_a_divided_call(rank, world_size, monkeypatch, tmp_path, dividing):
+    group, x = dividing
+    interrupted = tmp_path / "interrupted"
+    if rank == 1:
+        with (
+            stalled(monkeypatch, lambda: until_there(interrupted)),
+            pytest.raises(dist.AbortedError, match="KeyboardInterrupt"),
+        ):
+            group.all_reduce(x)
+    else:
 
-            def interrupt():
-                while divided(group) == 0:
-                    time.sleep(1e-3)
-                time.sleep(0.1)
-                os.kill(os.getpid(), signal.SIGINT)
+        def interrupt():
+            while divided(group) == 0:
+                time.sleep(1e-3)
+            os.kill(os.getpid(), signal.SIGINT)
 
-            thread = threading.Thread(target=interrupt)
-            thread.start()
-            with pytest.raises(KeyboardInterrupt):
-                group.all_reduce(x)
-            (tmp_path / "interrupted").touch()
-            thread.join()
-        assert_is_left_alone(x)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            group.all_reduce(x)
+        interrupted.touch()
+        thread.join()
 
 
 @pytest.mark.ranks(2)
-def test_a_lane_whose_thread_fails_fails_the_group(rank, world_size, monkeypatch):
-    from fastcoll.shm import lanes
+def test_a_lane_whose_thread_fails_fails_the_group(rank, world_size, monkeypatch, dividing):
+    group, x = dividing
+    drive = lanes.drive
 
-    with group_of(2) as group:
-        group.barrier()
-        divide_next(group, "all_reduce")
-        drive = lanes.drive
+    def fail_in_a_lane(*args):
+        if "-lane-" in threading.current_thread().name:
+            raise MemoryError("tested")
+        drive(*args)
 
-        def fail_in_a_lane(*args):
-            if "-lane-" in threading.current_thread().name:
-                raise MemoryError("tested")
-            drive(*args)
-
-        if rank == 1:
-            monkeypatch.setattr(lanes, "drive", fail_in_a_lane)
-        with pytest.raises(dist.AbortedError, match=r"MemoryError.*tested"):
-            group.all_reduce(np.ones(LARGE, "f4"))
+    if rank == 1:
+        monkeypatch.setattr(lanes, "drive", fail_in_a_lane)
+    with pytest.raises(dist.AbortedError, match=r"MemoryError.*tested"):
+        group.all_reduce(x)
 
 
 # ---- threads and numbers ---------------------------------------------------------------------------------------
@@ -454,23 +440,20 @@ def test_threads_begin_with_the_first_divided_call_sleep_and_end_with_the_group(
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_a_child_of_fork_has_no_lanes_and_the_parent_keeps_its_own(rank, world_size):
-    with group_of(2) as group:
-        group.barrier()
-        divide_next(group, "all_reduce")
-        x = np.ones(LARGE, "f4")
-        group.all_reduce(x)
-        child = os.fork()
-        if child == 0:
-            try:
-                group.all_reduce(x)
-            except dist.FastcollError:
-                os._exit(7)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        group.all_reduce(x)
-        assert (x == 4).all()
-        assert divided(group) == 2
+def test_a_child_of_fork_has_no_lanes_and_the_parent_keeps_its_own(rank, world_size, dividing):
+    group, x = dividing
+    group.all_reduce(x)
+    child = os.fork()
+    if child == 0:
+        try:
+            group.all_reduce(x)
+        except dist.FastcollError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    group.all_reduce(x)
+    assert (x == 4).all()
+    assert divided(group) == 2
 
 
 @pytest.mark.ranks(2)

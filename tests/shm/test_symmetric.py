@@ -18,24 +18,13 @@ from oracle import assert_same, reduced, values
 from together import together
 
 import fastcoll as dist
-from fastcoll import (
-    AbortedError,
-    ArrayError,
-    CollectiveTimeoutError,
-    MismatchError,
-    NotInitializedError,
-    ReduceOp,
-    ResourceError,
-    UnavailableError,
-    UsageError,
-    symmetric,
-)
+from fastcoll import ReduceOp, symmetric
 from fastcoll.kernels import waiting
 from fastcoll.shm import context_layout as words
 from fastcoll.shm.segment import Segment
 from fastcoll.testing.worker import Footprint
 
-WORLDS = (1, 2, 3, 4, 5)
+WORLDS = (1, 2, 3, 5)
 SMALLEST = 16 << 10  # bytes; all_reduce stages smaller arrays
 LARGE = 1 << 20
 
@@ -161,7 +150,7 @@ def test_in_a_group_of_some_ranks(rank, world_size):
     dist.barrier(some)
     assert x[6] == 12 - rank
     assert symmetric.peer(x, group_rank=(2 - rank) // 2)[5] == 10 + rank
-    with pytest.raises(UsageError, match=r"ranks \[0, 2\]"):
+    with pytest.raises(dist.UsageError, match=r"ranks \[0, 2\]"):
         symmetric.peer(x, 1)
 
 
@@ -279,7 +268,7 @@ def test_two_threads_wait_on_channels_of_their_own(rank, world_size):
 @pytest.mark.ranks(2)
 def test_an_ordinary_array_on_one_rank_is_a_mismatch(rank, world_size):
     x = symmetric.zeros(10_000)
-    with pytest.raises(MismatchError, match=r"rank 1 called all_reduce\(.*, in symmetric memory\)"):
+    with pytest.raises(dist.MismatchError, match=r"rank 1 called all_reduce\(.*, in symmetric memory\)"):
         dist.all_reduce(x if rank else x.copy())
     reduce_and_check(x, rank, world_size)
 
@@ -289,12 +278,12 @@ def test_different_slices_are_a_mismatch(rank, world_size):
     x, y = symmetric.zeros(10_000), symmetric.zeros(10_000)
     last = rank == world_size - 1
     with pytest.raises(
-        MismatchError, match=f"rank {world_size - 1} gave what begins 8 bytes into symmetric array 0"
+        dist.MismatchError, match=f"rank {world_size - 1} gave what begins 8 bytes into symmetric array 0"
     ):
         dist.all_reduce(x[1:9001] if last else x[:9000])
-    with pytest.raises(MismatchError, match="0 bytes into symmetric array 1; give the same slice"):
+    with pytest.raises(dist.MismatchError, match="0 bytes into symmetric array 1; give the same slice"):
         dist.all_reduce(y if last else x)
-    with pytest.raises(MismatchError, match="all_reduce"):
+    with pytest.raises(dist.MismatchError, match="all_reduce"):
         dist.all_reduce(x[:9000] if last else x)
     assert not x.any()
     assert not y.any()
@@ -305,9 +294,9 @@ def test_different_slices_are_a_mismatch(rank, world_size):
 def test_different_shapes_are_a_mismatch(rank, world_size):
     for shapes, dtypes in (([1, 2], ["float64"] * 2), ([4, 4], ["float32", "int32"])):
         said = "; ".join(rf"rank {k}: shape \({shapes[k]},\) of {dtypes[k]}" for k in range(2))
-        with pytest.raises(MismatchError, match=said):
+        with pytest.raises(dist.MismatchError, match=said):
             symmetric.empty(shapes[min(rank, 1)], dtypes[min(rank, 1)])
-    with pytest.raises(MismatchError, match=r"symmetric\.empty"):
+    with pytest.raises(dist.MismatchError, match=r"symmetric\.empty"):
         _ = symmetric.empty(3) if rank else dist.barrier()
     reduce_and_check(symmetric.zeros(10_000), rank, world_size)
 
@@ -315,7 +304,7 @@ def test_different_shapes_are_a_mismatch(rank, world_size):
 @pytest.mark.ranks(2)
 def test_what_does_not_fit_is_an_error_on_all_ranks(rank, world_size):
     with pytest.raises(
-        ResourceError, match=r"rank 0 cannot .* KiB free, \d+ KiB are needed; .*smaller arrays"
+        dist.ResourceError, match=r"rank 0 cannot .* KiB free, \d+ KiB are needed; .*smaller arrays"
     ):
         symmetric.empty(1 << 44, np.int8)
     reduce_and_check(symmetric.zeros(10_000), rank, world_size)
@@ -329,7 +318,7 @@ def test_a_rank_without_descriptors_is_an_error_on_all(rank, world_size, monkeyp
         if rank == 1:
             error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             patch.setattr(Segment, "attach", Mock(side_effect=error))
-        with pytest.raises(ResourceError, match=refused):
+        with pytest.raises(dist.ResourceError, match=refused):
             symmetric.empty(5)
     dist.barrier()
     assert footprint() == before
@@ -340,29 +329,29 @@ def test_a_rank_without_descriptors_is_an_error_on_all(rank, world_size, monkeyp
 def test_wrong_arguments(rank, world_size):
     x = symmetric.zeros((3, 2))
     for shape in (-1, (2, -1), "ab", 1.5, None):
-        with pytest.raises(UsageError):
+        with pytest.raises(dist.UsageError):
             symmetric.empty(shape)
     for dtype in (object, "nonsense", "V0", np.dtype(("f4", (2,)))):
-        with pytest.raises(ArrayError):
+        with pytest.raises(dist.ArrayError):
             symmetric.empty(3, dtype)
     for ranks in ({}, {"rank": 0, "group_rank": 0}, {"rank": 1}, {"group_rank": -1}, {"rank": "0"}):
-        with pytest.raises(UsageError):
+        with pytest.raises(dist.UsageError):
             symmetric.peer(x, **ranks)
     for ordinary in (x.copy(), [1.0], None):
-        with pytest.raises(UsageError, match=r"symmetric\.empty"):
+        with pytest.raises(dist.UsageError, match=r"symmetric\.empty"):
             symmetric.peer(ordinary, 0)
         assert not symmetric.is_symmetric(ordinary)
     for value in (1.0, np.zeros(3), np.zeros((3, 2), np.float32)):
-        with pytest.raises(ArrayError):
+        with pytest.raises(dist.ArrayError):
             symmetric.put(x, value, 0)
     frozen = np.zeros((3, 2))
     frozen.flags.writeable = False
-    with pytest.raises(ArrayError, match="read-only"):
+    with pytest.raises(dist.ArrayError, match="read-only"):
         symmetric.get(x, 0, frozen)
     for channel in (-1, 16, None):
-        with pytest.raises(UsageError, match="channel"):
+        with pytest.raises(dist.UsageError, match="channel"):
             symmetric.signal(x, 0, channel)
-    with pytest.raises(UsageError, match="timeout"):
+    with pytest.raises(dist.UsageError, match="timeout"):
         symmetric.wait(x, 0, timeout=0)
 
 
@@ -380,7 +369,7 @@ def test_arrays_outlive_their_group(rank, world_size):
         lambda: symmetric.signal(x, 0),
         lambda: symmetric.wait(x, 0),
     ):
-        with pytest.raises(NotInitializedError):
+        with pytest.raises(dist.NotInitializedError):
             call()
 
 
@@ -390,12 +379,12 @@ def test_a_wait_in_vain_ends_with_its_timeout(rank, world_size):
     x = symmetric.zeros(5)
     if rank == 0:
         with pytest.raises(
-            CollectiveTimeoutError,
+            dist.CollectiveTimeoutError,
             match=r"symmetric\.wait on channel 3.*rank 1 .* within the timeout of 0\.2 s",
         ):
             symmetric.wait(x, 1, channel=3, timeout=0.2)
     with pytest.raises(
-        CollectiveTimeoutError if rank == 0 else AbortedError, match=r"within the timeout of 0\.2 s"
+        dist.CollectiveTimeoutError if rank == 0 else dist.AbortedError, match=r"within the timeout of 0\.2 s"
     ):
         dist.barrier()
     dist.destroy_process_group()
@@ -416,7 +405,7 @@ def test_abort_and_destroy_end_a_wait(rank, world_size, aborts):
         dist.destroy_process_group()
 
     error, _ = together(lambda: symmetric.wait(x, 1 - rank), end)
-    assert type(error) is AbortedError
+    assert type(error) is dist.AbortedError
 
 
 def footprint():
@@ -469,12 +458,12 @@ def test_memory_stays_as_long_as_an_array_leads_into_it(rank, world_size):
 
 @pytest.mark.ranks(1, backend="tcp")
 def test_other_backends_say_what_to_do(rank, world_size):
-    with pytest.raises(UnavailableError, match=r"runs on tcp.*new_group"):
+    with pytest.raises(dist.UnavailableError, match=r"runs on tcp.*new_group"):
         symmetric.empty(3)
 
 
 def test_without_a_group():
-    with pytest.raises(NotInitializedError):
+    with pytest.raises(dist.NotInitializedError):
         symmetric.empty(3)
 
 
@@ -512,7 +501,7 @@ def test_who_attaches_after_the_others_have_given_up_hears_that(rank, world_size
     with pytest.raises(dist.GroupError) as caught:
         symmetric.zeros(3, group=group)
     if rank == 0:
-        assert isinstance(caught.value, CollectiveTimeoutError)
+        assert isinstance(caught.value, dist.CollectiveTimeoutError)
         assert caught.value.ranks == (1,)
     else:
         assert "rank 0" in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 from together import together
 
 import fastcoll as dist
-from fastcoll import MismatchError, ReduceOp
+from fastcoll import MismatchError
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -28,25 +28,6 @@ def test_threads_that_call_at_once(rank, world_size, count):
 
     assert together(*[lambda k=k: work(k == 2) for k in range(3)]) == [None] * 3
     assert not wrong
-
-
-@pytest.mark.ranks(2, 3)
-def test_asynchronous_and_synchronous_calls_interleaved(rank, world_size):
-    """In the order of the program, whichever path each takes."""
-    total = world_size * (world_size + 1) / 2
-    for turn in range(60):
-        a, b, c = np.full(7, rank + 1.0), np.full(40_000, rank + 2.0), np.full(8, rank + 3.0)[::2]
-        works = [dist.all_reduce(b, async_op=True)] if turn % 2 else []
-        dist.all_reduce(a)
-        works.append(dist.all_reduce(a, ReduceOp.MAX, async_op=True))
-        dist.broadcast(c, turn % world_size)
-        if turn % 3:
-            assert all(work.wait(20) for work in works)
-        dist.all_gather_into_tensor(np.zeros(7 * world_size), a)
-        assert all(work.wait(20) for work in works)
-        assert (a == total).all()
-        assert (b == (total + world_size if turn % 2 else rank + 2)).all()
-        assert (c == turn % world_size + 3).all()
 
 
 @pytest.mark.ranks(2)
@@ -127,34 +108,6 @@ def test_closing_ends_the_calls_of_other_threads(rank, world_size):
         assert {type(error) for error in errors} <= {dist.AbortedError, dist.NotInitializedError}
     dist.barrier()
     group.close()
-
-
-@pytest.mark.long
-@pytest.mark.ranks(2)
-def test_calls_while_a_group_is_closed_and_made_again(rank, world_size):
-    """A thread that goes on calling a group that is being closed gets an error, whenever that is."""
-    for _ in range(20):
-        group = dist.new_group()
-        stop, errors = threading.Event(), []
-
-        def hammer(group=group, stop=stop, errors=errors):
-            x = np.ones(1)
-            while not stop.is_set():
-                try:
-                    group.all_reduce(x) if rank == 0 else time.sleep(1e-3)
-                except dist.FastcollError as error:
-                    errors.append(type(error))
-                    return
-
-        thread = threading.Thread(target=hammer)
-        thread.start()
-        time.sleep(2e-3)
-        group.close()
-        stop.set()
-        thread.join(10)
-        assert not thread.is_alive()
-        assert set(errors) <= {dist.AbortedError, dist.NotInitializedError}
-        dist.barrier()
 
 
 @pytest.mark.ranks(2, 3)
