@@ -143,17 +143,6 @@ def test_subclasses_are_taken_as_plain_arrays(tmp_path):
         assert np.shares_memory(adopted, x)
 
 
-def test_masked_arrays_are_refused():
-    with refused(r"masked array.*x\.filled\(value\) or x\.data"):
-        adopt(np.ma.masked_array([1, 2], [0, 1]), writable=False)
-
-
-@pytest.mark.parametrize("dtype", ["O", [("a", "i4"), ("b", "O")]], ids=str)
-def test_objects_are_refused(dtype):
-    with refused("Python objects.*object collectives"):
-        adopt(np.zeros(2, dtype), writable=False)
-
-
 def test_numpy_scalars_can_be_sent_but_not_written_to():
     adopted = adopt(np.float32(1.5), writable=False).array
     assert (adopted.dtype, adopted.shape, adopted[()]) == (np.float32, (), 1.5)
@@ -244,17 +233,20 @@ class WithArrayMethod:
 
 MAKE_ONE = r"make one with numpy\.array"
 NO_ARRAYS = [
-    (None, "got NoneType; every rank gives one"), ([1.0], f"got list; {MAKE_ONE}"), ((1, 2), f"got tuple; {MAKE_ONE}"),
-    (3, f"got int; {MAKE_ONE}"), (2.5, f"got float; {MAKE_ONE}"), (True, f"got bool; {MAKE_ONE}"),
-    (WithArrayMethod(), f"got WithArrayMethod; {MAKE_ONE}"), ("text", "got str; .*object collectives"),
-    ({1: 2}, "got dict; .*object collectives"),
+    (None, "must be an array, got NoneType; every rank gives one"), ([1.0], f"got list; {MAKE_ONE}"),
+    ((1, 2), f"got tuple; {MAKE_ONE}"), (3, f"got int; {MAKE_ONE}"), (2.5, f"got float; {MAKE_ONE}"),
+    (True, f"got bool; {MAKE_ONE}"), (WithArrayMethod(), f"got WithArrayMethod; {MAKE_ONE}"),
+    ("text", "got str; .*object collectives"), ({1: 2}, "got dict; .*object collectives"),
+    (np.ma.masked_array([1, 2], [0, 1]), r"masked array.*x\.filled\(value\) or x\.data"),
+    (np.zeros(2, "O"), "Python objects.*object collectives"),
+    (np.zeros(2, [("a", "i4"), ("b", "O")]), "Python objects.*object collectives"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("x", "cure"), NO_ARRAYS)
 @pytest.mark.parametrize("writable", [False, True])
 def test_what_is_no_array_is_refused_with_the_cure(x, cure, writable):
-    with refused(f"tensor must be an array, {cure}"):
+    with refused(f"tensor .*{cure}"):
         adopt(x, writable=writable)
 
 
@@ -267,14 +259,15 @@ def test_a_list_has_one_array_a_rank():
         assert adopted.array is given
 
 
-def test_a_list_of_another_length_is_refused():
-    with refused("input_list must have 3 arrays, one a rank, got 2", UsageError):
-        adopt_list([np.zeros(1)] * 2, 3, writable=False, what="input_list")
-
-
-@pytest.mark.parametrize("xs", [None, 5, np.zeros((3, 2)), "abc", {1: 2}])
-def test_what_is_no_list_is_refused(xs):
-    with refused(f"input_list must be a list of 3 arrays, got {type(xs).__name__}", UsageError):
+@pytest.mark.parametrize(
+    ("xs", "why"),
+    [
+        ([np.zeros(1)] * 2, "must have 3 arrays, one a rank, got 2"),
+        *[(x, "must be a list of 3 arrays, got") for x in (None, 5, np.zeros((3, 2)), "abc", {1: 2})],
+    ],
+)
+def test_what_is_no_such_list_is_refused(xs, why):
+    with refused(f"input_list {why}", UsageError):
         adopt_list(xs, 3, writable=False, what="input_list")
 
 
