@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import numba
 import numpy as np
@@ -20,6 +22,7 @@ from oracle import assert_same
 import fastcoll as dist
 import fastcoll.compiled.njit
 from fastcoll.compiled import rows
+from fastcoll.kernels import doors as d
 
 ReduceOp = dist.ReduceOp
 ROOT = Path(dist.__file__).parents[1]
@@ -100,6 +103,9 @@ def test_every_function_and_groups_as_arguments(rank, world_size):
         x = np.full(3, 1.0 + (rank > 0))
         for _ in range(3):
             assert everything(x, np.empty(6), group) == (int(rank > 0), 2, 0)
+        dist.destroy_process_group(group)
+        with pytest.raises(dist.NotInitializedError, match="was destroyed"):
+            total(x, ReduceOp.SUM, group)
     else:
         with pytest.warns(UserWarning, match="which is not in the given group, does nothing"):
             total(x, ReduceOp.SUM, group)
@@ -292,6 +298,11 @@ def test_split_sizes(rank, world_size):
 
 
 @numba.njit(cache=True)
+def sent_by(x, src):
+    dist.broadcast(x, src)
+
+
+@numba.njit(cache=True)
 def whole_of(out, x):
     dist.all_gather_into_tensor(out, x)
 
@@ -309,6 +320,8 @@ def test_wrong_calls_are_told_to_all_and_the_group_stays_usable(rank, world_size
             dist.UsageError, match="has 5 elements; expected 6" if rank else "rank 1's all_gather was"
         ):
             whole_of(np.empty(5 if rank else 6), np.ones(3))
+        with pytest.raises(dist.UsageError, match="src is 7"):
+            sent_by(x, 7)
         total(x[:3])
     total(x[:0])
 
@@ -341,7 +354,7 @@ def total_after(begun, x):
     dist.all_reduce(x)
 
 
-@numba.njit
+@numba.njit(nogil=True)
 def caught_after(begun, x):
     begun[0], raised = 1, 0
     for _ in range(2):
@@ -406,17 +419,6 @@ def test_other_backends(rank, world_size):
     assert x[0] == 1 - rank
 
 
-@pytest.mark.ranks(2, init=False)
-def test_a_world_of_another_backend_may_come_after_the_first(rank, world_size):
-    for backend in ("shm", "tcp", "shm"):
-        dist.init_process_group(backend)
-        for _ in range(3):
-            x = np.full(2, rank + 1.0)
-            total(x)
-            assert x.tolist() == [3, 3]
-        dist.destroy_process_group()
-
-
 PROGRAM = """
 import sys
 import numba, numpy as np
@@ -461,6 +463,27 @@ def test_without_a_world_the_functions_say_so():
         total(np.ones(1))
     with pytest.raises(dist.NotInitializedError):
         numba.njit(lambda: dist.get_rank())()
+
+
+@pytest.mark.ranks(2)
+def test_a_row_is_blank_when_its_own_group_ends(rank, world_size):
+    """A new world may be known before the old one has ended."""
+    old, new = dist.new_group(), dist.new_group()
+    row = rows._Row(99, 0)
+    row.fill(old)
+    row.fill(new)
+    dist.destroy_process_group(old)
+    assert row.words[d.SIZE] == 2
+    dist.destroy_process_group(new)
+    assert row.words[d.SIZE] == 0
+
+
+def test_ctrl_c_while_the_door_is_compiled_leaves_no_row_without_one():
+    with patch.object(rows, "_rows", []):
+        with patch.object(d, "door_address", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            rows.row(None)
+        row = (ctypes.c_int64 * d.ROW_WORDS).from_address(rows.row(None))
+        assert row[d.DOOR] == d.door_address()
 
 
 def test_who_does_not_use_it_does_not_import_it():
