@@ -107,7 +107,7 @@ def test_arrays_on_several_devices_are_refused_and_devices_are_kept(jax):
         [sys.executable, "-c", SHARDED],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
     )
     refusal, device = done.stdout.splitlines()

@@ -75,7 +75,7 @@ def first_uses(sources: Path, processes: int) -> list[Use]:
     ]
     uses = []
     for process in running:
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         one, two, greater, imported = map(int, out.split())
         uses.append(Use((one, two), greater, bool(imported), err.splitlines()))

@@ -163,6 +163,6 @@ def test_ctrl_c_again_and_again_does_not_spoil_compilations(tmp_path):
     """From Numba's first import on, at 20 ms and a little later each time."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", AGAIN_AND_AGAIN], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-c", AGAIN_AND_AGAIN], capture_output=True, text=True, env=environment, timeout=600
     )
     assert (done.returncode, done.stdout) == (0, "[8.0, 7.0, 6.0, 5.0, 4.0, 5.0, 6.0, 7.0, 8.0]\n"), done

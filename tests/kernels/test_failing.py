@@ -120,6 +120,6 @@ SCRIPT = textwrap.dedent("""
 def test_every_action_of_compiled_code():
     env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=120, env=env
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=600, env=env
     )
     assert (done.returncode, done.stdout) == (0, "as it should be\n"), done.stderr

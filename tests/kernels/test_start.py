@@ -50,7 +50,7 @@ def run(folder, backend: str, size: int) -> set[str]:
             rank_of_it = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
             ranks.append(started.enter_context(rank_of_it))
             started.callback(ranks[-1].kill)
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        said = [rank.communicate(timeout=600)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size
     return set(said)
 

@@ -24,7 +24,7 @@ PACKAGE = Path(fastcoll.__file__).parent
 def run(*arguments: str, cache: Path) -> str:
     command = [sys.executable, "-m", "fastcoll.warmup", *arguments]
     env = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=env)
     assert not done.stderr
     return done.stdout
 
@@ -76,7 +76,7 @@ def test_what_compiled_callers_call_is_compiled_where_it_is_asked_for(monkeypatc
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     for new in (True, False):
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True, env=env
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True, env=env
         )
         assert done.stdout.split("\n")[0] == str([new, new])
 

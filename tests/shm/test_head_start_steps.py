@@ -27,7 +27,7 @@ from fastcoll.shm.rounds import HELD, RESUMED
 
 FILES = {module.__file__ for module in (context, head_start)}
 AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # what Python looks at signals after
-DEADLINE = 20
+DEADLINE = 120
 
 
 class Script:
