@@ -160,28 +160,29 @@ def test_an_array_that_cannot_be_read_since_its_owner_has_failed_is_not_the_reas
 
 @pytest.fixture
 def stops(rank, request):
-    """Rank 1 stops at a failpoint; then rank 0 aborts the call, writes into its array and lets rank 1 go on."""
-    if rank == 1:
-        arm(f"{request.param}:stop@3")
+    """A rank stops at a failpoint; then the other one aborts the call, writes into its array and lets it go on."""
+    place, victim = request.param
+    if rank == victim:
+        arm(f"shm.single_copy.{place}:stop@3")
     dist.init_process_group()
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
 
     def call_and_abort(group, step, x):
         def abort():
-            while Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            while Path(f"/proc/{pids[victim]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 time.sleep(1e-3)
-            group.abort("rank 1 stopped")
+            group.abort("it stopped")
 
-        if rank == 0:
+        if rank != victim:
             thread = threading.Thread(target=abort)
             thread.start()
-        with pytest.raises(AbortedError, match="rank 1 stopped"):
+        with pytest.raises(AbortedError, match="it stopped"):
             step(x)
-        if rank == 0:
+        if rank != victim:
             thread.join()
             x[:] = 7
-            os.kill(pids[1], signal.SIGCONT)
+            os.kill(pids[victim], signal.SIGCONT)
         dist.barrier()
 
     yield call_and_abort
@@ -189,15 +190,25 @@ def stops(rank, request):
 
 
 @pytest.mark.ranks(2, init=False, fresh=True)
-@pytest.mark.parametrize("stops", ["shm.single_copy.piece_read"], indirect=True)
-def test_whoever_reads_too_late_does_not_take_what_is_there_for_the_result(rank, world_size, stops):
+@pytest.mark.parametrize(
+    ("operation", "root", "stops"),
+    [
+        ("broadcast", 0, ("piece_read", 1)),
+        ("reduce", 0, ("piece_read", 0)),
+        ("reduce", 1, ("piece_read", 1)),
+    ],
+    indirect=["stops"],
+)
+def test_whoever_reads_too_late_does_not_take_what_is_there_for_the_result(
+    rank, world_size, operation, root, stops
+):
     x = np.full(2 * LARGE, 1.0 + rank, np.float32)
     with direct_group() as group:
-        stops(group, lambda x: group.broadcast(x, 0), x)
+        stops(group, lambda x: getattr(group, operation)(x, root), x)
 
 
 @pytest.mark.ranks(2, init=False, fresh=True)
-@pytest.mark.parametrize("stops", ["shm.single_copy.pushing"], indirect=True)
+@pytest.mark.parametrize("stops", [("pushing", 1)], indirect=True)
 def test_a_writer_that_stops_changes_nothing_after_the_call_has_failed(rank, world_size, stops, caplog):
     with dist.shared_arrays():
         x = np.ones(LARGE, np.float32)
