@@ -21,6 +21,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -181,9 +182,8 @@ class _Helper:
 
     def start(self, entry: Entry, args: tuple[Any, ...]) -> None:
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()
-            self._thread = thread
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()  # Ctrl-C may come as it returns
         self._started += 1
         self._jobs.put((entry, args))
 
@@ -194,7 +194,8 @@ class _Helper:
         if self._thread is None:
             return True
         self._jobs.put(None)
-        self._thread.join(timeout)
+        with suppress(RuntimeError):  # Ctrl-C came before it was started
+            self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

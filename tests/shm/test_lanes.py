@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import oracle
@@ -401,6 +402,31 @@ def test_ctrl_c_in_a_divided_call(rank, world_size, monkeypatch, tmp_path, divid
             group.all_reduce(x)
         interrupted.touch()
         thread.join()
+
+
+def test_a_thread_that_begins_as_ctrl_c_comes_ends_with_its_group(monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    helper = lanes._Helper("a-lane-1", None, None, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            helper.start(None, ())
+    assert helper.close(60)
+    assert not helpers()
+
+
+def test_a_thread_that_ctrl_c_has_kept_from_beginning_is_not_waited_for(monkeypatch):
+    helper = lanes._Helper("a-lane-1", None, None, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            helper.start(None, ())
+    assert helper.close(60)
 
 
 @pytest.mark.ranks(2)
