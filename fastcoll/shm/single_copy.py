@@ -266,13 +266,13 @@ def _push(c, src, offset, nbytes):
     rank = load_word(c, at.RANK)
     pushing = r.section(c, rank) + layout.REACH + 8 * layout.PUSHING
     swap_if_equal(pushing, 0, 1)
-    reached(_PUSHING)
     for turn in range(1, load_word(c, at.SIZE)):
         peer = _next_peer(c, turn)
         if load_word(r.table(c, at.TAKES + 1), peer) != 0:
             if _await_sound(c, peer) != DONE:
                 store_release(pushing, 0)
                 return AGAIN
+            reached(_PUSHING)
             copy(load_word(r.table(c, at.TAKES), peer) + offset, src, nbytes)
     store_release(pushing, 0)
     return DONE
