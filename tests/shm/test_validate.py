@@ -12,9 +12,16 @@ import rows
 
 import fastcoll as dist
 from fastcoll import ArrayError, ReduceOp, UsageError
+from fastcoll.kernels.jit import entry
+from fastcoll.kernels.primitives import address_of
+from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 from fastcoll.shm import context_layout as at
+from fastcoll.shm.context import Context, What
+from fastcoll.shm.layout import PAGE, Layout
+from fastcoll.shm.validate import MEMO_PROBES, description, memo_place
 
 N = 6  # elements of a block
+HEADER = np.zeros(PAGE // 8, np.int64)  # of a segment without sections
 
 
 class Sub(np.ndarray):
@@ -247,6 +254,57 @@ def test_more_dtypes_and_operations_than_the_memo_holds(rank, world_size):
                 x = np.full(3, rank + 1, dtype)
                 dist.all_reduce(x, op)
                 assert (x == want).all()
+
+
+# ---- the memo itself -----------------------------------------------------------------------------------
+
+
+@entry
+def recall(handle: Index, operation: Index, x: PyObject, op: PyObject) -> int:
+    """The description that compiled code finds for a call."""
+    c = integer(handle)
+    return description(c, c, integer(operation), object_at(x), object_at(op))
+
+
+class Op:
+    """Stands for a reduce operation, which the memo knows by its address only."""
+
+
+def test_the_memo_finds_what_it_was_told_and_nothing_else():
+    context = Context(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
+    dtypes = [np.dtype((np.void, n)) for n in range(1, 30)]
+    ops = [Op(), Op()]
+    told = {}
+    for operation in (1, 2, 5):
+        for n, dtype in enumerate(dtypes[::2]):
+            op = ops[n % 2]
+            told[operation, dtype, op] = what = What(n, dtype.itemsize)
+            context.remember(operation, dtype, op, what)
+    found = 0
+    for operation in (1, 2, 3, 5):
+        for dtype in dtypes:
+            x = np.zeros(1, dtype)
+            for op in ops:
+                address = recall.call(context.address, operation, x, op)
+                known = told.get((operation, x.dtype, op))
+                assert address in (0, known.address if known else 0)
+                found += address != 0
+    assert found > len(told) * 0.9  # crowded places may be full
+    assert recall.call(context.address, 1, np.zeros(1, dtypes[0]).view(Sub), ops[0]) == 0
+    assert recall.call(context.address, 1, [1], ops[0]) == 0
+
+
+def test_entries_that_share_their_places():
+    context = Context(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
+    dtype, ops = np.dtype("f8"), [Op() for _ in range(4000)]
+    place = memo_place.py_func(id(dtype), id(ops[0]), 1, 0)
+    same = [op for op in ops if memo_place.py_func(id(dtype), id(op), 1, 0) == place]
+    assert len(same) > MEMO_PROBES
+    whats = [What(n, 8) for n in range(len(same))]
+    for op, what in zip(same, whats, strict=True):
+        context.remember(1, dtype, op, what)
+    found = [recall.call(context.address, 1, np.zeros(1), op) for op in same]
+    assert found == [what.address for what in whats[:MEMO_PROBES]] + [0] * (len(same) - MEMO_PROBES)
 
 
 @pytest.mark.ranks(2)
