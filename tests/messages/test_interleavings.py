@@ -58,7 +58,7 @@ def one_way(me: Rank, tag: int) -> None:
             assert [to.tolist() for to in got] == [[number + n] * 2 for n in range(4)]
 
 
-def run(make: type[World], seed: int, *programs: Any, timeout: float = 30) -> None:
+def run(make: type[World], seed: int, *programs: Any, timeout: float = 150) -> None:
     """Two ranks, on each a thread for each program, with a tag of its own."""
     world, errors = make(2, timeout=timeout), []
 

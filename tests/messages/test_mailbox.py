@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from together import together
 
+from fastcoll.core import monitor, processes
 from fastcoll.core.message import Status
-from fastcoll.core.operands import ANY_TAG, LARGEST_TAG, OBJECTS_TAG
+from fastcoll.core.operands import ANY_TAG, LARGEST_TAG
 from fastcoll.core.processes import Member
 from fastcoll.core.work import Work
 from fastcoll.errors import (
@@ -29,7 +32,19 @@ from fastcoll.errors import (
 from fastcoll.interop.adopted import Adopted
 from fastcoll.shm.pipe import RingPipe
 
-from .worlds import DEADLINE, RING, NodeWorld, Rank, RingWorld, WireWorld, World, fields, pattern, until
+from .worlds import (
+    DEADLINE,
+    RING,
+    Clock,
+    NodeWorld,
+    Rank,
+    RingWorld,
+    WireWorld,
+    World,
+    fields,
+    pattern,
+    until,
+)
 
 EDGES = [RING // 4, RING - 17, RING - 16, RING - 1, RING, RING + 1, 3 * RING + 5]
 FRAMES = [8191, 8192, 8193, 65535, 65536, 65537, 1_000_003]
@@ -113,47 +128,34 @@ def test_large_messages_cross(worlds, receive_first: bool) -> None:
     worlds(2).run(program, program)
 
 
-def test_one_tag_keeps_its_order(worlds) -> None:
-    def first(me: Rank) -> None:
-        for work in [me.isend(np.array([n]), 1, 3) for n in range(60)]:
-            work.wait(DEADLINE)
-
-    def second(me: Rank) -> None:
-        arrays = [np.array([-1]) for _ in range(60)]
-        works = [me.irecv(x, 0, 3) if n % 3 else None for n, x in enumerate(arrays[:30])]
-        order = [n for n in range(30) if works[n]]
-        for work in filter(None, works):
-            work.wait(DEADLINE)
-        for n in [n for n in range(30) if not works[n]] + list(range(30, 60)):
-            me.recv(arrays[n], 0, 3)
-            order.append(n)
-        assert [int(arrays[n][0]) for n in order] == list(range(60))
-
-    worlds(2).run(first, second)
+REFUSALS = {
+    "size": (np.zeros(4, "f4"), np.zeros(5, "f4"), "float32, 4 elements", "float32, 5 elements"),
+    "dtype": (np.zeros(4, "f4"), np.zeros(4, "i4"), "float32, 4 elements", "int32, 4 elements"),
+    "large": (np.zeros(5 * RING, "u1"), np.zeros(1, "u1"), "20480 elements", "1 elements"),
+}
 
 
-REFUSALS = [
-    (np.zeros(4, np.float32), np.zeros(5, np.float32), r"float32, 4 elements.*float32, 5 elements"),
-    (np.zeros(4, np.float32), np.zeros(4, np.int32), r"float32, 4 elements.*int32, 4 elements"),
-    (np.zeros(5 * RING, np.uint8), np.zeros(1, np.uint8), r"20480 elements.*1 elements"),
-]
-
-
-@pytest.mark.parametrize("posted", [False, True])
-@pytest.mark.parametrize(("sent", "wanted", "text"), REFUSALS)
-def test_misfits_raise_on_both_sides_and_nothing_is_broken(
-    worlds, sent, wanted, text: str, posted: bool
-) -> None:
-    before = wanted.copy()
+@pytest.mark.parametrize("how", ["blocking", "posted", "stored", "any tag"])
+@pytest.mark.parametrize("what", REFUSALS)
+def test_misfits_raise_on_both_sides_and_nothing_is_broken(worlds, what: str, how: str) -> None:
+    sent, wanted, held, other = REFUSALS[what]
+    before, tag = wanted.copy(), ANY_TAG if how == "any tag" else 9
 
     def first(me: Rank) -> None:
-        with pytest.raises(MismatchError, match=f"rank 1.*tag 9.*{text}"):
-            me.isend(sent, 1, 9).wait(DEADLINE) if posted else me.send(sent, 1, 9)
+        work = me.isend(sent, 1, 9) if how in ("posted", "stored") else None
+        if how == "stored":
+            me.send(np.zeros(1), 1, 2)
+        with pytest.raises(MismatchError, match=f"rank 1.*tag 9.*{held}.*{other}"):
+            work.wait(DEADLINE) if work else me.send(sent, 1, 9)
         me.send(np.arange(3), 1, 9)
 
     def second(me: Rank) -> None:
-        with pytest.raises(MismatchError, match=r"rank 0.*tag 9"):
-            me.irecv(wanted, 0, 9).wait(DEADLINE) if posted else me.recv(wanted, 0, 9)
+        if how == "stored":
+            me.recv(np.zeros(1), 0, 2)
+        with pytest.raises(
+            MismatchError, match=f"rank 0.*{'any tag' if tag < 0 else 'tag 9'}.*{other}.*{held}"
+        ):
+            me.irecv(wanted, 0, tag).wait(DEADLINE) if how == "posted" else me.recv(wanted, 0, tag)
         assert (wanted == before).all()
         got = np.zeros(3, int)
         me.recv(got, 0, 9)
@@ -163,50 +165,26 @@ def test_misfits_raise_on_both_sides_and_nothing_is_broken(
     worlds(2).run(first, second)
 
 
-def test_a_stored_message_that_does_not_fit(worlds) -> None:
-    def first(me: Rank) -> None:
-        work = me.isend(np.zeros(3), 1, 1)
-        me.send(np.zeros(1), 1, 2)
-        with pytest.raises(MismatchError, match=r"float64, 3 elements.*float64, 2 elements"):
-            work.wait(DEADLINE)
-
-    def second(me: Rank) -> None:
-        me.recv(np.zeros(1), 0, 2)
-        with pytest.raises(MismatchError, match=r"float64, 2 elements.*float64, 3 elements"):
-            me.recv(np.zeros(2), 0, 1)
-
-    worlds(2).run(first, second)
-
-
-def test_to_oneself(worlds) -> None:
+def test_a_message_to_oneself_is_buffered(worlds) -> None:
+    """Both kinds of send are complete before the receive is posted, and the array may change."""
     (me,) = worlds(1).ranks
     x, got = np.arange(5), np.zeros(5, int)
     me.send(x, 0, 1)
+    work = me.isend(x, 0, 1)
+    assert work.wait(DEADLINE)
     x[:] = 0
-    assert me.recv(got, 0, 1) == 0
-    assert (got == np.arange(5)).all()
-    early = me.irecv(got, None, 2)
-    x[:] = 4
-    later = me.isend(x, 0, 2)
-    assert later.wait(DEADLINE)
-    assert early.result() == 0
-    assert (got == 4).all()
-    me.isend(np.zeros(2), 0, 3)
-    with pytest.raises(MismatchError):
-        me.recv(np.zeros(3), 0, 3)
-
-
-def test_an_isend_to_oneself_is_buffered(worlds) -> None:
-    """It is complete before its receive is posted, and the array may change, as after a send."""
-    (me,) = worlds(1).ranks
-    x, got = np.arange(5), np.zeros(5, int)
-    works = [me.isend(x, 0, 1), me.isend(x, 0, 1)]
-    assert all(work.wait(DEADLINE) for work in works)
-    x[:] = 0
-    for _ in works:
+    for _ in range(2):
         assert me.recv(got, 0, 1) == 0
         assert (got == np.arange(5)).all()
         got[:] = 0
+    early = me.irecv(got, None, 2)
+    x[:] = 4
+    assert me.isend(x, 0, 2).wait(DEADLINE)
+    assert early.result() == 0
+    assert (got == 4).all()
+    me.isend(np.zeros(2), 0, 3)
+    with pytest.raises(MismatchError, match=r"a receive with status=Status\(\) takes shorter"):
+        me.recv(np.zeros(3), 0, 3)
 
 
 def test_what_has_its_message_is_not_in_vain(worlds) -> None:
@@ -267,31 +245,6 @@ def test_an_armed_receive_leaves_other_tags_to_a_later_receive_of_any_tag(worlds
     assert (armed[0], later[0]) == (7, 3)
 
 
-def test_a_receive_of_any_tag_takes_no_message_of_the_library(worlds) -> None:
-    world = worlds(2)
-    peer, me = world.ranks
-    hidden = peer.isend(np.array([1]), 1, OBJECTS_TAG)
-    peer.isend(np.array([2]), 1, 5)
-    got = np.zeros(1, int)
-    me.recv(got, 0, ANY_TAG)
-    assert got[0] == 2
-    me.recv(got, 0, OBJECTS_TAG)
-    assert hidden.wait(DEADLINE)
-    assert got[0] == 1
-
-
-def test_any_tag_still_compares_dtypes(worlds) -> None:
-    def first(me: Rank) -> None:
-        with pytest.raises(MismatchError, match=r"rank 1.*tag 9.*float32, 4 elements.*int32, 4 elements"):
-            me.send(np.zeros(4, "f4"), 1, 9)
-
-    def second(me: Rank) -> None:
-        with pytest.raises(MismatchError, match=r"rank 0.*any tag.*int32, 4 elements.*float32, 4 elements"):
-            me.recv(np.zeros(4, "i4"), 0, ANY_TAG)
-
-    worlds(2).run(first, second)
-
-
 # ---- shorter messages
 
 
@@ -343,26 +296,15 @@ def test_a_longer_message_and_another_dtype_are_refused_with_a_status_too(worlds
         for sent in (np.zeros(5, "f4"), np.zeros(2, "i4")):
             with pytest.raises(MismatchError, match="float32, 4 elements"):
                 me.send(sent, 1)
-        me.send(np.zeros(3, "f4"), 1)
 
     def second(me: Rank) -> None:
-        got, status = np.ones(4, "f4"), Status()
+        status = Status()
         for text in ("float32, 5 elements", "int32, 2 elements"):
             with pytest.raises(MismatchError, match=f"float32, 4 elements.*{text}.*number of elements. The"):
-                me.recv(got, 0, 0, status)
+                me.recv(np.ones(4, "f4"), 0, 0, status)
         assert fields(status) == (-1, -1, -1, -1)
-        me.recv(got, 0, 0, status)
-        assert fields(status) == (0, 0, 3, 12)
-        assert got.tolist() == [0, 0, 0, 1]
 
     worlds(2).run(first, second)
-
-
-def test_who_gives_no_status_is_told_of_it_by_a_shorter_message(worlds) -> None:
-    (me,) = worlds(1).ranks
-    me.send(np.zeros(2), 0)
-    with pytest.raises(MismatchError, match=r"a receive with status=Status\(\) takes shorter"):
-        me.recv(np.zeros(3), 0)
 
 
 # ---- probes
@@ -460,84 +402,30 @@ def test_from_any_serves_the_ranks_in_turn(worlds) -> None:
     assert all(work.wait(DEADLINE) for work in works)
 
 
-def test_three_ranks_each_to_each(worlds) -> None:
-    sizes = [3, 700, RING + 9]
-
-    def program(me: Rank) -> None:
-        peers = [rank for rank in range(3) if rank != me.rank]
-        got = {(peer, n): np.zeros(n, np.uint8) for peer in peers for n in sizes}
-        works = [me.irecv(x, peer, n) for (peer, n), x in got.items()]
-        works += [me.isend(pattern(n, me.rank), peer, n) for n in reversed(sizes) for peer in peers]
-        assert all(work.wait(DEADLINE) for work in works)
-        assert all((x == pattern(n, peer)).all() for (peer, n), x in got.items())
-        # Then around the ring, blocking.
-        token = np.array([0])
-        if me.rank == 0:
-            me.send(token + 1, 1)
-        me.recv(token, (me.rank - 1) % 3)
-        if me.rank != 0:
-            me.send(token + 1, (me.rank + 1) % 3)
-        assert token[0] == (me.rank or 3)
-
-    worlds(3).run(program, program, program)
-
-
-def test_a_packed_array_is_written_back(worlds) -> None:
-    target = np.zeros((3, 8))
-
-    def first(me: Rank) -> None:
-        me.send(np.arange(6.0).reshape(3, 2), 1)
-        me.send(np.arange(6.0)[::-1], 1)
-
-    def second(me: Rank) -> None:
-        me.recv(target[:, ::4], 0)
-        me.irecv(target[:, 1::4], 0).wait(DEADLINE)
-
-    worlds(2).run(first, second)
-    assert (target[:, ::4] == np.arange(6.0).reshape(3, 2)).all()
-    assert (target[:, 1::4] == np.arange(6.0)[::-1].reshape(3, 2)).all()
-
-
 # ---- threads
 
 
-def test_a_blocked_call_makes_way_for_other_threads(worlds) -> None:
-    world = worlds(2)
-    me, peer = world.ranks
-    got = np.zeros(3)
-    blocked = threading.Thread(target=me.recv, args=(got, 1, 1))
+@pytest.mark.parametrize("half_sent", [False, True])
+def test_a_blocked_call_makes_way_for_other_threads(worlds, half_sent: bool) -> None:
+    """Also a send of which a part has gone out, which the other thread goes on with."""
+    me, peer = worlds(2).ranks
+    large, got, answer = pattern(3 * RING), np.zeros(3 * RING, "u1"), np.zeros(1)
+    call, *args = (me.send, large, 1, 1) if half_sent else (me.recv, got, 1, 1)
+    blocked = threading.Thread(target=call, args=args)
     blocked.start()
-    until(me.is_blocked)
-    work = me.isend(np.ones(3), 1, 2)
-    answer = np.zeros(3)
+    until(lambda: me.is_blocked() and (not half_sent or me.has_begun(1)))
+    work = me.isend(np.ones(1), 1, 2)
     peer.recv(answer, 0, 2)
     assert work.wait(DEADLINE)
     assert blocked.is_alive()
-    peer.send(answer * 5, 0, 1)
+    peer.recv(got, 0, 1) if half_sent else peer.send(large, 0, 1)
     blocked.join(DEADLINE)
-    assert got.tolist() == [5, 5, 5]
-
-
-def test_a_half_sent_message_is_handed_over(worlds) -> None:
-    world = worlds(2)
-    me, peer = world.ranks
-    large = pattern(3 * RING)
-    blocked = threading.Thread(target=me.send, args=(large, 1, 1))
-    blocked.start()
-    until(lambda: me.is_blocked() and me.has_begun(1))
-    work = me.isend(np.ones(1), 1, 2)
-    got = np.zeros(3 * RING, np.uint8)
-    answer = np.zeros(1)
-    peer.recv(answer, 0, 2)
-    peer.recv(got, 0, 1)
-    blocked.join(DEADLINE)
-    assert work.wait(DEADLINE)
     assert answer[0] == 1
     assert (got == large).all()
 
 
 def test_two_threads_on_each_side(worlds) -> None:
-    count = 150
+    count = 50
 
     def talk(me: Rank, tag: int) -> None:
         got = np.zeros(1, int)
@@ -586,6 +474,7 @@ def test_a_callback_may_post_but_not_wait(worlds) -> None:
 # ---- when things go wrong
 
 
+@pytest.mark.timed
 def test_what_is_ready_is_not_kept_waiting_by_what_is_not(worlds) -> None:
     (me,) = worlds(1).ranks
     unmatched = me.irecv(np.zeros(1), 0, 1)
@@ -627,27 +516,6 @@ def test_a_posted_send_does_not_overtake_one_that_has_not_begun(worlds) -> None:
     worlds(2).run(first, second)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("source", [1, None])
-def test_a_silent_peer_runs_into_the_timeout(worlds, source: int | None) -> None:
-    me, _ = worlds(2, timeout=0.2).ranks
-    with pytest.raises(CollectiveTimeoutError, match=r"recv from .*tag 3.*rank 1 .*0\.2 s"):
-        me.recv(np.zeros(1), source, 3)
-    assert isinstance(me.vigil.failure, CollectiveTimeoutError)
-    with pytest.raises(CollectiveTimeoutError):
-        me.irecv(np.zeros(1), 1, 4)
-
-
-def test_posted_operations_run_into_the_timeout(worlds) -> None:
-    me, peer = worlds(2, timeout=1.0).ranks  # so that both are posted before the first one's time is up
-    works = [me.isend(np.zeros(3 * RING), 1), me.irecv(np.zeros(1), 1)]
-    for work in works:
-        with pytest.raises(CollectiveTimeoutError, match=r"send to rank 1|recv from rank 1"):
-            work.wait(DEADLINE)
-    with pytest.raises((AbortedError, CollectiveTimeoutError)):
-        peer.recv(np.zeros(1), 0, 9)
-
-
 def test_what_a_rank_sent_before_it_left_can_be_received(worlds) -> None:
     me, peer = worlds(2).ranks
     peer.isend(np.array([3.0]), 0)
@@ -674,54 +542,6 @@ def test_from_any_goes_on_while_somebody_is_left(worlds) -> None:
         me.recv(got)
 
 
-def test_a_dead_peer_is_named(worlds) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    alive = Member.here(1, 2, "shm")
-    with open(f"/proc/{child.pid}/stat") as file:
-        started = int(file.read().rpartition(")")[2].split()[19])
-    members = [Member.here(0, 2, "shm"), dataclasses.replace(alive, pid=child.pid, start_time=started)]
-    world = worlds(2, members=members)
-    me, peer = world.ranks
-    peer.isend(np.array([6.0]), 0)
-    peer.await_on_the_way(0, 1)
-    posted = me.irecv(np.zeros(1), 1, 8)
-    until(lambda: me.mailbox._next_look > 0)
-    began = time.monotonic()
-    child.kill()
-    with pytest.raises(PeerDiedError, match=f"rank 1 .*{child.pid}.*died.*recv from rank 1.*tag 8"):
-        posted.wait(DEADLINE)
-    assert time.monotonic() - began < DEADLINE / 2
-    child.communicate()
-
-
-def test_a_blocked_call_sees_a_failed_group(worlds) -> None:
-    me, peer = worlds(2).ranks
-    failure: list[BaseException] = []
-
-    def blocked() -> None:
-        try:
-            me.recv(np.zeros(1), 1)
-        except AbortedError as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=blocked)
-    thread.start()
-    until(me.is_blocked)
-    peer.vigil.fail(AbortedError("out of luck"))
-    thread.join(DEADLINE)
-    assert "rank 1" in str(failure[0])
-    assert "out of luck" in str(failure[0])
-
-
-def test_abort_ends_what_is_under_way(worlds) -> None:
-    me, _ = worlds(2).ranks
-    work = me.irecv(np.zeros(1), 1)
-    me.vigil.fail(AbortedError("enough"))
-    me.mailbox.abort()
-    with pytest.raises(AbortedError, match="enough"):
-        work.wait(DEADLINE)
-
-
 @pytest.mark.parametrize("pending", [False, True])
 def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
     me, _ = worlds(2).ranks
@@ -736,11 +556,9 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         me.recv(np.zeros(1), 1)
     thread.join()
-    assert time.monotonic() - began < DEADLINE / 2
     assert "interrupted" in str(me.vigil.failure)
 
 
@@ -784,32 +602,71 @@ def test_what_a_wait_had_learned_when_a_handler_raised_is_told_again(
         world.close()
 
 
-def test_close_ends_pending_operations(worlds) -> None:
-    world = worlds(2)
-    me, peer = world.ranks
-    work = me.irecv(np.zeros(1), 1)
-    me.mailbox.close(None)
-    me.mailbox.close(None)
-    with pytest.raises(AbortedError, match="destroyed"):
-        work.wait(DEADLINE)
-    with pytest.raises(NotInitializedError):
+@pytest.mark.parametrize("call", ["recv", "recv from any", "isend", "irecv"])
+def test_a_silent_peer_runs_into_the_timeout(worlds, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    clock = Clock()
+    monkeypatch.setattr(monitor, "time", clock)
+    me, peer = worlds(2, timeout=30.0).ranks
+
+    def wait() -> None:
+        if call == "isend":
+            me.isend(np.zeros(3 * RING), 1, 3).wait(DEADLINE)
+        elif call == "irecv":
+            me.irecv(np.zeros(1), 1, 3).wait(DEADLINE)
+        else:
+            me.recv(np.zeros(1), 1 if call == "recv" else None, 3)
+
+    def put_forward() -> None:
+        until(lambda: me.is_blocked() or len(me.mailbox._exchange.live) > 0)
+        clock.ahead = 40.0
+
+    error, _ = together(wait, put_forward)
+    assert isinstance(error, CollectiveTimeoutError)
+    doing = "send to rank 1" if call == "isend" else "recv from"
+    assert re.search(rf"{doing} .*tag 3.*rank 1 .*within the timeout of 30 s", str(error))
+    assert me.vigil.failure is error
+    with pytest.raises(CollectiveTimeoutError):
+        me.irecv(np.zeros(1), 1, 4)
+    with pytest.raises((AbortedError, CollectiveTimeoutError)):
+        peer.recv(np.zeros(1), 0, 9)
+
+
+def test_a_dead_peer_is_named(worlds) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    born = int(processes.status_of(child.pid)[19])
+    mine = Member.here(0, 2, "shm")
+    me, peer = worlds(2, members=[mine, replace(mine, rank=1, pid=child.pid, start_time=born)]).ranks
+    peer.isend(np.array([6.0]), 0)
+    peer.await_on_the_way(0, 1)
+    posted = me.irecv(np.zeros(1), 1, 8)
+    until(lambda: me.mailbox._next_look > 0)
+    child.kill()
+    with pytest.raises(PeerDiedError, match=f"rank 1 .*{child.pid}.*died.*recv from rank 1.*tag 8"):
+        posted.wait(DEADLINE)
+    child.communicate()
+
+
+ENDS = {
+    "a peer fails": (lambda me, peer: peer.vigil.fail(AbortedError("out of luck")), "rank 1 .*out of luck"),
+    "abort": (lambda me, _: (me.vigil.fail(AbortedError("enough")), me.mailbox.abort()), "enough"),
+    "close": (lambda me, _: (me.mailbox.close(None), me.mailbox.close(None)), "destroyed"),
+}
+
+
+@pytest.mark.parametrize("posted", [False, True])
+@pytest.mark.parametrize("what", ENDS)
+def test_whatever_ends_the_group_ends_a_call_under_way(worlds, what: str, posted: bool) -> None:
+    me, peer = worlds(2).ranks
+    end, text = ENDS[what]
+    work = me.irecv(np.zeros(1), 1) if posted else None
+
+    def then_end() -> None:
+        until(lambda: posted or me.is_blocked())
+        end(me, peer)
+
+    error, _ = together(lambda: work.wait(DEADLINE) if work else me.recv(np.zeros(1), 1), then_end)
+    assert isinstance(error, AbortedError)
+    assert re.search(text, str(error))
+    with pytest.raises(NotInitializedError if what == "close" and posted else AbortedError):
         me.isend(np.zeros(1), 1)
     peer.mailbox.close(AbortedError("over"))
-
-
-def test_close_ends_a_blocked_call(worlds) -> None:
-    me, _ = worlds(2).ranks
-    failure: list[BaseException] = []
-
-    def blocked() -> None:
-        try:
-            me.recv(np.zeros(1), 1)
-        except AbortedError as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=blocked)
-    thread.start()
-    until(me.is_blocked)
-    me.mailbox.close(None)
-    thread.join(DEADLINE)
-    assert "destroyed" in str(failure[0])

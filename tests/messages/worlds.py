@@ -36,8 +36,8 @@ DEADLINE = 60.0
 class Rank:
     """One rank's mailbox with the public arguments."""
 
-    def __init__(self, world: World, rank: int, vigil: Monitor, mailbox: Engine) -> None:
-        self.world, self.rank, self.vigil, self.mailbox = world, rank, vigil, mailbox
+    def __init__(self, rank: int, vigil: Monitor, mailbox: Engine) -> None:
+        self.rank, self.vigil, self.mailbox = rank, vigil, mailbox
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
         self.mailbox.send(adopt(x, writable=False), dst, tag)
@@ -75,34 +75,54 @@ class Rank:
 
     def has_begun(self, dst: int) -> bool:
         """Whether a part of a message to `dst` has gone out."""
-        return self.world.has_begun(self, dst)
+        pipe, number = pipe_to(self, dst)
+        word = ring_words.OUT_HEAD if isinstance(pipe, RingPipe) else mail_frames.OUT_POSITION
+        return bool(pipe.word(number, word) > 0)
 
 
 def fields(status: Status) -> tuple[int, ...]:
     return status.source, status.tag, status.count, status.nbytes
 
 
+class Clock:
+    """The clock of waits, which a test puts forward: `monkeypatch.setattr(monitor, "time", Clock())`."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
 class World(ABC):
-    """Some ranks in one process.
-
-    Attributes:
-        message: bytes of a message that is long here: not all of it goes out before a receive wants it.
-    """
-
-    message: int
+    """Some ranks in one process."""
 
     def __init__(self, size: int, timeout: float = DEADLINE, members: list[Member] | None = None) -> None:
         self.members = members or [Member.here(rank, size, "shm") for rank in range(size)]
-        self.ranks = [self._make(rank, timeout) for rank in range(size)]
+        self._segments: list[Segment] = []
+        self.meshes: list[PairMesh] = []
+        self.meshes += [PairMesh(self.meshes, rank) for rank in range(size)]
+        self._said = [(IN_ORDER, "")] * size
+        self._prepare()
+        self.ranks = []
+        for rank in range(size):
+            vigil = self._vigil(rank)
+            self.ranks.append(Rank(rank, vigil, Engine(self._routes(rank, vigil), rank, vigil, timeout)))
 
     @abstractmethod
-    def _make(self, rank: int, timeout: float) -> Rank: ...
+    def _prepare(self) -> None:
+        """Make the segments."""
+
+    def _add_segment(self, size: int) -> None:
+        name = new_name()
+        self._segments.append(Segment.create(name, Layout(size, 4096, RING)))
+        unlink(name)
+
+    def _vigil(self, rank: int) -> Monitor:
+        return ListVigil(self._said, self.members, rank)
 
     @abstractmethod
-    def has_begun(self, me: Rank, dst: int) -> bool: ...
-
-    @abstractmethod
-    def _release(self) -> None: ...
+    def _routes(self, rank: int, vigil: Monitor) -> list[Any]:
+        """By rank, the pipe to it and its number there."""
 
     def run(self, *programs: Callable[[Rank], None]) -> None:
         """Run a program for each rank, together; the first error of any is raised."""
@@ -133,34 +153,61 @@ class World(ABC):
         assert not left, "an engine's thread outlives it"
         self._release()
 
+    def _release(self) -> None:
+        for shared in (*self._segments, *self.meshes):
+            shared.close()
+
 
 class RingWorld(World):
     """Over one segment."""
 
-    message = 3 * RING
+    def _prepare(self) -> None:
+        self._add_segment(len(self.members))
 
-    def __init__(self, size: int, **options: Any) -> None:
-        name = new_name()
-        self._segment = Segment.create(name, Layout(size, 4096, RING))
-        unlink(name)
-        super().__init__(size, **options)
+    def _vigil(self, rank: int) -> Monitor:
+        return ShmMonitor(self._segments[0], self.members, rank)
 
-    def _make(self, rank: int, timeout: float) -> Rank:
-        segment = self._segment
-        vigil = ShmMonitor(segment, self.members, rank)
-        pipe = RingPipe(segment.address, segment.layout, rank, vigil, (0, 100), 0)
-        routes: Any = [(pipe, peer) for peer in range(len(self.members))]
-        return Rank(self, rank, vigil, Engine(routes, rank, vigil, timeout))
+    def _routes(self, rank: int, vigil: Monitor) -> list[Any]:
+        pipe = _ring_pipe(self._segments[0], rank, vigil)
+        return [(pipe, peer) for peer in range(len(self.members))]
 
-    def has_begun(self, me: Rank, dst: int) -> bool:
-        return pipe_to(me, dst)[0].word(dst, ring_words.OUT_HEAD) > 0
 
-    def _release(self) -> None:
-        self._segment.close()
+class WireWorld(World):
+    """Over TCP connections."""
+
+    def _prepare(self) -> None: ...
+
+    def _routes(self, rank: int, vigil: Monitor) -> list[Any]:
+        pipe = TcpPipe(self.meshes[rank], vigil, 20_000)
+        return [(pipe, peer) for peer in range(len(self.members))]
+
+
+class NodeWorld(World):
+    """Two ranks on each node, over segments, and over TCP connections between nodes."""
+
+    def _prepare(self) -> None:
+        size = len(self.members)
+        self._nodes = [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
+        for node in self._nodes:
+            self._add_segment(len(node))
+
+    def _routes(self, rank: int, vigil: Monitor) -> list[Any]:
+        local = self._nodes[rank // 2]
+        rings = _ring_pipe(self._segments[rank // 2], rank % 2, vigil)
+        # None where nobody is on another node, as no engine would close it.
+        wire = TcpPipe(self.meshes[rank], vigil, 20_000) if len(local) < len(self.members) else None
+        routes: list[Any] = [(wire, peer) for peer in range(len(self.members))]
+        for place, peer in enumerate(local):
+            routes[peer] = (rings, place)
+        return routes
+
+
+def _ring_pipe(segment: Segment, place: int, vigil: Monitor) -> RingPipe:
+    return RingPipe(segment.address, segment.layout, place, vigil, (0, 100), 0)
 
 
 class ListVigil(Monitor):
-    """A vigil whose ranks tell one another through a list."""
+    """A monitor whose ranks publish their states in a list."""
 
     def __init__(self, said: list[tuple[int, str]], members: Sequence[Member], rank: int) -> None:
         super().__init__(members, rank)
@@ -221,71 +268,6 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     for connection in (here, there):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return here, there
-
-
-class WireWorld(World):
-    """Over TCP connections."""
-
-    message = 16 << 20
-
-    def __init__(self, size: int, **options: Any) -> None:
-        self.meshes: list[PairMesh] = []
-        self.meshes += [PairMesh(self.meshes, rank) for rank in range(size)]
-        self._said = [(IN_ORDER, "")] * size
-        super().__init__(size, **options)
-
-    def _make(self, rank: int, timeout: float) -> Rank:
-        vigil = ListVigil(self._said, self.members, rank)
-        pipe = TcpPipe(self.meshes[rank], vigil, 20_000)
-        routes: Any = [(pipe, peer) for peer in range(len(self.members))]
-        return Rank(self, rank, vigil, Engine(routes, rank, vigil, timeout))
-
-    def has_begun(self, me: Rank, dst: int) -> bool:
-        return pipe_to(me, dst)[0].word(dst, mail_frames.OUT_POSITION) > 0
-
-    def _release(self) -> None:
-        for mesh in self.meshes:
-            mesh.close()
-
-
-class NodeWorld(World):
-    """Two ranks on each node, over segments, and over TCP connections between nodes."""
-
-    message = 16 << 20
-
-    def __init__(self, size: int, **options: Any) -> None:
-        self.meshes: list[PairMesh] = []
-        self.meshes += [PairMesh(self.meshes, rank) for rank in range(size)]
-        self._said = [(IN_ORDER, "")] * size
-        self._nodes = [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
-        self._segments = []
-        for node in self._nodes:
-            name = new_name()
-            self._segments.append(Segment.create(name, Layout(len(node), 4096, RING)))
-            unlink(name)
-        super().__init__(size, **options)
-
-    def _make(self, rank: int, timeout: float) -> Rank:
-        vigil = ListVigil(self._said, self.members, rank)
-        segment, local = self._segments[rank // 2], self._nodes[rank // 2]
-        rings = RingPipe(segment.address, segment.layout, rank % 2, vigil, (0, 100), 0)
-        # None where nobody is on another node, as no engine would close it.
-        wire = TcpPipe(self.meshes[rank], vigil, 20_000) if len(local) < len(self.members) else None
-        routes: Any = [(wire, peer) for peer in range(len(self.members))]
-        for place, peer in enumerate(local):
-            routes[peer] = (rings, place)
-        return Rank(self, rank, vigil, Engine(routes, rank, vigil, timeout))
-
-    def has_begun(self, me: Rank, dst: int) -> bool:
-        pipe, number = pipe_to(me, dst)
-        word = ring_words.OUT_HEAD if isinstance(pipe, RingPipe) else mail_frames.OUT_POSITION
-        return bool(pipe.word(number, word) > 0)
-
-    def _release(self) -> None:
-        for segment in self._segments:
-            segment.close()
-        for mesh in self.meshes:
-            mesh.close()
 
 
 def pipe_to(me: Rank, dst: int) -> tuple[Any, int]:
