@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,18 +67,28 @@ class ProxiedStore(HashStore):
             value = json.dumps(place | {"ports": [proxy.port]})
         super().set(key, value)
 
+    def await_held(self) -> None:
+        """Wait until a proxy has forwarded all that it may."""
+        until(lambda: any(proxy.held.is_set() for proxy in self.proxies.values()))
+
     def close(self) -> None:
         super().close()
         for proxy in self.proxies.values():
             proxy.close()
 
 
-def died_of(mesh: Mesh, seconds: float = 5.0) -> Any:
-    """What the mesh's vigil comes to think within some seconds, looking as a waiting call does."""
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What the condition comes to; the limit only ends a hang."""
     end = time.monotonic() + seconds
-    while (found := mesh.monitor.verdict([], "testing")) is None and time.monotonic() < end:
-        time.sleep(0.01)
+    while not (found := condition()):
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.001)
     return found
+
+
+def died_of(mesh: Mesh) -> Any:
+    """What the mesh's monitor comes to think, looking as a waiting call does."""
+    return until(lambda: mesh.monitor.verdict([], "testing"))
 
 
 def elsewhere(member: Member) -> Member:
@@ -87,13 +98,19 @@ def elsewhere(member: Member) -> Member:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Fails when a thread or a descriptor is left."""
+    """Fails when a thread or a descriptor is left, once what is ending has had its time."""
+    gc.collect()  # else what earlier tests have left could make room for what this one leaves
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     yield
-    left = [thread.name for thread in threading.enumerate() if thread not in threads]
-    assert not left, f"threads left behind: {left}"
-    new = {fd: name for fd, name in open_descriptors().items() if descriptors.get(fd) != name}
-    assert not new, f"descriptors left behind: {new}"
+
+    def left() -> list[object]:
+        new = [pair for pair in open_descriptors().items() if pair not in descriptors.items()]
+        return [thread for thread in threading.enumerate() if thread not in threads] + new
+
+    end = time.monotonic() + 10
+    while (found := left()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not found, f"left behind: {found}"
 
 
 def open_descriptors() -> dict[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -51,14 +51,9 @@ def send_until_deferred(world: WireWorld, x: np.ndarray, got: np.ndarray) -> thr
     pytest.fail("no answer was deferred")
 
 
-def together(world: WireWorld, *programs: Callable[[Rank], None]) -> None:
-    world.run(*programs)
-
-
 def warm_up(world: WireWorld) -> None:
     """The connection is there."""
-    together(
-        world,
+    world.run(
         lambda me: (me.send(np.ones(1), 1), me.recv(np.ones(1), 1)),
         lambda me: (me.recv(np.ones(1), 0), me.send(np.ones(1), 0)),
     )
@@ -67,16 +62,11 @@ def warm_up(world: WireWorld) -> None:
 @pytest.mark.parametrize("nbytes", [0, 8, 9000, EAGER])
 def test_an_answer_travels_with_the_next_message(pair: WireWorld, nbytes: int) -> None:
     warm_up(pair)
-    first, second = pair.ranks
     x, y = pattern(nbytes, 1), pattern(nbytes, 2)
     got = [np.zeros(nbytes, "u1") for _ in range(2)]
     sender = send_until_deferred(pair, x, got[1])
     assert sender.is_alive(), "a send was complete before its answer had been sent"
-    replier = threading.Thread(target=second.send, args=(y, 0))
-    replier.start()
-    sender.join(DEADLINE)
-    assert first.recv(got[0], 1) == 1
-    replier.join(DEADLINE)
+    pair.run(lambda me: (sender.join(DEADLINE), me.recv(got[0], 1)), lambda me: me.send(y, 0))
     assert (got[0] == y).all()
     assert (got[1] == x).all()
 
@@ -105,36 +95,27 @@ def test_whatever_else_follows_the_answer_is_sent(pair: WireWorld, what: str) ->
 
 def test_a_blocking_receive_sends_the_answer_first(pair: WireWorld) -> None:
     warm_up(pair)
-    second = pair.ranks[1]
     got = np.zeros(3)
-
-    def twice(me: Rank) -> None:
-        me.send(np.ones(3), 1)
-        me.send(np.full(3, 2.0), 1)
 
     def receive(me: Rank) -> None:
         defers_next(me)
         me.recv(got, 0)
         me.recv(got, 0)
 
-    together(pair, twice, receive)
+    pair.run(lambda me: (me.send(np.ones(3), 1), me.send(np.full(3, 2.0), 1)), receive)
     assert (got == 2).all()
-    assert table(second)[words.DEFERRED] == 0
+    assert table(pair.ranks[1])[words.DEFERRED] == 0
 
 
 def test_a_posted_send_gets_its_answer_ahead_of_a_message(pair: WireWorld) -> None:
-    """The engine meets it while nobody receives, and the message stays for whoever does."""
+    """The engine meets it while nobody receives, and the message stays for the next receive."""
     warm_up(pair)
     first, second = pair.ranks
     posted = first.isend(np.ones(3), 1)
     defers_next(second)
     second.recv(np.zeros(3), 0)
-    replier = threading.Thread(target=second.send, args=(np.full(2, 5.0), 0))
-    replier.start()
-    assert posted.wait(DEADLINE)
     got = np.zeros(2)
-    first.recv(got, 1)
-    replier.join(DEADLINE)
+    pair.run(lambda me: (posted.wait(DEADLINE), me.recv(got, 1)), lambda me: me.send(np.full(2, 5.0), 0))
     assert (got == 5).all()
 
 
@@ -150,7 +131,7 @@ def test_a_misfit_is_told_at_once(pair: WireWorld) -> None:
 
 
 def test_taking_turns_for_long(pair: WireWorld) -> None:
-    rounds = 3000
+    rounds = 600
 
     def serve(me: Rank) -> None:
         for n in range(rounds):
@@ -170,7 +151,7 @@ def test_taking_turns_for_long(pair: WireWorld) -> None:
         assert table(me)[words.DEFERRALS] >= rounds // 3
 
     warm_up(pair)
-    together(pair, serve, reply)
+    pair.run(serve, reply)
     assert all(table(me)[words.DEFERRED] == 0 for me in pair.ranks)
 
 
