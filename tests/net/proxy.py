@@ -1,4 +1,4 @@
-"""A TCP proxy that makes a network bad: late, in pieces, cut off, or closed in one direction."""
+"""A TCP proxy that makes a network bad: in pieces, at a halt, cut off, or closed in one direction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import socket
 import struct
 import threading
-import time
 
 
 class Proxy:
@@ -15,12 +14,13 @@ class Proxy:
     Args:
         target: (address, port) of the real listener.
         piece: forward at most so many bytes at a time; 0: as they come.
-        delay: seconds before each piece.
+        hold: forward no more than so many bytes of a connection in one direction, and set `held`.
     """
 
-    def __init__(self, target: tuple[str, int], piece: int = 0, delay: float = 0.0) -> None:
+    def __init__(self, target: tuple[str, int], piece: int = 0, hold: int = 1 << 60) -> None:
         self._target = target
-        self._piece, self._delay = piece or 1 << 16, delay
+        self._piece, self._hold = piece or 1 << 16, hold
+        self.held, self._released = threading.Event(), threading.Event()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -33,8 +33,7 @@ class Proxy:
             for end in pair:
                 with contextlib.suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it, which then closes it
-        self.join_pumps()
+        self._end_pumps(socket.SHUT_RD)  # wakes the threads, which then close
 
     def half_close(self) -> None:
         """Tell the side that dialed that nothing more will come; its own bytes still go through."""
@@ -48,13 +47,14 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads[0].join()
+        self._end_pumps(socket.SHUT_RDWR)
+
+    def _end_pumps(self, how: int) -> None:
         for pair in self._pairs:
             for end in pair:
                 with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-        self.join_pumps()
-
-    def join_pumps(self) -> None:
+                    end.shutdown(how)
+        self._released.set()
         for thread in self._threads[1:]:
             thread.join()
         for pair in self._pairs:
@@ -80,10 +80,13 @@ class Proxy:
             self._start(self._pump, onward, dialed)
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        forwarded = 0
         with contextlib.suppress(OSError):
             while data := source.recv(self._piece):
-                if self._delay:
-                    time.sleep(self._delay)
+                forwarded += len(data)
+                if forwarded > self._hold:
+                    self.held.set()
+                    self._released.wait()
                 sink.sendall(data)
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
