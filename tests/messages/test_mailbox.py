@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from net.meshes import Clock
 from together import together
 
 from fastcoll.core import monitor, processes
@@ -35,7 +36,6 @@ from fastcoll.shm.pipe import RingPipe
 from .worlds import (
     DEADLINE,
     RING,
-    Clock,
     NodeWorld,
     Rank,
     RingWorld,

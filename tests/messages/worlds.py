@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from net.meshes import until
 
 from fastcoll.core.message import Status
 from fastcoll.core.monitor import IN_ORDER, Monitor
@@ -82,15 +82,6 @@ class Rank:
 
 def fields(status: Status) -> tuple[int, ...]:
     return status.source, status.tag, status.count, status.nbytes
-
-
-class Clock:
-    """The clock of waits, which a test puts forward: `monkeypatch.setattr(monitor, "time", Clock())`."""
-
-    ahead = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead
 
 
 class World(ABC):
@@ -272,13 +263,6 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 def pipe_to(me: Rank, dst: int) -> tuple[Any, int]:
     return me.mailbox._routes[dst]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.001)
 
 
 def pattern(nbytes: int, seed: int = 0) -> np.ndarray:

@@ -77,6 +77,15 @@ class ProxiedStore(HashStore):
             proxy.close()
 
 
+class Clock:
+    """The clock of waits, which a test puts forward: `monkeypatch.setattr(monitor, "time", Clock())`."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What the condition comes to; the limit only ends a hang."""
     end = time.monotonic() + seconds
