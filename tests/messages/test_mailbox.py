@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -207,6 +208,15 @@ def test_what_has_its_message_is_not_in_vain(worlds) -> None:
     assert me.mailbox.is_in_vain(unsent)
 
 
+def test_a_receive_from_any_is_in_vain_when_all_peers_have_left(worlds) -> None:
+    me, *peers = worlds(3).ranks
+    work = me.irecv(np.zeros(1), None, 1)
+    for peer in peers:
+        assert not me.mailbox.is_in_vain(work)
+        peer.vigil.leave()
+    until(lambda: me.mailbox.is_in_vain(work))
+
+
 def test_receives_match_in_the_order_posted(worlds) -> None:
     world = worlds(2)
     arrays = [np.zeros(1, int) for _ in range(4)]
@@ -327,6 +337,7 @@ def test_a_probe_finds_the_message_that_the_next_receive_takes(worlds, count: in
     assert me.iprobe() == second
     assert me.recv(y, 0, 6) == 0
     assert me.iprobe() is None
+    assert all(each.interest == 0 for each in me.mailbox._exchange.peers), "nothing more is wanted of a peer"
     assert (x == count).all()
     assert (y == 2).all()
     assert all(work.wait(DEADLINE) for work in works)
@@ -350,6 +361,17 @@ def test_a_probe_waits_and_does_not_see_what_a_posted_receive_takes(worlds) -> N
 
     worlds(2).run(first, second)
     assert got[0] == 4
+
+
+def test_one_message_ends_all_probes_for_it(worlds) -> None:
+    peer, me = worlds(2).ranks
+
+    def send() -> None:
+        until(lambda: len(me.mailbox._exchange._probes) == 2)
+        peer.isend(np.zeros(3), 1, 5)
+
+    found = together(lambda: me.probe(0, 5), lambda: me.probe(), send)
+    assert found[:2] == [(0, 5, 3, 24)] * 2
 
 
 def test_a_probe_finds_a_message_to_oneself_and_of_every_dtype(worlds) -> None:
@@ -472,6 +494,22 @@ def test_a_callback_may_post_but_not_wait(worlds) -> None:
 
 
 # ---- when things go wrong
+
+
+def test_the_record_says_what_waits_until_it_ends(worlds) -> None:
+    peer, me = worlds(2).ranks
+    slots: set[int] = set()
+    record = SimpleNamespace(waits=lambda slot, *_, **__: slots.add(slot), waits_no_more=slots.discard)
+    me.vigil.record = cast(Any, record)
+    works = [me.irecv(np.zeros(1), 0, tag) for tag in (1, 2)]
+
+    def send() -> None:
+        for tag in (2, 1):
+            until(lambda: me.is_blocked() and slots == set(range(1, tag + 1)))  # noqa: B023
+            peer.send(np.zeros(1), 1, tag)
+
+    assert together(lambda: [work.wait() for work in works], send) == [[True] * 2, None]
+    assert not slots
 
 
 @pytest.mark.timed

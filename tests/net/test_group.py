@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from fastcoll.net.tcp import backend as group_module
 from fastcoll.net.tcp import dials
 from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp import executor as engine
+from fastcoll.net.tcp.backend import TcpBackend
 from fastcoll.net.tcp.listener import Listener
 from fastcoll.rendezvous.opening import Kind
 from net.groups import everybody, groups
@@ -153,6 +155,20 @@ def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...], f
             assert error.ranks
             assert set(error.ranks) <= set(missing), error
             assert "barrier(), call 1 " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("late", "left", "named"),
+    [([1, 2, 3], [3], [1, 2]), ([1, 2], [1], [1, 2]), ([3], [3], [1]), ([], [], [1])],
+)
+def test_ranks_that_are_late_are_named_also_where_others_pass_their_headers_on(
+    late: list[int], left: list[int], named: list[int]
+) -> None:
+    """In large groups. A rank that has left was done with the call, unless this rank itself waits for it."""
+    backend = TcpBackend.__new__(TcpBackend)
+    backend.context = cast(Any, SimpleNamespace(waited_for=[1], is_late=lambda: late))
+    backend.monitor = cast(Any, SimpleNamespace(has_left=left.__contains__))
+    assert backend._late() == named
 
 
 # ---- interrupted, aborted, closed ---------------------------------------------------------------------

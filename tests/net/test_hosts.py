@@ -18,6 +18,8 @@ from hosts.network import Host, Network
 
 Join = Callable[..., Network]
 PORT = "5000"  # of the store; nobody else is in these networks
+# The kernel gives a silent host up after 2.5 s instead of 8 s, with which tests/hosts/test_faults.py has it.
+IMPATIENT = {rank: {"IMPATIENT": "1"} for rank in range(3)}
 
 RANK = """
 import json, os, sys, time
@@ -33,14 +35,14 @@ def tell(**said):
 rank, size, master, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 if "IMPATIENT" in os.environ:
     options._PROBE_AFTER_SECONDS, options._PROBE_SECONDS, options._SILENT_MILLISECONDS = 1, 1, 2500
-store = TCPStore(master, port, is_master=rank == 0, timeout=20)
-members = join(store, rank, size, "tcp", 20)
+store = TCPStore(master, port, is_master=rank == 0, timeout=60)
+members = join(store, rank, size, "tcp", 60)
 try:
-    mesh = Mesh.make(store, "WORLD", members, rank, 20)
+    mesh = Mesh.make(store, "WORLD", members, rank, 60)
 except FastcollError as error:
     tell(error=f"{type(error).__name__}: {error}")
     told = store.add("told", 1)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while rank == 0 and told < size and time.monotonic() < end:  # the others read from its store why
         told = store.add("told", 0)
     sys.exit()
@@ -93,7 +95,7 @@ class Ranks:
 def ranks() -> Iterator[Ranks]:
     with ExitStack() as undo:
         signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the ranks did not come to an end in time"))
-        signal.alarm(40)
+        signal.alarm(120)  # which only ends a hang
         undo.callback(signal.alarm, 0)
         yield Ranks(undo)
 
@@ -130,15 +132,6 @@ def test_several_interfaces_are_used_in_turn(join_hosts: Join, ranks: Ranks) -> 
     assert {line.split()[2] for line in connected} >= ports
 
 
-def test_different_numbers_of_interfaces_name_both_ranks(join_hosts: Join, ranks: Ranks) -> None:
-    hosts = list(join_hosts(2, links=2))
-    said = ranks.start(hosts, hosts[0].address, {1: {"GLOO_SOCKET_IFNAME": "eth0,eth1"}})
-    for each in said:
-        assert each["error"].startswith("UsageError")
-        assert re.search(r"rank 0 \(pid \d+ on host0\)", each["error"])
-        assert re.search(r"has 1 \(eth0\), rank 1 \(pid \d+ on host1\)", each["error"])
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [("ib0", "host1 has no such interface"), ("lo", "at 127.0.0.1 nobody but host1 itself comes in")],
@@ -153,11 +146,8 @@ def test_an_interface_of_no_use_is_told_to_all(join_hosts: Join, ranks: Ranks, n
 @pytest.mark.long
 def test_a_host_that_vanishes_is_named_by_every_survivor(join_hosts: Join, ranks: Ranks) -> None:
     network = join_hosts(3, own_pids=True)
-    # The kernel gives a silent host up after 2.5 s instead of 8 s, with which tests/hosts/test_faults.py has it.
-    impatient = {rank: {"IMPATIENT": "1"} for rank in range(3)}
-    ranks.start(network.hosts, network.hosts[0].address, impatient)
+    ranks.start(network.hosts, network.hosts[0].address, IMPATIENT)
     network.cut(network.hosts[2])
-    signal.alarm(15)
     for rank in (0, 1):
         found = ranks.next_word(rank)
         assert re.match(r"PeerDiedError: rank 2 \(pid \d+ on host2\)", found["error"])
@@ -171,9 +161,8 @@ def test_packets_that_are_lost_in_one_direction_end_the_group_on_all_ranks(
 ) -> None:
     """Each of the two misses the other's acknowledgements, and says so to who hears both."""
     network = join_hosts(3, own_pids=True)
-    ranks.start(network.hosts, network.hosts[0].address, {rank: {"IMPATIENT": "1"} for rank in range(3)})
+    ranks.start(network.hosts, network.hosts[0].address, IMPATIENT)
     network.lose(network.hosts[1], network.hosts[0])
-    signal.alarm(15)
     for rank in range(3):  # rank 0 may hear from the third that rank 1 has lost it
         found = ranks.next_word(rank)
         assert "died or lost its connection" in found["error"], found

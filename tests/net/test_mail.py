@@ -13,12 +13,12 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
-from messages.worlds import DEADLINE, Rank, WireWorld, pattern, tcp_pair, until
+from messages.worlds import DEADLINE, Rank, WireWorld, pattern, pipe_to, tcp_pair, until
 from together import together
 
 from fastcoll.errors import AbortedError, GroupError, PeerDiedError
 from fastcoll.net.tcp import pipe
-from fastcoll.net.tcp.mail_frames import EAGER, MESSAGE, REST, TYPE_BITS, WINDOW
+from fastcoll.net.tcp.mail_frames import EAGER, IN_GONE, MESSAGE, REST, TYPE_BITS, WINDOW
 from fastcoll.p2p.pipe import TAKEN
 from fastcoll.p2p.transfers import kind_of
 from net.meshes import nothing_left, open_descriptors
@@ -251,6 +251,7 @@ def test_more_than_the_window_waits_at_its_sender(worlds: Worlds) -> None:
     assert 0 < most <= WINDOW
     assert all(work.wait(DEADLINE) for work in works)
     assert (peer.kept, peer.kept_messages) == (0, 0)
+    assert world.ranks[0].mailbox._exchange.peers[1].credit == WINDOW
 
 
 def test_a_small_message_passes_a_large_one_that_nobody_wants_yet(worlds: Worlds) -> None:
@@ -330,6 +331,23 @@ def test_the_reason_that_a_peer_gives_comes_before_its_silence(worlds: Worlds) -
         me.recv(np.zeros(3), 1)
 
 
+def test_a_peer_that_has_left_may_close_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is no death, also for a receive that others may complete."""
+    monkeypatch.setattr(pipe, "_REASON_SECONDS", -1.0)
+    with closing(WireWorld(3)) as world:
+        me, gone, there = world.ranks
+        gone.isend(np.zeros(3), 0)
+        me.recv(np.zeros(3), 1)
+        work = me.irecv(np.zeros(3))
+        gone.vigil.leave()
+        world.meshes[1].connections[0].shutdown(socket.SHUT_RDWR)
+        until(lambda: pipe_to(me, 1)[0].word(1, IN_GONE))
+        looked = me.mailbox._next_look
+        until(lambda: me.mailbox._next_look > looked or work.is_completed())
+        there.send(np.ones(3), 0)
+        assert work.result() == 2
+
+
 @pytest.mark.parametrize("posted", [False, True])
 def test_a_peer_that_cannot_be_reached_fails_the_group(worlds: Worlds, posted: bool) -> None:
     world = worlds()
@@ -348,8 +366,10 @@ def test_a_peer_that_cannot_be_reached_fails_the_group(worlds: Worlds, posted: b
 
 @pytest.mark.timed
 def test_a_waiting_rank_sleeps(worlds: Worlds) -> None:
-    """Receives that nobody answers cost no time of a core."""
+    """Receives that nobody answers cost no time of a core, also after others have rung the bell."""
     me = worlds().ranks[0]
+    me.isend(np.zeros(1), 1)
+    me.mailbox.abort()
     posted = me.irecv(np.zeros(1), 1, 1)
     until(lambda: me.mailbox._next_look > 0)
     before = time.process_time()

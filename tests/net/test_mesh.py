@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -22,11 +23,11 @@ from fastcoll.core import monitor, processes
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError, RendezvousError, UsageError
 from fastcoll.net.tcp import listener as listening
 from fastcoll.net.tcp import mesh as mesh_module
-from fastcoll.net.tcp.dials import dial_all
-from fastcoll.net.tcp.interfaces import interfaces_here
+from fastcoll.net.tcp.dials import Dial, dial_all
+from fastcoll.net.tcp.interfaces import Interface, interfaces_here
 from fastcoll.net.tcp.mesh import Mesh, control_peers
 from fastcoll.rendezvous import HashStore, PrefixStore, TCPStore
-from fastcoll.rendezvous.opening import Kind
+from fastcoll.rendezvous.opening import Endpoint, Kind
 from net.meshes import Clock, ProxiedStore, crew, died_of, elsewhere, make_all, meshes, nothing_left, until
 
 
@@ -258,6 +259,24 @@ def test_who_listens_no_more_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(error, PeerDiedError)
         assert error.ranks == (1,)
         assert "nothing listens at 127.0.0.1:" in str(error)
+
+
+def test_a_dial_is_refused_as_long_as_nothing_else_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else fails says that the host is only out of reach, and the rank may live."""
+    tried, errors = [], [errno.ECONNREFUSED, errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ECONNREFUSED]
+
+    def fail(*_: object) -> Any:
+        tried.append(dial.refused_since)
+        raise OSError(errors[min(len(tried), len(errors)) - 1], "as planned")
+
+    monkeypatch.setattr(Dial, "_try", fail)
+    endpoint, here = Endpoint(bytes(16), 0, 2, b"", False), Interface("lo", "127.0.0.1")
+    dial = Dial(endpoint, 1, Kind.DATA, 0, here, (here.address, 1))
+    until(lambda: dial.step() or len(tried) == 5)
+    assert tried[0] is None
+    assert tried[1] == tried[2] is not None
+    assert tried[3] is None
+    assert tried[4] > tried[2]
 
 
 def test_a_group_that_stands_tells_who_is_gone() -> None:

@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import combinations, pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastcoll.core import processes
-from fastcoll.core.monitor import FAILED, LEFT, Wait
+from fastcoll.core.monitor import FAILED, LEAVING, LEFT, Wait
 from fastcoll.core.processes import Member
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
 from fastcoll.net.tcp import control as control_module
-from fastcoll.net.tcp.control import NOTICE_SIZE, Control, NetMonitor, Notice
+from fastcoll.net.tcp.control import (
+    MOST_RANKS,
+    NOTICE_SIZE,
+    TEXT_BYTES,
+    Control,
+    NetMonitor,
+    Notice,
+    NoticeError,
+)
 from net.meshes import crew, elsewhere, nothing_left
 
 FIRST_RANK = 10  # global ranks differ from group ranks
 
 
 class Network:
-    """n ranks of which every two have a control connection; none can see another's process."""
+    """n ranks of which none can see another's process; `pairs` have control connections, or else every two."""
 
-    def __init__(self, n: int) -> None:
-        members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(n)]
+    def __init__(self, n: int, pairs: Iterable[tuple[int, int]] | None = None) -> None:
+        self.members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(n)]
         self.controls = [Control(n) for _ in range(n)]
-        self.monitors = [NetMonitor(members, rank, self.controls[rank]) for rank in range(n)]
+        self.monitors = [NetMonitor(self.members, rank, self.controls[rank]) for rank in range(n)]
         self.ends: dict[tuple[int, int], socket.socket] = {}
-        for a in range(n):
-            for b in range(a):
-                self.connect(a, b)
+        for a, b in combinations(range(n), 2) if pairs is None else pairs:
+            self.connect(a, b)
 
     def connect(self, a: int, b: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -136,6 +144,18 @@ def test_a_rank_that_came_too_late_is_blamed_and_not_who_noticed(network: Networ
         assert "rank 12 did not arrive within 3 s" in str(found)
 
 
+def test_a_rank_that_is_taken_for_dead_does_not_name_itself(network: Network) -> None:
+    """As where packets are lost in one direction: others lose it, and it hears so from them."""
+    network.monitors[1].fail(PeerDiedError("rank 10 died", [10]))
+    found = network.verdict(0)
+    assert type(found) is AbortedError
+    assert re.search(r"rank 11 .* failed the group: rank 10 died", str(found))
+    network.monitors[2].fail(PeerDiedError("rank 11 died", [11]))
+    found = network.verdict(0)
+    assert isinstance(found, PeerDiedError)
+    assert found.ranks == (11,)
+
+
 def test_survivors_that_are_gone_first_hide_nobody(network: Network) -> None:
     """Rank 1 sees the death of 2, fails and goes, before 0 looks, whose connection with 2 still stands."""
     network.ends[2, 1].close()
@@ -152,13 +172,7 @@ def test_survivors_that_are_gone_first_hide_nobody(network: Network) -> None:
 
 
 def test_a_death_is_told_on_to_ranks_that_cannot_see_it() -> None:
-    with nothing_left(), contextlib.closing(Network(0)) as network:
-        network.__init__(0)  # type: ignore[misc]
-        members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(5)]
-        network.controls = [Control(5) for _ in range(5)]
-        network.monitors = [NetMonitor(members, rank, network.controls[rank]) for rank in range(5)]
-        for rank in range(4):  # a line
-            network.connect(rank, rank + 1)
+    with nothing_left(), contextlib.closing(Network(5, pairwise(range(5)))) as network:
         network.kill(4)
         texts = []
         for rank in (3, 2, 1, 0):
@@ -172,32 +186,30 @@ def test_a_death_is_told_on_to_ranks_that_cannot_see_it() -> None:
 
 
 def test_an_abort_is_told_on_as_it_was() -> None:
-    with nothing_left():
-        members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(4)]
-        network = Network(0)
-        network.controls = [Control(4) for _ in range(4)]
-        network.monitors = [NetMonitor(members, rank, network.controls[rank]) for rank in range(4)]
-        for rank in range(3):
-            network.connect(rank, rank + 1)
+    with nothing_left(), contextlib.closing(Network(4, pairwise(range(4)))) as network:
         network.monitors[3].fail(AbortedError("enough", [13]))
         for rank in (2, 1, 0):
             found = network.verdict(rank)
             assert isinstance(found, AbortedError)
-            assert str(found) == f"{members[3]} failed the group: enough; all_reduce, call 7"
+            assert str(found) == f"{network.members[3]} failed the group: enough; all_reduce, call 7"
             network.monitors[rank].fail(found)
-        network.close()
 
 
-def test_who_connects_late_hears_what_was_said(network: Network) -> None:
-    with nothing_left():
-        late = Network(0)
-        late.controls = [Control(2), Control(2)]
-        members = [elsewhere(each) for each in crew(2)]
-        late.monitors = [NetMonitor(members, rank, late.controls[rank]) for rank in range(2)]
-        late.monitors[0].fail(AbortedError("gone"))
-        late.connect(0, 1)
-        assert "gone" in str(late.verdict(1))
-        late.close()
+def test_who_connects_late_hears_what_was_said() -> None:
+    with nothing_left(), contextlib.closing(Network(2, [])) as network:
+        network.monitors[0].fail(AbortedError("gone"))
+        network.connect(0, 1)
+        assert "gone" in str(network.verdict(1))
+
+
+def test_a_rank_that_is_leaving_may_still_leave_or_fail(network: Network) -> None:
+    network.monitors[1].start_to_leave()
+    network.monitors[2].start_to_leave()
+    assert network.verdict(0) is None
+    network.monitors[1].leave()
+    network.monitors[2].fail(AbortedError("not in order"))
+    assert "not in order" in str(network.verdict(0))
+    assert network.controls[0].heard[1].state == LEFT
 
 
 def test_a_broken_data_connection_counts_unless_the_rank_says_why(network: Network) -> None:
@@ -260,37 +272,41 @@ def test_a_look_in_the_middle_of_another_does_no_harm(network: Network) -> None:
         assert not thread.is_alive()
 
 
-def test_a_process_in_sight_that_was_killed() -> None:
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[bytes], list[Member]]]:
+    """A process in sight, and two members, of which it is the second."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    me, born = Member.here(0, 2, "tcp"), int(processes.status_of(process.pid)[19])
+    members = [me, replace(me, rank=1, pid=process.pid, start_time=born)]
+    yield process, members
+    process.kill()
+    process.communicate()
+    processes.forget(members)
+
+
+def test_a_process_in_sight_that_was_killed(child: tuple[subprocess.Popen[bytes], list[Member]]) -> None:
     """It is dead, whatever its connection says, and named so."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        me = Member.here(0, 2, "tcp")
-        other = replace(me, rank=1, pid=child.pid, start_time=int(processes.status_of(child.pid)[19]))
-        monitor = NetMonitor([me, other], 0, Control(2))
-        assert monitor.verdict([1], "testing") is None
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-        found = monitor.verdict([1], "testing")
-        assert isinstance(found, PeerDiedError)
-        assert str(found) == f"{other} died; testing"
-        processes.forget([me, other])
-    finally:
-        child.kill()
-        child.communicate()
+    process, members = child
+    monitor = NetMonitor(members, 0, Control(2))
+    assert monitor.verdict([1], "testing") is None
+    process.kill()
+    process.wait()
+    found = monitor.verdict([1], "testing")
+    assert isinstance(found, PeerDiedError)
+    assert str(found) == f"{members[1]} died; testing"
 
 
-def test_a_process_in_sight_that_left_before_it_ended() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    me = Member.here(0, 2, "tcp")
-    other = replace(me, rank=1, pid=child.pid, start_time=int(processes.status_of(child.pid)[19]))
+def test_a_process_in_sight_that_left_before_it_ended(
+    child: tuple[subprocess.Popen[bytes], list[Member]],
+) -> None:
+    process, members = child
     control = Control(2)
-    monitor = NetMonitor([me, other], 0, control)
+    monitor = NetMonitor(members, 0, control)
     assert monitor.verdict([], "testing") is None
-    child.communicate(b"\n")
+    process.communicate(b"\n")
     control.heard[1] = Notice(LEFT, 1)
     assert monitor.verdict([], "testing") is None
     assert isinstance(monitor.verdict([1], "testing"), AbortedError)
-    processes.forget([me, other])
 
 
 def test_a_wait_raises_what_the_monitor_finds(network: Network) -> None:
@@ -301,3 +317,54 @@ def test_a_wait_raises_what_the_monitor_finds(network: Network) -> None:
     wait.look()  # once more for what was sent before
     with pytest.raises(PeerDiedError, match=r"rank 12 .* barrier, waiting for rank 11"):
         wait.look()
+
+
+# ---- notices as bytes ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([LEFT, FAILED, LEAVING]),
+    st.integers(0, 7),
+    st.lists(st.integers(0, 2**32 - 1), max_size=MOST_RANKS),
+    st.sampled_from([(False, False), (True, False), (False, True)]),
+    st.text(st.characters(codec="utf-8"), max_size=200),
+)
+def test_what_is_said_arrives(
+    state: int, origin: int, ranks: list[int], what: tuple[bool, bool], text: str
+) -> None:
+    notice = Notice(state, origin, tuple(ranks), *what, text)
+    data = notice.to_bytes()
+    assert len(data) == NOTICE_SIZE
+    assert Notice.from_bytes(data, 8) == notice
+
+
+def test_long_texts_and_many_ranks_are_cut() -> None:
+    notice = Notice.from_bytes(Notice(FAILED, 0, tuple(range(40)), text="é" * 2000).to_bytes(), 8)
+    assert notice.ranks == tuple(range(MOST_RANKS))
+    assert notice.text == "é" * (TEXT_BYTES // 2)
+
+
+@settings(deadline=None)
+@given(st.binary(min_size=NOTICE_SIZE, max_size=NOTICE_SIZE))
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(NoticeError):
+        Notice.from_bytes(data, 8)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (8, b"\0"),
+        (8, b"\4"),
+        (9, b"\3"),
+        (10, b"\0\x11"),
+        (12, b"\0\0\0\x08"),
+        (16, b"\xff\xff\xff\xff"),
+        (20, b"\1"),
+    ],
+)
+def test_every_field_has_its_bounds(place: int, value: bytes) -> None:
+    data = Notice(FAILED, 1, (1,), text="x").to_bytes()
+    with pytest.raises(NoticeError, match="not a notice"):
+        Notice.from_bytes(data[:place] + value + data[place + len(value) :], 8)
