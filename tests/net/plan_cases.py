@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from fastcoll.net.tcp.plans.plan import (
-    COPY,
-    FIRST_ARRAY,
-    FRAMES,
-    KIND,
-    NBYTES,
-    PAYLOAD,
-    PEER,
-    SCRATCH,
-    SOURCE,
-    Plan,
-)
+from fastcoll.net.tcp.plans import plan as t
+from fastcoll.net.tcp.plans.plan import Plan
 from fastcoll.net.tcp.plans.shape import Limits, Shape
 from net.simulate import check_tables, joined, reads, require, rubbish, simulate
 
@@ -75,30 +66,22 @@ class Case:
         )
 
     def _counts(self, rank: int) -> list[int]:
-        everybody, root = range(self.size), self.root
+        given, everybody, root = self.given, range(self.size), self.root
         match self.operation:
             case "reduce_scatter":
-                return [self.given(rank, other) for other in everybody]
+                return [given(rank, other) for other in everybody]
             case "all_gather":
-                return [self.given(other, rank) for other in everybody]
+                return [given(other, rank) for other in everybody]
             case "gather":
-                return (
-                    [self.given(other, root) for other in everybody]
-                    if rank == root
-                    else [self.given(rank, root)]
-                )
+                return [given(other, root) for other in everybody] if rank == root else [given(rank, root)]
             case "scatter":
-                return (
-                    [self.given(root, other) for other in everybody]
-                    if rank == root
-                    else [self.given(root, rank)]
-                )
+                return [given(root, other) for other in everybody] if rank == root else [given(root, rank)]
             case "all_to_all":
-                outs = [self.given(other, rank) for other in everybody]
-                return outs + [self.given(rank, other) for other in everybody]
+                outs = [given(other, rank) for other in everybody]
+                return outs + [given(rank, other) for other in everybody]
             case "barrier":
                 return []
-        return [self.given(0, 0)]
+        return [given(0, 0)]
 
 
 class Call:
@@ -178,19 +161,18 @@ class Call:
         self._add([], [])
 
     def _add(
-        self, arrays: list[np.ndarray], expected: list[np.ndarray | None], same: tuple[int, int] | None = None
+        self, arrays: list[np.ndarray], expected: list[Any], same: tuple[int, int] | None = None
     ) -> None:
         """A rank's arrays; `same` are the two that are one when the call is in place."""
         arrays = [array.copy() for array in arrays]
-        wanted = [
-            before.copy() if after is None else after for before, after in zip(arrays, expected, strict=True)
-        ]
+        pairs = zip(arrays, expected, strict=True)
+        wanted = [before.copy() if after is None else after for before, after in pairs]
         self.same.append((0, 0))
         if same and self.case.in_place:
             out, x = same
             arrays[out] = arrays[x]
             wanted[x] = wanted[out] = wanted[x] if expected[out] is None else wanted[out]
-            self.same[-1] = (FIRST_ARRAY + out, FIRST_ARRAY + x)
+            self.same[-1] = (t.FIRST_ARRAY + out, t.FIRST_ARRAY + x)
         self.arrays.append(arrays)
         self.expected.append(wanted)
 
@@ -219,12 +201,8 @@ def check(
     shapes = [case.shape(rank) for rank in range(case.size)]
     plans = [builder(shape) for shape in shapes]
     call = Call(case)
-    check_tables(
-        plans,
-        [lengths(case, plan, arrays) for plan, arrays in zip(plans, call.arrays, strict=True)],
-        call.same,
-        case.limits.payload,
-    )
+    buffers = [lengths(case, plan, arrays) for plan, arrays in zip(plans, call.arrays, strict=True)]
+    check_tables(plans, buffers, call.same, case.limits.payload)
     check_attached(case, plans)
     stride = case.limits.stride
     simulate(plans, call.arrays, itemsize=case.itemsize, frame_stride=stride, capacity=capacity, seed=seed)
@@ -232,30 +210,29 @@ def check(
         for number, (got, wanted) in enumerate(zip(call.arrays[rank], call.expected[rank], strict=True)):
             compare(got, wanted, promise, f"{case}: rank {rank}, array {number}")
     if case.operation == "all_reduce":
-        require(
-            all((arrays[0] == call.arrays[0][0]).all() for arrays in call.arrays),
-            f"{case}: other bits elsewhere",
-        )
+        alike = all((arrays[0] == call.arrays[0][0]).all() for arrays in call.arrays)
+        require(alike, f"{case}: other bits elsewhere")
     return plans
 
 
 def lengths(case: Case, plan: Plan, arrays: Sequence[np.ndarray]) -> dict[int, int]:
     """The bytes of a rank's buffers."""
-    found = {SCRATCH: plan.scratch, FRAMES: case.size * case.limits.stride}
-    return found | {FIRST_ARRAY + k: len(array) * case.itemsize for k, array in enumerate(arrays)}
+    found = {t.SCRATCH: plan.scratch, t.FRAMES: case.size * case.limits.stride}
+    return found | {t.FIRST_ARRAY + k: len(array) * case.itemsize for k, array in enumerate(arrays)}
 
 
 def check_attached(case: Case, plans: Sequence[Plan]) -> None:
     """A rank's plan uses all that the others attach for it, and no more."""
     for rank, plan in enumerate(plans):
         sent = [
-            sum(row[NBYTES] for row in other.table.tolist() if row[KIND] == PAYLOAD and row[PEER] == rank)
+            sum(
+                row[t.NBYTES]
+                for row in other.table.tolist()
+                if row[t.KIND] == t.PAYLOAD and row[t.PEER] == rank
+            )
             for other in plans
         ]
-        require(
-            sent == attached_to(plan, case),
-            f"{case}: attached to {rank}",
-        )
+        require(sent == attached_to(plan, case), f"{case}: attached to {rank}")
 
 
 def compare(got: np.ndarray, wanted: np.ndarray, promise: int, where: str) -> None:
@@ -277,8 +254,8 @@ def attached_to(plan: Plan, case: Case) -> list[int]:
     """The bytes of each rank's payload that a plan uses."""
     found = [0] * case.size
     for row in plan.table.tolist():
-        if row[KIND] in (COPY, SOURCE):
+        if row[t.KIND] in (t.COPY, t.SOURCE):
             buffer, low, high = reads(row)[0]
-            if buffer == FRAMES:
+            if buffer == t.FRAMES:
                 found[low // case.limits.stride] = high - low
     return found

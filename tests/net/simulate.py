@@ -13,30 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fastcoll.net.tcp.plans.plan import (
-    ATTACHED,
-    BUFFER,
-    BUFFER2,
-    COLUMNS,
-    COPY,
-    FIRST_ARRAY,
-    FOLD,
-    FRAMES,
-    KIND,
-    LOCAL,
-    NBYTES,
-    OFFSET,
-    OFFSET2,
-    PAYLOAD,
-    PEER,
-    PHASE,
-    RECV,
-    REDUCE,
-    SCRATCH,
-    SEND,
-    SOURCE,
-    Plan,
-)
+from fastcoll.net.tcp.plans import plan as t
+from fastcoll.net.tcp.plans.plan import Plan
 
 Row = Sequence[int]
 Arrays = Sequence[np.ndarray]  # of one rank: object arrays of strings, as the plan numbers them
@@ -79,22 +57,24 @@ def check_tables(
 def check_form(plan: Plan, rank: int, size: int, payload: int) -> None:
     table = plan.table
     require(table.dtype == np.int64 and table.flags.c_contiguous, "not contiguous int64")
-    require(table.ndim == 2 and table.shape[1] == COLUMNS, "shape", table.shape)
+    require(table.ndim == 2 and table.shape[1] == t.COLUMNS, "shape", table.shape)
     rows = table.tolist()
-    order = [(row[PHASE], row[KIND] not in LOCAL) for row in rows]
+    order = [(row[t.PHASE], row[t.KIND] not in t.LOCAL) for row in rows]
     require(order == sorted(order), f"rank {rank}: rows are not sorted by phase, local ones first")
     left = 0
     for row in rows:
-        require((row[KIND] == SOURCE) == (left > 0), f"rank {rank}: sources do not follow their fold", row)
-        left = row[PEER] if row[KIND] == FOLD else max(left - 1, 0)
-        require((row[KIND] == PAYLOAD) == (row[PHASE] == ATTACHED), "phase of a payload", row)
-        require(row[PHASE] >= ATTACHED and row[NBYTES] > 0, "phase or size", row)
-        if row[KIND] not in LOCAL:
-            require(0 <= row[PEER] < size and row[PEER] != rank, f"rank {rank}: peer", row)
-        if row[KIND] == PAYLOAD:
-            require(row[NBYTES] <= payload, f"rank {rank} attaches too much", row)
+        require(
+            (row[t.KIND] == t.SOURCE) == (left > 0), f"rank {rank}: sources do not follow their fold", row
+        )
+        left = row[t.PEER] if row[t.KIND] == t.FOLD else max(left - 1, 0)
+        require((row[t.KIND] == t.PAYLOAD) == (row[t.PHASE] == t.ATTACHED), "phase of a payload", row)
+        require(row[t.PHASE] >= t.ATTACHED and row[t.NBYTES] > 0, "phase or size", row)
+        if row[t.KIND] not in t.LOCAL:
+            require(0 <= row[t.PEER] < size and row[t.PEER] != rank, f"rank {rank}: peer", row)
+        if row[t.KIND] == t.PAYLOAD:
+            require(row[t.NBYTES] <= payload, f"rank {rank} attaches too much", row)
     require(left == 0, "a fold lacks sources")
-    peers = [row[PEER] for row in rows if row[KIND] == PAYLOAD]
+    peers = [row[t.PEER] for row in rows if row[t.KIND] == t.PAYLOAD]
     require(len(peers) == len(set(peers)), f"rank {rank} attaches twice for a peer")
 
 
@@ -111,10 +91,10 @@ def check_pairs(plans: Sequence[Plan]) -> None:
     received: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for rank, plan in enumerate(plans):
         for row in plan.table.tolist():
-            if row[KIND] == SEND:
-                sent[rank, row[PEER]].append((row[PHASE], row[NBYTES]))
-            elif row[KIND] in (RECV, REDUCE):
-                received[row[PEER], rank].append((row[PHASE], row[NBYTES]))
+            if row[t.KIND] == t.SEND:
+                sent[rank, row[t.PEER]].append((row[t.PHASE], row[t.NBYTES]))
+            elif row[t.KIND] in (t.RECV, t.REDUCE):
+                received[row[t.PEER], rank].append((row[t.PHASE], row[t.NBYTES]))
     for pair in sent.keys() | received.keys():
         require(sent[pair] == received[pair], f"{pair}: sent {sent[pair]}, received {received[pair]}")
 
@@ -123,21 +103,13 @@ def check_hazards(plan: Plan, rank: int, same: tuple[int, int]) -> None:
     """What a phase receives overlaps nothing else that it receives, sends, reads or writes."""
     phases: dict[int, list[Row]] = defaultdict(list)
     for row in plan.table.tolist():
-        phases[row[PHASE]].append(row)
+        phases[row[t.PHASE]].append(row)
     for phase, rows in phases.items():
-        arriving = [
-            (*_alias(place, same), True)
-            for row in rows
-            if row[KIND] in (RECV, REDUCE)
-            for place in writes(row)
-        ]
-        others = [(*_alias(place, same), False) for row in rows if row[KIND] == SEND for place in reads(row)]
-        others += [
-            (*_alias(place, same), False)
-            for row in rows
-            if row[KIND] in LOCAL
-            for place in (*reads(row), *writes(row))
-        ]
+        arriving, others = [], []
+        for row in rows:
+            arrives = row[t.KIND] in (t.RECV, t.REDUCE)
+            places = [(*_alias(place, same), arrives) for place in (*reads(row), *writes(row))]
+            (arriving if arrives else others).extend(places if row[t.KIND] != t.PAYLOAD else [])
         _check_overlap(arriving, others, f"rank {rank}, phase {phase}")
 
 
@@ -157,17 +129,17 @@ def _alias(place: Interval, same: tuple[int, int]) -> Interval:
 
 
 def reads(row: Row) -> list[Interval]:
-    """What a row reads; FOLD and REDUCE count as writing."""
-    if row[KIND] in (SEND, SOURCE, PAYLOAD):
-        return [(row[BUFFER], row[OFFSET], row[OFFSET] + row[NBYTES])]
-    if row[KIND] == COPY:
-        return [(row[BUFFER2], row[OFFSET2], row[OFFSET2] + row[NBYTES])]
+    """What a row reads; t.FOLD and t.REDUCE count as writing."""
+    if row[t.KIND] in (t.SEND, t.SOURCE, t.PAYLOAD):
+        return [(row[t.BUFFER], row[t.OFFSET], row[t.OFFSET] + row[t.NBYTES])]
+    if row[t.KIND] == t.COPY:
+        return [(row[t.BUFFER2], row[t.OFFSET2], row[t.OFFSET2] + row[t.NBYTES])]
     return []
 
 
 def writes(row: Row) -> list[Interval]:
-    if row[KIND] in (RECV, REDUCE, FOLD, COPY):
-        return [(row[BUFFER], row[OFFSET], row[OFFSET] + row[NBYTES])]
+    if row[t.KIND] in (t.RECV, t.REDUCE, t.FOLD, t.COPY):
+        return [(row[t.BUFFER], row[t.OFFSET], row[t.OFFSET] + row[t.NBYTES])]
     return []
 
 
@@ -179,39 +151,38 @@ class Rank:
 
     def __init__(self, plan: Plan, arrays: Arrays, itemsize: int, frames: np.ndarray) -> None:
         self.itemsize = itemsize
-        self.buffers: dict[int, np.ndarray] = {SCRATCH: rubbish(plan.scratch // itemsize), FRAMES: frames}
-        self.buffers.update((FIRST_ARRAY + k, array) for k, array in enumerate(arrays))
+        self.buffers: dict[int, np.ndarray] = {t.SCRATCH: rubbish(plan.scratch // itemsize), t.FRAMES: frames}
+        self.buffers.update((t.FIRST_ARRAY + k, array) for k, array in enumerate(arrays))
         self._phases: deque[list[Row]] = deque()
         for row in plan.table.tolist():
-            if not self._phases or self._phases[-1][0][PHASE] != row[PHASE]:
+            if not self._phases or self._phases[-1][0][t.PHASE] != row[t.PHASE]:
                 self._phases.append([])
             self._phases[-1].append(row)
-        self.queues: dict[
-            tuple[bool, int], deque[Row]
-        ] = {}  # (sends, peer): rows under way, the first one moves
+        # By (sends, peer): the rows under way, of which the first one moves.
+        self.queues: dict[tuple[bool, int], deque[Row]] = {}
         self.moved: dict[tuple[bool, int], int] = {}  # items of the first row
 
     def payloads(self) -> list[Row]:
-        return self._phases.popleft() if self._phases and self._phases[0][0][PHASE] == ATTACHED else []
+        return self._phases.popleft() if self._phases and self._phases[0][0][t.PHASE] == t.ATTACHED else []
 
     def advance(self) -> bool:
         """Begin phases until one has something to wait for; False when the plan is done."""
         while not self.queues and self._phases:
             rows = self._phases.popleft()
             for number, row in enumerate(rows):
-                if row[KIND] == COPY:
-                    self.part(row)[:] = self.place(row[BUFFER2], row[OFFSET2], row[NBYTES])
-                elif row[KIND] == FOLD:
-                    self._fold(row, rows[number + 1 : number + 1 + row[PEER]])
-                elif row[KIND] != SOURCE:
-                    self.queues.setdefault((row[KIND] == SEND, row[PEER]), deque()).append(row)
+                if row[t.KIND] == t.COPY:
+                    self.part(row)[:] = self.place(row[t.BUFFER2], row[t.OFFSET2], row[t.NBYTES])
+                elif row[t.KIND] == t.FOLD:
+                    self._fold(row, rows[number + 1 : number + 1 + row[t.PEER]])
+                elif row[t.KIND] != t.SOURCE:
+                    self.queues.setdefault((row[t.KIND] == t.SEND, row[t.PEER]), deque()).append(row)
         return bool(self.queues)
 
     def _fold(self, row: Row, sources: Sequence[Row]) -> None:
         self.part(row)[:] = [joined(*items) for items in zip(*map(self.part, sources), strict=True)]
 
     def part(self, row: Row) -> np.ndarray:
-        return self.place(row[BUFFER], row[OFFSET], row[NBYTES])
+        return self.place(row[t.BUFFER], row[t.OFFSET], row[t.NBYTES])
 
     def place(self, buffer: int, offset: int, nbytes: int) -> np.ndarray:
         require(offset % self.itemsize == 0 and nbytes % self.itemsize == 0, "an item is cut")
@@ -223,13 +194,13 @@ class Rank:
         part, done = self.part(row), self.moved.get(key, 0)
         count = min(piece, len(part) - done, room if key[0] else len(channel))
         for at in range(done, done + count):
-            if row[KIND] == SEND:
+            if row[t.KIND] == t.SEND:
                 channel.append(part[at])
-            elif row[KIND] == RECV:
+            elif row[t.KIND] == t.RECV:
                 part[at] = channel.popleft()
             else:
                 got = channel.popleft()
-                part[at] = joined(got, part[at]) if row[OFFSET2] else joined(part[at], got)
+                part[at] = joined(got, part[at]) if row[t.OFFSET2] else joined(part[at], got)
         self.moved[key] = done + count
         if done + count == len(part):
             self._complete(key)
@@ -257,17 +228,19 @@ def simulate(
     *,
     itemsize: int = 1,
     frame_stride: int = 0,
+    frames: Sequence[np.ndarray] | None = None,
     capacity: int = 1 << 60,
     seed: int = 0,
-) -> None:
-    """Run all ranks' plans to their ends; the results are in the arrays.
+) -> list[Rank]:
+    """Run all ranks' plans to their ends; the results are in the arrays, and in the other buffers of the ranks.
 
     Args:
+        frames: what each rank's FRAMES hold before; None: rubbish.
         capacity: items that the connection from one rank to another holds.
         seed: of the schedule.
     """
     size, chance = len(plans), random.Random(seed)
-    frames = [rubbish(size * frame_stride // itemsize) for _ in plans]
+    frames = frames or [rubbish(size * frame_stride // itemsize) for _ in plans]
     ranks = [Rank(plan, arrays[k], itemsize, frames[k]) for k, plan in enumerate(plans)]
     _meet(ranks, frame_stride)
     channels: dict[tuple[int, int], deque[str]] = defaultdict(deque)
@@ -280,12 +253,13 @@ def simulate(
                 working.remove(number)
         require(progress > 0, f"deadlock of ranks {sorted(working)}")
     require(not any(channels.values()), "something was sent that nobody received")
+    return ranks
 
 
 def _meet(ranks: Sequence[Rank], frame_stride: int) -> None:
     for number, rank in enumerate(ranks):
         for row in rank.payloads():
-            ranks[row[PEER]].place(FRAMES, number * frame_stride, row[NBYTES])[:] = rank.part(row)
+            ranks[row[t.PEER]].place(t.FRAMES, number * frame_stride, row[t.NBYTES])[:] = rank.part(row)
 
 
 def _step(rank: Rank, number: int, channels: dict, capacity: int, chance: random.Random) -> int:

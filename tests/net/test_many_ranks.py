@@ -38,7 +38,7 @@ def run_every_operation(rank: int, n: int, url: str, backend: str) -> str:
     return kind
 
 
-@pytest.mark.long  # the plans of as many ranks are in net/test_plans_many.py, the meeting in shm/test_rounds_model.py
+@pytest.mark.long  # the plans of as many ranks are in net/test_plans.py, the meeting in shm/test_rounds_model.py
 @pytest.mark.parametrize(
     ("backend", "kind"), [("shm", "ShmBackend"), ("tcp", "TcpBackend"), ("auto", "HybridBackend")]
 )

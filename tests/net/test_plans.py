@@ -1,11 +1,13 @@
 """The plans that calls take, simulated: every operation, size and root; and what many ranks choose."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fastcoll.net.tcp.plans import direct
-from fastcoll.net.tcp.plans.choose import EXCHANGED, cheapest, chosen, plan_for
-from fastcoll.net.tcp.plans.plan import KIND, NBYTES, PAYLOAD, SEND
+from fastcoll.net.tcp.plans import plan as t
+from fastcoll.net.tcp.plans.choose import ALGORITHMS, EXCHANGED, cheapest, chosen, plan_for
 from fastcoll.net.tcp.plans.shape import MEET_RANKS, Limits, Shape, default_limits
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, ROOTED, Case, check
 
@@ -27,55 +29,69 @@ def test_few_ranks(operation, size):
             case = Case(operation, size, count, itemsize=4, root=root, in_place=bool(count % 2))
             # A scan that need not be rounded once goes on from the prefix before: ((a b) c).
             check(case, plan_for, IN_ORDER if operation.endswith("scan") else ONE_PASS, seed=count)
-
-
-@pytest.mark.parametrize("operation", REDUCTIONS)
-def test_ordered_calls_of_few_ranks_reduce_in_one_pass(operation):
-    for size in (2, 3, 5, 16):
+    if operation in REDUCTIONS:
         for count in (1, 131):
             check(Case(operation, size, count, flags={"ordered": True}), plan_for, ONE_PASS)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("size", [17, 24, 32, pytest.param(64, marks=pytest.mark.long)])
-def test_many_ranks(operation, size):
+@pytest.mark.parametrize(
+    ("operation", "ordered"),
+    [*((each, False) for each in OPERATIONS), *((each, True) for each in REDUCTIONS)],
+)
+@pytest.mark.parametrize("size", [17, 24, 33, pytest.param(64, marks=pytest.mark.long)])
+def test_many_ranks(operation, size, ordered):
+    free = operation in REDUCTIONS and not ordered
+    promise = ANY_ORDER if free else IN_ORDER if operation in REDUCTIONS else ONE_PASS
     for count in (1, 3 if operation in PARTS else 100):
-        case = Case(operation, size, count, root=size // 3, limits=MANY)
-        check(case, plan_for, ANY_ORDER if operation in REDUCTIONS else ONE_PASS)
+        case = Case(operation, size, count, root=size // 3, limits=MANY, flags={"ordered": ordered})
+        check(case, plan_for, promise)
 
 
-@pytest.mark.parametrize("operation", REDUCTIONS)
-@pytest.mark.parametrize("size", [17, 33, 64])
-def test_many_ranks_keep_the_order_where_it_matters(operation, size):
-    for count in (1, 2 if operation in PARTS else 70):
-        case = Case(operation, size, count, root=1, limits=MANY, flags={"ordered": True})
-        check(case, plan_for, IN_ORDER)
-
-
-@pytest.mark.parametrize("operation", UNEVEN)
+@pytest.mark.parametrize("operation", PARTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 17])
-def test_sizes_that_differ_by_rank(operation, size):
+def test_sizes_that_differ(operation, size):
+    """By rank, or by pair, of which some attach and others do not."""
+    sizes = [(5 * rank + 3) % 11 * (rank % 3) for rank in range(size)]
+    if operation == "all_to_all":
+        sizes = [[(3 * giver + taker) % 7 * (taker % 2) for taker in range(size)] for giver in range(size)]
     for root in {0, size - 1}:
-        sizes = [(5 * rank + 3) % 11 * (rank % 3) for rank in range(size)]
-        check(
-            Case(operation, size, sizes, root=root),
-            plan_for,
-            ANY_ORDER if operation in REDUCTIONS else ONE_PASS,
-        )
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 17])
-def test_all_to_all_with_sizes_that_differ_by_pair(size):
-    sizes = [[(3 * giver + taker) % 7 * (taker % 2) for taker in range(size)] for giver in range(size)]
-    plans = check(Case("all_to_all", size, sizes), plan_for)
-    kinds = {int(kind) for plan in plans for kind in plan.table[:, KIND]}
-    assert size == 1 or PAYLOAD in kinds  # some pairs attach, others do not
+        case = Case(operation, size, sizes, root=root)
+        plans = check(case, plan_for, ANY_ORDER if operation in REDUCTIONS else ONE_PASS)
+    kinds = {int(kind) for plan in plans for kind in plan.table[:, t.KIND]}
+    assert size == 1 or operation != "all_to_all" or t.PAYLOAD in kinds
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("size", [2, 3, 5, 17])
 def test_connections_that_hold_one_item_are_enough(operation, size):
     check(Case(operation, size, 45), plan_for, ANY_ORDER, capacity=1, seed=1)
+
+
+def promised(operation, name):
+    """What an algorithm promises of the order in which a reduction combines the ranks."""
+    if operation not in REDUCTIONS or name == "whole" or (name == "direct" and "scan" not in operation):
+        return ONE_PASS
+    return (
+        IN_ORDER
+        if name in ("recursive doubling", "halving", "doubling", "direct", "ordered tree")
+        else ANY_ORDER
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("operation", "name"), [(each, name) for each in ALGORITHMS for name in ALGORITHMS[each]]
+)
+def test_an_algorithm_gives_the_result(operation, name):
+    """For any number of ranks, also those for which it is not chosen."""
+    for size in range(2, 18):
+        for count in (1, 13) if size > 5 else (1, 2, 8, 13, 61):
+            for root in {0, size // 2, size - 1} if size <= 5 else {size - 1}:
+                flags = {"ordered": name == "ordered tree"}
+                case = Case(operation, size, count, root=root, in_place=bool(count % 2), flags=flags)
+                check(case, ALGORITHMS[operation][name][0], promised(operation, name), seed=size)
+                if name == "direct" and operation.endswith("scan"):
+                    check(replace(case, flags={"ordered": True}), direct.scan, ONE_PASS)
 
 
 @pytest.mark.parametrize("operation", [*OPERATIONS, "barrier"])
@@ -141,4 +157,4 @@ def test_segments_shrink_where_many_ranks_send_at_once():
 def test_two_ranks_send_each_other_an_array_once():
     for count in (40, 131, 1000):
         for plan in check(Case("all_reduce", 2, count), plan_for):
-            assert int(np.sum(plan.table[plan.table[:, KIND] == SEND][:, NBYTES])) == 4 * count
+            assert int(np.sum(plan.table[plan.table[:, t.KIND] == t.SEND][:, t.NBYTES])) == 4 * count

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.choose import ALGORITHMS, Cost, cost
-from fastcoll.net.tcp.plans.plan import COPY, KIND, NBYTES, PHASE, RECV, REDUCE, SEND, SOURCE
 from fastcoll.net.tcp.plans.shape import Limits
 from net.plan_cases import Case
 
@@ -16,11 +16,11 @@ def cost_of(plans):
     """Phase by phase, what the busiest rank has to do, counted from all tables."""
     counts = {}
     for plan in plans:
-        for phase in np.unique(plan.table[:, PHASE]):
-            rows = plan.table[plan.table[:, PHASE] == phase]
+        for phase in np.unique(plan.table[:, t.PHASE]):
+            rows = plan.table[plan.table[:, t.PHASE] == phase]
             mine = np.array(
                 [
-                    any(rows[:, KIND] == SEND),
+                    any(rows[:, t.KIND] == t.SEND),
                     messages(rows),
                     max(moved(rows)),
                     sum(moved(rows)),
@@ -32,18 +32,18 @@ def cost_of(plans):
 
 
 def messages(rows):
-    return sum((rows[:, KIND] == kind).sum() for kind in (SEND, RECV, REDUCE))
+    return sum((rows[:, t.KIND] == kind).sum() for kind in (t.SEND, t.RECV, t.REDUCE))
 
 
 def moved(rows):
-    sent = rows[rows[:, KIND] == SEND][:, NBYTES].sum()
-    received = rows[(rows[:, KIND] == RECV) | (rows[:, KIND] == REDUCE)][:, NBYTES].sum()
+    sent = rows[rows[:, t.KIND] == t.SEND][:, t.NBYTES].sum()
+    received = rows[(rows[:, t.KIND] == t.RECV) | (rows[:, t.KIND] == t.REDUCE)][:, t.NBYTES].sum()
     return sent, received
 
 
 def touched(rows):
-    once = rows[(rows[:, KIND] == SOURCE) | (rows[:, KIND] == COPY)][:, NBYTES].sum()
-    return once + 2 * rows[rows[:, KIND] == REDUCE][:, NBYTES].sum()
+    once = rows[(rows[:, t.KIND] == t.SOURCE) | (rows[:, t.KIND] == t.COPY)][:, t.NBYTES].sum()
+    return once + 2 * rows[rows[:, t.KIND] == t.REDUCE][:, t.NBYTES].sum()
 
 
 @pytest.mark.parametrize(("operation", "name"), ALL)

@@ -4,24 +4,8 @@ import numpy as np
 import pytest
 
 from fastcoll.net.tcp.plans import direct
+from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.choose import plan_for
-from fastcoll.net.tcp.plans.plan import (
-    BUFFER,
-    COPY,
-    FOLD,
-    KIND,
-    NBYTES,
-    OFFSET,
-    OFFSET2,
-    PAYLOAD,
-    PEER,
-    PHASE,
-    RECV,
-    REDUCE,
-    SCRATCH,
-    SEND,
-    SOURCE,
-)
 from net.plan_cases import ANY_ORDER, LIMITS, Case, check
 from net.simulate import PlanError
 
@@ -43,7 +27,7 @@ def first(kind, column, value, add=False, at=0):
     """Change a column of the first row, or a later one, of a kind."""
 
     def change(table):
-        row = np.flatnonzero(table[:, KIND] == kind)[at]
+        row = np.flatnonzero(table[:, t.KIND] == kind)[at]
         table[row, column] = table[row, column] + value if add else value
         return table
 
@@ -51,91 +35,83 @@ def first(kind, column, value, add=False, at=0):
 
 
 def without(kind):
+    return lambda table: np.delete(table, np.flatnonzero(table[:, t.KIND] == kind)[0], 0)
+
+
+def all_without(*kinds):
+    return lambda table: table[~np.isin(table[:, t.KIND], kinds)]
+
+
+def exchanged(kind, columns=slice(None)):
+    """The first two rows of a kind change places, or only what these columns say."""
+
     def change(table):
-        return np.delete(table, np.flatnonzero(table[:, KIND] == kind)[0], 0)
+        rows = np.flatnonzero(table[:, t.KIND] == kind)[:2]
+        table[rows, columns] = table[rows[::-1], columns]
+        return table
 
     return change
 
 
-def all_without(kind):
-    return lambda table: table[table[:, KIND] != kind]
-
-
 def later(table):
     """All is done one phase later than the peers do it."""
-    table[:, PHASE] += 1
+    table[:, t.PHASE] += 1
     return table
 
 
 def receives_onto_what_is_sent(table):
     """A receive of phase 0 lands where phase 0 sends from."""
-    sent = table[np.flatnonzero(table[:, KIND] == SEND)[0]]
-    row = np.flatnonzero(table[:, KIND] == RECV)[0]
-    table[row, BUFFER], table[row, OFFSET] = sent[BUFFER], sent[OFFSET]
+    sent = table[np.flatnonzero(table[:, t.KIND] == t.SEND)[0]]
+    row = np.flatnonzero(table[:, t.KIND] == t.RECV)[0]
+    table[row, t.BUFFER], table[row, t.OFFSET] = sent[t.BUFFER], sent[t.OFFSET]
     return table
 
 
-def landing_twice(table):
-    """What two ranks send arrives at the same place."""
-    rows = np.flatnonzero(table[:, KIND] == RECV)[:2]
-    table[rows[1], OFFSET] = table[rows[0], OFFSET]
-    return table
+def twice(kind, buffer=None):
+    """The second row of a kind has the place of the first one: of what arrives, or is folded."""
 
+    def change(table):
+        chosen = (table[:, t.KIND] == kind) & (buffer is None or table[:, t.BUFFER] == buffer)
+        rows = np.flatnonzero(chosen)[:2]
+        table[rows[1], t.OFFSET] = table[rows[0], t.OFFSET]
+        return table
 
-def same_source(table):
-    """A fold takes one operand twice, and another one never."""
-    rows = np.flatnonzero(table[:, KIND] == SOURCE)[:3]
-    scratch = [row for row in rows if table[row, BUFFER] == SCRATCH]
-    table[scratch[1], OFFSET] = table[scratch[0], OFFSET]
-    return table
-
-
-def sources_swapped(table):
-    rows = np.flatnonzero(table[:, KIND] == SOURCE)[:2]
-    table[rows] = table[rows[::-1]]
-    return table
-
-
-def peers_swapped(table):
-    """What came from one rank is folded in the place of another."""
-    rows = np.flatnonzero(table[:, KIND] == RECV)[:2]
-    table[rows, OFFSET] = table[rows[::-1], OFFSET]
-    return table
+    return change
 
 
 LARGE = Case("all_reduce", 3, 40)
 TWO = Case("all_reduce", 2, 40)
 SMALL = Case("all_reduce", 3, 4)
 FAULTS = {
-    "a send is missing": (LARGE, without(SEND), "sent"),
-    "a receive is missing": (LARGE, without(RECV), "received"),
-    "the wrong peer": (LARGE, first(SEND, PEER, 0), "sent"),
-    "to itself": (LARGE, first(SEND, PEER, 1), "peer"),
+    "a send is missing": (LARGE, without(t.SEND), "sent"),
+    "a receive is missing": (LARGE, without(t.RECV), "received"),
+    "the wrong peer": (LARGE, first(t.SEND, t.PEER, 0), "sent"),
+    "to itself": (LARGE, first(t.SEND, t.PEER, 1), "peer"),
     "a phase too late": (LARGE, later, "sent"),
     "rows not in order": (LARGE, lambda table: table[::-1].copy(), "sorted|sources"),
-    "a wrong size": (LARGE, first(SEND, NBYTES, 4, add=True), "sent|outside"),
-    "a wrong offset": (LARGE, first(SEND, OFFSET, 4, add=True), "instead of"),
-    "a cut item": (LARGE, first(SEND, OFFSET, 2, add=True), "cut"),
-    "outside of the array": (LARGE, first(SEND, OFFSET, 1 << 20), "outside"),
-    "before the array": (LARGE, first(FOLD, OFFSET, -4), "outside"),
-    "no such buffer": (LARGE, first(SEND, BUFFER, 9), "no buffer 9"),
+    "a wrong size": (LARGE, first(t.SEND, t.NBYTES, 4, add=True), "sent|outside"),
+    "a wrong offset": (LARGE, first(t.SEND, t.OFFSET, 4, add=True), "instead of"),
+    "a cut item": (LARGE, first(t.SEND, t.OFFSET, 2, add=True), "cut"),
+    "outside of the array": (LARGE, first(t.SEND, t.OFFSET, 1 << 20), "outside"),
+    "before the array": (LARGE, first(t.FOLD, t.OFFSET, -4), "outside"),
+    "no such buffer": (LARGE, first(t.SEND, t.BUFFER, 9), "no buffer 9"),
     "written while it is sent": (LARGE, receives_onto_what_is_sent, "in use twice"),
-    "received into the same place twice": (LARGE, landing_twice, "in use twice"),
-    "never folded": (LARGE, lambda table: all_without(FOLD)(all_without(SOURCE)(table)), "instead of"),
-    "one source too few": (LARGE, first(FOLD, PEER, 2), "sources do not follow"),
-    "a contribution twice": (LARGE, same_source, "instead"),
-    "operands in the wrong order": (LARGE, sources_swapped, "instead of"),
-    "results of two ranks exchanged": (LARGE, peers_swapped, "instead of"),
-    "left and right exchanged": (TWO, first(REDUCE, OFFSET2, 0), "instead of"),
-    "not reduced": (TWO, first(REDUCE, KIND, RECV), "instead of"),
-    "an empty row": (LARGE, first(SEND, NBYTES, 0), "size"),
-    "a payload is missing": (SMALL, without(PAYLOAD), "attached"),
-    "a payload too large": (SMALL, first(PAYLOAD, NBYTES, 20), "too much|outside"),
-    "two payloads for a rank": (SMALL, first(PAYLOAD, PEER, 0, at=0), "twice|attached"),
-    "a payload after the meeting": (SMALL, first(PAYLOAD, PHASE, 0, at=1), "payload|sorted"),
-    "a copy of the wrong place": (Case("all_gather", 3, 4), first(COPY, OFFSET2, 4, add=True, at=2), "instead of"),
-    "an input is changed": (Case("reduce", 3, 40), first(FOLD, BUFFER, 3), "instead of"),
-    "others' output is touched": (Case("reduce", 3, 40), first(FOLD, BUFFER, 2), "instead of"),
+    "received into the same place twice": (LARGE, twice(t.RECV), "in use twice"),
+    "never folded": (LARGE, all_without(t.FOLD, t.SOURCE), "instead of"),
+    "one source too few": (LARGE, first(t.FOLD, t.PEER, 2), "sources do not follow"),
+    "a contribution twice": (LARGE, twice(t.SOURCE, t.SCRATCH), "instead"),
+    "operands in the wrong order": (LARGE, exchanged(t.SOURCE), "instead of"),
+    "results of two ranks exchanged": (LARGE, exchanged(t.RECV, t.OFFSET), "instead of"),
+    "left and right exchanged": (TWO, first(t.REDUCE, t.OFFSET2, 0), "instead of"),
+    "not reduced": (TWO, first(t.REDUCE, t.KIND, t.RECV), "instead of"),
+    "an empty row": (LARGE, first(t.SEND, t.NBYTES, 0), "size"),
+    "a payload is missing": (SMALL, without(t.PAYLOAD), "attached"),
+    "a payload too large": (SMALL, first(t.PAYLOAD, t.NBYTES, 20), "too much|outside"),
+    "two payloads for a rank": (SMALL, first(t.PAYLOAD, t.PEER, 0, at=0), "twice|attached"),
+    "a payload after the meeting": (SMALL, first(t.PAYLOAD, t.PHASE, 0, at=1), "payload|sorted"),
+    "a copy of the wrong place": (Case("all_gather", 3, 4), first(t.COPY, t.OFFSET2, 4, add=True, at=2), "instead of"),
+    "an input is changed": (Case("reduce", 3, 40), first(t.FOLD, t.BUFFER, 3), "instead of"),
+    "others' output is touched": (Case("reduce", 3, 40), first(t.FOLD, t.BUFFER, 2), "instead of"),
     "scratch is too small": (LARGE, None, "outside"),
 }  # fmt: skip
 
@@ -163,10 +139,12 @@ def test_what_cannot_go_on_is_found():
     case = Case("all_gather", 2, 40, limits=LIMITS)
     plans = [plan_for(case.shape(rank)) for rank in range(2)]
     late = plans[1].table.copy()
-    late[late[:, KIND] == SEND, PHASE] += 1  # each waits for the other, and what is sent first has no room
+    late[late[:, t.KIND] == t.SEND, t.PHASE] += (
+        1  # each waits for the other, and what is sent first has no room
+    )
     early = plans[0].table.copy()
-    early[early[:, KIND] == RECV, PHASE] += 1
-    early[early[:, KIND] == SEND, NBYTES] -= 4
+    early[early[:, t.KIND] == t.RECV, t.PHASE] += 1
+    early[early[:, t.KIND] == t.SEND, t.NBYTES] -= 4
     plans = [
         plan._replace(table=np.array(sorted(table.tolist())))
         for plan, table in zip(plans, (early, late), strict=True)
@@ -180,4 +158,4 @@ def test_a_rank_that_reduces_in_another_order_has_other_bits():
     two = Case("all_reduce", 2, 4, limits=LIMITS._replace(payload=0))
     check(two, plan_for, ANY_ORDER)
     with pytest.raises(PlanError, match="other bits"):
-        check(two, changed(plan_for, 1, sources_swapped), ANY_ORDER)
+        check(two, changed(plan_for, 1, exchanged(t.SOURCE)), ANY_ORDER)
