@@ -20,7 +20,7 @@ from together import together
 
 from fastcoll.core import monitor, processes
 from fastcoll.core.message import Status
-from fastcoll.core.operands import ANY_TAG, LARGEST_TAG
+from fastcoll.core.operands import ANY_TAG
 from fastcoll.core.processes import Member
 from fastcoll.core.work import Work
 from fastcoll.errors import (
@@ -215,34 +215,6 @@ def test_a_receive_from_any_is_in_vain_when_all_peers_have_left(worlds) -> None:
         assert not me.mailbox.is_in_vain(work)
         peer.vigil.leave()
     until(lambda: me.mailbox.is_in_vain(work))
-
-
-def test_receives_match_in_the_order_posted(worlds) -> None:
-    world = worlds(2)
-    arrays = [np.zeros(1, int) for _ in range(4)]
-    works = [world.ranks[1].irecv(x, source, 0) for x, source in zip(arrays, (None, 0, None, 0), strict=True)]
-    for n in range(4):
-        world.ranks[0].send(np.array([n]), 1, 0)
-    assert [work.result() for work in works] == [0, 0, 0, 0]
-    assert [int(x[0]) for x in arrays] == [0, 1, 2, 3]
-
-
-def test_a_receive_of_any_tag_takes_the_earliest_message(worlds) -> None:
-    """From its source; a receive with a tag that was posted earlier matches first."""
-    world = worlds(2)
-    peer, me = world.ranks
-    tags = (4, 0, LARGEST_TAG, 4)
-    works = [peer.isend(np.array([n]), 1, tag) for n, tag in enumerate(tags)]
-    got = np.zeros(1, int)
-    for n in range(len(tags)):
-        assert me.recv(got, 0 if n % 2 else None, ANY_TAG) == 0
-        assert got[0] == n
-    posted = [(tag, np.zeros(1, int)) for tag in (1, ANY_TAG, 1, ANY_TAG)]
-    receives = [me.irecv(x, source, tag) for (tag, x), source in zip(posted, (0, 0, None, None), strict=True)]
-    works += [peer.isend(np.array([10 + n]), 1, tag) for n, tag in enumerate((1, 1, 2, 1))]
-    assert [receive.result() for receive in receives] == [0] * 4
-    assert [int(x[0]) for _, x in posted] == [10, 11, 13, 12]
-    assert all(work.wait(DEADLINE) for work in works)
 
 
 def test_an_armed_receive_leaves_other_tags_to_a_later_receive_of_any_tag(worlds) -> None:
@@ -444,29 +416,6 @@ def test_a_blocked_call_makes_way_for_other_threads(worlds, half_sent: bool) -> 
     blocked.join(DEADLINE)
     assert answer[0] == 1
     assert (got == large).all()
-
-
-def test_two_threads_on_each_side(worlds) -> None:
-    count = 50
-
-    def talk(me: Rank, tag: int) -> None:
-        got = np.zeros(1, int)
-        for n in range(count):
-            if me.rank == 0:
-                me.send(np.array([n]), 1, tag)
-            me.recv(got, 1 - me.rank, tag)
-            assert got[0] == n
-            if me.rank == 1:
-                me.send(got, 0, tag)
-
-    def program(me: Rank) -> None:
-        second = threading.Thread(target=talk, args=(me, 2), daemon=True)
-        second.start()
-        talk(me, 1)
-        second.join(DEADLINE)
-        assert not second.is_alive()
-
-    worlds(2).run(program, program)
 
 
 def test_a_callback_may_post_but_not_wait(worlds) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from together import together
@@ -15,9 +16,12 @@ from net.meshes import crew
 
 
 @contextlib.contextmanager
-def groups(n: int, store: Any = None, timeout: float = 20.0) -> Iterator[list[ProcessGroup]]:
-    """n ranks that have met; closed at the end."""
-    shared, known = HashStore() if store is None else store, crew(n)
+def groups(
+    n: int, store: Any = None, timeout: float = 20.0, first_rank: int = 0
+) -> Iterator[list[ProcessGroup]]:
+    """n ranks that have met; closed at the end. The first one is `first_rank` of the job."""
+    shared = HashStore() if store is None else store
+    known = [replace(each, rank=first_rank + each.rank) for each in crew(n)]
     made = together(
         *(lambda r=r: ProcessGroup(TcpBackend.make(shared, "WORLD", known, r, timeout)) for r in range(n))
     )

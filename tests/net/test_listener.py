@@ -252,14 +252,6 @@ def test_a_rank_that_is_stopped_before_its_proof_has_its_groups_timeout(
         until(lambda: arrived)
 
 
-def test_an_opening_in_single_bytes_is_fine(listener, arrived) -> None:
-    with connect(listener) as slow:
-        for byte in Dialing(SEATS[0], 1, Kind.DATA, 0).opening:
-            slow.sendall(bytes([byte]))
-        answer = slow.recv(OPENING_SIZE, socket.MSG_WAITALL)
-        assert Opening.from_bytes(answer, Role.ANSWERS).verdict is Verdict.WELCOME
-
-
 def test_what_follows_the_proof_is_left_for_the_group(listener, arrived) -> None:
     one = dialed(listener)
     one.connection.sendall(b"the first bytes")
@@ -385,16 +377,6 @@ def test_settings_that_make_no_sense(ports: pytest.MonkeyPatch, name: str, text:
 def test_an_address_that_is_not_here() -> None:
     with nothing_left(), pytest.raises(ResourceError, match=r"cannot listen on 192\.0\.2\.77 .eth9.*IFNAME"):
         Listener([LO, Interface("eth9", "192.0.2.77")])
-
-
-def test_each_interface_is_listened_on() -> None:
-    with nothing_left():
-        made = Listener([LO, Interface("lo", "::1")])
-        for address, port in zip(("127.0.0.1", "::1"), made.ports, strict=True):
-            socket.create_connection((address, port), 60).close()
-        for bound in made._sockets:
-            assert bound.getsockname()[0] in ("127.0.0.1", "::1")
-        made.close()
 
 
 def test_a_forked_child_leaves_the_listener_to_its_parent(listener, arrived) -> None:
