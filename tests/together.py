@@ -9,7 +9,7 @@ from typing import Any
 DEADLINE = 60.0  # the first call may compile
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
+def together(*calls: Callable[[], Any], deadline: float = DEADLINE) -> list[Any]:
     """Run calls at the same time; the result or exception of each."""
     results: list[Any] = [None] * len(calls)
 
@@ -23,6 +23,6 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(DEADLINE)
+        thread.join(deadline)
     assert not any(thread.is_alive() for thread in threads), "a call did not come back"
     return results

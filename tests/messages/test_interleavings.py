@@ -6,13 +6,15 @@ They are callers, and the engines' own threads. What it finds is shown by plante
 from __future__ import annotations
 
 import random
-import threading
 import time
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from interleaved import shaken
+from together import together
 
 from fastcoll.core.status import LATER
 from fastcoll.kernels import waiting
@@ -60,27 +62,10 @@ def one_way(me: Rank, tag: int) -> None:
 
 def run(make: type[World], seed: int, *programs: Any, timeout: float = 150) -> None:
     """Two ranks, on each a thread for each program, with a tag of its own."""
-    world, errors = make(2, timeout=timeout), []
-
-    def guarded(program: Any, me: Rank, tag: int) -> None:
-        try:
-            program(me, tag)
-        except BaseException as error:
-            errors.append(error)
-
-    try:
+    with closing(make(2, timeout=timeout)) as world:
+        calls = [partial(each, me, tag) for me in world.ranks for tag, each in enumerate(programs)]
         with shaken(FILES, seed, 2 * timeout):  # a fault may also have threads run for ever
-            threads = [
-                threading.Thread(target=guarded, args=(program, me, tag))
-                for me in world.ranks
-                for tag, program in enumerate(programs)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    finally:
-        world.close()
+            errors = [each for each in together(*calls, deadline=3 * timeout) if each is not None]
     if errors:
         raise errors[0]
 

@@ -11,7 +11,6 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -76,9 +75,7 @@ class Engines:
     def __enter__(self) -> Engines:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for pair in self._wires.values():
             for end in pair:
                 end.close()

@@ -9,7 +9,7 @@ from fastcoll.net.tcp.plans import direct
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.choose import ALGORITHMS, EXCHANGED, cheapest, chosen, plan_for
 from fastcoll.net.tcp.plans.shape import MEET_RANKS, Limits, Shape, default_limits
-from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, ROOTED, Case, check
+from net.plan_cases import ANY_ORDER, IN_ORDER, LIMITS, ONE_PASS, OPERATIONS, REDUCTIONS, ROOTED, Case, check
 
 COUNTS = (0, 1, 4, 7, 40, 131)  # items; 4 are attached, from 7 on they travel, 131 in segments
 MANY = Limits(payload=0, segment=256, at_once=1 << 14, peers=5)
@@ -83,13 +83,16 @@ def promised(operation, name):
     ("operation", "name"), [(each, name) for each in ALGORITHMS for name in ALGORITHMS[each]]
 )
 def test_an_algorithm_gives_the_result(operation, name):
-    """For any number of ranks, also those for which it is not chosen."""
+    """For any number of ranks, also those for which it is not chosen, and through connections that hold little."""
+    build, flags = ALGORITHMS[operation][name][0], {"ordered": name == "ordered tree"}
     for size in range(2, 18):
+        tight = Limits(0, 7 * size, 90, size // 3 + 1), 1 + size % 5
         for count in (1, 13) if size > 5 else (1, 2, 8, 13, 61):
             for root in {0, size // 2, size - 1} if size <= 5 else {size - 1}:
-                flags = {"ordered": name == "ordered tree"}
                 case = Case(operation, size, count, root=root, in_place=bool(count % 2), flags=flags)
-                check(case, ALGORITHMS[operation][name][0], promised(operation, name), seed=size)
+                for limits, capacity in (tight,) if size > 5 else ((LIMITS, 1 << 60), tight):
+                    limited = replace(case, limits=limits)
+                    check(limited, build, promised(operation, name), capacity=capacity, seed=size)
                 if name == "direct" and operation.endswith("scan"):
                     check(replace(case, flags={"ordered": True}), direct.scan, ONE_PASS)
 

@@ -1,10 +1,9 @@
 """Plans for any shape that can be: worlds, sizes, roots, limits, schedules and connections drawn at random."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.net.tcp.plans.choose import ALGORITHMS, plan_for
+from fastcoll.net.tcp.plans.choose import plan_for
 from fastcoll.net.tcp.plans.shape import Limits
 from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, Case, check
 
@@ -47,25 +46,3 @@ def promise(case):
     if case.operation not in REDUCTIONS or (case.flags["ordered"] and case.size <= 16):
         return ONE_PASS
     return IN_ORDER if case.flags["ordered"] or case.size <= 16 else ANY_ORDER
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("operation", ALGORITHMS)
-@settings(max_examples=10, deadline=None)
-@given(data=st.data())
-def test_any_algorithm(operation, data):
-    name = data.draw(st.sampled_from(sorted(ALGORITHMS[operation])))
-    size = data.draw(st.integers(2, 24))
-    case = Case(
-        operation,
-        size,
-        data.draw(st.integers(1, 70)),
-        root=data.draw(st.integers(0, size - 1)),
-        in_place=data.draw(st.booleans()),
-        limits=data.draw(limits(0)),
-        flags={"ordered": name == "ordered tree"},
-    )
-    capacity = data.draw(st.sampled_from([1, 5, 1 << 60]))
-    check(
-        case, ALGORITHMS[operation][name][0], ANY_ORDER, capacity=capacity, seed=data.draw(st.integers(0, 99))
-    )
