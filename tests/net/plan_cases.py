@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,76 +89,45 @@ class Call:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        make = getattr(self, f"_{case.operation}")
         self.arrays: list[list[np.ndarray]] = []
         self.same: list[tuple[int, int]] = []
         self.expected: list[list[np.ndarray | None]] = []  # None: as before
         for rank in range(case.size):
-            make(rank)
+            self._add(*self._parts(rank))
 
-    # Reductions: what is wanted of an item is what the ranks contribute, in order.
-
-    def _all_reduce(self, rank: int) -> None:
-        self._add([symbols(rank, 0, self.case.given(rank, 0))], [self._reduced(0, range(self.case.size))])
-
-    def _reduce(self, rank: int) -> None:
-        out = self._reduced(0, range(self.case.size)) if rank == self.case.root else None
-        self._out_of(rank, out)
-
-    def _scan(self, rank: int) -> None:
-        self._out_of(rank, self._reduced(0, range(rank + 1)))
-
-    def _exscan(self, rank: int) -> None:
-        self._out_of(rank, self._reduced(0, range(rank)) if rank else None)
-
-    def _out_of(self, rank: int, out: np.ndarray | None) -> None:
-        x = symbols(rank, 0, self.case.given(rank, 0))
-        self._add([rubbish(len(x)), x], [out, None], (0, 1))
-
-    def _reduce_scatter(self, rank: int) -> None:
-        everybody = range(self.case.size)
-        blocks = [symbols(rank, block, self.case.given(rank, block)) for block in everybody]
-        out = self._reduced(rank, everybody)
-        self._add([rubbish(len(out)), *blocks], [out, *[None] * self.case.size], (0, 1 + rank))
-
-    # Moves: `own` is what one rank has for another.
-
-    def _broadcast(self, rank: int) -> None:
-        root = self.case.root
-        x = self._own(root, 0)
-        self._add([x if rank == root else rubbish(len(x))], [x])
-
-    def _all_gather(self, rank: int) -> None:
-        self._gathered(rank, [self._own(other, 0) for other in range(self.case.size)])
-
-    def _gather(self, rank: int) -> None:
-        if rank == self.case.root:
-            self._gathered(rank, [self._own(other, rank) for other in range(self.case.size)])
-        else:
-            self._add([self._own(rank, self.case.root)], [None])
-
-    def _gathered(self, rank: int, parts: list[np.ndarray]) -> None:
-        outs = [rubbish(len(part)) for part in parts]
-        self._add([*outs, parts[rank]], [*parts, None], (rank, self.case.size))
-
-    def _scatter(self, rank: int) -> None:
-        root = self.case.root
-        own = self._own(root, rank)
-        if rank != root:
-            self._add([rubbish(len(own))], [own])
-            return
-        blocks = [self._own(root, other) for other in range(self.case.size)]
-        self._add([rubbish(len(own)), *blocks], [own, *[None] * self.case.size], (0, 1 + rank))
-
-    def _all_to_all(self, rank: int) -> None:
-        everybody = range(self.case.size)
-        parts = [self._own(other, rank) for other in everybody]
-        outs = [rubbish(len(part)) for part in parts]
-        blocks = [self._own(rank, other) for other in everybody]
-        self._add([*outs, *blocks], [*parts, *[None] * self.case.size])
-
-    def _barrier(self, rank: int) -> None:
-        self._add([], [])
+    def _parts(self, rank: int) -> tuple[Any, ...]:
+        """The arguments of `_add`. `own` is what one rank has for another, `total` what the ranks have, in order."""
+        operation, everybody, root = self.case.operation, range(self.case.size), self.case.root
+        own, total, kept = self._own, self._reduced, [None] * self.case.size
+        match operation:
+            case "barrier":
+                return [], []
+            case "all_reduce":
+                return [own(rank, 0)], [total(0, everybody)]
+            case "reduce" | "scan" | "exscan":
+                of = {
+                    "reduce": everybody if rank == root else (),
+                    "scan": range(rank + 1),
+                    "exscan": range(rank),
+                }
+                ranks = of[operation]
+                return [like(own(rank, 0)), own(rank, 0)], [total(0, ranks) if ranks else None, None], (0, 1)
+            case "reduce_scatter":
+                out, blocks = total(rank, everybody), [own(rank, block) for block in everybody]
+                return [like(out), *blocks], [out, *kept], (0, 1 + rank)
+            case "broadcast":
+                x = own(root, 0)
+                return [x if rank == root else like(x)], [x]
+            case "gather" if rank != root:
+                return [own(rank, root)], [None]
+            case "all_gather" | "gather":
+                parts = [own(other, 0 if operation == "all_gather" else rank) for other in everybody]
+                return [*map(like, parts), parts[rank]], [*parts, None], (rank, self.case.size)
+            case "scatter":
+                x, blocks = own(root, rank), [own(root, other) for other in everybody]
+                return ([like(x), *blocks], [x, *kept], (0, 1 + rank)) if rank == root else ([like(x)], [x])
+        parts, blocks = [own(other, rank) for other in everybody], [own(rank, other) for other in everybody]
+        return [*map(like, parts), *blocks], [*parts, *kept]
 
     def _add(
         self, arrays: list[np.ndarray], expected: list[Any], same: tuple[int, int] | None = None
@@ -176,14 +145,18 @@ class Call:
         self.arrays.append(arrays)
         self.expected.append(wanted)
 
-    def _reduced(self, block: int, ranks: range) -> np.ndarray:
-        terms = [symbols(rank, block, self.case.given(rank, block)) for rank in ranks]
+    def _reduced(self, block: int, ranks: Iterable[int]) -> np.ndarray:
+        terms = [self._own(rank, block) for rank in ranks]
         result = np.empty(len(terms[0]), object)
         result[:] = ["".join(items) for items in zip(*terms, strict=True)]
         return result
 
     def _own(self, giver: int, taker: int) -> np.ndarray:
         return symbols(giver, taker, self.case.given(giver, taker))
+
+
+def like(array: np.ndarray) -> np.ndarray:
+    return rubbish(len(array))
 
 
 def symbols(giver: int, taker: int, count: int) -> np.ndarray:
