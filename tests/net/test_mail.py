@@ -9,8 +9,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -27,14 +27,10 @@ from net.meshes import nothing_left, open_descriptors
 BYTES = kind_of(0, np.dtype("u1"))
 
 
-Worlds = Callable[[], WireWorld]
-
-
 @pytest.fixture
-def worlds() -> Iterator[Worlds]:
-    """Makes a world of two ranks, which is closed at the end."""
-    with ExitStack() as stack:
-        yield lambda: stack.enter_context(closing(WireWorld(2)))
+def world() -> Iterator[WireWorld]:
+    with closing(WireWorld(2)) as made:
+        yield made
 
 
 def connect(world: WireWorld, rank: int, pair: tuple[socket.socket, socket.socket]) -> socket.socket:
@@ -65,8 +61,7 @@ def dribble(connection: socket.socket, data: bytes, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("how", ["blocking", "posted before", "posted one by one"])
-def test_frames_cut_anywhere(worlds: Worlds, how: str, seed: int) -> None:
-    world = worlds()
+def test_frames_cut_anywhere(world: WireWorld, how: str, seed: int) -> None:
     me, stranger = world.ranks[1], a_stranger(world)
     sizes = [0, 1, 8, 100, 5000, 9000, EAGER]
     data = b"".join(
@@ -88,9 +83,8 @@ def test_frames_cut_anywhere(worlds: Worlds, how: str, seed: int) -> None:
     assert answers == b"".join(frame(TAKEN, nbytes=n, number=k + 1) for k, n in enumerate(sizes))
 
 
-def test_answers_of_posted_receives_wait_for_space(worlds: Worlds) -> None:
+def test_answers_of_posted_receives_wait_for_space(world: WireWorld) -> None:
     """The sender takes no answers until many more are due than the connection holds."""
-    world = worlds()
     here, there = socket.socketpair()  # a few hundred answers fill it
     there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     connect(world, 1, (here, there))
@@ -116,9 +110,9 @@ def test_answers_of_posted_receives_wait_for_space(worlds: Worlds) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("nbytes", [0, 500, 8000])
-def test_both_fill_the_connection_before_either_receives(worlds: Worlds, nbytes: int) -> None:
+def test_both_fill_the_connection_before_either_receives(world: WireWorld, nbytes: int) -> None:
     """Frames enter in part on both sides, and the answers to what is received meanwhile wait for them."""
-    world, ends = worlds(), tcp_pair()
+    ends = tcp_pair()
     for rank, end in enumerate(ends):
         world.meshes[rank].take(1 - rank, end)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -139,30 +133,21 @@ def test_both_fill_the_connection_before_either_receives(worlds: Worlds, nbytes:
     world.run(program, program)
 
 
-def test_a_blocking_send_meets_a_message_before_its_answer(worlds: Worlds) -> None:
-    world = worlds()
-
-    def first(me: Rank) -> None:
-        got = np.zeros(3)
+def test_a_blocking_send_meets_a_message_before_its_answer(world: WireWorld) -> None:
+    def exchange(me: Rank) -> None:
+        peer, got = 1 - me.rank, np.zeros(3)
         for n in range(50):
-            me.send(np.full(2, float(n)), 1)
-            me.recv(got, 1, 7)
-            assert (got == n).all()
+            posted = me.isend(np.full(3, float(n)), peer, 7) if me.rank else None
+            me.recv(got[:2], peer) if posted else me.send(np.full(2, float(n)), peer)
+            assert posted is None or posted.wait(DEADLINE)
+            assert posted or me.recv(got, peer, 7) == peer
+            assert (got[:2] == n).all()
 
-    def second(me: Rank) -> None:
-        got = np.zeros(2)
-        for n in range(50):
-            work = me.isend(np.full(3, float(n)), 0, 7)
-            me.recv(got, 0)
-            assert (got == n).all()
-            assert work.wait(DEADLINE)
-
-    world.run(first, second)
+    world.run(exchange, exchange)
 
 
-def test_small_messages_that_do_not_fit_into_the_connection_follow(worlds: Worlds) -> None:
+def test_small_messages_that_do_not_fit_into_the_connection_follow(world: WireWorld) -> None:
     """Posted while the receiver reads nothing: one enters in part, the others wait for it; the credit is kept."""
-    world = worlds()
     there = a_stranger(world, 0)
     nbytes = 8 << 10
     count = 2 * WINDOW // nbytes
@@ -196,8 +181,9 @@ GARBAGE = {
 
 @pytest.mark.parametrize("posted", [False, True])
 @pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_fails_the_group_and_is_told_from_a_message(worlds: Worlds, what: str, posted: bool) -> None:
-    world = worlds()
+def test_garbage_fails_the_group_and_is_told_from_a_message(
+    world: WireWorld, what: str, posted: bool
+) -> None:
     me = world.ranks[1]
     a_stranger(world).sendall(GARBAGE[what])
     got = np.zeros(3, "u1")
@@ -207,8 +193,7 @@ def test_garbage_fails_the_group_and_is_told_from_a_message(worlds: Worlds, what
     assert me.vigil.failure is not None
 
 
-def test_a_sender_that_ignores_its_credit_is_refused(worlds: Worlds) -> None:
-    world = worlds()
+def test_a_sender_that_ignores_its_credit_is_refused(world: WireWorld) -> None:
     stranger = a_stranger(world)
     message = frame(MESSAGE, nbytes=EAGER, attached=EAGER) + bytes(EAGER)
 
@@ -229,18 +214,16 @@ def test_a_sender_that_ignores_its_credit_is_refused(worlds: Worlds) -> None:
     [frame(0), frame(4), frame(77), frame(3), frame(1, number=9)],
     ids=["0", "4", "77", "a GO for what is complete", "of a message that was never sent"],
 )
-def test_a_garbled_ack(worlds: Worlds, ack: bytes, posted: bool) -> None:
-    world = worlds()
+def test_a_garbled_ack(world: WireWorld, ack: bytes, posted: bool) -> None:
     a_stranger(world, 0).sendall(ack)
     me = world.ranks[0]
     with pytest.raises(AbortedError, match=r"rank 1 .*no message"):
         me.isend(np.zeros(3), 1).wait(DEADLINE) if posted else me.send(np.zeros(3), 1)
 
 
-def test_more_than_the_window_waits_at_its_sender(worlds: Worlds) -> None:
+def test_more_than_the_window_waits_at_its_sender(world: WireWorld) -> None:
     """Received in reverse: what the receiver keeps is bounded, the rest comes when it is asked for."""
     count, nbytes = 3 * WINDOW // EAGER, EAGER + 100
-    world = worlds()
     works = [world.ranks[0].isend(pattern(nbytes, tag), 1, tag) for tag in range(count)]
     peer = world.ranks[1].mailbox._exchange.peers[0]
     most = 0
@@ -255,8 +238,7 @@ def test_more_than_the_window_waits_at_its_sender(worlds: Worlds) -> None:
     assert world.ranks[0].mailbox._exchange.peers[1].credit == WINDOW
 
 
-def test_a_small_message_passes_a_large_one_that_nobody_wants_yet(worlds: Worlds) -> None:
-    world = worlds()
+def test_a_small_message_passes_a_large_one_that_nobody_wants_yet(world: WireWorld) -> None:
     large, small = pattern(20 << 20), np.arange(4)
     slow = world.ranks[0].isend(large, 1, 1)
     quick = world.ranks[0].isend(small, 1, 2)
@@ -271,9 +253,8 @@ def test_a_small_message_passes_a_large_one_that_nobody_wants_yet(worlds: Worlds
     assert (taken == large).all()
 
 
-def test_messages_between_the_parts_of_another_one(worlds: Worlds) -> None:
+def test_messages_between_the_parts_of_another_one(world: WireWorld) -> None:
     """A blocking receive waits for the rest of its message, and others come first."""
-    world = worlds()
     stranger = a_stranger(world)
     large = pattern(EAGER + 10)
     got, other = np.zeros(EAGER + 10, "u1"), np.zeros(5, "u1")
@@ -294,22 +275,20 @@ def test_messages_between_the_parts_of_another_one(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR])
 def test_a_connection_that_ends_without_a_reason_is_a_dead_peer(
-    worlds: Worlds, how: int, monkeypatch: pytest.MonkeyPatch
+    world: WireWorld, how: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipe, "_REASON_SECONDS", 0.2)
-    world = worlds()
     me, stranger = world.ranks[1], a_stranger(world)
     stranger.sendall(frame(MESSAGE, nbytes=100, attached=100) + bytes(50))
     error, _ = together(
-        lambda: me.recv(np.zeros(100, "u1"), 0), lambda: until(me.is_blocked) or stranger.shutdown(how)
+        lambda: me.recv(np.zeros(100, "u1"), 0), lambda: until(me.is_blocked) and stranger.shutdown(how)
     )
     assert isinstance(error, PeerDiedError)
     assert re.search(r"rank 0 .*connection for messages", str(error))
 
 
-def test_a_reset_in_the_middle_of_a_send(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_in_the_middle_of_a_send(world: WireWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipe, "_REASON_SECONDS", 0.2)
-    world = worlds()
     me, peer = world.ranks
     work = me.isend(np.zeros(20 << 20), 1)
     me.await_on_the_way(1, 1)
@@ -321,8 +300,7 @@ def test_a_reset_in_the_middle_of_a_send(worlds: Worlds, monkeypatch: pytest.Mon
         work.wait(DEADLINE)
 
 
-def test_the_reason_that_a_peer_gives_comes_before_its_silence(worlds: Worlds) -> None:
-    world = worlds()
+def test_the_reason_that_a_peer_gives_comes_before_its_silence(world: WireWorld) -> None:
     me, peer = world.ranks
     me.isend(np.zeros(3), 1)
     me.await_on_the_way(1, 1)
@@ -350,8 +328,7 @@ def test_a_peer_that_has_left_may_close_its_connection(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("posted", [False, True])
-def test_a_peer_that_cannot_be_reached_fails_the_group(worlds: Worlds, posted: bool) -> None:
-    world = worlds()
+def test_a_peer_that_cannot_be_reached_fails_the_group(world: WireWorld, posted: bool) -> None:
     me = world.ranks[0]
 
     def refuse(peer: int) -> socket.socket:
@@ -365,18 +342,18 @@ def test_a_peer_that_cannot_be_reached_fails_the_group(worlds: Worlds, posted: b
         waiting.wait(DEADLINE)
 
 
-def test_a_bell_that_was_rung_is_silent_again(worlds: Worlds) -> None:
+def test_a_bell_that_was_rung_is_silent_again(world: WireWorld) -> None:
     """A readable one would keep poll(2) from sleeping."""
-    me = worlds().ranks[0]
+    me = world.ranks[0]
     me.irecv(np.zeros(1), 1, 1)
     me.mailbox.abort()
     until(lambda: not select.select([pipe_to(me, 1)[0]._bell], [], [], 0)[0])
 
 
 @pytest.mark.timed
-def test_a_waiting_rank_sleeps(worlds: Worlds) -> None:
+def test_a_waiting_rank_sleeps(world: WireWorld) -> None:
     """Receives that nobody answers cost no time of a core."""
-    me = worlds().ranks[0]
+    me = world.ranks[0]
     posted = me.irecv(np.zeros(1), 1, 1)
     until(lambda: me.mailbox._next_look > 0)
     before = time.process_time()
@@ -399,9 +376,8 @@ def test_nothing_is_left_open() -> None:
 
 @pytest.mark.parametrize("posted", [False, True])
 def test_a_handler_that_closes_the_engine_in_the_middle_of_a_call_leaves_no_descriptor(
-    worlds: Worlds, posted: bool
+    world: WireWorld, posted: bool
 ) -> None:
-    world = worlds()
     me = world.ranks[0]
     sent = me.isend(np.zeros(1), 1)  # with its connection
     world.ranks[1].recv(np.zeros(1), 0)
