@@ -69,10 +69,8 @@ def test_several_streams_share_what_is_large(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("FASTCOLL_TCP_STREAMS", "3")
     config.forget()
     with ProxiedStore(piece=30_011) as store, groups(2, store) as made:
-        for count in (3, 100_000, 1_000_003, 0):
-            wanted = [3.0] * 2 if count else [IndexError] * 2
-            got = everybody(made, lambda group, count=count: total(group, count))
-            assert [each if count else type(each) for each in got] == wanted
+        for count in (3, 100_000, 1_000_003):
+            assert everybody(made, lambda group, count=count: total(group, count)) == [3.0] * 2
         x = [np.arange(700_001) + rank for rank in range(2)]
         everybody(made, lambda group: group.broadcast(x[group.rank], 1))
         assert (x[0] == x[1]).all()
@@ -266,30 +264,6 @@ def test_the_oldest_prepared_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch
                 assert everybody(made, lambda group, count=count: total(group, count)) == [3.0] * 2
         for group in made:
             assert [key[4] for key in group.backend._prepared] == [(8 * count,) for count in range(4, 9)]
-
-
-def test_many_calls_of_all_sizes_are_posted_at_once() -> None:
-    """The next ones are prepared, with more room than there is, while earlier ones are under way."""
-    sizes = [3, 20_000, 7, 250_000, 1, 60_000, 0, 500_000, 11, 90_001]
-    with groups(3) as made:
-
-        def post(group: ProcessGroup) -> list[bool]:
-            xs = [np.full(count, 10.0 * k + group.rank) for k, count in enumerate(sizes)]
-            parts = [np.zeros((3, count), "i4") for count in sizes]
-            works = []
-            for k, x in enumerate(xs):
-                works.append(group.all_reduce(x, async_op=True))
-                own = np.full(x.size, k * 3 + group.rank, "i4")
-                works.append(group.all_gather_single(parts[k], own, async_op=True))
-            for work in works:
-                assert work is not None
-                work.wait()
-            sums = [(x == 30.0 * k + 3).all() for k, x in enumerate(xs)]
-            wanted = [np.arange(3 * k, 3 * k + 3)[:, None] for k in range(len(sizes))]
-            return [*sums, *((part == want).all() for part, want in zip(parts, wanted, strict=True))]
-
-        for results in everybody(made, post):
-            assert all(results), results
 
 
 def test_threads_prepare_while_others_call() -> None:
