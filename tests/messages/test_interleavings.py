@@ -60,12 +60,12 @@ def one_way(me: Rank, tag: int) -> None:
             assert [to.tolist() for to in got] == [[number + n] * 2 for n in range(4)]
 
 
-def run(make: type[World], seed: int, *programs: Any, timeout: float = 150) -> None:
+def run(make: type[World], seed: int, *programs: Any, timeout: float = 100) -> None:
     """Two ranks, on each a thread for each program, with a tag of its own."""
     with closing(make(2, timeout=timeout)) as world:
         calls = [partial(each, me, tag) for me in world.ranks for tag, each in enumerate(programs)]
         with shaken(FILES, seed, 2 * timeout):  # a fault may also have threads run for ever
-            errors = [each for each in together(*calls, deadline=3 * timeout) if each is not None]
+            errors = [each for each in together(*calls, deadline=2.5 * timeout) if each is not None]
     if errors:
         raise errors[0]
 

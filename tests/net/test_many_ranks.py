@@ -24,7 +24,7 @@ from net.meshes import Clock
 PROCESSES = 32
 NODE = 18  # ranks of the first node, of two: more than meet at once
 LAST_ALONE = FLAT + 1  # a world whose last rank is a group of its own
-HANGS = 300.0  # s: so many processes take long on a machine that does more
+HANGS = 250.0  # s: so many processes take long on a machine that does more
 
 
 def run_every_operation(rank: int, n: int, url: str, backend: str) -> str:
