@@ -546,8 +546,8 @@ class Agent:
     def _end_late(self, now: float) -> float:
         """End them; the earliest deadline of those that are left."""
         due = ENDLESS
-        tables = [(link.pending, link.abandoned) for link in list(self._out.values())]
-        for pending, abandoned in [(self._own, set[int]()), *tables]:
+        for link in [None, *list(self._out.values())]:
+            pending, abandoned = (link.pending, link.abandoned) if link else (self._own, set[int]())
             for number, call in list(pending.items()):
                 if call.deadline > now:
                     due = min(due, call.deadline)
@@ -558,6 +558,8 @@ class Agent:
                     self._fail(call, RpcTimeoutError(_late(doing, call.timeout)))
                 else:
                     abandoned.discard(number)
+            if link and abandoned:  # the caller may not have begun to wait, and so does not look after it
+                link.look_after()
         return due
 
 

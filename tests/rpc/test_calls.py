@@ -6,10 +6,11 @@ import math
 import operator
 import os
 import pickle
+import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,8 @@ def worker(rank: int) -> Iterator[int]:
     yield rank
     if rpc.agent._current is not None:
         rpc.shutdown(timeout=LIMIT)
-    until = time.monotonic() + LIMIT
-    while threading.active_count() > threads_before or len(descriptors()) > len(open_before):
-        left = set(descriptors().items()) - set(open_before.items())
-        assert time.monotonic() < until, f"{threading.enumerate()}, {left}"
-        time.sleep(0.01)
+    until(lambda: threading.active_count() <= threads_before, "threads are left")
+    until(lambda: len(descriptors()) <= len(open_before), f"more is open than {open_before}")
 
 
 def descriptors() -> dict[str, str]:
@@ -88,20 +86,6 @@ def test_values_there_and_back(worker: int, world_size: int) -> None:
     got = rpc.rpc_sync(to, back, args=(fortran,))[0][0]
     assert got.flags.f_contiguous
     assert (got == fortran).all()
-
-
-@pytest.fixture
-def torch() -> Any:
-    """Imported before others can call: two threads that import torch at the same time find half of it."""
-    return pytest.importorskip("torch")
-
-
-@pytest.mark.long
-@pytest.mark.ranks(2)
-def test_tensors_there_and_back(torch: Any, worker: int, world_size: int) -> None:
-    for count in (0, 3, 1 << 18):
-        x = torch.arange(count, dtype=torch.bfloat16)
-        assert torch.equal(rpc.rpc_sync(next_of(worker, world_size), back, args=(x,))[0][0], x)
 
 
 @pytest.mark.ranks(1, 3)
@@ -232,7 +216,6 @@ def test_exceptions_come_back(worker: int, world_size: int) -> None:
 def test_time_limits(worker: int, world_size: int) -> None:
     to = next_of(worker, world_size)
     rpc.rpc_sync(to, rpc.get_worker_info)  # what is called now reaches it, however short the time
-    began = time.monotonic()
     late = rpc.rpc_async(to, hold, timeout=0.05)
     with pytest.raises(
         RpcTimeoutError, match=r"timed out: .*the call of hold was not answered within 0.05 s"
@@ -240,52 +223,65 @@ def test_time_limits(worker: int, world_size: int) -> None:
         late.wait()
     with pytest.raises(RpcTimeoutError):
         rpc.rpc_sync(to, hold, timeout=0.05)
-    assert time.monotonic() - began < LIMIT / 2
     rpc.rpc_sync(to, let_go, args=(2,), timeout=0)  # 0: without limit; the late answers are dropped
     assert rpc.rpc_sync(to, operator.add, args=(1, 2)) == 3
 
 
-def test_a_time_that_is_up_before_the_worker_is_reached() -> None:
+@pytest.fixture
+def ends() -> Iterator[tuple[Agent, socket.socket, socket.socket, list[float]]]:
+    """An agent that calls the worker "far", both ends of its connection, and times before which it is not dialed."""
     near, far = socket.socketpair()
     near.setblocking(False)
+    delays = list[float]()
 
     def dial(_: int, until: float) -> socket.socket:
-        time.sleep(0.2)
+        time.sleep(sum(delays))
         return near
 
     workers = [rpc.WorkerInfo("near", 0), rpc.WorkerInfo("far", 1)]
     agent = Agent(workers, [Member.here(rank, 2, "auto") for rank in range(2)], 0, dial, 60.0, 2)
     agent.on(1, lambda *_: None)
-    try:
-        with pytest.raises(RpcTimeoutError, match=r"not answered within 0.05 s"):
-            agent.call("far", 1, None, timeout=0.05).wait(LIMIT)
-    finally:
-        agent.close("left", AbortedError("over"))
+    yield agent, near, far, delays
+    agent.close("left", AbortedError("over"))
+    far.close()
+
+
+def until(what: Callable[[], bool], otherwise: str = "it does not come") -> None:
+    end = time.monotonic() + LIMIT
+    while not what():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.001)
+
+
+def test_a_time_that_is_up_before_the_worker_is_reached(ends: Any) -> None:
+    agent, _, _, delays = ends
+    delays.append(0.2)
+    with pytest.raises(RpcTimeoutError, match=r"not answered within 0.05 s"):
+        agent.call("far", 1, None, timeout=0.05).wait(LIMIT)
+
+
+def test_a_late_answer_is_read_though_nobody_waits_for_it(ends: Any) -> None:
+    agent, near, far, _ = ends
+    late = agent.call("far", 1, None, timeout=0.05, waits=True)
+    until(late.done)  # before its caller has begun to wait
+    (number,) = agent._out[1].abandoned
+    far.sendall(pieces(MessageType.RESULT, 0, number, pickle.dumps(1))[0])
+    until(lambda: not select.select([near], [], [], 0)[0], "nobody reads it")
+    until(lambda: not agent._out[1].abandoned)
+
+
+def test_who_sends_and_sees_the_end_first_learns_how_the_worker_left(ends: Any) -> None:
+    agent, _, far, _ = ends
+    calls = [agent.call("far", 1, None)]
+    link = agent._out[1]
+    with link.reading:  # none of the threads reads what comes
+        far.sendall(pieces(MessageType.GOODBYE, 0, 0, b"left")[0])
         far.close()
-
-
-def test_who_sends_and_sees_the_end_first_learns_how_the_worker_left() -> None:
-    near, far = socket.socketpair()
-    near.setblocking(False)
-    workers = [rpc.WorkerInfo("near", 0), rpc.WorkerInfo("far", 1)]
-    agent = Agent(workers, [Member.here(rank, 2, "auto") for rank in range(2)], 0, lambda *_: near, 60.0, 2)
-    agent.on(1, lambda *_: None)
-    try:
-        calls = [agent.call("far", 1, None)]
-        link = agent._out[1]
-        with link.reading:  # none of the threads reads what comes
-            far.sendall(pieces(MessageType.GOODBYE, 0, 0, b"left")[0])
-            far.close()
-            until = time.monotonic() + LIMIT
-            while link.armed:
-                assert time.monotonic() < until
-                time.sleep(0.001)
-        calls.append(agent.call("far", 1, None))
-        for call in calls:
-            with pytest.raises(AbortedError, match=r"worker far, .* left"):
-                call.wait(LIMIT)
-    finally:
-        agent.close("left", AbortedError("over"))
+        until(lambda: not link.armed)
+    calls.append(agent.call("far", 1, None))
+    for call in calls:
+        with pytest.raises(AbortedError, match=r"worker far, .* left"):
+            call.wait(LIMIT)
 
 
 @rpc.functions.async_execution
@@ -337,10 +333,7 @@ def later() -> Any:
 
 def answer(expected: int) -> None:
     """Complete what `later` has returned, all in one go."""
-    until = time.monotonic() + LIMIT
-    while len(kept) < expected:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    until(lambda: len(kept) >= expected)
     for k in range(expected):
         kept[k].set_result(True)
     kept.clear()
@@ -364,10 +357,7 @@ def test_a_callback_may_wait_for_another_answer_of_the_same_moment(
             each.add_done_callback(follow)
         rpc.rpc_sync(to, answer, args=(4,))
         rpc.wait_all(futures)
-        until = time.monotonic() + LIMIT
-        while len(seen) < 3:
-            assert time.monotonic() < until, "a callback is stuck"
-            time.sleep(0.001)
+        until(lambda seen=seen: len(seen) == 3, "a callback is stuck")  # type: ignore[misc]
         assert all(seen)
 
 
