@@ -12,11 +12,11 @@ import signal
 import sys
 import threading
 import time
-import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import pytest
 
 import fastcoll
 from fastcoll import AbortedError, PeerDiedError, RpcTimeoutError, UsageError, rpc
+from fastcoll.rpc import references
 from fastcoll.rpc.references import References
 
 LIMIT = 30.0  # seconds that nothing here takes on a quiet machine
@@ -92,6 +93,19 @@ def await_end(name: str, count: int = 1) -> None:
     """Wait until so many values of that name have ended here."""
     while seen.count(name) < count:
         seen.append(ended.get(timeout=LIMIT))
+
+
+def collect_until_ended(workers: Iterable[int], **counts: int) -> None:
+    """Collect garbage on all workers until so many values of each name have ended here.
+
+    One collection is not enough: a thread that has answered a call may still hold its arguments, or an exception, when
+    that collection runs.
+    """
+    while any(seen.count(name) < count for name, count in counts.items()):
+        for worker in workers:
+            rpc.rpc_sync(worker, gc.collect)
+        with suppress(queue.Empty):
+            seen.append(ended.get(timeout=0.01))
 
 
 def keep(*values: Any) -> None:
@@ -197,7 +211,7 @@ def test_what_the_function_raises_is_raised_where_the_value_is_wanted(rank: int)
 def test_a_function_that_the_owner_lacks_fails_everybody_who_waits_for_its_value(rank: int) -> None:
     with workers(rank):
         if rank == 0:
-            module = types.ModuleType("only_on_rank_0")
+            module = ModuleType("only_on_rank_0")
             sys.modules[module.__name__] = module
             exec("def f():\n    pass", module.__dict__)
             rref = rpc.remote("w1", module.f)
@@ -312,9 +326,14 @@ def fail_with_a_value(name: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_rrefs_that_end_at_the_same_time_are_told_together(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rrefs_that_end_within_a_moment_are_told_together(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moment after the first message ends when the test says so."""
+    waits, over = threading.Event(), threading.Event()
+
+    def moment(seconds: float) -> None:
+        waits.set()
+        assert over.wait(LIMIT)
+
     with workers(rank):
         if rank == 0:
             rrefs = [rpc.remote("w1", Value, ("one of many",)) for _ in range(200)]
@@ -324,10 +343,13 @@ def test_rrefs_that_end_at_the_same_time_are_told_together(
             agent, told = References.current.agent, list[Any]()
             tell = agent.tell
             monkeypatch.setattr(agent, "tell", lambda *args: (told.append(args), tell(*args)))
-            del each
+            monkeypatch.setattr(references, "time", SimpleNamespace(monotonic=time.monotonic, sleep=moment))
+            del each, rrefs[0]
+            assert waits.wait(LIMIT)
             rrefs.clear()
+            over.set()
             rpc.rpc_sync("w1", await_end, args=("one of many", 200))
-            assert len(told) < 100
+            assert len(told) == 2
 
 
 @pytest.mark.ranks(2)
@@ -342,11 +364,11 @@ def test_what_the_function_raised_ends_with_the_last_rref_too(rank: int) -> None
             ):
                 with pytest.raises(FailedError):
                     use()
-            del rref, use
-            rpc.rpc_sync(
-                "w1", gc.collect
-            )  # that the name of an exception is bound to, in a frame of its traceback
-            rpc.rpc_sync("w1", await_end, args=("raised",))
+            del (
+                rref,
+                use,
+            )  # the exception that is left on w1 is garbage: a frame of its traceback has a name for it
+            rpc.rpc_sync("w1", collect_until_ended, args=([1],), kwargs={"raised": 1})
 
 
 class Unpicklable:
@@ -441,12 +463,7 @@ def test_rrefs_may_end_at_any_time_and_on_any_thread(rank: int) -> None:
                 assert not thread.is_alive()
         finally:
             gc.set_threshold(*before)
-        # The thread that has answered a call may hold its arguments a moment longer, here as there.
-        while seen.count("a") < 75 or seen.count("b") < 75:
-            rpc.rpc_sync(f"w{1 - rank}", gc.collect)
-            gc.collect()
-            with suppress(queue.Empty):
-                seen.append(ended.get(timeout=0.01))
+        collect_until_ended(range(2), a=75, b=75)
         fastcoll.barrier()
 
 
@@ -509,7 +526,7 @@ def hold(name: str) -> Any:
     return kept[0]
 
 
-@pytest.mark.long
+@pytest.mark.timed
 @pytest.mark.ranks(2, 3, fresh=True, may_die=[1])
 def test_what_a_dead_user_held_ends_within_two_seconds(rank: int, world_size: int, tmp_path: Path) -> None:
     death = tmp_path / "death"
@@ -602,9 +619,7 @@ def test_a_worker_dies_while_rrefs_are_on_their_way_everywhere(
             assert not thread.is_alive()
         await_death("w3")
         meet(rank, range(3))  # all that the survivors have sent is served, but for what nobody waits for
-        gc.collect()
-        meet(rank, range(3))
-        await_end("wanders", made.count("wanders"))
+        collect_until_ended(range(3), wanders=made.count("wanders"))
         with suppress(AbortedError):  # the answer of one who had met all, and has left
             meet(rank, range(3))
         assert not failed

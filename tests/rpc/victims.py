@@ -18,6 +18,7 @@ import numpy as np
 import fastcoll
 from fastcoll import rpc
 from fastcoll.net.tcp.listener import Listener
+from fastcoll.rpc.agent import UNCOUNTED
 
 LIMIT = 30.0
 over = threading.Event()
@@ -159,6 +160,7 @@ def one_stops_unreached(rank: int, n: int, url: str) -> Any:
         return wait_for_the_end()
     pid = rpc.agent.current_agent().members[1].pid
     os.kill(pid, signal.SIGSTOP)
+    await_stopped(pid)
     found = said(rpc.rpc_async("w1", hold, timeout=0.3))
     go_on(pid)
     works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
@@ -271,7 +273,10 @@ def never() -> Any:
 
 
 def shutdown_waits(rank: int, n: int, url: str, doing: str) -> Any:
-    """w1 is in a call that never ends; what shutdown raises, the CPU that it uses, and the time."""
+    """w1 is in a call that never ends; what shutdown raises, the CPU that it uses, and the time.
+
+    With a timeout of its own, w0 calls shutdown last: it knows what the others serve once they have called it.
+    """
     options = rpc.RpcBackendOptions(init_method=url, rpc_timeout=1.0 if doing == "default" else 60.0)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     if rank == 0:
@@ -283,9 +288,19 @@ def shutdown_waits(rank: int, n: int, url: str, doing: str) -> Any:
         for other in range(n):
             rpc.rpc_sync(other, end, timeout=LIMIT)
     assert over.wait(LIMIT)
+    if doing == "timeout" and rank == 0:
+        await_shutdown_of(n - 1)
     used, began = time.process_time(), time.monotonic()
-    error = ended_by(None if doing == "default" else 1.0)
+    error = ended_by(None if doing == "default" else LIMIT if rank else 1.0)
     return *error, time.process_time() - used, time.monotonic() - began
+
+
+def await_shutdown_of(others: int) -> None:
+    """Wait until so many others wait in shutdown for this worker, which is worker 0."""
+    serving = rpc.agent.current_agent()._serving
+    until(
+        lambda: [kind for _, kind, _ in list(serving.values())].count(UNCOUNTED) == others, "they do not come"
+    )
 
 
 def ended_by(timeout: float | None) -> tuple[str, str]:
@@ -298,9 +313,12 @@ def ended_by(timeout: float | None) -> tuple[str, str]:
 
 
 def absent(rank: int, n: int, url: str) -> Any:
-    """w1 does not come to the shutdown of the others."""
+    """w1 does not come to the shutdown of the others, of which w0 waits for 1 s."""
     join(rank, n, url)
-    if rank != 1:
+    if rank == 2:
+        return ended_by(LIMIT)
+    if rank == 0:
+        await_shutdown_of(1)
         return ended_by(1.0)
     said(rpc.rpc_async("w0", hold))  # until w0 has left
     rpc.shutdown(graceful=False)
