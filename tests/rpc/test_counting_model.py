@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastcoll.rpc import counting
-from fastcoll.rpc.counting import Held, Ledger, Message, Reference
+from fastcoll.rpc.counting import Ledger, Message, Reference
 
 PASS, REMOTE = "pass", "remote"
 Letter = tuple[int, int, Any, Any]  # from, to, PASS or REMOTE and a reference, or the fields of a Message
@@ -65,16 +66,8 @@ class State:
     made: bool = False  # the owner, worker 0, has made the value
 
     def key(self) -> Any:
-        return (
-            self.frozen,
-            self.objects,
-            self.letters,
-            self.routes,
-            self.mortal,
-            self.unseen,
-            self.gone,
-            self.made,
-        )
+        """All but the ledgers, for which `frozen` stands."""
+        return tuple(vars(self).values())[1:]
 
 
 class Model:
@@ -112,8 +105,7 @@ class Model:
             state = todo.pop()
             self.check(state)
             for after in self.steps(state):
-                key = after.key()
-                if key not in known:
+                if (key := after.key()) not in known:
                     known.add(key)
                     todo.append(after)
         return len(known)
@@ -247,122 +239,67 @@ def test_every_schedule(name: str) -> None:
     assert Model(**PROGRAMS[name]).explore() > 200
 
 
-class DeletesBeforeItIsKnown(Ledger):
-    def _settle(self, held: Held) -> None:
-        if held.children == -1:  # it was deleted
-            del self.held[held.ref.fork]
-        elif held.released and not held.known and not held.children:
-            self._send(held.ref.owner, counting.DELETE, held.ref)
-            held.children = -1
-        else:
-            super()._settle(held)
-
-
-class DeletesBeforeItsChildrenAreKnown(Ledger):
-    def release(self, ref: Reference) -> None:
-        if held := self.held.get(ref.fork):
-            held.children = 0
-            self.children.clear()
-        super().release(ref)
-
-
-class AcceptsBeforeItIsKnown(Ledger):
-    def take_in(self, ref: Reference, parent: int) -> bool:
-        if parent not in (ref.owner, self.me) and self.me != ref.owner:
-            self._send(parent, counting.ACCEPTED, ref)
-        return super().take_in(ref, parent)
-
-
-class OwnerAcceptsNothing(Ledger):
-    def take_in(self, ref: Reference, parent: int) -> bool:
-        taken = super().take_in(ref, parent)
-        self.outbox = [letter for letter in self.outbox if letter[1].kind != counting.ACCEPTED]
-        return taken
-
-
-class ForgetsToDelete(Ledger):
-    def _settle(self, held: Held) -> None:
-        if not held.released:
-            super()._settle(held)
-
-
-class FreesWhatTheDeadHeldAtOnce(Ledger):
-    def died(self, worker: int) -> None:
-        super().died(worker)
-        self._end_sweep()
-
-
-class KeepsWhatTheDeadHeld(Ledger):
-    def _end_sweep(self) -> None:
-        pass
-
-
-class AnswersSweepsAtOnce(Ledger):
-    def handle(self, sender: int, message: Message) -> None:
-        if message.kind == counting.SWEEP and sender not in self.dead:
-            self._send(sender, counting.SWEPT, None, message.number)
-        super().handle(sender, message)
-
-
-class TakesInFromTheDead(Ledger):
-    def take_in(self, ref: Reference, parent: int) -> bool:
-        dead, self.dead = self.dead, self.dead - {parent}
-        taken = super().take_in(ref, parent)
-        self.dead = dead
-        return taken
-
-
-class ForgetsWhatItGaveToTheDead(Ledger):
-    def died(self, worker: int) -> None:
-        for child in [child for child in self.children.values() if child.to == worker]:
-            self._accepted(child.ref)
-        super().died(worker)
-
-
-class WaitsForTheDead(Ledger):
-    def died(self, worker: int) -> None:
-        if self.awaited:
-            self.dead.add(worker)
-            self.others.discard(worker)
-        else:
-            super().died(worker)
-
-
-class SweepsForTheFirstDeathOnly(Ledger):
-    def _begin_sweep(self) -> None:
-        if not self.awaited:
-            super()._begin_sweep()
-        elif not (self.awaited - self.dead):
-            self._end_sweep()
-        self.awaited -= self.dead
-
-
-class AnswersTheSweepThatCameLast(Ledger):
-    def handle(self, sender: int, message: Message) -> None:
-        if message.kind == counting.SWEEP:
-            self.owed.pop(sender, None)
-        super().handle(sender, message)
-
-
-FAULTS: list[tuple[type[Ledger], str, str]] = [
-    (DeletesBeforeItIsKnown, "from user to user", "does not know"),
-    (DeletesBeforeItsChildrenAreKnown, "from user to user", "freed while"),
-    (AcceptsBeforeItIsKnown, "from user to user", "freed while"),
-    (OwnerAcceptsNothing, "to a user and back", "never freed"),
-    (ForgetsToDelete, "to a user and back", "never freed"),
-    (FreesWhatTheDeadHeldAtOnce, "who passed it on dies", "freed while"),
-    (KeepsWhatTheDeadHeld, "a user dies", "never freed"),
-    (AnswersSweepsAtOnce, "who passed it on dies", "freed while"),
-    (TakesInFromTheDead, "who passed it on dies", "freed while"),
-    (ForgetsWhatItGaveToTheDead, "who got it passes it on and dies", "freed while"),
-    (WaitsForTheDead, "two die", "never freed"),
-    (SweepsForTheFirstDeathOnly, "two die", "freed while"),
-    (AnswersTheSweepThatCameLast, "two die", "never freed"),
-]
+LOST_PARENT = r"^\(1, 1\)$"  # the KeyError of an ACCEPTED that comes after the reference it is for has ended
+# What is changed in counting.py, the program that shows it, and what the model says.
+FAULTS: dict[str, tuple[str, str, str, str]] = {
+    "deletes before it is known": (
+        "held.released and held.known and not",
+        "held.released and not",
+        "from user to user",
+        f"{LOST_PARENT}|does not know|never freed",
+    ),
+    "deletes before its children are known": (
+        "held.known and not held.children:", "held.known:", "from user to user", f"{LOST_PARENT}|freed while"
+    ),
+    "accepts before it is known": (
+        "self._send(ref.owner, FORK, ref, self.me)",
+        "self._send(ref.owner, FORK, ref, self.me); self._send(parent, ACCEPTED, ref)",
+        "from user to user",
+        "freed while",
+    ),
+    "the owner accepts nothing": ("if parent != self.me:", "if False:", "to a user and back", "never freed"),
+    "forgets to delete": (
+        "self._send(held.ref.owner, DELETE, held.ref)", "pass", "to a user and back", "never freed"
+    ),
+    "frees at once what the dead held": (
+        "self._of_the_dead():\n            self._begin_sweep()",
+        "self._of_the_dead():\n            self._end_sweep()",
+        "who passed it on dies",
+        "freed while",
+    ),
+    "keeps what the dead held": (
+        "for ref in self._of_the_dead():", "for ref in ():", "a user dies", "never freed"
+    ),
+    "answers sweeps at once": (
+        "self.owed.keys() - unknown:", "list(self.owed):", "who passed it on dies", "freed while"
+    ),
+    "takes in from the dead": ("if parent in self.dead:", "if False:", "who passed it on dies", "freed while"),
+    "forgets what it gave to the dead": (
+        "self._send(child.ref.owner, FORK, child.ref, worker)",
+        "return self._accepted(child.ref)",
+        "who got it passes it on and dies",
+        "freed while",
+    ),
+    "waits for the dead": (
+        "if self.awaited or self._of_the_dead():",
+        "if self._of_the_dead() and not self.awaited:",
+        "two die",
+        "never freed",
+    ),
+    "takes an answer to an older sweep": ("if number == self.sweep and", "if", "two die", "freed while"),
+    "answers the sweep that came last": (
+        "max(number, self.owed.get(sender, 0))", "number", "two die", "never freed"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ledger", "program", "found"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
-def test_the_model_finds(ledger: type[Ledger], program: str, found: str) -> None:
-    with pytest.raises(AssertionError, match=found):
-        Model(**PROGRAMS[program], ledger=ledger).explore()
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_model_finds(fault: str) -> None:
+    right, wrong, program, found = FAULTS[fault]
+    source = Path(counting.__file__).read_text()
+    assert source.count(right) == 1
+    changed: dict[str, Any] = {"__name__": counting.__name__}  # where dataclasses look up the types of fields
+    exec(source.replace(right, wrong), changed)
+    with pytest.raises((AssertionError, KeyError), match=found):
+        Model(**PROGRAMS[program], ledger=changed["Ledger"]).explore()
