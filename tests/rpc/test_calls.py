@@ -386,6 +386,18 @@ def test_calls_to_oneself_that_block_leave_room_for_each_other(worker: int) -> N
         assert rpc.wait_all(calls) == [True] * 3
 
 
+def serve_this_alone(caller: str) -> None:
+    served = [f"{rpc.get_worker_info().name} is in the call of serve_this_alone by {caller}"]
+    until(lambda: rpc.agent.current_agent().serves() == served, "calls that were answered are still served")
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_call_that_was_answered_is_served_no_more(worker: int, world_size: int) -> None:
+    to = next_of(worker, world_size)
+    for _ in range(3):
+        rpc.rpc_sync(to, serve_this_alone, args=(f"w{worker}",))
+
+
 def keep_later(to: str, depth: int) -> None:
     time.sleep(0.01)
     kept.append(depth)

@@ -570,6 +570,22 @@ def test_who_passed_it_on_dies_and_the_value_stays(rank: int) -> None:
             await_kept()
 
 
+@pytest.mark.ranks(1)
+def test_who_waits_for_a_value_whose_maker_dies_before_its_call_came_is_told(rank: int) -> None:
+    """The calls of two makers, 5 and 6, have not come; others wait for both values here."""
+    with workers(rank):
+        here = References.current
+        assert here is not None
+        lost, awaited = here.value_of((5, 1)), here.value_of((6, 1))
+        here._died(5, PeerDiedError("worker w5 died", [5]))
+        for value in (lost, here.value_of((5, 2))):
+            with pytest.raises(
+                PeerDiedError, match="w5 died, before its call came that makes the RRef's value"
+            ):
+                value.wait(LIMIT)
+        assert not awaited.done()
+
+
 def await_death(worker: str) -> None:
     def call_until_it_dies() -> None:
         while True:
