@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -150,4 +151,12 @@ def test_shared_memory_is_closed_while_a_traceback_has_a_message_that_was_under_
     stuck = ring.put(memoryview(bytes(4 << 20)))
     next(stuck)
     ring.close()
+    ring.close()
+
+
+def test_shared_memory_of_another_process_with_the_same_pid_is_not_taken() -> None:
+    ring, offer = Ring.offer()
+    with pytest.raises(OSError, match="that pid is another process here"):
+        Ring.accept(os.getpid(), offer[:4] + bytes(16))
+    Ring.accept(os.getpid(), offer).close()
     ring.close()

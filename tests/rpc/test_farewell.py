@@ -1,0 +1,34 @@
+"""Farewell: worker 0 ends a shutdown when two rounds in a row have the same sums, and not before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from fastcoll.rpc.agent import WorkerInfo
+from fastcoll.rpc.farewell import Rounds, _Told
+
+
+def test_a_shutdown_ends_when_two_rounds_have_the_same_sums() -> None:
+    """One round is not enough: its workers count at different times, and what one misses the other one may not."""
+    workers, handlers = [WorkerInfo("w0", 0), WorkerInfo("w1", 1)], dict[int, Any]()
+    agent: Any = SimpleNamespace(
+        workers=workers, timeout=60.0, on=handlers.__setitem__, on_death=lambda _: None
+    )
+    Rounds(agent)
+    (take,) = handlers.values()
+
+    def is_over(*counts: tuple[int, int]) -> bool:
+        told = [_Told(0, made, served, []) for made, served in counts]
+        both = [take(worker, each) for worker, each in zip(workers, told, strict=True)]
+        first, second = [answer.wait(0.0) for answer in both]
+        assert first == second
+        return bool(first)
+
+    assert not is_over((1, 0), (0, 1))
+    assert not is_over((2, 1), (0, 1))  # as many as before are under way
+    assert not is_over((2, 1), (0, 2))
+    assert not is_over((2, 1), (0, 0))
+    assert not is_over((2, 1), (0, 0))  # the same again, and one is under way
+    assert not is_over((2, 1), (0, 1))
+    assert is_over((2, 1), (0, 1))
