@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from itertools import repeat
 
 import numpy as np
 import pytest
 from interrupts import interrupted
+from together import together
 
 import fastcoll as dist
 from fastcoll import ReduceOp, failpoints
@@ -16,6 +16,7 @@ from fastcoll.net.mpi import agreement, execution
 from fastcoll.net.mpi.membership import laid_down
 
 SIZES = (2, 4)
+pytestmark = pytest.mark.ranks(*SIZES)
 
 
 def usable(group=None):
@@ -61,7 +62,6 @@ def all_moves(rank, world_size, count, group, on=lambda x: x):
     assert (mine == 7 * rank * world_size).all()
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("reach", [execution.REACH, -1], ids=["collectives", "messages"])
 @pytest.mark.parametrize("count", [1, 1009, 100_003])
 @pytest.mark.usefixtures("small_rows")
@@ -73,14 +73,12 @@ def test_both_ways_of_moving(rank, world_size, reach, count, monkeypatch):
     all_moves(rank, world_size, count, dist.new_group())
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.usefixtures("small_rows")
 def test_one_rank_out_of_reach_is_enough(rank, world_size, monkeypatch):
     monkeypatch.setattr(execution, "REACH", -1 if rank == 1 else execution.REACH)
     all_moves(rank, world_size, 1009, dist.new_group())
 
 
-@pytest.mark.ranks(*SIZES)
 def test_messages_and_broadcasts_in_pieces(rank, world_size, monkeypatch):
     monkeypatch.setattr(execution, "LARGEST", 10_000)
     x = np.arange(100_003) * (rank == 0)
@@ -94,7 +92,6 @@ def test_messages_and_broadcasts_in_pieces(rank, world_size, monkeypatch):
         assert (y == x).all()
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("segment", [4, 416])
 @pytest.mark.usefixtures("small_rows")
 def test_segments_give_the_same_bits(rank, world_size, segment, monkeypatch):
@@ -103,30 +100,22 @@ def test_segments_give_the_same_bits(rank, world_size, segment, monkeypatch):
     rng = np.random.default_rng(rank)
     x = rng.standard_normal(203).astype("f4")
     blocks = [rng.standard_normal(53 + 7 * r) for r in range(world_size)]
+    calls = [dist.all_reduce, dist.scan, dist.exscan, lambda y, group: dist.reduce(y, 1, group=group)]
     results = []
-    ways = [(None, execution.SEGMENT, execution.GATHERED), (group, execution.SEGMENT, execution.GATHERED)]
-    for g, most, gathered in [*ways, (group, segment, 0)]:
-        monkeypatch.setattr(execution, "SEGMENT", most)
-        monkeypatch.setattr(execution, "GATHERED", gathered)
-        row = []
-        for call in (
-            dist.all_reduce,
-            dist.scan,
-            dist.exscan,
-            lambda y, group: dist.reduce(y, 1, group=group),
-        ):
-            y = x.copy()
+    for g in (None, group, group):
+        if results[1:]:
+            monkeypatch.setattr(execution, "SEGMENT", segment)
+            monkeypatch.setattr(execution, "GATHERED", 0)
+        ys, out = [x.copy() for _ in calls], np.zeros_like(blocks[rank])
+        for call, y in zip(calls, ys, strict=True):
             call(y, group=g)
-            row.append(y)
-        out = np.zeros_like(blocks[rank])
         dist.reduce_scatter(out, blocks, ReduceOp.MAX, group=g)
-        results.append([*row, out])
+        results.append([*ys, out])
     for in_rows, at_once, in_segments in zip(*results, strict=True):
         np.testing.assert_array_equal(in_rows, at_once)
         np.testing.assert_array_equal(in_rows, in_segments)
 
 
-@pytest.mark.ranks(*SIZES)
 def test_every_size_around_those_of_rows(rank, world_size):
     """Twice each, since only what was called before takes the short way; and ranks need not take the same one."""
     for room in agreement.row_sizes(world_size):
@@ -147,7 +136,6 @@ def test_every_size_around_those_of_rows(rank, world_size):
                 assert (y == turn + 1).all()
 
 
-@pytest.mark.ranks(*SIZES)
 def test_the_short_way_tells_who_calls_what(rank, world_size):
     x, y = np.ones(3), np.ones(3)
     for _ in range(2):
@@ -161,7 +149,6 @@ def test_the_short_way_tells_who_calls_what(rank, world_size):
     usable()
 
 
-@pytest.mark.ranks(*SIZES)
 def test_communicators_are_freed(rank, world_size):
     for _ in range(30):
         group = dist.new_group()
@@ -174,7 +161,6 @@ def test_communicators_are_freed(rank, world_size):
     assert len(laid_down) < 5
 
 
-@pytest.mark.ranks(*SIZES)
 def test_a_communicator_with_an_unread_message_is_not_used_again(rank, world_size):
     for turn in range(3):
         group = dist.new_group()
@@ -196,36 +182,25 @@ def test_a_communicator_with_an_unread_message_is_not_used_again(rank, world_siz
         dist.destroy_process_group(group)
 
 
-@pytest.mark.ranks(*SIZES)
-def test_who_did_not_come_is_named(rank, world_size):
-    group = dist.new_group()
+@pytest.mark.parametrize("count", [2, 50_000])  # a call that has been made before is a short one
+def test_who_did_not_come_is_named(rank, world_size, count):
+    group, x = dist.new_group(), np.ones(count)
+    if count == 2:
+        dist.all_reduce(x, group=group)
     group.timeout = 0.3  # only now, as to meet may take longer
-    x = np.ones(50_000)
     if rank != 1:
         with pytest.raises(dist.GroupError, match=r"rank 1 \("):
             dist.all_reduce(x, group=group)
     dist.barrier()
-    with pytest.raises(
-        dist.GroupError
-    ):  # for rank 1 too, which meets what the others sent before they gave up
-        dist.all_reduce(x, group=group)
-    dist.destroy_process_group(group)
-
-
-@pytest.mark.ranks(*SIZES)
-def test_who_did_not_come_to_a_short_call_is_named(rank, world_size):
-    group = dist.new_group()
-    usable(group)
-    group.timeout = 0.3  # only now, as to meet may take longer
-    if rank != 1:
-        with pytest.raises(dist.GroupError, match=r"rank 1 \("):
-            usable(group)
-    dist.barrier()
+    if count > 2:
+        with pytest.raises(
+            dist.GroupError
+        ):  # on rank 1, too, which meets what the others sent before they gave up
+            dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)
     usable()
 
 
-@pytest.mark.ranks(*SIZES)
 def test_a_rank_that_leaves_is_named(rank, world_size):
     group = dist.new_group()
     if rank == 1:
@@ -236,7 +211,6 @@ def test_a_rank_that_leaves_is_named(rank, world_size):
     dist.barrier()
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("call", ["barrier", "recv", "irecv"])
 def test_abort_ends_waiting_on_all_ranks(rank, world_size, call):
     group = dist.new_group()
@@ -249,27 +223,13 @@ def test_abort_ends_waiting_on_all_ranks(rank, world_size, call):
         dist.barrier()
         group.abort("enough")
     else:
-        begun = threading.Event()
-        caught = []
-
-        def other():
-            begun.set()
-            try:
-                wait()
-            except dist.AbortedError as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        begun.wait()
-        dist.barrier()
-        thread.join()
-        assert "enough" in str(caught[0])
+        waiting, _ = together(wait, dist.barrier)
+        assert isinstance(waiting, dist.AbortedError)
+        assert "enough" in str(waiting)
     usable()
     group.close()
 
 
-@pytest.mark.ranks(*SIZES)
 def test_ctrl_c_ends_waiting_and_tells_the_others(rank, world_size):
     group = dist.new_group()
     if rank == 0:
@@ -282,7 +242,6 @@ def test_ctrl_c_ends_waiting_and_tells_the_others(rank, world_size):
     group.close()
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("phase", ["after_meeting", "before_done"])
 def test_a_rank_that_fails_within_a_call_is_named(rank, world_size, phase):
     group = dist.new_group()
@@ -319,7 +278,6 @@ def test_ranks_may_be_in_another_order_than_mpis(rank, world_size, tmp_path):
     usable()
 
 
-@pytest.mark.ranks(*SIZES)
 def test_a_forked_child_is_told_whose_mpi_it_is(rank, world_size):
     child = os.fork()
     if child == 0:

@@ -23,7 +23,7 @@ def start_on_nodes(rank, world_size, tmp_path, monkeypatch):
         monkeypatch.setenv("FASTCOLL_BETWEEN_NODES", "mpi")
         forget()
         url = f"file://{tmp_path}/store"
-        dist.init_process_group(init_method=url, rank=rank, world_size=world_size, timeout=20)
+        dist.init_process_group(init_method=url, rank=rank, world_size=world_size, timeout=100)
         return dist.GroupMember.WORLD
 
     return start

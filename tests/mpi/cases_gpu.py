@@ -22,6 +22,7 @@ from fastcoll.net.mpi import library as mpi_library
 
 from .cases import SIZES, all_moves, usable
 
+pytestmark = pytest.mark.ranks(*SIZES)
 BYTES = 3, 1009, 50_000
 
 
@@ -77,7 +78,6 @@ def through_host(fake):
     return [what for what, _ in fake.queued if what in ("to_host", "to_device")]
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("count", BYTES)
 @pytest.mark.usefixtures("kernels")
 def test_they_are_given_to_mpi_as_they_are(rank, world_size, count, gpu, group, monkeypatch):
@@ -100,7 +100,6 @@ def test_they_are_given_to_mpi_as_they_are(rank, world_size, count, gpu, group, 
     assert through_host(gpu) == []
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("segment", [execution.SEGMENT, 4000])
 @pytest.mark.usefixtures("kernels")
 def test_reductions_have_the_bits_of_the_host(rank, world_size, segment, gpu, group, monkeypatch):
@@ -130,7 +129,6 @@ def test_reductions_have_the_bits_of_the_host(rank, world_size, segment, gpu, gr
     assert through_host(gpu) == []
 
 
-@pytest.mark.ranks(*SIZES)
 def test_where_one_rank_has_no_kernels_all_reduce_on_the_host(
     rank, world_size, group, monkeypatch, kernels, gpu
 ):
@@ -147,7 +145,6 @@ def test_where_one_rank_has_no_kernels_all_reduce_on_the_host(
     assert "kernel" not in [what for what, _ in gpu.queued]
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.usefixtures("kernels")
 def test_what_the_kernels_cannot_do_is_staged(rank, world_size, group, monkeypatch):
     largest = ReduceOp.custom(lambda a, b: a if abs(a) > abs(b) else b, "largest")
@@ -165,7 +162,6 @@ def test_what_the_kernels_cannot_do_is_staged(rank, world_size, group, monkeypat
     assert y[0] == 1
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.usefixtures("kernels")
 def test_calls_wait_for_the_arrays_streams(rank, world_size, gpu, group):
     stream = gpu.new_stream(0)
@@ -188,7 +184,6 @@ def test_calls_wait_for_the_arrays_streams(rank, world_size, gpu, group):
     gpu.end_stream(stream)
 
 
-@pytest.mark.ranks(*SIZES)
 def test_messages_of_all_lengths_between_gpus_and_hosts(rank, world_size, gpu, group):
     peer = rank ^ 1
     for count in (0, 122, 123, 124, 100_003):
@@ -205,7 +200,6 @@ def test_messages_of_all_lengths_between_gpus_and_hosts(rank, world_size, gpu, g
             assert count <= 123 or through_host(gpu) == []
 
 
-@pytest.mark.ranks(*SIZES)
 def test_messages_that_nobody_has_asked_for_yet(rank, world_size, gpu, group):
     """They, and those to oneself, wait on the host."""
     x = np.arange(1009) + rank
@@ -226,7 +220,6 @@ def test_messages_that_nobody_has_asked_for_yet(rank, world_size, gpu, group):
     assert (y == x).all()
 
 
-@pytest.mark.ranks(*SIZES)
 def test_threads_that_carry_messages_have_the_arrays_gpu(rank, world_size, monkeypatch):
     """MPI libraries look for the current GPU of the thread that calls them."""
     make_aware(monkeypatch, True)
@@ -247,7 +240,6 @@ def test_threads_that_carry_messages_have_the_arrays_gpu(rank, world_size, monke
         dist.destroy_process_group(group)
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.usefixtures("kernels")
 def test_a_message_that_does_not_fit_raises_on_both_sides(rank, world_size, group):
     x = np.zeros(1009)
@@ -261,7 +253,6 @@ def test_a_message_that_does_not_fit_raises_on_both_sides(rank, world_size, grou
     dist.all_reduce(FakeArray(x), group=group)
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("count", [1, 30_000])
 @pytest.mark.usefixtures("kernels")
 def test_ranks_must_agree_where_the_arrays_are(rank, world_size, count, group):
@@ -275,7 +266,6 @@ def test_ranks_must_agree_where_the_arrays_are(rank, world_size, count, group):
     dist.all_reduce(FakeArray(x), group=group)
 
 
-@pytest.mark.ranks(*SIZES)
 def test_one_library_that_is_not_cuda_aware_is_enough_for_staging(rank, world_size, gpu, monkeypatch):
     """In rows, whole, and in segments."""
     make_aware(monkeypatch, rank != 1)
@@ -296,7 +286,6 @@ def test_one_library_that_is_not_cuda_aware_is_enough_for_staging(rank, world_si
     dist.destroy_process_group(group)
 
 
-@pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("call", ["broadcast", "recv"])
 def test_who_did_not_come_is_named(rank, world_size, call, gpu, monkeypatch):
     make_aware(monkeypatch, True)
@@ -311,7 +300,6 @@ def test_who_did_not_come_is_named(rank, world_size, call, gpu, monkeypatch):
     usable()
 
 
-@pytest.mark.ranks(*SIZES)
 def test_ctrl_c_ends_a_call_and_tells_the_others(rank, world_size, gpu, monkeypatch):
     make_aware(monkeypatch, True)
     group = dist.new_group(timeout=30)
