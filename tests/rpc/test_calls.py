@@ -10,22 +10,24 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from together import together
 
 import fastcoll
 from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UnavailableError, UsageError, config, rpc
 from fastcoll.core.processes import Member
 from fastcoll.rpc.agent import Agent
 from fastcoll.rpc.wire import INLINE, MessageType, pieces
+from rpc.victims import LIMIT, until
 
 SLOT = 256 << 10
-LIMIT = 30.0  # seconds that nothing here takes on a quiet machine
 released = threading.Event()
 inside = threading.Semaphore(0)
 calls_out = threading.Event()
@@ -134,22 +136,12 @@ def test_calls_that_block_do_not_keep_others_out(worker: int, world_size: int) -
 
 @pytest.mark.ranks(3)
 def test_many_threads_call_at_the_same_time(worker: int, world_size: int) -> None:
-    wrong = []
-
     def calls(number: int) -> None:
         for k in range(30):
             x = np.full(k * 40, number)
-            total = rpc.rpc_sync((worker + k) % world_size, np.sum, args=(x,))
-            if total != number * x.size:
-                wrong.append((number, k, total))
+            assert rpc.rpc_sync((worker + k) % world_size, np.sum, args=(x,)) == number * x.size
 
-    threads = [threading.Thread(target=calls, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert not wrong
-    assert not any(thread.is_alive() for thread in threads)
+    assert together(*[partial(calls, number) for number in range(8)]) == [None] * 8
 
 
 class OwnError(Exception):
@@ -244,13 +236,6 @@ def ends() -> Iterator[tuple[Agent, socket.socket, socket.socket, list[float]]]:
     yield agent, near, far, delays
     agent.close("left", AbortedError("over"))
     far.close()
-
-
-def until(what: Callable[[], bool], otherwise: str = "it does not come") -> None:
-    end = time.monotonic() + LIMIT
-    while not what():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.001)
 
 
 def test_a_time_that_is_up_before_the_worker_is_reached(ends: Any) -> None:

@@ -15,22 +15,24 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from together import together
 
 import fastcoll
 from fastcoll import AbortedError, PeerDiedError, RpcTimeoutError, UsageError, rpc
 from fastcoll.rpc import references
 from fastcoll.rpc.references import References
+from rpc.victims import LIMIT
 
-LIMIT = 30.0  # seconds that nothing here takes on a quiet machine
 ended: queue.SimpleQueue[Any] = (
     queue.SimpleQueue()
-)  # on each worker: the names of the values that ended there,
+)  # on each worker: the names of the values that ended there
 seen: list[str] = []  # and those taken out of it
 made: list[str] = []  # the names of all values made here
 kept: list[Any] = []
@@ -87,6 +89,22 @@ def workers(rank: int, graceful: bool = True) -> Iterator[None]:
         kept.clear()
         may_go_on.clear()
         is_kept.clear()
+
+
+def run_by_worker_0(*sizes: int) -> Any:
+    """Worker 0 of worlds of these sizes runs the test, and the others serve it."""
+
+    def made(test: Any) -> Any:
+        @pytest.mark.ranks(*sizes)
+        @wraps(test)
+        def run(**arguments: Any) -> None:
+            with workers(fastcoll.get_rank()):
+                if fastcoll.get_rank() == 0:
+                    test(**arguments)
+
+        return run
+
+    return made
 
 
 def await_end(name: str, count: int = 1) -> None:
@@ -169,152 +187,136 @@ def go_on() -> None:
     may_go_on.set()
 
 
-@pytest.mark.ranks(2, 3)
-def test_a_remote_value_and_who_owns_it(rank: int, world_size: int) -> None:
-    with workers(rank):
-        if rank == 0:
-            for owner in range(world_size):
-                rref = rpc.remote(f"w{owner}", operator.mul, args=(np.arange(3.0), 2))
-                assert rref.to_here().tolist() == [0, 2, 4]
-                assert (rref.owner().id, rref.owner_name()) == (owner, f"w{owner}")
-                assert rref.is_owner() == (owner == 0)
-                assert rref.confirmed_by_owner()
-                assert f"of w{owner}" in str(rref)
-            with pytest.raises(UsageError, match=r"w0 .*to_here"):
-                rref.local_value()
-            own = rpc.RRef([5])
-            assert own.to_here() is own.local_value()
-            assert own.is_owner()
-            assert rpc.remote(1, Value, ("keyword",), {"number": 3}).to_here() == Copy("keyword", 3)
+@run_by_worker_0(2, 3)
+def test_a_remote_value_and_who_owns_it(world_size: int) -> None:
+    for owner in range(world_size):
+        rref = rpc.remote(f"w{owner}", operator.mul, args=(np.arange(3.0), 2))
+        assert rref.to_here().tolist() == [0, 2, 4]
+        assert (rref.owner().id, rref.owner_name()) == (owner, f"w{owner}")
+        assert rref.is_owner() == (owner == 0)
+        assert rref.confirmed_by_owner()
+        assert f"of w{owner}" in str(rref)
+    with pytest.raises(UsageError, match=r"w0 .*to_here"):
+        rref.local_value()
+    own = rpc.RRef([5])
+    assert own.to_here() is own.local_value()
+    assert own.is_owner()
+    assert rpc.remote(1, Value, ("keyword",), {"number": 3}).to_here() == Copy("keyword", 3)
 
 
-@pytest.mark.ranks(3)
-def test_what_the_function_raises_is_raised_where_the_value_is_wanted(rank: int) -> None:
-    with workers(rank):
-        if rank == 0:
-            rref = rpc.remote("w1", boom, args=(7,))
-            for _ in range(2):
-                with pytest.raises(ValueError, match=r"^boom 7$") as caught:
-                    rref.to_here()
-            assert "On w1" in str(caught.value.__cause__)
-            assert "in boom" in str(caught.value.__cause__)
-            for worker, function in (("w1", local_name), ("w2", unwrap)):
-                with pytest.raises(ValueError, match=r"^boom 7$"):
-                    rpc.rpc_sync(worker, function, args=(rref,))
-            with pytest.raises(ValueError, match=r"^boom 7$"):
-                rref.rpc_sync().add(3)
-            with pytest.raises(ValueError, match=r"^boom 8$"):
-                rpc.remote("w0", boom, args=(8,)).local_value()
+@run_by_worker_0(3)
+def test_what_the_function_raises_is_raised_where_the_value_is_wanted() -> None:
+    rref = rpc.remote("w1", boom, args=(7,))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^boom 7$") as caught:
+            rref.to_here()
+    assert "On w1" in str(caught.value.__cause__)
+    assert "in boom" in str(caught.value.__cause__)
+    for worker, function in (("w1", local_name), ("w2", unwrap)):
+        with pytest.raises(ValueError, match=r"^boom 7$"):
+            rpc.rpc_sync(worker, function, args=(rref,))
+    with pytest.raises(ValueError, match=r"^boom 7$"):
+        rref.rpc_sync().add(3)
+    with pytest.raises(ValueError, match=r"^boom 8$"):
+        rpc.remote("w0", boom, args=(8,)).local_value()
 
 
-@pytest.mark.ranks(3)
-def test_a_function_that_the_owner_lacks_fails_everybody_who_waits_for_its_value(rank: int) -> None:
-    with workers(rank):
-        if rank == 0:
-            module = ModuleType("only_on_rank_0")
-            sys.modules[module.__name__] = module
-            exec("def f():\n    pass", module.__dict__)
-            rref = rpc.remote("w1", module.f)
-            del sys.modules[module.__name__]
-            with pytest.raises(RuntimeError, match="only_on_rank_0"):
-                rpc.rpc_sync("w2", unwrap, args=(rref,))
-            with pytest.raises(RuntimeError, match="only_on_rank_0"):
-                rref.to_here()
+@run_by_worker_0(3)
+def test_a_function_that_the_owner_lacks_fails_everybody_who_waits_for_its_value() -> None:
+    module = ModuleType("only_on_rank_0")
+    sys.modules[module.__name__] = module
+    exec("def f():\n    pass", module.__dict__)
+    rref = rpc.remote("w1", module.f)
+    del sys.modules[module.__name__]
+    with pytest.raises(RuntimeError, match="only_on_rank_0"):
+        rpc.rpc_sync("w2", unwrap, args=(rref,))
+    with pytest.raises(RuntimeError, match="only_on_rank_0"):
+        rref.to_here()
 
 
-@pytest.mark.ranks(2)
-def test_misuse_is_refused(rank: int) -> None:
-    with workers(rank):
-        if rank == 0:
-            with pytest.raises(UsageError, match="could not find destination 'w9'"):
-                rpc.remote("w9", boom)
-            with pytest.raises(UsageError, match="func is 3"):
-                rpc.remote("w1", 3)  # type: ignore[arg-type]
-            with pytest.raises(UsageError, match="cannot be pickled"):
-                rpc.remote("w1", lambda: 3)
-            with pytest.raises(UsageError, match="argument or result of a remote call"):
-                pickle.dumps(rpc.RRef(3))
+@run_by_worker_0(2)
+def test_misuse_is_refused() -> None:
+    with pytest.raises(UsageError, match="could not find destination 'w9'"):
+        rpc.remote("w9", boom)
+    with pytest.raises(UsageError, match="func is 3"):
+        rpc.remote("w1", 3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        rpc.remote("w1", lambda: 3)
+    with pytest.raises(UsageError, match="argument or result of a remote call"):
+        pickle.dumps(rpc.RRef(3))
 
 
-@pytest.mark.ranks(2)
-def test_time_limits(rank: int) -> None:
-    with workers(rank):
-        if rank == 0:
-            late = rpc.remote("w1", after_all_waited, args=(1,), timeout=0.1)
-            slow = rpc.remote("w1", after_all_waited, args=(2,))
-            own = rpc.remote("w0", after_all_waited, args=(3,))
-            for rref in (slow, own):
-                with pytest.raises(RpcTimeoutError):
-                    rref.to_here(timeout=0.05)
-            with pytest.raises(RpcTimeoutError):
-                late._made.wait(LIMIT)
-            with pytest.raises(RpcTimeoutError, match=r"remote\(\) timed out"):
-                late.to_here()
-            rpc.rpc_sync("w1", go_on)
-            go_on()
-            assert (slow.to_here(), own.to_here(), own.local_value()) == (2, 3, 3)
+@run_by_worker_0(2)
+def test_time_limits() -> None:
+    late = rpc.remote("w1", after_all_waited, args=(1,), timeout=0.1)
+    slow = rpc.remote("w1", after_all_waited, args=(2,))
+    own = rpc.remote("w0", after_all_waited, args=(3,))
+    for rref in (slow, own):
+        with pytest.raises(RpcTimeoutError):
+            rref.to_here(timeout=0.05)
+    with pytest.raises(RpcTimeoutError):
+        late._made.wait(LIMIT)
+    with pytest.raises(RpcTimeoutError, match=r"remote\(\) timed out"):
+        late.to_here()
+    rpc.rpc_sync("w1", go_on)
+    go_on()
+    assert (slow.to_here(), own.to_here(), own.local_value()) == (2, 3, 3)
 
 
-@pytest.mark.ranks(3)
-def test_methods_of_the_value_are_called_on_its_owner(rank: int) -> None:
-    with workers(rank):
-        if rank == 0:
-            for owner in ("w1", "w0"):
-                rref = rpc.remote(owner, Value, ("counter", 1))
-                assert rref.rpc_sync().add(2, times=3) == 7
-                assert rref.rpc_async().add(1).wait() == 8
-                assert rref.remote().add(1).to_here() == 9
-                assert rref.rpc_sync().added_elsewhere("w2", 5) == 14
-                assert rref.rpc_async().added_elsewhere("w2", 6).wait() == 15
-                assert rref.remote().added_elsewhere("w2", 7).to_here() == 16
-                for call in (rref.rpc_sync().fail, lambda r=rref: r.rpc_async().fail().wait()):
-                    with pytest.raises(KeyError, match="counter"):
-                        call()
-                for proxy in (rref.rpc_sync(), rref.rpc_async(), rref.remote()):
-                    with pytest.raises(AttributeError, match="nothing"):
-                        proxy.nothing()
-                assert rref.remote().itself().to_here().number == rref.to_here().number == 9
+@run_by_worker_0(3)
+def test_methods_of_the_value_are_called_on_its_owner() -> None:
+    for owner in ("w1", "w0"):
+        rref = rpc.remote(owner, Value, ("counter", 1))
+        assert rref.rpc_sync().add(2, times=3) == 7
+        assert rref.rpc_async().add(1).wait() == 8
+        assert rref.remote().add(1).to_here() == 9
+        assert rref.rpc_sync().added_elsewhere("w2", 5) == 14
+        assert rref.rpc_async().added_elsewhere("w2", 6).wait() == 15
+        assert rref.remote().added_elsewhere("w2", 7).to_here() == 16
+        for call in (rref.rpc_sync().fail, lambda r=rref: r.rpc_async().fail().wait()):
+            with pytest.raises(KeyError, match="counter"):
+                call()
+        for proxy in (rref.rpc_sync(), rref.rpc_async(), rref.remote()):
+            with pytest.raises(AttributeError, match="nothing"):
+                proxy.nothing()
+        assert rref.remote().itself().to_here().number == rref.to_here().number == 9
 
 
-@pytest.mark.ranks(3, 4)
-def test_an_rref_travels_in_anything_and_the_value_stays(rank: int, world_size: int) -> None:
-    with workers(rank):
-        if rank == 0:
-            rref = rpc.remote("w1", Value, ("here", 4))
-            last = f"w{world_size - 1}"
-            rpc.rpc_sync(last, keep, args=({"a": [rref, (rref,)], "b": rref},))
-            back = rpc.rpc_sync(last, kept_one)
-            assert back["a"][0] is back["a"][1][0] is back["b"]
-            assert back["b"].to_here() == Copy("here", 4)
-            assert rpc.rpc_sync("w1", local_name, args=(back["b"],)) == "here"
-            assert rpc.rpc_sync("w0", unwrap, args=(rref,)) == 4
-            assert rpc.remote(last, unwrap, args=(rref,)).to_here() == 4
-            assert rpc.remote(last, new_rref, args=("there",)).to_here().to_here() == Copy("there", 0)
-            own = rpc.RRef(Value("own", 5))
-            assert rpc.rpc_sync(last, unwrap, args=(own,)) == 5
+@run_by_worker_0(3, 4)
+def test_an_rref_travels_in_anything_and_the_value_stays(world_size: int) -> None:
+    rref = rpc.remote("w1", Value, ("here", 4))
+    last = f"w{world_size - 1}"
+    rpc.rpc_sync(last, keep, args=({"a": [rref, (rref,)], "b": rref},))
+    back = rpc.rpc_sync(last, kept_one)
+    assert back["a"][0] is back["a"][1][0] is back["b"]
+    assert back["b"].to_here() == Copy("here", 4)
+    assert rpc.rpc_sync("w1", local_name, args=(back["b"],)) == "here"
+    assert rpc.rpc_sync("w0", unwrap, args=(rref,)) == 4
+    assert rpc.remote(last, unwrap, args=(rref,)).to_here() == 4
+    assert rpc.remote(last, new_rref, args=("there",)).to_here().to_here() == Copy("there", 0)
+    own = rpc.RRef(Value("own", 5))
+    assert rpc.rpc_sync(last, unwrap, args=(own,)) == 5
 
 
-@pytest.mark.ranks(3)
-def test_a_value_ends_with_the_last_rref_and_not_before(rank: int) -> None:
-    with workers(rank):
-        if rank == 0:
-            rref = rpc.remote("w1", Value, ("shared", 1))
-            rpc.rpc_sync("w2", keep, args=(rref,))
-            del rref
-            assert rpc.rpc_sync("w2", kept_number) == 1
-            back = rpc.rpc_sync("w2", kept_one)
-            rpc.rpc_sync("w2", let_go)
-            assert back.to_here().number == 1
-            assert not rpc.rpc_sync("w1", has_ended, args=("shared",))
-            del back
-            rpc.rpc_sync("w1", await_end, args=("shared",))
-            own = rpc.RRef(Value("of w0"))
-            rpc.rpc_sync("w2", keep, args=(own,))
-            del own
-            assert rpc.rpc_sync("w2", kept_number) == 0
-            assert not has_ended("of w0")
-            rpc.rpc_sync("w2", let_go)
-            await_end("of w0")
+@run_by_worker_0(3)
+def test_a_value_ends_with_the_last_rref_and_not_before() -> None:
+    rref = rpc.remote("w1", Value, ("shared", 1))
+    rpc.rpc_sync("w2", keep, args=(rref,))
+    del rref
+    assert rpc.rpc_sync("w2", kept_number) == 1
+    back = rpc.rpc_sync("w2", kept_one)
+    rpc.rpc_sync("w2", let_go)
+    assert back.to_here().number == 1
+    assert not rpc.rpc_sync("w1", has_ended, args=("shared",))
+    del back
+    rpc.rpc_sync("w1", await_end, args=("shared",))
+    own = rpc.RRef(Value("of w0"))
+    rpc.rpc_sync("w2", keep, args=(own,))
+    del own
+    assert rpc.rpc_sync("w2", kept_number) == 0
+    assert not has_ended("of w0")
+    rpc.rpc_sync("w2", let_go)
+    await_end("of w0")
 
 
 class FailedError(Exception):
@@ -352,23 +354,21 @@ def test_rrefs_that_end_within_a_moment_are_told_together(rank: int, monkeypatch
             assert len(told) == 2
 
 
-@pytest.mark.ranks(2)
-def test_what_the_function_raised_ends_with_the_last_rref_too(rank: int) -> None:
-    with workers(rank):
-        if rank == 0:
-            rref = rpc.remote("w1", fail_with_a_value, args=("raised",))
-            for use in (
-                rref.to_here,
-                lambda: rpc.rpc_sync("w1", local_name, args=(rref,)),
-                rref.rpc_sync().itself,
-            ):
-                with pytest.raises(FailedError):
-                    use()
-            del (
-                rref,
-                use,
-            )  # the exception that is left on w1 is garbage: a frame of its traceback has a name for it
-            rpc.rpc_sync("w1", collect_until_ended, args=([1],), kwargs={"raised": 1})
+@run_by_worker_0(2)
+def test_what_the_function_raised_ends_with_the_last_rref_too() -> None:
+    rref = rpc.remote("w1", fail_with_a_value, args=("raised",))
+    for use in (
+        rref.to_here,
+        partial(rpc.rpc_sync, "w1", local_name, args=(rref,)),
+        rref.rpc_sync().itself,
+    ):
+        with pytest.raises(FailedError):
+            use()
+    del (
+        rref,
+        use,
+    )  # the exception that is left on w1 is garbage: a frame of its traceback has a name for it
+    rpc.rpc_sync("w1", collect_until_ended, args=([1],), kwargs={"raised": 1})
 
 
 class Unpicklable:
@@ -381,29 +381,27 @@ class NotToBeBuilt:
         return boom, (3,)
 
 
-@pytest.mark.ranks(3)
-def test_an_rref_in_a_message_that_does_not_come_through_keeps_nothing(rank: int) -> None:
+@run_by_worker_0(3)
+def test_an_rref_in_a_message_that_does_not_come_through_keeps_nothing() -> None:
     """It cannot be pickled, or not be unpickled, as an argument or as a result, or comes too late."""
-    with workers(rank):
-        if rank == 0:
-            for owner in ("w0", "w1"):
-                rref = rpc.remote(owner, Value, ("kept",))
-                rref.to_here()
-                with pytest.raises(UsageError, match="not this one"):
-                    rpc.rpc_sync("w2", keep, args=(rref, Unpicklable()))
-                with pytest.raises(UsageError, match="not this one"):
-                    rpc.remote("w2", keep, args=(rref, Unpicklable()))
-                with pytest.raises(ValueError, match="boom 3"):
-                    rpc.rpc_sync("w2", keep, args=(NotToBeBuilt(), rref))
-                with pytest.raises(ValueError, match="boom 3"):
-                    rpc.rpc_sync("w2", with_what_cannot_be_built, args=(rref,))
-                with pytest.raises(UsageError, match="not this one"):
-                    rpc.rpc_sync("w2", with_what_cannot_be_pickled, args=(rref,))
-                with pytest.raises(RpcTimeoutError):
-                    rpc.rpc_sync("w2", after_all_waited_once, args=(rref,), timeout=0.05)
-                rpc.rpc_sync("w2", go_on_once)
-                del rref
-                rpc.rpc_sync(owner, await_end, args=("kept",))
+    for owner in ("w0", "w1"):
+        rref = rpc.remote(owner, Value, ("kept",))
+        rref.to_here()
+        with pytest.raises(UsageError, match="not this one"):
+            rpc.rpc_sync("w2", keep, args=(rref, Unpicklable()))
+        with pytest.raises(UsageError, match="not this one"):
+            rpc.remote("w2", keep, args=(rref, Unpicklable()))
+        with pytest.raises(ValueError, match="boom 3"):
+            rpc.rpc_sync("w2", keep, args=(NotToBeBuilt(), rref))
+        with pytest.raises(ValueError, match="boom 3"):
+            rpc.rpc_sync("w2", with_what_cannot_be_built, args=(rref,))
+        with pytest.raises(UsageError, match="not this one"):
+            rpc.rpc_sync("w2", with_what_cannot_be_pickled, args=(rref,))
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync("w2", after_all_waited_once, args=(rref,), timeout=0.05)
+        rpc.rpc_sync("w2", go_on_once)
+        del rref
+        rpc.rpc_sync(owner, await_end, args=("kept",))
 
 
 @pytest.mark.ranks(1)
@@ -455,12 +453,7 @@ def test_rrefs_may_end_at_any_time_and_on_any_thread(rank: int) -> None:
         before = gc.get_threshold()
         gc.set_threshold(7)
         try:
-            threads = [threading.Thread(target=make_garbage, args=(f"w{1 - rank}", 25)) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(LIMIT)
-                assert not thread.is_alive()
+            assert together(*[partial(make_garbage, f"w{1 - rank}", 25)] * 3) == [None] * 3
         finally:
             gc.set_threshold(*before)
         collect_until_ended(range(2), a=75, b=75)
@@ -477,12 +470,7 @@ def make_garbage(to: str, count: int) -> None:
 @pytest.mark.ranks(4)
 def test_many_rrefs_on_their_way_at_once(rank: int, world_size: int) -> None:
     with workers(rank):
-        threads = [threading.Thread(target=wander, args=(10 * rank + seed, world_size)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * LIMIT)
-            assert not thread.is_alive()
+        assert together(*[partial(wander, 10 * rank + seed, world_size) for seed in range(3)]) == [None] * 3
         gc.collect()
         for other in range(world_size):
             rpc.rpc_sync(other, keep)
@@ -495,15 +483,6 @@ def wander(seed: int, world_size: int) -> None:
         rref = rpc.remote(rng.randrange(world_size), Value, ("wanders", number))
         route = [rng.randrange(world_size) for _ in range(3)]
         assert rpc.rpc_sync(route[0], pass_along, args=(rref, route[1:])) == [number] * 3
-
-
-def pass_along(rref: Any, route: list[int]) -> list[int]:
-    if not route:
-        return [rref.to_here().number]
-    rest = rpc.rpc_async(route[0], pass_along, args=(rref, route[1:]))
-    seen = rref.to_here().number
-    del rref
-    return [seen, *rest.wait()]
 
 
 # ---- deaths --------------------------------------------------------------------------------------------------------
@@ -627,22 +606,15 @@ def test_a_worker_dies_while_rrefs_are_on_their_way_everywhere(
     """Those that are left have their values as long as they want them, and then all values end."""
     with workers(rank, graceful=False):
         last_words.extend([None] * served if rank == 3 else [])
-        threads = [threading.Thread(target=wander_on, args=(10 * rank + seed,)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * LIMIT)
-            assert not thread.is_alive()
+        assert together(*[partial(wander_on, 10 * rank + seed) for seed in range(3)]) == [None] * 3
         await_death("w3")
         meet(rank, range(3))  # all that the survivors have sent is served, but for what nobody waits for
         collect_until_ended(range(3), wanders=made.count("wanders"))
         with suppress(AbortedError):  # the answer of one who had met all, and has left
             meet(rank, range(3))
-        assert not failed
 
 
 last_words: list[None] = []
-failed: list[BaseException] = []
 arrivals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
@@ -661,23 +633,19 @@ def arrivals_put(rank: int) -> None:
 def wander_on(seed: int) -> None:
     rng = random.Random(seed)
     for number in range(20):
-        try:
+        with suppress(PeerDiedError):
             rref = rpc.remote(rng.randrange(4), Value, ("wanders", number))
             route = [rng.randrange(4) for _ in range(3)]
-            assert rpc.rpc_sync(route[0], pass_along_unless_it_dies, args=(rref, route[1:])) == [number] * 3
-        except PeerDiedError:
-            pass
-        except BaseException as error:
-            failed.append(error)
-            raise
+            assert rpc.rpc_sync(route[0], pass_along, args=(rref, route[1:])) == [number] * 3
 
 
-def pass_along_unless_it_dies(rref: Any, route: list[int]) -> list[int]:
+def pass_along(rref: Any, route: list[int]) -> list[int]:
+    """Pass an RRef on, and look at its value; a worker with last words dies at the last of them."""
     if last_words and (last_words.pop() or not last_words):
         die()
     if not route:
         return [rref.to_here().number]
-    rest = rpc.rpc_async(route[0], pass_along_unless_it_dies, args=(rref, route[1:]))
+    rest = rpc.rpc_async(route[0], pass_along, args=(rref, route[1:]))
     seen = rref.to_here().number
     del rref
     return [seen, *rest.wait()]

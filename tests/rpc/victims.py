@@ -20,7 +20,7 @@ from fastcoll import rpc
 from fastcoll.net.tcp.listener import Listener
 from fastcoll.rpc.agent import UNCOUNTED
 
-LIMIT = 30.0
+LIMIT = 30.0  # seconds that nothing takes but a hang
 over = threading.Event()
 joined = threading.Event()  # set by a worker of which others must know that init_rpc has returned there
 held = threading.Semaphore(0)
@@ -66,11 +66,11 @@ def stop() -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
-def until(what: Callable[[], bool], otherwise: str) -> None:
+def until(what: Callable[[], bool], otherwise: str = "it does not come") -> None:
     end = time.monotonic() + LIMIT
     while not what():
         assert time.monotonic() < end, otherwise
-        time.sleep(0.01)
+        time.sleep(0.001)
 
 
 def await_stopped(pid: int) -> None:
@@ -218,26 +218,30 @@ def one_ends_without_shutdown(rank: int, n: int, url: str) -> Any:
 
 
 def one_leaves_as_it_is_dialed(rank: int, n: int, url: str) -> Any:
-    """w0 leaves while the thread that takes connections, one of which w1 takes for made, gets no core."""
-    serve = Listener.serve
+    """w0 leaves while the thread that takes connections, one of which w1 takes for made, gets no core.
+
+    There is no other connection between them, so w1 learns how w0 has left by this one alone.
+    """
+    serve, dialed = Listener.serve, threading.Event()
+    ready = Path(url.removeprefix("file://")).with_name("ready")
 
     def serve_late(listener: Listener, data: int, events: int) -> None:
         pending = listener._pending.get(data)
         if pending is not None and pending.answering.theirs is not None:
+            dialed.set()
             until(lambda: agent._closed is not None, "it does not leave")
-            time.sleep(0.2)
         serve(listener, data, events)
 
     join(rank, n, url)
     agent = rpc.agent.current_agent()
     if rank == 0:
         Listener.serve = serve_late  # type: ignore[method-assign]
-        rpc.rpc_sync("w1", await_held)
+        ready.touch()
+        assert dialed.wait(LIMIT)
         rpc.shutdown(graceful=False)
         return "left"
-    call = rpc.rpc_async("w0", hold)
-    held.release()
-    found = said(call)
+    until(ready.exists)
+    found = said(rpc.rpc_async("w0", hold))
     rpc.shutdown(graceful=False)
     return found
 
