@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ MORE_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 ONLY_MOVED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32, torch.complex128, torch.bool)
 
 
-def all_reduce_of_every_dtype_and_operation() -> None:
+def check_all_reduce_of_every_dtype_and_operation() -> None:
     for dtype in GLOO_DTYPES:
         for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
             same(reduced(data(dtype, 3, 5), op))
@@ -32,7 +31,7 @@ def all_reduce_of_every_dtype_and_operation() -> None:
             same(reduced(data(dtype, 9), op))
 
 
-def dtypes_that_gloo_refuses() -> None:
+def check_dtypes_that_gloo_refuses() -> None:
     for dtype in MORE_DTYPES:
         largest = reduced(data(dtype, 6), ReduceOp.MAX)(pair.OURS)
         equal(largest.long(), of_all(torch.int64, 6).amax(0))
@@ -40,14 +39,14 @@ def dtypes_that_gloo_refuses() -> None:
     equal(anywhere, torch.tensor([True, False, True]))
 
 
-def complex_sums_averages_and_scaled_sums() -> None:
+def check_complex_sums_averages_and_scaled_sums() -> None:
     same(reduced(torch.complex(data(torch.float32, 4), data(torch.float32, 4, salt=1))))
     whole = of_all(torch.float64, 4).sum(0)
     equal(reduced(data(torch.float64, 4), ReduceOp.AVG)(pair.OURS), whole / size())
     equal(reduced(data(torch.float64, 4), dist._make_nccl_premul_sum(0.5))(pair.OURS), whole * 0.5)
 
 
-def tensors_that_need_care() -> None:
+def check_tensors_that_need_care() -> None:
     expected = of_all(torch.float32, 4, 6).sum(0)
     grid = data(torch.float32, 4, 6)
     dist.all_reduce(grid.t(), group=pair.OURS)
@@ -61,7 +60,7 @@ def tensors_that_need_care() -> None:
     equal(single, torch.tensor(3.0))
 
 
-def broadcast_and_reduce() -> None:
+def check_broadcast_and_reduce() -> None:
     for root in range(size()):
 
         def run(group: Any, root: int = root) -> list[torch.Tensor]:
@@ -73,7 +72,7 @@ def broadcast_and_reduce() -> None:
         same(run)
 
 
-def gathers() -> None:
+def check_gathers() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         outs = [torch.empty(3, dtype=torch.float16) for _ in range(size())]
         dist.all_gather(outs, data(torch.float16, 3), group=group)
@@ -86,7 +85,7 @@ def gathers() -> None:
     same(run)
 
 
-def gathers_that_gloo_refuses() -> None:
+def check_gathers_that_gloo_refuses() -> None:
     outs = [torch.empty(r + 1, 2, dtype=torch.int64) for r in range(size())]
     dist.all_gather(outs, data(torch.int64, rank() + 1, 2), group=pair.OURS)
     equal(outs, [data(torch.int64, r + 1, 2, of=r) for r in range(size())])
@@ -95,7 +94,7 @@ def gathers_that_gloo_refuses() -> None:
     equal(stacked, of_all(torch.float32, 4))
 
 
-def scatters() -> None:
+def check_scatters() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         out, part, piece = torch.empty(3), torch.empty(4), torch.empty(2)
         blocks = [data(torch.float32, 3, salt=r) for r in range(size())]
@@ -107,7 +106,7 @@ def scatters() -> None:
     same(run)
 
 
-def all_to_alls() -> None:
+def check_all_to_alls() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         even, uneven = torch.empty(2 * size()), torch.empty((rank() + 1) * size(), 2)
         dist.all_to_all_single(even, data(torch.float32, 2 * size()), group=group)
@@ -122,7 +121,7 @@ def all_to_alls() -> None:
     equal(outs, [data(torch.float32, rank() + 1, of=r) for r in range(size())])
 
 
-def dtypes_that_are_only_moved() -> None:
+def check_dtypes_that_are_only_moved() -> None:
     for dtype in ONLY_MOVED:
         # Bytes 0 and 1 are numbers of every dtype.
         contents = [(torch.arange(8 * dtype.itemsize) + r).to(torch.uint8) % 2 for r in range(size())]
@@ -131,7 +130,7 @@ def dtypes_that_are_only_moved() -> None:
         equal([out.view(torch.uint8) for out in outs], contents)
 
 
-def coalesced_operations() -> None:
+def check_coalesced_operations() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         xs = [data(torch.float32, 3), data(torch.float32, 2, 2)]
         with dist._coalescing_manager(group):
@@ -153,7 +152,7 @@ def coalesced_operations() -> None:
     same(run)
 
 
-def short_forms_that_groups_in_cpp_take() -> None:
+def check_short_forms_that_groups_in_cpp_take() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         xs = [data(torch.float32, 3, salt=k) for k in range(8)]
         outs, gathered, part = [torch.empty(3) for _ in range(size())], [torch.empty(3)] * 0, torch.empty(3)
@@ -161,7 +160,7 @@ def short_forms_that_groups_in_cpp_take() -> None:
         group.allreduce(xs[0]).wait()
         group.allreduce([xs[1]]).wait()
         group.allreduce([xs[2]], ReduceOp.MAX).wait()
-        group.allreduce(xs[3], op=ReduceOp.MIN, timeout=timedelta(seconds=60)).wait()
+        group.allreduce(xs[3], op=ReduceOp.MIN, timeout=pair.TIMEOUT).wait()
         group.broadcast(xs[4], root=1).wait()
         group.broadcast(xs[5], 2).wait()
         group.broadcast([xs[6]]).wait()
@@ -172,13 +171,13 @@ def short_forms_that_groups_in_cpp_take() -> None:
         group.scatter(part, blocks if rank() == 2 else [], root=2).wait()
         piece = torch.empty(3)
         group.reduce_scatter(piece, blocks, ReduceOp.SUM).wait()
-        group.barrier(timeout=timedelta(seconds=60)).wait()
+        group.barrier(timeout=pair.TIMEOUT).wait()
         return [*xs[: 8 if rank() == 0 else 7], *outs, *gathered, part, piece]
 
     same(run)
 
 
-def sparse_sums() -> None:
+def check_sparse_sums() -> None:
     def run(group: Any, dtype: torch.dtype, asynchronous: bool) -> Any:
         places = [[rank(), 1, 1], [0, 2, 2]]  # the second and third are one; rank 2 has nothing
         count = 0 if rank() == 2 else 3
@@ -199,7 +198,7 @@ def sparse_sums() -> None:
         dist.all_reduce(torch.eye(3 + (rank() == 1)).to_sparse(), group=pair.OURS)
 
 
-def single_gathers() -> None:
+def check_single_gathers() -> None:
     """Up to 2.13 torch.distributed has none, but the group does."""
     options = GatherOptions()
     options.rootRank = 1
@@ -218,7 +217,7 @@ def single_gathers() -> None:
         equal(again, of_all(torch.float32, 2) if rank() == 0 else torch.zeros(size(), 2))
 
 
-def calls_that_are_counted() -> None:
+def check_calls_that_are_counted() -> None:
     def counts(group: Any) -> dict[str, int]:
         x, outs = data(torch.float32, size()), [torch.empty(size()) for _ in range(size())]
         with CommDebugMode() as mode:
@@ -234,7 +233,7 @@ def calls_that_are_counted() -> None:
     assert sum(counts(pair.OURS).values()) == 6
 
 
-def functional_gathers_into_a_given_tensor() -> None:
+def check_functional_gathers_into_a_given_tensor() -> None:
     def run(group: Any) -> torch.Tensor:
         gather = torch.ops._c10d_functional.all_gather_into_tensor_out
         out = torch.empty(size() * 2)
@@ -243,7 +242,7 @@ def functional_gathers_into_a_given_tensor() -> None:
     same(run)
 
 
-def wrong_calls_are_refused_at_once() -> None:
+def check_wrong_calls_are_refused_at_once() -> None:
     x, xs, group = torch.ones(2), [torch.ones(2)] * size(), pair.OURS
     root, elsewhere = dist.BroadcastOptions(), (rank() + 1) % size()
     root.rootTensor = 1
@@ -267,7 +266,7 @@ def wrong_calls_are_refused_at_once() -> None:
     dist.barrier(pair.OURS)
 
 
-def the_profiler_names_the_calls() -> None:
+def check_the_profiler_names_the_calls() -> None:
     x, outs = torch.ones(2), torch.empty(2 * size())
     with torch.profiler.profile() as profile:
         dist.all_reduce(x, group=pair.OURS)
@@ -277,25 +276,3 @@ def the_profiler_names_the_calls() -> None:
     counts = {event.key: event.count for event in profile.key_averages()}
     named = {name: count for name, count in counts.items() if name.startswith("fastcoll:")}
     assert named == {"fastcoll:all_reduce": 1, "fastcoll:all_gather_single": 1, "fastcoll:barrier": 1}, counts
-
-
-CHECKS = (
-    all_reduce_of_every_dtype_and_operation,
-    dtypes_that_gloo_refuses,
-    complex_sums_averages_and_scaled_sums,
-    tensors_that_need_care,
-    broadcast_and_reduce,
-    gathers,
-    gathers_that_gloo_refuses,
-    scatters,
-    all_to_alls,
-    dtypes_that_are_only_moved,
-    coalesced_operations,
-    short_forms_that_groups_in_cpp_take,
-    sparse_sums,
-    single_gathers,
-    calls_that_are_counted,
-    functional_gathers_into_a_given_tensor,
-    wrong_calls_are_refused_at_once,
-    the_profiler_names_the_calls,
-)

@@ -19,7 +19,7 @@ from pytorch.pair import rank
 from pytorch.training import Net, ddp
 
 
-def calls_that_differ() -> None:
+def check_calls_that_differ() -> None:
     x = torch.zeros(3 + rank())
     for asynchronous in (False, True):
         with pytest.raises(MismatchError, match=r"rank 0 .*3 elements.*rank 1 .*4 elements"):
@@ -29,7 +29,7 @@ def calls_that_differ() -> None:
     dist.barrier(pair.OURS)  # still usable
 
 
-def calls_that_differ_under_ddp() -> None:
+def check_calls_that_differ_under_ddp() -> None:
     group = dist.new_group(backend="fastcoll")
     model = ddp(nn.Linear(4, 4), group)
     loss = model(torch.ones(2, 4)).sum()
@@ -38,7 +38,7 @@ def calls_that_differ_under_ddp() -> None:
         call()
 
 
-def ranks_that_are_late() -> None:
+def check_ranks_that_are_late() -> None:
     group = dist.new_group(backend="fastcoll")
     x = torch.ones(1)
     if rank() == 0:
@@ -64,7 +64,7 @@ def ranks_that_are_late() -> None:
     assert x.tolist() == [2.0]
 
 
-def a_tensor_that_nobody_keeps() -> None:
+def check_a_tensor_that_nobody_keeps() -> None:
     """Its memory is not used for anything else while its operation is under way."""
     if rank() == 1:
         dist.barrier(pair.GLOO)
@@ -79,7 +79,7 @@ def a_tensor_that_nobody_keeps() -> None:
     assert kept
 
 
-def collectives_that_nobody_waits_for() -> None:
+def check_collectives_that_nobody_waits_for() -> None:
     """A rank that leaves does its part in them first."""
     group = dist.new_group(backend="fastcoll")
     xs = [torch.ones(100_000) for _ in range(20)]
@@ -95,7 +95,7 @@ def collectives_that_nobody_waits_for() -> None:
     assert all(x.eq(2).all() for x in xs)
 
 
-def groups_that_are_left_with_an_error() -> None:
+def check_groups_that_are_left_with_an_error() -> None:
     """The other ranks learn of it at once, as what was started is not completed."""
     group = dist.new_group(backend="fastcoll")
     x = torch.ones(1)
@@ -115,7 +115,7 @@ def groups_that_are_left_with_an_error() -> None:
         dist.destroy_process_group(group)
 
 
-def groups_that_are_left() -> None:
+def check_groups_that_are_left() -> None:
     group = dist.new_group(backend="fastcoll")
     pending = dist.all_reduce(torch.ones(1), group=group, async_op=True) if rank() == 0 else None
     dist.barrier(pair.GLOO)
@@ -127,7 +127,7 @@ def groups_that_are_left() -> None:
         group.allreduce([torch.ones(1)])
 
 
-def a_rank_that_dies_under_ddp() -> None:
+def check_a_rank_that_dies_under_ddp() -> None:
     """The last check, as rank 1 dies in it."""
     model = ddp(Net(), pair.OURS)
     model(torch.ones(4, 8)).sum().backward()
@@ -136,15 +136,3 @@ def a_rank_that_dies_under_ddp() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"rank 1 .*died"):
         loss.backward()
-
-
-CHECKS = (
-    calls_that_differ,
-    calls_that_differ_under_ddp,
-    ranks_that_are_late,
-    a_tensor_that_nobody_keeps,
-    collectives_that_nobody_waits_for,
-    groups_that_are_left_with_an_error,
-    groups_that_are_left,
-    a_rank_that_dies_under_ddp,
-)

@@ -20,14 +20,14 @@ from pytorch import pair
 from pytorch.pair import data, equal, rank, size
 
 
-def barriers() -> None:
+def check_barriers() -> None:
     dist.barrier(pair.OURS)
-    dist.barrier(pair.OURS, timeout=timedelta(seconds=60))
+    dist.barrier(pair.OURS, timeout=pair.TIMEOUT)
     dist.barrier(pair.OURS, async_op=True).wait()
-    pair.OURS.monitored_barrier(timedelta(seconds=60))
+    pair.OURS.monitored_barrier(pair.TIMEOUT)
 
 
-def groups_of_some_ranks() -> None:
+def check_groups_of_some_ranks() -> None:
     group = dist.new_group([0, 2])
     if rank() in (0, 2):
         x = data(torch.float32, 3)
@@ -50,7 +50,7 @@ def groups_of_some_ranks() -> None:
         dist.destroy_process_group(members)
 
 
-def members_of_a_group_know_one_another() -> None:
+def check_members_of_a_group_know_one_another() -> None:
     """A group of the world's ranks needs no join, and under torchrun no meeting; each is several waits in a row."""
     with pytest.MonkeyPatch.context() as patch:
         for place in ("fastcoll.api.standalone.join", "fastcoll.torch.jobs.meet_anew"):
@@ -63,7 +63,7 @@ def members_of_a_group_know_one_another() -> None:
         assert [member.rank for member in group.fastcoll.monitor.members] == [0, 2]
 
 
-def groups_that_are_split_off() -> None:
+def check_groups_that_are_split_off() -> None:
     """On CPUs, torch.distributed.split_group also accepts Gloo's groups from 2.15 on."""
 
     def check(group: Any, parent: Any) -> None:
@@ -100,7 +100,7 @@ def groups_that_are_split_off() -> None:
     dist.barrier(pair.OURS)
 
 
-def monitored_barriers_say_what_gloos_say() -> None:
+def check_monitored_barriers_say_what_gloos_say() -> None:
     """Callers match Gloo's sentences; fastcoll's own text follows them."""
     for all_ranks, culprits in ((False, "Rank 1"), (True, "Ranks 1, 2")):
         for backend in ("fastcoll", "gloo"):
@@ -128,7 +128,7 @@ def monitored_barriers_say_what_gloos_say() -> None:
     dist.barrier(pair.OURS)
 
 
-def fastcolls_own_world_beside_it() -> None:
+def check_fastcolls_own_world_beside_it() -> None:
     assert not fastcoll.is_initialized()
     fastcoll.init_process_group(
         store=fastcoll.FileStore(f"{sys.argv[1]}-store"), rank=rank(), world_size=size()
@@ -141,7 +141,7 @@ def fastcolls_own_world_beside_it() -> None:
     assert x.tolist() == [3, 3, 3]
 
 
-def children_of_fork_leave_the_group_alone() -> None:
+def check_children_of_fork_leave_the_group_alone() -> None:
     """As a DataLoader's workers are."""
     child = os.fork()
     if child == 0:
@@ -156,7 +156,7 @@ def children_of_fork_leave_the_group_alone() -> None:
     dist.barrier(pair.OURS)
 
 
-def what_torch_asks_a_backend() -> None:
+def check_what_torch_asks_a_backend() -> None:
     ours = pair.OURS._get_backend(torch.device("cpu"))
     assert ours.options.backend == "fastcoll"
     assert ours.options._timeout == pair.TIMEOUT
@@ -195,7 +195,7 @@ def what_torch_asks_a_backend() -> None:
     dist.barrier(pair.OURS)
 
 
-def what_is_refused() -> None:
+def check_what_is_refused() -> None:
     with pytest.raises(UsageError, match=r"[Ss]parse"):
         dist.broadcast(torch.eye(3).to_sparse(), 0, group=pair.OURS)
     with pytest.raises(UnavailableError, match=r"CPU tensors alone.*new_group"):
@@ -211,16 +211,3 @@ def what_is_refused() -> None:
         dist.new_group(backend="fastcoll", pg_options=object())
     assert dist.get_backend(pair.OURS) == "fastcoll" == pair.OURS.name()
     dist.barrier(pair.OURS)
-
-
-CHECKS = (
-    barriers,
-    groups_of_some_ranks,
-    members_of_a_group_know_one_another,
-    groups_that_are_split_off,
-    monitored_barriers_say_what_gloos_say,
-    fastcolls_own_world_beside_it,
-    children_of_fork_leave_the_group_alone,
-    what_torch_asks_a_backend,
-    what_is_refused,
-)

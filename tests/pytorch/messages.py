@@ -11,7 +11,7 @@ from pytorch import pair
 from pytorch.pair import data, equal, rank, reduced, same, size
 
 
-def messages() -> None:
+def check_messages() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         right, left = (rank() + 1) % size(), (rank() - 1) % size()
         first, second, third = torch.empty(3), torch.empty(3), torch.empty(4)
@@ -30,7 +30,7 @@ def messages() -> None:
     same(run)
 
 
-def messages_from_any_source_and_to_oneself() -> None:
+def check_messages_from_any_source_and_to_oneself() -> None:
     if rank() == 0:
         for _ in range(size() - 1):
             x = torch.empty(1)
@@ -44,7 +44,7 @@ def messages_from_any_source_and_to_oneself() -> None:
     equal(y, torch.ones(2))
 
 
-def objects() -> None:
+def check_objects() -> None:
     def run(group: Any) -> list[Any]:
         everyone: list[Any] = [None] * size()
         dist.all_gather_object(everyone, {"rank": rank()}, group=group)
@@ -65,7 +65,7 @@ def objects() -> None:
     same(run)
 
 
-def asynchronous_works() -> None:
+def check_asynchronous_works() -> None:
     xs = [data(torch.float32, 10, salt=k) for k in range(4)]
     expected = [reduced(x)(pair.GLOO) for x in xs]
     works = [dist.all_reduce(x, group=pair.OURS, async_op=True) for x in xs]
@@ -80,7 +80,7 @@ def asynchronous_works() -> None:
     assert works[0].get_future().done()
 
 
-def a_callback_may_wait_for_another_operation() -> None:
+def check_a_callback_may_wait_for_another_operation() -> None:
     x, y = torch.ones(4), torch.ones(2)
 
     def second(_: Any) -> torch.Tensor:
@@ -88,12 +88,3 @@ def a_callback_may_wait_for_another_operation() -> None:
 
     chained = dist.all_reduce(x, group=pair.OURS, async_op=True).get_future().then(second)
     equal(chained.wait(), torch.full((2,), float(size())))
-
-
-CHECKS = (
-    messages,
-    messages_from_any_source_and_to_oneself,
-    objects,
-    asynchronous_works,
-    a_callback_may_wait_for_another_operation,
-)

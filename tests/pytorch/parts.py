@@ -18,7 +18,7 @@ from fastcoll.torch.jobs import make_group, meet_anew
 from fastcoll.torch.work import Completions, PendingWork
 
 
-def torchs_store_is_one_of_ours() -> None:
+def check_torchs_store_is_one_of_ours() -> None:
     store = TorchStore(dist.HashStore())
     store.set("a", b"\x00\xff")
     assert store.add("n", 2) == 2
@@ -31,7 +31,7 @@ def torchs_store_is_one_of_ours() -> None:
         store.wait(["b"], 0.01)
 
 
-def waits_end_soon_after_the_key_is_there() -> None:
+def check_waits_end_soon_after_the_key_is_there() -> None:
     """At most a quarter longer than needed, for any length: a group's meeting is several waits in a row."""
     store, clock = TorchStore(dist.HashStore()), [0.0]
 
@@ -49,7 +49,7 @@ def waits_end_soon_after_the_key_is_there() -> None:
             assert there <= clock[0] <= 1.25 * there + 0.0002
 
 
-def a_lost_store_says_so() -> None:
+def check_a_lost_store_says_so() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
     store = TorchStore(client)
@@ -59,7 +59,7 @@ def a_lost_store_says_so() -> None:
         store.multi_set(["a", "b", "c"], ["1", "2", "3"])  # what was sent last before the end is not missed
 
 
-def a_store_that_lives_on_has_a_meeting_for_each_start() -> None:
+def check_a_store_that_lives_on_has_a_meeting_for_each_start() -> None:
     """Also after ranks that came to one in vain, and after one of another size."""
     store = TorchStore(dist.HashStore())
     met = {_meeting(store, 3) for _ in range(3)}
@@ -81,7 +81,7 @@ def _meeting(store: TorchStore, size: int) -> str:
     return name
 
 
-def completions_wait_for_one_another_without_harm() -> None:
+def check_completions_wait_for_one_another_without_harm() -> None:
     completions, inner, outer = Completions(), threading.Event(), threading.Event()
 
     def wait_for_inner() -> None:
@@ -94,7 +94,7 @@ def completions_wait_for_one_another_without_harm() -> None:
     assert completions.settle(10)
 
 
-def completions_where_no_thread_can_be_started() -> None:
+def check_completions_where_no_thread_can_be_started() -> None:
     completions, done = Completions(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", _no_thread)
@@ -107,7 +107,7 @@ def _no_thread(_: threading.Thread) -> None:
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
-def several_operations_are_one() -> None:
+def check_several_operations_are_one() -> None:
     """They share the time that waiting may take, and the future has the error of any."""
     first, second = Work("first"), Work("second")
     both = PendingWork([first, second], [], limit=60)
@@ -129,20 +129,8 @@ def several_operations_are_one() -> None:
         both.wait()
 
 
-def groups_that_only_their_members_make_name_the_cure() -> None:
+def check_groups_that_only_their_members_make_name_the_cure() -> None:
     store = dist.HashStore()
     TorchStore(store).add("fastcoll/0/join/claim/0", 1)  # as rank 0 of another group of the same name does
     with pytest.raises(UsageError, match=r"claimed by two processes.*use_local_synchronization=True"):
         make_group(store, "3", 0, 2, 0.2, [1, 3], 4)
-
-
-CHECKS = (
-    torchs_store_is_one_of_ours,
-    waits_end_soon_after_the_key_is_there,
-    a_lost_store_says_so,
-    a_store_that_lives_on_has_a_meeting_for_each_start,
-    completions_wait_for_one_another_without_harm,
-    completions_where_no_thread_can_be_started,
-    several_operations_are_one,
-    groups_that_only_their_members_make_name_the_cure,
-)

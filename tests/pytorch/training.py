@@ -72,13 +72,13 @@ def ddp(model: nn.Module, group: Any, bucket_mb: float = 1e-4, **options: Any) -
     return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb, **options)
 
 
-def ddp_trains_as_over_gloo() -> None:
+def check_ddp_trains_as_over_gloo() -> None:
     agree(lambda group: train(group, ddp))
     agree(lambda group: train(group, lambda m, g: ddp(m, g, static_graph=True, gradient_as_bucket_view=True)))
     agree(lambda group: train(group, lambda m, g: ddp(m, g, find_unused_parameters=True), side=False))
 
 
-def ddp_with_hooks() -> None:
+def check_ddp_with_hooks() -> None:
     def halves(model: nn.Module, group: Any) -> nn.Module:
         wrapped = ddp(model, group)
         wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
@@ -94,7 +94,7 @@ def ddp_with_hooks() -> None:
     agree(lambda group: train(group, low_rank, steps=6))
 
 
-def ddp_with_uneven_inputs() -> None:
+def check_ddp_with_uneven_inputs() -> None:
     def joined(group: Any, unused: bool) -> list[float]:
         torch.manual_seed(1)
         model = ddp(nn.Linear(4, 1), group, find_unused_parameters=unused)
@@ -113,7 +113,7 @@ def ddp_with_uneven_inputs() -> None:
     agree(partial(joined, unused=True))
 
 
-def ddp_with_sparse_gradients() -> None:
+def check_ddp_with_sparse_gradients() -> None:
     def run(group: Any) -> list[float]:
         torch.manual_seed(1)
         model = ddp(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)), group)
@@ -129,7 +129,7 @@ def ddp_with_sparse_gradients() -> None:
     agree(run)
 
 
-def zero_trains_as_over_gloo() -> None:
+def check_zero_trains_as_over_gloo() -> None:
     def run(group: Any) -> list[float]:
         def sharded(parameters: Any, lr: float) -> Any:
             return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, process_group=group, lr=lr)
@@ -139,7 +139,7 @@ def zero_trains_as_over_gloo() -> None:
     agree(run)
 
 
-def fsdp_trains_as_over_gloo() -> None:
+def check_fsdp_trains_as_over_gloo() -> None:
     def sharded(model: nn.Module, group: Any) -> nn.Module:
         mesh = DeviceMesh.from_group(group, "cpu")
         fully_shard(model.first, mesh=mesh)
@@ -148,7 +148,7 @@ def fsdp_trains_as_over_gloo() -> None:
     agree(lambda group: train(group, sharded))
 
 
-def functional_collectives_on_a_mesh() -> None:
+def check_functional_collectives_on_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (size(),), mesh_dim_names=("all",))
     ours = mesh.get_group()
     assert dist.get_backend(ours) == "fastcoll"
@@ -172,7 +172,7 @@ def functional_collectives_on_a_mesh() -> None:
     equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
 
 
-def compiled_functions_around_collectives() -> None:
+def check_compiled_functions_around_collectives() -> None:
     """Those that torch.compile can't put into its graph are called between two graphs."""
 
     def step(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -197,7 +197,7 @@ def compiled_functions_around_collectives() -> None:
     assert train(pair.OURS, compiled, steps=2) == pytest.approx(train(pair.GLOO, ddp, steps=2), rel=1e-5)
 
 
-def distributed_tensors() -> None:
+def check_distributed_tensors() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         mesh = DeviceMesh.from_group(group, "cpu")
         whole = torch.arange(float(size() * 12)).reshape(size() * 2, 6)
@@ -207,16 +207,3 @@ def distributed_tensors() -> None:
         return [(rows @ weights).full_tensor(), columns.to_local(), rows.sum().full_tensor()]
 
     same(run)
-
-
-CHECKS = (
-    ddp_trains_as_over_gloo,
-    ddp_with_hooks,
-    ddp_with_uneven_inputs,
-    ddp_with_sparse_gradients,
-    zero_trains_as_over_gloo,
-    fsdp_trains_as_over_gloo,
-    functional_collectives_on_a_mesh,
-    compiled_functions_around_collectives,
-    distributed_tensors,
-)

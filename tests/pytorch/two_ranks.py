@@ -21,5 +21,5 @@ if __name__ == "__main__":
         dist.init_process_group("fastcoll", store=store, rank=rank, world_size=2, timeout=pair.TIMEOUT)
         dist.barrier()
     pair.make_groups()
-    pair.run_checks([*parts.CHECKS, *training.CHECKS, *faults.CHECKS], results)
+    pair.run_checks([parts, training, faults], results)
     dist.destroy_process_group()
