@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
-from contextlib import suppress
 
 import torch
 
-from fastcoll import AbortedError, rpc
+from fastcoll import rpc
 from fastcoll.rpc import autograd
 from fastcoll.rpc.autograd.participant import participant
-
-_over = threading.Event()
+from rpc.victims import LIMIT, die, end, join, let_end, over, until, wait_for_the_end
 
 
 class Dies(torch.autograd.Function):
@@ -26,7 +21,7 @@ class Dies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 
 
 def deadly(x):
@@ -46,36 +41,22 @@ def passed(x):
     return x * 2
 
 
-def finish():
-    _over.set()
-
-
 def open_contexts():
     return len(participant().contexts)
 
 
 def wait_until_none(worker):
     """Contexts end by calls that nobody waits for."""
-    until = time.monotonic() + 30
-    while rpc.rpc_sync(worker, open_contexts):
-        assert time.monotonic() < until, f"{worker} has contexts left"
-
-
-def _join(rank, n, url):
-    torch.set_num_threads(1)
-    rpc.init_rpc(
-        f"w{rank}", rank=rank, world_size=n, rpc_backend_options=rpc.RpcBackendOptions(init_method=url)
-    )
+    until(lambda: not rpc.rpc_sync(worker, open_contexts), f"{worker} has contexts left")
 
 
 def one_dies_in_backward(rank, n, url, victim):
     """w1 or w2 dies in a pass of w0; w1 is between. Returns the error, how long it took, and that all goes on."""
     other = {"w1": "w2", "w2": "w1"}[victim]
-    _join(rank, n, url)
+    torch.set_num_threads(1)
+    join(rank, n, url)
     if rank:
-        assert _over.wait(30)
-        rpc.shutdown(graceful=False)
-        return None
+        return wait_for_the_end()
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context:
         loss = rpc.rpc_sync("w1", {"w1": deadly_through, "w2": through}[victim], args=("w2", x)).sum()
@@ -89,8 +70,7 @@ def one_dies_in_backward(rank, n, url, victim):
         autograd.backward(context, [rpc.rpc_sync(other, passed, args=(x,)).sum()])
         again = autograd.get_gradients(context)[x].tolist()
     wait_until_none(other)
-    with suppress(AbortedError):  # it may have left before it answers
-        rpc.rpc_sync(other, finish)
+    let_end(other)
     rpc.shutdown(graceful=False)
     return {"said": said, "took": took, "again": again}
 
@@ -101,19 +81,20 @@ _had = []
 def noted(x):
     """How many contexts are here, for later."""
     _had.append(open_contexts())
-    _over.set()
+    end()
     return x * 2
 
 
 def the_maker_dies(rank, n, url):
     """w0 dies with a context; w1 has it no more then."""
-    _join(rank, n, url)
+    torch.set_num_threads(1)
+    join(rank, n, url)
     if rank == 0:
         context = autograd.context()
         context.__enter__()
         rpc.rpc_sync("w1", noted, args=(torch.ones(2, requires_grad=True),))
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert _over.wait(30)
+        die()
+    assert over.wait(LIMIT)
     wait_until_none("w1")
     rpc.shutdown(graceful=False)
     return _had

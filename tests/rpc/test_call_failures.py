@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,16 +12,22 @@ from faults import crew
 
 from . import victims
 
+run = partial(crew.run, deadline=120.0)
+
+
+def result_of(outcome: crew.Outcome) -> Any:
+    assert outcome.result, outcome.error
+    return outcome.result
+
 
 @pytest.mark.parametrize("within", [math.inf, pytest.param(crew.WITHIN, marks=pytest.mark.timed)])
 def test_a_worker_that_dies_is_named_to_all_its_callers_and_others_go_on(within: float) -> None:
     with crew.nothing_left():
-        outcomes = crew.run(victims.one_dies, 3)
+        outcomes = run(victims.one_dies, 3)
     dead = outcomes[1]
     assert dead.exitcode == -9
     for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.result, outcome.error
-        errors, again, works, ends = outcome.result
+        errors, again, works, ends = result_of(outcome)
         who = f"worker w1, rank 1 (pid {dead.pid} on {socket.gethostname()}), died"
         for kind, text, ranks, when in [*errors, again]:
             assert (kind, ranks) == ("PeerDiedError", (1,)), text
@@ -37,17 +44,14 @@ def test_a_worker_that_dies_is_named_to_all_its_callers_and_others_go_on(within:
 @pytest.mark.long
 @pytest.mark.parametrize("how", [victims.one_is_stopped, victims.one_stops_unreached])
 def test_a_stopped_worker_is_late_and_answers_when_it_goes_on(how: Any) -> None:
-    first = crew.run(how, 2)[0]
-    assert first.result, first.error
-    (kind, text, *_), works = first.result
+    (kind, text, *_), works = result_of(run(how, 2)[0])
     assert (kind, works) == ("RpcTimeoutError", 3), text
 
 
 def test_ctrl_c_in_a_shutdown_ends_the_calls_of_others() -> None:
-    first, second = crew.run(victims.ctrl_c_in_shutdown, 2)
+    first, second = run(victims.ctrl_c_in_shutdown, 2)
     assert second.result == "interrupted", second.error
-    assert first.result, first.error
-    kind, text, ranks, _ = first.result
+    kind, text, ranks, _ = result_of(first)
     assert (kind, ranks) == ("AbortedError", (1,))
     assert "left: KeyboardInterrupt" in text
 
@@ -58,7 +62,7 @@ def test_ctrl_c_in_a_shutdown_ends_the_calls_of_others() -> None:
     [pytest.param(math.inf, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.timed)],
 )
 def test_a_call_that_never_ends_holds_a_shutdown_up_for_a_while(doing: str, within: float) -> None:
-    outcomes = crew.run(victims.shutdown_waits, 3, doing)
+    outcomes = run(victims.shutdown_waits, 3, doing)
     assert all(outcome.result for outcome in outcomes), [outcome.error for outcome in outcomes]
     for kind, text, used, waited in [outcome.result for outcome in outcomes]:
         assert kind in ("RpcTimeoutError", "AbortedError"), text  # the other, where another one left first
@@ -72,7 +76,7 @@ def test_a_call_that_never_ends_holds_a_shutdown_up_for_a_while(doing: str, with
 
 @pytest.mark.long
 def test_a_shutdown_names_who_does_not_come() -> None:
-    first, second, third = crew.run(victims.absent, 3)
+    first, second, third = run(victims.absent, 3)
     assert second.result == "left", second.error
     assert third.result, third.error
     assert third.result[0] == "AbortedError"
@@ -83,36 +87,31 @@ def test_a_shutdown_names_who_does_not_come() -> None:
 
 
 def test_ctrl_c_in_a_call_ends_the_waiting_and_nothing_else() -> None:
-    first = crew.run(victims.ctrl_c_in_a_call, 2)[0]
+    first = run(victims.ctrl_c_in_a_call, 2)[0]
     assert first.result == 3, first.error
 
 
 def test_calls_to_a_worker_that_is_leaving_hear_that() -> None:
-    first = crew.run(victims.one_leaves_slowly, 2)[0]
-    assert first.result, first.error
-    kind, text = first.result
+    kind, text = result_of(run(victims.one_leaves_slowly, 2)[0])
     assert kind == "AbortedError", text
     assert "left" in text
 
 
 def test_who_has_just_dialed_a_worker_that_leaves_hears_that() -> None:
-    first, second = crew.run(victims.one_leaves_as_it_is_dialed, 2)
+    first, second = run(victims.one_leaves_as_it_is_dialed, 2)
     assert first.result == "left", first.error
-    assert second.result, second.error
-    kind, text, ranks, _ = second.result
+    kind, text, ranks, _ = result_of(second)
     assert (kind, ranks) == ("AbortedError", (0,)), text
 
 
 def test_a_worker_whose_program_ends_says_so() -> None:
-    first = crew.run(victims.one_ends_without_shutdown, 2)[0]
-    assert first.result, first.error
-    kind, text, ranks, _ = first.result
+    kind, text, ranks, _ = result_of(run(victims.one_ends_without_shutdown, 2)[0])
     assert (kind, ranks) == ("AbortedError", (1,)), text
     assert "left (its program ended)" in text
 
 
 def test_workers_that_do_not_fit_are_told() -> None:
-    sizes, ranks = crew.run_together([(victims.other_sizes, 2), (victims.same_rank, 2)])
+    sizes, ranks = crew.run_together([(victims.other_sizes, 2), (victims.same_rank, 2)], deadline=120.0)
     assert any("world size" in outcome.error and "UsageError" in outcome.kinds for outcome in sizes)
     assert all(outcome.error for outcome in sizes)
     assert all("rank 0 is claimed by two processes" in outcome.error for outcome in ranks), ranks

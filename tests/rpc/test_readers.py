@@ -4,8 +4,10 @@ import select
 import socket
 import threading
 import time
+from contextlib import contextmanager
 
 from fastcoll.rpc.readers import HANG_UP, READ, Readers
+from rpc.victims import LIMIT
 
 
 class Pair:
@@ -37,13 +39,25 @@ class Pair:
         self._far.close()
 
 
+@contextmanager
+def watched(readers, source):
+    """The source is read by the readers, which end afterwards."""
+    readers.watch(source, READ)
+    try:
+        yield
+    finally:
+        readers.forget(source)
+        readers.close(LIMIT)
+        source.close()
+
+
 def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
     came, free, over = threading.Event(), threading.Event(), threading.Event()
 
     def handle(message):
         if message == b"w":
             came.set()
-            free.wait(20)
+            free.wait(LIMIT)
         else:
             free.set()
             over.set()
@@ -57,21 +71,15 @@ def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
             if descriptor == self._timer and self.slow:
                 self.slow = False
                 self._start_timer()
-                select.select([descriptor], [], [], 1)
+                select.select([descriptor], [], [], LIMIT)
             super()._clear(descriptor)
 
-    readers, source = Slow(2, False), Pair(handle)
-    readers.watch(source, READ)
-    try:
+    source = Pair(handle)
+    with watched(Slow(2, False), source):
         source.near.send(b"w")
-        assert came.wait(20)
+        assert came.wait(LIMIT)
         source.near.send(b"r")  # read by another thread, once the timer has ended the turn of the first
-        assert over.wait(10)
-    finally:
-        free.set()
-        readers.forget(source)
-        readers.close(10)
-        source.close()
+        assert over.wait(LIMIT)
 
 
 def test_a_call_that_is_made_while_the_answer_before_is_seen_to_is_answered():
@@ -88,14 +96,9 @@ def test_a_call_that_is_made_while_the_answer_before_is_seen_to_is_answered():
     readers = Late(2, False)
     source = Pair(lambda message: over.set() if message == b"2" else source.near.send(b"2"), dialed=True)
     source.look_after = lambda: readers.arm(source, HANG_UP)
-    readers.watch(source, READ)
-    try:
+    with watched(readers, source):
         source.near.send(b"1")
-        assert over.wait(10)
-    finally:
-        readers.forget(source)
-        readers.close(10)
-        source.close()
+        assert over.wait(LIMIT)
 
 
 def test_what_is_left_when_only_threads_in_handlers_are_left_is_done():
@@ -106,19 +109,19 @@ def test_what_is_left_when_only_threads_in_handlers_are_left_is_done():
 
         def _wait(self):
             if first.acquire(blocking=False):
-                free.wait(20)
+                free.wait(LIMIT)
             return not time.sleep(0.001)
 
     readers = Busy(2, False)
     try:
         readers.run(done.set)
         readers.close(0.2)
-        assert done.wait(10)
+        assert done.wait(LIMIT)
         readers.run(late.set)
         assert late.is_set()
     finally:
         free.set()
-        readers.close(10)
+        readers.close(LIMIT)
 
 
 def test_a_source_that_is_gone_does_not_change_the_one_that_has_its_number_now():
@@ -127,16 +130,11 @@ def test_a_source_that_is_gone_does_not_change_the_one_that_has_its_number_now()
     here, gone._far = gone._far, source._far  # the kernel gives a number again
     readers.watch(gone, READ)
     readers.forget(gone)
-    readers.watch(source, READ)
-    try:
+    with watched(readers, source):
         gone.armed = 0
         readers.arm(gone, HANG_UP)
         readers.forget(gone)
         source.near.send(b"1")
-        assert over.wait(10)
-    finally:
-        readers.forget(source)
-        readers.close(10)
-        gone._far = here
-        gone.close()
-        source.close()
+        assert over.wait(LIMIT)
+    gone._far = here
+    gone.close()
