@@ -139,45 +139,40 @@ def check_derivatives() -> None:
         return torch.stack([weights(rank, n) for rank in range(SIZE)])
 
     def reduced(op: ReduceOp) -> Callable[[torch.Tensor], torch.Tensor]:
-        def call(y: torch.Tensor) -> torch.Tensor:
-            dist.all_reduce(y, op)
+        return in_place(lambda y: dist.all_reduce(y, op))
+
+    def in_place(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def called(y: torch.Tensor) -> torch.Tensor:
+            call(y)
             return y
 
-        return call
+        return called
 
-    def broadcast(y: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(y, 1)
-        return y
+    def into(call: Callable[..., Any], n: int, *more: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        def called(y: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(n)
+            call(out, y, *more)
+            return out
 
-    def gathered(y: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(8)
-        dist.all_gather_single(out, y)
-        return out
+        return called
 
     def listed(y: torch.Tensor) -> torch.Tensor:
         outs = [torch.empty(4), torch.empty(4)]
         dist.all_gather(outs, y)
         return torch.cat(outs)
 
-    def scattered(y: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(2)
-        dist.reduce_scatter_tensor(out, y, ReduceOp.AVG)
-        return out
-
-    def exchanged(y: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(4)
-        dist.all_to_all_single(out, y)
-        return out
-
     ours = slice(4 * RANK, 4 * RANK + 4)
     swapped = of_all(4).view(SIZE, SIZE, 2).transpose(0, 1).reshape(SIZE, 4)
     assert_close(derivative(reduced(ReduceOp.SUM)), of_all(4).sum(0))
     assert_close(derivative(reduced(ReduceOp.AVG)), of_all(4).sum(0) / SIZE)
-    assert_close(derivative(broadcast), of_all(4).sum(0) if RANK == 1 else torch.zeros(4))
-    assert_close(derivative(gathered), of_all(8).sum(0)[ours])
+    assert_close(
+        derivative(in_place(lambda y: dist.broadcast(y, 1))),
+        of_all(4).sum(0) if RANK == 1 else torch.zeros(4),
+    )
+    assert_close(derivative(into(dist.all_gather_single, 8)), of_all(8).sum(0)[ours])
     assert_close(derivative(listed), of_all(8).sum(0)[ours])
-    assert_close(derivative(scattered), of_all(2).flatten() / SIZE)
-    assert_close(derivative(exchanged), swapped[RANK])
+    assert_close(derivative(into(dist.reduce_scatter_tensor, 2, ReduceOp.AVG)), of_all(2).flatten() / SIZE)
+    assert_close(derivative(into(dist.all_to_all_single, 4)), swapped[RANK])
     with pytest.raises(Exception, match=r"all_reduce \(op=MAX\) has no derivative"):
         derivative(reduced(ReduceOp.MAX))
 

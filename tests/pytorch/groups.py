@@ -84,6 +84,12 @@ def check_groups_that_are_split_off() -> None:
         assert alone.group_name == "alone"
     else:
         assert alone is None
+    if rank() != 1:  # ranked by their order in the list; rank 1 need not call
+        reversed_ = whole.split_group([2, 0], group_name="reversed")
+        assert [reversed_.rank(), reversed_.size()] == [{2: 0, 0: 1}[rank()], 2]
+        x = data(torch.float32, 3)
+        reversed_.broadcast(x, root=0).wait()
+        equal(x, data(torch.float32, 3, of=2))
     for wrong in ({"new_ranks": [3]}, {"new_ranks": [0], "opts": object()}):
         with pytest.raises(RuntimeError, match=r"ranks 0\.\.2|no options"):
             whole.split_group(**wrong)

@@ -36,6 +36,7 @@ ended: queue.SimpleQueue[Any] = (
 seen: list[str] = []  # and those taken out of it
 made: list[str] = []  # the names of all values made here
 kept: list[Any] = []
+last_words: list[None] = []
 once: queue.SimpleQueue[bool] = queue.SimpleQueue()
 may_go_on, is_kept = threading.Event(), threading.Event()
 
@@ -476,13 +477,26 @@ def test_many_rrefs_on_their_way_at_once(rank: int, world_size: int) -> None:
             rpc.rpc_sync(other, keep)
 
 
-def wander(seed: int, world_size: int) -> None:
-    """Values here and there, sent through the workers, each of which looks at it."""
+def wander(seed: int, world_size: int, *deaths: type[PeerDiedError]) -> None:
+    """Values here and there, sent through the workers, each of which looks at it; one may die."""
     rng = random.Random(seed)
-    for number in range(12):
-        rref = rpc.remote(rng.randrange(world_size), Value, ("wanders", number))
-        route = [rng.randrange(world_size) for _ in range(3)]
-        assert rpc.rpc_sync(route[0], pass_along, args=(rref, route[1:])) == [number] * 3
+    for number in range(20):
+        with suppress(*deaths):
+            rref = rpc.remote(rng.randrange(world_size), Value, ("wanders", number))
+            route = [rng.randrange(world_size) for _ in range(3)]
+            assert rpc.rpc_sync(route[0], pass_along, args=(rref, route[1:])) == [number] * 3
+
+
+def pass_along(rref: Any, route: list[int]) -> list[int]:
+    """Pass an RRef on, and look at its value; a worker with last words dies at the last of them."""
+    if last_words and (last_words.pop() or not last_words):
+        die()
+    if not route:
+        return [rref.to_here().number]
+    rest = rpc.rpc_async(route[0], pass_along, args=(rref, route[1:]))
+    seen = rref.to_here().number
+    del rref
+    return [seen, *rest.wait()]
 
 
 # ---- deaths --------------------------------------------------------------------------------------------------------
@@ -606,7 +620,10 @@ def test_a_worker_dies_while_rrefs_are_on_their_way_everywhere(
     """Those that are left have their values as long as they want them, and then all values end."""
     with workers(rank, graceful=False):
         last_words.extend([None] * served if rank == 3 else [])
-        assert together(*[partial(wander_on, 10 * rank + seed) for seed in range(3)]) == [None] * 3
+        assert (
+            together(*[partial(wander, 10 * rank + seed, 4, PeerDiedError) for seed in range(3)])
+            == [None] * 3
+        )
         await_death("w3")
         meet(rank, range(3))  # all that the survivors have sent is served, but for what nobody waits for
         collect_until_ended(range(3), wanders=made.count("wanders"))
@@ -614,7 +631,6 @@ def test_a_worker_dies_while_rrefs_are_on_their_way_everywhere(
             meet(rank, range(3))
 
 
-last_words: list[None] = []
 arrivals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
@@ -628,24 +644,3 @@ def meet(rank: int, ranks: range) -> None:
 
 def arrivals_put(rank: int) -> None:
     arrivals.put(rank)
-
-
-def wander_on(seed: int) -> None:
-    rng = random.Random(seed)
-    for number in range(20):
-        with suppress(PeerDiedError):
-            rref = rpc.remote(rng.randrange(4), Value, ("wanders", number))
-            route = [rng.randrange(4) for _ in range(3)]
-            assert rpc.rpc_sync(route[0], pass_along, args=(rref, route[1:])) == [number] * 3
-
-
-def pass_along(rref: Any, route: list[int]) -> list[int]:
-    """Pass an RRef on, and look at its value; a worker with last words dies at the last of them."""
-    if last_words and (last_words.pop() or not last_words):
-        die()
-    if not route:
-        return [rref.to_here().number]
-    rest = rpc.rpc_async(route[0], pass_along, args=(rref, route[1:]))
-    seen = rref.to_here().number
-    del rref
-    return [seen, *rest.wait()]
