@@ -9,13 +9,21 @@ import fastcoll.torch  # noqa: F401
 from fastcoll import rpc
 from fastcoll.rpc import autograd
 
+pytestmark = [pytest.mark.long, pytest.mark.ranks(1, init=False)]
 
-@pytest.mark.long
-@pytest.mark.ranks(1, init=False)
-@pytest.mark.parametrize("bucket_view", [False, True])
-def test_ddp_sees_the_gradients_of_a_context(bucket_view):
+
+@pytest.fixture(autouse=True)
+def alone():
+    """A group of torch and a worker."""
     dist.init_process_group("fastcoll", store=dist.HashStore(), rank=0, world_size=1)
     rpc.init_rpc("alone", rank=0, world_size=1)
+    yield
+    rpc.shutdown(timeout=30)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_ddp_sees_the_gradients_of_a_context(bucket_view):
     layer = torch.nn.Linear(3, 2)
     ddp = DistributedDataParallel(layer, gradient_as_bucket_view=bucket_view)
     ddp.register_comm_hook(None, doubled)
@@ -33,15 +41,9 @@ def test_ddp_sees_the_gradients_of_a_context(bucket_view):
     if not bucket_view:  # with them DDP itself makes `.grad` a part of a bucket
         assert layer.bias.grad is kept
         assert layer.weight.grad is None
-    rpc.shutdown(timeout=30)
-    dist.destroy_process_group()
 
 
-@pytest.mark.long
-@pytest.mark.ranks(1, init=False)
 def test_a_sparse_gradient_goes_backward_in_a_process_that_has_a_group():
-    dist.init_process_group("fastcoll", store=dist.HashStore(), rank=0, world_size=1)
-    rpc.init_rpc("alone", rank=0, world_size=1)
     table = torch.nn.Embedding(5, 2, sparse=True)
     with autograd.context() as context:
         autograd.backward(context, [table(torch.tensor([3, 3])).sum()])
@@ -49,8 +51,6 @@ def test_a_sparse_gradient_goes_backward_in_a_process_that_has_a_group():
     assert gradient.is_sparse
     assert gradient.to_dense().tolist() == [[0.0, 0.0]] * 3 + [[2.0, 2.0], [0.0, 0.0]]
     assert table.weight.grad is None
-    rpc.shutdown(timeout=30)
-    dist.destroy_process_group()
 
 
 def doubled(state, bucket):

@@ -75,7 +75,7 @@ def test_many_are_collected_and_waited_for() -> None:
     threads = [threading.Thread(target=futures[k].set_result, args=(k,)) for k in range(8)]
     for thread in threads:
         thread.start()
-    assert [each.value() for each in whole.wait(10)] == wait_all(futures) == list(range(8))
+    assert [each.value() for each in whole.wait(60)] == wait_all(futures) == list(range(8))
     for thread in threads:
         thread.join()
     assert collect_all([]).wait() == []
