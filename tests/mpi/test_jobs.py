@@ -78,7 +78,7 @@ def run(python: Path, ranks: int, *program: str, **variables: str) -> tuple[int,
 
 
 @pytest.fixture(scope="module")
-def compiled(folder: Path) -> None:
+def kernels_between_nodes(folder: Path) -> None:
     """The kernels that the cases between nodes need: to compile them can take longer than their deadlines.
 
     From elsewhere, as here Python would import the sources, which need not be what the jobs import.
@@ -88,7 +88,7 @@ def compiled(folder: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("kernels_between_nodes")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_conformance_suite(python: Path, ranks: int) -> None:
     """Of four ranks with one library: who sends what is fastcoll's, and the same with the other one."""
