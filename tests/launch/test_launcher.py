@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
@@ -14,36 +13,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launch.launching import COMMAND, LIMIT, Script, Starter, end, has_ended, next_line, patched, wait_for
 
+from fastcoll.launch.options import read
 from fastcoll.testing.worker import shm_names
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-COMMAND = [sys.executable, "-m", "fastcoll.launch"]
-HEAD = "import os, signal, subprocess, sys, time\nrank = int(os.environ['RANK'])\n"
 # Every rank says that it is there, and goes on when all of them are.
 MEET = """
-open(f"here-{rank}", "w").write(str(os.getpid()))
-while len([name for name in os.listdir() if name.startswith("here-")]) < int(os.environ["WORLD_SIZE"]):
-    time.sleep(0.01)
+open(f"here-{rank}.part", "w").write(str(os.getpid()))
+os.rename(f"here-{rank}.part", f"here-{rank}")
+for each in range(int(os.environ["WORLD_SIZE"])): stay(f"here-{each}")
 """
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Write script.py into the current directory."""
-    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "FASTCOLL_SECRET"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    return lambda text: (tmp_path / "script.py").write_text(HEAD + text) and None
-
-
-@pytest.fixture
-def launch(script: Callable[[str], None]) -> Launch:
+def launch(script: Script) -> Launch:
     """Run the launcher with options on script.py with the given text."""
 
-    def run(text: str, *options: str) -> subprocess.CompletedProcess[str]:
+    def run(text: str, *options: str, **more: object) -> subprocess.CompletedProcess[str]:
         script(text)
-        return subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=30)
+        command = more.pop("command", COMMAND)
+        return subprocess.run([*command, *options], capture_output=True, text=True, timeout=LIMIT, **more)
 
     return run
 
@@ -67,39 +58,20 @@ def test_each_rank_gets_its_environment_and_arguments(launch: Launch) -> None:
     )
 
 
-def test_the_local_rank_as_an_argument(launch: Launch) -> None:
+def test_many_nodes_and_the_local_rank_as_an_argument(launch: Launch) -> None:
     done = launch(
-        "print(sys.argv[1:])",
-        *[
-            "-n2",
-            "--nnodes=2",
-            "--node_rank=1",
-            "--master_addr=there",
-            "--nodes_port=0",
-            "--pass_local_rank",
-            "script.py",
-            "-x",
-        ],
+        "print(*sys.argv[1:], *map(os.environ.get, ['WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT']))",
+        *["-n2", "--nnodes=2", "--node_rank=1", "--master_addr=there", "--master-port=77"],
+        *["--nodes_port=0", "--pass_local_rank", "script.py", "-x"],
     )
     assert sorted(done.stdout.splitlines()) == [
-        "[2] ['--local_rank=0', '-x']",
-        "[3] ['--local_rank=1', '-x']",
+        f"[{2 + local}] --local_rank={local} -x 4 there 77" for local in (0, 1)
     ]
 
 
-def test_many_nodes(launch: Launch) -> None:
-    done = launch(
-        "print(os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])",
-        *["-n2", "--nnodes=2", "--node_rank=1", "--master_addr=there", "--master-port=77"],
-        *["--nodes_port=0", "script.py"],
-    )
-    assert sorted(done.stdout.splitlines()) == ["[2] 4 there 77", "[3] 4 there 77"]
-
-
 def test_output_is_prefixed_line_by_line_and_logged(launch: Launch) -> None:
-    done = launch(
-        "sys.stdout.write('a\\nb')\nsys.stderr.write('c')", *["-n", "2", "--log_dir", "logs/new", "script.py"]
-    )
+    text = "sys.stdout.write('a\\nb')\nsys.stderr.write('c')"
+    done = launch(text, *["-n", "2", "--log_dir", "logs/new", "script.py"])
     assert sorted(done.stdout.splitlines()) == ["[0] a", "[0] b", "[1] a", "[1] b"]
     assert sorted(done.stderr.splitlines())[:2] == ["[0] c", "[1] c"]
     assert Path("logs/new/rank-1.stdout").read_text() == "a\nb"
@@ -124,16 +96,13 @@ def test_modules_other_programs_and_plain_output(launch: Launch) -> None:
     assert "'no-such-program' cannot be run: No such file or directory" in missing.stderr
 
 
-def test_rank_0_has_the_standard_input(launch: Launch, script: Callable[[str], None]) -> None:
-    script("print(sys.stdin.read())")
-    done = subprocess.run(
-        [*COMMAND, "-n2", "script.py"], input="text", capture_output=True, text=True, timeout=30
-    )
+def test_rank_0_has_the_standard_input(launch: Launch) -> None:
+    done = launch("print(sys.stdin.read())", "-n2", "script.py", input="text")
     assert sorted(done.stdout.splitlines()) == ["[0] text", "[1] "]
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "told"),
+    ("failure", "code", "told"),
     [
         ("raise ValueError('the cause')", 1, "exit code 1; its last lines on stderr:\n    Traceback"),
         ("sys.exit(3)", 3, "exit code 3; it wrote nothing on stderr\n"),
@@ -141,9 +110,9 @@ def test_rank_0_has_the_standard_input(launch: Launch, script: Callable[[str], N
     ],
 )
 def test_the_first_failure_is_told_and_ends_the_others(
-    launch: Launch, end: str, code: int, told: str
+    launch: Launch, failure: str, code: int, told: str
 ) -> None:
-    done = launch(f"{MEET}if rank == 1:\n    {end}\ntime.sleep(1000)", "-n3", "script.py")
+    done = launch(f"{MEET}if rank == 1:\n    {failure}\ntime.sleep(1000)", "-n3", "script.py")
     assert done.returncode == code
     pid = Path("here-1").read_text()
     assert f"fastcoll.launch: rank 1 (pid {pid} on {os.uname().nodename}) failed first: {told}" in done.stderr
@@ -159,10 +128,10 @@ if rank == 0:
 
 
 def test_the_cause_is_named_though_its_rank_ended_later(launch: Launch) -> None:
-    after_rank_0 = "while os.path.exists('/proc/' + open('here-0').read()):\n        time.sleep(0.01)"
-    done = launch(
-        f"{FOLLOWING}if rank == 1:\n    {after_rank_0}\n    os._exit(3)\ntime.sleep(1000)", "-n3", "script.py"
-    )
+    """The launcher waits a second for it, and here for long: rank 1 may get no core for a second."""
+    text = "if rank == 1:\n    wait_for_end(open('here-0').read())\n    os._exit(3)\ntime.sleep(1000)"
+    command = patched("supervisor.CAUSE_SECONDS = 100")
+    done = launch(FOLLOWING + text, "-n3", "script.py", command=command)
     assert done.returncode == 3
     assert "fastcoll.launch: rank 1 (pid " in done.stderr
     assert done.stderr.count("failed first") == 1
@@ -177,11 +146,8 @@ def test_without_a_cause_the_failed_group_is_told(launch: Launch) -> None:
 
 
 def test_what_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
-    done = launch(
-        f"signal.signal(signal.SIGTERM, signal.SIG_IGN){MEET}if rank == 1:\n    sys.exit(4)\ntime.sleep(1000)",
-        *["-n2", "--grace=0.2", "script.py"],
-    )
-    assert done.returncode == 4
+    text = f"signal.signal(signal.SIGTERM, signal.SIG_IGN){MEET}if rank == 1: sys.exit(4)\ntime.sleep(1000)"
+    assert launch(text, *["-n2", "--grace=0.2", "script.py"]).returncode == 4
 
 
 def test_what_outlives_its_rank_is_ended(launch: Launch) -> None:
@@ -197,62 +163,37 @@ def test_what_outlives_its_rank_is_ended(launch: Launch) -> None:
             os.kill(pid, 0)
 
 
-def started(*options: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """The launcher with two ranks that are at work, and the ranks' pidfds."""
-    process = subprocess.Popen(
-        [*COMMAND, "-n2", *options, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    pids: list[int] = []
-    while len(pids) < 2:
-        text = process.stdout.readline().split()[1]
-        pids += [int(text)] if text.isdecimal() else []
-    return process, [os.pidfd_open(pid) for pid in pids]
-
-
-def has_ended(pidfd: int) -> bool:
-    try:
-        return bool(select.select([pidfd], [], [], 5)[0])
-    finally:
-        os.close(pidfd)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_signals_are_passed_on(script: Callable[[str], None], number: signal.Signals) -> None:
+def test_signals_are_passed_on(script: Script, start: Starter, number: signal.Signals) -> None:
     script(
-        f"signal.signal({int(number)}, lambda *_: sys.exit(print('got it')))\n"
-        "print(os.getpid())\n"
-        "time.sleep(1000)"
+        f"signal.signal({int(number)}, lambda *_: (here('got it'), os._exit(0)))\nhere()\ntime.sleep(1000)"
     )
-    process, ranks = started()
+    process = start("-n2", f"--grace={LIMIT}")
+    pids = [next_line(process)[1] for _ in range(2)]
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + number
-    assert sorted(out.splitlines()) == ["[0] got it", "[1] got it"]
+    code, out, err = end(process)
+    assert code == 128 + number
+    assert sorted(line.split()[1:] for line in out.splitlines()) == sorted(
+        ["here", pid, "got", "it"] for pid in pids
+    )
     assert "failed" not in err
-    assert all(map(has_ended, ranks))
+    assert all(map(has_ended, pids))
 
 
-def test_what_a_background_job_ignores_its_ranks_ignore(script: Callable[[str], None]) -> None:
+def test_what_a_background_job_ignores_its_ranks_ignore(script: Script, start: Starter) -> None:
     """As after `nohup python -m fastcoll.launch ... &` in a shell's script: only SIGTERM ends it."""
     script(
-        "print([signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)])\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('got it')))\n"
-        "print('here')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (here('got it'), os._exit(0)))\n"
+        "here([signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)])\n"
         "time.sleep(1000)"
     )
     ignoring = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh"]
-    with subprocess.Popen(
-        [*ignoring, *COMMAND, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "[0] [True, True]\n"
-        assert process.stdout.readline() == "[0] here\n"
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGHUP)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=20)
-    assert (process.returncode, out) == (128 + signal.SIGTERM, "[0] got it\n")
+    process = start(f"--grace={LIMIT}", command=[*ignoring, *COMMAND])
+    _, pid, *ignored = next_line(process)
+    assert ignored == ["[True,", "True]"]
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(number)
+    assert end(process)[:2] == (128 + signal.SIGTERM, f"[0] here {pid} got it\n")
 
 
 @pytest.mark.parametrize("place", ["after_start", "before_end"])
@@ -264,9 +205,9 @@ def test_a_killed_launcher_leaves_nothing_wherever_it_was(
         patch.setenv("LEFT", mark := f"left-{os.getpid()}-{place}")
         done = launch("time.sleep(1000 if rank else 0); sys.exit(1)", "-n2", "--grace=0", "script.py")
     assert done.returncode == -signal.SIGKILL
-    end = time.monotonic() + 10
-    while left := [pid for pid in filter(str.isdigit, os.listdir("/proc")) if mark in environ_of(pid)]:
-        assert time.monotonic() < end, left
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if mark in environ_of(pid):
+            assert has_ended(pid), pid
 
 
 def environ_of(pid: str) -> str:
@@ -276,35 +217,32 @@ def environ_of(pid: str) -> str:
         return ""
 
 
-def test_a_second_signal_kills_at_once(script: Callable[[str], None]) -> None:
-    script(
-        "signal.signal(signal.SIGINT, lambda *_: print('no'))\nprint(os.getpid())\nwhile True:\n    time.sleep(1000)"
-    )
-    process, ranks = started("--grace=1000")
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    assert {process.stdout.readline(), process.stdout.readline()} == {"[0] no\n", "[1] no\n"}
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert all(map(has_ended, ranks))
+def test_a_second_signal_kills_at_once(script: Script, start: Starter) -> None:
+    script("signal.signal(signal.SIGINT, lambda *_: here('no'))\nhere('ready')\nwhile True: time.sleep(1000)")
+    process = start("-n2", "--grace=1000")
+    for word in ("ready", "no"):
+        lines = [next_line(process) for _ in range(2)]
+        assert [line[2] for line in lines] == [word] * 2
+        process.send_signal(signal.SIGINT)
+    assert end(process)[0] == 130
+    assert all(has_ended(pid) for _, pid, _ in lines)
 
 
 def test_a_segment_whose_makers_all_end_is_removed(
-    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    script: Script, start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTCOLL_FAILPOINT", "shm.meeting.after_create:stop")
     before = shm_names()
-    script("import fastcoll\nprint(os.getpid())\nfastcoll.init_process_group('shm')")
-    process, ranks = started("--grace=0")
-    end = time.monotonic() + 30
-    while shm_names() <= before and time.monotonic() < end:
+    script("import fastcoll\nhere()\nfastcoll.init_process_group('shm')")
+    process = start("-n2", "--grace=0")
+    pids = [next_line(process)[1] for _ in range(2)]
+    deadline = time.monotonic() + LIMIT
+    while shm_names() <= before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(shm_names() - before) == 1
     process.terminate()
-    process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert all(map(has_ended, ranks))
+    assert end(process)[0] == 128 + signal.SIGTERM
+    assert all(map(has_ended, pids))
     assert shm_names() <= before
 
 
@@ -324,36 +262,30 @@ runpy.run_module("fastcoll.launch", run_name="__main__")
 """
 
 
-def test_ctrl_c_while_the_launcher_is_imported_counts(script: Callable[[str], None]) -> None:
-    script("print('here')")
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=30)
+def test_ctrl_c_while_the_launcher_is_imported_counts(launch: Launch) -> None:
+    done = launch("print('here')", command=[sys.executable, "-c", INTERRUPTED])
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
 
 
-def test_ranks_die_with_a_killed_launcher(script: Callable[[str], None]) -> None:
-    script("print(os.getpid())\ntime.sleep(1000)")
-    process, ranks = started()
+def test_ranks_die_with_a_killed_launcher(script: Script, start: Starter) -> None:
+    script("here()\ntime.sleep(1000)")
+    process = start("-n2")
+    pids = [next_line(process)[1] for _ in range(2)]
     process.kill()
-    process.communicate(timeout=20)
-    assert all(map(has_ended, ranks))
+    assert all(map(has_ended, pids))
 
 
-def test_a_reader_that_goes_away_ends_the_job(script: Callable[[str], None]) -> None:
-    script("print(os.getpid())\nwhile True:\n    print('more')\n    time.sleep(0.01)")
-    process, ranks = started()
+def test_a_reader_that_goes_away_ends_the_job(script: Script, start: Starter) -> None:
+    script("here()\nstay()\nwhile True:\n    print('more')\n    time.sleep(0.01)")
+    process = start("-n2")
+    pids = [next_line(process)[1] for _ in range(2)]
     assert process.stdout is not None
     process.stdout.close()
-    assert process.wait(20) == 128 + signal.SIGPIPE
+    Path("go").touch()
+    assert process.wait(LIMIT) == 128 + signal.SIGPIPE
     assert process.stderr is not None
     process.stderr.close()
-    assert all(map(has_ended, ranks))
-
-
-def wait_for_files(*names: str) -> None:
-    end = time.monotonic() + 30
-    while not all(Path(name).exists() for name in names):
-        assert time.monotonic() < end, names
-        time.sleep(0.01)
+    assert all(map(has_ended, pids))
 
 
 SAVE = """
@@ -371,80 +303,86 @@ time.sleep(1000)
 @pytest.mark.long
 @pytest.mark.parametrize("goes", ["reader", "terminal"])
 def test_ranks_keep_their_grace_when_what_they_write_to_goes_with_the_signal(
-    script: Callable[[str], None], goes: str
+    script: Script, goes: str
 ) -> None:
     """As the `tee` of a pipe does at Ctrl-C, and a terminal that is closed."""
     script(SAVE)
     theirs, ours = os.pipe() if goes == "reader" else pty.openpty()
-    with subprocess.Popen([*COMMAND, "-n2", "script.py"], stdout=ours, stderr=subprocess.DEVNULL) as process:
+    command = [*COMMAND, "-n2", f"--grace={LIMIT}", "script.py"]
+    with subprocess.Popen(command, stdout=ours, stderr=subprocess.DEVNULL) as process:
         os.close(ours)
-        wait_for_files("here-0", "here-1")
+        wait_for("here-0", "here-1")
         os.close(theirs)
         process.send_signal(signal.SIGHUP)
-        assert process.wait(20) == 128 + signal.SIGHUP
+        assert process.wait(LIMIT) == 128 + signal.SIGHUP
     assert sorted(path.name for path in Path().glob("saved-*")) == ["saved-0", "saved-1"]
 
 
 @pytest.mark.long
-def test_a_signal_ends_ranks_whose_output_nobody_reads(script: Callable[[str], None]) -> None:
+def test_a_signal_ends_ranks_whose_output_nobody_reads(script: Script, start: Starter) -> None:
     script(
-        "os.set_blocking(1, False)\nprint(os.getpid())\nsys.stdout.flush()\n"
-        "last = time.monotonic()\n"
+        "os.set_blocking(1, False)\nhere()\nlast = time.monotonic()\n"
         "while time.monotonic() < last + 0.3:\n"
         "    try:\n        os.write(1, b'more\\n' * 800)\n        last = time.monotonic()\n"
         "    except BlockingIOError: time.sleep(0.01)\n"
         "open(f'full-{rank}', 'w')\ntime.sleep(1000)"
     )
-    process, ranks = started()
-    wait_for_files("full-0", "full-1")
-    try:
-        process.terminate()
-        assert process.wait(20) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-        process.communicate()
-    assert all(map(has_ended, ranks))
+    process = start("-n2")
+    pids: list[str] = []
+    while len(pids) < 2:
+        words = next_line(process)
+        pids += words[1:2] if words[0] == "here" else []
+    wait_for("full-0", "full-1")
+    process.terminate()
+    assert process.wait(LIMIT) == 128 + signal.SIGTERM
+    assert all(map(has_ended, pids))
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["-n0", "script.py"], "give a number from 1 up, auto or cpu, not '0'"),
-        (["--nnodes=0", "script.py"], "give a number from 1 up, or MIN:MAX, not '0'"),
-        (["--nnodes=2", "script.py"], "--master_addr is needed for 2 nodes"),
-        (
-            ["--nnodes=2", "--standalone", "script.py"],
-            "--standalone is for one node, as is port 0 of --rdzv_endpoint; --nnodes says 2",
-        ),
-        (["--node_rank=1", "script.py"], "--node_rank must be from 0 to 0, got 1"),
-        (["--master_port=70000", "script.py"], "--master_port must be from 1 to 65535, got 70000"),
-        (["--nodes_port=70000", "script.py"], "--nodes_port must be from 0 to 65535, got 70000"),
-        (["--grace=-1", "script.py"], "give a number of seconds from 0 up, not '-1'"),
-        (["--grace=x", "script.py"], "give a number of seconds from 0 up, not 'x'"),
-        (["--log_dir=script.py", "script.py"], "--log_dir 'script.py' cannot be made: File exists"),
-        (["--log_dir=script.py/x", "script.py"], "'script.py/x' cannot be made: Not a directory"),
-        (["-m", "--no_python", "script"], "-m and --no_python exclude each other"),
-        (["--use_env", "--pass-local-rank", "script.py"], "not allowed with argument --use_env"),
-        (["absent.py"], "there is no script 'absent.py' (for a module give -m)"),
+        ("-n0 script.py", "give a number from 1 up, auto or cpu, not '0'"),
+        ("--nnodes=0 script.py", "give a number from 1 up, or MIN:MAX, not '0'"),
+        ("--nnodes=3:2 script.py", "give a number from 1 up, or MIN:MAX, not '3:2'"),
+        ("--nnodes=2 script.py", "--master_addr is needed for 2 nodes"),
+        ("--nnodes=1:2 script.py", "--nnodes 1:2 needs --rdzv_backend c10d"),
+        ("--nnodes=2 --standalone script.py", "is for one node, as is port 0 of --rdzv_endpoint; --nnodes says 2"),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nnodes=2 x", "is for one node, as is port 0"),
+        ("--node_rank=1 script.py", "--node_rank must be from 0 to 0, got 1"),
+        ("--master_port=70000 script.py", "--master_port must be from 1 to 65535, got 70000"),
+        ("--nodes_port=70000 script.py", "--nodes_port must be from 0 to 65535, got 70000"),
+        ("--max-restarts=-1 script.py", "give a whole number from 0 up, not '-1'"),
+        ("--grace=-1 script.py", "give a number of seconds from 0 up, not '-1'"),
+        ("--grace=x script.py", "give a number of seconds from 0 up, not 'x'"),
+        ("--log_dir=script.py script.py", "--log_dir 'script.py' cannot be made: File exists"),
+        ("--log_dir=script.py/x script.py", "'script.py/x' cannot be made: Not a directory"),
+        ("-m --no_python script", "-m and --no_python exclude each other"),
+        ("--use_env --pass-local-rank script.py", "not allowed with argument --use_env"),
+        ("absent.py", "there is no script 'absent.py' (for a module give -m)"),
+        ("--rdzv-backend=etcd-v2 script.py", "--rdzv_backend etcd-v2 is refused: there is no etcd here"),
+        ("--rdzv-backend=x script.py", "--rdzv_backend x is refused: it is not known; give c10d or static"),
+        ("--rdzv-backend=c10d --min_ranks=1 script.py", "--min_ranks is for programs whose ranks go on"),
+        ("--rdzv-endpoint=a:b script.py", "give HOST or HOST:PORT, not 'a:b'"),
+        ("--rdzv-conf=x=1 script.py", "'x' is none of is_host, join_timeout, last_call_timeout"),
+        ("--start-method=fork script.py", "--start-method is refused: ranks are always fresh processes"),
+        ("--numa_binding node script.py", "--numa_binding is refused: start the program under numactl"),
+        ("--signals-to-handle=SIGX script.py", "'SIGX' is no signal; give names, as SIGTERM,SIGUSR1"),
+        ("--signals-to-handle=SIGKILL script.py", "SIGKILL, SIGSTOP and SIGCHLD cannot be among them"),
+        ("--redirects=4 script.py", "give 0 to 3 (1: stdout, 2: stderr, 3: both), or such by local rank"),
     ],
-)
+)  # fmt: skip
 def test_wrong_options_are_refused(
-    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str], script: Callable[[str], None]
+    options: str, complaint: str, capsys: pytest.CaptureFixture[str], script: Script
 ) -> None:
-    from fastcoll.launch.command import main
-
     script("")
     with pytest.raises(SystemExit) as info:
-        main(options)
+        read(options.split())
     assert info.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_auto_is_one_rank_per_usable_core(launch: Launch) -> None:
-    done = launch("print(os.environ['WORLD_SIZE'])", "-n", "auto", "--no_prefix", "script.py")
-    assert set(done.stdout.split()) == {str(len(os.sched_getaffinity(0)))}
-
-
-def test_the_free_port_differs_from_job_to_job(launch: Launch) -> None:
-    ports = {launch("print(os.environ['MASTER_PORT'])", "--no_prefix", "script.py").stdout for _ in range(3)}
-    assert len(ports) > 1
+def test_auto_is_one_rank_per_usable_core_and_the_port_differs_from_job_to_job(script: Script) -> None:
+    script("")
+    jobs = [read(["-n", "auto", "script.py"])[1] for _ in range(3)]
+    assert {job.local_size for job in jobs} == {len(os.sched_getaffinity(0))}
+    assert len({job.master_port for job in jobs}) > 1

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from launch.launching import LIMIT
 
 from fastcoll.launch import lifeline
 
@@ -29,20 +30,20 @@ def tethered(parent: int, *program: str) -> subprocess.Popen[str]:
 
 def test_the_program_takes_the_place_of_the_tether() -> None:
     with tethered(os.getpid(), "sh", "-c", "echo $$; exit 5") as process:
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, int(out), err) == (5, process.pid, "")
 
 
 def test_a_program_that_does_not_exist() -> None:
     with tethered(os.getpid(), "/no/such/program") as process:
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, err) == (127, "'/no/such/program' cannot be run: No such file or directory\n")
 
 
 def test_a_parent_that_is_gone_already() -> None:
     # The parent that the tether is told of is a child of its real one: 1 would be real where pytest is process 1.
     with subprocess.Popen(["true"]) as gone, tethered(gone.pid, "true") as process:
-        assert process.wait(10) == 128 + signal.SIGKILL
+        assert process.wait(LIMIT) == 128 + signal.SIGKILL
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_the_child_dies_with_its_parent(tied: tuple[subprocess.Popen[bytes], int
     parent, child = tied
     assert not select.select([child], [], [], 0)[0]
     parent.kill()
-    assert select.select([child], [], [], 10)[0]
+    assert select.select([child], [], [], LIMIT)[0]
 
 
 def test_children_of() -> None:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from launch.launching import COMMAND, LIMIT, patched
 
 from fastcoll.launch.console import Console
 from fastcoll.launch.nodes import Job
 from fastcoll.launch.pauses import Pauses
 from fastcoll.launch.supervisor import Supervisor
 
-COMMAND = [sys.executable, "-m", "fastcoll.launch"]
-HEAD = """
+HEAD = f"""
 import os, signal, sys
 from fastcoll.rendezvous import TCPStore
 host, port = os.environ["FASTCOLL_ELASTIC"].split(":")
-store = TCPStore(host, int(port), timeout=30)
+store = TCPStore(host, int(port), timeout={LIMIT})
 is_new = os.environ.get("FASTCOLL_NEWCOMER") == "1"
 local = os.environ["LOCAL_RANK"]
 if is_new:
@@ -29,11 +28,12 @@ if is_new:
 """
 
 
-def launch(path: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
-    (path / "script.py").write_text(HEAD + text)
-    return subprocess.run(
-        [*COMMAND, *options, "script.py"], cwd=path, capture_output=True, text=True, timeout=60
-    )
+def launch(
+    path: Path, text: str, *options: str, args: Sequence[str] = (), command: Sequence[str] = COMMAND
+) -> subprocess.CompletedProcess[str]:
+    (path / "script.py").write_text(text)
+    words = [*command, *options, "script.py", *args]
+    return subprocess.run(words, cwd=path, capture_output=True, text=True, timeout=2 * LIMIT)
 
 
 @pytest.mark.long
@@ -45,7 +45,7 @@ elif local == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 print(store.get("new"))
 """
-    done = launch(tmp_path, text, "-n3", "--min_ranks=1", "--max-restarts=1", "--log_dir=logs")
+    done = launch(tmp_path, HEAD + text, "-n3", "--min_ranks=1", "--max-restarts=1", "--log_dir=logs")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "[0] b'1'",
@@ -62,12 +62,11 @@ print(store.get("new"))
 def test_newcomers_that_fail_are_replaced_a_given_number_of_times(tmp_path: Path) -> None:
     text = """
 if local == "1":
-    store.add("ended", 1)
+    store.set(f"ended-{store.add('ended', 1)}", "")
     sys.exit(3)
-while store.add("ended", 0) < 3:
-    pass
+store.wait(["ended-3"])
 """
-    done = launch(tmp_path, text, "-n2", "--min_ranks=1", "--max-restarts=2")
+    done = launch(tmp_path, HEAD + text, "-n2", "--min_ranks=1", "--max-restarts=2")
     assert done.returncode == 0, done.stderr
     names = re.findall(
         r"fastcoll.launch: (.*) \(pid \d+\) failed: exit code 3; (?:1 goes|0 go) on here(.*)", done.stderr
@@ -80,15 +79,17 @@ while store.add("ended", 0) < 3:
 
 
 def test_nobody_waits_for_a_newcomer_when_the_others_have_ended(tmp_path: Path) -> None:
+    """The second newcomer would come in ten minutes."""
     text = """
 if local == "1":
-    store.add("ended", 1)
+    store.set(f"ended-{is_new}", "")
     sys.exit(3)
-while store.add("ended", 0) < 2:
-    pass
+store.wait(["ended-False", "ended-True"])
 """
-    done = launch(tmp_path, text, "-n2", "--min_ranks=1", "--max-restarts=9")
+    command = patched("pauses._FIRST = pauses._MOST = 600.0")
+    done = launch(tmp_path, HEAD + text, "-n2", "--min_ranks=1", "--max-restarts=9", command=command)
     assert done.returncode == 0, done.stderr
+    assert "newcomer 2 of 9 comes in 600 s" in done.stderr
     assert "newcomer 3" not in done.stderr
 
 
@@ -133,12 +134,6 @@ print(dist.get_rank(), dist.get_world_size(), flush=True)
 """
 
 
-def train(path: Path, text: str, *options: str, args: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    (path / "train.py").write_text(text)
-    command = [*COMMAND, *options, "train.py", *args]
-    return subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=120)
-
-
 LONG = pytest.mark.long
 
 
@@ -154,7 +149,7 @@ LONG = pytest.mark.long
 def test_a_rank_that_dies_before_all_have_met_is_replaced_in_its_rank(
     tmp_path: Path, moment: str, victims: str
 ) -> None:
-    done = train(tmp_path, TRAINS, "-n3", "--min_ranks=1", "--max-restarts=2", args=(moment, victims))
+    done = launch(tmp_path, TRAINS, "-n3", "--min_ranks=1", "--max-restarts=2", args=(moment, victims))
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == ["0 3", "1 3", "2 3"]
 
@@ -162,7 +157,7 @@ def test_a_rank_that_dies_before_all_have_met_is_replaced_in_its_rank(
 @pytest.mark.long
 @pytest.mark.parametrize(("moment", "n"), [("first", 2), ("first", 3), ("start.after_join", 3)])
 def test_a_death_that_nobody_makes_up_for_ends_the_wait_of_all(tmp_path: Path, moment: str, n: int) -> None:
-    done = train(tmp_path, TRAINS, f"-n{n}", "--min_ranks=1", args=(moment, "1"))
+    done = launch(tmp_path, TRAINS, f"-n{n}", "--min_ranks=1", args=(moment, "1"))
     assert done.returncode == 128 + 9
     said = r"rank 1 \(pid \d+ on .*\) failed first: signal SIGKILL \(9\); the ranks had not all met, and no restart"
     assert re.search(said, done.stderr), done.stderr
@@ -170,7 +165,7 @@ def test_a_death_that_nobody_makes_up_for_ends_the_wait_of_all(tmp_path: Path, m
 
 def test_the_death_of_all_that_have_the_state_ends_the_job(tmp_path: Path) -> None:
     text = """
-import os, pathlib, signal
+import os, pathlib, signal, time
 import fastcoll as dist
 new = pathlib.Path("new")
 if "RANK" not in os.environ:
@@ -178,10 +173,10 @@ if "RANK" not in os.environ:
     signal.pause()
 with dist.world():
     while os.environ["RANK"] == "0" and not new.exists():
-        pass
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = train(tmp_path, text, "-n2", "--min_ranks=1", "--max-restarts=1")
+    done = launch(tmp_path, text, "-n2", "--min_ranks=1", "--max-restarts=1")
     assert done.returncode == 128 + 9
     assert "every rank that had the state has failed, so the state is lost" in done.stderr, done.stderr
 

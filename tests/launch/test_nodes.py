@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from launch.launching import LIMIT, patched
 
 from fastcoll.launch import nodes as job
 from fastcoll.launch.nodes import Failure, Nodes, default_port, free_port
@@ -23,6 +23,8 @@ FIRST, SECOND = Failure(3, "rank 1 failed"), Failure(4, "rank 2 failed")
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Nodes]]:
     """The launchers of three nodes. One that has not met node 0 when that leaves tries in vain for a moment only."""
     monkeypatch.setattr(job, "_TRY_SECONDS", 0.2)
+    for name in ("_FIRST_SECONDS", "_LAST_SECONDS"):
+        monkeypatch.setattr(job, name, LIMIT)
     port = free_port()
     with ExitStack() as stack:
         yield [stack.enter_context(Nodes(3, rank, "127.0.0.1", port)) for rank in range(3)]
@@ -30,7 +32,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Nodes]]:
 
 def known(node: Nodes) -> Failure | None:
     """What a node knows after a while."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + LIMIT
     while node.failure() is None and time.monotonic() < end:
         time.sleep(0.001)
     return node.failure()
@@ -64,21 +66,36 @@ def test_a_failure_reaches_a_node_that_starts_later() -> None:
 @pytest.mark.long
 def test_a_launcher_that_never_met_node_0_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_TRY_SECONDS", 0.2)
-    monkeypatch.setattr(job, "_LAST_SECONDS", 1.0)
-    threads = set(threading.enumerate())
+    monkeypatch.setattr(job, "_LAST_SECONDS", 0.1)
+    before = set(threading.enumerate())
     with Nodes(2, 1, "127.0.0.1", free_port()) as node:
         node.tell(FIRST)
-    assert set(threading.enumerate()) <= threads
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+class Clock:
+    """A clock in the place of the module `time`, which only sleeping moves on."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def test_a_node_out_of_reach_is_not_waited_for_longer_than_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure that it cannot be told of ends this launcher all the same."""
-    monkeypatch.setattr(job, "_LAST_SECONDS", 0.2)
-    started = time.monotonic()
     with Nodes(2, 0, "127.0.0.1", free_port()) as node:
         node.tell(FIRST)
         assert known(node) == FIRST
-    assert 0.2 <= time.monotonic() - started < 5
+        clock = Clock()
+        monkeypatch.setattr(job, "time", clock)
+        start = clock.now
+    assert job._LAST_SECONDS <= clock.now - start < job._LAST_SECONDS + 2 * job._POLL_SECONDS
 
 
 def test_what_is_in_the_way_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,23 +109,15 @@ def test_what_is_in_the_way_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "192.0.2.1:1234" in text
 
 
-# Its ranks may wait for long: two seconds are the promise, and might be over before a loaded machine has connected.
-LAUNCHER = """
-import sys
-from fastcoll.launch import command, nodes
-nodes._FIRST_SECONDS = 60.0
-sys.exit(command.main(sys.argv[1:]))
-"""
-
-
 def test_a_launcher_that_is_killed_as_its_ranks_have_started_is_missed() -> None:
     """Its last will is late: it would be killed before that if its ranks did not wait for it."""
     port = free_port()
-    program = [f"--nodes_port={port}", "--no-python", "sleep", "600"]
-    where = ["--nnodes=2", "--node_rank=1", "--master_addr=127.0.0.1"]
+    # Its ranks may wait for long: two seconds are the promise, and might be over before a loaded machine has connected.
+    command = patched("nodes._FIRST_SECONDS = 60.0")
+    where = ["--nnodes=2", "--node_rank=1", "--master_addr=127.0.0.1", f"--nodes_port={port}"]
     env = {**os.environ, "FASTCOLL_FAILPOINT": "launch.before_will:delay=1, launch.after_start:kill"}
     with Nodes(2, 0, "127.0.0.1", port) as node:
-        killed = subprocess.run([sys.executable, "-c", LAUNCHER, *where, *program], env=env, timeout=60)
+        killed = subprocess.run([*command, *where, "--no-python", "sleep", "600"], env=env, timeout=LIMIT)
         assert killed.returncode == -signal.SIGKILL
         failure = known(node)
     assert failure is not None

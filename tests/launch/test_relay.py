@@ -53,7 +53,8 @@ def test_a_log_whose_disk_is_full_is_given_up_and_the_rest_passed_on(
 
 
 def test_progress_bars(stream: Stream) -> None:
-    assert stream.write(b"10%\r20%\r\nend") == b"[3] 10%\r[3] 20%\r\n"
+    assert stream.write(b"10%\r") == b"[3] 10%\r"  # shown before the line goes on
+    assert stream.write(b"20%\r\nend") == b"[3] 10%\r[3] 20%\r\n"
 
 
 def test_the_end_without_a_line_end(stream: Stream) -> None:

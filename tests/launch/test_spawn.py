@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch.launching import LIMIT
 
 from fastcoll.errors import GroupError, UsageError
 from fastcoll.launch.spawn import ProcessExitedError, ProcessRaisedError, SpawnContext, spawn
@@ -22,10 +23,7 @@ def write(rank: int, folder: Path, text: str) -> None:
 
 
 def fail(rank: int, how: str) -> None:
-    if rank == 1 and how == "raise":
-        raise ValueError("the cause")
-    if rank == 1 and how == "follow":
-        time.sleep(0.2)  # so that both failures are there when the parent looks
+    if rank == 1 and how in ("raise", "follow"):
         raise ValueError("the cause")
     if rank == 0 and how == "follow":
         raise GroupError("rank 1 failed")
@@ -102,7 +100,7 @@ def test_other_ends(how: str, code: int, text: str) -> None:
 def test_the_cause_is_named_before_what_follows_from_it() -> None:
     context = start(fail, "follow")
     for process in context.processes:
-        process.join(20)
+        process.join(LIMIT)
     with pytest.raises(ProcessRaisedError, match="ValueError: the cause"):
         context.join()
     with pytest.raises(ProcessRaisedError):
@@ -160,7 +158,7 @@ def test_the_processes_die_with_their_parent(tmp_path: Path) -> None:
         assert parent.stdout is not None
         child = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
-    assert select.select([child], [], [], 10)[0]
+    assert select.select([child], [], [], LIMIT)[0]
     os.close(child)
 
 
@@ -183,6 +181,6 @@ def test_wrong_arguments_are_refused(arguments: dict[str, object], complaint: st
 def test_functions_of_an_interactive_session_are_refused_with_what_to_do() -> None:
     """As of a notebook: `__main__` is no file that ranks could import."""
     code = "import fastcoll\ndef main(rank): pass\nfastcoll.spawn(main, nprocs=2)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
     assert "UsageError: spawn: main is of a notebook or an interactive session" in done.stderr
     assert "use fastcoll.run" in done.stderr

@@ -1,0 +1,36 @@
+"""A script in a directory of its own, and launchers that run it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from launch.launching import COMMAND, HEAD, Script, Started, Starter
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Write script.py into the current directory."""
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "FASTCOLL_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return lambda text: (tmp_path / "script.py").write_text(HEAD + text) and None
+
+
+@pytest.fixture
+def start(script: Script) -> Iterator[Starter]:
+    """Start a launcher on script.py; what still runs at the end is killed."""
+    with ExitStack() as stack:
+
+        def begin(*options: str, program: str = "script.py", command: list[str] = COMMAND) -> Started:
+            process = subprocess.Popen(
+                [*command, *options, program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            stack.callback(lambda: process.stdout.closed or process.communicate())
+            stack.callback(process.kill)
+            return process
+
+        yield begin
