@@ -10,16 +10,10 @@ from fastcoll.errors import UsageError
 from fastcoll.testing.mark import RanksMark
 
 
-def test_defaults() -> None:
+def test_defaults_and_options() -> None:
     assert RanksMark.parse((1, 4), {}) == RanksMark((1, 4), True, None, 60.0, False, frozenset())
-
-
-def test_options() -> None:
     options = {"init": False, "backend": "shm", "timeout": 5, "fresh": True, "may_die": [0, 2]}
     assert RanksMark.parse((3,), options) == RanksMark((3,), False, "shm", 5, True, frozenset([0, 2]))
-
-
-def test_any_rank_may_die() -> None:
     assert RanksMark.parse((2, 3), {"fresh": True, "may_die": True}).may_die == {0, 1, 2}
 
 

@@ -16,13 +16,14 @@ from inner_pytest import InnerRun
 
 from fastcoll.core.processes import session
 
+LIMIT = 120  # s, which only ends a hang
 SEGMENT = f"fastcoll-test-{os.getpid()}-{session()}"
 FILES: dict[str, str] = {}
 
 
 def file(name: str, text: str) -> str:
     """Add a file to the run; its tests have names of their own. The last argument of the run is `--flavour=sour`."""
-    FILES[name] = text
+    FILES[name] = f"import os, time, pytest\n{text}"
     return name
 
 
@@ -38,7 +39,6 @@ def inner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InnerRun]:
 ENVIRONMENT = file(
     "test_environment.py",
     """
-import os, time, pytest
 @pytest.mark.ranks(1, 3, init=False)
 def test_environment(rank, world_size, tmp_path):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
@@ -68,7 +68,6 @@ def test_ranks_get_their_rank_world_environment_and_a_common_directory(inner: In
 WORLDS = file(
     "test_worlds.py",
     """
-import os, time, pytest
 import fastcoll
 
 @pytest.fixture
@@ -107,7 +106,6 @@ def test_fastcoll_is_initialised_around_the_test_and_its_fixtures(inner: InnerRu
 REUSE = file(
     "test_reuse.py",
     """
-import os, time, pytest
 def note(rank, name):
     with open(f"{name}-{rank}", "w") as file:
         file.write(str(os.getpid()))
@@ -154,7 +152,6 @@ def flavour(request):
 FIXTURES = file(
     "test_fixtures.py",
     """
-import os, time, pytest
 @pytest.fixture
 def twice(rank):
     yield 2 * rank
@@ -189,7 +186,6 @@ def test_fixtures_parameters_classes_and_monkeypatch_work_in_the_ranks(inner: In
 EQUAL = file(
     "test_equal.py",
     """
-import os, time, pytest
 @pytest.mark.ranks(3, init=False)
 def test_equal_failures(rank):
     print(f"printed by {rank}")
@@ -218,7 +214,6 @@ def test_equal_failures_are_merged_and_asserts_show_values(inner: InnerRun) -> N
 SECOND = file(
     "test_second.py",
     """
-import os, time, pytest
 from fastcoll.errors import PeerDiedError
 
 @pytest.mark.ranks(3, init=False)
@@ -256,7 +251,6 @@ def pytest_runtest_teardown():
 STRANDED = file(
     "stranded/test_stranded.py",
     """
-import os, time, pytest
 @pytest.mark.ranks(2, init=False)
 def test_dead_and_stranded(rank):
     print("last words")
@@ -282,7 +276,6 @@ def test_a_dead_rank_is_named_and_the_stranded_ones_are_ended(inner: InnerRun) -
 DEATHS = file(
     "test_deaths.py",
     """
-import os, time, pytest
 @pytest.mark.ranks(3, init=False, fresh=True, may_die=[1])
 def test_survivors_count(rank):
     if rank == 1:
@@ -307,20 +300,45 @@ def test_deaths_on_purpose(inner: InnerRun) -> None:
     inner.said("test_nobody_left").fnmatch_lines(["every rank died*nobody has checked*"])
 
 
-DEADLINE = file(
-    "test_deadline.py",
+# The deadline comes two seconds after the ranks are where they stay, however long they take to come there.
+file(
+    "deadline/conftest.py",
     """
-import os, time, pytest
+import os, time
+from fastcoll.testing import pool
+
+class Clock:
+    sleep = time.sleep
+    def __init__(self, path):
+        self.path = path
+    def monotonic(self):
+        is_due = os.path.exists(self.path) and time.time() > os.stat(self.path).st_mtime + 2
+        return time.monotonic() + 1e6 * is_due
+
+def pytest_runtest_setup(item):
+    pool.time = Clock(item.name.partition("[")[0])
+def pytest_runtest_teardown():
+    pool.time = time
+""",
+)
+DEADLINE = file(
+    "deadline/test_deadline.py",
+    """
 def wait_for_ever():
+    open("test_late", "w").close()
     time.sleep(1000)
 
-@pytest.mark.ranks(2, init=False, timeout=2.0)
+@pytest.mark.ranks(2, init=False, timeout=1000)
 def test_late(rank):
     if rank == 1:
+        while not os.path.exists("done"):
+            time.sleep(0.001)
         wait_for_ever()
+    open("done", "w").close()
 
-@pytest.mark.ranks(1, init=False, timeout=2.0)
+@pytest.mark.ranks(1, init=False, timeout=1000)
 def test_stopped(rank):
+    open("test_stopped", "w").close()
     os.kill(os.getpid(), 19)
 """,
 )
@@ -331,13 +349,13 @@ def test_the_deadline_shows_where_each_rank_is(inner: InnerRun) -> None:
     late, stopped = inner.said("test_late"), inner.said("test_stopped")
     late.fnmatch_lines(
         [
-            "rank 1 of 2: did not finish within 2 s",
+            "rank 1 of 2: did not finish within 1000 s",
             "*hread (most recent call first):",  # the current one, unless another thread has got the signal
             "*line * in wait_for_ever",
             "*line * in test_late",
         ]
     )
-    stopped.fnmatch_lines(["rank 0 of 1: did not finish within 2 s", "it does not say where it is*"])
+    stopped.fnmatch_lines(["rank 0 of 1: did not finish within 1000 s", "it does not say where it is*"])
     for said in (late, stopped):
         said.no_fnmatch_line("*pytest_pyfunc_call*")
 
@@ -345,7 +363,6 @@ def test_the_deadline_shows_where_each_rank_is(inner: InnerRun) -> None:
 LEAKS = file(
     "test_leaks.py",
     f"""
-import os, time, pytest
 import subprocess, threading
 kept = []
 
@@ -386,7 +403,6 @@ def test_leaks_fail_the_test_by_name(inner: InnerRun) -> None:
 SKIPS = file(
     "test_skips.py",
     """
-import os, time, pytest
 @pytest.mark.ranks(2, init=False)
 def test_all_skip():
     pytest.skip("not here")
@@ -415,9 +431,7 @@ def test_skips_and_expected_failures(inner: InnerRun) -> None:
     inner.summary().fnmatch_lines(["SKIPPED*: not here"])
 
 
-WRONG_MARK = file(
-    "test_wrong_mark.py", "import pytest\n@pytest.mark.ranks(2, colour=1)\ndef test_it():\n    pass\n"
-)
+WRONG_MARK = file("test_wrong_mark.py", "@pytest.mark.ranks(2, colour=1)\ndef test_it():\n    pass\n")
 
 
 def test_a_wrong_mark_is_refused_at_collection(inner: InnerRun) -> None:
@@ -432,7 +446,7 @@ if os.getpid() != int(os.environ.setdefault("FIRST_PROCESS", str(os.getpid()))):
 """
 NOT_TWICE = file(
     "test_not_twice.py",
-    f"import pytest\n{IN_A_WORKER}\n@pytest.mark.ranks(2, init=False)\ndef test_not_twice():\n    pass\n",
+    f"{IN_A_WORKER}\n@pytest.mark.ranks(2, init=False)\ndef test_not_twice():\n    pass\n",
 )
 
 
@@ -476,7 +490,6 @@ def test_a_worker_that_cannot_start_shows_why(tmp_path: Path) -> None:
 WRONG_PLACES = file(
     "test_wrong_places.py",
     """
-import os, time, pytest
 import unittest
 
 def test_without_the_mark(rank):
@@ -519,7 +532,7 @@ def test_no_worker_survives_pytest(pytester: pytest.Pytester, number: int) -> No
         pids = [int(_read_when_there(Path(f"pid-{rank}"))) for rank in range(2)]
         watched = [os.pidfd_open(pid) for pid in pids]
         process.send_signal(number)
-        code = process.wait(30)
+        code = process.wait(LIMIT)
         try:
             assert code == (2 if number == signal.SIGINT else -number)
             assert all(map(_ends, watched))
@@ -529,7 +542,7 @@ def test_no_worker_survives_pytest(pytester: pytest.Pytester, number: int) -> No
 
 
 def _read_when_there(path: Path) -> str:
-    end = time.monotonic() + 20
+    end = time.monotonic() + LIMIT
     while not path.exists():
         assert time.monotonic() < end, f"{path} does not appear"
         time.sleep(0.01)
@@ -537,4 +550,4 @@ def _read_when_there(path: Path) -> str:
 
 
 def _ends(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 20)[0])
+    return bool(select.select([pidfd], [], [], LIMIT)[0])
