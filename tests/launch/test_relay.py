@@ -1,15 +1,17 @@
-"""Passing output on line by line."""
+"""Passing output on line by line, and what its last lines tell."""
 
 from __future__ import annotations
 
 import io
 import os
+import traceback
 from collections.abc import Iterator
 
 import pytest
 
+from fastcoll import errors
 from fastcoll.launch import supervisor as relay
-from fastcoll.launch.supervisor import Relay
+from fastcoll.launch.supervisor import Relay, follows
 
 
 class Stream:
@@ -102,3 +104,18 @@ def test_a_source_that_never_ends_is_left() -> None:
     endless.finish()
     endless.finish()
     assert passed
+
+
+def test_only_the_failure_of_a_group_follows_from_another_ranks() -> None:
+    def last_lines(error: Exception) -> str:
+        return "a line of the program\n" + "".join(traceback.format_exception(error))
+
+    for kind in (errors.GroupError, *errors.GroupError.__subclasses__()):
+        assert follows(last_lines(kind("rank 1 is gone"))), kind
+    for error in (
+        ValueError("no data"),
+        errors.UsageError("no"),
+        RuntimeError("not fastcoll.errors.GroupError"),
+    ):
+        assert not follows(last_lines(error)), error
+    assert not follows("")

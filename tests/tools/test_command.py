@@ -15,11 +15,13 @@ import pytest
 from fastcoll.tools import command
 from fastcoll.tools.printing import Printer, bytes_of, seconds_of
 
+LIMIT = 120  # s, which only ends a hang
+
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fastcoll", *words],
-        capture_output=True, text=True, timeout=100, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=LIMIT, env={**os.environ, **environment},
     )  # fmt: skip
 
 
@@ -44,25 +46,11 @@ def test_an_unknown_command_is_refused_with_the_one_that_was_meant():
     assert "did you mean doctor?" in done.stderr
 
 
-@pytest.mark.long
-def test_the_launcher_and_the_benchmark_run_by_the_command(tmp_path):
-    program = tmp_path / "hello.py"
-    program.write_text("import os; print('rank', os.environ['RANK'])")
-    done = run("launch", "-n", "2", "--no_prefix", str(program))
-    assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"], done.stderr
-    words = "bench barrier -n 2 --iters 3".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "fastcoll", *words], capture_output=True, text=True, timeout=100, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert "# barrier" in done.stdout
-
-
 def test_a_reader_that_goes_away_is_no_error():
     code = "import sys; from fastcoll.tools.command import main; sys.exit(main(['env']))"
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=LIMIT)
     os.close(write)
     assert done.returncode == 141
     assert done.stderr == b""
@@ -74,20 +62,11 @@ def test_commands_that_people_wait_for_import_nothing_heavy(name):
         f"import sys; from fastcoll.tools.command import main; main(['{name}']); print(*sorted(sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True
     )
     modules = set(done.stdout.splitlines()[-1].split())
-    heavy = {
-        "numba",
-        "llvmlite",
-        "posix_ipc",
-        "torch",
-        "mpi4py",
-        "multiprocessing",
-        "fastcoll.shm",
-        "fastcoll.bench",
-    }
-    assert not heavy & modules
+    heavy = "numba llvmlite posix_ipc torch mpi4py multiprocessing fastcoll.shm fastcoll.bench"
+    assert not {*heavy.split()} & modules
 
 
 # ---- what is printed ---------------------------------------------------------------------------------------
@@ -139,7 +118,7 @@ def test_the_real_thing_on_a_real_terminal():
     except OSError:  # the terminal's other end is closed
         pass
     os.close(main)
-    assert process.wait(60) == 0
+    assert process.wait(LIMIT) == 0
     assert b"\033[2mwhat " in shown
     assert b"\t" not in shown
 
@@ -153,13 +132,8 @@ def test_seconds_are_for_people(seconds, text):
 
 
 def test_bytes_are_for_people():
-    assert [bytes_of(1 << shift) for shift in (3, 12, 26, 35, 44)] == [
-        "8 B",
-        "4 KiB",
-        "64 MiB",
-        "32 GiB",
-        "16 TiB",
-    ]
+    shown = [bytes_of(1 << shift) for shift in (3, 12, 26, 35, 44)]
+    assert shown == ["8 B", "4 KiB", "64 MiB", "32 GiB", "16 TiB"]
 
 
 # ---- env ---------------------------------------------------------------------------------------------------
@@ -168,10 +142,8 @@ def test_bytes_are_for_people():
 def env(**environment: str) -> tuple[dict, int]:
     launchers = ("RANK", "WORLD", "LOCAL_", "MASTER_", "OMPI", "PMI", "MPI_", "MV2", "SLURM", "FASTCOLL_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    done = subprocess.run(
-        [sys.executable, "-m", "fastcoll", "env", "--json"],
-        capture_output=True, text=True, timeout=60, env={**inherited, **environment},
-    )  # fmt: skip
+    command, settings = [sys.executable, "-m", "fastcoll", "env", "--json"], {**inherited, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=settings)
     assert not done.stderr
     return json.loads(done.stdout), done.returncode
 

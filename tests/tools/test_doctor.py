@@ -32,7 +32,7 @@ def run(*words: str, limit: tuple[int, int] | None = None, **environment: str) -
 
     done = subprocess.run(
         [sys.executable, "-m", "fastcoll", "doctor", "--json", *words],
-        capture_output=True, text=True, timeout=100, env={**os.environ, **environment}, preexec_fn=restrict,
+        capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, preexec_fn=restrict,
     )  # fmt: skip
     assert not done.stderr
     return json.loads(done.stdout), done.returncode
@@ -92,7 +92,7 @@ def test_what_cannot_be_looked_at_for_a_known_reason_says_so_once():
 
 def test_a_package_that_is_missing_is_named_and_the_rest_is_looked_at():
     code = "import sys; sys.modules['posix_ipc'] = None; from fastcoll.tools.doctor import main; main(['--json'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     told = json.loads(done.stdout)
     (machine,) = about(told, "machine checks")
     assert (machine["level"], machine["cure"], told["fine"]) == ("problem", "pip install posix_ipc", False)

@@ -18,7 +18,7 @@ BEGIN = """
 import os, signal, sys, time
 import numpy as np
 import fastcoll as dist
-dist.init_process_group(backend="auto", timeout=120)
+dist.init_process_group(backend="auto", timeout=600)  # longer than until a hang is seen
 rank = dist.get_rank()
 x = np.ones(4, np.float32)
 """
@@ -63,16 +63,16 @@ if rank == 1:
     dist.destroy_process_group()
 time.sleep(1000)
 """
-DEADLINE = 60  # s until a hang is seen: the launcher starts, ranks meet, and a wait becomes long enough
+LIMIT = 120  # s, which only ends a hang
+
+
+def status(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fastcoll", "status", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 def look(*words: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-m", "fastcoll", "status", "--json", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = status("--json", *words)
     told = json.loads(done.stdout)
     assert done.returncode == (bool(words) and not told["jobs"] and not told["in_no_group"]), done.stderr
     assert not done.stderr
@@ -88,7 +88,7 @@ def job(folder: Path, program: str) -> Iterator[Callable[[Callable], dict]]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as launcher:
 
         def until(so: Callable[[dict], bool]) -> dict:
-            end, told = time.monotonic() + DEADLINE, {}
+            end, told = time.monotonic() + LIMIT, {}
             while time.monotonic() < end and launcher.poll() is None:
                 told = look("--job", str(launcher.pid))
                 for each in told["jobs"]:
@@ -106,7 +106,7 @@ def job(folder: Path, program: str) -> Iterator[Callable[[Callable], dict]]:
                 for rank in each["ranks"] if str(path) in each["command"] else ():
                     with suppress(ProcessLookupError):  # a stopped process takes no SIGTERM
                         os.kill(rank["pid"], signal.SIGCONT)
-            launcher.communicate(timeout=60)
+            launcher.communicate(timeout=LIMIT)
 
 
 def has_verdict(found: dict) -> bool:
@@ -118,29 +118,31 @@ def has_verdict(found: dict) -> bool:
     )
 
 
-HANGS = {
+OVER_TCP = STOPPED.replace("dist.all_reduce(x)", "dist.all_reduce(np.ones(1 << 16))")
+HANGS = {  # the program, and of the verdict the ranks, what it says, and how it ends
     "a skipped call": (SKIPPED, [0, 2], ["ranks 0 and 2 wait for one another"], "call 8 of group "),
-    "a loop of Python": (
-        IN_A_LOOP,
-        [1],
-        ["rank 1 (pid ", " has not called all_reduce("],
-        "; it runs its own code",
-    ),
-    "a stopped rank": (
-        STOPPED,
-        [2],
-        ["rank 2 (pid ", " has not called all_reduce(", "ranks 0, 1 and 3 have waited in for "],
-        "; it is stopped, by SIGSTOP",
-    ),
+    "a loop of Python": (IN_A_LOOP, [1], ["rank 1 (pid ", " has not called all_reduce("], "; it runs its own code"),
     "a lock": (
-        ASLEEP,
-        [3],
-        ["rank 3 (pid ", " has not called barrier(), call 10"],
-        "; it sleeps in its own code",
+        ASLEEP, [3], ["rank 3 (pid ", " has not called barrier(), call 10"], "; it sleeps in its own code"
     ),
     "a message": (UNSENT, [1], ["rank 1 (pid "], "; it runs its own code"),
-}
-LONG = ("a lock", "a message")
+    "a stopped rank, over tcp": (OVER_TCP, [2], [], "; it is stopped"),
+}  # fmt: skip
+LONG = ("a lock", "a message", "a stopped rank, over tcp")
+
+
+@contextmanager
+def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[dict]:
+    """A job whose verdict has these texts: before, ranks come one after the other, and the culprit to its place."""
+    begin = BEGIN.replace("auto", "tcp") if program == OVER_TCP else BEGIN
+    with job(folder, begin + program) as until:
+        yield until(
+            lambda found: (
+                has_verdict(found)
+                and more in " ".join([found["verdicts"][0]["text"], *found["verdicts"][0]["more"]])
+                and all(text in found["verdicts"][0]["text"] for text in texts)
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -148,41 +150,40 @@ LONG = ("a lock", "a message")
 )
 def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
     program, culprits, texts, more = HANGS[hang]
+    with hangs(tmp_path, program, texts, more) as found:
+        (verdict,) = found["verdicts"]
+        assert verdict["ranks"] == culprits
+        assert verdict["next"]
 
-    def is_told(found: dict) -> bool:
-        """Of each rank that waits, as they came one after the other, and when the culprit is where it stays."""
-        if not has_verdict(found):
-            return False
-        said = " ".join([found["verdicts"][0]["text"], *found["verdicts"][0]["more"]])
-        return more in said and all(text in found["verdicts"][0]["text"] for text in texts)
 
-    with job(tmp_path, BEGIN + program) as until:
-        found = until(is_told)
-    (verdict,) = found["verdicts"]
-    assert verdict["ranks"] == culprits
-    assert verdict["next"]
-    if hang == "a stopped rank":
+def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
+    said = ["rank 2 (pid ", " has not called all_reduce(", "ranks 0, 1 and 3 have waited in for "]
+    with hangs(tmp_path, STOPPED, said, "; it is stopped, by SIGSTOP") as found:
+        (verdict,) = found["verdicts"]
         (rank,) = (each for each in found["ranks"] if each["rank"] == 2)
-        assert rank["state"] == "stopped"
+        assert (verdict["ranks"], rank["state"]) == ([2], "stopped")
         assert f"kill -CONT {rank['pid']}" in verdict["next"]
-
-
-@pytest.mark.long
-def test_the_culprit_over_tcp_is_named_too(tmp_path):
-    program = BEGIN.replace("auto", "tcp") + STOPPED.replace(
-        "dist.all_reduce(x)", "dist.all_reduce(np.ones(1 << 16))"
+        of_this = "--job", str(tmp_path / "hangs.py")  # others may run on this machine
+        shown = status(*of_this).stdout
+        (same,) = look(*of_this)["jobs"]
+        assert look("--job", same["job"])["jobs"][0]["job"] == same["job"] == found["job"]
+    lines = shown.splitlines()
+    (first,) = (
+        number for number, line in enumerate(lines) if "hangs.py" in line and line.startswith("4 ranks")
     )
-    with job(tmp_path, program) as until:  # others come to the call one after the other
-        found = until(lambda found: has_verdict(found) and "it is stopped" in found["verdicts"][0]["text"])
-    (verdict,) = found["verdicts"]
-    assert verdict["ranks"] == [2]
+    assert lines[first + 1].startswith("  rank 2 (pid ")
+    assert "next: kill -CONT " in lines[first + 3]
+    (row,) = (line.split("\t") for line in lines if line.startswith("-->"))
+    assert (row[1], row[3], row[5], row[6]) == ("2", "stopped", "WORLD", "6")
+    waiting = [line.split("\t") for line in lines if "\t2\tall_reduce(" in line]
+    assert [row[1] for row in waiting] == ["0", "1", "3"]
 
 
 @pytest.mark.long
 def test_a_stopped_job_is_shown_whole_and_goes_on(tmp_path):
     """All ranks stopped at once: nobody waits, none of them could say so."""
     with job(tmp_path, BEGIN + "for step in range(10**9): dist.all_reduce(x)") as until:
-        found = until(lambda found: len(found["ranks"]) == 4 and not found["verdicts"])
+        found = until(lambda found: len(found["ranks"]) == 4)
         pids = [rank["pid"] for rank in found["ranks"]]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -210,7 +211,7 @@ def test_ranks_that_have_not_met_yet_are_listed(tmp_path):
     """Rank 3 does not come, so no rank is in a group."""
     program = "import os\nif os.environ['RANK'] == '3':\n    while True: pass\n" + BEGIN
     with job(tmp_path, program):
-        end, ours = time.monotonic() + DEADLINE, {}
+        end, ours = time.monotonic() + LIMIT, {}
         while time.monotonic() < end and ours != {"0": True, "1": True, "2": True, "3": False}:
             outside = [each for each in look()["in_no_group"] if str(tmp_path) in each["command"]]
             ours = {each["rank"]: each["joining_for"] is not None for each in outside}
@@ -226,7 +227,7 @@ def test_a_rank_that_nobody_has_launched_is_listed_while_it_joins(tmp_path):
     )
     command = [sys.executable, str(path), str(tmp_path / "meet")]
     with subprocess.Popen([*command, "1"], stdin=subprocess.PIPE) as first:
-        ours, end = [], time.monotonic() + DEADLINE
+        ours, end = [], time.monotonic() + LIMIT
         while time.monotonic() < end and not ours:
             ours = [each for each in look()["in_no_group"] if each["pid"] == first.pid]
         with subprocess.Popen([*command, "0"], stdin=subprocess.PIPE) as other:
@@ -240,37 +241,7 @@ def test_a_rank_that_nobody_has_launched_is_listed_while_it_joins(tmp_path):
                 rank.stdin.close()
 
 
-@pytest.mark.long
-def test_what_people_see(tmp_path):
-    all_wait, stopped = "ranks 0, 1 and 3 have waited in for ", "it is stopped"
-
-    def is_told(found: dict) -> bool:
-        return has_verdict(found) and all(
-            text in found["verdicts"][0]["text"] for text in (all_wait, stopped)
-        )
-
-    with job(tmp_path, BEGIN + STOPPED) as until:
-        until(is_told)
-        of_this = "--job", str(tmp_path / "hangs.py")  # others may run on this machine
-        shown = subprocess.run(
-            [sys.executable, "-m", "fastcoll", "status", *of_this], capture_output=True, text=True, timeout=60
-        ).stdout
-        found = look(*of_this)["jobs"]
-        assert look("--job", found[0]["job"])["jobs"][0]["job"] == found[0]["job"]
-        assert len(found) == 1
-    lines = shown.splitlines()
-    (first,) = (
-        number for number, line in enumerate(lines) if "hangs.py" in line and line.startswith("4 ranks")
-    )
-    assert lines[first + 1].startswith("  rank 2 (pid ")
-    assert "next: kill -CONT " in lines[first + 3]
-    (row,) = (line.split("\t") for line in lines if line.startswith("-->"))
-    assert (row[1], row[3], row[5], row[6]) == ("2", "stopped", "WORLD", "6")
-    waiting = [line.split("\t") for line in lines if "\t2\tall_reduce(" in line]
-    assert [row[1] for row in waiting] == ["0", "1", "3"]
-
-
 def test_without_a_job_nothing_is_found():
-    mine = [each for each in look()["jobs"] if str(os.getpid()) in each["job"]]
-    assert mine == []
+    """As a rank: this process may be the ancestor of ranks that other tests have started."""
+    assert [job for job in look()["jobs"] if os.getpid() in [rank["pid"] for rank in job["ranks"]]] == []
     assert look("--job", "none-of-that-name")["jobs"] == []
