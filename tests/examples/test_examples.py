@@ -15,7 +15,7 @@ def run(name, *words, ranks=None, options=()):
     """The lines that an example prints, without the launcher's prefixes, sorted; `options` are the launcher's."""
     launch = [] if ranks is None else ["-m", "fastcoll.launch", "-n", str(ranks), *options]
     command = [sys.executable, *launch, str(EXAMPLES / name), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return sorted(re.sub(r"^\[(new )?\d+\] ", "", line) for line in done.stdout.splitlines())
 

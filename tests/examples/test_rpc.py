@@ -25,7 +25,7 @@ def run(name, *words):
         [sys.executable, *command[1].split(), str(FOLDER / name), *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     printed = re.findall(r"^\[(\d+)\] (.*)$", done.stdout, re.MULTILINE)
@@ -98,6 +98,26 @@ def test_batched_updates_are_those_of_one_process(load):
     assert lines[0] == ["120 classifications of 3 images"]
 
 
+def trained(steps, forward, loss_of, optimizer):
+    """The losses of training in one process."""
+    expected = []
+    for x, labels in steps:
+        optimizer.zero_grad()
+        loss = loss_of(forward(x), labels)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    return expected
+
+
+def check(lines, expected, forward, x_test, test_labels):
+    """Ranks have printed each tenth of these losses, and in the end the accuracy of this network."""
+    assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
+    right = (forward(x_test).argmax(1) == test_labels).float().mean().item()
+    assert right > 0.9
+    assert accuracy(lines) == pytest.approx(100 * right, abs=0.06)
+
+
 @pytest.mark.long  # rpc/ tests what it uses, and another program is run
 @needs_torch
 def test_the_split_network_is_that_of_one_process(load):
@@ -110,13 +130,7 @@ def test_the_split_network_is_that_of_one_process(load):
     lstm = rnn.seeded(2, nn.LSTM, rnn.EMBEDDED, rnn.HIDDEN)
     output = rnn.seeded(3, nn.Linear, rnn.HIDDEN, len(rnn.ALPHABET))
     optimizer = torch.optim.Adam(nn.ModuleList([embedding, lstm, output]).parameters(), lr=rnn.RATE)
-    expected = []
-    for characters, following in rnn.batches():
-        optimizer.zero_grad()
-        loss = rnn.loss_of(output(lstm(embedding(characters))[0]), following)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = trained(rnn.batches(), lambda x: output(lstm(embedding(x))[0]), rnn.loss_of, optimizer)
     assert expected[-1] < 0.7 * expected[0]
     assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
 
@@ -129,19 +143,9 @@ def test_the_pipeline_is_that_of_one_process(load):
     lines = run("pipeline.py")[0]
     pipeline = load("pipeline.py")
     network = nn.Sequential(*(pipeline.Stage(number, *sizes) for number, sizes in enumerate(pipeline.STAGES)))
+    *steps, test_set = pipeline.batches()
     optimizer = pipeline.OPTIMIZER(network.parameters(), lr=pipeline.RATE)
-    *steps, (x_test, test_labels) = pipeline.batches()
-    expected = []
-    for x, labels in steps:
-        optimizer.zero_grad()
-        loss = pipeline.cross_entropy(network(x), labels)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
-    right = (network(x_test).argmax(1) == test_labels).float().mean().item()
-    assert right > 0.9
-    assert accuracy(lines) == pytest.approx(100 * right, abs=0.06)
+    check(lines, trained(steps, network, pipeline.cross_entropy, optimizer), network, *test_set)
 
 
 @pytest.mark.long  # rpc/ tests what it uses, and another program is run
@@ -157,17 +161,7 @@ def test_ddp_beside_rpc_is_one_process(load):
         {"params": table.parameters(), "lr": both.TRAINERS * both.RATE},
         {"params": dense.parameters(), "lr": both.RATE},
     ]
-    optimizer = torch.optim.SGD(groups)
-    *steps, (rows_test, test_labels) = both.batches()
-    expected = []
-    for rows, labels in steps:
-        optimizer.zero_grad()
-        loss = both.cross_entropy(dense(table(rows)), labels)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
-    right = (dense(table(rows_test)).argmax(1) == test_labels).float().mean().item()
-    assert right > 0.9
-    assert accuracy(lines) == pytest.approx(100 * right, abs=0.06)
+    *steps, test_set = both.batches()
+    expected = trained(steps, lambda rows: dense(table(rows)), both.cross_entropy, torch.optim.SGD(groups))
+    check(lines, expected, lambda rows: dense(table(rows)), *test_set)
     assert "dense layers equal: True" in lines[-1]

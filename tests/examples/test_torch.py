@@ -37,7 +37,7 @@ pytestmark = [
 def run(launch, script, *words):
     """What the ranks print."""
     command = [sys.executable, "-m", *launch, str(script), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
