@@ -21,6 +21,7 @@ import fastcoll as dist
 from fastcoll import config
 from fastcoll.core import dump as core_dump
 from fastcoll.core import signature
+from fastcoll.core.dump import FORMAT
 from fastcoll.core.record import Call, GroupRecord, Peer, Record, Waiting, read
 from fastcoll.launch.nodes import free_port
 from fastcoll.tools import divergence
@@ -431,6 +432,16 @@ def test_a_users_own_handler_of_sigquit_stays(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGQUIT
     (mine,) = load(folder)
     assert mine.reasons[0].why == "SIGQUIT"
+
+
+def test_a_ranks_own_file_counts_before_what_another_has_seen_of_it_later(tmp_path: Path) -> None:
+    records = [dump(rank, group(rank, DONE)).record.as_dict() for rank in range(3)]
+    seen = [{"record": records[rank], "time": 70.0, "state": "T"} for rank in (1, 2)]
+    for rank, others in ((0, seen), (1, [])):
+        data = {"format": FORMAT, "record": records[rank], "reasons": [], "threads": {}, "time": 60.0}
+        path = tmp_path / f"rank-{rank}-of-3.here.{100 + rank}.json"
+        path.write_text(json.dumps({**data, "seen": others}))
+    assert [(each.rank, each.seen_by) for each in load(tmp_path)] == [(0, None), (1, None), (2, 0)]
 
 
 def test_files_that_cannot_be_read_and_nothing_to_read_are_said(tmp_path: Path) -> None:
