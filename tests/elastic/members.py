@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +26,7 @@ from fastcoll.testing.worker import Footprint, lasting
 
 N, BATCH, P = 97, 10, 1_000_003
 X = np.arange(N) ** 2
-FORMING_SECONDS = 3.0
+SHORT, LONG = 3.0, 120.0  # s, for a world to form: to give up a member that is stopped, and else
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,9 @@ class Course:
         backend: of the job.
         epochs: to train, or until the store has the key "enough" as an epoch ends.
         seconds: that a step takes at least.
-        die: by step and world size, which rank ends there, and in which way: "kill", "raise" or "interrupt".
+        forming: seconds for a world with newcomers to form.
+        die: by step and world size, which rank ends there, and in which way: "kill", "raise", "interrupt" or "outlive",
+            which is to kill itself once the store is lost.
         at: a function of the package, as module:name, what happens as this process comes there, "kill" or "stop", and
             the how manieth time.
         node: this process takes itself for one on that node.
@@ -52,6 +53,7 @@ class Course:
     backend: str = "shm"
     epochs: int = 3
     seconds: float = 0.0
+    forming: float = LONG
     die: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
     at: tuple[str, str, int] | None = None
     node: int | None = None
@@ -73,7 +75,10 @@ def expected(steps: int) -> int:
 def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict[str, Any]:
     """Be a rank, or with -1 a newcomer; the state in the end, and what was seen on the way."""
     training._LOOK_SECONDS = 0.02
-    growth.FORMING_SECONDS = newcomers.FORMING_SECONDS = FORMING_SECONDS
+    training._STORE_SECONDS = LONG  # the store is served by a thread, and this machine may be loaded
+    growth.FORMING_SECONDS = newcomers.FORMING_SECONDS = course.forming
+    if course.forming == SHORT:
+        newcomers._TRIES = 1000  # a loaded machine may take longer
     by_run = "store" in course.options  # which newcomers then join by, too
     os.environ["FASTCOLL_ELASTIC"] = "" if by_run else address
     if rank < 0:
@@ -89,12 +94,12 @@ def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict
     seen: dict[str, Any] = {"changes": [], "turns": [], "pid": os.getpid()}
     place = {} if rank < 0 else {"init_method": url, "rank": rank, "world_size": n}
     if place or not by_run:
-        dist.init_process_group(course.backend, timeout=30.0, **place)
+        dist.init_process_group(course.backend, timeout=LONG, **place)
     if course.early:
         dist.barrier()
     for _ in range(course.runs):
         elastic.run(lambda state: None)(elastic.State(step=0))
-    with dist.TCPStore("127.0.0.1", int(address.rpartition(":")[2]), timeout=30) as board:
+    with dist.TCPStore("127.0.0.1", int(address.rpartition(":")[2]), timeout=LONG) as board:
         state: Any = elastic.State(
             w=np.zeros(1, np.int64), step=0, enough=False, sampler=elastic.Sampler(N, BATCH, seed=5)
         )
@@ -120,7 +125,7 @@ def _train(state: Any, course: Course, board: Any, seen: dict[str, Any]) -> None
         for mine in state.sampler:
             total = X[mine].sum(keepdims=True)
             victim, how = course.die.get((state.step, dist.get_world_size()), (-1, ""))
-            _end(how if victim == dist.get_rank() else "")
+            _end(how if victim == dist.get_rank() else "", board)
             dist.all_reduce(total)
             assert state.sampler.count <= BATCH
             state.w[:] = (3 * state.w + total) % P
@@ -135,15 +140,20 @@ def _train(state: Any, course: Course, board: Any, seen: dict[str, Any]) -> None
         state.enough = bool(told[0])
 
 
-def _end(how: str) -> None:
+def _end(how: str, board: Any = None) -> None:
     match how:
+        case "outlive":
+            with suppress(dist.StoreError):
+                while True:
+                    board.check(["size"])
+                    time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "raise":
             raise ValueError("the data has a hole")
         case "interrupt":
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            time.sleep(5)
+            signal.raise_signal(signal.SIGINT)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -12,20 +12,6 @@ from fastcoll import UsageError
 from fastcoll.elastic import Sampler, State, sampler
 
 
-class Worlds:
-    """Stands in for the default group: so many ranks, of which one asks."""
-
-    size, rank = 1, 0
-
-
-@pytest.fixture
-def worlds(monkeypatch: pytest.MonkeyPatch) -> type[Worlds]:
-    monkeypatch.setattr(sampler, "is_initialized", lambda: True)
-    monkeypatch.setattr(sampler, "get_world_size", lambda: Worlds.size)
-    monkeypatch.setattr(sampler, "get_rank", lambda: Worlds.rank)
-    return Worlds
-
-
 def test_any_course_takes_what_an_undisturbed_run_takes() -> None:
     for seed in range(100):
         dice = random.Random(seed)
@@ -85,10 +71,12 @@ def test_orders() -> None:
     assert [step.tolist() for step in Sampler(5, 2, shuffle=False)] == [[0, 1], [2, 3], [4]]
 
 
-def test_more_ranks_than_samples(worlds: type[Worlds]) -> None:
-    worlds.size = 4
+def test_more_ranks_than_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "is_initialized", lambda: True)
+    monkeypatch.setattr(sampler, "get_world_size", lambda: 4)
     taken = []
-    for worlds.rank in range(4):
+    for rank in range(4):
+        monkeypatch.setattr(sampler, "get_rank", lambda rank=rank: rank)
         taken.append([step.size for step in Sampler(5, 3)])
     assert taken == [[1, 1], [1, 1], [1, 0], [0, 0]]
 
