@@ -26,21 +26,9 @@ class InnerRun:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(text))
-        own = [
-            "-v",
-            "-rs",
-            "-p",
-            "no:hypothesispytest",
-            "--continue-on-collection-errors",
-            f"--basetemp={folder / 'tmp'}",
-        ]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *own, *options],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
+        own = ["-v", "-rs", "-p", "no:hypothesispytest", "--continue-on-collection-errors"]
+        command = [sys.executable, "-m", "pytest", *own, f"--basetemp={folder / 'tmp'}", *options]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
         self.code = done.returncode
         self.text = done.stdout + done.stderr
         print(self.text)  # pytest shows it with what fails

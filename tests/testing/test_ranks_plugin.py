@@ -32,7 +32,7 @@ def inner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InnerRun]:
     """The run of pytest on all files."""
     unraisable = "ignore::pytest.PytestUnraisableExceptionWarning"
     yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, "-W", unraisable, "--flavour=sour")
-    for name in (SEGMENT, f"{SEGMENT}-of-another"):
+    for name in (SEGMENT, f"{SEGMENT}-of-another", f"other-{SEGMENT}"):
         Path("/dev/shm", name).unlink(missing_ok=True)
 
 
@@ -211,32 +211,6 @@ def test_equal_failures_are_merged_and_asserts_show_values(inner: InnerRun) -> N
     assert str(said).count("At index 1 diff") == 1
 
 
-SECOND = file(
-    "test_second.py",
-    """
-from fastcoll.errors import PeerDiedError
-
-@pytest.mark.ranks(3, init=False)
-def test_what_follows(rank):
-    if rank == 2:
-        raise ValueError("the cause")
-    raise PeerDiedError("rank 2 is gone", [2])
-""",
-)
-
-
-def test_a_failure_that_follows_from_another_comes_second(inner: InnerRun) -> None:
-    assert inner.outcomes(SECOND) == {"failed": 1}
-    inner.said("test_what_follows").fnmatch_lines(
-        [
-            "rank 2 of 3: ValueError: the cause",
-            "E*ValueError: the cause",
-            "rank 0 of 3, as a consequence: PeerDiedError: rank 2 is gone",
-            "rank 1 of 3, as a consequence: PeerDiedError: rank 2 is gone",
-        ]
-    )
-
-
 file(
     "stranded/conftest.py",
     """
@@ -381,6 +355,7 @@ def test_in_shared_memory():
 @pytest.mark.ranks(1, init=False)
 def test_of_another_session():
     open("/dev/shm/{SEGMENT}-of-another", "w").close()
+    open("/dev/shm/other-{SEGMENT}", "w").close()
 
 @pytest.mark.ranks(1, init=False)
 def test_nothing():
@@ -475,16 +450,6 @@ def test_away(rank):
 """,
     }
     assert InnerRun(tmp_path, files, "sub").outcomes("sub/test_away.py") == {"passed": 2}
-
-
-@pytest.mark.long
-def test_a_worker_that_cannot_start_shows_why(tmp_path: Path) -> None:
-    text = "import pytest\n@pytest.mark.ranks(2, init=False)\ndef test_it():\n    pass\n"
-    alone = InnerRun(tmp_path, {"conftest.py": IN_A_WORKER, "test_it.py": text})
-    assert alone.outcomes("test_it.py") == {"failed": 1}
-    alone.said("test_it").fnmatch_lines(
-        ["all 2 ranks: its process did not start: exit code *", "*not importable twice"]
-    )
 
 
 WRONG_PLACES = file(

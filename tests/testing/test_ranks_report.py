@@ -67,10 +67,6 @@ def test_ranks_skip_together() -> None:
     assert "rank 0 of 2 skipped the test (why), others ran it" in failure_text([skipped, passed], 2)
 
 
-def test_somebody_must_be_left() -> None:
-    assert "nobody has checked anything" in failure_text([RankResult(0, "killed")], 1)
-
-
 def test_frames_below_the_test_are_left_out() -> None:
     stacks = (
         "Thread 0x00007f01 (most recent call first):\n"
