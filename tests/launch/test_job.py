@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastcoll.launch.nodes import Job
 
 
@@ -34,13 +32,6 @@ def test_ranks_of_one_job_share_a_secret_and_jobs_do_not() -> None:
     secrets = [each.environment(local, {})["FASTCOLL_SECRET"] for each in (one, other) for local in (0, 1)]
     assert secrets[0] == secrets[1] != secrets[2] == secrets[3]
     assert secrets[0] not in repr(one)
-
-
-def test_the_program_may_get_its_local_rank_as_an_argument() -> None:
-    plain = Job(("python", "script.py"), 2, 1, 0, "host", 1234, ("--epochs", "3"))
-    assert plain.command(1) == ["python", "script.py", "--epochs", "3"]
-    told = replace(plain, pass_local_rank=True)
-    assert told.command(1) == ["python", "script.py", "--local_rank=1", "--epochs", "3"]
 
 
 def test_many_nodes() -> None:

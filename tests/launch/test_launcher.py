@@ -69,15 +69,6 @@ def test_many_nodes_and_the_local_rank_as_an_argument(launch: Launch) -> None:
     ]
 
 
-def test_output_is_prefixed_line_by_line_and_logged(launch: Launch) -> None:
-    text = "sys.stdout.write('a\\nb')\nsys.stderr.write('c')"
-    done = launch(text, *["-n", "2", "--log_dir", "logs/new", "script.py"])
-    assert sorted(done.stdout.splitlines()) == ["[0] a", "[0] b", "[1] a", "[1] b"]
-    assert sorted(done.stderr.splitlines())[:2] == ["[0] c", "[1] c"]
-    assert Path("logs/new/rank-1.stdout").read_text() == "a\nb"
-    assert Path("logs/new/rank-1.stderr").read_text() == "c"
-
-
 def test_logs_take_the_place_of_links_and_are_not_written_where_those_lead(launch: Launch) -> None:
     Path("precious").write_text("mine")
     Path("logs").mkdir()
@@ -265,14 +256,6 @@ runpy.run_module("fastcoll.launch", run_name="__main__")
 def test_ctrl_c_while_the_launcher_is_imported_counts(launch: Launch) -> None:
     done = launch("print('here')", command=[sys.executable, "-c", INTERRUPTED])
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
-
-
-def test_ranks_die_with_a_killed_launcher(script: Script, start: Starter) -> None:
-    script("here()\ntime.sleep(1000)")
-    process = start("-n2")
-    pids = [next_line(process)[1] for _ in range(2)]
-    process.kill()
-    assert all(map(has_ended, pids))
 
 
 def test_a_reader_that_goes_away_ends_the_job(script: Script, start: Starter) -> None:

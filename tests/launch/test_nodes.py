@@ -52,8 +52,8 @@ def test_nobody_fails_when_all_end_well(joined: list[Nodes]) -> None:
     assert [node.failure() for node in joined] == [None] * 3
 
 
-@pytest.mark.long
-def test_a_failure_reaches_a_node_that_starts_later() -> None:
+def test_a_failure_reaches_a_node_that_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_FIRST_SECONDS", 0.0)
     port = free_port()
     with ExitStack() as stack:
         later = Nodes(2, 0, "127.0.0.1", port)
@@ -63,10 +63,9 @@ def test_a_failure_reaches_a_node_that_starts_later() -> None:
         assert known(later) == known(first) == FIRST
 
 
-@pytest.mark.long
 def test_a_launcher_that_never_met_node_0_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_TRY_SECONDS", 0.2)
-    monkeypatch.setattr(job, "_LAST_SECONDS", 0.1)
+    for name in ("_FIRST_SECONDS", "_TRY_SECONDS", "_LAST_SECONDS"):
+        monkeypatch.setattr(job, name, 0.1)
     before = set(threading.enumerate())
     with Nodes(2, 1, "127.0.0.1", free_port()) as node:
         node.tell(FIRST)

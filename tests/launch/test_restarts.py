@@ -82,13 +82,6 @@ def test_a_failed_rank_starts_all_anew(script: Script, start: Starter) -> None:
     assert "generation 1 starts: 2 ranks on 1 node, 1 of 2 restarts used" in err
 
 
-def test_after_the_last_restart_the_exit_code_is_the_failed_ranks(script: Script, start: Starter) -> None:
-    script("if rank == 1: sys.exit(3)\ntime.sleep(600)")
-    code, _, err = end(start("-n2", "--max-restarts=1"))
-    assert code == 1
-    assert len(re.findall(r"rank 1 \(pid \d+ on .*\) failed first: exit code 3", err)) == 2
-
-
 def test_what_cannot_be_started_is_tried_again_and_told(start: Starter) -> None:
     code, _, err = end(start("--max-restarts=1", "--no-python", program="no-such-program"))
     assert code == 1
@@ -342,13 +335,15 @@ def test_a_rank_of_an_old_generation_is_not_let_in(script: Script, start: Starte
 
 
 def test_output_goes_where_it_is_sent(script: Script, start: Starter) -> None:
-    script("os.write(1, b'out\\n'); os.write(2, b'err\\n')")
-    options = ["-n3", "--log-dir=logs", "--redirects=0:1,1:3", "--tee=2:2", "--local-ranks-filter=0,1,2"]
+    script("sys.stdout.write('out\\n'); sys.stderr.write('err\\nno line end')")
+    options = ["-n3", "--log-dir=new/logs", "--redirects=0:1,1:3", "--tee=2:2", "--local-ranks-filter=0,1,2"]
     code, out, err = end(start(*options))
     assert code == 0
-    assert (out, sorted(err.splitlines())) == ("[2] out\n", ["[0] err", "[2] err"])
-    files = sorted(path.name for path in Path("logs").iterdir())
+    said = [f"[{rank}] {line}" for rank in (0, 2) for line in ("err", "no line end")]
+    assert (out, sorted(err.splitlines())) == ("[2] out\n", said)
+    files = sorted(path.name for path in Path("new/logs").iterdir())
     assert files == ["rank-0.stdout", "rank-1.stderr", "rank-1.stdout", "rank-2.stderr"]
+    assert Path("new/logs/rank-1.stderr").read_text() == "err\nno line end"
     code, out, err = end(start("--redirects=3"))
     [folder] = re.findall(r"output that goes to files is in (.*)", err)
     assert (out, Path(folder, "rank-0.stdout").read_text()) == ("", "out\n")
