@@ -13,6 +13,7 @@ import fastcoll as dist
 from elastic.crowd import Crowd, wait_for
 from elastic.members import LONG, SHORT, Course, expected
 from fastcoll import UsageError, config, elastic
+from fastcoll.elastic import growth, training
 
 STEPS = 30  # of three epochs
 
@@ -216,6 +217,44 @@ def test_a_newcomer_that_does_not_fit_keeps_nobody_out() -> None:
         crowd.store.set("enough", "")
         results = [check(crowd.end_of(number)) for number in (0, 1, 3)]
     assert {result["size"] for result in results} == {3}
+
+
+class Waiting:
+    """Stands in for the lobby: three newcomers are always ready."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def open(self) -> None: ...
+
+    shut = close = open
+
+    def ready(self) -> tuple[list[int], bool]:
+        return [7, 8, 9], False
+
+    def next_attempt(self) -> int:
+        return 1
+
+
+def test_after_a_failed_attempt_one_newcomer_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the one that does not fit could keep out those that come with it, again and again."""
+    offered: list[list[int]] = []
+
+    def grow(lobby: Waiting, attempt: growth.Attempt) -> None:
+        offered.append([*attempt.newcomers])
+        if len(offered) == 1:
+            raise growth.NotGrownError("one of them does not fit")
+
+    for name, value in {"Lobby": Waiting, "grow": grow, "_LOOK_SECONDS": 0.0}.items():
+        monkeypatch.setattr(training, name, value)
+
+    @elastic.run(store="nowhere:1")
+    def train(state: Any) -> None:
+        while len(offered) < 3:
+            state.commit()
+
+    train(elastic.State(step=0))
+    dist.destroy_process_group()
+    assert offered == [[7, 8, 9], [7], [7, 8, 9]]
 
 
 def test_the_store_as_an_argument() -> None:

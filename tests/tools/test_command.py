@@ -125,7 +125,14 @@ def test_the_real_thing_on_a_real_terminal():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.04, "0.0 s"), (12.4, "12 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],
+    [
+        (0.04, "0.0 s"),
+        (12.4, "12 s"),
+        (59.6, "1 min"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (90000, "1 d 1 h"),
+    ],
 )
 def test_seconds_are_for_people(seconds, text):
     assert seconds_of(seconds) == text
