@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from fastcoll.core.record import Peer, Record
+from fastcoll.tools import running
+from fastcoll.tools.blame import ELSEWHERE, GONE, LEFT, Process, Rank, condition
+
 BEGIN = """
 import os, signal, sys, time
 import numpy as np
@@ -245,3 +249,23 @@ def test_without_a_job_nothing_is_found():
     """As a rank: this process may be the ancestor of ranks that other tests have started."""
     assert [job for job in look()["jobs"] if os.getpid() in [rank["pid"] for rank in job["ranks"]]] == []
     assert look("--job", "none-of-that-name")["jobs"] == []
+
+
+def test_whether_a_process_writes_its_stacks_is_seen_and_told():
+    before = signal.getsignal(signal.SIGQUIT)
+    try:
+        for handler, cure in ((signal.SIG_DFL, "py-spy dump --pid"), (lambda *_: None, "kill -QUIT")):
+            signal.signal(signal.SIGQUIT, handler)
+            (found,) = running.processes([os.getpid()])
+            assert condition(found)[1].startswith(f"{cure} {os.getpid()} ")
+    finally:
+        signal.signal(signal.SIGQUIT, before)
+
+
+@pytest.mark.parametrize(("seen_as", "where"), [(os.getpid(), LEFT), (1, GONE)])
+def test_a_process_id_of_another_namespace_is_not_looked_up(seen_as, where):
+    """There the rank's own process, which is seen, has another one."""
+    record = Record("job", 0, 2, "here", seen_as, 1, 0.0, "1", ())
+    job = running.Job("job", {0: Rank(record, Process(os.getpid(), "S"))})
+    assert job.whereabouts(Peer(1, "here", os.getpid())) == where
+    assert job.whereabouts(Peer(1, "there", os.getpid())) == ELSEWHERE
