@@ -28,6 +28,14 @@ def suite(*options: str) -> str:
 def test_staging_passes_the_conformance_suite() -> None:
     # Left out for time, but for both_calls: in a group's first call the others see the agreement that it begins with.
     # Strided outputs on a GPU are not compared with one another, and sends from one are complete once they are staged.
-    left_out = ("pairs", "ctrl_c", "public", "both_calls", "share_memory", "cannot_be_completed", "test_objects")
+    left_out = (
+        "pairs",
+        "ctrl_c",
+        "public",
+        "both_calls",
+        "share_memory",
+        "cannot_be_completed",
+        "test_objects",
+    )
     output = suite("-k", " and not ".join(["(n2", *left_out]) + ") or simulated")
     assert int(re.findall(r"(\d+) passed", output)[-1]) > 90

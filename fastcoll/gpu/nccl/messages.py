@@ -20,7 +20,7 @@ answer is on its way once an envelope was taken, and both make the communicator 
 a message waits for its other side, for those before it in its direction, and for what the arrays' streams held when it
 was posted. Whoever makes a stream wait for a message (`wait()`) has waited on the host until it was queued; so what
 comes behind that, on any rank, is queued later in every direction, and what is queued waits for earlier things only.
-tests/gpu/test_nccl_messages_model.py explores it.
+tests/gpu/test_nccl_messages_model.py runs this code under every schedule of small programs.
 
 Messages go through the host where NCCL refuses the two GPUs (ranks that share one), decided message by message by the
 receiver; empty ones end with the answer. To oneself they are copied on the GPU.
