@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from unittest import mock
@@ -38,6 +37,4 @@ def _installed(fake: FakeRuntime) -> Iterator[FakeRuntime]:
     kernels = nullcontext() if numba.config.ENABLE_CUDASIM else mock.patch.object(auto, "has_kernels", bool)
     with fake.installed(), kernels:
         yield fake
-        if fake.left():
-            gc.collect()
-        assert fake.left() == []
+        fake.await_nothing_left()

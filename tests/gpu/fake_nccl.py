@@ -26,7 +26,7 @@ SUCCESS, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 5, 6, 7
 _DTYPES = [*map(np.dtype, "i1 u1 i4 u4 i8 u8 f2 f4 f8".split()), np.dtype(ml_dtypes.bfloat16)]
 _FUNCTIONS = [np.add, np.multiply, np.fmax, np.fmin, np.add]
 _AVG, _FIRST_MADE = 4, 5
-_SECONDS = 20.0
+_SECONDS = 120.0
 
 
 class _World:

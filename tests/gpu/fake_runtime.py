@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ from fastcoll.errors import FastcollError
 
 Array = np.ndarray[Any, Any]
 
-_WAIT_SECONDS = 30.0
+_WAIT_SECONDS = 60.0
 _JUNK = 0xCD
 
 
@@ -154,6 +156,14 @@ class FakeRuntime:
             "a peer's memory": self._opened,
         }
         return [f"{kind} {number}" for kind, numbers in kinds.items() for number in numbers]
+
+    def await_nothing_left(self) -> None:
+        """Fail if anything is left, also when the threads that may still hold it have had time to end."""
+        end = time.monotonic() + _WAIT_SECONDS
+        while left := self.left():
+            gc.collect()
+            assert time.monotonic() < end, left
+            time.sleep(0.01)
 
     def settle(self) -> None:
         """Run everything that is queued anywhere, as a GPU does in time."""

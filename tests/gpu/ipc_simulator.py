@@ -36,7 +36,7 @@ class Cuda(threading.local):
         return int(self.blockDim.x * self.gridDim.x)
 
     def syncthreads(self) -> None:
-        self._barrier.wait(30.0)
+        self._barrier.wait(120.0)
 
 
 CUDA = Cuda()

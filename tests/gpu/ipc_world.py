@@ -7,12 +7,12 @@ with world(3) as ranks:
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from messages.worlds import until
 from net.groups import everybody, groups
 
 from fastcoll.gpu.ipc import regions
@@ -70,7 +70,7 @@ class Ranks:
 
 
 @contextmanager
-def world(size: int, timeout: float = 20.0, slot: int = SLOT) -> Iterator[Ranks]:
+def world(size: int, timeout: float = 60.0, slot: int = SLOT) -> Iterator[Ranks]:
     fake = FakeRuntime(prompt=True)
     with concurrent_kernels(), fake.installed():
         with groups(size, timeout=timeout) as made:
@@ -84,10 +84,8 @@ def world(size: int, timeout: float = 20.0, slot: int = SLOT) -> Iterator[Ranks]
             fallback.close(None)
         # What a failed group's kernels may still use is lost on purpose.
         lost = ("a peer", "pinned") if any(group.failure for group in made) else ()
-        deadline = time.monotonic() + 10
-        while left := [name for name in fake.left() if not name.startswith(("shareable", *lost))]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.01)
+        kinds = ("shareable", *lost)
+        until(lambda: all(name.startswith(kinds) for name in fake.left()))
         regions._kept.clear()
         regions._lost.clear()
 

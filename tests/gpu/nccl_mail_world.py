@@ -69,7 +69,7 @@ class MailRanks(Ranks):
 
 
 @contextmanager
-def mail_world(size: int, timeout: float = 20.0, devices: int | None = None) -> Iterator[MailRanks]:
+def mail_world(size: int, timeout: float = 60.0, devices: int | None = None) -> Iterator[MailRanks]:
     """Some ranks; at the end nothing may be left, and no rule of NCCL's broken."""
     with fakes(size if devices is None else devices) as (gpu, nccl):
         ranks = MailRanks(gpu, nccl, size, timeout)

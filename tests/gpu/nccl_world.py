@@ -68,7 +68,7 @@ class Meeting:
             def all_here() -> bool:
                 return all((number, peer) in self._rows for peer in range(self.size))
 
-            assert self._changed.wait_for(lambda: all_here() or self.failures, 20.0), "a rank did not come"
+            assert self._changed.wait_for(lambda: all_here() or self.failures, 120.0), "a rank did not come"
             if not all_here():
                 raise self.failures[0].with_traceback(None)
             return [self._rows[number, peer] for peer in range(self.size)]
@@ -213,7 +213,7 @@ class Ranks:
 @contextmanager
 def world(
     size: int,
-    timeout: float = 20.0,
+    timeout: float = 60.0,
     devices: int | None = None,
     prompt: bool = True,
     version: int = 22005,
@@ -240,7 +240,7 @@ def fakes(
             yield gpu, nccl
         assert nccl.violations == []
         assert all(comm.ended or comm.aborted for comm in nccl.comms)
-        assert gpu.left() == []
+        gpu.await_nothing_left()
 
 
 def ones(ranks: Ranks, rank: int, count: int = 3) -> FakeArray:

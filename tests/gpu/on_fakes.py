@@ -9,7 +9,6 @@ queued runs before the call returns; what a test leaves behind on the GPU makes 
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -71,7 +70,5 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown() -> Generator[None, None, None]:
     yield
-    if FAKE.left():
-        gc.collect()
-    assert FAKE.left() == []
+    FAKE.await_nothing_left()
     FAKE.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from messages.worlds import until
 from net.groups import everybody, groups
 
 from fastcoll import ReduceOp
@@ -42,7 +44,7 @@ def failures(ranks: Ranks, call: Callable[[Any], Any]) -> list[GroupError]:
 
     def attempt(group: Any) -> Any:
         work = call(group)
-        work.wait(timeout=20)
+        work.wait(timeout=60)
         return work
 
     found = ranks.attempt(attempt)
@@ -94,13 +96,16 @@ def test_an_abort_ends_what_waits_on_the_gpu() -> None:
     with world(3) as ranks:
         ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4))))
 
+        queued = threading.Barrier(3)
+
         def call(group: Any) -> Any:
             if group.rank == 2:
-                time.sleep(0.1)
+                queued.wait(60)
                 group.abort("enough")
                 return None
             works = [group.all_reduce(gpu(np.ones(700, F4)), async_op=True) for _ in range(3)]
-            works[-1].wait(timeout=20)
+            queued.wait(60)
+            works[-1].wait(timeout=60)
 
         first, second, third = ranks.attempt(call)
         assert third is None
@@ -113,12 +118,18 @@ def test_an_abort_ends_what_waits_on_the_gpu() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     with world(3) as ranks:
         ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4))))
-        for group in ranks.groups:
-            group.timeout = 1.0
+
+        def begun(rank: int) -> list[int]:
+            """The last call that each rank has begun, as a rank sees it."""
+            shared: Any = ranks.carrier(rank).shared
+            return shared.control[at.ARRIVED // 8 :][:3].tolist()
 
         def call(group: Any) -> Any:
             if group.rank != 1:
-                group.all_reduce(gpu(np.ones(3, F4)), async_op=True).wait(timeout=20)
+                work = group.all_reduce(gpu(np.ones(3, F4)), async_op=True)
+                until(lambda: begun(0) == begun(2) == [2, 1, 2])
+                group.timeout = 0.5
+                work.wait(timeout=60)
 
         first, _, last = ranks.attempt(call)
         assert isinstance(first, GroupError)
@@ -135,15 +146,12 @@ def test_a_call_that_a_failed_peer_may_have_spoilt_has_failed(monkeypatch: pytes
         ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4))))
         works = ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4)), async_op=True))
         for work in works:
-            assert work.wait(timeout=20)
+            assert work.wait(timeout=60)
         # Its own stream is through, but rank 0 has failed the group before this rank looks.
         monkeypatch.setattr(ranks.carrier(1), "look", lambda doing: None)
         ranks.groups[0].abort("spoilt")
         vigil = ranks.groups[1].monitor
-        deadline = time.monotonic() + 10
-        while ranks.groups[1].failure is None and vigil.verdict([], "") is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: ranks.groups[1].failure is not None or vigil.verdict([], "") is not None)
         ranks.carrier(1).judge(2)
         assert "spoilt" in str(ranks.groups[1].failure)
 
@@ -227,7 +235,7 @@ def test_streams_wait_where_the_driver_lets_them_and_are_ended(monkeypatch: pyte
             ranks.groups[0].abort("enough")
             for each in (work, later):
                 with pytest.raises(AbortedError):
-                    each.wait(timeout=20)
+                    each.wait(timeout=60)
             ranks.fake.settle()
 
 
@@ -239,20 +247,27 @@ def test_memory_is_used_again_once_all_ranks_have_left() -> None:
                 for group in made:
                     group.serve_gpus(lambda group: IpcCarrier(group, StagedCarrier(group), SLOT))
                 works = everybody(made, lambda g: g.all_reduce(gpu(np.ones(3, F4)), async_op=True))
-                assert all(work.wait(timeout=20) for work in works)
+                assert all(work.wait(timeout=60) for work in works)
         assert len([left for left in fake.left() if left.startswith("shareable")]) == 2
         regions._kept.clear()
 
 
-def test_a_rank_leaves_when_its_peers_have_read_what_it_gave() -> None:
+def test_a_rank_leaves_when_its_peers_have_read_what_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory ends with its process."""
     with world(2) as ranks:
         ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4))))
-        left = []
+        left, leaving, say_bye = [], threading.Event(), regions.Shared.say_bye
+
+        def say(shared: Any, stream: int) -> None:
+            say_bye(shared, stream)
+            leaving.set()
+
+        monkeypatch.setattr(regions.Shared, "say_bye", say)
 
         def close(group: Any) -> None:
             if group.rank == 1:
-                time.sleep(0.2)
+                assert leaving.wait(60)
+                time.sleep(0.05)  # for a rank that does not wait, which would be seen
                 assert left == []
             group.close()
             left.append(group.rank)

@@ -18,7 +18,7 @@ def suite(*options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu.on_fakes", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *results_in("simulated"), *options, *(str(TESTS / name) for name in SUITE)],
-        env=environment(NUMBA_ENABLE_CUDASIM="1"), cwd=ELSEWHERE, capture_output=True, text=True, timeout=300,
+        env=environment(NUMBA_ENABLE_CUDASIM="1"), cwd=ELSEWHERE, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     return done.stdout

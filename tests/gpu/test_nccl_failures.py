@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,14 +146,12 @@ def test_destroying_waits_for_what_is_under_way() -> None:
     assert all((host == 3).all() for host in hosts)
 
 
-def test_destroying_with_a_call_that_nobody_joins_ends_in_time() -> None:
+def test_destroying_with_a_call_that_nobody_joins_ends_by_the_timeout() -> None:
     with world(2) as ranks:
         meet(ranks)
         ranks.give_up_after(0.3)
         work = alone(ranks)
-        started = time.monotonic()
-        ranks.groups[0].close()
-        assert time.monotonic() - started < 10
+        assert together(ranks.groups[0].close) == [None]
         assert isinstance(work.exception(), CollectiveTimeoutError)
 
 
@@ -197,7 +194,7 @@ def test_a_signal_handler_may_not_use_the_group_whose_call_it_interrupted(
             before(*args)
 
         monkeypatch.setattr(Communicator, "queue", interrupted)
-        alone(ranks).wait(timeout=20)
+        alone(ranks).wait(timeout=60)
 
 
 # ---- calls that do not match ---------------------------------------------------------------------------

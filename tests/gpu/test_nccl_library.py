@@ -30,7 +30,7 @@ def fake(version: int = 22005) -> FakeNccl:
 
 
 def going_on(doing: str, waited: float) -> None:
-    assert waited < 20, doing
+    assert waited < 120, doing
 
 
 def test_an_old_library_is_refused_with_the_cure() -> None:

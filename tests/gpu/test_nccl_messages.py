@@ -278,7 +278,7 @@ def test_to_oneself(pair: MailRanks) -> None:
         assert group.recv(pair.array(0, np.zeros(0, F4)), 0, 6) == 0
         receive = group.irecv(pair.array(0, base[1:6]), 0)
         send = group.isend(pair.array(0, base[0:5]), 0)
-        assert send.wait(timeout=20)
+        assert send.wait(timeout=60)
         assert receive.source_rank() == 0
         last[:] = base[1:6]
 
@@ -316,7 +316,7 @@ def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: Mail
         x = pair.array(rank, hosts[rank], stream)
 
         def gated() -> None:
-            assert gates[rank].wait(20)
+            assert gates[rank].wait(60)
             hosts[rank][:] = 10 + rank
 
         gpu.queue("kernel", stream, gated)
@@ -332,7 +332,7 @@ def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: Mail
             with pytest.raises(CollectiveTimeoutError):  # as the receiver's gate is still shut
                 work.wait(timeout=0.1)
             gates[1].set()
-        assert work.wait(timeout=20)
+        assert work.wait(timeout=60)
         assert work.is_success()
         gpu.end_stream(stream)
 
@@ -350,10 +350,10 @@ def test_what_was_queued_after_a_message_was_posted_is_not_waited_for(pair: Mail
         x = pair.array(rank, filled(rank + 1), stream)
         send = group.isend(x, 1 - rank)
         gate = threading.Event()
-        pair.gpu.queue("kernel", stream, lambda: void(gate.wait(20)))
+        pair.gpu.queue("kernel", stream, lambda: void(gate.wait(120)))
         other = pair.gpu.new_stream(rank)
         receive = group.irecv(pair.array(rank, got[rank], other), 1 - rank)
-        assert receive.wait(timeout=10)
+        assert receive.wait(timeout=60)
         gate.set()
         send.wait()
         pair.gpu.end_stream(stream)
@@ -390,7 +390,7 @@ def test_a_callback_may_not_wait_for_messages_but_post_them(pair: MailRanks) -> 
     def does(rank: int, group: Any) -> None:
         if rank == 0:
             group.send(pair.array(0, filled(0)), 1)
-            assert done.wait(20)
+            assert done.wait(60)
             group.send(pair.array(0, filled(1)), 1, 3)
             return
 
@@ -404,8 +404,8 @@ def test_a_callback_may_not_wait_for_messages_but_post_them(pair: MailRanks) -> 
             done.set()
 
         group.irecv(pair.array(1, filled(0)), 0).add_done_callback(again)
-        assert done.wait(20)
-        posted[0].wait(timeout=20)
+        assert done.wait(60)
+        posted[0].wait(timeout=60)
 
     pair.run(does)
     assert len(refusals) == 1
@@ -507,7 +507,7 @@ def test_the_mailbox_goes_on_while_a_message_waits_for_a_stream() -> None:
             group.recv(ranks.array(0, filled(0)), 1, 3)
             return
         stream = ranks.gpu.new_stream(0)
-        ranks.gpu.queue("kernel", stream, lambda: void(gate.wait(20)))
+        ranks.gpu.queue("kernel", stream, lambda: void(gate.wait(60)))
         late = group.irecv(ranks.array(1, got[0], stream), 0, 1)
         group.isend(filled(0), 1, 4)  # by the same mailbox
         group.recv(filled(0), 1, 4)

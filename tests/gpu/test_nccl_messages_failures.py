@@ -32,7 +32,7 @@ def meet(ranks: MailRanks) -> None:
     def does(rank: int, group: Any) -> None:
         works = [group.isend(ones(ranks, rank), 1 - rank), group.irecv(ones(ranks, rank), 1 - rank)]
         for work in works:
-            work.wait(timeout=20)
+            work.wait(timeout=60)
 
     ranks.run(does)
 
@@ -47,7 +47,7 @@ def half_way(ranks: MailRanks) -> Iterator[Any]:
         if rank:
             work = group.irecv(ones(ranks, 1), 0)
         else:
-            ranks.gpu.queue("kernel", stream, lambda: [gate.wait(20)][:0])
+            ranks.gpu.queue("kernel", stream, lambda: [gate.wait(60)][:0])
             work = group.isend(ranks.array(0, np.ones(3, np.float32), stream), 1)
         work.wait()
         return work

@@ -6,7 +6,6 @@ Those on GPUs are called "simulated"; test_conformance.py runs them, with the si
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 
 import numba
@@ -106,8 +105,7 @@ def place(request, monkeypatch) -> Iterator[Place]:
         queueing = request.param.endswith("queueing")
         yield Place(fake, 1 if request.param.endswith("1") else 2, Queueing if queueing else StagedCarrier)
         KEPT.clear()
-        gc.collect()
-        assert fake.left() == []
+        fake.await_nothing_left()
 
 
 def inputs(n, many, count, dtype):
