@@ -3,7 +3,7 @@
 Its functions take what the binding gives the real ones. Communicators are non-blocking: a call says "in progress" and
 is asked for. What is queued runs on the fake stream, blocks there until the peers come, and ends at an abort. It checks
 what NCCL leaves undefined: collectives that do not match, use after the end, arrays that overlap, messages of other
-sizes than expected, streams of another GPU or several for a communicator, two ranks that send to each other first;
+sizes than expected, streams of another GPU or several for a communicator;
 `violations` has what was found, `calls` the functions' names in order.
 """
 
@@ -48,7 +48,6 @@ class _Comm:
         self.aborted = self.ended = self.finalized = False
         self.made: dict[int, Any] = {}
         self.stream: int | None = None
-        self.sending = False
 
 
 class FakeNccl:
@@ -318,13 +317,7 @@ class FakeNccl:
                 self._changed.notify_all()
 
         def finish() -> None:
-            with self._changed:
-                comm.sending = bool(parcel)
-                other = comm.world.comms[peer]
-                if comm.sending and other.sending and comm.world.mail[peer, comm.rank]:
-                    self._violate("both ranks of a communicator send first")
             self._until(comm, lambda: not parcel)
-            comm.sending = False
 
         return begin, finish
 

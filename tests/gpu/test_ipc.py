@@ -23,7 +23,7 @@ from fastcoll.kernels.cuda import page as at
 def test_the_carrier_on_simulated_kernels(chosen: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
     done = subprocess.run(
-        [*command, *(str(TESTS / "gpu" / name) for name in ("simulated_ipc.py", "simulated_ipc_failures.py"))],
+        [*command, *map(str, (TESTS / "gpu").glob("simulated_ipc*.py"))],
         env=environment(NUMBA_ENABLE_CUDASIM="1"), cwd=ELSEWHERE, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

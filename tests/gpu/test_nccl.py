@@ -276,6 +276,24 @@ def test_inputs_and_outputs_may_overlap(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["f4", "i2"])
+def test_reduce_scatter_into_the_last_of_blocks_of_different_sizes(ranks: Ranks, name: str) -> None:
+    sizes = [3 + rank for rank in range(ranks.size)]
+    bases = inputs(ranks, sum(sizes) + 1, np.dtype(name))
+    before = [np.split(x.copy()[:-1], np.cumsum(sizes)[:-1]) for x in bases]
+
+    def does(rank: int, group: Any) -> None:
+        ranks.array(rank, bases[rank])
+        blocks = np.split(bases[rank][:-1], np.cumsum(sizes)[:-1])
+        out = bases[rank][-sizes[rank] :]
+        group.reduce_scatter(ranks.array(rank, out), [ranks.array(rank, x) for x in blocks])
+
+    ranks.run(does)
+    for rank, base in enumerate(bases):
+        want = oracle.reduced([blocks[rank] for blocks in before], ReduceOp.SUM)
+        oracle.assert_same(base[-sizes[rank] :], want)
+
+
+@pytest.mark.parametrize("name", ["f4", "i2"])
 def test_the_hooks_take_outputs_that_overlap_inputs(
     ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,13 +361,15 @@ def test_empty_arrays_and_ranks_that_may_share_a_gpu(monkeypatch: pytest.MonkeyP
 
 def test_an_average_of_more_ranks_than_our_kernels_take_is_refused() -> None:
     def does(rank: int, group: Any) -> None:
-        x = ranks.array(rank, np.ones(3, "i2"))
-        with pytest.raises(UnavailableError, match="up to 4 ranks, this one has 5; use SUM"):
+        x = ranks.array(rank, hosts[rank])
+        with pytest.raises(UnavailableError, match="up to 4 ranks, this one has 8; use SUM"):
             group.all_reduce(x, ReduceOp.AVG)
-        group.all_reduce(x)
+        group.all_reduce(x)  # by three kernels, one after the other
 
-    with world(5) as ranks:
+    hosts = [np.full(3, 1 << rank, "i2") for rank in range(8)]
+    with world(8) as ranks:
         ranks.run(does)
+    assert all((host == 255).all() for host in hosts)
 
 
 def test_what_means_nothing_is_refused_and_the_group_goes_on(ranks: Ranks) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,20 +19,91 @@ from fastcoll.errors import (
     AbortedError,
     ArrayError,
     CollectiveTimeoutError,
+    GroupError,
     MismatchError,
     NotInitializedError,
     PeerDiedError,
     UnavailableError,
     UsageError,
 )
-from fastcoll.gpu.nccl.communicator import Seat, check_seats
+from fastcoll.gpu.nccl import communicator, direction
+from fastcoll.gpu.nccl.communicator import Communicator, Seat, check_seats
 
+from .fake_array import FakeArray
+from .nccl_mail_world import mail_world
 from .nccl_world import Ranks, ThreadGroup, assert_ends, ones, world
 
 
-def meet(ranks: Ranks) -> None:
-    """The first call, so that the same may be made by one rank alone."""
-    ranks.run(lambda rank, group: group.all_reduce(ones(ranks, rank)))
+class Calls:
+    """Collectives: rank 0 makes a call that rank 1 does not join."""
+
+    world, function = staticmethod(world), "ncclAllReduce"
+    found = "all_reduce failed with status 4"
+    hangs = r"all_reduce\(float32, 3 elements\) on GPU 0, call 2"
+
+    @staticmethod
+    def call(ranks: Any) -> Any:
+        return lambda rank, group: group.all_reduce(ones(ranks, rank))
+
+    @staticmethod
+    def meet(ranks: Any) -> None:
+        """The first call, so that the same may be made by one rank alone."""
+        ranks.run(Calls.call(ranks))
+
+    @staticmethod
+    @contextmanager
+    def half_way(ranks: Any) -> Iterator[Any]:
+        yield alone(ranks)
+
+
+class Messages:
+    """A message is queued on both GPUs, while the sender's stream does not get there."""
+
+    world, function = staticmethod(mail_world), "ncclSend"
+    found = "send failed with status 4"
+    hangs = r"(send to rank 1|recv from rank 0) .*"  # whoever is first tells the other
+
+    @staticmethod
+    def call(ranks: Any) -> Any:
+        def does(rank: int, group: Any) -> None:
+            group.recv(ones(ranks, 1), 0) if rank else group.send(ones(ranks, 0), 1)
+
+        return does
+
+    @staticmethod
+    def meet(ranks: Any) -> None:
+        """A message in each direction, so that there are communicators."""
+
+        def does(rank: int, group: Any) -> None:
+            works = [group.isend(ones(ranks, rank), 1 - rank), group.irecv(ones(ranks, rank), 1 - rank)]
+            for work in works:
+                work.wait(timeout=60)
+
+        ranks.run(does)
+
+    @staticmethod
+    @contextmanager
+    def half_way(ranks: Any) -> Iterator[Any]:
+        gate, stream = threading.Event(), ranks.gpu.new_stream(0)
+
+        def does(rank: int, group: Any) -> Any:
+            if rank:
+                work = group.irecv(ones(ranks, 1), 0)
+            else:
+                ranks.gpu.queue("kernel", stream, lambda: [gate.wait(60)][:0])
+                work = group.isend(ranks.array(0, np.ones(3, np.float32), stream), 1)
+            work.wait()
+            return work
+
+        try:
+            yield ranks.attempt(does)[1]
+        finally:
+            gate.set()
+            ranks.gpu.end_stream(stream)
+
+
+BOTH = pytest.mark.parametrize("kind", [Calls, Messages])
+meet = Calls.meet
 
 
 def alone(ranks: Ranks) -> Any:
@@ -38,85 +112,120 @@ def alone(ranks: Ranks) -> Any:
         return ranks.groups[0].all_reduce(ones(ranks, 0), async_op=True)
 
 
-def test_a_communicator_that_cannot_be_made_fails_the_group() -> None:
-    def does(rank: int, group: ThreadGroup) -> None:
-        with pytest.raises(AbortedError, match="failed with status 5: error 5; what it was"):
-            group.all_reduce(ones(ranks, rank))
-        assert group.failure is not None
+# ---- collectives and messages alike --------------------------------------------------------------------
 
-    with world(2) as ranks:
+
+@BOTH
+def test_a_communicator_that_cannot_be_made_fails_the_group(kind: Any) -> None:
+    with kind.world(2) as ranks:
         ranks.nccl.statuses["ncclCommInitRankConfig"] = 5
-        ranks.run(does)
+        errors = ranks.attempt(kind.call(ranks))
+        assert all(isinstance(error, AbortedError) for error in errors), errors
+        assert "failed with status 5: error 5; what it was" in str(ranks.meeting.failures[0])
+        assert all(group.failure is not None for group in ranks.groups)
 
 
-def test_a_peer_that_dies_while_the_communicator_is_made_is_named() -> None:
-    with world(2) as ranks:
+@BOTH
+def test_a_peer_that_dies_while_the_communicator_is_made_is_named(kind: Any) -> None:
+    with kind.world(2) as ranks:
         ranks.nccl.absent = {1}
         ranks.meeting.died = [1]
-        for error in ranks.attempt(lambda rank, group: group.all_reduce(ones(ranks, rank))):
+        errors = ranks.attempt(kind.call(ranks))
+        for error in errors if kind is Calls else errors[:1]:
             assert isinstance(error, PeerDiedError)
             assert error.ranks == (1,)
+
+
+def test_a_death_must_be_seen_twice_in_a_row_while_a_communicator_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(communicator, "_LOOK", 0.0)
+    death = PeerDiedError("rank 1 died", [1])
+    found = iter([death, None, death, death])
+    group: Any = SimpleNamespace(failure=None, timeout=60.0)
+    patience = communicator.Patience(group, lambda doing: next(found))
+    for _ in range(3):
+        patience("making a communicator", 0.0)
+    with pytest.raises(PeerDiedError):
+        patience("making a communicator", 0.0)
+
+
+@BOTH
+def test_a_communicator_that_never_gets_ready_runs_into_the_groups_timeout(kind: Any) -> None:
+    def gives_up() -> None:
+        until(lambda: len(ranks.nccl.comms) == 2)
+        ranks.give_up_after(0.5)
+
+    with kind.world(2) as ranks:
+        ranks.nccl.absent = {1}
+        errors, _ = together(lambda: ranks.attempt(kind.call(ranks)), gives_up)
+        assert all(isinstance(error, GroupError) for error in errors), errors
+        first = ranks.meeting.failures[0]
+        assert isinstance(first, CollectiveTimeoutError)
+        assert "making a communicator: NCCL was not through within 0.5 s" in str(first)
         assert ranks.nccl.calls.count("ncclCommAbort") == 2
 
 
-def test_a_communicator_that_never_gets_ready_runs_into_the_groups_timeout() -> None:
-    def does(rank: int, group: ThreadGroup) -> None:
-        group.all_reduce(ones(ranks, rank))
-
-    def gives_up() -> None:
-        until(lambda: len(ranks.nccl.comms) == 2)
-        ranks.give_up_after(0.2)
-
-    with world(2) as ranks:
-        ranks.nccl.absent = {1}
-        errors, _ = together(lambda: ranks.attempt(does), gives_up)
-        for error in errors:
-            assert isinstance(error, CollectiveTimeoutError)
-            assert "making a communicator: NCCL was not through within 0.2 s" in str(error)
+@BOTH
+def test_an_operation_that_nccl_refuses_fails_the_group_on_all_ranks(kind: Any) -> None:
+    with kind.world(2) as ranks:
+        kind.meet(ranks)
+        ranks.nccl.statuses[kind.function] = 4
+        errors = ranks.attempt(kind.call(ranks))
+        assert isinstance(errors[0], AbortedError)
+        until(lambda: all(group.failure is not None for group in ranks.groups))
+        assert kind.found in str(ranks.meeting.failures[0])
+        errors = ranks.attempt(kind.call(ranks))
+        assert all(isinstance(error, AbortedError) for error in errors), errors
 
 
-def test_an_operation_that_nccl_refuses_fails_the_group_on_all_ranks() -> None:
-    with world(2) as ranks:
-        meet(ranks)
-        ranks.nccl.statuses["ncclAllReduce"] = 4
-        errors = ranks.attempt(lambda rank, group: group.all_reduce(ones(ranks, rank)))
-        assert all(isinstance(error, AbortedError) for error in errors)
-        assert "all_reduce failed with status 4" in str(ranks.meeting.failures[0])
-        for rank, group in enumerate(ranks.groups):
+@BOTH
+def test_an_asynchronous_error_ends_what_is_under_way(kind: Any) -> None:
+    with kind.world(2) as ranks:
+        kind.meet(ranks)
+        with kind.half_way(ranks) as work:
+            assert not work.is_completed()
+            ranks.nccl.break_network()
+            assert_ends(work, AbortedError, "communication failed with status 6")
             with pytest.raises(AbortedError):
-                group.all_reduce(ones(ranks, rank))
+                alone(ranks)
 
 
-def test_an_asynchronous_error_ends_what_is_under_way() -> None:
-    with world(2) as ranks:
-        meet(ranks)
-        work = alone(ranks)
-        assert not work.is_completed()
-        ranks.nccl.break_network()
-        assert_ends(work, AbortedError, "communication failed with status 6")
-        assert ranks.nccl.calls.count("ncclCommAbort") == 1
-        with pytest.raises(AbortedError):
-            alone(ranks)
+@BOTH
+def test_a_lost_peer_is_named(kind: Any) -> None:
+    with kind.world(2) as ranks:
+        kind.meet(ranks)
+        with kind.half_way(ranks) as work:
+            ranks.meeting.died = [1 if kind is Calls else 0]
+            assert_ends(work, PeerDiedError, f"rank {ranks.meeting.died[0]} .*died")
 
 
-def test_a_lost_peer_is_named() -> None:
-    with world(2) as ranks:
-        meet(ranks)
-        work = alone(ranks)
-        ranks.meeting.died = [1]
-        assert_ends(work, PeerDiedError, r"rank 1 died; all_reduce\(float32, 3 elements\) on GPU 0, call 2")
+@BOTH
+def test_what_hangs_runs_into_the_groups_timeout(kind: Any) -> None:
+    with kind.world(2) as ranks:
+        kind.meet(ranks)
+        with kind.half_way(ranks) as work:
+            with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0.01 s"):
+                work.wait(timeout=0.01)
+            assert all(group.failure is None for group in ranks.groups)
+            ranks.give_up_after(0.3)
+            assert_ends(
+                work, GroupError, kind.hangs + " is not complete after 0.3 s: a rank has not called it"
+            )
+            assert isinstance(ranks.meeting.failures[0], CollectiveTimeoutError)
 
 
-def test_a_call_that_nobody_joins_runs_into_the_groups_timeout() -> None:
-    with world(2) as ranks:
-        meet(ranks)
-        work = alone(ranks)
-        with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0.01 s"):
-            work.wait(timeout=0.01)
-        assert ranks.groups[0].failure is None
-        ranks.give_up_after(0.3)
-        assert_ends(work, CollectiveTimeoutError, "not complete after 0.3 s: a rank has not called it")
-        assert isinstance(ranks.groups[0].failure, CollectiveTimeoutError)
+@BOTH
+def test_destroying_with_what_hangs_ends_by_the_timeout(kind: Any) -> None:
+    with kind.world(2) as ranks:
+        kind.meet(ranks)
+        with kind.half_way(ranks) as work:
+            ranks.give_up_after(0.3)
+            assert together(ranks.groups[0 if kind is Calls else 1].close) == [None]
+            assert_ends(work, GroupError, "is not complete after 0.3 s")
+
+
+# ---- collectives ---------------------------------------------------------------------------------------
 
 
 def test_abort_ends_what_is_under_way_and_twice_is_fine() -> None:
@@ -146,18 +255,7 @@ def test_destroying_waits_for_what_is_under_way() -> None:
     assert all((host == 3).all() for host in hosts)
 
 
-def test_destroying_with_a_call_that_nobody_joins_ends_by_the_timeout() -> None:
-    with world(2) as ranks:
-        meet(ranks)
-        ranks.give_up_after(0.3)
-        work = alone(ranks)
-        assert together(ranks.groups[0].close) == [None]
-        assert isinstance(work.exception(), CollectiveTimeoutError)
-
-
 def test_destroying_does_not_wait_for_peers_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.gpu.nccl import communicator
-
     monkeypatch.setattr(communicator, "_FINALIZE_SECONDS", 0.05)
     with world(2) as ranks:
         meet(ranks)
@@ -166,8 +264,6 @@ def test_destroying_does_not_wait_for_peers_that_do_not(monkeypatch: pytest.Monk
 
 
 def test_an_interrupted_call_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.gpu.nccl.communicator import Communicator
-
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -182,8 +278,6 @@ def test_an_interrupted_call_fails_the_group(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_signal_handler_may_not_use_the_group_whose_call_it_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fastcoll.gpu.nccl.communicator import Communicator
-
     with world(1) as ranks:
         meet(ranks)
         before = Communicator.queue
@@ -195,6 +289,136 @@ def test_a_signal_handler_may_not_use_the_group_whose_call_it_interrupted(
 
         monkeypatch.setattr(Communicator, "queue", interrupted)
         alone(ranks).wait(timeout=60)
+
+
+# ---- messages -----------------------------------------------------------------------------------------
+
+
+def test_a_communicator_that_comes_after_the_failure_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Communicator.make
+
+    def late(*args: Any) -> Communicator:
+        made = make(*args)
+        for group in ranks.groups:
+            group.abort("enough")
+            group.devices().abort()
+        return made
+
+    with mail_world(2) as ranks:
+        monkeypatch.setattr(Communicator, "make", late)
+        errors = ranks.attempt(Messages.call(ranks))
+        assert all(isinstance(error, AbortedError) for error in errors), errors
+        until(lambda: len(ranks.nccl.comms) == 2 and all(comm.aborted for comm in ranks.nccl.comms))
+
+
+def test_a_message_that_nobody_receives_runs_into_the_groups_timeout() -> None:
+    with mail_world(2, timeout=0.3) as ranks:
+        with ranks.gpu.on(0):
+            work = ranks.groups[0].isend(ones(ranks, 0), 1, 6)
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"send to rank 1 .*, tag 6.* within the timeout of 0\.3 s"
+        ):
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+
+
+def test_a_peer_that_dies_before_it_receives_is_named() -> None:
+    with mail_world(2) as ranks:
+        with ranks.gpu.on(0):
+            work = ranks.groups[0].isend(ones(ranks, 0), 1)
+        ranks.meeting.died = [1]
+        with pytest.raises(PeerDiedError, match="rank 1"):
+            work.wait()
+
+
+def test_abort_ends_messages_in_every_state() -> None:
+    with mail_world(2) as ranks:
+        Messages.meet(ranks)
+        with Messages.half_way(ranks) as received:
+            with ranks.gpu.on(1):
+                unmatched = [
+                    ranks.groups[1].isend(ones(ranks, 1), 0),
+                    ranks.groups[1].irecv(ones(ranks, 1), None, 5),
+                ]
+                itself = ranks.groups[1].isend(ones(ranks, 1), 1, 9)
+            for _ in range(2):
+                ranks.groups[1].abort("enough")
+            for work in (received, *unmatched, itself):
+                assert_ends(work, AbortedError, "enough")
+            for group, rank in zip(ranks.groups, range(2), strict=True):
+                until(lambda group=group: group.failure is not None)
+                with pytest.raises(AbortedError, match="enough"):
+                    group.isend(ones(ranks, rank), 1 - rank)
+
+
+@pytest.mark.parametrize("name", ["send", "recv"])
+def test_an_interrupted_message_fails_the_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with mail_world(2) as ranks:
+        monkeypatch.setattr(direction.Message, "_order", interrupted)
+        with ranks.gpu.on(0), pytest.raises(KeyboardInterrupt):
+            getattr(ranks.groups[0], name)(ones(ranks, 0), 1)
+        assert "rank 0: KeyboardInterrupt" in str(ranks.groups[0].failure)
+
+
+def test_an_error_while_a_message_is_posted_leaves_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mail_world(2) as ranks:
+        with ranks.gpu.on(0):
+            x = ones(ranks, 0)
+            group = ranks.groups[0]
+            monkeypatch.setattr(group, "post_send", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                group.isend(x, 1)
+        assert "ZeroDivisionError" in str(group.failure)
+        assert not len(ranks.mail(0)._posted)
+
+
+def test_destroying_waits_for_what_is_queued_and_ends_communicators_in_order() -> None:
+    hosts = [np.full(5, rank + 1, np.float32) for rank in range(2)]
+
+    def does(rank: int, group: Any) -> Any:
+        x = ranks.array(rank, hosts[rank])
+        group.send(x, 1) if rank == 0 else group.recv(x, 0)
+        left = group.irecv(ones(ranks, rank), None, 4)
+        group.send(ones(ranks, rank), rank, 8)  # which nobody takes
+        group.close()
+        group.close()
+        with pytest.raises(NotInitializedError):
+            group.isend(ones(ranks, rank), 1 - rank)
+        return left
+
+    with mail_world(2) as ranks:
+        for work in ranks.attempt(does):
+            assert_ends(work, AbortedError, "destroyed before the message was complete")
+        assert ranks.nccl.calls.count("ncclCommDestroy") == 2
+        assert "ncclCommAbort" not in ranks.nccl.calls
+    assert (hosts[1] == 1).all()
+
+
+def test_destroying_many_directions_does_not_wait_one_after_the_other() -> None:
+    def does(rank: int, group: Any) -> None:
+        peers = [peer for peer in range(4) if peer != rank]
+        works = [group.isend(ones(ranks, rank), peer) for peer in peers]
+        works += [group.irecv(ones(ranks, rank), peer) for peer in peers]
+        for work in works:
+            work.wait()
+
+    with mail_world(4) as ranks:
+        ranks.run(does)
+        ranks.close()
+        assert ranks.nccl.calls.count("ncclCommDestroy") == 24
+        assert "ncclCommAbort" not in ranks.nccl.calls  # which ends what was waited for in vain
+
+
+def test_a_message_without_a_receive_ends_when_the_group_does() -> None:
+    with mail_world(2) as ranks:
+        with ranks.gpu.on(0):
+            work = ranks.groups[0].isend(ones(ranks, 0), 1)
+        ranks.groups[0].close()
+        assert_ends(work, AbortedError, "destroyed before the message was complete")
 
 
 # ---- calls that do not match ---------------------------------------------------------------------------
@@ -224,6 +448,18 @@ def test_calls_that_differ_are_found_on_all_ranks_and_the_group_goes_on() -> Non
         )
         assert "4 elements" in texts[0]
         meet(ranks)
+
+
+def test_a_known_operation_of_other_sizes_is_compared_again() -> None:
+    def gather(rank: int, count: int) -> Callable[[ThreadGroup], Any]:
+        return lambda group: group.all_gather(
+            [ones(ranks, rank, count) for _ in range(2)], ones(ranks, rank, count)
+        )
+
+    with world(2) as ranks:
+        ranks.run(lambda rank, group: gather(rank, 3)(group))
+        texts = both(ranks, gather(0, 4), gather(1, 5))
+        assert "rank 1 gives rank 0 20 bytes, which expects 16" in texts[0]
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
@@ -302,7 +538,5 @@ def test_a_group_works_on_one_gpu_of_a_process() -> None:
         x = np.ones(3, np.float32)
         ranks._kept.append(x)
         ranks.gpu.place(x, 1)
-        from .fake_array import FakeArray
-
         with pytest.raises(ArrayError, match="works on GPU 0, that of its first array"):
             ranks.groups[0].all_reduce(FakeArray(x))

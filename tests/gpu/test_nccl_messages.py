@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
-from ctypes import byref, c_void_p
 from typing import Any
 
 import ml_dtypes
@@ -14,17 +13,13 @@ import numpy as np
 import oracle
 import pytest
 from messages.worlds import fields
-from together import together
 
 from fastcoll.core.message import Status
 from fastcoll.core.operands import ANY_TAG
 from fastcoll.errors import CollectiveTimeoutError, MismatchError, UsageError
-from fastcoll.gpu.nccl.bindings import Config, Library, UniqueId
 from fastcoll.gpu.nccl.communicator import Seat
 from fastcoll.gpu.nccl.messages import STAGED, Letter
 
-from .fake_nccl import FakeNccl
-from .fake_runtime import FakeRuntime
 from .nccl_mail_world import MailRanks, mail_world
 
 Array = np.ndarray[Any, Any]
@@ -149,28 +144,6 @@ def test_any_source_says_who_it_was(ranks: MailRanks) -> None:
     ranks.run(does)
     assert sorted(sources) == list(range(1, ranks.size))
     assert [host[0] for host in got] == sources
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (1, 3, 2, 0), (2, 0, 3, 1)])
-def test_batches_in_any_order(ranks: MailRanks, order: tuple[int, ...]) -> None:
-    got = [[filled(-1), filled(-1)] for _ in range(ranks.size)]
-
-    def does(rank: int, group: Any) -> None:
-        right, left = (rank + 1) % ranks.size, (rank - 1) % ranks.size
-        ops = [
-            lambda: group.isend(ranks.array(rank, filled(rank)), right, 1),
-            lambda: group.isend(ranks.array(rank, filled(rank + 50)), left, 2),
-            lambda: group.irecv(ranks.array(rank, got[rank][0]), left, 1),
-            lambda: group.irecv(ranks.array(rank, got[rank][1]), right, 2),
-        ]
-        mine = order if rank else tuple(reversed(order))
-        for work in [ops[place]() for place in mine]:
-            work.wait()
-
-    ranks.run(does)
-    for rank, (first, second) in enumerate(got):
-        assert (first == (rank - 1) % ranks.size).all()
-        assert (second == (rank + 1) % ranks.size + 50).all()
 
 
 def test_strided_and_empty_arrays(pair: MailRanks) -> None:
@@ -341,28 +314,6 @@ def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: Mail
     assert (hosts[0] == 77).all()
 
 
-def test_what_was_queued_after_a_message_was_posted_is_not_waited_for(pair: MailRanks) -> None:
-    """Else two ranks whose streams go on with each other's messages would wait for ever."""
-    got = [filled(0), filled(0)]
-
-    def does(rank: int, group: Any) -> None:
-        stream = pair.gpu.new_stream(rank)
-        x = pair.array(rank, filled(rank + 1), stream)
-        send = group.isend(x, 1 - rank)
-        gate = threading.Event()
-        pair.gpu.queue("kernel", stream, lambda: void(gate.wait(120)))
-        other = pair.gpu.new_stream(rank)
-        receive = group.irecv(pair.array(rank, got[rank], other), 1 - rank)
-        assert receive.wait(timeout=60)
-        gate.set()
-        send.wait()
-        pair.gpu.end_stream(stream)
-        pair.gpu.end_stream(other)
-
-    pair.run(does)
-    assert [host[0] for host in got] == [2, 1]
-
-
 def test_works_call_back_and_can_be_awaited(pair: MailRanks) -> None:
     got, seen = filled(0), []
 
@@ -527,40 +478,6 @@ def test_letters() -> None:
     seat = Seat(b"g" * 16, b"h" * 8, 22005, True, b"\1" * 128)
     letter = Letter(3, 5 << 22 | 12, 1 << 40, seat, STAGED)
     assert Letter.from_array(letter.to_array()) == letter
-
-
-# ---- what the fake finds ---------------------------------------------------------------------------------
-
-
-def test_the_fake_finds_two_ranks_that_send_first() -> None:
-    gpu = FakeRuntime(devices=2)
-    nccl: Any = FakeNccl(gpu)
-    identity = UniqueId.from_buffer_copy(Library(nccl).unique_id())
-    hosts, streams, ends = [filled(1), filled(2)], [gpu.new_stream(0), gpu.new_stream(1)], []
-    for rank in range(2):
-        with gpu.on(rank):
-            handle, config = c_void_p(), Config.non_blocking()
-            nccl.ncclCommInitRankConfig(byref(handle), 2, identity, rank, byref(config))
-            ends.append(handle)
-    first = ends[0]
-    for rank in range(2):
-        with gpu.on(rank):
-            nccl.ncclGroupStart()
-            nccl.ncclSend(hosts[rank].ctypes.data, 20, 1, 1 - rank, ends[rank], streams[rank])
-            nccl.ncclGroupEnd()
-
-    def run(stream: int) -> None:
-        try:
-            gpu.wait_stream(stream)
-        finally:
-            while ends:
-                nccl.ncclCommAbort(ends.pop())
-
-    errors = together(*[lambda stream=stream: run(stream) for stream in streams])
-    assert any("both ranks of a communicator send first" in str(error) for error in errors)
-    nccl.ncclGroupStart()
-    with pytest.raises(AssertionError, match="after the end of a communicator"):
-        nccl.ncclSend(hosts[0].ctypes.data, 20, 1, 1, first, streams[0])
 
 
 def void(_: object) -> None:

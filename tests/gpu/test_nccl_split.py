@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from fastcoll.errors import AbortedError, ArrayError, PeerDiedError
+from fastcoll.gpu.stream_work import Watcher
 
 from .nccl_world import Meeting, Ranks, ThreadGroup, world
 
@@ -62,6 +64,27 @@ def test_a_group_by_split_has_its_ranks_and_needs_no_other_communicator() -> Non
         assert split(ranks, [1, 2, 3], sums)[1:] == [[9, 9, 9]] * 3  # 2 + 3 + 4
         meant = ["ncclCommInitRankConfig", "ncclCommSplit", "ncclCommDestroy"]
         assert [ranks.nccl.calls.count(name) for name in meant] == [4, 8, 5]
+
+
+def test_a_split_waits_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, drain = threading.Event(), Watcher.drain
+
+    def opened(watcher: Watcher) -> None:
+        gate.set()
+        drain(watcher)
+
+    def does(rank: int, group: ThreadGroup) -> None:
+        stream = ranks.gpu.new_stream(rank)
+        ranks.gpu.queue("hold", stream, lambda: [gate.wait(60)][:0])
+        group.all_reduce(ranks.array(rank, ones(ranks, rank), stream), async_op=True)
+        group.split_gpus(None)
+        ranks.gpu.end_stream(stream)
+
+    with world(2) as ranks:
+        meet(ranks)
+        with monkeypatch.context() as patch:
+            patch.setattr(Watcher, "drain", opened)
+            ranks.run(does)
 
 
 def test_what_goes_wrong_in_a_group_by_split_stays_there() -> None:

@@ -194,6 +194,13 @@ def test_what_the_arrays_streams_hold_comes_first(gpu):
         work, _ = done(everybody(made, late))
         work.wait(60)
         assert all((x == 3).all() for x in xs)
+        given, taken = np.zeros(4), np.zeros(4)
+        gpu.queue("kernel", streams[0], lambda: given.fill(7))
+        gpu.queue("kernel", streams[1], lambda: taken.fill(1))  # of the output, not after the result
+        with staged(1) as (one,):
+            one.all_gather([FakeArray(taken, stream=streams[1])], FakeArray(given, stream=streams[0]))
+        gpu.settle()
+        assert (taken == 7).all()
         got = np.zeros(4)
         gpu.queue("kernel", streams[0], lambda: xs[0].fill(5))
         made[0].isend(FakeArray(xs[0], stream=streams[0]), 1)

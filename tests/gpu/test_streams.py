@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -245,6 +246,19 @@ def test_a_work_may_outrun_the_death_of_a_peer() -> None:
     assert failed == []
     watcher._judge(other, other.began, other)
     assert str(failed[0]) == "two is in vain"
+
+
+def test_the_time_of_a_work_begins_when_those_before_it_have_ended() -> None:
+    failed: list[GroupError] = []
+    watcher = stream_work.Watcher("g", lambda: 1000.0, lambda doing: None, failed.append)
+    first, second = (StreamWork(name, Own(FakeRuntime(), 0), ()) for name in ("one", "two"))
+    first.began = second.began = time.monotonic() - 2000
+    watcher._works.extend([first, second])
+    watcher._judge(first, time.monotonic(), None)
+    assert "one is not complete after 1000 s" in str(failed[0])
+    watcher._end(first)
+    watcher._judge(second, time.monotonic(), None)
+    assert len(failed) == 1
 
 
 def test_a_failure_is_seen_as_soon_as_the_gpu_is_past_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ what no peer reads between steps k and k + 1. Between these a peer reads slots o
 is that of step k + 1, another one. The next call's step 0 is written by whoever has ended a call, while peers may still
 read any slot of that call, but none of the other parity's step 0.
 Where ranks take different numbers of steps, one that has taken its last says LAST, which counts as every later step.
-`tests/gpu/test_ipc_model.py` explores them, `tests/gpu/test_ipc_schedules.py` runs every one and looks for races.
+`tests/gpu/simulated_ipc_model.py` runs them in every order of steps, `tests/gpu/test_ipc_schedules.py` every one.
 
 Places are (kind, which, offset in bytes): input or output array `which`, or `SLOT + step`'s slot of rank `which`.
 Addresses come in when a schedule is queued. Sizes and offsets are bytes.
