@@ -250,7 +250,7 @@ def kernels_on_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HERE = SimpleNamespace(words={})
 PROGRAMS = {
-    "gathers": (2, 1, [all_gather(2, words) for words in (1, 3, 1, 2, 1)]),
+    "gathers": (2, 1, [all_gather(2, words) for words in (1, 4, 1, 1)]),
     "reductions": (2, 2, [all_reduce(2, 2), all_reduce(2, 4)]),
     "mismatch": (2, 1, [all_gather(2, 1), all_gather(2, 2, 7, 8), all_gather(2, 1)]),
     "three ranks": (3, 1, [all_gather(3, 1), all_gather(3, 1)]),

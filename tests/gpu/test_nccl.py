@@ -108,29 +108,21 @@ def test_premul_sum_multiplies_by_each_ranks_factor(ranks: Ranks, name: str) -> 
 
 
 @pytest.mark.parametrize("dtype", SOME, ids=str)
-def test_reduce(ranks: Ranks, dtype: np.dtype) -> None:
-    root = ranks.size - 1
-    hosts = [x.copy() for x in inputs(ranks, 6, dtype)]
-    ranks.run(lambda rank, group: group.reduce(ranks.array(rank, hosts[rank]), root))
-    for rank, host in enumerate(hosts):
-        everybody = inputs(ranks, 6, dtype)
-        want = oracle.reduced(everybody, ReduceOp.SUM) if rank == root else everybody[rank]
-        assert_reduced(host, want, ReduceOp.SUM, rank)
-
-
-@pytest.mark.parametrize("dtype", SOME, ids=str)
-def test_scan_and_exscan(ranks: Ranks, dtype: np.dtype) -> None:
-    scans, exscans = ([x.copy() for x in inputs(ranks, 4, dtype)] for _ in range(2))
+def test_reduce_scan_and_exscan(ranks: Ranks, dtype: np.dtype) -> None:
+    everybody, root = inputs(ranks, 6, dtype), ranks.size - 1
+    reduced, scans, exscans = ([x.copy() for x in everybody] for _ in range(3))
 
     def does(rank: int, group: Any) -> None:
+        group.reduce(ranks.array(rank, reduced[rank]), root)
         group.scan(ranks.array(rank, scans[rank]))
         group.exscan(ranks.array(rank, exscans[rank]))
 
     ranks.run(does)
-    everybody = inputs(ranks, 4, dtype)
-    for rank in range(ranks.size):
+    for rank, mine in enumerate(everybody):
+        total = oracle.reduced(everybody, ReduceOp.SUM)
+        assert_reduced(reduced[rank], total if rank == root else mine, ReduceOp.SUM, rank)
         assert_reduced(scans[rank], oracle.reduced(everybody[: rank + 1], ReduceOp.SUM), ReduceOp.SUM, rank)
-        want = oracle.reduced(everybody[:rank], ReduceOp.SUM) if rank else everybody[0]
+        want = oracle.reduced(everybody[:rank], ReduceOp.SUM) if rank else mine
         assert_reduced(exscans[rank], want, ReduceOp.SUM, rank)
 
 
@@ -159,58 +151,46 @@ def test_broadcast(ranks: Ranks, dtype: np.dtype) -> None:
         oracle.assert_same(host, inputs(ranks, 5, dtype)[root])
 
 
-@pytest.mark.parametrize("shape", ["one", "list", "uneven"])
-def test_all_gather(ranks: Ranks, shape: str) -> None:
-    sizes = [rank + 1 if shape == "uneven" else 3 for rank in range(ranks.size)]
-    given = [oracle.values(rank, n, np.dtype("i4")) for rank, n in enumerate(sizes)]
-    outs = [[np.zeros(n, "i4") for n in sizes] for _ in sizes]
-    whole = [np.zeros(sum(sizes), "i4") for _ in sizes]
+def test_all_gather_into_one_array(ranks: Ranks) -> None:
+    given, outs = (
+        inputs(ranks, 3, np.dtype("i4")),
+        [np.zeros(3 * ranks.size, "i4") for _ in range(ranks.size)],
+    )
+    ranks.run(
+        lambda rank, group: group.all_gather_single(
+            ranks.array(rank, outs[rank]), ranks.array(rank, given[rank])
+        )
+    )
+    for out in outs:
+        oracle.assert_same(out, np.concatenate(given))
+
+
+@pytest.mark.parametrize("uneven", [0, 1], ids=["even", "uneven"])
+def test_gathers_scatter_and_all_to_all(ranks: Ranks, uneven: int) -> None:
+    n, root, dtype = ranks.size, ranks.size - 1, np.dtype("c16")
+    given = [oracle.values(rank, 2 + uneven * rank, dtype) for rank in range(n)]
+    everything = [[np.zeros_like(x) for x in given] for _ in range(n)]
+    gathered, scattered = ([np.zeros_like(x) for x in given] for _ in range(2))
+    gives = [[oracle.values(r, 1 + uneven * (r + p), dtype, p) for p in range(n)] for r in range(n)]
+    takes = [[np.zeros(1 + uneven * (r + p), dtype) for p in range(n)] for r in range(n)]
 
     def does(rank: int, group: Any) -> None:
-        x = ranks.array(rank, given[rank])
-        if shape == "one":
-            group.all_gather_single(ranks.array(rank, whole[rank]), x)
-        else:
-            group.all_gather([ranks.array(rank, out) for out in outs[rank]], x)
+        mine, at_root = ranks.array(rank, given[rank]), gathered if rank == root else []
+        group.all_gather([ranks.array(rank, x) for x in everything[rank]], mine)
+        group.gather(mine, [ranks.array(rank, x) for x in at_root] or None, root)
+        group.scatter(
+            ranks.array(rank, scattered[rank]), [ranks.array(rank, x) for x in at_root] or None, root
+        )
+        taken, blocks = ([ranks.array(rank, x) for x in side[rank]] for side in (takes, gives))
+        group.all_to_all(taken, blocks)
 
     ranks.run(does)
-    for rank in range(ranks.size):
-        got = whole[rank] if shape == "one" else np.concatenate(outs[rank])
-        oracle.assert_same(got, np.concatenate(given))
-
-
-def test_gather_and_scatter_of_different_sizes(ranks: Ranks) -> None:
-    root = ranks.size - 1
-    given = [oracle.values(rank, rank + 1, np.dtype("c16")) for rank in range(ranks.size)]
-    gathered = [np.zeros_like(x) for x in given]
-    scattered = [np.zeros_like(x) for x in given]
-
-    def does(rank: int, group: Any) -> None:
-        here = rank == root
-        outs = [ranks.array(rank, x) for x in gathered] if here else None
-        group.gather(ranks.array(rank, given[rank]), outs, root)
-        blocks = [ranks.array(rank, x) for x in gathered] if here else None
-        group.scatter(ranks.array(rank, scattered[rank]), blocks, root)
-
-    ranks.run(does)
-    for got, back, want in zip(gathered, scattered, given, strict=True):
-        oracle.assert_same(got, want)
-        oracle.assert_same(back, want)
-
-
-def test_all_to_all_of_different_sizes(ranks: Ranks) -> None:
-    n = ranks.size
-    given = [[oracle.values(r, r + p + 1, np.dtype("u2"), p) for p in range(n)] for r in range(n)]
-    outs = [[np.zeros(r + p + 1, "u2") for p in range(n)] for r in range(n)]
-
-    def does(rank: int, group: Any) -> None:
-        takes, gives = ([ranks.array(rank, x) for x in side[rank]] for side in (outs, given))
-        group.all_to_all(takes, gives)
-
-    ranks.run(does)
-    for r, row in enumerate(outs):
-        for p, block in enumerate(row):
-            oracle.assert_same(block, given[p][r])
+    for rank, mine in enumerate(given):
+        oracle.assert_same(np.concatenate(everything[rank]), np.concatenate(given))
+        oracle.assert_same(gathered[rank], mine)
+        oracle.assert_same(scattered[rank], mine)
+        for peer, block in enumerate(takes[rank]):
+            oracle.assert_same(block, gives[peer][rank])
 
 
 def test_coalesced_calls(ranks: Ranks) -> None:
@@ -324,13 +304,15 @@ def test_the_hooks_take_outputs_that_overlap_inputs(
 
 def test_strided_arrays_are_packed_and_unpacked(ranks: Ranks) -> None:
     bases = [oracle.values(rank, 12, np.dtype("f4")).reshape(4, 3) for rank in range(ranks.size)]
-    before = [x.copy() for x in bases]
+    before, turned = ([x.copy() for x in bases] for _ in range(2))
 
     def does(rank: int, group: Any) -> None:
         group.all_reduce(ranks.array(rank, bases[rank][:, 1]), async_op=True).wait()
+        group.all_reduce(ranks.array(rank, turned[rank].T))
 
     ranks.run(does)
     for rank, base in enumerate(bases):
+        oracle.assert_same(turned[rank], oracle.reduced(before, ReduceOp.SUM))
         oracle.assert_same(base[:, 1].copy(), oracle.reduced([x[:, 1] for x in before], ReduceOp.SUM))
         oracle.assert_same(base[:, ::2].copy(), before[rank][:, ::2].copy())
 

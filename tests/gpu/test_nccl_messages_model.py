@@ -22,7 +22,6 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,29 +80,11 @@ class Event:
             raise Blocked
 
 
-class Hand:
-    """A thread of the operating system, used again; locks hand control over, in a tenth of a semaphore's time."""
-
-    idle: ClassVar[list[Hand]] = []
-
-    def __init__(self) -> None:
-        self.wake = threading.Lock()
-        self.wake.acquire()
-        self.job: Callable[[], None] = lambda: None
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        mark_progressing()
-        while True:
-            self.wake.acquire()
-            self.job()
-
-
 class Thread:
     """A ProgressQueue whose jobs go on when the explorer says so, until they block or end.
 
     A job that takes an answer begins when the answer has come, so it does not block. What makes a communicator may: it
-    gets a thread of the operating system, and all else runs on the explorer's, which takes a tenth of the time.
+    gets a thread of the operating system; all else runs on the explorer's, which takes a tenth of the time.
     """
 
     def __init__(self, name: str) -> None:
@@ -111,7 +92,7 @@ class Thread:
         self.group = self.run.groups[int(name.split("-")[0])]
         self.jobs: deque[Any] = deque()
         self.ready: Callable[[], bool] = lambda: False
-        self._hand: Hand | None = None
+        self._wake: Any = None  # a lock that the thread of the operating system waits for
         self.run.threads[name] = self
 
     @classmethod
@@ -140,28 +121,27 @@ class Thread:
                 job()
                 self.at, HERE.thread = "idle", None
                 return
-            self._hand = Hand.idle.pop() if Hand.idle else Hand()
-            self._hand.job = partial(self._do, job)
-            HERE.thread = None
-        assert self._hand is not None
-        self._hand.wake.release()
+            HERE.thread, self._wake = None, threading.Lock()
+            self._wake.acquire()
+            threading.Thread(target=self._do, args=[job], daemon=True).start()
+        else:
+            self._wake.release()
         assert self.run.back.acquire(timeout=DEADLINE), f"{self.name} blocks where the explorer cannot see it"
 
     def _do(self, job: Callable[[], None]) -> None:
+        mark_progressing()
         HERE.thread = self
         job()
-        assert self._hand is not None
-        Hand.idle.append(self._hand)
-        self.at, self._hand = "idle", None
+        self.at, self._wake = "idle", None
         self.run.back.release()
 
     def block(self, at: str, ready: Callable[[], bool]) -> None:
         """On this thread: wait until the explorer goes on with it, which it may once `ready`."""
-        assert self._hand is not None, f"{self.name} blocks: {at}"
+        assert self._wake is not None, f"{self.name} blocks: {at}"
         self.at, self.ready = at, ready
         if not self.run.abandoned:
             self.run.back.release()
-            self._hand.wake.acquire()
+            self._wake.acquire()
         if self.run.abandoned:
             raise Abandoned
         self.at = "busy"

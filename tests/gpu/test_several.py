@@ -44,6 +44,10 @@ class Place:
             self.fake.place(base, gpu % self.gpus)
         return FakeArray(x)
 
+    def put_all(self, xs):
+        """On the GPUs in turn."""
+        return [self.put(x, k) for k, x in enumerate(xs)]
+
     @contextlib.contextmanager
     def groups(self, n: int) -> Iterator[list[ProcessGroup]]:
         with groups(n) as made:
@@ -127,12 +131,7 @@ def test_all_reduce(place, op, dtype):
     else:
         how, want = getattr(ReduceOp, op), oracle.reduced(flat, getattr(ReduceOp, op))
     with place.groups(n) as made:
-        place.everybody(
-            made,
-            lambda g: several.all_reduce(
-                g, [place.put(x, k) for k, x in enumerate(given[g.rank])], how, False
-            ),
-        )
+        place.everybody(made, lambda g: several.all_reduce(g, place.put_all(given[g.rank]), how, False))
     for x in flat:
         np.testing.assert_allclose(x, want, rtol=1e-5)
 
@@ -145,10 +144,7 @@ def test_reduce_writes_one_array_only(place):
         mine[0].flags.writeable = False
     with place.groups(2) as made:
         place.everybody(
-            made,
-            lambda g: several.reduce(
-                g, [place.put(x, k) for k, x in enumerate(given[g.rank])], 1, ReduceOp.SUM, 1, False
-            ),
+            made, lambda g: several.reduce(g, place.put_all(given[g.rank]), 1, ReduceOp.SUM, 1, False)
         )
     np.testing.assert_allclose(given[1][1], want)
     for r, j in ((0, 0), (0, 1), (1, 0)):
@@ -160,12 +156,7 @@ def test_broadcast(place):
     want = given[1][2].copy()
     given[1][2].flags.writeable = False
     with place.groups(2) as made:
-        place.everybody(
-            made,
-            lambda g: several.broadcast(
-                g, [place.put(x, k) for k, x in enumerate(given[g.rank])], 1, 2, False
-            ),
-        )
+        place.everybody(made, lambda g: several.broadcast(g, place.put_all(given[g.rank]), 1, 2, False))
     assert all((x == want).all() for mine in given for x in mine)
 
 
@@ -173,15 +164,12 @@ def test_all_gather(place):
     given = inputs(2, 2, 5, "c8")
     outs = [[[np.zeros(5, "c8") for _ in range(4)] for _ in range(2)] for _ in range(2)]
     with place.groups(2) as made:
-        place.everybody(
-            made,
-            lambda g: several.all_gather(
-                g,
-                [[place.put(out, k) for out in outputs] for k, outputs in enumerate(outs[g.rank])],
-                [place.put(x, k) for k, x in enumerate(given[g.rank])],
-                False,
-            ),
-        )
+
+        def call(g):
+            lists = [[place.put(out, k) for out in outputs] for k, outputs in enumerate(outs[g.rank])]
+            several.all_gather(g, lists, place.put_all(given[g.rank]), False)
+
+        place.everybody(made, call)
     flat = [x for mine in given for x in mine]
     for mine in outs:
         for outputs in mine:
@@ -232,23 +220,18 @@ def test_wrong_calls(place):
     with place.groups(2) as made:
         g = made[0]
         x, y = np.ones(3), np.ones(3)
-        for call, message in (
-            (lambda: several.all_reduce(g, [], ReduceOp.SUM, False), "one at least"),
-            (lambda: several.all_reduce(g, put(x), ReduceOp.SUM, False), "must be a list"),
-            (
-                lambda: several.all_reduce(g, [put(x), put(np.ones(4))], ReduceOp.SUM, False),
-                "same dtype and number",
-            ),
-            (lambda: several.reduce(g, [put(x), put(y)], 0, ReduceOp.SUM, 2, False), "dst_tensor is 2"),
-            (lambda: several.broadcast(g, [put(x), put(y)], 2, 0, False), "ranks 0..1"),
-            (lambda: several.all_gather(g, [[put(x)]], [put(x), put(y)], False), "1 lists for 2"),
-            (
-                lambda: several.all_gather(g, [[put(x)] * 3] * 2, [put(x), put(y)], False),
-                "must have 4 arrays",
-            ),
+        total, both = ReduceOp.SUM, [put(x), put(y)]
+        for call, arguments, message in (
+            (several.all_reduce, ([], total), "one at least"),
+            (several.all_reduce, (put(x), total), "must be a list"),
+            (several.all_reduce, ([put(x), put(np.ones(4))], total), "same dtype and number"),
+            (several.reduce, (both, 0, total, 2), "dst_tensor is 2"),
+            (several.broadcast, (both, 2, 0), "ranks 0..1"),
+            (several.all_gather, ([[put(x)]], both), "1 lists for 2"),
+            (several.all_gather, ([[put(x)] * 3] * 2, both), "must have 4 arrays"),
         ):
             with pytest.raises(UsageError, match=message):
-                call()
+                call(g, *arguments, False)
         if place.fake is not None:
             with pytest.raises(ArrayError, match="both be on GPUs"):
                 several.all_reduce(g, [put(x), y], ReduceOp.SUM, False)

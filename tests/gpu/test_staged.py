@@ -140,29 +140,6 @@ def test_a_users_operation_on_records():
 
 
 @pytest.mark.usefixtures("gpu")
-def test_messages():
-    with staged(2) as made:
-        x, got, more = np.arange(5.0), np.zeros(5), np.zeros((), "i2")
-
-        def talk(g):
-            if g.rank == 0:
-                works = [g.isend(FakeArray(x), 1), g.isend(FakeArray(np.array(7, "i2")), 1, tag=3)]
-                return [work.wait(60) for work in works]
-            first = g.irecv(FakeArray(more), None, tag=3)
-            return [g.recv(FakeArray(got), 0), first.result()]
-
-        assert done(everybody(made, talk)) == [[True, True], [0, 0]]
-        assert (got == x).all()
-        assert more == 7
-        made[1].send(FakeArray(x), 1)
-        assert made[1].recv(FakeArray(got), 1) == 1
-        results = everybody(
-            made, lambda g: g.recv(FakeArray(got), 1) if g.rank == 0 else g.send(FakeArray(x[:2]), 0)
-        )
-        assert all(isinstance(result, MismatchError) for result in results)
-
-
-@pytest.mark.usefixtures("gpu")
 def test_a_shorter_message_leaves_the_rest_of_the_array():
     with staged(2) as made:
         got, found = [np.full(5, -1.0), np.full(5, -1.0)], [Status(), Status()]

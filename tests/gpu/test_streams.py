@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 import time
@@ -126,17 +125,6 @@ def test_a_work_tells_when_the_gpu_is_through(prompt: Ranks) -> None:
     prompt.groups[0].close()
     assert called == [(work, "fastcoll-gpu-threads")]
     prompt.gpu.end_stream(stream)
-
-
-def test_a_work_is_awaited(prompt: Ranks) -> None:
-    async def does() -> None:
-        host = np.ones(2, np.float32)
-        work = prompt.groups[0].all_reduce(FakeArray(host), TWICE, async_op=True)
-        assert work is not None
-        await work
-        assert host.tolist() == [2, 2]
-
-    asyncio.run(does())
 
 
 def test_a_callback_may_start_a_call_but_not_block(prompt: Ranks) -> None:
