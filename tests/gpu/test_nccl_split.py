@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages.worlds import until
 
 from fastcoll.errors import AbortedError, ArrayError, PeerDiedError
 from fastcoll.gpu.stream_work import Watcher
@@ -77,7 +78,10 @@ def test_a_split_waits_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) ->
         stream = ranks.gpu.new_stream(rank)
         ranks.gpu.queue("hold", stream, lambda: [gate.wait(60)][:0])
         group.all_reduce(ranks.array(rank, ones(ranks, rank), stream), async_op=True)
-        group.split_gpus(None)
+        try:
+            group.split_gpus(None)
+        finally:
+            gate.set()
         ranks.gpu.end_stream(stream)
 
     with world(2) as ranks:
@@ -98,6 +102,18 @@ def test_what_goes_wrong_in_a_group_by_split_stays_there() -> None:
         meet(ranks)
         split(ranks, EVEN, abort)
         ranks.run(lambda rank, group: group.all_reduce(ranks.array(rank, ones(ranks, rank))))
+
+
+def test_a_group_by_split_asks_after_its_own_peers_not_its_parents() -> None:
+    def then(rank: int, group: ThreadGroup) -> None:
+        ranks.groups[rank].abort("enough")
+        if rank:  # rank 0 asks meanwhile whether all have come to the end
+            until(lambda: any(comm.finalized for comm in ranks.nccl.comms))
+
+    with world(2) as ranks:
+        meet(ranks)
+        split(ranks, [0, 1], then)
+        assert [ranks.nccl.calls.count(f"ncclComm{end}") for end in ("Destroy", "Abort")] == [2, 2]
 
 
 def test_a_group_by_split_is_on_the_gpu_of_its_parent() -> None:

@@ -7,10 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from together import together
 
 from fastcoll import ReduceOp
 from fastcoll.core.work import Work
@@ -188,7 +190,9 @@ def broken_gpu() -> None:
 
 
 def test_memory_of_what_does_not_end_is_given_up(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_work, "_GIVE_UP", 0.05)
+    later = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0], sleep=time.sleep)
+    monkeypatch.setattr(stream_work, "time", clock)
     group, stream = prompt.groups[0], prompt.gpu.new_stream(0)
     held = Held(prompt, stream)
     work = group.all_reduce(FakeArray(np.ones(2, np.float32), stream), async_op=True)
@@ -205,7 +209,8 @@ def test_memory_of_what_does_not_end_is_given_up(prompt: Ranks, monkeypatch: pyt
         end(*args)
 
     monkeypatch.setattr(Own, "end", let_go_first)
-    group.close()
+    later[0] = 5.1  # seconds that the GPU has
+    assert together(group.close) == [None]
     prompt.gpu.end_stream(stream)
 
 
