@@ -95,7 +95,8 @@ class Machine:
     def load_acquire(self, address: int) -> Any:
         if address < SHARED:
             return self.private.get(address, 0)
-        found = self.polled[address] = self._step(LOAD, address)
+        found = self._step(LOAD, address)
+        self.polled.setdefault(address, found)
         return found
 
     def store_release(self, address: int, value: Any) -> None:
