@@ -290,6 +290,8 @@ class Explorer:
         for address, value in self.memory.items():
             words[self._at(address)] = value
         nodes = [self._enter(Root(k, *_frozen(*self.program.begin(k)))) for k in range(self.threads)]
+        for node in nodes:
+            self._mark(node, (), words)
         start = self._settle(nodes, words)
         known: dict[State, tuple[State, int] | None] = {start: None}
         todo = [start]
@@ -299,8 +301,8 @@ class Explorer:
                 stuck = True
                 for thread, node in enumerate(state[0]):
                     if node.kind in (READ, LOAD, STORE, SWAP) or (self.again and node.kind == AWAIT):
-                        stuck &= node.kind == AWAIT
                         after = self._after(state, thread)
+                        stuck &= after == state
                         if after not in known:
                             known[after] = state, thread
                             todo.append(after)
@@ -348,7 +350,15 @@ class Explorer:
             while node.kind == READ:
                 node = self._follow(node, self._look(words, node.address), words)
         nodes[thread] = node
+        self._mark(node, () if kind in (STORE, SWAP) else state[0][thread].pending, words)
         return self._settle(nodes, words)
+
+    def _mark(self, node: Node, before: tuple[tuple[int, Any], ...], words: list[Any]) -> None:
+        """What a thread has stored plainly since is TORN."""
+        for address, value in node.pending:
+            place = self._at(address)
+            if words[place] != value and (address, value) not in before:
+                words[place] = TORN
 
     def _look(self, words: list[Any], address: int) -> Any:
         found = words[self._at(address)]
@@ -361,15 +371,12 @@ class Explorer:
         while moved:
             moved = False
             for thread, node in enumerate(nodes):
-                for address, value in node.pending:
-                    place = self._at(address)
-                    if words[place] != value:
-                        words[place] = TORN
                 if node.kind == AWAIT and words[self._at(node.address)] >= node.value:
                     nodes[thread] = self._follow(node, True, words)
-                    moved = True
                 elif node.kind == REST and any(words[self._at(each)] != seen for each, seen in node.value):
                     nodes[thread] = self._follow(node, False, words)
+                if nodes[thread] is not node:
+                    self._mark(nodes[thread], node.pending, words)
                     moved = True
         return tuple(nodes), tuple(words)
 

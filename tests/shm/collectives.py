@@ -1,0 +1,258 @@
+"""Ranks that make collectives in a segment, for an `Explorer`: the real code below the entries, and a driver on top."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from shm.explorer import SHARED, Explorer, load
+
+from fastcoll.core import signature
+from fastcoll.core.monitor import FAILED
+from fastcoll.core.status import AGAIN, DIVIDED, DONE, MISMATCH, MIXED, UNMAPPED, WORKED
+
+CONTEXT, LANE, WHAT, ARENA, ARRAYS = (k << 20 for k in range(1, 6))
+SHARED_ARRAYS = SHARED + (1 << 30)
+IN, OUT, ENDING = 0, 1 << 10, -1
+DIRECT, WAYS = 5, 6
+
+
+class Call(NamedTuple):
+    """A call: how many words a rank gives, its root, how far each rank writes ahead, which ranks divide it, its way."""
+
+    kind: str
+    words: int
+    root: int
+    lags: tuple[int, ...]
+    divided: tuple[bool, ...]
+    direct: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Call:
+        """Read a call as in "reduce 3 @1 +1", with its words, root and lag; "+1/0" is each rank's own.
+
+        "%1" is one that all ranks divide among lanes, "direct" one whose arrays are read where they are.
+        """
+        kind, *rest = text.split()
+        given = {each[0]: each[1:] for each in rest}
+        words = [int(each) for each in rest if each.isdigit()]
+        lags = [int(lag) for lag in given.get("+", "0").split("/")]
+        divided = [which == "1" for which in given.get("%", "0").split("/")]
+        return cls(
+            kind,
+            *(words or [1]),
+            int(given.get("@", "0")),
+            tuple(lags * 4),
+            tuple(divided * 4),
+            "direct" in rest,
+        )
+
+    def words_of(self, rank: int) -> int:
+        return self.words + (self.kind == "sizes_differ" and rank != self.root)
+
+    def root_of(self, rank: int) -> int:
+        return min(rank, 1) if self.kind == "roots_differ" else self.root
+
+    def given(self, number: int, rank: int) -> list[int]:
+        return [1000 * number + 100 * rank + k for k in range(1, self.words_of(rank) + 1)]
+
+
+class World:
+    """Ranks that make some calls one after the other.
+
+    Args:
+        slots, slot: how many there are in the ring, and their bytes.
+        group: ranks that meet in a group; 0: all meet at once.
+        hurried: every entry comes back between two rounds, as if they took long.
+        arena: whether arrays are in arenas, which peers map.
+        quitter: a rank that fails the group when a wait ends in vain.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        calls: str,
+        slots: int = 2,
+        slot: int = 8,
+        group: int = 0,
+        hurried: bool = False,
+        arena: bool = False,
+        quitter: int = -1,
+        plant: str = "",
+    ) -> None:
+        is_direct = "direct" in calls  # then a call line has room for two words, as it always has
+        sizes = {"SLOTS": slots, "INLINE": 8 + 8 * is_direct, "GROUP": group or 8, "FLAT": 1 if group else 16}
+        pieces = dict.fromkeys(("PIECE", "REDUCED_AT_ONCE", "PUSHED_AT_ONCE"), 8) | {"_LINE_OF_ELEMENTS": 1}
+        self.machine, self.made = load(plant, layout=sizes, single_copy=pieces)
+        self.size, self.hurried, self.arena, self.quitter = size, hurried, arena, quitter
+        self.calls = [Call.parse(each) for each in calls.split(", ")]
+        self.layout = self.made.layout.Layout(size, max(slot, 8 * (size + 1)) if is_direct else slot)
+        self.arrays = SHARED_ARRAYS if is_direct else ARRAYS
+        self.lag = self.way = 0
+        plain = self.made.autotune.choose_none
+
+        def choose(t: int) -> None:
+            plain(t)
+            self.machine.store_words(t, (self.lag, self.way))  # LAG, WAY
+
+        self.made.autotune.choose_none = choose
+
+    def begin(self, rank: int) -> tuple[Any, dict[int, Any]]:
+        at, layout, waiting = self.made.context_layout, self.layout, self.made.waiting
+        private = {}
+        for c in (CONTEXT, LANE):
+            words = {
+                at.RANK: rank, at.SIZE: self.size, at.SECTIONS: SHARED + layout.section(0), at.STRIDE: layout.stride,
+                at.SLOTS_AT: self.made.layout.CONTROL, at.SLOT: layout.slot, at.LATE: -1, at.LANES: 1,
+                at.ONE_SHOT: 8, at.DIRECT_FROM: self.made.autotune.NEVER,
+                at.PATIENCE + waiting.BUDGET: -1 if self.hurried else 1,
+            }  # fmt: skip
+            private |= {c + 8 * word: value for word, value in words.items()}
+        private[CONTEXT + 8 * at.COMBINED] = SHARED + self.made.layout.COMBINED if layout.groups else 0
+        private[CONTEXT + 8 * at.LANE_CONTEXTS] = LANE
+        control = self.made.layout.LANES  # the lane's, which has all of the slots (lanes.py)
+        private[LANE + 8 * at.SECTIONS] += control
+        private[LANE + 8 * at.SLOTS_AT] = layout.lane_slots_at(0, 1) - control
+        private[LANE + 8 * at.LANE] = 1
+        private[CONTEXT + 8 * at.ARENA] = ARENA
+        private |= {ARENA: self.array(rank, IN), ARENA + 8: 2 * OUT} if self.arena else {}  # BASE, LIMIT
+        return (0, 0, CONTEXT), private
+
+    def array(self, rank: int, which: int) -> int:
+        """The address of a rank's array."""
+        return self.arrays + (rank << 16) + which
+
+    def section(self, rank: int) -> int:
+        return SHARED + self.layout.section(rank)
+
+    def go_on(self, rank: int, at: tuple[int, int, int]) -> tuple[int, int, int] | None:
+        number, how, c = at
+        r, words, m = self.made.rounds, self.made.context_layout, self.machine
+        call = self.calls[number]
+        if how == ENDING:
+            return self.end(rank, at)
+        self.lag, divided = (0, False) if how & r.HELD else (call.lags[rank], call.divided[rank])
+        self.way = 0 if how & r.HELD else WAYS if divided else DIRECT if call.direct else 0
+        if not how & (r.RESUMED | r.HELD) and c == CONTEXT:
+            given = call.given(number + 1, rank)
+            m.store_words(self.array(rank, IN), given)
+            m.store_words(
+                self.array(rank, OUT), given if call.kind == "all_reduce" else [0] * self.outputs(call)
+            )
+        assert r.take(c | how) == c
+        code = self.enter(call, rank, c | how, c)
+        if code == DIVIDED:
+            return number, r.PREPARED, LANE
+        if code == UNMAPPED:
+            self.map_arena(m.load(c + 8 * words.LATE))
+            return number, r.RESUMED, c
+        if code == AGAIN and self.quitter >= 0 and self.must_fail(rank):
+            m.store_release(self.section(rank) + self.made.layout.STATE, FAILED)
+            return number, ENDING, c
+        if code in (AGAIN, WORKED):
+            return number, how & ~r.HELD | r.RESUMED, c
+        if code == MIXED:
+            return number, r.HELD, c
+        if call.kind.endswith("_differ"):
+            assert code == MISMATCH, f"a mismatch is seen as {code}"
+            # What is said of it is read from all ranks' own lines.
+            lines = [m.load_words(r.line_of(c, peer), 3) for peer in range(self.size)]
+            expected = [[number + 1, self.word(call, k), 8 * call.words_of(k)] for k in range(self.size)]
+            assert lines == expected, f"lines of call {number + 1} are {lines}"
+            m.store(c + 8 * words.BUSY, 0)
+        else:
+            assert code == DONE, f"{call} has ended with {code}"
+        if c == LANE:
+            return number, r.RESUMED, CONTEXT
+        self.check(call, number + 1, rank)
+        number += 1
+        return (number, 0, CONTEXT) if number < len(self.calls) else None
+
+    def outputs(self, call: Call) -> int:
+        return self.size * call.words_of(1 - call.root)
+
+    def map_arena(self, peer: int) -> None:
+        """Map the arena that a peer has named, which is at the same address here."""
+        at, m = self.made.context_layout, self.machine
+        base, nbytes = m.load_words(self.section(peer) + self.made.layout.REACH + 16, 2)
+        for which, word in ((at.ARENA_BASES, base), (at.ARENA_BYTES, nbytes)):
+            m.store(self.made.rounds.table(CONTEXT, which) + 8 * peer, word)
+
+    def must_fail(self, rank: int) -> bool:
+        """Whether this rank gives up, or a peer has failed."""
+        states = [self.section(peer) + self.made.layout.STATE for peer in range(self.size) if peer != rank]
+        return rank == self.quitter or any(self.machine.load_acquire(state) == FAILED for state in states)
+
+    def end(self, rank: int, at: tuple[int, int, int]) -> tuple[int, int, int] | None:
+        """The group has failed here: once no peer writes into this rank's array, that is the caller's again."""
+        m, layout = self.machine, self.made.layout
+        if m.load(CONTEXT + 8 * self.made.context_layout.EXPOSED):
+            for peer in range(self.size):
+                if peer != rank and m.load_acquire(self.section(peer) + layout.REACH + 8 * layout.PUSHING):
+                    m.rest(0, 0)
+                    return at
+        call = self.calls[at[0]]
+        for which, count in ((IN, call.words_of(rank)), (OUT, self.outputs(call))):
+            for word in range(count):
+                m.store_release(self.array(rank, which) + 8 * word, -1)
+        return None
+
+    def word(self, call: Call, rank: int) -> int:
+        kind = "broadcast" if call.kind.endswith("_differ") else call.kind
+        return signature.encode(kind) | call.root_of(rank) << signature.ROOT_SHIFT
+
+    def enter(self, call: Call, rank: int, h: int, c: int) -> int:
+        made, m, given, taken = self.made, self.machine, self.array(rank, IN), self.array(rank, OUT)
+        at, v, code = made.context_layout, made.validate, signature.code_of
+        nbytes = 8 * call.words_of(rank)
+        word, root = self.word(call, rank), call.root_of(rank)
+        m.store_words(WHAT, (word ^ root << signature.ROOT_SHIFT, 0, 0, 8))
+        if call.kind == "barrier":
+            return made.reductions.run_barrier(h, c, word)
+        if call.kind in ("broadcast", "sizes_differ", "roots_differ"):
+            return made.movement.run_broadcast(h, c, given if rank == root else taken, nbytes, WHAT, root)
+        if call.kind == "all_reduce":
+            return made.reductions.run_all_reduce(h, c, taken, nbytes, WHAT)
+        if call.kind == "reduce":
+            return made.reductions.run_reduce(h, c, taken, given, nbytes, WHAT, call.root)
+        if call.kind == "reduce_scatter":
+            v.list_parts(c, at.GIVES, given, nbytes // self.size)
+            return made.reductions.run_reduce_scatter(h, c, taken, nbytes // self.size, WHAT)
+        v.list_none(c, at.GIVES)
+        v.list_none(c, at.TAKES)
+        if call.kind == "all_gather":
+            v.list_same(c, at.GIVES, given, nbytes)
+            v.list_parts(c, at.TAKES, taken, nbytes)
+        elif call.kind == "all_to_all":
+            v.list_parts(c, at.GIVES, given, nbytes // self.size)
+            v.list_parts(c, at.TAKES, taken, nbytes // self.size)
+        else:
+            v.list_one(c, at.GIVES, call.root, given, nbytes)
+            if rank == call.root:
+                v.list_parts(c, at.TAKES, taken, nbytes)
+        return made.movement.run_exchange(h, c, code(call.kind), WHAT, call.root)
+
+    def check(self, call: Call, number: int, rank: int) -> None:
+        """What a rank got."""
+        given = [call.given(number, peer) for peer in range(self.size)]
+        total = [sum(column) for column in zip(*given, strict=False)]
+        part = call.words // self.size
+        mine = slice(rank * part, (rank + 1) * part)
+        is_root = rank == call.root
+        expected = {
+            "broadcast": [] if is_root else given[call.root],
+            "all_reduce": total,
+            "reduce": total if is_root else [],
+            "reduce_scatter": total[mine],
+            "all_gather": [word for each in given for word in each],
+            "gather": [word for each in given for word in each] if is_root else [],
+            "all_to_all": [word for each in given for word in each[mine]],
+        }.get(call.kind, [])
+        found = self.machine.load_words(self.array(rank, OUT), len(expected))
+        assert found == expected, f"{call.kind}, call {number}, gave rank {rank} {found} and not {expected}"
+        self.machine.store_words(self.array(rank, OUT), [0] * self.outputs(call))
+        self.machine.store_words(self.array(rank, IN), [0] * call.words_of(rank))
+
+
+def explore(size: int, calls: str, again: bool = False, **how: Any) -> int:
+    """Visit every schedule of some calls; how many states there are."""
+    return Explorer(World(size, calls, **how), size, again).explore()
