@@ -29,7 +29,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import fastcoll
@@ -226,21 +226,6 @@ def load(plant: str = "", **constants: Mapping[str, Any]) -> tuple[Machine, Simp
 # ---- the schedules ------------------------------------------------------------------------------------------
 
 
-class Program(Protocol):
-    """What the threads do: each calls entries one after the other."""
-
-    machine: Machine
-
-    def begin(self, thread: int) -> tuple[Hashable, dict[int, Any]]:
-        """Where a thread begins, and its private words."""
-
-    def go_on(self, thread: int, at: Any) -> Hashable | None:
-        """Call the next entry, after which all that the thread knows is in its words and in what this returns.
-
-        None: the thread has ended.
-        """
-
-
 class Root(NamedTuple):
     """A thread that is about to call an entry."""
 
@@ -269,14 +254,14 @@ class Explorer:
     """The states of a program of some threads.
 
     Args:
+        program: has the `machine`, and two functions. `begin(thread)` returns where a thread begins, and its private
+            words. `go_on(thread, at)` calls the thread's next entry, after which all that the thread knows is in its
+            words and in what this returns; None: it has ended.
         again: whether waits may end in vain.
-        memory: shared words that are not 0 at the beginning.
     """
 
-    def __init__(
-        self, program: Program, threads: int, again: bool = False, memory: Mapping[int, Any] = {}
-    ) -> None:
-        self.program, self.threads, self.again, self.memory = program, threads, again, memory
+    def __init__(self, program: Any, threads: int, again: bool = False) -> None:
+        self.program, self.threads, self.again = program, threads, again
         self._index: dict[int, int] = {}
         self._roots: dict[Root, Node] = {}
 
@@ -286,9 +271,7 @@ class Explorer:
         Raises:
             AssertionError: a wrong result, a race or a deadlock; with the steps that led there.
         """
-        words = [0] * _WORDS
-        for address, value in self.memory.items():
-            words[self._at(address)] = value
+        words: list[Any] = [0] * _WORDS
         nodes = [self._enter(Root(k, *_frozen(*self.program.begin(k)))) for k in range(self.threads)]
         for node in nodes:
             self._mark(node, (), words)
@@ -384,12 +367,10 @@ class Explorer:
         """The first step of a thread that calls an entry."""
         if root not in self._roots:
             if root.at is None:
-                node = Node(root, (), END, 0, 0)
-                node.pending = root.pending
-                self._roots[root] = node
+                self._roots[root] = Node(root, (), END, 0, 0)
+                self._roots[root].pending = root.pending
             else:
-                start = Node(root, (), "", 0, 0)
-                self._roots[root] = self._follow(start, None, [])
+                self._roots[root] = self._follow(Node(root, (), "", 0, 0), None, [])
         return self._roots[root]
 
     def _follow(self, node: Node, value: Any, words: list[Any]) -> Node:
@@ -397,9 +378,8 @@ class Explorer:
         if value in node.children:
             return node.children[value]
         machine, root = self.program.machine, node.root
-        at = machine.run(
-            lambda: (self.program.go_on(root.thread, root.at),), node, value, lambda a: self._look(words, a)
-        )
+        call, look = self.program.go_on, functools.partial(self._look, words)
+        at = machine.run(lambda: (call(root.thread, root.at),), node, value, look)
         # The reads that belonged to the same step.
         log = node.log if node.kind == "" else (*node.log, value)
         for address, found in machine.trail:
