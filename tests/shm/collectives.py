@@ -47,7 +47,8 @@ class Call(NamedTuple):
         )
 
     def words_of(self, rank: int) -> int:
-        return self.words + (self.kind == "sizes_differ" and rank != self.root)
+        """How many words it gives, or says that it gives or takes."""
+        return self.words + (self.kind == ("sizes_differ" if rank != self.root else "blocks_differ"))
 
     def root_of(self, rank: int) -> int:
         return min(rank, 1) if self.kind == "roots_differ" else self.root
@@ -197,12 +198,13 @@ class World:
         return None
 
     def word(self, call: Call, rank: int) -> int:
-        kind = "broadcast" if call.kind.endswith("_differ") else call.kind
+        kind = {"blocks_differ": "all_gather"}.get(call.kind, call.kind)
+        kind = "broadcast" if kind.endswith("_differ") else kind
         return signature.encode(kind) | call.root_of(rank) << signature.ROOT_SHIFT
 
     def enter(self, call: Call, rank: int, h: int, c: int) -> int:
         made, m, given, taken = self.made, self.machine, self.array(rank, IN), self.array(rank, OUT)
-        at, v, code = made.context_layout, made.validate, signature.code_of
+        at, v = made.context_layout, made.validate
         nbytes = 8 * call.words_of(rank)
         word, root = self.word(call, rank), call.root_of(rank)
         m.store_words(WHAT, (word ^ root << signature.ROOT_SHIFT, 0, 0, 8))
@@ -222,6 +224,10 @@ class World:
         if call.kind == "all_gather":
             v.list_same(c, at.GIVES, given, nbytes)
             v.list_parts(c, at.TAKES, taken, nbytes)
+        elif call.kind == "blocks_differ":  # the root takes a word more from the last rank than that gives
+            v.list_same(c, at.GIVES, given, 8 * call.words)
+            v.list_parts(c, at.TAKES, taken, 8 * call.words)
+            v.list_one(c, at.TAKES, self.size - 1, taken, nbytes)
         elif call.kind == "all_to_all":
             v.list_parts(c, at.GIVES, given, nbytes // self.size)
             v.list_parts(c, at.TAKES, taken, nbytes // self.size)
@@ -229,7 +235,7 @@ class World:
             v.list_one(c, at.GIVES, call.root, given, nbytes)
             if rank == call.root:
                 v.list_parts(c, at.TAKES, taken, nbytes)
-        return made.movement.run_exchange(h, c, code(call.kind), WHAT, call.root)
+        return made.movement.run_exchange(h, c, word & 0xFF, WHAT, call.root)
 
     def check(self, call: Call, number: int, rank: int) -> None:
         """What a rank got."""

@@ -33,8 +33,12 @@ def test_two_ranks_every_schedule(name: str, hurried: bool) -> None:
     assert explore(2, PROGRAMS[name], again=True, hurried=hurried) > 100
 
 
+MOVING = "gather 20 +1, all_gather 2, blocks_differ 1, all_to_all 4, gather 40 @1 +1"
+
+
 def test_moving_every_schedule() -> None:
-    assert explore(2, "gather 20 +1, all_gather 2, all_to_all 4, gather 40 @1 +1", slot=64) > 100
+    assert explore(2, MOVING, slot=64) > 100
+    assert explore(3, "blocks_differ 1, broadcast", slot=128, group=2) > 100
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -97,6 +101,7 @@ PLANTS = [
     (2, "all_reduce, all_reduce", "store_word(c, at.MET, 0) => 0"),
     (2, "roots_differ 1", "load_word(line, layout.CALL) == call and => True and"),
     (2, "sizes_differ 1", "theirs == shape or => True or"),
+    (2, "blocks_differ 1", "same &= balance == 0 => same &= True"),
     (2, PROGRAMS["only one rank divides"], "mixed & _BESIDE_TIME\n => 0\n"),
     # Nobody goes on.
     (2, "all_reduce 3", "load_word(c, at.ROUND) + wrote + 1) => load_word(c, at.ROUND) + wrote)"),
@@ -115,5 +120,6 @@ PLANTS = [
 @pytest.mark.parametrize(("size", "program", "plant"), PLANTS)
 def test_a_planted_fault_is_found(size: int, program: str, plant: str) -> None:
     file = "shm.lanes" if "SLOTS) => store" in plant else "shm.rounds"
+    slot = 64 if "blocks" in program else 8
     with pytest.raises(AssertionError, match=FOUND):
-        explore(size, program, again=size == 2, group=2 * (size > 2), plant=f"{file}: {plant}")
+        explore(size, program, again=size == 2, slot=slot, group=2 * (size > 2), plant=f"{file}: {plant}")
