@@ -139,7 +139,7 @@ class World:
             m.store_words(
                 self.array(rank, OUT), given if call.kind == "all_reduce" else [0] * self.outputs(call)
             )
-        assert r.take(c | how) == c
+        assert r.take(c | how) == c, "the call before has ended with the context taken"
         code = self.enter(call, rank, c | how, c)
         if code == DIVIDED:
             return number, r.PREPARED, LANE

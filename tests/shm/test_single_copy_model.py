@@ -45,6 +45,7 @@ PLANTS = [
     (2, "reduce 1 direct, barrier", "not here and r.await_peer(c, root, 1) != DONE: => False:"),
     (2, "reduce_scatter 2 direct, barrier", "if r.await_all(c) != DONE: => if False:"),
     (2, REDUCED, "reads and r.await_peer(c, peer, 2) != DONE: => False:"),
+    (2, REDUCED, "peer, 2) != DONE:\n            return AGAIN => peer, 2) != DONE:\n            return DONE"),
     (2, REDUCED, "if r.await_peer(c, peer, 1) != DONE:\n            return AGAIN\n        if load => if load"),
     (2, REDUCED, "    met = r.meet(c, call, nbytes, 0)\n =>     met = DONE\n"),
     (2, REDUCED, "if load_word(c, at.EXPOSED) == 0: => if False:"),
