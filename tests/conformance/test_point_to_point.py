@@ -91,23 +91,6 @@ def test_a_status_says_how_much_has_come(rank, world_size):
             assert (x[n:] == -1).all()
 
 
-@pytest.mark.ranks(4)
-def test_a_status_on_a_group_says_global_ranks(rank, world_size):
-    group, status = dist.new_group([1, 3]), dist.Status()
-    if rank == 3:
-        for _ in range(3):
-            dist.send(np.zeros(2), 1, group=group)
-    elif rank == 1:
-        assert dist.recv(np.zeros(3), group=group, status=status) == status.source == 3
-        assert dist.irecv(np.zeros(3), 3, group=group, status=status).result() == status.source == 3
-        assert group.recv(np.zeros(3), status=status) == status.source == 1
-        for wrong in ([1], 4, dist.Status):
-            with pytest.raises(dist.UsageError, match="status is of type"):
-                dist.recv(np.zeros(3), 3, group=group, status=wrong)
-            with pytest.raises(dist.UsageError, match="status is of type"):
-                dist.irecv(np.zeros(3), status=wrong)
-
-
 @pytest.mark.ranks(1, 2, 3)
 def test_requests_are_started_again_and_again(rank, world_size):
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -150,32 +133,6 @@ def test_requests_that_are_under_way_or_wrong_are_refused(rank, world_size):
                 call(array, peer, tag=tag)
 
 
-@pytest.mark.ranks(4)
-def test_requests_on_a_group_give_global_ranks(rank, world_size):
-    group = dist.new_group([1, 3])
-    if rank == 3:
-        request = dist.send_init(np.ones(2), 1, group=group)
-        request.start()
-        request.wait()
-        with pytest.raises(dist.MismatchError):
-            group.send(np.zeros(3), 0)
-        group.send(np.ones(2), 0)
-    elif rank == 1:
-        request = dist.recv_init(np.zeros(2), group=group)
-        request.start()
-        assert request.result() == 3
-        request.start()
-        with pytest.raises(dist.MismatchError):
-            request.wait()
-        request.start()
-        assert request.result() == 3
-    else:
-        with pytest.warns(UserWarning, match="_init on rank"):
-            assert dist.send_init(np.zeros(2), 1, group=group) is None
-        with pytest.warns(UserWarning, match="_init on rank"):
-            assert dist.recv_init(np.zeros(2), 1, group=group) is None
-
-
 @pytest.mark.ranks(2, 4)
 def test_a_probe_says_what_to_receive(rank, world_size):
     if rank:
@@ -197,22 +154,47 @@ def test_a_probe_says_what_to_receive(rank, world_size):
 
 
 @pytest.mark.ranks(4)
-def test_probes_on_a_group_say_global_ranks(rank, world_size):
-    group = dist.new_group([1, 3])
+def test_on_a_group_all_calls_answer_global_ranks(rank, world_size):
+    group, status, x = dist.new_group([1, 3]), dist.Status(), np.zeros(2)
     if rank == 3:
-        dist.send(np.zeros(2), 1, group=group)
+        request = dist.send_init(np.full(2, 3.0), 1, group=group)
+        for _ in range(6):
+            request.start()
+            request.wait()
+        with pytest.raises(MismatchError):
+            group.send(np.zeros(3), 0)
+        dist.send(np.ones(2), group=group, group_dst=0, tag=1)
     elif rank == 1:
+        for wrong in ([1], 4, dist.Status):
+            for receive in (dist.recv, dist.irecv):
+                with pytest.raises(dist.UsageError, match="status is of type"):
+                    receive(x, 3, group=group, status=wrong)
         assert dist.probe(group=group).source == dist.probe(3, group=group).source == 3
-        found = dist.iprobe(group=group, group_src=1)
-        assert found is not None
-        assert found.source == 3
+        assert dist.iprobe(group=group, group_src=1).source == 3
         assert group.probe().source == 1
-        dist.recv(np.zeros(2), 3, group=group)
+        assert dist.recv(np.zeros(3), group=group, status=status) == status.source == 3
+        assert dist.irecv(np.zeros(3), 3, group=group, status=status).result() == status.source == 3
+        assert group.recv(np.zeros(3), status=status) == status.source == 1
+        assert dist.recv(x, group=group) == 3
+        assert (x == 3).all()
+        request = dist.recv_init(x, group=group)
+        for _ in range(2):
+            request.start()
+            assert request.result() == 3
+        request.start()
+        with pytest.raises(MismatchError):
+            request.wait()
+        assert dist.irecv(x, src=3, group=group, tag=1).result() == 3
     else:
-        with pytest.warns(UserWarning, match="probe on rank"):
-            assert dist.probe(group=group).source == -1
-        with pytest.warns(UserWarning, match="iprobe on rank"):
-            assert dist.iprobe(group=group) is None
+        for call, answer in (
+            (dist.recv, -1),
+            (lambda x, group: dist.send_init(x, 1, group=group), None),
+            (dist.recv_init, None),
+            (lambda x, group: dist.probe(group=group).source, -1),
+            (lambda x, group: dist.iprobe(group=group), None),
+        ):
+            with pytest.warns(UserWarning, match=r"on rank \d, which is not in the given group"):
+                assert call(x, group=group) == answer
 
 
 @pytest.mark.ranks(2, 3, 5)
@@ -294,10 +276,43 @@ def test_strided_arrays(rank, world_size):
         assert not canvas[:, 1::2].any()
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_batch_with_a_wrong_operation_posts_none(rank, world_size):
+    """What an earlier operation had posted would take the message of the next batch."""
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    sent, received, lost = np.full(2, float(rank)), np.zeros(2), np.zeros(2)
+    receive = dist.P2POp(dist.irecv, lost, left)
+    for array, peer, tag in (([1.0, 2.0], right, 0), (sent, world_size, 0), (sent, right, -1)):
+        with pytest.raises(dist.UsageError):
+            dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, array, peer, tag=tag)])
+    ops = [dist.P2POp(dist.irecv, received, left), dist.P2POp(dist.isend, sent, right)]
+    assert all(work.wait() for work in dist.batch_isend_irecv(ops))
+    assert received.tolist() == [left] * 2
+    assert not lost.any()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_timeout_that_is_set_later_counts_for_messages(rank, world_size, backend):
+    try:
+        group = dist.new_group(backend=backend)
+    except dist.UnavailableError:  # the ranks are on several hosts
+        group = dist.new_group()
+    dist.barrier(group)
+    group.timeout = 0.3
+    if rank == 0:
+        with pytest.raises(dist.CollectiveTimeoutError, match=r"0\.3 s"):
+            dist.recv(np.zeros(2), 1, group=group)
+    dist.barrier()
+    group.close()
+
+
 @pytest.mark.long
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_two_ranks_that_both_wait_in_send_are_told_so(rank, world_size):
-    group = dist.new_group(timeout=3)
+    group = dist.new_group()
+    dist.barrier(group)
+    group.timeout = 3  # only now, as to meet may take longer
     with pytest.raises(
         dist.GroupError, match=r"a message of rank \d .*: if both ranks wait in send, neither"
     ):
