@@ -10,8 +10,8 @@ from apart import ELSEWHERE, TESTS, environment
 
 CASES = {
     "a rank that is interrupted": (
-        "faults/test_waiting.py::test_ctrl_c_ends_a_blocked_call_soon",
-        "recv",
+        "faults/test_waiting.py::test_ctrl_c_ends_a_blocked_call",
+        "auto-recv",
         1,
     ),
     "a launcher that gets signals": (

@@ -11,23 +11,20 @@ from typing import Any
 import numpy as np
 
 import fastcoll as dist
-from fastcoll import GroupError, config
-from fastcoll.net.tcp import entries as net
-from fastcoll.shm import backend as shm
+from fastcoll import GroupError
 from fastcoll.shm import segment
 from fastcoll.testing.worker import clock_at_work
 from faults import net_victims, victims
+from faults.net_victims import arm
 
+MESSAGES = {
+    "send_recv": ["send.enter", "send.after_done", "recv.enter", "recv.after_done", "message.before_ack"],
+    "batch_isend_irecv": ["isend.after_post", "message.piece_sent", "message.before_ack"],
+    "irecv": ["irecv.after_post"],  # where the message has not come: of rank 0, for sure
+}
+"""Operations on messages, and where a rank is killed in them."""
 SHORT, LONG = 7, 1_000_003  # float32
 FIFTH = 5  # the call in which the victim dies, mostly; the group has no calls but these
-
-
-def arm(failpoint: str) -> None:
-    """Have this process, which has kernels without failpoints from the fork server, fail there."""
-    os.environ["FASTCOLL_FAILPOINT"] = failpoint
-    config.forget()
-    for entry in (*shm.ENTRIES, *net.ENTRIES):
-        entry.call = entry._first_call  # loads the other code
 
 
 def work_until_failpoint(
@@ -45,7 +42,7 @@ def work_until_failpoint(
     before(rank)
     if rank == victim or "#" in failpoint:
         arm(failpoint)
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
     others = dist.new_group([r for r in range(n) if r != victim])
     try:
         for turn in range(10_000):
@@ -117,7 +114,7 @@ def _attach_late(rank: int) -> None:
     attach = segment.Segment.attach
 
     def late(name: str, layout: Any) -> segment.Segment:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while rank == 2 and os.path.exists(f"{segment.DIRECTORY}/{name}") and time.monotonic() < end:
             time.sleep(0)
         return attach(name, layout)
@@ -159,7 +156,7 @@ def start_and_leave(
         arm(failpoint)
     try:
         waited = _without_core()
-        dist.init_process_group(backend, init_method=meeting or url, rank=rank, world_size=n, timeout=20)
+        dist.init_process_group(backend, init_method=meeting or url, rank=rank, world_size=n, timeout=60)
         waited = _without_core()
         dist.new_group(list(range(n)))
         waited = _without_core()

@@ -1,21 +1,32 @@
-"""What ranks do in the tests of this folder that are about the network alone."""
+"""What ranks do in the tests of this folder that are about the network alone, or nodes."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from interrupts import interrupted
 
 import fastcoll as dist
-from fastcoll import GroupError
+from fastcoll import GroupError, config
 from fastcoll.core import processes
+from fastcoll.net.tcp import entries as net
+from fastcoll.shm import backend as shm
 
 LARGE = 1 << 24  # float32: 64 MiB
+
+
+def arm(failpoint: str) -> None:
+    """Have this process, which has kernels without failpoints from the fork server, fail there."""
+    os.environ["FASTCOLL_FAILPOINT"] = failpoint
+    config.forget()
+    for entry in (*shm.ENTRIES, *net.ENTRIES):
+        entry.call = entry._first_call  # loads the other code
 
 
 def live_on_nodes(rank: int, share: int = 2) -> None:
@@ -23,69 +34,64 @@ def live_on_nodes(rank: int, share: int = 2) -> None:
     processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
 
 
-def interrupt_on_nodes(rank: int, n: int, url: str) -> dict[str, Any]:
-    """As `interrupt_large`, on several nodes."""
-    live_on_nodes(rank)
-    return interrupt_large(rank, n, url, "auto")
-
-
 def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """Rank 0 gets SIGINT in a call of 64 MiB, which the stopped rank 1 holds up; returns what each rank saw."""
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
+    """Rank 0 gets Ctrl-C in a call of 64 MiB, which cannot end as rank 1 is stopped; returns what each rank saw."""
+    if backend == "nodes":
+        live_on_nodes(rank)
+    dist.init_process_group(
+        "auto" if backend == "nodes" else backend, init_method=url, rank=rank, world_size=n, timeout=60
+    )
     x = np.ones(LARGE, "f4")
     dist.all_reduce(x)
     pids = np.zeros(n, "i8")
     dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
-    interrupted = threading.Event()
-    if rank == 0:
-        threading.Thread(target=_interrupt_held_up, args=(int(pids[1]), interrupted)).start()
+    world = dist.GroupMember.WORLD
+    assert isinstance(world, dist.ProcessGroup)
     try:
-        for _ in range(1000):
-            dist.all_reduce(x)
+        if rank == 0:
+            stop(int(pids[1]))
+        with interrupted(world) if rank == 0 else nullcontext():
+            for _ in range(1000):
+                dist.all_reduce(x)
     except KeyboardInterrupt:
-        interrupted.set()
-        return {"kind": "KeyboardInterrupt", "error": "", "ranks": ()}
+        os.kill(int(pids[1]), signal.SIGCONT)
+        return {"kind": "KeyboardInterrupt"}
     except GroupError as error:
         return {"kind": type(error).__name__, "error": str(error), "ranks": error.ranks}
     raise AssertionError("nobody was interrupted")
 
 
-def _interrupt_held_up(other: int, interrupted: threading.Event) -> None:
-    """Send this process SIGINT while another rank's process is stopped, so that no call can end meanwhile."""
-    time.sleep(0.2)
-    os.kill(other, signal.SIGSTOP)
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGINT)
-    interrupted.wait(20)
-    os.kill(other, signal.SIGCONT)
+def stop(pid: int) -> None:
+    """Stop a process, and return once it does nothing more."""
+    os.kill(pid, signal.SIGSTOP)
+    while processes.status_of(pid)[0] != b"T":
+        time.sleep(0.001)
 
 
 def await_all(paths: list[Path]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not all(path.exists() for path in paths) and time.monotonic() < end:
         time.sleep(0.01)
 
 
-def stop_for_good(rank: int, n: int, url: str, backend: str, count: int, timeout: float) -> dict[str, Any]:
-    """The last rank is stopped in the middle of its calls, until the others have given up."""
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=20)
-    group = dist.new_group(timeout=20)
-    group.all_reduce(np.ones(count, "f4"))
-    group.timeout = timeout  # only now, as to meet may take longer
-    given_up = [Path(f"{url.removeprefix('file://')}-given-up-{other}") for other in range(n - 1)]
+def stop_for_good(rank: int, n: int, url: str, timeout: float) -> dict[str, Any]:
+    """The last rank stops in the middle of a call, until the others have given up."""
+    if rank == n - 1:
+        arm("tcp.all_reduce.mid_chunk:stop@20")
+    dist.init_process_group("tcp", init_method=url, rank=rank, world_size=n, timeout=60)
     pids = np.zeros(n, "i8")
     dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
-    last = int(pids[n - 1])
-    if rank == 0:
-        threading.Timer(0.2, os.kill, (last, signal.SIGSTOP)).start()
+    given_up = [Path(f"{url.removeprefix('file://')}-given-up-{other}") for other in range(n - 1)]
+    x = np.ones(1_000_003, "f4")
     try:
-        for _ in range(1_000_000):
-            group.all_reduce(np.ones(count, "f4"))
+        for _ in range(1000):
+            dist.all_reduce(x)
+            dist.GroupMember.WORLD.timeout = timeout  # type: ignore[union-attr]  # what is compiled is there by now
     except GroupError as error:
         if rank < n - 1:
             given_up[rank].touch()
         if rank == 0:
             await_all(given_up)
-            os.kill(last, signal.SIGCONT)
+            os.kill(int(pids[n - 1]), signal.SIGCONT)
         return {"kind": type(error).__name__, "error": str(error), "ranks": error.ranks}
     raise AssertionError("nobody was stopped")

@@ -17,7 +17,7 @@ import fastcoll as dist
 from fastcoll import GroupError
 from fastcoll.api.world import current_job
 from fastcoll.testing.worker import clock_at_work
-from faults import net_victims
+from faults import net_victims, victims
 
 
 def _die() -> None:
@@ -43,7 +43,7 @@ def _work(group: Any = None) -> float:
     raise AssertionError("nobody died")
 
 
-def _join(rank: int, n: int, url: str, backend: str, timeout: float = 30.0) -> None:
+def _join(rank: int, n: int, url: str, backend: str, timeout: float = 60.0) -> None:
     if backend == "auto":
         net_victims.live_on_nodes(rank)
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=timeout)
@@ -76,19 +76,17 @@ def kill_until_one_is_left(rank: int, n: int, url: str, backend: str, order: lis
     return {"took": took, "kept": kept.tolist()}
 
 
-def die_while_shrinking(
-    rank: int, n: int, url: str, backend: str, victims: dict[int, float]
-) -> dict[str, Any]:
+def die_while_shrinking(rank: int, n: int, url: str, backend: str, dying: dict[int, float]) -> dict[str, Any]:
     """The last rank dies; others die so many seconds after they have begun to shrink. Who is left has one group."""
     _join(rank, n, url, backend)
     _meet()
     if rank == n - 1:
         _die()
     _work()
-    if rank in victims:
-        threading.Timer(victims[rank], _die).start()
-    end = time.monotonic() + 20
-    wanted = n - 1 - len(victims)
+    if rank in dying:
+        threading.Timer(dying[rank], _die).start()
+    end = time.monotonic() + 60
+    wanted = n - 1 - len(dying)
     while True:
         try:
             dist.shrink()
@@ -156,12 +154,12 @@ def shrink_beside_a_stopped_rank(rank: int, n: int, url: str, backend: str) -> d
     here = [Path(f"{url.removeprefix('file://')}-here-{other}") for other in range(n)]
     here[rank].touch()
     if rank == n - 1:
-        time.sleep(30)
+        signal.pause()  # until it is killed
     net_victims.await_all(here)
     last = dist.group.WORLD.monitor.members[-1].pid
     dist.abort(reason="a test")
     if rank == 0:
-        os.kill(last, signal.SIGSTOP)
+        net_victims.stop(last)
     began, at_work = time.monotonic(), clock_at_work()
     try:
         dist.shrink(timeout=3 if rank == 0 else 2)  # rank 0 serves
@@ -183,13 +181,7 @@ def interrupt_shrinking(rank: int, n: int, url: str, backend: str) -> dict[str, 
         _work()
         net_victims.await_all([interrupted])
         return {}
-    sent: list[float] = []
-
-    def interrupt_this() -> None:
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Timer(0.5, interrupt_this).start()
+    sent = victims.interrupt_in_the_package()
     try:
         dist.shrink()
     except KeyboardInterrupt:

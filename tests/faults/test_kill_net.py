@@ -1,14 +1,12 @@
-"""A rank is killed while ranks talk over TCP, or through nodes: every survivor raises soon, and knows who died."""
+"""A rank is killed while ranks talk over TCP, or through nodes: every survivor raises, and knows which rank died."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from faults import crew, net_victims
-from faults.failing_victims import FIFTH, LONG, SHORT, die
+from faults.crew import WITHIN, see
+from faults.failing_victims import FIFTH, LONG, MESSAGES, SHORT, die
 
 PHASES = {
     "enter": (FIFTH,),
@@ -17,12 +15,7 @@ PHASES = {
     "before_done": (FIFTH, FIFTH + 1),
     "after_done": (FIFTH, FIFTH + 1),
 }
-MESSAGES = {
-    "send_recv": ["send.enter", "send.after_done", "recv.enter", "recv.after_done", "message.before_ack"],
-    "batch_isend_irecv": ["isend.after_post", "message.piece_sent", "message.before_ack"],
-    "irecv": ["irecv.after_post"],  # where the message has not come: of rank 0, for sure
-}
-# Where, and who is killed: of the nodes with ranks 0 and 1, and 2 and 3.
+# Where, and which rank is killed: of the nodes with ranks 0 and 1, and 2 and 3.
 ON_NODES = {
     "all_reduce": [
         ("hybrid.all_reduce.after_meeting", 0), ("shm.reduce_scatter.after_publish", 1),
@@ -39,27 +32,31 @@ ON_NODES = {
 }  # fmt: skip
 
 
-def see(worlds: Sequence[tuple[Any, ...]], calls: Sequence[Sequence[int]] = ()) -> None:
-    with crew.nothing_left():
-        ends = crew.run_together(worlds)
-    for number, (world, outcomes) in enumerate(zip(worlds, ends, strict=True)):
-        crew.check(outcomes, world[5], world[2], crew.WITHIN, calls[number] if calls else ())
+def on_nodes(op: str) -> list[tuple[object, ...]]:
+    return [die(op, f"{place}@3", LONG, victim, "nodes", n=4) for place, victim in ON_NODES[op]]
+
+
+def of_short_calls(op: str) -> list[tuple[object, ...]]:
+    return [die(op, f"tcp.{op}.{phase}", SHORT, number % 3, "tcp") for number, phase in enumerate(PHASES)]
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "barrier"])
 def test_killed_rank_of_a_short_call(op: str) -> None:
-    places = [f"tcp.{op}.{phase}" for phase in PHASES]
-    see(
-        [die(op, place, SHORT, number % 3, "tcp") for number, place in enumerate(places)],
-        list(PHASES.values()),
-    )
+    see(of_short_calls(op), calls=list(PHASES.values()))
+
+
+@pytest.mark.timed
+def test_killed_rank_is_named_within_two_seconds() -> None:
+    see(of_short_calls("all_reduce"), WITHIN)
+    see([die("send_recv", "tcp.message.piece_read@9", LONG, 1, "tcp")], WITHIN)
+    see(on_nodes("all_reduce"), WITHIN)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("op", ["all_reduce", "broadcast", "all_gather", "reduce_scatter"])
 def test_killed_rank_of_a_long_call(op: str) -> None:
-    places = ["mid_chunk@20", "after_meeting", "before_done"]
-    see([die(op, f"tcp.{op}.{place}", LONG, number % 3, "tcp") for number, place in enumerate(places)])
+    places = enumerate(["mid_chunk@20", "after_meeting", "before_done"])
+    see([die(op, f"tcp.{op}.{place}", LONG, number % 3, "tcp") for number, place in places])
 
 
 @pytest.mark.long
@@ -69,8 +66,8 @@ def test_killed_rank_of_a_short_message(op: str) -> None:
 
 
 def test_killed_rank_of_a_long_message() -> None:
-    places = ["piece_sent@9", "piece_read@9", "before_ack@3"]
-    see([die("send_recv", f"tcp.message.{place}", LONG, n, "tcp") for n, place in enumerate(places)])
+    places = enumerate(["piece_sent@9", "piece_read@9", "before_ack@3"])
+    see([die("send_recv", f"tcp.message.{place}", LONG, n, "tcp") for n, place in places])
 
 
 def test_killed_rank_of_four() -> None:
@@ -80,7 +77,7 @@ def test_killed_rank_of_four() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("op", ON_NODES)
 def test_killed_rank_of_two_nodes(op: str) -> None:
-    see([die(op, f"{place}@3", LONG, victim, "nodes", n=4) for place, victim in ON_NODES[op]])
+    see(on_nodes(op))
 
 
 @pytest.mark.parametrize("victim", [2, 4])
@@ -90,5 +87,5 @@ def test_killed_rank_of_a_node_of_another_size(victim: int) -> None:
 
 def test_ctrl_c_in_the_middle_of_64_mib_is_told_to_all() -> None:
     with crew.nothing_left():
-        first, *others = crew.run(net_victims.interrupt_on_nodes, 4)
+        first, *others = crew.run(net_victims.interrupt_large, 4, "nodes")
     crew.check_interrupted(first, others)

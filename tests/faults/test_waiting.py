@@ -1,4 +1,4 @@
-"""Ranks that come late, are stopped, or are interrupted."""
+"""Ranks that come late, are stopped, or are interrupted, in shared memory and over TCP."""
 
 from __future__ import annotations
 
@@ -11,49 +11,82 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import config
-from faults import crew, victims
+from faults import crew, net_victims, victims
+
+BACKENDS = ["auto", "tcp"]
+CALLS = [
+    ("auto", "recv"),
+    *[
+        pytest.param("auto", call, marks=pytest.mark.long)
+        for call in ("all_reduce", "send", "work", "destroy")
+    ],
+    ("tcp", "all_reduce"),
+    ("tcp", "recv"),
+]
 
 
 @cache
-def outcomes() -> dict[str, list[crew.Outcome]]:
+def outcomes() -> dict[tuple[str, str], list[crew.Outcome]]:
     """Of the worlds whose ranks mostly sleep, at once."""
-    worlds = {
-        "late": (victims.wait_for_late_rank, 3, 1.2),
-        "stopped": (victims.stop_and_continue, 2, 1.0),
-    }
+    worlds = {("late", backend): (victims.wait_for_late_rank, 3, 1.2, backend) for backend in BACKENDS}
+    worlds |= {("stopped", backend): (victims.stop_and_continue, 2, 1.0, backend) for backend in BACKENDS}
     return dict(zip(worlds, crew.run_together(list(worlds.values())), strict=True))
 
 
-def test_a_rank_that_does_not_come_is_named_at_the_timeout():
-    *waiting, late = outcomes()["late"]
-    assert late.result == "late", late.error
-    for outcome in waiting:
-        assert outcome.result, outcome.error
-        assert "rank 2" in outcome.result
-        assert str(late.pid) in outcome.result
-        assert "call 1" in outcome.result
-        assert outcome.result.startswith("CollectiveTimeoutError")
-        assert "1.2 s" in outcome.result
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_does_not_come_is_named_at_the_timeout(backend: str) -> None:
+    ends = outcomes()["late", backend]
+    *waiting, late = crew.results(ends)
+    assert late == "late"
+    for said in waiting:
+        assert re.match(r"CollectiveTimeoutError: .*call 2.*rank 2 ", said), said
+        assert str(ends[2].pid) in said
+        assert "1.2 s" in said
 
 
-def test_a_stopped_rank_is_not_taken_for_dead():
-    assert [outcome.result for outcome in outcomes()["stopped"]] == [2.0, 2.0], outcomes()["stopped"]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_is_stopped_for_a_while_is_not_taken_for_dead(backend: str) -> None:
+    assert crew.results(outcomes()["stopped", backend]) == [2.0, 2.0]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("call", ["all_reduce", "recv", "send", "work", "destroy"])
-def test_ctrl_c_ends_a_blocked_call_soon(call):
-    first, *others = crew.run(victims.interrupt, 3, call)
-    assert first.result is not None, first.error
-    assert first.result["after"] < crew.SOON
-    for outcome in others:
-        assert outcome.result is not None, outcome.error
-        if call == "work":
-            continue  # the interrupted wait leaves the operation itself going on
-        assert "rank 0" in outcome.result["error"]
+def test_a_rank_that_stops_is_named_by_all_at_the_timeout() -> None:
+    ends = crew.run(net_victims.stop_for_good, 3, 3.0)
+    *others, _ = crew.results(ends)
+    for saw in others:
+        # Another rank may be stuck in the call before, and so not have arrived either.
+        assert 2 in saw["ranks"], saw
+        assert str(ends[2].pid) in saw["error"]
+    kinds = {saw["kind"] for saw in others}
+    assert "CollectiveTimeoutError" in kinds
+    assert kinds <= {"CollectiveTimeoutError", "AbortedError"}
 
 
-@pytest.mark.ranks(2, timeout=30)
+def interrupt(backend: str, call: str, within: float) -> None:
+    first, *others = crew.results(crew.run(victims.interrupt, 3, call, backend))
+    assert first["after"] < within
+    for saw in others:
+        # An interrupted wait for a Work leaves the operation itself going on.
+        assert call == "work" or "rank 0" in saw["error"]
+
+
+@pytest.mark.parametrize(("backend", "call"), CALLS)
+def test_ctrl_c_ends_a_blocked_call(backend: str, call: str) -> None:
+    interrupt(backend, call, crew.AT_ALL)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(("backend", "call"), CALLS)
+def test_ctrl_c_ends_a_blocked_call_within_a_second(backend: str, call: str) -> None:
+    interrupt(backend, call, crew.SOON)
+
+
+def test_ctrl_c_in_the_middle_of_64_mib_is_told_to_all() -> None:
+    first, *others = crew.run(net_victims.interrupt_large, 3, "tcp")
+    crew.check_interrupted(first, others)
+
+
+@pytest.mark.ranks(2)
 def test_a_late_rank_is_named_by_a_warning(rank, world_size, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.2")
     config.forget()

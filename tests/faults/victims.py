@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,8 +91,9 @@ STEPS: dict[str, Step] = {
 
 def wait_for_late_rank(rank: int, n: int, url: str, timeout: float, backend: str = "auto") -> str:
     """All but the last rank wait in all_reduce; returns the error, or the result if the last one came."""
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=20)
-    group = dist.new_group(timeout=20)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
+    group = dist.new_group(timeout=60)
+    group.barrier()  # those that wait begin to at about the same time
     group.timeout = timeout  # only now, as to meet may take longer
     given_up = [Path(f"{url.removeprefix('file://')}-given-up-{other}") for other in range(n - 1)]
     try:
@@ -109,7 +112,7 @@ def wait_for_late_rank(rank: int, n: int, url: str, timeout: float, backend: str
 
 def stop_and_continue(rank: int, n: int, url: str, seconds: float, backend: str = "auto") -> float:
     """Rank 0 is stopped for a while by its peer, as a debugger or the kernel would; returns the result."""
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=20)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
     pids = np.zeros(n, "i8")
     dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
     if rank == 1:
@@ -121,9 +124,28 @@ def stop_and_continue(rank: int, n: int, url: str, seconds: float, backend: str 
     return float(x[0])
 
 
+def interrupt_in_the_package() -> list[float]:
+    """Have the main thread get SIGINT when it has been in a function of the package for a moment; when, once sent."""
+    main, package, sent = threading.get_ident(), os.path.dirname(dist.__file__), list[float]()
+
+    def is_there() -> bool:
+        stack = traceback.walk_stack(sys._current_frames()[main])
+        return any(frame.f_code.co_filename.startswith(package) for frame, _ in stack)
+
+    def send() -> None:
+        while not is_there():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+    return sent
+
+
 def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> dict[str, Any]:
     """Rank 0 gets SIGINT while it waits for the others; they find the group failed."""
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=30)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
     x, interrupted = np.ones(3), Path(url.removeprefix("file://") + "-interrupted")
     waiting = {
         "all_reduce": lambda: dist.all_reduce(x),
@@ -132,15 +154,9 @@ def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> 
         "work": lambda: dist.all_reduce(x, async_op=True).wait(),
         "destroy": lambda: (dist.all_reduce(x, async_op=True), dist.destroy_process_group()),
     }
-    sent: list[float] = []
-
-    def interrupt_this() -> None:
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
     if rank == 0:
+        sent = interrupt_in_the_package()
         try:
-            threading.Timer(0.3, interrupt_this).start()
             waiting[call]()
         except KeyboardInterrupt:
             interrupted.touch()
@@ -159,7 +175,7 @@ def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> 
 def make_world(rank: int, n: int, url: str) -> str:
     """Start and use a job; returns what went wrong."""
     try:
-        dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=10)
+        dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=60)
         x = np.ones(100_000)
         dist.all_reduce(x)
         assert (x == n).all()
