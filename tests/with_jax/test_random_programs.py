@@ -1,8 +1,10 @@
 """Random programs of calls that do not depend on one another: each meets its own on the other rank, in program order.
 
-Nothing but the order tells two all_reduces of one shape apart: where they change places, the results are those of other
-calls. JAX runs a program of fewer than 1,000 floating-point operations (XLA's `flop_count`) on the thread that calls
-it, and one part after the other where all arrays have less than 512 bytes: each program has a large one.
+Only the order distinguishes two all_reduces of one shape: if they change places, their results do, too. 12 programs of
+25 calls, drawn at random, run five times in each of the two ways to order calls. Rank by rank and run by run, other
+calls' arrays are late. XLA runs such a program on several threads, so order has to be asked for: it does if more than 8
+parts are ready at once, an array has 512 bytes or more, and the program has 1,000 floating-point operations (XLA's
+`flop_count`). Without an order the results are wrong: the last test shows that these programs find it.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import functools
 import numpy as np
 import pytest
 
-PROGRAMS, RUNS = 20, 25  # in each of the two ways: 1,000 in all
+PROGRAMS, RUNS, CALLS = 12, 5, 25
 LARGE = (40, 30)
-SHAPES = ((), (3,), (2, 2), LARGE)
+SHAPES = ((), (3,), (2, 2), LARGE, LARGE)
 NAMES = ("all_reduce", "all_reduce", "all_reduce", "scan", "broadcast", "all_gather", "sendrecv", "barrier")
 
 
@@ -29,42 +31,73 @@ def inputs(calls, run, rank):
     return [np.full(shape, 1000.0 * run + 10 * k + rank, np.float32) for k, (_, shape) in enumerate(calls)]
 
 
-@pytest.mark.long
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("way", ["ordered", "with a token"])
-def test_random_programs(rank, world_size, way):
-    jax = pytest.importorskip("jax", reason="pip install jax")
+def program(xs, delays, calls, rank, way):
+    import jax
+
     import fastcoll.jax as fj
 
-    def program(xs, delays, calls):
-        token = fj.create_token() if way == "with a token" else None
-        results = []
-        for x, delay, (name, _) in zip(xs, delays, calls, strict=True):
-            x = (
-                jax.lax.fori_loop(0, delay, lambda _, v: v + 1.0, x) - delay
-            )  # it is there later than the others
-            how = {"broadcast": {"src": 1}, "sendrecv": {"like": x, "dst": 1 - rank, "src": 1 - rank}}
-            arguments = () if name == "barrier" else (x,)
-            found = getattr(fj, name)(*arguments, token=token, **how.get(name, {}))
-            if token is not None:
-                found, token = (None, found) if name == "barrier" else found
-            results.append(found)
-        return results
+    token = None if way == "ordered" else fj.create_token()
+    results = []
+    for x, delay, (name, _) in zip(xs, delays, calls, strict=True):
+        x = jax.lax.fori_loop(0, delay, lambda _, v: v + 1.0, x) - delay  # later than others' where delayed
+        how = {"broadcast": {"src": 1}, "sendrecv": {"like": x, "dst": 1 - rank, "src": 1 - rank}}
+        arguments = () if name == "barrier" else (x,)
+        if way == "fresh tokens":
+            token = fj.create_token()
+        found = getattr(fj, name)(*arguments, token=token, **how.get(name, {}))
+        if token is not None:
+            found, token = (None, found) if name == "barrier" else found
+        results.append(found)
+    return results
 
+
+def wrong_results(rank, calls, way, seed, runs=RUNS):
+    """The (run, call) whose results are not NumPy's."""
+    import jax
+
+    both, own = np.random.default_rng(seed), np.random.default_rng([seed, rank])
+    jitted = jax.jit(functools.partial(program, calls=calls, rank=rank, way=way))
+    wrong, waiting = [], []
+    for run in range(runs):
+        delays = [int(delay) for delay in own.integers(0, 3, len(calls)) * 500]
+        waiting.append((run, jitted(inputs(calls, run, rank), delays)))
+        if both.integers(2) and run < runs - 1:
+            continue  # JAX gets the next one before this one has been waited for
+        for of, results in waiting:
+            of_all = [inputs(calls, of, r) for r in range(2)]
+            for k, found in enumerate(results):
+                if found is not None:
+                    right = expected(calls[k][0], [of_all[0][k], of_all[1][k]], rank)
+                    wrong += [(of, k)] * (not np.array_equal(found, right))
+        waiting.clear()
+    return wrong
+
+
+@pytest.fixture
+def jax():
+    return pytest.importorskip("jax", reason="pip install jax")
+
+
+@pytest.mark.long
+@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.parametrize("way", ["ordered", "with a token"])
+def test_random_programs(rank, world_size, jax, way):
     for seed in range(PROGRAMS):
-        both, own = np.random.default_rng(seed), np.random.default_rng([seed, rank])
-        calls = [(str(both.choice(NAMES)), SHAPES[both.integers(4)]) for _ in range(both.integers(1, 6))]
-        calls.insert(both.integers(len(calls) + 1), ("all_reduce", LARGE))
-        jitted, waiting = jax.jit(functools.partial(program, calls=calls)), []
-        for run in range(RUNS):
-            delays = [int(delay) for delay in own.integers(0, 3, len(calls)) * 500]
-            waiting.append((run, jitted(inputs(calls, run, rank), delays)))
-            if len(waiting) < 4 and both.integers(2) and run < RUNS - 1:
-                continue  # JAX gets the next one before anybody has waited for this one
-            for of, results in waiting:
-                of_all = [inputs(calls, of, r) for r in range(2)]
-                for k, found in enumerate(results):
-                    if found is not None:
-                        right = expected(calls[k][0], [of_all[0][k], of_all[1][k]], rank)
-                        np.testing.assert_array_equal(found, right, f"program {seed}, run {of}, call {k}")
-            waiting.clear()
+        draw = np.random.default_rng(seed)
+        calls = [(str(draw.choice(NAMES)), SHAPES[draw.integers(len(SHAPES))]) for _ in range(CALLS)]
+        assert wrong_results(rank, calls, way, seed) == [], f"program {seed}"
+
+
+@pytest.mark.long
+@pytest.mark.ranks(2, timeout=300)
+def test_a_fresh_token_for_each_call_is_found(rank, world_size, jax):
+    """A planted fault: these calls are in no order, and the results show it."""
+    import fastcoll as dist
+
+    calls = [("all_reduce", LARGE)] * CALLS
+    for seed in range(100):  # most seeds find it
+        found = np.array([len(wrong_results(rank, calls, "fresh tokens", seed))])
+        dist.all_reduce(found)
+        if found[0]:
+            return
+    pytest.fail("the order of calls makes no difference in these programs")
