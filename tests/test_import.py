@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import fastcoll
 from fastcoll import supported
 from fastcoll.kernels import cache
 
@@ -180,29 +181,25 @@ def report() -> dict[str, object]:
     return parsed
 
 
-def test_importing_does_not_import_what_is_heavy() -> None:
-    code = "import sys, fastcoll; print(*sorted(sys.modules))"
+def modules_after(*imports: str) -> set[str]:
+    code = f"import sys, {', '.join(imports)}; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
+    return set(done.stdout.split())
+
+
+def test_importing_does_not_import_what_is_heavy() -> None:
     heavy = {
         "numba", "llvmlite", "posix_ipc", "cupy", "torch", "matplotlib", "rich", "psutil", "sklearn", "ml_dtypes",
         "pytest", "asyncio", "multiprocessing", "fastcoll.launch", "fastcoll.kernels", "fastcoll.shm", "fastcoll.bench",
     }  # fmt: skip
-    assert not heavy & set(done.stdout.split())
-
-
-def test_importing_brings_no_sockets_and_no_more_of_the_standard_library_than_is_used() -> None:
-    """Besides what NumPy brings itself, which differs from version to version."""
-    code = "import sys, numpy; n = set(sys.modules); import fastcoll; print(*sorted(set(sys.modules) - n))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    # No sockets, and no more of the standard library than is used; NumPy brings some itself, by version.
     late = {
         "socket", "_socket", "selectors", "ipaddress", "urllib.parse", "hmac", "tempfile", "random", "bz2", "lzma",
         "concurrent.futures.thread", "subprocess",
     }  # fmt: skip
-    assert not late & set(done.stdout.split())
+    assert not (heavy | late - modules_after("numpy")) & modules_after("numpy", "fastcoll")
 
 
 def test_importing_connects_forks_and_starts_nothing(report: dict[str, object]) -> None:
@@ -210,25 +207,17 @@ def test_importing_connects_forks_and_starts_nothing(report: dict[str, object]) 
     assert report["same"], "importing fastcoll changed the open files or the threads"
 
 
-def test_importing_reads_no_environment(report: dict[str, object]) -> None:
+def test_importing_reads_no_environment_and_has_every_public_name(report: dict[str, object]) -> None:
     assert report["read"] == []
-
-
-def test_every_public_name_is_there(report: dict[str, object]) -> None:
     assert report["missing"] == []
 
 
 def test_dir_shows_the_public_names_alone(report: dict[str, object]) -> None:
-    import fastcoll
-
-    assert report["dir"] == sorted(
-        fastcoll.__all__
-    )  # spawn and TCPStore, which come when they are used, among them
+    """Includes spawn and TCPStore, which are imported when they are used."""
+    assert report["dir"] == sorted(fastcoll.__all__)
 
 
 def test_each_name_is_there_once() -> None:
-    import fastcoll
-
     assert len(fastcoll.__all__) == len(set(fastcoll.__all__))
     with pytest.raises(AttributeError, match="no attribute 'all_reduced'"):
         fastcoll.all_reduced  # noqa: B018

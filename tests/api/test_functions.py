@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 from recorder import Recorder, finished
 
@@ -229,6 +231,24 @@ def test_outside_the_group_a_batch_warns_once(world: Recorder) -> None:
     with pytest.warns(UserWarning, match="batch_isend_irecv on rank 1, which is not in the given") as caught:
         assert dist.batch_isend_irecv(ops) == []
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_all_of_a_list_of_objects_comes_from_one_sender(
+    world: Recorder, part: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank's message may come between the sizes of the first one's objects and the objects."""
+    asked: list[int | None] = []
+    data = np.frombuffer(pickle.dumps("x"), np.uint8)
+
+    def recv_objects(x: Any, peer: int | None) -> int:
+        asked.append(peer)
+        x[...] = data.size if len(asked) == 1 else data
+        return 2
+
+    monkeypatch.setattr(part, "recv_objects", recv_objects)
+    found: list[Any] = [None]
+    assert dist.recv_object_list(found, group=part) == 7
+    assert (found, asked) == (["x"], [None, 2])
 
 
 def test_questions_about_groups(world: Recorder, part: Recorder) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import GradientReducer
+from fastcoll.api import gradients
 
 SHAPES = {"w1": (7, 5), "b1": (5,), "empty": (0,), "w2": (5, 3), "one": (), "b2": (3,)}
 
@@ -194,6 +195,18 @@ def test_reduce_gives_new_arrays(rank: int) -> None:
     assert (second[0] == 1.5).all()
     with pytest.raises(dist.UsageError, match="params had"):
         reducer.reduce([np.zeros(3)])
+
+
+@pytest.mark.ranks(1)
+def test_no_bucket_is_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But that a bucket has one array at least; the first one has a quarter, to begin early."""
+    sent, all_reduce = [], gradients.all_reduce
+    spy = lambda x, *args, **how: sent.append(x.nbytes) or all_reduce(x, *args, **how)  # noqa: E731
+    monkeypatch.setattr(gradients, "all_reduce", spy)
+    reducer = GradientReducer([np.zeros(10, "f4")] * 6, bucket_bytes=100)
+    reducer.ready(*range(6))
+    reducer.wait()
+    assert sent == [40, 80, 80, 40]
 
 
 @pytest.mark.ranks(1)

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conformance import test_every_operation
+from conformance.test_every_operation import ROWS, numbers
 from oracle import assert_same, reduced, values
 
 import fastcoll as dist
@@ -168,94 +170,33 @@ WHO: dict[str, Callable[[int], bool]] = {
     "rank 0": lambda rank: rank == 0,
     "all but rank 0": lambda rank: rank != 0,
 }
-COUNTS = (LARGE, 1 << 16, 200_003)
 
 
-class Maker:
-    """Makes arrays of this rank, shared or not, whole ones or slices of larger ones."""
-
-    def __init__(self, shared: bool, sliced: bool) -> None:
-        self.shared, self.sliced = shared, sliced
-
-    def __call__(self, content: Array) -> Array:
-        with shared_arrays() if self.shared else nullcontext():
-            x = np.full(content.size + 2048, 77, content.dtype)
-        part = x[1001 : 1001 + content.size] if self.sliced else x[: content.size]
-        part[:] = content
-        assert is_shared(part) == self.shared
-        return part
+def sliced(rank: int, count: int) -> Array:
+    """As the suite's arrays, in the middle of larger ones."""
+    x = np.full(count + 2048, 77, F4)
+    x[1001 : 1001 + count] = numbers(rank, count)
+    return x[1001 : 1001 + count]
 
 
-def check_all(mine: Maker, rank: int, size: int, count: int, op: ReduceOp, group: Any = None) -> None:
-    """Every collective once, of `count` float32 from each rank to each, against NumPy."""
-    given = [values(r, count * size, F4, count) for r in range(size)]
-    parts = [np.split(x, size) for x in given]
-    empty = np.zeros(count, F4)
-    total, root = reduced(given, op), size - 1
-    is_root = rank == root
-
-    x = mine(given[rank])
-    dist.all_reduce(x, op, group)
-    assert_same(x, total, "all_reduce")
-    x = mine(given[rank])
-    dist.reduce(x, group_dst=root, op=op, group=group)
-    if is_root:
-        assert_same(x, total, "reduce")
-    x = mine(given[rank])
-    dist.broadcast(x, group=group, group_src=root)
-    assert_same(x, given[root], "broadcast")
-
-    out = mine(empty)
-    dist.reduce_scatter_single(out, mine(given[rank]), op, group)
-    assert_same(out, np.split(total, size)[rank], "reduce_scatter_single")
-    out = mine(empty)
-    dist.reduce_scatter(out, [mine(part) for part in parts[rank]], op, group)
-    assert_same(out, np.split(total, size)[rank], "reduce_scatter")
-
-    out = mine(np.zeros(count * size, F4))
-    dist.all_gather_single(out, mine(parts[rank][0]), group)
-    assert_same(out, np.concatenate([part[0] for part in parts]), "all_gather_single")
-    outs = [mine(empty) for _ in range(size)]
-    dist.all_gather(outs, mine(parts[rank][0]), group)
-    for r in range(size):
-        assert_same(outs[r], parts[r][0], "all_gather")
-    outs = [mine(empty) for _ in range(size)]
-    dist.gather(mine(parts[rank][0]), outs if is_root else None, group=group, group_dst=root)
-    for r in range(size if is_root else 0):
-        assert_same(outs[r], parts[r][0], "gather")
-
-    out = mine(empty)
-    pieces = [mine(part) for part in parts[root]]
-    dist.scatter(out, pieces if is_root else None, group=group, group_src=root)
-    assert_same(out, parts[root][rank], "scatter")
-    out = mine(np.zeros(count * size, F4))
-    dist.all_to_all_single(out, mine(given[rank]), group=group)
-    assert_same(out, np.concatenate([part[rank] for part in parts]), "all_to_all_single")
-    outs = [mine(empty) for _ in range(size)]
-    dist.all_to_all(outs, [mine(part) for part in parts[rank]], group)
-    for r in range(size):
-        assert_same(outs[r], parts[r][rank], "all_to_all")
-
-    x = mine(given[rank])
-    dist.scan(x, op, group)
-    assert_same(x, reduced(given[: rank + 1], op), "scan")
-    if size > 1:
-        received, left, right = mine(empty), (rank - 1) % size, (rank + 1) % size
-        posted = [
-            dist.P2POp(dist.isend, mine(parts[rank][right]), group=group, group_peer=right),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=left),
-        ]
-        for work in dist.batch_isend_irecv(posted):
-            work.wait()
-        assert_same(received, parts[left][rank], "batch_isend_irecv")
+def reduce_by_max(rank: int, n: int, count: int) -> None:
+    given = [values(r, count, F4) for r in range(n)]
+    x = given[rank].copy()
+    dist.all_reduce(x, ReduceOp.MAX)
+    assert_same(x, reduced(given, ReduceOp.MAX), "all_reduce")
 
 
-@pytest.mark.ranks(2, 3, 5, 8, timeout=180)
+@pytest.mark.ranks(2, 3, 5, 8)
 @pytest.mark.parametrize("who", WHO)
-def test_every_collective(rank: int, world_size: int, who: str) -> None:
-    for round_, count in enumerate(COUNTS):
-        for op in (ReduceOp.SUM, ReduceOp.MAX):
-            check_all(Maker(WHO[who](rank), round_ % 2 == 1), rank, world_size, count, op)
+def test_every_collective(rank: int, who: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shared_arrays() if WHO[who](rank) else nullcontext():
+        assert is_shared(np.ones(LARGE, F4)) == WHO[who](rank)
+        for made in (numbers, sliced):
+            with monkeypatch.context() as patch:
+                patch.setattr(test_every_operation, "numbers", made)
+                for row in (*ROWS.values(), reduce_by_max):
+                    for count in (LARGE, 1 << 16, 200_003):
+                        row(rank, world_size, count)
 
 
 @pytest.mark.ranks(2, 3)

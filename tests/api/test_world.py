@@ -517,7 +517,7 @@ def test_a_group_may_keep_the_order_of_its_ranks_and_be_split(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = [3, 0, 2]
-    group = dist.new_group(order, sort_ranks=False, device_id=0)
+    group = dist.new_group(order, backend="gloo", sort_ranks=False, device_id=0)
     everybody = np.empty(3, np.int64)
     if rank in order:
         assert dist.get_process_group_ranks(group) == order
@@ -531,6 +531,7 @@ def test_a_group_may_keep_the_order_of_its_ranks_and_be_split(
         assert (None if part is None else dist.get_process_group_ranks(part)) == (
             None if rank == 0 else [3, 2]
         )
+        assert part is None or dist.get_backend(part) == "gloo"
         with pytest.raises(UsageError, match=r"split_ranks is \[\[0, 3\]\]; give lists of the ranks 0\.\.2"):
             dist.split_group(group, [[0, 3]])
     part = dist.split_group(split_ranks=[[1, 2], [0]], group_desc="part")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll.api.p2p import _Received
-from fastcoll.core.work import ENDLESS, ProgressQueue, Work, WorkFuture, seconds
+from fastcoll.core.work import ENDLESS, ProgressQueue, Unheard, Work, WorkFuture, seconds
 from fastcoll.errors import CollectiveTimeoutError, UsageError
 
 
@@ -47,34 +48,34 @@ def test_a_thread_that_did_not_start_leaves_the_queue_usable(
     assert queue.submit("second", lambda: ran.append("second") or "done").result() == "done"
     assert ran == ["second"]
     queue.close()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while threading.active_count() > before:
         assert time.monotonic() < until, threading.enumerate()
         time.sleep(0.001)
 
 
 def test_ctrl_c_ends_a_wait_also_where_a_handler_restarts_system_calls() -> None:
-    work, main = Work("what never ends"), threading.main_thread().ident
-    assert main is not None
+    work, main = Work("what never ends"), threading.get_ident()
+
+    def interrupt_the_wait() -> None:
+        def is_waiting() -> bool:
+            stack = [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+            return stack[0] is threading.Condition.wait.__code__ and Work.wait.__code__ in stack
+
+        while not is_waiting():
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+
     signal.siginterrupt(signal.SIGINT, False)
-    timers = [
-        threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]),
-        threading.Timer(20, work.complete),
-    ]
-
-    def wait() -> None:
-        for timer in timers:
-            timer.start()
-        work.wait()
-
+    thread = threading.Thread(target=interrupt_the_wait)
     try:
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
-            wait()
+            work.wait(timeout=60)
         assert not work.is_completed()
     finally:
         signal.siginterrupt(signal.SIGINT, True)
-        for timer in timers:
-            timer.cancel()
+        thread.join()
 
 
 @pytest.mark.parametrize("long", [math.inf, 1e12, 10**400, timedelta.max])
@@ -144,6 +145,15 @@ def test_a_work_says_what_it_is_and_how_far() -> None:
     assert repr(running) == "<Work all_reduce: done>"
     assert repr(waiting) == "<Work barrier: failed with ZeroDivisionError: division by zero>"
     queue.close()
+
+
+def test_the_first_failures_that_nobody_has_asked_for_are_kept() -> None:
+    unheard, works = Unheard(), [Work(f"call {number}") for number in range(40)]
+    for work in works:
+        unheard.note(work).complete(error=ValueError(work.describe))
+    assert [what for what, _ in unheard.lost()] == [f"call {number}" for number in range(16)]
+    works[3].exception()
+    assert "call 3" not in dict(unheard.lost())
 
 
 FORK = """

@@ -38,9 +38,10 @@ def _work(group: Any = None) -> float:
             x[:] = 1
             dist.all_reduce(x, group=group)
             assert (x == dist.get_world_size(group)).all()
-    except GroupError:
-        return clock_at_work()
-    raise AssertionError("nobody died")
+    except GroupError as error:
+        failed, named = clock_at_work(), error.ranks
+    assert set(named) <= set(dist.get_process_group_ranks(group)), named
+    return failed
 
 
 def _join(rank: int, n: int, url: str, backend: str, timeout: float = 60.0) -> None:

@@ -45,7 +45,7 @@ def start(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     def begin(homes: list[int]) -> ProcessGroup:
         monkeypatch.setattr(processes, "_shm_device", lambda: 1_000_000 + homes[rank])
-        dist.init_process_group(timeout=20)
+        dist.init_process_group()
         world = dist.GroupMember.WORLD
         assert isinstance(world, ProcessGroup)
         assert isinstance(world.backend, HybridBackend)
@@ -56,7 +56,7 @@ def start(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def ranks(homes: list[int]) -> pytest.MarkDecorator:
-    return pytest.mark.ranks(len(homes), init=False, timeout=60)
+    return pytest.mark.ranks(len(homes), init=False)
 
 
 def results(rank: int, size: int, nbytes: int) -> bool:

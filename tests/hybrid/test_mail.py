@@ -20,7 +20,7 @@ SIZES = [8, RING + 1, EAGER + 5]
 
 @pytest.fixture
 def world() -> Iterator[NodeWorld]:
-    made = NodeWorld(4, timeout=20.0)
+    made = NodeWorld(4, timeout=60.0)
     yield made
     made.close()
 
