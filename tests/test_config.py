@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,15 @@ def test_a_setting_that_cannot_be_meant(
 def test_a_rank_may_never_be_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "inf")
     assert config.get("FASTCOLL_WARN_AFTER") == float("inf")
+
+
+def test_a_folder_that_depends_on_where_a_rank_starts_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given, folder in (("relative", tmp_path / ".config"), (str(tmp_path / "own"), tmp_path / "own")):
+        monkeypatch.setenv("XDG_CONFIG_HOME", given)
+        assert config.user_folder() == folder / "fastcoll"
 
 
 def test_what_looks_like_a_setting_and_is_none(

@@ -124,20 +124,10 @@ def test_the_state_of_the_sources_leaves_out_only_rooms_that_no_kernel_can_impor
         assert all(LEVEL[room] >= LEVEL[there] for there in compiled), room
 
 
-def test_the_walk_over_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    file = tmp_path / "shm" / "x.py"
-    file.parent.mkdir()
-    forms = (
-        "import a.b",
-        "from .. import config",
-        "from ..net.tcp import y",
-        "from . import z",
-        "def f(): import c",
-    )
-    file.write_text("\n".join(forms))
-    found = {name for name, _ in imports(file)}
-    assert found == {"a.b", "fastcoll.config", "fastcoll.net.tcp.y", "fastcoll.shm.z", "c"}
+def run(code: str, *arguments: str, **environment: str) -> str:
+    """What a program prints."""
+    command, env = [sys.executable, "-c", code, *arguments], {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env).stdout
 
 
 REPORT = """
@@ -174,19 +164,12 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def report() -> dict[str, object]:
     """What a fresh interpreter sees of `import fastcoll`."""
-    done = subprocess.run(
-        [sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=60, check=True
-    )
-    parsed: dict[str, object] = json.loads(done.stdout)
+    parsed: dict[str, object] = json.loads(run(REPORT))
     return parsed
 
 
-def modules_after(*imports: str) -> set[str]:
-    code = f"import sys, {', '.join(imports)}; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    return set(done.stdout.split())
+def modules_after(imports: str) -> set[str]:
+    return set(run(f"import sys, {imports}; print(*sys.modules)").split())
 
 
 def test_importing_does_not_import_what_is_heavy() -> None:
@@ -199,7 +182,7 @@ def test_importing_does_not_import_what_is_heavy() -> None:
         "socket", "_socket", "selectors", "ipaddress", "urllib.parse", "hmac", "tempfile", "random", "bz2", "lzma",
         "concurrent.futures.thread", "subprocess",
     }  # fmt: skip
-    assert not (heavy | late - modules_after("numpy")) & modules_after("numpy", "fastcoll")
+    assert not (heavy | late - modules_after("numpy")) & modules_after("numpy, fastcoll")
 
 
 def test_importing_connects_forks_and_starts_nothing(report: dict[str, object]) -> None:
@@ -259,10 +242,7 @@ print(json.dumps(said))
 
 def elsewhere(*cases: str, **environment: str) -> list[str]:
     """What importing says in each case."""
-    command = [sys.executable, "-c", ELSEWHERE, json.dumps(cases)]
-    env = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
-    said: list[str] = json.loads(done.stdout)
+    said: list[str] = json.loads(run(ELSEWHERE, json.dumps(cases), **environment))
     return said
 
 
@@ -285,10 +265,7 @@ def test_a_subinterpreter_is_refused() -> None:
             new, run = interpreters.create(isolated=False), interpreters.run_string
         run(new, "try: import fastcoll\\nexcept ImportError as error: print(error, flush=True)")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "does not run here: this is a subinterpreter" in done.stdout
+    assert "does not run here: this is a subinterpreter" in run(code)
 
 
 def test_the_oldest_versions_are_those_of_the_package() -> None:
@@ -308,4 +285,4 @@ sys.modules["fastcoll.jax"] = "fastcoll.jax"
 assert [dist.elastic.__name__, dist.rpc.__name__, dist.jax] == rooms
 dist.elastic.run, dist.rpc.rpc_sync
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run(program)

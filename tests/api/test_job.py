@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -38,11 +39,11 @@ def server() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def job_of(store: Store, rank: int, size: int = 2) -> Job:
+def job_of(store: Store, rank: int, size: int = 2, close: bool = True) -> Job:
     """Return a job of two or more ranks; the processes of the others cannot be checked from here."""
     here = Member.here(0, size, "tcp")
     members = [replace(here, rank=each, boot_id=str(each), host="far") for each in range(size)]
-    return Job(store, members, rank, None, None, 60.0, store.close)  # type: ignore[arg-type]
+    return Job(store, members, rank, None, None, 60.0, store.close if close else lambda: None)  # type: ignore[arg-type]
 
 
 def test_a_store_whose_process_is_stopped_holds_nobody_up(
@@ -101,7 +102,56 @@ def test_ranks_that_ask_for_the_same_group_write_its_ranks_once() -> None:
     assert store.nbytes < 50 * size + len(str(ranks))
 
 
-def test_rank_0_does_not_wait_for_those_that_are_known_to_be_gone() -> None:
-    job = job_of(HashStore(), 0)
-    job.settle()  # a group that the other has not made
-    job.leave(3000, job.members[1:])
+class Leaving:
+    """Rank 0 of a job of two, which has settled a group more; rank 1 has this process, or another one."""
+
+    def __init__(self, **rank_1: Any) -> None:
+        here, self.closed = Member.here(0, 2, "tcp"), list[str]()
+        members = [here, replace(here, rank=1, **rank_1)]
+        self.store = HashStore()
+        self.job = Job(self.store, members, 0, None, None, 1.0, lambda: self.closed.append("store"))  # type: ignore[arg-type]
+        self.job.settle()
+
+    def leave(self, patience: float = 60.0, *gone: Member) -> None:
+        self.job.leave(patience, gone)
+        assert self.closed == ["store"]
+
+
+def test_rank_0_does_not_wait_for_the_dead(caplog: pytest.LogCaptureFixture) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    Leaving(pid=ended.pid).leave()
+    rank_0 = Leaving(boot_id="far")
+    rank_0.leave(60.0, *rank_0.job.members[1:])  # which are known to be
+    assert not caplog.records
+
+
+def test_rank_0_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixture) -> None:
+    Leaving().leave(0.05)
+    assert "though rank 1" in caplog.text
+
+
+def test_rank_0_does_not_wait_for_those_who_left(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that has destroyed its groups makes no more of them, however long its process lives."""
+    rank_0 = Leaving()
+    job_of(rank_0.store, 1, close=False).leave(0.0)
+    rank_0.leave()
+    assert not caplog.records
+
+
+def test_rank_0_does_not_wait_long_after_ctrl_c(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_INTERRUPTED_SECONDS", 0.1)
+    rank_0 = Leaving()
+    with pytest.raises(KeyboardInterrupt), rank_0.job.making([0, 1], "new_group([0, 1])"):
+        raise KeyboardInterrupt
+    rank_0.leave(3000)
+    assert "though rank 1" in caplog.text
+
+
+def test_rank_0_leaves_when_the_store_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    rank_0 = Leaving()
+    rank_0.store.close()
+    rank_0.leave()
+    assert not caplog.records

@@ -329,7 +329,7 @@ def test_a_rank_waits_for_a_job_that_its_predecessor_has_left(
     meet_in(store, 1, monkeypatch)
     view = dist.PrefixStore("fastcoll", Unclosed(store))
     view.set("join/member/1", other.to_bytes())
-    job = job_of([other, other], view, [], rank=1)
+    job = Job(view, [other, other], 1, parse_backend(None), None, 1.0, lambda: None)  # type: ignore[arg-type]
     job.settle()
     job.leave(0.0)
     with pytest.raises(RendezvousError, match="rank 1 has started before"):
@@ -632,65 +632,6 @@ def test_rank_0_leaves_while_others_still_make_a_group(rank: int) -> None:
             dist.barrier()
         assert total(dist.new_group([1, 2])) == 2
     dist.destroy_process_group()
-
-
-def job_of(members: list[Member], store: Any, closed: list[str], rank: int = 0) -> Job:
-    def make(*_: Any) -> Any:
-        raise AssertionError("no group is made")
-
-    return Job(store, members, rank, parse_backend(None), make, 1.0, lambda: closed.append("store"))
-
-
-class Leaving:
-    """Rank 0 of a job of two, which has settled; rank 1 has this process, or another one."""
-
-    def __init__(self, **rank_1: Any) -> None:
-        here = Member.here(0, 2, "cpu:auto")
-        self.store, self.closed = dist.HashStore(), list[str]()
-        self.job = job_of([here, dataclasses.replace(here, rank=1, **rank_1)], self.store, self.closed)
-        self.job.settle()
-
-    def leave(self, patience: float = 60.0) -> None:
-        self.job.leave(patience)
-        assert self.closed == ["store"]
-
-
-def test_rank_0_does_not_wait_for_the_dead(caplog: pytest.LogCaptureFixture) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    Leaving(pid=ended.pid).leave()
-    assert not caplog.records
-
-
-def test_rank_0_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixture) -> None:
-    Leaving().leave(0.05)
-    assert "though rank 1" in caplog.text
-
-
-def test_rank_0_does_not_wait_for_those_who_left(caplog: pytest.LogCaptureFixture) -> None:
-    """A rank that has destroyed its groups makes no more of them, however long its process lives."""
-    rank_0 = Leaving()
-    job_of(rank_0.job.members, rank_0.store, [], rank=1).leave(0.0)
-    rank_0.leave()
-    assert not caplog.records
-
-
-def test_rank_0_does_not_wait_long_after_ctrl_c(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastcoll.api.job._INTERRUPTED_SECONDS", 0.1)
-    rank_0 = Leaving()
-    with pytest.raises(KeyboardInterrupt), rank_0.job.making([0, 1], "new_group([0, 1])"):
-        raise KeyboardInterrupt
-    rank_0.leave(3000)
-    assert "though rank 1" in caplog.text
-
-
-def test_rank_0_leaves_when_the_store_is_gone(caplog: pytest.LogCaptureFixture) -> None:
-    rank_0 = Leaving()
-    rank_0.store.close()
-    rank_0.leave()
-    assert not caplog.records
 
 
 def run_ranks(tmp_path: Path, code: str, size: int) -> list[subprocess.CompletedProcess[str]]:

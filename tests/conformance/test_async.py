@@ -82,18 +82,21 @@ def test_an_error_ends_up_in_the_work(rank, world_size):
 
 @pytest.mark.ranks(2)
 def test_a_wait_may_time_out_and_be_repeated(rank, world_size):
-    x = np.ones(3)
+    x, large = np.ones(3), np.ones(1 << 20)  # many rounds, more than fits into a slot
     if rank == 0:
         work = dist.all_reduce(x, async_op=True)
+        others = [dist.all_reduce(large, async_op=True) for _ in range(3)]
         with pytest.raises(CollectiveTimeoutError, match=r"0\.05 s"):
             work.wait(timeout=0.05)
-        assert not work.is_completed()
+        assert not any(each.is_completed() for each in (work, *others))
         dist.send(np.zeros(1), 1)  # now rank 1 may come
-        work.wait()
+        assert all(each.wait() for each in (work, *others))
     else:
         dist.recv(np.zeros(1), 0)
-        dist.all_reduce(x)
+        for each in (x, large, large, large):
+            dist.all_reduce(each)
     assert (x == 2).all()
+    assert (large == 8).all()
 
 
 @pytest.mark.ranks(2)

@@ -28,27 +28,6 @@ def test_overlapping_groups_used_in_different_orders(rank, world_size):
         assert (x == total(ranks)).all()
 
 
-@pytest.mark.ranks(3)
-def test_roots_are_global_ranks_or_group_ranks(rank, world_size):
-    group = dist.new_group([1, 2])
-    if rank == 0:
-        assert group is dist.GroupMember.NON_GROUP_MEMBER
-        return
-    x = np.full(2, float(rank))
-    dist.broadcast(x, 2, group=group)
-    assert (x == 2).all()
-    x[:] = rank
-    dist.broadcast(x, group_src=0, group=group)
-    assert (x == 1).all()
-    assert dist.get_group_rank(group, 2) == 1
-    assert dist.get_global_rank(group, 0) == 1
-    if rank == 1:
-        dist.send(np.array([7.0]), 2, group=group)
-    else:
-        assert dist.recv(x[:1], group=group) == 1
-        assert x[0] == 7
-
-
 @pytest.mark.long
 @pytest.mark.ranks(3, 4, 5)
 def test_monitored_barrier_names_all_who_are_missing(rank, world_size, tmp_path):

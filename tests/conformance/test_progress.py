@@ -13,23 +13,6 @@ COUNT = 1 << 20  # many rounds, so that progress means more than handing over wh
 
 
 @pytest.mark.ranks(2, 3)
-def test_calls_return_before_anybody_else_has_come(rank, world_size):
-    """Rank 0 sends only after all its calls have returned, and the others call only after that."""
-    xs = [np.full(COUNT, rank + 1.0, np.float32) for _ in range(4)]
-    go = np.zeros(1)
-    if rank == 0:
-        works = [dist.all_reduce(x, async_op=True) for x in xs]
-        assert not any(work.is_completed() for work in works)
-        for peer in range(1, world_size):
-            dist.send(go, peer)
-    else:
-        dist.recv(go, 0)
-        works = [dist.all_reduce(x, async_op=True) for x in xs]
-    assert all(work.wait() for work in works)
-    assert all((x == world_size * (world_size + 1) / 2).all() for x in xs)
-
-
-@pytest.mark.ranks(2, 3)
 def test_they_complete_while_no_rank_waits_for_them(rank, world_size):
     """Every rank does something else, without a call of the group, until its own operations are complete."""
     xs = [np.full(COUNT, rank + 1.0, np.float32) for _ in range(4)]

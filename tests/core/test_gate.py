@@ -1,7 +1,6 @@
 """Whose call runs now (core/gate.py): callers and the progress thread, made to change places between any two steps.
 
-Calls of a group run one at a time, and those of one thread in their order, whether they are waited for or not. What the
-test finds is shown by planted faults.
+Calls of a group run one at a time, and those of one thread in their order, whether they are waited for or not.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import Any
 
 import pytest
 from interleaved import shaken
@@ -156,50 +153,3 @@ def test_every_work_ends_when_the_group_is_closed_meanwhile(seed: int) -> None:
     run(g, seed, partial(caller, 0), partial(caller, 1), closer)
     assert sorted(ended) == [0, 1]
     dist.destroy_process_group()
-
-
-def no_turn(patch: pytest.MonkeyPatch) -> None:
-    """Nobody takes the turn."""
-    patch.setattr(gate.Gate, "in_turn", lambda self, call, *args: call(*args))
-
-
-def no_queue(patch: pytest.MonkeyPatch) -> None:
-    """A call does not look at what is queued."""
-    patch.setattr(work.ProgressQueue, "pending", 0)
-
-
-def ends_early(patch: pytest.MonkeyPatch) -> None:
-    """An operation is no longer counted once it is taken from the queue."""
-    take = work.ProgressQueue._next
-
-    def next_one(self: Any) -> Any:
-        item = take(self)
-        if item is not None:
-            self._count[0] -= 1
-        return item
-
-    def end(self: Any, job: Any, result: Any, error: Any) -> None:
-        job.complete(result, error)
-
-    patch.setattr(work.ProgressQueue, "_next", next_one)
-    patch.setattr(work.ProgressQueue, "_end", end)
-
-
-@pytest.mark.parametrize("fault", [no_turn, no_queue, ends_early])
-def test_planted_faults_are_found(
-    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    def is_found(seed: int) -> bool:
-        dist.init_process_group(rank=0, world_size=1)
-        try:
-            check(dist.group.WORLD, seed)
-        except AssertionError:
-            return True
-        finally:
-            with suppress(AbortedError):  # what nobody waited for, as the check was over
-                dist.destroy_process_group()
-        return False
-
-    with monkeypatch.context() as patch:
-        fault(patch)
-        assert any(map(is_found, range(200)))  # a quarter of them find one

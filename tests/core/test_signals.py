@@ -71,7 +71,7 @@ def until_there(path):
 
 
 @pytest.mark.long
-@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("outer", ["short", "strided"])
 @pytest.mark.parametrize("inner", CALLS)
 def test_a_handler_may_not_call_while_a_call_waits(rank, world_size, alarm, tmp_path, outer, inner):
@@ -91,9 +91,9 @@ def test_a_handler_may_not_call_while_a_call_waits(rank, world_size, alarm, tmp_
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=30)
-@pytest.mark.parametrize("outer", ["short", "strided"])
-@pytest.mark.parametrize("inner", ["short", "strided"])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("outer", [1, 2])
+@pytest.mark.parametrize("inner", [1, 2])
 def test_a_handler_at_the_very_end_of_a_call(rank, world_size, alarm, outer, inner):
     """The signal comes while compiled code waits, its handler runs once the call is complete.
 
@@ -101,10 +101,7 @@ def test_a_handler_at_the_very_end_of_a_call(rank, world_size, alarm, outer, inn
     """
     dist.all_reduce(np.ones(4))
     for _ in range(10):
-        first, second = (
-            np.full(16, rank + 1.0)[::2] if kind == "strided" else np.full(8, rank + 1.0)
-            for kind in (outer, inner)
-        )
+        first, second = (np.full(8 * step, rank + 1.0)[::step] for step in (outer, inner))
         heard = [None]
         if rank == 0:
             due = time.monotonic() + 0.002
@@ -123,7 +120,7 @@ def test_a_handler_at_the_very_end_of_a_call(rank, world_size, alarm, outer, inn
         assert (second == 3).all()
 
 
-@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.ranks(2)
 def test_a_handler_while_a_call_waits_for_another_threads(rank, world_size, alarm, tmp_path):
     """This thread's call has not begun: another thread's is under way."""
     first, second = np.full(4, rank + 1.0), np.full(8, rank + 1.0)
@@ -149,7 +146,7 @@ def test_a_handler_while_a_call_waits_for_another_threads(rank, world_size, alar
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["f8", "i2"])
 @pytest.mark.parametrize("inner", ["send", "recv"])
 def test_a_handler_may_not_wait_for_messages_while_a_receive_waits(
@@ -173,7 +170,7 @@ def test_a_handler_may_not_wait_for_messages_while_a_receive_waits(
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.ranks(2)
 def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_path):
     """Also a TypeError, which is what compiled code raises when an argument is no integer."""
 
@@ -194,9 +191,8 @@ def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_pa
         group.all_reduce(x)
         group.barrier()
         return
-    group.backend.context.wait_no_longer_than(
-        20 * 10**9
-    )  # so that the handler runs when the call is complete
+    # So that the handler runs when the call is complete.
+    group.backend.context.wait_no_longer_than(50 * 10**9)
     before = signal.signal(signal.SIGALRM, careless)
     thread = threading.Thread(target=send_when_it_waits)
     thread.start()
@@ -208,41 +204,26 @@ def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_pa
     group.barrier()
 
 
-@pytest.mark.ranks(2, timeout=20)
-@pytest.mark.parametrize("outer", ["short", "strided", "recv"])
-def test_a_handler_may_close_the_group(rank, world_size, alarm, outer):
-    """As handlers of SIGTERM do: the call under way ends with an error, and soon."""
-    dist.all_reduce(np.ones(4))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("outer", ["all_reduce", "recv"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_handler_may_close_the_group(rank, world_size, alarm, monkeypatch, outer, step):
+    """As handlers of SIGTERM do: the call under way ends with an error, and closing does not wait for it."""
+    monkeypatch.setattr("fastcoll.p2p.engine._CLOSE_SECONDS", 600)
     group = dist.new_group()
     group.all_reduce(np.ones(4))
+    for _ in range(2):
+        (group.recv if rank == 0 else group.send)(np.zeros(1), 1 - rank)
     if rank == 0:
-        alarm(group.close, lambda: receives(group) if outer == "recv" else group.gate.is_busy())
-        x = np.ones(8)[:: 2 if outer == "strided" else 1]
+        heard = alarm(group.close, lambda: receives(group) if outer == "recv" else group.gate.is_busy())
+        x = np.ones(8)[::step]
         with pytest.raises(dist.AbortedError):
             group.recv(x, 1) if outer == "recv" else group.all_reduce(x)
+        assert heard == [None]
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=30)
-@pytest.mark.parametrize("outer", ["short", "strided"])
-def test_a_handler_may_close_the_group_while_a_receive_waits(
-    rank, world_size, alarm, monkeypatch, tmp_path, outer
-):
-    """It does not wait for the call that it interrupted."""
-    monkeypatch.setattr("fastcoll.p2p.engine._CLOSE_SECONDS", 60)
-    group = dist.new_group()
-    for _ in range(2):
-        (group.recv if rank == 0 else group.send)(np.zeros(1), 1 - rank)
-    if rank == 1:
-        until_there(tmp_path / "closed")
-        return
-    heard = alarm(group.close, lambda: receives(group), tmp_path / "closed")
-    with pytest.raises(dist.AbortedError):
-        group.recv(np.zeros(8)[:: 2 if outer == "strided" else 1], 1)
-    assert heard == [None]
-
-
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_storm_of_signals_breaks_no_call(rank: int, world_size: int, backend: str) -> None:
     """One every millisecond: what the kernel interrupts is done again, and its result is right."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conformance import test_every_operation as ops
 from net.meshes import crew as mesh_crew
 
 import fastcoll as dist
@@ -59,30 +60,20 @@ def ranks(homes: list[int]) -> pytest.MarkDecorator:
     return pytest.mark.ranks(len(homes), init=False)
 
 
-def results(rank: int, size: int, nbytes: int) -> bool:
-    """Whether every operation that goes through nodes is right, with arrays of so many bytes."""
-    count = nbytes // 8
-    base = np.arange(count)
-    total = size * base + sum(range(size))
-    x = base + rank
-    dist.all_reduce(x)
-    right = [(x == total).all()]
-    x = base + rank
-    dist.reduce(x, size - 1)
-    right.append((x == (total if rank == size - 1 else base + rank)).all())
-    x = base + rank
-    dist.broadcast(x, 1)
-    right.append((x == base + 1).all())
-    outs = np.zeros((size, count), "i8")
-    dist.all_gather_into_tensor(outs, base + rank)
-    right.append((outs == base + np.arange(size)[:, None]).all())
-    part = np.zeros(count, "i8")
-    dist.reduce_scatter(part, [base + rank + 100 * block for block in range(size)])
-    right.append((part == total + 100 * size * rank).all())
-    x = (base + rank).astype("f8")
+def check(rank: int, size: int, nbytes: int) -> None:
+    """Every operation that goes through nodes is right, with arrays of so many bytes."""
+    for row in (ops.all_reduce, ops.reduce_and_scan, ops.broadcast, ops.all_gather, ops.reduce_scatter):
+        row(rank, size, nbytes // 4)
+    x = ops.numbers(rank, nbytes // 4)
     dist.all_reduce(x, ReduceOp.AVG)
-    right.append((x == total / size).all())
-    return all(right)
+    ops.equal(x, sum(ops.numbers(r, nbytes // 4) for r in range(size)) / np.float32(size))
+
+
+def alarm_once(waits: Callable[[], bool]) -> None:
+    """Send this process a signal when it waits in a call."""
+    while not waits():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGALRM)
 
 
 def call_for_ever(call: Callable[[], object]) -> None:
@@ -94,7 +85,7 @@ def call_for_ever(call: Callable[[], object]) -> None:
 def test_nodes_of_one_size(rank: int, world_size: int, start: Start) -> None:
     group = start(EVEN)
     for nbytes in SIZES:
-        assert results(rank, world_size, nbytes), nbytes
+        check(rank, world_size, nbytes)
     group.timeout = 25.0
     assert {
         each.timeout for each in (group, group.backend.local, group.backend.rail, group.backend.messages)
@@ -106,14 +97,14 @@ def test_a_node_with_a_surplus_rank(rank: int, world_size: int, start: Start) ->
     group = start(UNEVEN)
     assert (group.backend.rail is None) == (rank == 2)
     for nbytes in SIZES[1:]:
-        assert results(rank, world_size, nbytes), nbytes
+        check(rank, world_size, nbytes)
 
 
 @ranks(MIXED)
 def test_nodes_whose_ranks_are_not_in_order(rank: int, world_size: int, start: Start) -> None:
     start(MIXED)
     for nbytes in SIZES[1:3]:
-        assert results(rank, world_size, nbytes), nbytes
+        check(rank, world_size, nbytes)
 
 
 @ranks(MIXED)
@@ -143,8 +134,8 @@ def test_one_rank_of_each_node_talks_for_all(
     """As among many ranks."""
     monkeypatch.setattr(hybrid, "DIRECT", 0)
     start(UNEVEN)
-    assert results(rank, world_size, SMALL - 8)
-    assert results(rank, world_size, SMALL + 8)
+    check(rank, world_size, SMALL - 8)
+    check(rank, world_size, SMALL + 8)
 
 
 @ranks(EVEN)
@@ -184,7 +175,7 @@ def test_large_calls_that_do_not_match_leave_the_group_usable(
         with pytest.raises(MismatchError, match="rank 1 called"):
             dist.all_reduce(x)
         assert (x == 1).all()
-        assert results(rank, world_size, DIRECT + 40)
+        check(rank, world_size, DIRECT + 40)
 
 
 @ranks(EVEN)
@@ -254,9 +245,11 @@ def test_a_handler_may_close_the_group(rank: int, world_size: int, start: Start,
 
     if rank == 0:
         before = signal.signal(signal.SIGALRM, close)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        thread = threading.Thread(target=alarm_once, args=(group.gate.is_busy,))
+        thread.start()
         with pytest.raises((AbortedError, dist.NotInitializedError)):
             group.all_reduce(np.ones(LARGE))
+        thread.join()
         signal.signal(signal.SIGALRM, before)
     else:
         while not called.exists():
@@ -299,15 +292,13 @@ def test_a_receive_is_interrupted_and_all_are_told(
     def interrupt(*_: object) -> None:
         raise Interrupted
 
-    def interrupt_once_it_waits() -> None:
+    def waits() -> bool:
         near, far = group.backend.local.backend.pipe.table, group.backend._everyone.pipe.table
-        while not (near[ring_words.BUSY] or far[mail_frames.BUSY]):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGALRM)
+        return bool(near[ring_words.BUSY] or far[mail_frames.BUSY])
 
     if rank == 0:
         before = signal.signal(signal.SIGALRM, interrupt)
-        thread = threading.Thread(target=interrupt_once_it_waits)
+        thread = threading.Thread(target=alarm_once, args=(waits,))
         thread.start()
         with pytest.raises(Interrupted):
             group.recv(np.zeros(3), source)

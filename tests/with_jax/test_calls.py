@@ -11,11 +11,6 @@ import fastcoll as dist
 WAYS = ("eager", "jit", "token")
 
 
-@pytest.fixture
-def jax():
-    return pytest.importorskip("jax", reason="pip install jax")
-
-
 def do(jax, way, function, *arrays, **how):
     """The result of a call of fastcoll.jax in one of the ways, as NumPy's array; twice, by Python and by the door."""
     import fastcoll.jax as fj
@@ -42,9 +37,7 @@ def do(jax, way, function, *arrays, **how):
 
 @pytest.mark.ranks(1, 3, timeout=120)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_call(rank, world_size, jax, way):
-    import fastcoll.jax as fj
-
+def test_every_call(rank, world_size, jax, fj, way):
     n, last = world_size, world_size - 1
     right, left = (rank + 1) % n, (rank - 1) % n
     for count in (1, 5000) if way == "jit" else (5,):
@@ -79,10 +72,8 @@ def test_every_call(rank, world_size, jax, way):
 
 
 @pytest.mark.ranks(3, timeout=120)
-def test_a_first_message_needs_no_other_rank(rank, world_size, jax):
+def test_a_first_message_needs_no_other_rank(rank, world_size, jax, fj):
     """Rank 2 calls nothing of JAX before its own message, and the other ranks do not wait for it."""
-    import fastcoll.jax as fj
-
     x = np.float32([rank, 5])
     if rank == 0:
         do(jax, "jit", fj.send, x, dst=1)
@@ -94,9 +85,7 @@ def test_a_first_message_needs_no_other_rank(rank, world_size, jax):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_messages_of_python_and_of_jax_do_not_meet(rank, world_size, jax):
-    import fastcoll.jax as fj
-
+def test_messages_of_python_and_of_jax_do_not_meet(rank, world_size, jax, fj):
     x = np.float32([rank, 5])
     if rank == 0:
         work = dist.isend(x + 1, 1)
@@ -110,9 +99,7 @@ def test_messages_of_python_and_of_jax_do_not_meet(rank, world_size, jax):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_messages_of_programs_are_carried_out_without_python(rank, world_size, jax, monkeypatch):
-    import fastcoll.jax as fj
-
+def test_messages_of_programs_are_carried_out_without_python(rank, world_size, jax, fj, monkeypatch):
     asked = []
     for name in ("send_apart", "recv_apart"):
         method = getattr(dist.ProcessGroup, name)
@@ -131,9 +118,7 @@ def test_messages_of_programs_are_carried_out_without_python(rank, world_size, j
 
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_status_says_whose_message_of_any_tag_came(rank, world_size, jax, way):
-    import fastcoll.jax as fj
-
+def test_a_status_says_whose_message_of_any_tag_came(rank, world_size, jax, fj, way):
     x, like, status = np.float32([rank, 5]), np.float32([1, 2, 3]), dist.Status()
     if rank == 0:
         do(jax, way, fj.send, x, dst=1, tag=7)
@@ -147,9 +132,7 @@ def test_a_status_says_whose_message_of_any_tag_came(rank, world_size, jax, way)
 
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, way):
-    import fastcoll.jax as fj
-
+def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, fj, way):
     other, x = 1 - rank, np.float32([rank, 5])
     found = do(jax, way, fj.sendrecv, x, x, dst=other, src=other, tag=rank, recv_tag=other)
     assert_same(found, np.float32([other, 5]))
@@ -163,9 +146,7 @@ def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, way):
 
 
 @pytest.mark.ranks(3, timeout=120)
-def test_batches_and_derivatives_of_gather_and_scatter(rank, world_size, jax):
-    import fastcoll.jax as fj
-
+def test_batches_and_derivatives_of_gather_and_scatter(rank, world_size, jax, fj):
     x, root = np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * rank, 1
     alls = [x + 10 * (r - rank) for r in range(3)]
     found = jax.vmap(lambda row: fj.gather(row, root))(x)
@@ -181,9 +162,7 @@ def test_batches_and_derivatives_of_gather_and_scatter(rank, world_size, jax):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_reductions_with_functions_and_factors_and_all_shapes(rank, world_size, jax):
-    import fastcoll.jax as fj
-
+def test_reductions_with_functions_and_factors_and_all_shapes(rank, world_size, jax, fj):
     larger = dist.ReduceOp.custom(lambda a, b: a if abs(a) >= abs(b) else b, "larger")
     x = np.float32([-3, 2]) if rank else np.float32([1, -4])
     assert_same(do(jax, "jit", fj.all_reduce, x, op=larger), np.float32([-3, -4]), "custom")
@@ -195,9 +174,7 @@ def test_reductions_with_functions_and_factors_and_all_shapes(rank, world_size, 
 
 
 @pytest.mark.ranks(3, timeout=120)
-def test_groups_and_who_is_outside(rank, world_size, jax):
-    import fastcoll.jax as fj
-
+def test_groups_and_who_is_outside(rank, world_size, jax, fj):
     group = dist.new_group([0, 2])
     if rank == 1:
         with pytest.raises(dist.UsageError, match="this process is not in the group"):
@@ -216,9 +193,7 @@ def test_groups_and_who_is_outside(rank, world_size, jax):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_calls_of_python_may_overtake(rank, world_size, jax):
-    import fastcoll.jax as fj
-
+def test_calls_of_python_may_overtake(rank, world_size, jax, fj):
     slow = jax.jit(
         lambda x: fj.all_reduce(
             jax.lax.fori_loop(0, 100_000, lambda _, v: v + 1.0, x), token=fj.create_token()
@@ -234,9 +209,7 @@ def test_calls_of_python_may_overtake(rank, world_size, jax):
 
 @pytest.mark.long
 @pytest.mark.ranks(2, timeout=120)
-def test_derivatives_and_batches(rank, world_size, jax):
-    import fastcoll.jax as fj
-
+def test_derivatives_and_batches(rank, world_size, jax, fj):
     x = np.float32([1, 2]) + rank
     total = np.float32([3, 5])
 

@@ -19,15 +19,8 @@ import fastcoll as dist
 SECONDS = 180  # for a process that imports JAX, on a machine with more to do
 
 
-@pytest.fixture
-def jax():
-    return pytest.importorskip("jax", reason="pip install jax")
-
-
 @pytest.mark.ranks(2, timeout=120)
-def test_wrong_calls(rank, world_size, jax):
-    import fastcoll.jax as fj
-
+def test_wrong_calls(rank, world_size, jax, fj):
     token = fj.create_token()
     cases = (
         (lambda x: fj.all_reduce(x, "sum"), dist.UsageError, "op is 'sum'"),
@@ -53,9 +46,7 @@ def test_wrong_calls(rank, world_size, jax):
 
 
 @pytest.mark.ranks(1, timeout=120)
-def test_what_compiled_code_has_caught_is_no_error_of_a_later_program(rank, world_size, jax):
-    import fastcoll.jax as fj
-
+def test_what_compiled_code_has_caught_is_no_error_of_a_later_program(rank, world_size, jax, fj):
     @numba.njit
     def caught(x):
         try:
@@ -72,9 +63,7 @@ def test_what_compiled_code_has_caught_is_no_error_of_a_later_program(rank, worl
 
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("with_token", [False, True])
-def test_calls_that_differ(rank, world_size, jax, with_token):
-    import fastcoll.jax as fj
-
+def test_calls_that_differ(rank, world_size, jax, fj, with_token):
     def total(x):
         return fj.all_reduce(x, token=fj.create_token())[0] if with_token else fj.all_reduce(x)
 
@@ -90,8 +79,7 @@ def test_calls_that_differ(rank, world_size, jax, with_token):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_rank_that_does_not_come(rank, world_size, jax):
-    import fastcoll.jax as fj
+def test_a_rank_that_does_not_come(rank, world_size, jax, fj):
     from fastcoll.jax.own_groups import copy_of
 
     group = dist.new_group()
@@ -105,9 +93,7 @@ def test_a_rank_that_does_not_come(rank, world_size, jax):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_group_is_left_behind_programs_that_are_under_way(rank, world_size, jax):
-    import fastcoll.jax as fj
-
+def test_a_group_is_left_behind_programs_that_are_under_way(rank, world_size, jax, fj):
     group = dist.new_group()
     slow = jax.jit(lambda x: fj.all_reduce(jax.lax.fori_loop(0, 500, lambda _, v: v + 1.0, x), group=group))
     x = np.full(400_000, rank, np.float32)  # JAX runs smaller programs at once
@@ -119,10 +105,8 @@ def test_a_group_is_left_behind_programs_that_are_under_way(rank, world_size, ja
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_program_goes_on_while_another_thread_makes_a_group(rank, world_size, jax):
+def test_a_program_goes_on_while_another_thread_makes_a_group(rank, world_size, jax, fj):
     """Rank 0 begins to make it before its first program is at its call, and rank 1 when that is through."""
-    import fastcoll.jax as fj
-
     group = dist.new_group()
     fj.barrier()
     slow = jax.jit(lambda x: fj.all_reduce(jax.lax.fori_loop(0, 500, lambda _, v: v + 1.0, x)))

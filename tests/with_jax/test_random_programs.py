@@ -73,11 +73,6 @@ def wrong_results(rank, calls, way, seed, runs=RUNS):
     return wrong
 
 
-@pytest.fixture
-def jax():
-    return pytest.importorskip("jax", reason="pip install jax")
-
-
 @pytest.mark.long
 @pytest.mark.ranks(2, timeout=300)
 @pytest.mark.parametrize("way", ["ordered", "with a token"])

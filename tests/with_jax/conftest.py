@@ -1,0 +1,17 @@
+"""JAX, and this package's functions for it."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def jax():
+    return pytest.importorskip("jax", reason="pip install jax")
+
+
+@pytest.fixture
+def fj(jax):
+    import fastcoll.jax
+
+    return fastcoll.jax
