@@ -22,7 +22,8 @@ class InnerRun:
 
     def __init__(self, folder: Path, files: dict[str, str], *options: str) -> None:
         self.folder = folder
-        for name, text in files.items():
+        # Without one pytest looks for one in all folders above, where other jobs of this machine may have theirs.
+        for name, text in {"pytest.ini": "[pytest]", **files}.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(text))

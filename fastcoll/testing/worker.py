@@ -136,6 +136,7 @@ class RankWorker:
     def _collect(self, session: pytest.Session, task: Task) -> pytest.Item | None:
         if task.file not in self._items:
             try:
+                _offer_conftests(session.config)
                 self._items[task.file] = list(session.perform_collect([task.file]))
             except pytest.UsageError as error:
                 self._error = error
@@ -168,6 +169,18 @@ class RankWorker:
         if leaks:
             return RankResult(task.rank, "leaked", "left behind after the test: " + "; ".join(leaks))
         return RankResult(task.rank, "passed")
+
+
+def _offer_conftests(config: pytest.Config) -> None:
+    """Have pytest look for the fixtures of conftest files again at the next collection.
+
+    Since pytest 9.1 they belong to the node of the file's folder, and each collection makes new nodes. The fixtures of
+    the root folder belong to the session, and stay.
+    """
+    fixtures: Any = config.pluginmanager.get_plugin("funcmanage")
+    for name, plugin in config.pluginmanager.list_name_plugin():
+        if name.endswith("conftest.py") and config.rootpath in Path(name).parent.parents:
+            fixtures.pytest_plugin_registered(plugin=plugin, plugin_name=name)
 
 
 def _text(report: pytest.TestReport | pytest.CollectReport) -> str:

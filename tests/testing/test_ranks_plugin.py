@@ -65,6 +65,21 @@ def test_ranks_get_their_rank_world_environment_and_a_common_directory(inner: In
         assert f"{ENVIRONMENT}::test_environment[n{n}] PASSED" in inner.text
 
 
+USES_A_FIXTURE = """
+import pytest
+@pytest.mark.ranks(1, init=False)
+def test_fixture(of_the_folder):
+    assert of_the_folder == 5
+"""
+file("folder/conftest.py", "import pytest\n@pytest.fixture\ndef of_the_folder():\n    return 5")
+IN_A_FOLDER = [file(f"folder/test_{name}.py", USES_A_FIXTURE) for name in ("first", "second")]
+
+
+def test_all_files_of_a_folder_have_the_fixtures_of_its_conftest(inner: InnerRun) -> None:
+    """Ranks collect one file after the other, each when a test of it is run."""
+    assert [inner.outcomes(each) for each in IN_A_FOLDER] == [{"passed": 1}] * 2
+
+
 WORLDS = file(
     "test_worlds.py",
     """
