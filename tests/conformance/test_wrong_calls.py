@@ -470,6 +470,11 @@ def test_outputs_that_share_memory_are_refused(rank, world_size):
     dist.all_gather([columns[:, k] for k in range(n)], x)
     assert (columns == np.arange(n) + 1.0).all()
     dist.all_gather([np.zeros(0)] * n, np.zeros(0))  # no element is shared
+    woven = np.zeros(100)
+    with pytest.raises(
+        ArrayError, match=r"tensors\[0\] and tensors\[2\] share"
+    ):  # the second lies between them
+        dist.all_reduce_coalesced([woven[::2], woven[1::2], woven[40:44:2]])
     many = np.zeros((20, 3))
     dist.all_reduce_coalesced([many[k] for k in np.random.default_rng(1).permutation(20)])
     with pytest.raises(ArrayError, match=r"tensors\[4\] and tensors\[19\] share"):

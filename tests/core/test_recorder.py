@@ -47,7 +47,7 @@ def test_a_group_is_read_as_it_was_made(group: GroupRecorder) -> None:
     assert found is not None
     assert found == own()
     assert (found.pid, found.world_size, found.rank) == (os.getpid(), 3, 1)
-    assert abs(found.started - time.time()) < 5
+    assert abs(found.started - time.time()) < 60
     assert found.job.split(":")[1] == str(os.getpid() - 1)
     (said,) = found.groups
     assert (said.name, said.backend, said.rank, said.calls, said.under_way) == ("WORLD", "mpi", 1, 0, None)
@@ -82,7 +82,7 @@ def test_how_a_call_ended_and_whom_it_waited_for(group: GroupRecorder) -> None:
     waits, message = said.waits
     assert (waits.number, waits.ranks, waits.many) == (1, (0, 2), 2)
     assert waits.doing.startswith("barrier()")
-    assert 0.9e9 < time.time_ns() - waits.since < 5e9
+    assert 0.9e9 < time.time_ns() - waits.since < 60e9
     assert (message.number, message.ranks) == (0, (2,))
     group.waits_no_more(1)
     group.failed("rank 2 died")
