@@ -149,6 +149,24 @@ def shrink_without_a_death(rank: int, n: int, url: str, backend: str) -> dict[st
     return {"said": said, "sum": x[0]}
 
 
+def shrink_without_one_that_left(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
+    """The last rank leaves in order, and its process lives on until the others have shrunk."""
+    _join(rank, n, url, backend)
+    shrunk = [Path(f"{url.removeprefix('file://')}-shrunk-{other}") for other in range(n - 1)]
+    _meet()
+    if rank == n - 1:
+        dist.destroy_process_group()
+        net_victims.await_all(shrunk)
+        return {}
+    _meet()
+    dist.shrink(timeout=30)
+    shrunk[rank].touch()
+    x = np.ones(1)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return {"sum": x[0]}
+
+
 def shrink_beside_a_stopped_rank(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
     """The last rank is stopped, so it neither comes nor is dead."""
     _join(rank, n, url, backend)

@@ -73,6 +73,12 @@ def test_a_group_that_has_not_failed_is_aborted_first(backend: str) -> None:
         assert not rank or "shrink() was called" in saw["said"]
 
 
+@BOTH
+def test_a_rank_that_has_left_is_not_waited_for(backend: str) -> None:
+    ends = crew.run(recovery_victims.shrink_without_one_that_left, 3, backend)
+    assert crew.results(ends) == [{"sum": 2}, {"sum": 2}, {}]
+
+
 def shrink_beside_a_stopped_rank(backend: str, within: float) -> None:
     outcomes = crew.run(recovery_victims.shrink_beside_a_stopped_rank, 3, backend)
     for limit, saw in zip((3, 2), crew.survivors(outcomes, 2), strict=True):
