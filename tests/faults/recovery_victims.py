@@ -104,6 +104,22 @@ def die_while_shrinking(rank: int, n: int, url: str, backend: str, dying: dict[i
     return {"sum": x[0]}
 
 
+def shrink_once_while_one_dies(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
+    """The last rank dies, and the one before it in the making of the new group; all others call `shrink` once."""
+    if rank == n - 2:
+        net_victims.arm("shm.meeting.after_attach:kill@2")
+    _join(rank, n, url, backend)
+    _meet()
+    if rank == n - 1:
+        _die()
+    _work()
+    dist.shrink()
+    x = np.ones(1)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return {"sum": x[0]}
+
+
 def shrink_a_part(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
     """Rank 1 dies; the group of the odd ranks shrinks, that of the even ones goes on."""
     _join(rank, n, url, backend)

@@ -58,6 +58,13 @@ def test_ranks_that_die_while_others_shrink(backend: str, dying: dict[int, float
     assert crew.results(left) == [{"sum": sum(2.0**each.rank for each in left)}] * len(left)
 
 
+def test_a_death_while_the_new_group_is_made_begins_anew() -> None:
+    with crew.nothing_left():
+        outcomes = crew.run(recovery_victims.shrink_once_while_one_dies, 4, "shm")
+    assert outcomes[2].exitcode == outcomes[3].exitcode == -9
+    assert crew.results(outcomes[:2]) == [{"sum": 2}] * 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
 def test_a_part_shrinks_and_others_do_not_notice(backend: str) -> None:
