@@ -7,6 +7,7 @@ import pytest
 from oracle import assert_same, reduced, values
 
 import fastcoll as dist
+from fastcoll.core.recorder import own
 
 WAYS = ("eager", "jit", "token")
 
@@ -190,6 +191,21 @@ def test_groups_and_who_is_outside(rank, world_size, jax, fj):
         dist.destroy_process_group(group)
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="was destroyed"):
             jitted(x).block_until_ready()
+
+
+@pytest.mark.ranks(1, timeout=120)
+def test_a_call_with_a_token_happens_though_nobody_uses_its_result(rank, world_size, jax, fj):
+    def calls():
+        return next(group.calls for group in own().groups if "JAX" in group.name)
+
+    def loss(x):
+        fj.barrier(token=fj.create_token())
+        return (x * x).sum()
+
+    fj.barrier()
+    before = calls()
+    jax.jit(jax.grad(jax.checkpoint(loss)))(np.ones(3, np.float32)).block_until_ready()
+    assert calls() > before
 
 
 @pytest.mark.ranks(2, timeout=120)
