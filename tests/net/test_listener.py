@@ -31,6 +31,7 @@ from fastcoll.rendezvous.opening import (
     Role,
     Verdict,
 )
+from net.dialing import is_dropped
 from net.meshes import nothing_left, until
 
 LO = Interface("lo", "127.0.0.1")
@@ -92,14 +93,6 @@ def answered(connection: socket.socket) -> bytes:
 
 def connect(listener: Listener) -> socket.socket:
     return socket.create_connection((LO.address, listener.ports[0]), 60)
-
-
-def is_dropped(connection: socket.socket) -> bool:
-    connection.settimeout(60)
-    with contextlib.suppress(ConnectionResetError):
-        while connection.recv(4096):
-            pass
-    return True
 
 
 @pytest.fixture
