@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+from rendezvous.observed import open_descriptors
 from together import together
 
 from fastcoll import config
+from fastcoll.rendezvous import assemble, multicast, store, tcp_store, waiting
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 # Other work on the machine makes single examples slow.
 settings.register_profile("no deadline", deadline=None)
@@ -43,6 +47,11 @@ class Processes:
         self.started.append(process)
         return process
 
+    def stop(self, process: subprocess.Popen[str]) -> None:
+        """Stop one by SIGSTOP, and wait until all of its threads stand still."""
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
     def outputs(self, processes: list[subprocess.Popen[str]]) -> list[str]:
         """What each printed; a process that failed fails the test with its stderr."""
         results = [process.communicate(timeout=DEADLINE) for process in processes]
@@ -59,24 +68,14 @@ def clean_environ() -> dict[str, str]:
     return environ | {"PYTHONPATH": root}
 
 
-def _started() -> Iterator[Processes]:
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Those of one test; what still runs at its end is killed."""
     group = Processes()
     yield group
     for process in group.started:
         process.kill()
         process.communicate()
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    """Those of one test."""
-    yield from _started()
-
-
-@pytest.fixture(scope="module")
-def lasting_processes() -> Iterator[Processes]:
-    """Those of several tests of a file."""
-    yield from _started()
 
 
 @pytest.fixture(autouse=True)
@@ -91,18 +90,44 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.forget()
     left = [thread.name for thread in threading.enumerate() if thread not in threads]
     assert not left, f"threads left behind: {left}"
-    new = {fd: name for fd, name in open_descriptors().items() if fd not in descriptors}
+    new = {
+        fd: name for fd, name in open_descriptors().items() if fd not in descriptors and "pidfd" not in name
+    }
     assert not new, f"descriptors left behind: {new}"
 
 
-def open_descriptors() -> dict[int, str]:
-    found = {}
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the one that listed the folder
-            continue
-    return {fd: name for fd, name in found.items() if "pidfd" not in name}
+class Clock:
+    """The time by which ranks wait for one another: the real one, and `ahead` seconds that the test adds."""
+
+    time, sleep = staticmethod(time.time), staticmethod(time.sleep)
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+    def warnings_after(
+        self, seconds: float, caplog: pytest.LogCaptureFixture, count: int, more: float
+    ) -> list[str]:
+        """Let time pass until `count` waits have warned, and then `more`; the warnings."""
+        self.ahead += seconds
+        end = time.monotonic() + DEADLINE
+        while len(found := [each.message for each in caplog.records if "has waited" in each.message]) < count:
+            assert time.monotonic() < end, caplog.text
+            time.sleep(0.005)
+        self.ahead += more
+        return found
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of whatever in this process waits for other ranks, which looks around a hundred times a second."""
+    made = Clock()
+    for module in (assemble, multicast, store, tcp_store, waiting):
+        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.01)
+    return made
 
 
 @pytest.fixture

@@ -5,18 +5,11 @@ import subprocess
 from typing import NoReturn
 
 import pytest
+from rendezvous.observed import IDLE, member_of, pidfds
 
 from fastcoll.core import processes as processes_module
 from fastcoll.core.processes import Member, dead_among, forget, this_process
 from fastcoll.errors import StoreError
-
-IDLE = "import sys; print('up', flush=True); sys.stdin.read()"
-
-
-def member_of(process: subprocess.Popen, **changes: object) -> Member:
-    process.stdout.readline()
-    started = int(processes_module.status_of(process.pid)[19])
-    return dataclasses.replace(Member.here(1, 2, "shm"), pid=process.pid, start_time=started, **changes)
 
 
 def test_a_member_survives_the_way_through_a_store() -> None:
@@ -108,15 +101,6 @@ def test_what_cannot_be_seen_counts_as_alive(field: str) -> None:
 
 def test_forget_closes_what_is_watched(processes) -> None:
     member = member_of(processes.start(IDLE))
-
-    def pidfds() -> int:
-        return sum(
-            "pidfd" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if exists(fd)
-        )
-
-    def exists(fd: str) -> bool:
-        return os.path.lexists(f"/proc/self/fd/{fd}")
-
     before = pidfds()
     assert member.alive() is True
     assert member.alive() is True
@@ -146,7 +130,7 @@ def test_a_forked_child_looks_anew() -> None:
     with processes_module._lock:
         child = os.fork()
         if child == 0:
-            signal.alarm(10)  # ends a child that waits for the lock
+            signal.alarm(60)  # ends a child that waits for the lock
             os._exit(7 if not processes_module._watched and not dead_among([me]) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert not dead_among([me])
