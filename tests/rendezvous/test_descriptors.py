@@ -47,21 +47,21 @@ def test_a_server_that_may_open_no_more_says_so(processes, monkeypatch: pytest.M
         assert stores[0].add("n", 1) == 1
         stores.pop().close()
         monkeypatch.setattr(
-            tcp_store, "_FULL_SECONDS", 20.0
+            tcp_store, "_FULL_SECONDS", 60.0
         )  # a busy server may see the one that comes first
-        with TCPStore("127.0.0.1", port, timeout=20) as late:
+        with TCPStore("127.0.0.1", port, timeout=60) as late:
             assert late.add("n", 1) == 2
     finally:
         for store in stores:
             store.close()
     server.stdin.write("\n")
-    assert server.communicate(timeout=20)[1].count("the store takes no more than") == 1
+    assert server.communicate(timeout=60)[1].count("the store takes no more than") == 1
 
 
 def refused(stores: list[TCPStore], port: int) -> str:
     """Add a store to the crowd; why that was not possible."""
     try:
-        stores.append(TCPStore("127.0.0.1", port, timeout=20))
+        stores.append(TCPStore("127.0.0.1", port, timeout=60))
     except ResourceError as error:
         return str(error)
     return ""
@@ -71,7 +71,7 @@ def test_a_server_raises_its_soft_limit(processes) -> None:
     server = processes.start(FEW, 0, 40, 300)
     port = int(server.stdout.readline())
     with ExitStack() as crowd:
-        stores = [crowd.enter_context(TCPStore("127.0.0.1", port, timeout=20)) for _ in range(100)]
+        stores = [crowd.enter_context(TCPStore("127.0.0.1", port, timeout=60)) for _ in range(100)]
         assert [store.add("n", 1) for store in stores] == list(range(1, 101))
 
 
@@ -99,6 +99,6 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 meet_at_address("127.0.0.1", int(sys.argv[1]), 0, 1000, 20.0, "this test")
 """
     started = processes.start(source, 1)
-    err = started.communicate(timeout=20)[1]
+    err = started.communicate(timeout=60)[1]
     assert "ResourceError: the store for 1000 ranks needs 10" in err
     assert "may have 100; raise it before the start (ulimit -n" in err

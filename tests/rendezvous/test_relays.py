@@ -48,7 +48,7 @@ def test_a_rank_is_not_relayed_to_another_job_of_its_user(store: TCPStore, relay
         r"has another address: .* forwards .*user's own.*; give this job one of its own: .* FASTCOLL_SECRET"
     )
     with pytest.raises(StoreError, match=cure):
-        TCPStore("127.0.0.1", relay.port, timeout=20)
+        TCPStore("127.0.0.1", relay.port, timeout=60)
     with TCPStore("127.0.0.1", store.port) as direct:
         assert direct.add("came", 1) == 1
 

@@ -8,13 +8,13 @@ import signal
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import NoReturn
 
 import pytest
+from net.dialing import is_dropped, proof_of
 
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
@@ -54,40 +54,13 @@ def master() -> Iterator[TCPStore]:
 
 
 def raw(master: TCPStore) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", master.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", master.port), timeout=60)
 
 
 def greet(connection: socket.socket) -> None:
     place = place_of(*connection.getpeername())
     dialing = Dialing(Endpoint(bytes(16), 1, 2, job_secret(), True), 0, Kind.STORE, 0, place)
-    connection.sendall(dialing.opening)
-    while dialing.wants:
-        connection.sendall(dialing.take(receive(connection, dialing.wants)))
-
-
-def receive(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = connection.recv(count - len(data))
-        assert part, "the server closed the connection"
-        data += part
-    return data
-
-
-def is_closed(connection: socket.socket) -> bool:
-    """Whether the server ends the connection (rather than leave us waiting)."""
-    try:
-        return connection.recv(4096) == b""
-    except ConnectionResetError:
-        return True
-
-
-def test_master_and_clients_share_the_keys(master: TCPStore) -> None:
-    assert master.port > 0
-    with TCPStore("127.0.0.1", master.port) as client:
-        client.set("k", "v")
-        assert master.get("k") == b"v"
-        assert client.host == "127.0.0.1"
+    connection.sendall(proof_of(dialing, connection))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +68,7 @@ def test_master_and_clients_share_the_keys(master: TCPStore) -> None:
 )
 def test_the_server_listens_on_its_host_only(name: str, bound: str) -> None:
     with TCPStore(name, 0, is_master=True) as store, TCPStore(name, store.port) as client:
-        assert client.add("n", 1) == 1
+        assert (client.host, client.add("n", 1), store.add("n", 1)) == (name, 1, 2)
         assert store._server._sockets[0].getsockname()[0] == bound
 
 
@@ -150,15 +123,6 @@ def test_arguments_that_cannot_be_meant(arguments: dict, message: str) -> None:
         TCPStore(**({"host_name": "127.0.0.1"} | arguments))
 
 
-def test_nobody_listens() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        with pytest.raises(
-            StoreTimeoutError, match=r"no store at 127.0.0.1:\d+ within 0.1 s .*refused.*rank 0"
-        ):
-            TCPStore("127.0.0.1", unused.getsockname()[1], timeout=0.1)
-
-
 def test_a_name_that_does_not_resolve_is_warned_of(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(host: str, port: int) -> NoReturn:
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
@@ -171,9 +135,13 @@ def test_a_name_that_does_not_resolve_is_warned_of(caplog, monkeypatch: pytest.M
     assert f"for rank 0, which serves it ({why})" in caplog.text
 
 
-def test_a_port_that_does_not_answer_is_warned_of_while_one_tries(
-    caplog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_does_not_answer_is_warned_of_while_one_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Warned(Exception):
+        """Ends the attempt, which would go on for 10 s."""
+
+    def warn(text: str, *args: object) -> NoReturn:
+        raise Warned(text % args)
+
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.001")
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as crowd:
         for _ in range(2):  # the kernel drops connects to a full queue
@@ -181,8 +149,10 @@ def test_a_port_that_does_not_answer_is_warned_of_while_one_tries(
             other.setblocking(False)
             other.connect_ex(full.getsockname())
         with pytest.raises(StoreTimeoutError, match="Connection timed out"):
-            TCPStore(*full.getsockname(), timeout=0.6)
-    assert "no answer, as where a firewall drops what comes" in caplog.text
+            TCPStore(*full.getsockname(), timeout=0.1)
+        monkeypatch.setattr(waiting.logger, "warning", warn)
+        with pytest.raises(Warned, match="no answer, as where a firewall drops what comes"):
+            TCPStore(*full.getsockname(), timeout=60)
 
 
 def test_a_client_may_come_before_its_server(in_threads) -> None:
@@ -191,7 +161,7 @@ def test_a_client_may_come_before_its_server(in_threads) -> None:
 
     def client() -> bytes:
         connecting.set()
-        with TCPStore("127.0.0.1", port, timeout=20) as store:
+        with TCPStore("127.0.0.1", port, timeout=50) as store:
             store.set("from client", "1")
             return store.get("from master")
 
@@ -215,40 +185,23 @@ def test_something_else_listens(in_threads) -> None:
                 connection.sendall(b"220 mail.example.com ESMTP ready, and more to fill up 64 bytes...")
 
         def client() -> None:
-            TCPStore("127.0.0.1", other.getsockname()[1], timeout=10)
+            TCPStore("127.0.0.1", other.getsockname()[1], timeout=50)
 
         error = in_threads(client, greet_wrongly)[0]
     assert isinstance(error, StoreError)
     assert "is no fastcoll store" in str(error)
 
 
-GARBAGE = [
-    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00",
-    b"\0" * 64,
-    b"FASTMESH" + b"\xff" * 104,
-    b"\xff" * 100_000,
-]
-
-
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_garbage_is_dropped(master: TCPStore, garbage: bytes) -> None:
-    with raw(master) as connection:
-        connection.sendall(garbage)
-        assert is_closed(connection)
-    assert master.add("alive", 1) == 1
-
-
-@pytest.mark.parametrize("length", [1 << 31, (1 << 32) - 1])
-def test_huge_lengths_cost_nothing(master: TCPStore, length: int) -> None:
+def test_strangers_are_dropped_and_cost_nothing(master: TCPStore) -> None:
+    """test_store_protocol.py has all that they may send; here are the sockets."""
+    for garbage in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"FASTMESH" + b"\xff" * 104, b"\xff" * 100_000):
+        with raw(master) as connection:
+            connection.sendall(garbage)
+            assert is_dropped(connection)
     with raw(master) as connection:
         greet(connection)
-        connection.sendall(struct.pack("!BxHId", Op.SET, 1, length, 1.0))
-        assert is_closed(connection)
-    assert master.add("alive", 1) == 1
-
-
-def test_a_port_scan(master: TCPStore) -> None:
+        connection.sendall(struct.pack("!BxHId", Op.SET, 1, (1 << 32) - 1, 1.0))
+        assert is_dropped(connection)
     for _ in range(200):
         raw(master).close()
     assert master.add("alive", 1) == 1
@@ -261,12 +214,13 @@ def test_slow_openers_hold_up_nobody(master: TCPStore, monkeypatch: pytest.Monke
     for connection in slow:
         connection.sendall(b"F")
     assert master.add("alive", 1) == 1
-    assert all(map(is_closed, slow))
+    assert all(map(is_dropped, slow))
     for connection in slow:
         connection.close()
 
 
-def test_a_thousand_clients(master: TCPStore) -> None:
+def test_a_thousand_clients(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_protocol, "OPENING_SECONDS", 300)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2200:
         pytest.skip(f"1,000 connections to oneself need 2,200 descriptors, the limit is {hard}")
@@ -275,10 +229,10 @@ def test_a_thousand_clients(master: TCPStore) -> None:
     try:
         for client in clients:
             greet(client)
-            client.sendall(encode_request(Request(Op.GET, (b"go",), timeout=60.0)))
+            client.sendall(encode_request(Request(Op.GET, (b"go",), timeout=300.0)))
         master.set("go", "yes")
         for client in clients:
-            assert receive(client, HEADER.size + 7).endswith(b"yes")
+            assert client.recv(HEADER.size + 7, socket.MSG_WAITALL).endswith(b"yes")
     finally:
         for client in clients:
             client.close()
@@ -296,7 +250,7 @@ def test_out_of_descriptors_the_store_goes_on(processes) -> None:
         assert early.add("n", 1) == 1
         for connection in crowd:
             connection.close()
-        with TCPStore("127.0.0.1", port, timeout=10) as late:
+        with TCPStore("127.0.0.1", port, timeout=50) as late:
             assert late.add("n", 1) == 2
 
 
@@ -305,21 +259,17 @@ def test_a_killed_server_is_noticed_by_a_waiting_get(processes, in_threads) -> N
     port = int(server.stdout.readline())
     with TCPStore("127.0.0.1", port) as client, TCPStore("127.0.0.1", port) as other:
 
-        def kill() -> float:
+        def kill() -> None:
             other.wait(["waiting"])
-            server.send_signal(signal.SIGKILL)
-            return time.monotonic()
+            server.kill()
 
-        def get() -> float:
+        def get() -> None:
             client.set("waiting", "1")
-            with pytest.raises(
-                StoreError, match=rf"process that holds the store at 127.0.0.1:{port} \(rank 0\) is gone"
-            ):
-                client.get("never")
-            return time.monotonic()
+            client.get("never")
 
-        noticed, killed = in_threads(get, kill)
-        assert noticed - killed < 5  # the store waits for minutes
+        gone = in_threads(get, kill)[0]
+        assert isinstance(gone, StoreError)
+        assert f"process that holds the store at 127.0.0.1:{port} (rank 0) is gone" in str(gone)
         with pytest.raises(StoreError, match="is gone"):
             client.set("a", "1")
 
@@ -343,7 +293,7 @@ def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch:
     server = processes.start(SERVE, 0)
     port = int(server.stdout.readline())
     with TCPStore("127.0.0.1", port) as client:
-        server.send_signal(signal.SIGSTOP)
+        processes.stop(server)
         for _ in range(2):
             with pytest.raises(StoreTimeoutError):
                 client.wait(["k"], 0.1)
@@ -372,10 +322,10 @@ def test_a_wait_goes_on_when_its_stopped_server_does(
     with TCPStore("127.0.0.1", port, timeout=60) as client:
         if not idle:
             client._idle.pop().close()
-        server.send_signal(signal.SIGSTOP)
+        processes.stop(server)
 
         def go_on() -> None:
-            assert warned.wait(20)
+            assert warned.wait(50)
             server.send_signal(signal.SIGCONT)
             with TCPStore("127.0.0.1", port, timeout=60) as other:
                 other.set("k", "v")
@@ -415,7 +365,7 @@ def test_a_forked_child_does_not_keep_a_dead_servers_sockets_open(processes) -> 
             client.get("never")
 
 
-@pytest.mark.parametrize(("server", "client"), [("one", "two"), ("one", None), (None, "two")])
+@pytest.mark.parametrize(("server", "client"), [("one", "two"), ("one", None), (None, "two"), (None, "")])
 def test_secrets_must_match(monkeypatch: pytest.MonkeyPatch, server: str | None, client: str | None) -> None:
     set_secret(monkeypatch, server)
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
@@ -423,7 +373,7 @@ def test_secrets_must_match(monkeypatch: pytest.MonkeyPatch, server: str | None,
         with pytest.raises(
             StoreError, match=r"another secret, and this process has .*; give every rank .* FASTCOLL_SECRET"
         ):
-            TCPStore("127.0.0.1", store.port, timeout=10)
+            TCPStore("127.0.0.1", store.port, timeout=50)
         set_secret(monkeypatch, server)
         with TCPStore("127.0.0.1", store.port) as good:
             assert good.add("n", 1) == 1
@@ -436,27 +386,24 @@ def test_a_false_server_learns_nothing(in_threads) -> None:
 
         def serve() -> None:
             with false.accept()[0] as connection:
-                mine = Opening.from_bytes(receive(connection, OPENING_SIZE), Role.DIALS)
+                mine = Opening.from_bytes(connection.recv(OPENING_SIZE, socket.MSG_WAITALL), Role.DIALS)
                 me = Endpoint(mine.group, 0, 2, b"wrong", True)
                 answer = mine.answer(me, Verdict.WELCOME).to_bytes()
                 connection.sendall(answer + prove(b"wrong", Role.ANSWERS, mine.to_bytes(), answer))
                 while data := connection.recv(4096):
                     heard.extend(data)
 
-        started = time.monotonic()
-        client = in_threads(serve, lambda: TCPStore("127.0.0.1", false.getsockname()[1], timeout=60))[1]
+        client = in_threads(serve, lambda: TCPStore("127.0.0.1", false.getsockname()[1]))[1]
     assert isinstance(client, StoreError)
     assert "has another secret" in str(client)
-    assert time.monotonic() - started < 5
     assert heard == bytes(PROOF_SIZE)  # the zeros that refuse its proof
 
 
 def set_secret(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
+    """Of this process: None is the user's own, and "" none, as FASTCOLL_INSECURE=1 allows."""
     config.forget()
-    if secret is None:
-        monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
-    else:
-        monkeypatch.setenv("FASTCOLL_SECRET", secret)
+    monkeypatch.setenv("FASTCOLL_SECRET", secret or "")
+    monkeypatch.setenv("FASTCOLL_INSECURE", str(int(secret == "")))
 
 
 def test_the_master_waits_for_its_workers(in_threads) -> None:
@@ -465,12 +412,12 @@ def test_the_master_waits_for_its_workers(in_threads) -> None:
 
     def master() -> int:
         known.set()
-        with TCPStore("127.0.0.1", port, 3, True, timeout=20) as store:
+        with TCPStore("127.0.0.1", port, 3, True, timeout=50) as store:
             return store.add("fastcoll/workers", 0)
 
     def worker() -> int:
         known.wait()
-        with TCPStore("127.0.0.1", port, 3, timeout=20) as store:
+        with TCPStore("127.0.0.1", port, 3, timeout=50) as store:
             return store.add("fastcoll/workers", 0) > 0
 
     results = in_threads(master, worker, worker)
@@ -516,7 +463,7 @@ def test_a_forked_child_shares_no_server() -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as store, serving._lock:
         child = os.fork()
         if child == 0:
-            signal.alarm(10)  # ends a child that waits for the lock
+            signal.alarm(60)  # ends a child that waits for the lock
             try:
                 TCPStore("127.0.0.1", store.port, is_master=True, multi_tenant=True)
             except ResourceError:
@@ -525,33 +472,28 @@ def test_a_forked_child_shares_no_server() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_linger_waits_for_the_others_and_no_longer(master: TCPStore, in_threads) -> None:
-    client = TCPStore("127.0.0.1", master.port)
-    closing = threading.Event()
+def test_linger_waits_for_the_others_and_no_longer(in_threads) -> None:
+    """It would wait for 300 s, and the threads have 60."""
+    with TCPStore("127.0.0.1", 0, is_master=True) as master, master.clone() as client:
+        closing = threading.Event()
 
-    def close_master() -> float:
-        closing.set()
-        started = time.monotonic()
-        master.close(linger=30)
-        return time.monotonic() - started
+        def close_master() -> None:
+            closing.set()
+            master.close(linger=300)
 
-    def use_and_leave() -> bytes:
-        closing.wait()
-        client.set("k", "v")
-        value = client.get("k")
-        client.close()
-        return value
+        def use_and_leave() -> bytes:
+            closing.wait()
+            client.set("k", "v")
+            value = client.get("k")
+            client.close()
+            return value
 
-    took, value = in_threads(close_master, use_and_leave)
-    assert value == b"v"
-    assert took < 20
+        assert in_threads(close_master, use_and_leave) == [None, b"v"]
 
 
 def test_linger_is_bounded(master: TCPStore) -> None:
-    with TCPStore("127.0.0.1", master.port):
-        started = time.monotonic()
+    with master.clone():
         master.close(linger=0.1)
-        assert time.monotonic() - started < 5
 
 
 def test_ctrl_c_ends_a_waiting_get(processes) -> None:
@@ -568,4 +510,4 @@ with TCPStore("127.0.0.1", 0, is_master=True) as store:
     process = processes.start(source)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=10)[0] == "interrupted 1\n"
+    assert process.communicate(timeout=50)[0] == "interrupted 1\n"
