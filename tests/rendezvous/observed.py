@@ -6,10 +6,11 @@ import dataclasses
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from fastcoll.core.processes import Member, status_of
-from fastcoll.rendezvous import Store
+from fastcoll.rendezvous import HashStore, Store
 
 LIMIT = 60.0  # seconds, which only end a test that hangs
 IDLE = "import sys; print('up', flush=True); sys.stdin.read()"
@@ -51,3 +52,27 @@ def open_descriptors() -> dict[int, str]:
 def pidfds() -> int:
     """How many processes this one watches."""
     return sum("pidfd" in name for name in open_descriptors().values())
+
+
+class FourOperations(Store):
+    """What a user's store has to have, and nothing more; and a count of what is asked of it."""
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+        self.asked: Counter[str] = Counter()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.asked["set"] += 1
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.asked["get"] += 1
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked["add"] += 1
+        return self._store.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(keys)

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,9 @@ def test_a_file_in_use_is_not_started_anew(path: Path, processes) -> None:
     with FileStore(path) as store:
         assert store.check(["from"])
         assert len(store.participants()) == 3
+    assert path.exists()
+    living.communicate("\n", timeout=60)  # the last one that lives removes it
+    assert not path.exists()
 
 
 def abandon(store: FileStore) -> None:
@@ -130,14 +134,6 @@ def test_another_hosts_participants_count_as_alive(path: Path, monkeypatch: pyte
     other.close()
 
 
-def test_a_link_is_refused(path: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    path.symlink_to(target)
-    with pytest.raises(UsageError, match=f"{path} is a symbolic link"):
-        FileStore(path)
-    assert not target.exists()
-
-
 @pytest.mark.parametrize("mode", [0o602, 0o660, 0o666])
 def test_a_file_that_others_may_write_to_is_refused(path: Path, mode: int) -> None:
     path.touch()
@@ -158,28 +154,24 @@ def test_another_users_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPat
         FileStore(path)
 
 
-def test_paths_that_cannot_be_meant(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no directory .*missing; make it"):
-        FileStore(tmp_path / "missing" / "store")
-    with pytest.raises(UsageError, match="is a directory"):
-        FileStore(tmp_path)
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UsageError, match="no regular file"):
-        FileStore(tmp_path / "fifo")
-
-
-def test_a_file_with_other_content_is_left_alone(path: Path) -> None:
-    path.write_text("my thesis")
-    with pytest.raises(UsageError, match="holds something else than a fastcoll store"):
+@pytest.mark.parametrize(
+    ("put", "why"),
+    [
+        (lambda path: path.symlink_to(path.with_name("target")), "{path} is a symbolic link"),
+        (lambda path: path.parent.rmdir(), "there is no directory {path.parent}; make it"),
+        (os.mkdir, "is a directory"),
+        (os.mkfifo, "no regular file"),
+        (lambda path: path.write_text("my thesis"), "holds something else than a fastcoll store"),
+    ],
+)
+def test_what_is_no_store_is_left_alone(tmp_path: Path, put: Callable[[Path], object], why: str) -> None:
+    path = tmp_path / "folder" / "store"
+    path.parent.mkdir()
+    put(path)
+    with pytest.raises(UsageError, match=why.format(path=path)):
         FileStore(path)
-    assert path.read_text() == "my thesis"
-
-
-def test_an_empty_file_is_taken(path: Path) -> None:
-    path.touch()
-    with FileStore(path) as store:
-        store.set("k", "v")
-    assert not path.exists()
+    assert not path.with_name("target").exists()
+    assert not path.is_file() or path.read_text() == "my thesis"
 
 
 @pytest.mark.parametrize(
@@ -194,10 +186,15 @@ def test_a_half_written_end_is_cut_off(path: Path, torn: bytes) -> None:
         assert one.multi_get(["a", "b"]) == [b"1", b"2"]
 
 
-def test_a_first_writer_killed_at_once_leaves_no_trap(path: Path) -> None:
-    path.write_bytes(MAGIC[:7])
-    with FileStore(path) as store:
+@pytest.mark.parametrize("begun", [b"", MAGIC[:7]])
+def test_an_empty_file_and_that_of_a_killed_first_writer_are_taken(path: Path, begun: bytes) -> None:
+    path.write_bytes(begun)
+    path.chmod(0o600)
+    with FileStore(file_name=path, world_size=1) as store:  # named as in torch
+        assert store.path == str(path)
         assert store.num_keys() == 0
+        store.set("k", "v")
+    assert not path.exists()
 
 
 def test_damage_is_named(path: Path) -> None:
@@ -278,25 +275,6 @@ def test_a_lock_that_stays_taken_is_a_timeout(path: Path) -> None:
             FileStore(path, timeout=0.05)
     finally:
         os.close(fd)
-
-
-def test_arguments_are_named_as_in_torch(path: Path) -> None:
-    with FileStore(file_name=path, world_size=1) as store:
-        assert store.path == str(path)
-
-
-def test_a_forked_child_is_refused(path: Path) -> None:
-    with FileStore(path) as store:
-        child = os.fork()
-        if child == 0:
-            try:
-                store.set("k", "child")
-            except UsageError:
-                store.close()
-                os._exit(7)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert len(store.participants()) == 1
 
 
 def test_many_processes_count_right(path: Path, processes) -> None:

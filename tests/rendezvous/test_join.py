@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import threading
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
 import pytest
-from rendezvous.observed import IDLE, await_value, member_of, pidfds, until
+from rendezvous.observed import IDLE, FourOperations, await_value, member_of, pidfds, until
 
 from fastcoll import config
 from fastcoll.core.processes import Member
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.rendezvous import HashStore, PrefixStore, Store, TCPStore, serving, waiting
+from fastcoll.rendezvous import HashStore, TCPStore, serving, waiting
 from fastcoll.rendezvous.join import join
 from fastcoll.rendezvous.store import StalledError
 from fastcoll.rendezvous.table import Missing, Request
@@ -52,29 +50,6 @@ def test_everyone_learns_of_everyone(world_size: int, in_threads) -> None:
         assert {member.pid for member in members} == {os.getpid()}
 
 
-class FourOperations(Store):
-    """What a user's store has to have, and a count of what is asked of it."""
-
-    def __init__(self) -> None:
-        self._store = HashStore()
-        self.asked: Counter[str] = Counter()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.asked["set"] += 1
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.asked["get"] += 1
-        return self._store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        self.asked["add"] += 1
-        return self._store.add(key, amount)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(keys)
-
-
 def test_a_users_store_will_do(in_threads) -> None:
     """Each rank reads the terms and the list, and rank 0 everyone: not everyone reads everyone."""
     store, size = FourOperations(), 20
@@ -83,14 +58,6 @@ def test_a_users_store_will_do(in_threads) -> None:
     assert store.asked["set"] <= 2 * size + 2
     assert store.asked["add"] == 2 * size + 1
     assert store.asked["get"] <= 5 * size
-
-
-def test_a_store_serves_several_joins_through_prefixes(in_threads) -> None:
-    with HashStore() as store:
-        for number in range(2):
-            view = PrefixStore(f"group {number}", store)
-            results = in_threads(*(partial(join, view, rank, 2, "shm", 50) for rank in range(2)))
-            assert all(len(members) == 2 for members in results)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, -1)])
@@ -205,14 +172,6 @@ def test_garbage_under_our_keys_is_an_error() -> None:
             store.set(key, value)
             with pytest.raises(StoreError, match=f"{what} cannot be read"):
                 join(store, rank, 2, "shm", 5)
-
-
-def test_fetch_for_returns_once_the_keys_are_set() -> None:
-    with HashStore() as store:
-        setter = threading.Timer(0.05, store.multi_set, (["a", "b"], ["", ""]))
-        setter.start()
-        assert fetch_for(store, ["a", "b"], [Member.here(0, 1, "shm")], 50, "testing") == [b"", b""]
-        setter.join()
 
 
 class Never(HashStore):

@@ -163,13 +163,10 @@ def test_none_is_used_or_made_where_that_is_asked_for(
     assert "FASTCOLL_INSECURE=1: listening on 127.0.0.1:" in record.getMessage()
 
 
-def test_a_given_one_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_comes_before_the_file_and_both_before_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("FASTCOLL_INSECURE", "1")
-    monkeypatch.setenv("FASTCOLL_SECRET", "s")
-    assert secret.job_secret() == b"s"
-
-
-def test_the_variable_comes_before_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FASTCOLL_SECRET_FILE", keep(tmp_path / "secret", b"from the file\n"))
     assert secret.job_secret() == b"from the file"
     config.forget()
@@ -214,15 +211,6 @@ def test_a_secret_is_not_shown_in_errors(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(UsageError) as raised:
         secret.job_secret()
     assert "hush" not in str(raised.value)
-
-
-def test_the_store_takes_the_secret_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FASTCOLL_SECRET_FILE", keep(tmp_path / "secret", b"s\n"))
-    with TCPStore("127.0.0.1", 0, is_master=True) as store:
-        monkeypatch.setenv("FASTCOLL_SECRET", "s")
-        config.forget()
-        with TCPStore("127.0.0.1", store.port) as client:
-            assert client.add("n", 1) == 1
 
 
 def test_proofs_differ_by_key_label_and_opening() -> None:

@@ -180,16 +180,6 @@ def test_corruption_harms_nobody_else(script: list[Request], data: st.DataObject
     assert 1 not in wire.dropped
 
 
-@given(st.binary(min_size=1, max_size=300))
-def test_random_bytes_are_dropped(data: bytes) -> None:
-    wire = Wire()
-    wire.connect(1)
-    wire.feed(1, data)
-    wire.pass_time(OPENING_SECONDS)
-    assert 1 in wire.dropped
-    assert wire.take(1) == b""
-
-
 @pytest.mark.parametrize(
     "start", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\x02", b"*1\r\n$4\r\nPING", b"\0", b"F\0"]
 )

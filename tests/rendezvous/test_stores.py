@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rendezvous.observed import FourOperations
 
 import fastcoll
 from fastcoll.errors import StoreError, StoreTimeoutError, UnavailableError, UsageError
 from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore, adopted
 from fastcoll.rendezvous.table import MAX_KEY, MAX_VALUE
-
-
-class UsersStore(Store):
-    """What a user has to write, and nothing more."""
-
-    def __init__(self) -> None:
-        self.data: dict[str, bytes] = {}
-        self.lock = threading.Lock()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.data[key] = value.encode() if isinstance(value, str) else value
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self.data[key]
-
-    def add(self, key: str, amount: int) -> int:
-        with self.lock:
-            total = int(self.data.get(key, b"0")) + amount
-            self.data[key] = str(total).encode()
-            return total
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self.data for key in keys)
-
 
 KINDS = ("hash", "file", "tcp", "prefix")
 
@@ -65,7 +42,7 @@ def make(kind: str, tmp_path: Path) -> Store:
             return TCPStore("127.0.0.1", 0, is_master=True)
         case "prefix":
             return PrefixStore("a/b", HashStore())
-    return UsersStore()
+    return FourOperations()
 
 
 def test_set_and_get(store: Store) -> None:
@@ -245,6 +222,28 @@ def test_threads_share_a_store(full_store: Store, in_threads) -> None:
     assert full_store.add("n", 0) == 300
 
 
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_forked_child_is_refused_and_harms_nothing(kind: str, tmp_path: Path) -> None:
+    with make(kind, tmp_path) as store:
+        store.set("k", "v")
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                store.get("k")
+            except UsageError as error:
+                os.write(write, str(error).encode())
+            store.close()
+            os._exit(0)
+        os.close(write)
+        os.waitpid(child, 0)
+        with open(read, encoding="utf-8") as pipe:
+            assert f"belongs to process {os.getpid()} and came here by a fork" in pipe.read()
+        assert store.get("k") == b"v"
+        with store.clone() as another:
+            assert another.get("k") == b"v"
+
+
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_closed_means_closed(kind: str, tmp_path: Path, in_threads) -> None:
     store = make(kind, tmp_path)
@@ -268,12 +267,12 @@ def test_closed_means_closed(kind: str, tmp_path: Path, in_threads) -> None:
 
 
 def test_a_users_store_says_what_it_lacks() -> None:
-    store = UsersStore()
+    store = FourOperations()
     for name, args in {"compare_set": "abc", "append": "ab", "delete_key": "a", "num_keys": ""}.items():
-        with pytest.raises(UnavailableError, match=rf"UsersStore has no {name}; override Store\.{name}"):
+        with pytest.raises(UnavailableError, match=rf"FourOperations has no {name}; override Store\.{name}"):
             getattr(store, name)(*args)
     for name in ("list_keys", "queue_push", "queue_pop", "queue_len", "clone"):
-        with pytest.raises(UnavailableError, match=rf"UsersStore has no {name}; override"):
+        with pytest.raises(UnavailableError, match=rf"FourOperations has no {name}; override"):
             getattr(store, name)(*["key", "value"][: name.startswith("queue") + (name == "queue_push")])
     assert not store.has_extended_api()
     with pytest.raises(TypeError, match="abstract"):
@@ -306,7 +305,7 @@ def test_keys_that_all_users_have_retired_are_gone(full_store: Store) -> None:
 
 
 def test_a_users_store_keeps_them() -> None:
-    store = UsersStore()
+    store = FourOperations()
     store.set("g/a", "")
     assert not store.retire("g/", 1)
     assert store.check(["g/a"])

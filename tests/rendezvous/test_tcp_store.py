@@ -287,21 +287,6 @@ def test_a_server_that_came_after_the_lost_one_is_not_taken_for_it(processes) ->
                 client.add("n", 1)
 
 
-@pytest.mark.long
-def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.2)
-    server = processes.start(SERVE, 0)
-    port = int(server.stdout.readline())
-    with TCPStore("127.0.0.1", port) as client:
-        processes.stop(server)
-        for _ in range(2):
-            with pytest.raises(StoreTimeoutError):
-                client.wait(["k"], 0.1)
-        server.send_signal(signal.SIGCONT)
-        client.set("k", "1")
-        client.wait(["k"])
-
-
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_wait_goes_on_when_its_stopped_server_does(
     processes, in_threads, monkeypatch: pytest.MonkeyPatch, idle: bool
@@ -333,26 +318,6 @@ def test_a_wait_goes_on_when_its_stopped_server_does(
         look = partial(client.peek, ["other"], 0)
         assert in_threads(partial(fetch_for, client, ["k"], [], 60, "testing", look), go_on)[0] == [b"v"]
         assert len(client._idle) == 1
-
-
-def test_a_forked_child_is_refused_and_harms_nothing(master: TCPStore) -> None:
-    master.set("k", "v")
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            master.get("k")
-        except UsageError as error:
-            os.write(write, str(error).encode())
-        master.close()
-        os._exit(0)
-    os.close(write)
-    os.waitpid(child, 0)
-    with open(read, encoding="utf-8") as pipe:
-        assert f"belongs to process {os.getpid()} and came here by a fork" in pipe.read()
-    assert master.get("k") == b"v"
-    with TCPStore("127.0.0.1", master.port) as client:
-        assert client.get("k") == b"v"
 
 
 def test_a_forked_child_does_not_keep_a_dead_servers_sockets_open(processes) -> None:
