@@ -38,7 +38,7 @@ from fastcoll.rendezvous.opening import (
 from fastcoll.rendezvous.table import Op, Request
 
 WHOLE = OPENING_SIZE + PROOF_SIZE
-_PATIENCE = 20.0  # for a drop: longer than any opening may take
+_PATIENCE = 100.0  # for a drop: longer than any opening may take, on a busy machine
 _ETH_P_ALL, _SO_RCVBUFFORCE = 3, 33
 _TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(199)
 

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from hosts.network import Host, Network
 
+SECRET = {"FASTCOLL_SECRET": "of this test"}
+LIMIT = 300.0  # seconds, which only end a test that hangs
 _LOOK_SECONDS = 0.05
 
 
@@ -45,7 +47,7 @@ class Node:
             return False
         return True
 
-    def wait_for_code(self, seconds: float = 60.0) -> int | None:
+    def wait_for_code(self, seconds: float = LIMIT) -> int | None:
         """Its exit code; None when it still runs after so many seconds."""
         self.wait(time.monotonic() + seconds)
         return self.code
@@ -97,7 +99,30 @@ def launched(
         yield nodes
 
 
-def finish(nodes: Sequence[Node], seconds: float) -> None:
+@contextmanager
+def ranks_on(
+    hosts: Sequence[Host], words: Sequence[str], variables: Callable[[int], Mapping[str, str]] | None = None
+) -> Iterator[list[Node]]:
+    """Start Python with `words` as a rank on each of `hosts`, which may have one several times; as `launched`.
+
+    Args:
+        variables: what tells a rank who it is; None: what one sets by hand.
+    """
+
+    def by_hand(rank: int) -> Mapping[str, str]:
+        place = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
+        return {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), **place, **SECRET}
+
+    with ExitStack() as stack:
+        nodes = []
+        for rank, host in enumerate(hosts):
+            env = {**os.environ, **(variables or by_hand)(rank)}
+            nodes.append(Node(host, [sys.executable, *words], env))
+            stack.callback(nodes[-1].close)
+        yield nodes
+
+
+def finish(nodes: Sequence[Node], seconds: float = LIMIT) -> None:
     """Wait for launchers to end by themselves.
 
     Raises:
@@ -108,18 +133,25 @@ def finish(nodes: Sequence[Node], seconds: float) -> None:
     assert not late, f"still running after {seconds:g} s: {', '.join(late)}\n{told(nodes)}"
 
 
-def await_line(node: Node, line: str, nodes: Sequence[Node], seconds: float = 40.0) -> None:
+def await_line(node: Node, line: str, nodes: Sequence[Node]) -> None:
     """Wait until a node has printed a line.
 
     Raises:
-        AssertionError: it ended first, or has not after `seconds`; what all have written is shown.
+        AssertionError: it ended first, or has not in time; what all have written is shown.
     """
-    deadline = time.monotonic() + seconds
-    while line not in node.out:
-        assert node.code is None, f"{node.host.name} ended without {line!r}\n{told(nodes)}"
-        assert time.monotonic() < deadline, (
-            f"{node.host.name} has no {line!r} after {seconds:g} s\n{told(nodes)}"
-        )
+    until(lambda: line in node.out or node.code is not None, nodes)
+    assert line in node.out, f"{node.host.name} ended without {line!r}\n{told(nodes)}"
+
+
+def until(is_so: Callable[[], object], nodes: Sequence[Node]) -> None:
+    """Wait for what programs do.
+
+    Raises:
+        AssertionError: they have not in time; what all have written is shown.
+    """
+    deadline = time.monotonic() + LIMIT
+    while not is_so():
+        assert time.monotonic() < deadline, told(nodes)
         time.sleep(_LOOK_SECONDS)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import finish, launched, told
+from hosts.nodes import SECRET, finish, launched, told
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "digits.py")
 
@@ -20,14 +20,13 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "digits.py")
 @pytest.mark.long  # test_launch.py has ranks of four hosts meet and reduce
 def test_digits_learns_the_same_on_four_hosts(join_hosts: Callable[..., Network], tmp_path: Path) -> None:
     network = join_hosts(4, own_pids=True)
-    secret = {"FASTCOLL_SECRET": "of this test"}
-    with launched(network, 2, [EXAMPLE, "--save", str(tmp_path / "four.npy")], env=secret) as nodes:
-        finish(nodes, 120)
+    with launched(network, 2, [EXAMPLE, "--save", str(tmp_path / "four.npy")], env=SECRET) as nodes:
+        finish(nodes)
         assert [node.code for node in nodes] == [0] * 4, told(nodes)
         accuracy = re.search(r"\[0\] 8 ranks: test accuracy ([\d.]+)%", nodes[0].out)
         assert accuracy, told(nodes)
         assert float(accuracy[1]) > 95
     alone = [sys.executable, EXAMPLE, "--save", str(tmp_path / "one.npy")]
-    subprocess.run(alone, check=True, capture_output=True, timeout=120)
+    subprocess.run(alone, check=True, capture_output=True, timeout=600)
     four, one = np.load(tmp_path / "four.npy"), np.load(tmp_path / "one.npy")
     np.testing.assert_allclose(four, one, rtol=0, atol=1e-5)

@@ -91,11 +91,11 @@ def test_a_host_vanishes_and_comes_back(join_hosts: Join) -> None:
     assert "NO-CARRIER" in two.namespace.run("ip", "link", "show", "eth0")
 
 
-def test_what_hosts_have_of_their_own(join_hosts: Join, tmp_path: Path) -> None:
+def test_what_hosts_have_of_their_own(join_hosts: Join) -> None:
+    one, two = join_hosts(2, own_pids=True)
     look = "hostname; stat -c %d /dev/shm; readlink /proc/self/ns/pid; ls /sys/class/net; pwd"
     names, shm, pids, interfaces, folders = zip(
-        *(host.namespace.run("sh", "-c", look).replace("eth0\nlo", "eth0 lo").split("\n")[:5]
-          for host in join_hosts(2, own_pids=True)),
+        *(host.namespace.run("sh", "-c", look).replace("eth0\nlo", "eth0 lo").split("\n")[:5] for host in (one, two)),
         strict=True,
     )  # fmt: skip
     assert names == ("host0", "host1")
@@ -103,32 +103,20 @@ def test_what_hosts_have_of_their_own(join_hosts: Join, tmp_path: Path) -> None:
     assert len({*pids, os.readlink("/proc/self/ns/pid")}) == 3
     assert set(interfaces) == {"eth0 lo"}
     assert set(folders) == {os.getcwd()}
-
-
-def test_hosts_know_one_another_by_name(join_hosts: Join) -> None:
-    one, two = join_hosts(2)
     for host in (one, two):
         assert host.namespace.run("getent", "hosts", "host1").split() == [two.address, "host1"]
     assert "host1" not in Path("/etc/hosts").read_text()
+    two.namespace.run("touch", "/dev/shm/fastcoll-seen")
+    assert os.listdir(Path(two.root, "dev/shm")) == ["fastcoll-seen"]
+    assert not Path("/dev/shm/fastcoll-seen").exists()
+    with pytest.raises(OSError, match="ls /nowhere: ls: cannot access"):
+        one.namespace.run("ls", "/nowhere")
 
 
 def test_hosts_may_share_memory_and_process_ids(join_hosts: Join) -> None:
     (host,) = join_hosts(1, own_shm=False)
     assert host.namespace.run("stat", "-c", "%d", "/dev/shm") == f"{os.stat('/dev/shm').st_dev}\n"
     assert host.namespace.run("readlink", "/proc/self/ns/pid") == os.readlink("/proc/self/ns/pid") + "\n"
-
-
-def test_the_shared_memory_of_a_host_is_seen_from_outside(join_hosts: Join) -> None:
-    (host,) = join_hosts(1, own_pids=True)
-    host.namespace.run("touch", "/dev/shm/fastcoll-seen")
-    assert os.listdir(Path(host.root, "dev/shm")) == ["fastcoll-seen"]
-    assert not Path("/dev/shm/fastcoll-seen").exists()
-
-
-def test_a_command_that_fails_says_why(join_hosts: Join) -> None:
-    (host,) = join_hosts(1)
-    with pytest.raises(OSError, match="ls /nowhere: ls: cannot access"):
-        host.namespace.run("ls", "/nowhere")
 
 
 @pytest.mark.parametrize("own_pids", [False, True])
@@ -154,12 +142,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ended(pid: int) -> bool:
-    """Whether a process that is told to end does within ten seconds."""
+    """Whether a process that is told to end does, within a minute."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([process], [], [], 10)[0])
+        return bool(select.select([process], [], [], 60)[0])
     finally:
         os.close(process)

@@ -5,20 +5,16 @@ Their secret is the user's own, in a home that the hosts share.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import Node, finish, told
+from hosts.nodes import finish, ranks_on, told
 
 PROGRAM = """
 import numpy as np, fastcoll as dist
-dist.init_process_group(timeout=40)
+dist.init_process_group(timeout=200)
 x = np.array([2.0 ** dist.get_rank()])
 dist.all_reduce(x)
 print(dist.get_rank(), x[0])
@@ -76,16 +72,11 @@ def by_hand(rank: int) -> dict[str, str]:
     "variables", [slurm, *(pytest.param(one, marks=pytest.mark.long) for one in (open_mpi, hydra, by_hand))]
 )
 def test_ranks_meet(
-    join_hosts: Callable[..., Network], tmp_path: Path, variables: Callable[[int], Mapping[str, str]]
+    join_hosts: Callable[..., Network], variables: Callable[[int], Mapping[str, str]]
 ) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    network = join_hosts(2, own_pids=True)
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(4):
-            environment = {**os.environ, **variables(rank)}
-            words = [sys.executable, str(tmp_path / "program.py")]
-            ranks.append(Node(network.hosts[rank // 2], words, environment))
-            stack.callback(ranks[-1].close)
-        finish(ranks, 60)
-        assert [(one.code, one.out) for one in ranks] == [(0, f"{r} 15.0\n") for r in range(4)], told(ranks)
+    one, two = join_hosts(2, own_pids=True)
+    with ranks_on([one, one, two, two], ["-c", PROGRAM], variables) as ranks:
+        finish(ranks)
+        assert [(each.code, each.out) for each in ranks] == [(0, f"{r} 15.0\n") for r in range(4)], told(
+            ranks
+        )

@@ -5,23 +5,17 @@ test_doors.py attacks the doors that workers listen at.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import Node, await_line, finish, told
+from hosts.nodes import Node, await_line, finish, ranks_on, told
 
 Join = Callable[..., Network]
-Begin = Callable[..., list[Node]]
-KILLED = 2.0  # seconds after which a killed worker is known; calls have 60
-LOST = 12.0  # the same of a host that vanished, which the kernel or the agent gives up after 8
 
 PROGRAM = """
 import gc, operator, os, signal, sys, threading, time
@@ -30,7 +24,7 @@ import fastcoll
 from fastcoll import rpc
 from fastcoll.testing.worker import clock_at_work
 
-LIMIT = 60.0
+LIMIT = 200.0
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 over, ended, here = threading.Event(), threading.Event(), threading.Semaphore(0)
 
@@ -124,25 +118,6 @@ else:
 """
 
 
-@pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Begin]:
-    """Start a worker on each host of a network; what runs at the end is killed."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    with ExitStack() as stack:
-
-        def start(network: Network, how: str) -> list[Node]:
-            nodes = []
-            for host in network:
-                env = {"RANK": str(host.index), "WORLD_SIZE": str(len(network.hosts)), "MASTER_PORT": "29500"}
-                env |= {"MASTER_ADDR": network.hosts[0].address, "FASTCOLL_SECRET": "of this test"}
-                command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), how]
-                nodes.append(Node(host, command, {**os.environ, **env}))
-                stack.callback(nodes[-1].close)
-            return nodes
-
-        yield start
-
-
 def check_lost(nodes: list[Node]) -> list[float]:
     """All but the last worker were told of its end, could call one another after it, and have left; when it was."""
     *others, _ = nodes
@@ -160,26 +135,38 @@ def check_lost(nodes: list[Node]) -> list[float]:
     return times
 
 
-def test_calls_between_hosts_until_a_worker_dies(join_hosts: Join, begin: Begin) -> None:
-    network = join_hosts(4, own_pids=True)
-    nodes = begin(network, "die")
-    finish(nodes, 90)
-    died = re.search(r"^dies ([\d.]+)$", nodes[3].out, re.MULTILINE)
-    assert died, told(nodes)
-    assert max(check_lost(nodes)) - float(died[1]) < KILLED
-    # "called" is followed by the shared memory that a worker has, which cannot be between hosts.
-    assert all("called\n" in node.out for node in nodes), told(nodes)
-    assert nodes[3].code == -9, told(nodes)
+def until_the_end(network: Network, tmp_path: Path, how: str) -> float:
+    """Call until the last worker is killed or its host vanishes; seconds until the others know."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = [str(tmp_path / "program.py"), str(tmp_path), how]
+    with ranks_on(network.hosts, words) as nodes:
+        if how == "die":
+            finish(nodes)
+            died = re.search(r"^dies ([\d.]+)$", nodes[3].out, re.MULTILINE)
+            assert died, told(nodes)
+            assert nodes[3].code == -9, told(nodes)
+            began = float(died[1])
+        else:
+            for node, line in zip(nodes, ["here", "here", "here", "last"], strict=True):
+                await_line(node, line, nodes)
+            network.cut(network.hosts[3])
+            (tmp_path / "vanished").touch()
+            began = time.monotonic()
+            finish(nodes[:3])
+        # "called" is followed by the shared memory that a worker has, which cannot be between hosts.
+        assert all("called\n" in node.out for node in nodes), told(nodes)
+        return max(check_lost(nodes)) - began
 
 
-@pytest.mark.long  # the kernel gives a host up after 8 s
-def test_a_host_that_vanishes_is_given_up(join_hosts: Join, begin: Begin, tmp_path: Path) -> None:
-    network = join_hosts(4, own_pids=True)
-    nodes = begin(network, "vanish")
-    for node, line in zip(nodes, ["here", "here", "here", "last"], strict=True):
-        await_line(node, line, nodes)
-    network.cut(network.hosts[3])
-    (tmp_path / "vanished").touch()
-    began = time.monotonic()
-    finish(nodes[:3], 60)
-    assert max(check_lost(nodes)) - began < LOST
+@pytest.mark.parametrize(
+    "how",
+    ["die", pytest.param("vanish", marks=pytest.mark.long)],  # the kernel gives a host up after 8 s
+)
+def test_calls_between_hosts_until_a_worker_is_lost(join_hosts: Join, tmp_path: Path, how: str) -> None:
+    until_the_end(join_hosts(4, own_pids=True), tmp_path, how)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(("how", "seconds"), [("die", 2.0), ("vanish", 12.0)])
+def test_a_lost_worker_is_known_in_time(join_hosts: Join, tmp_path: Path, how: str, seconds: float) -> None:
+    assert until_the_end(join_hosts(4, own_pids=True), tmp_path, how) < seconds
