@@ -12,14 +12,22 @@ LIMIT = 60.0  # seconds, which only end a test that hangs
 
 def proof_of(dialing: Dialing, connection: socket.socket) -> bytes:
     """Send the opening, and return the proof that the answer asks for, to be sent now or later; empty: none."""
-    connection.settimeout(LIMIT)
     connection.sendall(dialing.opening)
     proof = b""
     while dialing.wants:
-        data = connection.recv(dialing.wants)
-        assert data, "the other side closed the connection"
-        proof = dialing.take(data)
+        proof = dialing.take(receive(connection, dialing.wants))
     return proof
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, which may come in pieces."""
+    connection.settimeout(LIMIT)
+    data = bytearray()
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        assert piece, "the other side closed the connection"
+        data += piece
+    return bytes(data)
 
 
 def is_dropped(connection: socket.socket) -> bool:

@@ -143,13 +143,14 @@ def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         others = [rank for rank in range(3) if rank != victim]
         dying = processes.start(JOIN, store.port, victim, 4, "shm")
+        store.wait([f"join/member/{victim}"])  # so it has set the terms
         waiting = [processes.start(JOIN, store.port, rank, 4, "shm") for rank in others]
-        store.wait([f"join/member/{rank}" for rank in range(3)])
+        store.wait([f"join/member/{rank}" for rank in others])
         dying.kill()
         outputs = processes.outputs(waiting)
     for output in outputs:
         assert "PeerDiedError" in output
-        assert f"rank {victim} (pid {dying.pid} on {os.uname().nodename}) died" in output
+        assert output.endswith(f": rank {victim} (pid {dying.pid} on {os.uname().nodename}) died")
 
 
 def test_a_failed_join_keeps_no_eye_on_those_that_had_come(processes) -> None:

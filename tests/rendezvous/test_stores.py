@@ -15,6 +15,7 @@ from rendezvous.observed import FourOperations
 import fastcoll
 from fastcoll.errors import StoreError, StoreTimeoutError, UnavailableError, UsageError
 from fastcoll.rendezvous import FileStore, HashStore, PrefixStore, Store, TCPStore, adopted
+from fastcoll.rendezvous.store import tries
 from fastcoll.rendezvous.table import MAX_KEY, MAX_VALUE
 
 KINDS = ("hash", "file", "tcp", "prefix")
@@ -81,6 +82,15 @@ def test_a_wait_ends_with_the_last_key(store: Store, method: str) -> None:
     assert store.check(["a", "b"])
     assert found == (None if method == "wait" else [b"", b"1"])
     setter.join()
+
+
+def test_a_loop_looks_at_once_and_once_more_at_its_limit(clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    looks = [now[0] for _ in tries(0.1)]
+    assert (looks[0], looks[-1]) == (0.0, pytest.approx(0.1))
+    assert len(looks) > 5
 
 
 def test_what_nobody_sets_is_named(store: Store) -> None:

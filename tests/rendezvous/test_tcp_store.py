@@ -14,7 +14,8 @@ from functools import partial
 from typing import NoReturn
 
 import pytest
-from net.dialing import is_dropped, proof_of
+from net.dialing import is_dropped, proof_of, receive
+from rendezvous.observed import until
 
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
@@ -34,7 +35,7 @@ from fastcoll.rendezvous.opening import (
     prove,
 )
 from fastcoll.rendezvous.secret import job_secret
-from fastcoll.rendezvous.table import Op, Request
+from fastcoll.rendezvous.table import MAX_VALUE, Op, Request
 from fastcoll.rendezvous.waiting import fetch_for
 
 SERVE = """
@@ -208,6 +209,26 @@ def test_strangers_are_dropped_and_cost_nothing(master: TCPStore) -> None:
     assert len(master._server._links) <= 201
 
 
+def test_a_client_is_not_read_before_it_has_read_its_answer(master: TCPStore) -> None:
+    """Or else a few bytes of requests would fill the server's memory with answers."""
+    master.set("k", bytes(MAX_VALUE))
+    ask = encode_request(Request(Op.GET, (b"k",), timeout=300.0))
+
+    def behind() -> list[int]:
+        return [len(link.out) for link in list(master._server._links.values()) if link.is_behind]
+
+    with raw(master) as slow:
+        greet(slow)
+        slow.sendall(ask)
+        until(behind)
+        slow.sendall(ask)
+        for _ in range(3):  # in each turn the server looks at all connections
+            master.add("turns", 1)
+        assert sum(behind()) < MAX_VALUE
+        for _ in range(2):
+            assert receive(slow, HEADER.size + 4 + MAX_VALUE).endswith(bytes(MAX_VALUE))
+
+
 def test_slow_openers_hold_up_nobody(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_protocol, "OPENING_SECONDS", 0.3)
     slow = [raw(master) for _ in range(50)]
@@ -232,7 +253,7 @@ def test_a_thousand_clients(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -
             client.sendall(encode_request(Request(Op.GET, (b"go",), timeout=300.0)))
         master.set("go", "yes")
         for client in clients:
-            assert client.recv(HEADER.size + 7, socket.MSG_WAITALL).endswith(b"yes")
+            assert receive(client, HEADER.size + 7).endswith(b"yes")
     finally:
         for client in clients:
             client.close()
@@ -351,7 +372,7 @@ def test_a_false_server_learns_nothing(in_threads) -> None:
 
         def serve() -> None:
             with false.accept()[0] as connection:
-                mine = Opening.from_bytes(connection.recv(OPENING_SIZE, socket.MSG_WAITALL), Role.DIALS)
+                mine = Opening.from_bytes(receive(connection, OPENING_SIZE), Role.DIALS)
                 me = Endpoint(mine.group, 0, 2, b"wrong", True)
                 answer = mine.answer(me, Verdict.WELCOME).to_bytes()
                 connection.sendall(answer + prove(b"wrong", Role.ANSWERS, mine.to_bytes(), answer))
