@@ -112,6 +112,18 @@ def test_the_next_leads_when_the_lowest_never_offers() -> None:
     assert times[leads.index(True)] == pytest.approx(STEP_SECONDS, abs=0.11)
 
 
+def test_without_one_that_is_passed_over_the_next_has_its_time_to_lead() -> None:
+    election = Election("3", 2)
+    for nonce in "12":
+        election.hear(announcement(nonce), 0)
+    assert not election.should_lead(0)
+    election.pass_over("1")
+    assert not election.should_lead(0.9 * STEP_SECONDS)
+    assert not election.should_lead(1.1 * STEP_SECONDS)
+    election.hear(announcement("2"), 1.5)
+    assert election.should_lead(1.95 * STEP_SECONDS)
+
+
 def test_an_offer_is_followed_whoever_has_come() -> None:
     election = Election("1", 5)
     election.hear(announcement("3", 50), 0)

@@ -141,7 +141,9 @@ def test_nothing_is_made_in_another_users_home(monkeypatch: pytest.MonkeyPatch, 
     assert os.listdir(tmp_path / "home") == os.listdir(tmp_path / "shm") == []
     (tmp_path / "home").chmod(0o1777)  # a folder like /tmp is for everybody
     secret._own.cache_clear()
-    with pytest.raises(UsageError, match=rf"of what is made there, it belongs to user {me}"):
+    with pytest.raises(
+        UsageError, match=rf"config/fastcoll/secret \(of what is made there, it belongs to user {me}"
+    ):
         secret.job_secret()
 
 

@@ -291,6 +291,14 @@ def test_waiting_for_several_keys() -> None:
     assert wire.answers(1) == []
 
 
+def test_each_value_of_a_queue_goes_to_one_of_those_that_wait() -> None:
+    wire = Wire(1, 2, 3)
+    assert wire.ask(1, Op.POP, b"q") == wire.ask(2, Op.POP, b"q") == []
+    items = [struct.pack("!4sI", b"\0ITM", 3) + value for value in (b"one", b"two")]
+    wire.ask(3, Op.APPEND, b"q", b"".join(items))
+    assert [wire.answers(peer) for peer in (1, 2)] == [[(Status.OK, [b"one"])], [(Status.OK, [b"two"])]]
+
+
 def test_a_key_deleted_meanwhile_is_waited_for_again() -> None:
     wire = Wire(1, 2)
     assert wire.ask(1, Op.WAIT, b"a", b"b", timeout=5) == []
