@@ -103,6 +103,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.ahead = 0.0
+        self.waits = threading.Semaphore(0)  # that have begun
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead
@@ -110,7 +111,8 @@ class Clock:
     def warnings_after(
         self, seconds: float, caplog: pytest.LogCaptureFixture, count: int, more: float
     ) -> list[str]:
-        """Let time pass until `count` waits have warned, and then `more`; the warnings."""
+        """Once `count` waits have begun let time pass until all have warned, and then `more`; the warnings."""
+        assert all(self.waits.acquire(timeout=DEADLINE) for _ in range(count))
         self.ahead += seconds
         end = time.monotonic() + DEADLINE
         while len(found := [each.message for each in caplog.records if "has waited" in each.message]) < count:
@@ -123,7 +125,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of whatever in this process waits for other ranks, which looks around a hundred times a second."""
-    made = Clock()
+    made, begin = Clock(), waiting.LateWarning.__init__
+
+    def begin_and_count(late: waiting.LateWarning, part: float = 1.0) -> None:
+        begin(late, part)
+        made.waits.release()
+
+    monkeypatch.setattr(waiting.LateWarning, "__init__", begin_and_count)
     for module in (assemble, multicast, store, tcp_store, waiting):
         monkeypatch.setattr(module, "time", made)
     monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.01)

@@ -308,6 +308,19 @@ def test_a_server_that_came_after_the_lost_one_is_not_taken_for_it(processes) ->
                 client.add("n", 1)
 
 
+def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.2)
+    server = processes.start(SERVE, 0)
+    with TCPStore("127.0.0.1", int(server.stdout.readline())) as client:
+        processes.stop(server)
+        for _ in range(2):
+            with pytest.raises(StoreTimeoutError):
+                client.wait(["k"], 0.1)
+        server.send_signal(signal.SIGCONT)
+        client.set("k", "1")
+        client.wait(["k"])
+
+
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_wait_goes_on_when_its_stopped_server_does(
     processes, in_threads, monkeypatch: pytest.MonkeyPatch, idle: bool
