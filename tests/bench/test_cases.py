@@ -9,20 +9,9 @@ from fastcoll.interop.dtypes import parse_dtype
 
 def test_bus_factors_are_those_of_nccl_tests():
     factors = {name: shape.bus_factor(4) for name, shape in SHAPES.items()}
-    assert factors == {
-        "all_reduce": 1.5,
-        "reduce": 1,
-        "reduce_scatter": 0.75,
-        "broadcast": 1,
-        "all_gather": 0.75,
-        "gather": 0.75,
-        "scatter": 0.75,
-        "all_to_all": 0.75,
-        "sendrecv": 1,
-        "barrier": 1,
-        "update_all_reduce": 1.5,
-        "update_symmetric_all_reduce": 1.5,
-    }
+    twice = ("all_reduce", "update_all_reduce", "update_symmetric_all_reduce")
+    once = ("reduce", "broadcast", "sendrecv", "barrier")
+    assert factors == dict.fromkeys(SHAPES, 0.75) | dict.fromkeys(twice, 1.5) | dict.fromkeys(once, 1)
 
 
 def test_size_of_block_operations_counts_all_ranks():
@@ -38,15 +27,10 @@ def test_sizes_are_rounded_up_to_an_element_and_taken_once():
 
 
 def test_only_reductions_vary_the_reduction_and_only_rooted_ones_have_a_root():
-    found = list(
-        cases(["all_reduce", "broadcast", "barrier"], ["int8", "int16"], ["sum", "max"], [8, 16], 1, 2)
-    )
+    names = ["all_reduce", "broadcast", "barrier"]
+    found = list(cases(names, ["int8", "int16"], ["sum", "max"], [8, 16], 1, 2))
     assert [case.redop for case in found].count("max") == 4
-    assert {(case.operation, case.root) for case in found} == {
-        ("all_reduce", -1),
-        ("broadcast", 1),
-        ("barrier", -1),
-    }
+    assert {(case.operation, case.root) for case in found} == {*zip(names, (-1, 1, -1), strict=True)}
     assert [case.operation for case in found].count("barrier") == 1
 
 

@@ -17,8 +17,9 @@ def test_it_tells_the_first_ten_calls_beside_the_later_ones(monkeypatch, capfd, 
     report = json.loads(path.read_text())
     (row,) = report["results"]
     assert (report["kind"], row["operation"], row["size"]) == ("first calls", "broadcast", 8)
-    assert 0 < row["median_us"] <= row["first_us"]
-    assert row["ten_us"] == pytest.approx((row["first_us"] + 9 * row["others_us"]) / 10, rel=0.5)
+    assert min(row["median_us"], row["first_us"]) > 0
+    # Of each the slowest rank's, which may be another one.
+    assert row["ten_us"] <= (row["first_us"] + 9 * row["others_us"]) / 10 + 0.01
     said = capfd.readouterr().out.splitlines()
     assert said[2] == first_calls.line(row)
     assert said[3].startswith("| missed")

@@ -2,6 +2,8 @@
 
 import gc
 
+import pytest
+
 from fastcoll.bench import measuring
 from fastcoll.bench.measuring import Schedule, measure, schedule, time_batches
 
@@ -48,9 +50,12 @@ def test_collector_is_off_while_timing_and_back_after_an_error():
     def fail():
         raise KeyError
 
-    try:
+    with pytest.raises(KeyError):
         measure(fail, Schedule(1, 1))
-    except KeyError:
-        assert gc.isenabled()
-    else:
-        raise AssertionError("the error was swallowed")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        measure(lambda: None, Schedule(1, 1))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

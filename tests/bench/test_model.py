@@ -1,5 +1,7 @@
 """The cost model finds prices that it was given, and says of clusters what must be so."""
 
+import itertools
+
 import numpy as np
 import pytest
 from network_model import (
@@ -26,15 +28,10 @@ TRUE = Model(
 
 def samples(noise=0.0, worlds=(1, 2, 3, 4), cores=2, sizes=SIZES):
     chance = np.random.default_rng(5)
-    found = [
-        Sample(name, ranks, size, 1.0, min(ranks, cores))
-        for name in OPERATIONS
-        for ranks in worlds
-        for size in sizes
-    ]
-    return [
-        s._replace(seconds=TRUE.seconds(s) * float(np.exp(noise * chance.standard_normal()))) for s in found
-    ]
+    cells = itertools.product(OPERATIONS, worlds, sizes)
+    found = [Sample(name, ranks, size, 1.0, min(ranks, cores)) for name, ranks, size in cells]
+    times = [TRUE.seconds(s) * float(np.exp(noise * chance.standard_normal())) for s in found]
+    return [s._replace(seconds=time) for s, time in zip(found, times, strict=True)]
 
 
 def test_exact_times_give_exact_predictions():

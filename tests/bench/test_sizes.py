@@ -11,16 +11,9 @@ from fastcoll.errors import UsageError
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        ("8", 8),
-        ("4K", 4096),
-        ("4k", 4096),
-        ("64M", 64 << 20),
-        ("1G", 1 << 30),
-        ("1.5K", 1536),
-        ("2MiB", 2 << 20),
-        ("16 KB", 16 << 10),
-        ("0", 0),
-        ("100B", 100),
+        *(("8", 8), ("0", 0), ("100B", 100)),
+        *(("4K", 4096), ("4k", 4096), ("1.5K", 1536), ("16 KB", 16 << 10)),
+        *(("64M", 64 << 20), ("2MiB", 2 << 20), ("1G", 1 << 30)),
     ],
 )
 def test_reads(text, nbytes):
@@ -40,14 +33,8 @@ def test_format_is_read_back(nbytes):
 
 
 def test_formats_shortest():
-    assert [format_size(n) for n in (0, 8, 1024, 1536, 64 << 20, 1 << 30)] == [
-        "0",
-        "8",
-        "1K",
-        "1536",
-        "64M",
-        "1G",
-    ]
+    sizes = (0, 8, 1024, 1536, 64 << 20, 1 << 30)
+    assert list(map(format_size, sizes)) == ["0", "8", "1K", "1536", "64M", "1G"]
 
 
 def test_range_has_both_ends():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,26 @@ from soak.kills import CALLS, draw
 BENCH = Path(__file__).parents[3] / "bench"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", SOAKS)
+# Less than `short`, which takes half a minute.
+AMOUNTS = {
+    "kills": 30, "phases": 30, "survivors": 5, "stops": 12, "starving": 9, "strangers": 10_000, "signals": 4,
+    "churn": 10, "history": 5, "schedules": 500,
+}  # fmt: skip
+TIMED = (
+    "kills",
+    "phases",
+    "stops",
+    "signals",
+)  # they find faults in how soon ranks and launchers know and end
+
+
+@pytest.mark.limit(1200)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long, pytest.mark.timed][name in TIMED]) for name in SOAKS]
+)
 def test_nothing_is_found(name: str) -> None:
-    command = [sys.executable, "-m", "soak", name]
-    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=480)
+    command = [sys.executable, "-m", "soak", name, "--amount", str(AMOUNTS[name])]
+    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"| {name} | "), done.stdout
 
@@ -27,16 +43,12 @@ def test_a_case_follows_from_its_number_and_the_seed() -> None:
     cases = [draw(1, number) for number in range(500)]
     assert cases == [draw(1, number) for number in range(500)]
     assert {case.op for case in cases} == set(CALLS)
-    assert {(case.backend, case.n, case.moment) for case in cases} >= {
-        (backend, n, moment)
-        for backend in ("shm", "tcp", "auto")
-        for n in (2, 4, 8)
-        for moment in ("call", "start")
-    }
+    drawn = {(case.backend, case.n, case.moment) for case in cases}
+    assert drawn >= {*product(("shm", "tcp", "auto"), (2, 4, 8), ("call", "start"))}
 
 
 def test_few_cases_of_phases_are_of_all_backends() -> None:
-    cases = [phases.draw(1, number) for number in range(SOAKS["phases"].short)]
+    cases = [phases.draw(1, number) for number in range(AMOUNTS["phases"])]
     assert {case.backend for case in cases} == {"shm", "tcp", "auto"}
     everywhere = [phases.draw(1, number) for number in range(3 * len(phases.places(1)))]
     assert {case.failpoint.partition(":")[0] for case in everywhere} == set(phases.places(1))

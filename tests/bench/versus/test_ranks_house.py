@@ -14,7 +14,7 @@ BENCH = Path(__file__).resolve().parents[3] / "bench"
 def run(code):
     """What a program prints at last, as JSON, with the modules of bench/ at hand."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=BENCH,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=BENCH,
         env={**os.environ, "PYTHONPATH": str(BENCH)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

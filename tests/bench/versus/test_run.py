@@ -65,28 +65,18 @@ def temporary(monkeypatch, tmp_path):
     return folder
 
 
-def run(*words):
-    return subprocess.run([*BENCH, *words], cwd=SOURCES, capture_output=True, text=True, timeout=180)
+def run(words, *more):
+    return subprocess.run(
+        [*BENCH, *words.split(), *more], cwd=SOURCES, capture_output=True, text=True, timeout=600
+    )
 
 
 @pytest.mark.long
 def test_a_comparison(gloo, tmp_path, temporary):
     out = tmp_path / "out"
-    words = [
-        "all_reduce",
-        "send-recv",
-        "barrier",
-        "--vs",
-        "gloo",
-        *gloo(),
-        "--sizes",
-        "8,64K",
-        "--rounds",
-        "2",
-        "--backend",
-        "shm",
-    ]
-    done = run(*words, "--json", f"{out}.json", "--plot", str(out), "--results", str(tmp_path / "pages"))
+    words = "all_reduce send-recv barrier --vs gloo --sizes 8,64K --rounds 2 --backend shm"
+    files = ["--json", f"{out}.json", "--plot", str(out), "--results", str(tmp_path / "pages")]
+    done = run(words, *gloo(), *files)
     assert done.returncode == 0, done.stderr
     assert "# gloo: torch 0 (Gloo), --peer-python" in done.stderr
     assert "# send_recv, float32" in done.stdout
@@ -100,9 +90,7 @@ def test_a_comparison(gloo, tmp_path, temporary):
     assert all(r["p99_seconds"]["gloo"] >= r["seconds"]["gloo"] / 2 for r in read["results"])
     cores = sorted(os.sched_getaffinity(0))
     for side in read["sides"]:
-        assert [rank["caller"] for rank in side["placed"]] == [
-            [cores[rank % len(cores)]] for rank in range(2)
-        ]
+        assert [rank["caller"][0] for rank in side["placed"]] == [cores[0], cores[1 % len(cores)]]
     assert out.with_suffix(".png").exists()
     assert out.with_suffix(".svg").exists()
     assert len(list((tmp_path / "pages").iterdir())) == 1
@@ -114,7 +102,7 @@ def test_a_peer_that_fails_is_left_out_and_named(gloo):
     broken = (
         "def all_reduce(x, *rest):\n    if get_rank() == 1 and x.dtype == 'float32': raise OSError('boom')\n"
     )
-    done = run("all_reduce", "--vs", "gloo", *gloo(broken), "--sizes", "8", "--rounds", "2")
+    done = run("all_reduce --vs gloo --sizes 8 --rounds 2", *gloo(broken))
     assert done.returncode == 1
     assert "rank 1: was in all_reduce of 8 bytes" in done.stderr
     assert "OSError: boom" in done.stderr
@@ -124,30 +112,21 @@ def test_a_peer_that_fails_is_left_out_and_named(gloo):
 
 @pytest.mark.long
 def test_a_peer_with_wrong_results_fails(gloo):
-    done = run(
-        "broadcast",
-        "--vs",
-        "gloo",
-        *gloo("broadcast = lambda x, src: None\n"),
-        "--sizes",
-        "8",
-        "--rounds",
-        "1",
-    )
+    done = run("broadcast --vs gloo --sizes 8 --rounds 1", *gloo("broadcast = lambda x, src: None\n"))
     assert done.returncode == 1
     assert "broadcast of 8 bytes: 2 wrong elements on rank 1" in done.stderr
 
 
 @pytest.mark.long
 def test_no_peer_is_exit_code_2_with_the_cure(tmp_path):
-    done = run("barrier", "--vs", "gloo", "--peer-python", "gloo=/bin/false")
+    done = run("barrier --vs gloo --peer-python gloo=/bin/false")
     assert done.returncode == 2
     assert "install it with: python -m fastcoll.bench --vs gloo --install-peers" in done.stderr
 
 
 @pytest.mark.long
 def test_a_peer_without_the_operation_is_left_out(gloo):
-    done = run("custom", "--vs", "gloo", *gloo())
+    done = run("custom --vs gloo", *gloo())
     assert done.returncode == 2
     assert "gloo is left out: it does not have custom" in done.stderr
 
@@ -165,7 +144,7 @@ def test_an_interrupted_comparison_leaves_nothing(gloo, number, temporary):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert err.endswith("interrupted\n")
-    end = time.monotonic() + 10  # whose parent has gone first, a rank is there until somebody has reaped it
+    end = time.monotonic() + 60  # whose parent has gone first, a rank is there until somebody has reaped it
     while left := [pid for pid in ranks if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < end, left
         time.sleep(0.01)

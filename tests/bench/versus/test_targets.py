@@ -12,11 +12,8 @@ M = 1 << 20
 def report(*rows, kind="versus", backend="auto", ranks=2):
     """A report of `(operation, size, values)`; values by the names of targets.VALUES."""
     results = [
-        {
-            "operation": operation,
-            "size": size,
-            **{targets.VALUES[name]: value for name, value in values.items()},
-        }
+        {"operation": operation, "size": size}
+        | {targets.VALUES[name]: value for name, value in values.items()}
         for operation, size, values in rows
     ]
     machine = {"usable_cores": 2}
