@@ -128,6 +128,15 @@ def test_the_others_raise_what_one_tells(error: Exception, have_met: bool) -> No
     assert getattr(caught.value, "ranks", ()) == getattr(error, "ranks", ())
 
 
+def test_why_the_others_have_failed_is_heard_where_one_tells() -> None:
+    with HashStore() as store:
+        first, second = meetings(store, 2, 0.05)
+        second.hear_why()  # nobody does
+        first.tell(ResourceError("no port"))
+        with pytest.raises(ResourceError, match=r"^rank 0 \(.*\): no port"):
+            second.hear_why()
+
+
 def test_ctrl_c_is_told_too() -> None:
     with HashStore() as store:
         first, second = meetings(store, 2)
