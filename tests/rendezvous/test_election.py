@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcoll.core.processes import ProcessId
+from fastcoll.rendezvous import multicast
+from fastcoll.rendezvous.assemble import MovedError
 from fastcoll.rendezvous.multicast import (
     FRESH_SECONDS,
     MAX_DATAGRAM,
@@ -134,6 +139,21 @@ def test_an_offer_is_followed_whoever_has_come() -> None:
     assert not election.gives_way(0)
     election.hear(announcement("0", 30), 0)
     assert election.gives_way(0)
+
+
+def test_a_leader_that_has_given_way_offers_its_store_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("FRESH_SECONDS", 1000.0), ("_GIVING_WAY_SECONDS", 0.0)):
+        monkeypatch.setattr(multicast, name, seconds)
+    sent: list[bytes] = []
+    group: Any = SimpleNamespace(send=sent.append, receive=lambda seconds, size: iter(()))
+    candidate = multicast._Candidate(group, "here", announcement("5"), b"", 60.0)
+    candidate._election.hear(announcement("1", 50), time.monotonic())
+    with pytest.raises(MovedError):
+        candidate.lead("127.0.0.1", None)
+    candidate.leave()
+    ports = [each.port for each in (Announcement.unseal(data, b"") for data in sent) if each]
+    assert ports[0] > 0
+    assert ports[-1] == 0
 
 
 def test_our_own_announcement_comes_back() -> None:
