@@ -133,11 +133,6 @@ def test_who_does_not_come_is_warned_of_and_named(
     assert all("2, 4" in message for message in warned), warned
 
 
-def test_without_rank_0_it_is_rank_0_that_is_missing() -> None:
-    with HashStore() as store, pytest.raises(StoreTimeoutError, match="missing: 0"):
-        join(store, 1, 3, "shm", 0.3)
-
-
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim: int) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
