@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 from limits import Limits
@@ -95,7 +94,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "limit(seconds): fail, and show all stacks, after so long")
     if not config.pluginmanager.has_plugin(WORKER_PLUGIN) and not config.option.collectonly:
         with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            config.pluginmanager.register(Limits(Path(tempfile.mkdtemp())))
+            config.pluginmanager.register(Limits())
 
 
 @pytest.hookimpl(tryfirst=True)

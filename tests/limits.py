@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,9 +29,10 @@ SECONDS = 300.0  # the slowest test takes 50 s on two quiet cores
 class Limits:
     """The plugin: it tells the other process of each test's beginning and end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         """Start the other process; its messages go where this one's go now, so capture must be off."""
-        self._stacks = folder / "stacks"
+        self._folder = tempfile.TemporaryDirectory()
+        self._stacks = Path(self._folder.name) / "stacks"
         self._clock = subprocess.Popen(
             [sys.executable, __file__, str(os.getpid()), str(self._stacks)],
             stdin=subprocess.PIPE,
@@ -60,6 +62,7 @@ class Limits:
     def pytest_unconfigure(self) -> None:
         self._clock.stdin.close()
         self._clock.wait()
+        self._folder.cleanup()
 
     def _tell(self, limit: float | None) -> None:
         """Send the limit of the test that begins now; None when it has ended."""

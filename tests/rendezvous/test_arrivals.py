@@ -40,6 +40,7 @@ def test_who_asks_for_a_rank_gets_it(in_threads) -> None:
         ([(None, 4), (2, 4), (2, 4)], f"rank 2 is claimed by two processes, {HERE} and {HERE}"),
         ([(None, 3), (None, 4)], rf"disagree about the world size: {HERE} has \d, {HERE} has \d"),
     ],
+    ids=["a rank twice", "two world sizes"],
 )
 def test_what_does_not_fit_is_told_to_all(
     in_threads, asked: list[tuple[int | None, int]], message: str

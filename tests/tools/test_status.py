@@ -262,7 +262,7 @@ def test_whether_a_process_writes_its_stacks_is_seen_and_told():
         signal.signal(signal.SIGQUIT, before)
 
 
-@pytest.mark.parametrize(("seen_as", "where"), [(os.getpid(), LEFT), (1, GONE)])
+@pytest.mark.parametrize(("seen_as", "where"), [(os.getpid(), LEFT), (1, GONE)], ids=["own", "another"])
 def test_a_process_id_of_another_namespace_is_not_looked_up(seen_as, where):
     """There the rank's own process, which is seen, has another one."""
     record = Record("job", 0, 2, "here", seen_as, 1, 0.0, "1", ())
