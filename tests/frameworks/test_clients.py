@@ -23,6 +23,7 @@ from fastcoll.launch.nodes import free_port
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "frameworks.md"
 DEADLINE = 280.0
+pytestmark = pytest.mark.limit(900)  # several programs, each of which imports much
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

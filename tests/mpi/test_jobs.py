@@ -25,6 +25,7 @@ ON_GPUS = [f"tests/conformance/test_{name}.py" for name in ("moves", "reductions
 SHM = Path("/dev/shm")
 JOB_SECONDS = 900.0  # which only a hang takes
 COMPILE_SECONDS = 600.0
+pytestmark = pytest.mark.limit(1000)
 
 
 @pytest.fixture(scope="module")
