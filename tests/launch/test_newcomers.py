@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 from launch.launching import COMMAND, LIMIT, patched
@@ -17,7 +18,7 @@ from fastcoll.launch.pauses import Pauses
 from fastcoll.launch.supervisor import Supervisor
 
 HEAD = f"""
-import os, signal, sys
+import os, signal, sys, time
 from fastcoll.rendezvous import TCPStore
 host, port = os.environ["FASTCOLL_ELASTIC"].split(":")
 store = TCPStore(host, int(port), timeout={LIMIT})
@@ -29,11 +30,18 @@ if is_new:
 
 
 def launch(
-    path: Path, text: str, *options: str, args: Sequence[str] = (), command: Sequence[str] = COMMAND
+    path: Path,
+    text: str,
+    *options: str,
+    args: Sequence[str] = (),
+    command: Sequence[str] = COMMAND,
+    stderr: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
     (path / "script.py").write_text(text)
     words = [*command, *options, "script.py", *args]
-    return subprocess.run(words, cwd=path, capture_output=True, text=True, timeout=2 * LIMIT)
+    return subprocess.run(
+        words, cwd=path, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=2 * LIMIT
+    )
 
 
 @pytest.mark.long
@@ -79,18 +87,23 @@ store.wait(["ended-3"])
 
 
 def test_nobody_waits_for_a_newcomer_when_the_others_have_ended(tmp_path: Path) -> None:
-    """The second newcomer would come in ten minutes."""
+    """The second newcomer would come in ten minutes. Rank 0 ends after the launcher has said so."""
     text = """
 if local == "1":
-    store.set(f"ended-{is_new}", "")
     sys.exit(3)
-store.wait(["ended-False", "ended-True"])
+while "newcomer 2 of 9" not in open("said").read():
+    time.sleep(0.01)
 """
     command = patched("pauses._FIRST = pauses._MOST = 600.0")
-    done = launch(tmp_path, HEAD + text, "-n2", "--min_ranks=1", "--max-restarts=9", command=command)
-    assert done.returncode == 0, done.stderr
-    assert "newcomer 2 of 9 comes in 600 s" in done.stderr
-    assert "newcomer 3" not in done.stderr
+    with (tmp_path / "said").open("w+") as said:
+        done = launch(
+            tmp_path, HEAD + text, "-n2", "--min_ranks=1", "--max-restarts=9", command=command, stderr=said
+        )
+        said.seek(0)
+        lines = said.read()
+    assert done.returncode == 0, lines
+    assert "newcomer 2 of 9 comes in 600 s" in lines
+    assert "newcomer 3" not in lines
 
 
 def test_a_launcher_that_replaces_many_keeps_nothing_of_them(
@@ -115,7 +128,7 @@ def test_a_launcher_that_replaces_many_keeps_nothing_of_them(
 
 
 TRAINS = """
-import os, signal, sys
+import os, signal, sys, time
 moment, victims = sys.argv[1], sys.argv[2].split(",")
 if os.environ.get("RANK") in victims:
     if moment == "first":
