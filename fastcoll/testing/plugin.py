@@ -63,6 +63,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _HELP)
+    if hasattr(config, "workerinput"):  # pytest-xdist: another worker's segments are not left behind here
+        os.environ.pop(SESSION, None)
     os.environ.setdefault(SESSION, secrets.token_hex(4))  # for all that is started from here
     backend = config.getoption("ranks_backend")
     if backend is not None:
