@@ -100,9 +100,11 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Where no test is chosen by a path, -k or -m, leave out what takes long, and run two lanes, which wait a lot."""
+    if hasattr(config, "workerinput"):  # a lane has only the words of the command line
+        config.option.markexpr = config.workerinput["markexpr"]
+        return
     chosen = any(word.startswith(("-k", "-m")) for word in config.invocation_params.args)
-    is_lane = hasattr(config, "workerinput")
-    if is_lane or chosen or config.args_source is not config.ArgsSource.TESTPATHS:
+    if chosen or config.args_source is not config.ArgsSource.TESTPATHS:
         return
     config.option.markexpr = SHORT
     if config.pluginmanager.has_plugin("xdist") and config.option.numprocesses is None:
@@ -133,6 +135,12 @@ def pytest_collection_modifyitems(config, items):
         config.stash[_COUNTS] = counts
         if hasattr(config, "workeroutput"):
             config.workeroutput["left_out"] = counts
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Give a lane the expression that selects its tests."""
+    node.workerinput["markexpr"] = node.config.option.markexpr
 
 
 @pytest.hookimpl(optionalhook=True)
