@@ -185,12 +185,17 @@ def test_a_notebook_starts_ranks() -> None:
 def test_pytest_xdist_runs_tests_that_have_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_sums.py").write_text(
         "import numpy as np, pytest, fastcoll\n"
+        "from pathlib import Path\n"
+        "from fastcoll.core.processes import session\n"
         "@pytest.mark.ranks(2)\n"
         "@pytest.mark.parametrize('n', range(4))\n"
         "def test_sum(rank, n):\n"
+        f"    (Path({str(tmp_path)!r}) / f'session-{{session()}}').touch()\n"
         "    x = np.full(n, rank + 1.0)\n"
         "    fastcoll.all_reduce(x)\n"
         "    assert (x == 3).all()\n"
     )
     said = end(start({}, "-m", "pytest", "-n", "2", "-q", "--rootdir", tmp_path, tmp_path))
     assert re.search(r"\b4 passed", said), said
+    # Otherwise a segment of the other worker's test would count as left behind.
+    assert len(list(tmp_path.glob("session-*"))) == 2
