@@ -546,8 +546,11 @@ class Agent:
     def _end_late(self, now: float) -> float:
         """End them; the earliest deadline of those that are left."""
         due = ENDLESS
-        for link in [None, *list(self._out.values())]:
-            pending, abandoned = (link.pending, link.abandoned) if link else (self._own, set[int]())
+        links = list(self._out.values())
+        for pending, abandoned in [
+            (self._own, set[int]()),
+            *((each.pending, each.abandoned) for each in links),
+        ]:
             for number, call in list(pending.items()):
                 if call.deadline > now:
                     due = min(due, call.deadline)
@@ -558,7 +561,8 @@ class Agent:
                     self._fail(call, RpcTimeoutError(_late(doing, call.timeout)))
                 else:
                     abandoned.discard(number)
-            if link and abandoned:  # the caller may not have begun to wait, and so does not look after it
+        for link in links:
+            if link.abandoned:  # a caller that has not begun to wait does not look after its link
                 link.look_after()
         return due
 
