@@ -1,4 +1,4 @@
-"""What a rank is told of a peer that died, failed or left: by global ranks, whatever its group."""
+"""Errors about a peer that died, failed or left name global ranks in every group."""
 
 from __future__ import annotations
 

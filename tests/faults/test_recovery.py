@@ -166,7 +166,7 @@ os.kill(os.getpid(), 9) if rank > "0" else time.sleep(60)
 
 
 def test_too_few_are_left(tmp_path: Path) -> None:
-    """Rank 2 dies when the launcher has told of rank 1's death."""
+    """Rank 2 dies after the launcher has published rank 1's death."""
     said = tmp_path / "said"
     (tmp_path / "program.py").write_text(TOO_FEW)
     words = "-m fastcoll.launch -n 3 --min_ranks 2 program.py".split()

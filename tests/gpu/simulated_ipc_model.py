@@ -161,7 +161,7 @@ class Model:
         return len(seen)
 
     def _stop(self, state: State, rank: int) -> State:
-        """A rank fails: first it tells its peers, then its kernels."""
+        """A rank fails: it publishes that to its peers first, then to its kernels."""
         words = dict(state.words)
         words[control(rank) + at.STOP] = 1
         return state._replace(words=frozenset(words.items()), failed=True)

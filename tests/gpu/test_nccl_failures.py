@@ -61,7 +61,7 @@ class Messages:
 
     world, function = staticmethod(mail_world), "ncclSend"
     found = "send failed with status 4"
-    hangs = r"(send to rank 1|recv from rank 0) .*"  # whoever is first tells the other
+    hangs = r"(send to rank 1|recv from rank 0) .*"  # the first one to fail publishes its error to the other
 
     @staticmethod
     def call(ranks: Any) -> Any:

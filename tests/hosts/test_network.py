@@ -142,7 +142,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ended(pid: int) -> bool:
-    """Whether a process that is told to end does, within a minute."""
+    """Whether a process that was asked to end has ended within a minute."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Passing output on line by line, and what its last lines tell."""
+"""Output is passed on line by line; the last lines are kept for the error of a rank that fails."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class NodeWorld(World):
     def _routes(self, rank: int, vigil: Monitor) -> list[Any]:
         local = self._nodes[rank // 2]
         rings = _ring_pipe(self._segments[rank // 2], rank % 2, vigil)
-        # None where nobody is on another node, as no engine would close it.
+        # None if all ranks are on one node, as no engine would close it.
         wire = TcpPipe(self.meshes[rank], vigil, 20_000) if len(local) < len(self.members) else None
         routes: list[Any] = [(wire, peer) for peer in range(len(self.members))]
         for place, peer in enumerate(local):

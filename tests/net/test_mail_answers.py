@@ -108,7 +108,7 @@ def test_a_blocking_receive_sends_the_answer_first(pair: WireWorld) -> None:
 
 
 def test_a_posted_send_gets_its_answer_ahead_of_a_message(pair: WireWorld) -> None:
-    """The engine meets it while nobody receives, and the message stays for the next receive."""
+    """The engine finds the message while no receive is posted, and keeps it for the next one."""
     warm_up(pair)
     first, second = pair.ranks
     posted = first.isend(np.ones(3), 1)

@@ -76,7 +76,7 @@ def refuse(rank: int, n: int, url: str) -> list[str]:
             dist.barrier(group)
         over.set()
         other.join()
-        # A rank whose own wait ends a moment later is told by another one.
+        # A rank whose own wait ends a moment later gets the error of another one.
         assert caught.value.ranks == (GROUP,), caught.value
     dist.barrier()
     return told

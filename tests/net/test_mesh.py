@@ -171,7 +171,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 class Misleading(HashStore):
-    """A store that tells everybody to reach rank 1 where nobody listens: at a port that is taken."""
+    """A store that gives all ranks an address of rank 1 at which no process listens: a port that is taken."""
 
     def __init__(self) -> None:
         super().__init__()

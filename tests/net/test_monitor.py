@@ -145,7 +145,7 @@ def test_a_rank_that_came_too_late_is_blamed_and_not_who_noticed(network: Networ
 
 
 def test_a_rank_that_is_taken_for_dead_does_not_name_itself(network: Network) -> None:
-    """As where packets are lost in one direction: others lose it, and it hears so from them."""
+    """Packets are lost in one direction: the others declare this rank dead, and it reads that from them."""
     network.monitors[1].fail(PeerDiedError("rank 10 died", [10]))
     found = network.verdict(0)
     assert type(found) is AbortedError

@@ -25,7 +25,7 @@ def until(is_so: Callable[[], object]) -> None:
 
 
 def await_value(store: Store, key: str, value: bytes) -> None:
-    """Wait until somebody has set `key` to `value`."""
+    """Wait until `key` has the value `value`."""
     until(lambda: store.peek([key]) == [value])
 
 

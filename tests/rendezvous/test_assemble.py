@@ -131,7 +131,7 @@ def test_the_others_raise_what_one_tells(error: Exception, have_met: bool) -> No
 def test_why_the_others_have_failed_is_heard_where_one_tells() -> None:
     with HashStore() as store:
         first, second = meetings(store, 2, 0.05)
-        second.hear_why()  # nobody does
+        second.hear_why()  # no rank has published an error
         first.tell(ResourceError("no port"))
         with pytest.raises(ResourceError, match=r"^rank 0 \(.*\): no port"):
             second.hear_why()

@@ -96,7 +96,7 @@ class World:
             place, *rest = e.queued
             self.made.ring_kernels.begin(MAILBOX, self.peer, self.array(place), *self.size_and_kind(place))
             e = self.sent(e._replace(queued=tuple(rest)), place)
-        # The engine tells the kernels what is left for it to do.
+        # The engine publishes, for the kernels, the work that it still has.
         busy = bool(e.queued or e.unacked or e.posted or e.arriving >= 0 or e.owed)
         self.set(BEHIND=int(busy), BUSY=0, STORED=len(e.stored))
         self.set_channel(WATCHED=len(e.posted), OWED=len(e.owed))

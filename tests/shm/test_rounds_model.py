@@ -81,7 +81,7 @@ def test_four_ranks_in_two_groups_every_schedule() -> None:
 AHEAD = PROGRAMS["long all, writing ahead"]
 WORDS = "broadcast, all_reduce, all_reduce"
 PLANTS = [
-    # A slot is written before it was read, as the credit is too high, or nobody waits, or resuming forgets to.
+    # A slot is written before it was read, as the credit is too high, or no rank waits, or a resumed wait is left out.
     (2, AHEAD, "at.WROTE) - layout.SLOTS + 1 => at.WROTE) - layout.SLOTS"),
     (2, AHEAD, "_await_all(c, layout.CONSUMED, want) != DONE => False"),
     (2, AHEAD, "if _await_all(c, layout.CON => store_word(c, at.SEEN, want)\n    if _await_all(c, layout.CON"),

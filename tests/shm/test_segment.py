@@ -94,7 +94,7 @@ def test_what_is_not_the_announced_segment_is_refused(name: str) -> None:
 
 
 def test_the_sweeper_takes_the_names_of_the_dead_only(name: str) -> None:
-    """A process that was killed is dead, also while nobody has waited for it."""
+    """A killed process counts as dead before its parent has waited for it."""
     Segment.create(name, LAYOUT).close()
     program = (
         "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "

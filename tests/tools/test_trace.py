@@ -155,7 +155,7 @@ def test_the_timeline_spreads_calls_that_were_not_timed() -> None:
 
 # ---- real processes --------------------------------------------------------------------------------------
 
-# Rank 0 calls last, when all others are where they stay, with a timeout of its own: so nobody's ends before.
+# Rank 0 calls last, when all others are where they stay, with a timeout of its own: so no other timeout ends first.
 PROGRAM = """
 import collections, itertools, os, signal, sys, time
 import numpy as np
