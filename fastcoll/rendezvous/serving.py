@@ -168,7 +168,7 @@ def acquire(key: Hashable, make: Callable[[], T]) -> T:
 
 def turned_away() -> str:
     """Whom this process's servers have turned away, and why, to stand behind who has not come; empty: nobody."""
-    blamed = [each for server in list(_users) for each in list(server.blamed.items())]
+    blamed = [each for server in list(_users) for each in server.blamed.copy().items()]
     told = "; ".join(f"from {host}: {reason}" for host, reason in blamed[:_LISTED])
     return f" (turned away: {told})" if told else ""
 

@@ -551,7 +551,7 @@ class Agent:
             (self._own, set[int]()),
             *((each.pending, each.abandoned) for each in links),
         ]:
-            for number, call in list(pending.items()):
+            for number, call in pending.copy().items():  # other threads change it
                 if call.deadline > now:
                     due = min(due, call.deadline)
                     continue

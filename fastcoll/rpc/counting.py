@@ -143,7 +143,7 @@ class Ledger:
 
     def release_all(self) -> None:
         """All objects of this worker are as if they were no more."""
-        for rref, forks in list(self.forks.items()):
+        for rref, forks in self.forks.copy().items():
             for fork in [fork for fork, holder in forks.items() if holder == self.me]:
                 self.release(Reference(self.me, rref, fork))
         for held in list(self.held.values()):

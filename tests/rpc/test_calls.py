@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import os
@@ -253,6 +254,34 @@ def test_a_late_answer_is_read_though_nobody_waits_for_it(ends: Any) -> None:
     far.sendall(pieces(MessageType.RESULT, 0, number, pickle.dumps(1))[0])
     until(lambda: not select.select([near], [], [], 0)[0], "nobody reads it")
     until(lambda: not agent._out[1].abandoned)
+
+
+def test_calls_are_added_while_late_ones_are_looked_for(ends: Any) -> None:
+    agent, _, _, _ = ends
+    agent.call("far", 1, None)
+    pending = agent._out[1].pending
+    (call,) = pending.values()
+    pending.update((-number, call) for number in range(1, 1000))
+
+    class Dropped:
+        """Collected in the middle of the look, as any garbage may be; another thread may make a call just then."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            pending[-1000] = call
+
+    threshold = gc.get_threshold()
+    gc.collect()
+    Dropped()
+    gc.set_threshold(100)
+    try:
+        agent._end_late(0.0)
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert -1000 in pending
 
 
 def test_who_sends_and_sees_the_end_first_learns_how_the_worker_left(ends: Any) -> None:

@@ -207,7 +207,7 @@ class Mesh:
         that is under way. Within one network nothing is lost, and acknowledging may take 40 ms.
         """
         end, me = time.monotonic() + _ARRIVE_SECONDS, self._members[self.rank]
-        waiting = list(self._made.items()) if self.monitor.failure is None else []
+        waiting = list(self._made.copy().items()) if self.monitor.failure is None else []
         waiting = [(key, each) for key, each in waiting if not self._members[key[1]].same_network(me)]
         while waiting and time.monotonic() < end:
             waiting = [
