@@ -33,6 +33,7 @@ from fastcoll.errors import FastcollError
 Array = np.ndarray[Any, Any]
 
 _WAIT_SECONDS = 60.0
+_LEFT_SECONDS = 30.0
 _JUNK = 0xCD
 
 
@@ -155,11 +156,14 @@ class FakeRuntime:
             "shareable memory": self._shared,
             "a peer's memory": self._opened,
         }
-        return [f"{kind} {number}" for kind, numbers in kinds.items() for number in numbers]
+        return [f"{kind} {number}" for kind, numbers in kinds.items() for number in list(numbers)]
 
     def await_nothing_left(self) -> None:
-        """Fail if anything is left, also when the threads that may still hold it have had time to end."""
-        end, collect = time.monotonic() + _WAIT_SECONDS, 0.0
+        """Fail if anything is left, also when the threads that may still hold it have had time to end.
+
+        It fails before the 60 s that a test of ranks has, so that the failure says what is left.
+        """
+        end, collect = time.monotonic() + _LEFT_SECONDS, 0.0
         while left := self.left():
             if time.monotonic() >= collect:  # rarely, as it keeps those threads from going on
                 gc.collect()
@@ -292,7 +296,9 @@ class FakeRuntime:
 
     def _check_pinned(self, host: Array) -> None:
         start, end = host.ctypes.data, host.ctypes.data + host.nbytes
-        inside = any(first <= start and end <= first + nbytes for first, nbytes in list(self._pinned.items()))
+        # A copy: making a list of pairs may run the garbage collector, which releases pinned memory.
+        pinned = self._pinned.copy()
+        inside = any(first <= start and end <= first + nbytes for first, nbytes in pinned.items())
         assert inside or not host.nbytes, "the host's side of a copy is not pinned"
 
     def _check_alive(self, address: int, nbytes: int) -> None:

@@ -70,5 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown() -> Generator[None, None, None]:
     yield
+    if fastcoll.is_initialized():  # the test has failed, and this process, which will end, keeps its group
+        return
     FAKE.await_nothing_left()
     FAKE.forget()
