@@ -27,13 +27,12 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .core.operations import OPERATIONS
+
 _log = logging.getLogger("fastcoll")
 
-COLLECTIVES = (
-    "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
-    "message symmetric_empty symmetric_all_reduce refused monitored_barrier"
-).split()
-"""By their numbers in core/signature.py; "none" and "message" are never reached."""
+COLLECTIVES = [name.replace(".", "_").replace(":", "_") for name in OPERATIONS]
+"""By their numbers in call words; "none" and "message" are never reached."""
 
 PLACES = {
     "shm.OPERATION.enter": "the call's arguments are in order, and nothing of it is published",

@@ -9,14 +9,10 @@ from typing import Any
 
 from fastcoll.core.gate import Gate
 from fastcoll.core.group import ProcessGroup
+from fastcoll.core.operations import METHODS
 from fastcoll.core.work import Work
 
-OPERATIONS = (
-    "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
-    "all_to_all_single", "barrier", "broadcast", "exscan", "gather", "gather_single", "irecv", "isend",
-    "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_single", "scan", "scatter",
-    "scatter_single", "send",
-)  # fmt: skip
+OPERATIONS = (*METHODS, "send", "recv", "isend", "irecv")
 
 
 def _record(name: str) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ import pytest
 
 import fastcoll
 from fastcoll import config, failpoints
-from fastcoll.core import signature
 from fastcoll.kernels import jit
 
 PACKAGE = Path(fastcoll.__file__).parent
@@ -26,11 +25,6 @@ ENTER = "shm.all_reduce.enter"
 def nothing_armed() -> Iterator[None]:
     yield
     failpoints.arm(())
-
-
-def test_operations_have_the_numbers_of_their_signatures() -> None:
-    named = [name.replace(".", "_").replace(":", "_") for name in signature.OPERATIONS]
-    assert named == failpoints.COLLECTIVES
 
 
 def test_what_the_setting_says() -> None:

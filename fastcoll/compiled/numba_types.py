@@ -28,8 +28,8 @@ from numba.extending import NativeValue, intrinsic, models, register_model, type
 from numba.np.numpy_support import as_dtype
 
 from ..api.groups import NonMember
-from ..core import signature
 from ..core.group import ProcessGroup
+from ..core.operations import OPERATIONS
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import UsageError
 from ..interop.dtypes import NUMPY
@@ -53,7 +53,7 @@ LAYOUT = zlib.crc32(
             d.SEND,
             d.RECV,
             d.WAIT_ANY,
-            signature.OPERATIONS,
+            OPERATIONS,
             NUMPY,
             rows.FOREIGN,
         )

@@ -57,6 +57,7 @@ from ..api.p2p import waitany
 from ..core import signature
 from ..core.group import ProcessGroup
 from ..core.operands import LARGEST_TAG, Array
+from ..core.operations import OPERATIONS
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, CUSTOM, MAX, MIN, NAMES, PREMUL_SUM, PRODUCT, SUM, ReduceOp
 from ..core.status import LATER
 from ..core.work import Work
@@ -395,7 +396,7 @@ def _post_receive(group: ProcessGroup, asked: _Asked) -> int:
 
 def _refuse(group: ProcessGroup, asked: _Asked) -> None:
     """Of an operation whose second array does not fit."""
-    name = signature.OPERATIONS[asked.call & 0xFF]
+    name = OPERATIONS[asked.call & 0xFF]
     with group.preparing(name):
         if asked.call & SPLITS:
             raise UsageError(

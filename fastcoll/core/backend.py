@@ -18,7 +18,8 @@ from ..interop.arrays import Adopted, Array
 from .gate import Gate
 from .message import Status
 from .monitor import Monitor
-from .operation import COMPOSITIONS, Call, Operation
+from .operation import Call, Operation
+from .operations import NATIVE, WITH_ARRAYS
 from .reduce_op import ReduceOp
 from .work import Work
 
@@ -207,10 +208,7 @@ class Backend(ABC):
 
     name: ClassVar[str]  # as in `backend=`
     # The kinds that it plans itself; of the others it is given compositions of these.
-    natively: ClassVar[frozenset[str]] = frozenset(
-        "all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
-        "monitored_barrier refused".split()
-    )
+    natively: ClassVar[frozenset[str]] = NATIVE
     gate: Gate
     monitor: Monitor
     messages: HostMessages
@@ -319,7 +317,7 @@ class StreamCall(ABC):
 class DeviceCarrier(ABC):
     """What carries operations on the arrays of GPUs out, in one group."""
 
-    natively = Backend.natively - {"barrier", "monitored_barrier", "refused"} | frozenset(COMPOSITIONS)
+    natively = WITH_ARRAYS
 
     messages: Messages
     """What carries messages out."""

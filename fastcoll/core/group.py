@@ -27,6 +27,7 @@ from .message import Status
 from .monitor import last_words
 from .operands import OBJECTS_TAG, WORLD_OF_ONE, Array, apart, arrays_of, checked_tag, scaled
 from .operation import COMPOSITIONS, Call, Operation, then_split
+from .operations import METHODS
 from .recorder import located
 from .reduce_op import ReduceOp
 from .request import Request
@@ -81,9 +82,7 @@ class ProcessGroup:
         dump.listen()
         vars(self).update(backend.fast(self))  # these stand in for the methods below
         if self.monitor.record is not None and self.monitor.record.keeps_sites:
-            vars(self).update(
-                {name: located(getattr(self, name), self.monitor.record) for name in _COLLECTIVES}
-            )
+            vars(self).update({name: located(getattr(self, name), self.monitor.record) for name in METHODS})
 
     @property
     def size(self) -> int:
@@ -651,13 +650,6 @@ def _checked_status(status: Any) -> Status | None:
     if status is not None and not isinstance(status, Status):
         raise UsageError(f"status is of type {type(status).__name__}; give a Status(), which is filled")
     return status
-
-
-_COLLECTIVES = (
-    "all_reduce reduce scan exscan reduce_scatter reduce_scatter_single broadcast all_gather all_gather_single gather "
-    "gather_single scatter scatter_single all_to_all all_to_all_single all_reduce_coalesced all_gather_coalesced "
-    "barrier monitored_barrier"
-).split()
 
 
 class _Preparing:

@@ -1,24 +1,9 @@
 """Operation: one call as data, made once at the border; and the operations that are compositions of others.
 
-    kind                  outputs                     inputs                      besides
-    all_reduce            the array                   the same array              op, parts
-    reduce                the root's result           the array (may be output)   op, root
-    scan, exscan          the result                  the array (may be output)   op
-    reduce_scatter        the result                  a block for each rank       op
-    broadcast             the array                   the same array              root, parts
-    all_gather            one for each rank           the array                   parts
-    gather                one for each rank, on root  the array                   root
-    scatter               the result                  a block for each rank, on   root
-                                                      the root
-    all_to_all            one for each rank           a block for each rank
-    barrier,              -                           -                           three that match none but themselves,
-    monitored_barrier,                                                            refused not even that
-    refused
-    all_reduce_coalesced  the arrays                  the same arrays             op, parts
-    all_gather_coalesced  array k of rank r at        the arrays                  parts
-                          k * size + r
+Which outputs and inputs an operation has, the form of its kind says (operations.py). In a scan every rank has a result,
+in a reduce the root alone; a gather has outputs, and a scatter inputs, on the root alone.
 
-Arrays are contiguous ndarrays, or DeviceArrays. Host inputs and outputs share memory only where the table says so, and
+Arrays are contiguous ndarrays, or DeviceArrays. Host inputs and outputs share memory only where the form says so, and
 where a rank's own block is its own output; device arrays may overlap anywhere. `parts`: what else all ranks must agree
 in, such as the sizes of the arrays of a coalesced call.
 """

@@ -20,12 +20,9 @@ from numpy.typing import NDArray
 
 from ..errors import MismatchError
 from .gate import Gate
+from .operations import KINDS, OPERATIONS, WORD, Kind
 from .reduce_op import CUSTOM, NAMES, ReduceOp
 
-OPERATIONS = (
-    "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
-    "message symmetric.empty symmetric:all_reduce refused monitored_barrier"
-).split()
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}
 _DTYPES = (
     "none bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 "
@@ -34,9 +31,6 @@ _DTYPES = (
 _OTHER_DTYPE = 0x80
 _OTHER_BITS = 0x3FFF
 _DETAIL = 0x1FFF
-_REDUCING = ("all_reduce", "reduce", "scan", "exscan", "reduce_scatter")
-_ROOTED = ("reduce", "broadcast", "gather", "scatter")
-_UNEVEN = ("all_gather", "gather", "scatter", "all_to_all")  # ranks may differ in what they contribute
 
 REFUSED = _CODES["refused"]
 """The call word of a call that was refused where it was made, and matches no other."""
@@ -75,22 +69,22 @@ def encode(
     parts: Sequence[int] = (),
 ) -> int:
     """The call word, without the root; `parts`: of a coalesced call, its arrays' sizes or what else must agree."""
-    code = dtype_code(dtype)
+    kind, code = KINDS[operation], dtype_code(dtype)
     checksum = zlib.crc32(repr(list(parts)).encode()) if parts else 0
     return (
         _CODES[operation]
         | (code & 0xFF) << 8
         | (op.code if op is not None else 0) << OP_SHIFT
         | ((code >> 8 ^ checksum) & _DETAIL) << _DETAIL_SHIFT
-        | (checksum >> 13 & 0xFFFF) << _spare_shift(operation)
+        | (checksum >> 13 & 0xFFFF) << _spare_shift(kind)
         | (_COALESCED if parts else 0)
-        | (UNEVEN if operation in _UNEVEN else 0)
+        | (UNEVEN if kind.uneven else 0)
     )
 
 
-def _spare_shift(operation: str) -> int:
-    """Where the field lies that a coalesced call of this operation has no use for."""
-    return ROOT_SHIFT if operation in _REDUCING else OP_SHIFT
+def _spare_shift(kind: Kind) -> int:
+    """Where the field lies that a coalesced call of this kind has no use for."""
+    return ROOT_SHIFT if kind.reduces else OP_SHIFT
 
 
 def dtype_code(dtype: np.dtype[Any] | None) -> int:
@@ -122,6 +116,7 @@ def describe(call: int, shape: int) -> str:
     """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`."""
     name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
     symmetric, _, operation = name.rpartition(":")
+    kind = KINDS.get(operation, Kind(WORD))
     if operation in ("barrier", "monitored_barrier", "refused"):
         return "a call that was refused" if operation == "refused" else f"{operation}()"
     if call == _SHAPES_CALL:
@@ -137,15 +132,15 @@ def describe(call: int, shape: int) -> str:
         del parts[1]
     elif shape >= 0 and (itemsize := itemsize_of(code)):
         parts[1] = f"{shape // itemsize} elements"
-    if operation in _REDUCING and (redop := call >> OP_SHIFT & 0xFFFF):
+    if kind.reduces and (redop := call >> OP_SHIFT & 0xFFFF):
         parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
-    if operation in _ROOTED:
+    if kind.root:
         parts.append(f"root={call >> ROOT_SHIFT & 0xFFFF}")
     if symmetric:
         parts.append("in symmetric memory")
     if call & _COALESCED:
         operation += "_coalesced"
-        checksum = (call >> _spare_shift(operation) & 0xFFFF) << 13 | detail
+        checksum = (call >> _spare_shift(kind) & 0xFFFF) << 13 | detail
         parts.append(f"arrays of checksum {checksum:#x}")
     return f"{operation}({', '.join(parts)})"
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..core.signature import OPERATIONS
+from ..core.operations import OPERATIONS
 from ..core.status import DONE, LATER
 from . import llvm
 from .jit import NJIT, c_function, external, inlined, instruction, kernel

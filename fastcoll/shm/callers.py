@@ -18,6 +18,7 @@ import numpy as np
 from ..core import signature
 from ..core.backend import Ways
 from ..core.operands import Array
+from ..core.operations import OPERATIONS
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
 from ..kernels.doors import POST_RECV, POST_SEND, RECV, SEND, SPLIT, TEST, WAIT, WAIT_ANY
@@ -246,7 +247,7 @@ class ShmWays(Ways):
             self._known.add(call)
             code = call & 0xFF
             pieces = max(1, self._backend.gate.size - 1) if code == _REDUCE_SCATTER else 1
-            what = self._backend.what(signature.OPERATIONS[code], dtype, reduce_op, pieces=pieces)
+            what = self._backend.what(OPERATIONS[code], dtype, reduce_op, pieces=pieces)
             self._backend.context.remember_call(code, call, what)
         return address
 

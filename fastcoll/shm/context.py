@@ -16,6 +16,7 @@ import numpy as np
 from ..core import signature
 from ..core.gate import Gate
 from ..core.operands import Array
+from ..core.operations import OPERATIONS
 from ..errors import AbortedError, MismatchError
 from ..kernels import waiting
 from ..kernels.allocator import TABLE_WORDS
@@ -202,7 +203,7 @@ class Report:
         sizes = self._context.table(at.GIVES + 1), self._context.table(at.TAKES + 1)
         lines = map(self._line, range(self._gate.size))
         heads = [(int(line[layout.CALL]), int(line[layout.SHAPE])) for line in lines]
-        in_symmetric = signature.OPERATIONS[heads[0][0] & 0xFF].startswith("symmetric:")
+        in_symmetric = OPERATIONS[heads[0][0] & 0xFF].startswith("symmetric:")
         describe = describe_places if in_symmetric else signature.describe_sizes
         return signature.difference(heads, self._gate, number, gather, sizes, describe)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.signature import OPERATIONS
+from ..core.operations import OPERATIONS
 from ..kernels.waiting import PATIENCE_WORDS
 from .autotune import table_words
 from .layout import MAX_LANES

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.operands import Array
-from ..core.signature import OPERATIONS
+from ..core.operations import OPERATIONS
 from ..kernels.jit import entry
 from ..kernels.primitives import ticks
 from . import autotune as a

@@ -35,7 +35,8 @@ belongs to one call at a time, whose thread is named in BUSY from `take` until t
 from __future__ import annotations
 
 from ..core import signature
-from ..core.signature import OPERATIONS, UNEVEN
+from ..core.operations import OPERATIONS
+from ..core.signature import UNEVEN
 from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED
 from ..failpoints import number_of
 from ..kernels.failing import failing, reached

@@ -1,0 +1,136 @@
+"""The kinds of collective operations, in one table; every other list of kinds in the package is made from it.
+
+A kind's *form* says which arrays its Operation (operation.py) has:
+
+    form              outputs                       inputs
+    WORD              -                             -      no operation: only a call word that ranks compare
+    NO_ARRAY          -                             -
+    IN_PLACE          the array                     the same array
+    ONE_TO_ONE        the result                    the array, which may be the output
+    BLOCKS_TO_ONE     the result                    a block for each rank
+    ONE_TO_BLOCKS     a block for each rank         the array
+    BLOCKS_TO_BLOCKS  a block for each rank         a block for each rank
+    LIST_IN_PLACE     the arrays                    the same arrays
+    LIST_TO_BLOCKS    array k of rank r at          the arrays
+                      k * size + r
+
+A kind with a root has its blocks, or its result where there are no blocks, on the root alone. Ranks must agree in the
+kind and the dtype; in the reduction where the kind reduces; in the root where there is one; and in the bytes that each
+rank contributes, unless they are uneven.
+
+The position of a kind in the table is its number in call words (signature.py) and failpoints, so the order stays.
+Compositions are at the end: they have no number, as ranks compare the call that they are made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+(
+    WORD,
+    NO_ARRAY,
+    IN_PLACE,
+    ONE_TO_ONE,
+    BLOCKS_TO_ONE,
+    ONE_TO_BLOCKS,
+    BLOCKS_TO_BLOCKS,
+    LIST_IN_PLACE,
+    LIST_TO_BLOCKS,
+) = range(9)
+
+
+class Kind(NamedTuple):
+    """What the operations of one kind have in common.
+
+    Attributes:
+        form: which arrays there are.
+        root: what the public function calls the root, "src" or "dst"; "": there is none.
+        reduces: whether it takes a ReduceOp.
+        uneven: whether ranks may differ in the bytes that they contribute.
+        made_of: the kind that a composition is made of where a backend does not have it.
+    """
+
+    form: int
+    root: str = ""
+    reduces: bool = False
+    uneven: bool = False
+    made_of: str = ""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the outputs are the inputs."""
+        return self.form in (IN_PLACE, LIST_IN_PLACE)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether the outputs are blocks, one for each rank."""
+        return self.form in (ONE_TO_BLOCKS, BLOCKS_TO_BLOCKS)
+
+    @property
+    def gives_blocks(self) -> bool:
+        """Whether the inputs are blocks, one for each rank."""
+        return self.form in (BLOCKS_TO_ONE, BLOCKS_TO_BLOCKS)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there are blocks, one for each rank, on either side."""
+        return self.takes_blocks or self.gives_blocks
+
+    @property
+    def is_by_pair(self) -> bool:
+        """Whether only the two ranks of a pair know how many bytes move between them."""
+        return self.form == BLOCKS_TO_BLOCKS or (self.has_blocks and self.root != "")
+
+
+KINDS = {
+    "none": Kind(WORD),
+    "all_reduce": Kind(IN_PLACE, reduces=True),
+    "reduce": Kind(ONE_TO_ONE, root="dst", reduces=True),
+    "scan": Kind(ONE_TO_ONE, reduces=True),
+    "exscan": Kind(ONE_TO_ONE, reduces=True),
+    "reduce_scatter": Kind(BLOCKS_TO_ONE, reduces=True),
+    "broadcast": Kind(IN_PLACE, root="src"),
+    "all_gather": Kind(ONE_TO_BLOCKS, uneven=True),
+    "gather": Kind(ONE_TO_BLOCKS, root="dst", uneven=True),
+    "scatter": Kind(BLOCKS_TO_ONE, root="src", uneven=True),
+    "all_to_all": Kind(BLOCKS_TO_BLOCKS, uneven=True),
+    "barrier": Kind(NO_ARRAY),
+    "message": Kind(WORD),
+    "symmetric.empty": Kind(WORD),
+    "symmetric:all_reduce": Kind(WORD),
+    "refused": Kind(NO_ARRAY),
+    "monitored_barrier": Kind(NO_ARRAY),
+    "all_reduce_coalesced": Kind(LIST_IN_PLACE, reduces=True, made_of="all_reduce"),
+    "all_gather_coalesced": Kind(LIST_TO_BLOCKS, uneven=True, made_of="all_gather"),
+}
+
+OPERATIONS = [name for name, kind in KINDS.items() if not kind.made_of]
+"""The kinds that have a number, by it."""
+
+NATIVE = frozenset(name for name, kind in KINDS.items() if kind.form != WORD and not kind.made_of)
+"""The kinds that every backend carries out itself."""
+
+WITH_ARRAYS = frozenset(name for name, kind in KINDS.items() if kind.form not in (WORD, NO_ARRAY))
+"""The kinds that move data, compositions among them."""
+
+METHODS = {
+    method: name
+    for name, kind in KINDS.items()
+    if kind.form != WORD and name != "refused"  # "refused" is no user's call
+    for method in ((name, f"{name}_single") if kind.has_blocks else (name,))
+}
+"""ProcessGroup's methods of collective operations, and their kinds; `_single`: all blocks are one array."""
+
+
+def call(group: Any, method: str, out: Any, given: Any, root: Any, op: Any) -> Any:
+    """Call one of METHODS of a group, with the arguments that its kind has.
+
+    Args:
+        out: the output, or the list of blocks; of a kind without blocks the array.
+        given: the input, or the list of blocks; ignored where there are no blocks.
+    """
+    kind = KINDS[METHODS[method]]
+    arrays = (out, given) if kind.has_blocks else () if kind.form == NO_ARRAY else (out,)
+    if kind.form == ONE_TO_BLOCKS and kind.root:
+        arrays = given, out  # with a root, the array that every rank has comes first
+    return getattr(group, method)(*arrays, *((root,) if kind.root else ()), *((op,) if kind.reduces else ()))
