@@ -25,6 +25,7 @@ from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operands import LARGEST_TAG, Array, divide, sum_for
 from ..core.operation import Call, Operation
+from ..core.operations import KINDS
 from ..core.partition import cut, shares
 from ..core.processes import Member, Topology
 from ..core.reduce_op import AVG, ReduceOp
@@ -224,14 +225,14 @@ class HybridBackend(Backend):
         kind, outputs, inputs, op, _, _ = operation
         if kind not in _WAYS:
             return False
-        sizes = [x.nbytes for x in (inputs if kind == "reduce_scatter" else outputs)]
+        sizes = [x.nbytes for x in (inputs if KINDS[kind].gives_blocks else outputs)]
         if max(sizes) <= self._direct:
             return False
         # A user's function is folded in rank order only.
         if op is not None and op.function is not None and not self._topology.in_order:
             return False
         blocks_differ = not self._topology.even or len(set(sizes)) > 1
-        return not (blocks_differ and kind in ("reduce_scatter", "all_gather"))
+        return not (blocks_differ and KINDS[kind].has_blocks)
 
     def _all_reduce(self, operation: Operation) -> None:
         x, op = operation.outputs[0], operation.op

@@ -22,6 +22,7 @@ from ..core.group import ProcessGroup
 from ..core.monitor import Wait
 from ..core.operands import Array
 from ..core.operation import Call, Operation
+from ..core.operations import KINDS, NO_ARRAY
 from ..core.processes import Member, dead_among
 from ..core.recorder import GroupRecorder
 from ..core.reduce_op import ReduceOp
@@ -312,7 +313,7 @@ class ShmBackend(Backend):
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         kind, outputs, inputs, op, _, parts = operation
-        if kind in _MEETINGS:
+        if KINDS[kind].form == NO_ARRAY:
             return self._plan(reductions.barrier, None, signature.encode(kind), timeout=timeout)
         pieces = max(1, self.gate.size - 1) if kind == "reduce_scatter" else 1
         what = self.what(kind, (outputs or inputs)[0].dtype, op, pieces=pieces, parts=parts)
@@ -382,7 +383,6 @@ class ShmBackend(Backend):
         self.stop()  # the segment is the parent's
 
 
-_MEETINGS = ("barrier", "monitored_barrier", "refused")
 _ENTRIES: dict[str, tuple[Entry, Callable[[Operation], tuple[Any, ...]]]] = {
     "all_reduce": (reductions.all_reduce, lambda o: (o.outputs[0], o.op)),
     "reduce": (reductions.reduce, lambda o: (o.outputs[0], o.inputs[0], o.op, o.root)),

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from fastcoll.core.operations import KINDS, NATIVE, WITH_ARRAYS
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.plan import Plan
 from fastcoll.net.tcp.plans.shape import Limits, Shape
 from net.simulate import check_tables, joined, reads, require, rubbish, simulate
 
 Builder = Callable[[Shape], Plan]
-REDUCTIONS = ("all_reduce", "reduce", "scan", "exscan", "reduce_scatter")
-MOVES = ("broadcast", "all_gather", "gather", "scatter", "all_to_all")
-OPERATIONS = (*REDUCTIONS, *MOVES)
-ROOTED = ("reduce", "broadcast", "gather", "scatter")
+OPERATIONS = tuple(name for name in KINDS if name in NATIVE & WITH_ARRAYS)
+REDUCTIONS = tuple(name for name in OPERATIONS if KINDS[name].reduces)
+ROOTED = tuple(name for name in OPERATIONS if KINDS[name].root)
+WITH_BLOCKS = tuple(name for name in OPERATIONS if KINDS[name].has_blocks)
 LIMITS = Limits(payload=16, segment=24, at_once=1 << 20, peers=3)
 ONE_PASS, IN_ORDER, ANY_ORDER = range(3)  # what an algorithm promises of a reduction
 

@@ -9,12 +9,21 @@ from fastcoll.net.tcp.plans import direct
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.choose import ALGORITHMS, EXCHANGED, cheapest, chosen, plan_for
 from fastcoll.net.tcp.plans.shape import MEET_RANKS, Limits, Shape, default_limits
-from net.plan_cases import ANY_ORDER, IN_ORDER, LIMITS, ONE_PASS, OPERATIONS, REDUCTIONS, ROOTED, Case, check
+from net.plan_cases import (
+    ANY_ORDER,
+    IN_ORDER,
+    LIMITS,
+    ONE_PASS,
+    OPERATIONS,
+    REDUCTIONS,
+    ROOTED,
+    WITH_BLOCKS,
+    Case,
+    check,
+)
 
 COUNTS = (0, 1, 4, 7, 40, 131)  # items; 4 are attached, from 7 on they travel, 131 in segments
 MANY = Limits(payload=0, segment=256, at_once=1 << 14, peers=5)
-UNEVEN = ("reduce_scatter", "all_gather", "gather", "scatter")
-PARTS = (*UNEVEN, "all_to_all")
 
 
 def roots(operation, size):
@@ -42,12 +51,12 @@ def test_few_ranks(operation, size):
 def test_many_ranks(operation, size, ordered):
     free = operation in REDUCTIONS and not ordered
     promise = ANY_ORDER if free else IN_ORDER if operation in REDUCTIONS else ONE_PASS
-    for count in (1, 3 if operation in PARTS else 100):
+    for count in (1, 3 if operation in WITH_BLOCKS else 100):
         case = Case(operation, size, count, root=size // 3, limits=MANY, flags={"ordered": ordered})
         check(case, plan_for, promise)
 
 
-@pytest.mark.parametrize("operation", PARTS)
+@pytest.mark.parametrize("operation", WITH_BLOCKS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 17])
 def test_sizes_that_differ(operation, size):
     """By rank, or by pair, of which some attach and others do not."""

@@ -6,7 +6,7 @@ import pytest
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.choose import ALGORITHMS, Cost, cost
 from fastcoll.net.tcp.plans.shape import Limits
-from net.plan_cases import Case
+from net.plan_cases import WITH_BLOCKS, Case
 
 WIDE = Limits(payload=0, segment=1 << 40, at_once=1 << 50, peers=16)
 ALL = [(operation, name) for operation, found in ALGORITHMS.items() for name in found]
@@ -53,7 +53,7 @@ def test_a_formula_counts_what_the_plans_do(operation, name, size):
     case = Case(
         operation,
         size,
-        count // size if parts(operation) else count,
+        count // size if operation in WITH_BLOCKS else count,
         limits=WIDE,
         root=1,
         flags={"ordered": "ordered" in name},
@@ -67,7 +67,3 @@ def test_a_formula_counts_what_the_plans_do(operation, name, size):
     # Small beside the rest, and a little different: blocks that go over the end of the circle are two messages.
     assert counted.messages == pytest.approx(predicted.messages, rel=0.4, abs=2)
     assert counted.touched == pytest.approx(predicted.touched, rel=0.1, abs=2 * 4 * count / size)
-
-
-def parts(operation):
-    return operation in ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")

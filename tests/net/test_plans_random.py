@@ -5,9 +5,7 @@ from hypothesis import strategies as st
 
 from fastcoll.net.tcp.plans.choose import plan_for
 from fastcoll.net.tcp.plans.shape import Limits
-from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, Case, check
-
-UNEVEN = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
+from net.plan_cases import ANY_ORDER, IN_ORDER, ONE_PASS, OPERATIONS, REDUCTIONS, WITH_BLOCKS, Case, check
 
 
 @st.composite
@@ -21,7 +19,7 @@ def calls(draw):
     size = draw(st.integers(1, 18))
     counts = st.integers(0, 40)
     sizes = draw(counts)
-    if operation in UNEVEN and draw(st.booleans()):
+    if operation in WITH_BLOCKS and draw(st.booleans()):
         row = st.lists(counts, min_size=size, max_size=size)
         sizes = draw(st.lists(row, min_size=size, max_size=size) if operation == "all_to_all" else row)
     return Case(

@@ -26,6 +26,7 @@ from ...core.group import ProcessGroup
 from ...core.monitor import Wait
 from ...core.operands import Array, is_plain
 from ...core.operation import Call, Operation
+from ...core.operations import KINDS
 from ...core.processes import Member
 from ...core.recorder import GroupRecorder
 from ...core.reduce_op import ReduceOp
@@ -51,9 +52,6 @@ _MOST_PREPARED = 1024
 _NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
 _LITTLE = 4 << 10  # bytes of an array that goes with the meeting to all ranks, though it is for one
 _NO_LIMITS = Limits(0, 0)
-_VECTORS = frozenset(
-    "reduce_scatter all_gather gather scatter all_to_all".split()
-)  # whose blocks must be near
 
 
 class MpiBackend(Backend):
@@ -160,7 +158,8 @@ class MpiBackend(Backend):
         most = -1 if on_gpu else self._most_attached.get(kind, -1)
         fits = bool(gives) and gives[0][1] <= most
         attached = gives[0] if fits and (kind != "broadcast" or self.gate.rank == root) else (0, 0)
-        near = kind not in _VECTORS or on_gpu or (are_near(takes) and are_near(gives))
+        has_blocks = KINDS[kind].has_blocks
+        near = not has_blocks or on_gpu or (are_near(takes) and are_near(gives))
         able = op is None or how is not None  # which a GPU may not be
 
         def call() -> bool:
@@ -173,7 +172,7 @@ class MpiBackend(Backend):
                 self._moving = True
                 reach("mpi.OPERATION.after_meeting", kind)
                 done = bool(self._meeting[c.NEAR]) or not on_gpu
-                if fits and (kind not in _VECTORS or self._meeting.rows[:, c.ROW_SHAPE].max() <= most):
+                if fits and (not has_blocks or self._meeting.rows[:, c.ROW_SHAPE].max() <= most):
                     execution.run_attached(ready, self._meeting.attached)
                 elif done:
                     execution.run(ready, bool(self._meeting[c.NEAR]), operation)

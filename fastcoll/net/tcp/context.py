@@ -8,6 +8,7 @@ import numpy as np
 
 from ...core import signature
 from ...core.operands import Array
+from ...core.operations import KINDS
 from ...kernels import waiting
 from ...kernels.primitives import address_of
 from . import engine_layout as w
@@ -17,8 +18,6 @@ from .plans import plan as t
 from .plans.circulant import combine_headers, gather_headers, known_before
 from .plans.shape import HEADER_BYTES, MEET_RANKS, Limits, Shape, sizes_of
 
-_LOOSE = frozenset({"broadcast", "reduce"})
-_WHOLE = {"all_gather": 0, "reduce_scatter": 1}
 BUDGET = 50_000_000  # ns that the engine may work before Python looks at signals, deadlines and peers
 
 
@@ -60,10 +59,12 @@ class Prepared:
         self._words[[w.REDUCER, w.CODE, w.ITEMSIZE]] = *reducer, call_shape.itemsize
         self._words[w.ATTACHED] = address_of(attached)
         self._words[w.BALANCE] = signature.balance(call_shape.rank, gives, takes)
-        loose = call_shape.operation in _LOOSE and len(table) > 0 == len(moves)
+        kind = KINDS[call_shape.operation]
+        loose = bool(kind.root) and not kind.has_blocks and len(table) > 0 == len(moves)
         self._words[w.LOOSE] = loose and (call_shape.size == 2 or not attached.any())
         self._words[w.MOVES] = len(moves) > 0
-        self._words[w.WHOLE] = _WHOLE.get(call_shape.operation, -1)
+        is_whole = kind.has_blocks and not kind.is_by_pair  # all blocks may be parts of one array
+        self._words[w.WHOLE] = (0 if kind.takes_blocks else 1) if is_whole else -1
         self._words[w.PART] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self.address = address_of(self._words)
 

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from ....core.operations import KINDS, ONE_TO_ONE
 from . import binomial as trees
 from . import circulant, direct, doubling, ring
 from .direct import attached, exchange
@@ -175,7 +176,7 @@ def plan_for(shape: Shape) -> Plan:
     name = chosen(shape)
     if name == "nothing":
         return nothing(shape)
-    if name == "attached" or (name == "alone" and shape.operation not in _BY_PAIR):
+    if name == "attached" or (name == "alone" and not KINDS[shape.operation].is_by_pair):
         return attached(shape)  # of which one rank copies its own contribution
     return ALGORITHMS[shape.operation]["direct" if name == "alone" else name][0](shape)
 
@@ -188,12 +189,13 @@ def chosen(shape: Shape) -> str:
         return "attached"
     if shape.size == 1:
         return "alone"
-    if shape.operation not in _BY_PAIR and max(shape.nbytes) <= shape.limits.payload:
+    kind = KINDS[shape.operation]
+    if not kind.is_by_pair and max(shape.nbytes) <= shape.limits.payload:
         return "attached"
     if shape.size == 2:
         exchanged = shape.operation == "all_reduce" and shape.total <= EXCHANGED
-        return "recursive doubling" if exchanged else "whole" if shape.operation in _WHOLE else "direct"
-    many = shape.size > MEET_RANKS and shape.operation not in _BY_PAIR
+        return "recursive doubling" if exchanged else "whole" if kind.form == ONE_TO_ONE else "direct"
+    many = shape.size > MEET_RANKS and not kind.is_by_pair
     return cheapest(shape) if many else "direct"
 
 
@@ -219,8 +221,6 @@ def nothing(shape: Shape) -> Plan:
     return Rows().plan()
 
 
-_BY_PAIR = frozenset({"gather", "scatter", "all_to_all"})
-_WHOLE = frozenset({"reduce", "scan", "exscan"})
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "all_reduce": {
         "recursive doubling": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+from ....core.operations import BLOCKS_TO_BLOCKS, KINDS
 from ....core.partition import Segments, Span
 from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Place
 
@@ -37,7 +38,7 @@ class Shape(NamedTuple):
     """One rank's view of a call.
 
     Attributes:
-        operation: a name of signature.OPERATIONS, from all_reduce to barrier.
+        operation: a kind of core/operations.py that every backend carries out.
         size, rank: of the group.
         nbytes: all_reduce, reduce, scan, exscan, broadcast: (bytes of the array,); reduce_scatter: of each block;
             all_gather: of each out; gather and scatter: of each out or block on the root, (bytes of the own
@@ -109,9 +110,9 @@ def array(index: int) -> int:
 
 def sized(kind: str, outputs: Sequence[X], inputs: Sequence[X]) -> Sequence[X]:
     """Of the arrays of a call (core/operation.py), those whose sizes `Shape.nbytes` has."""
-    if kind == "all_to_all":
+    if KINDS[kind].form == BLOCKS_TO_BLOCKS:
         return (*outputs, *inputs)
-    return outputs or inputs if kind in ("all_gather", "gather") else inputs or outputs
+    return outputs or inputs if KINDS[kind].takes_blocks else inputs or outputs
 
 
 class Sizes(NamedTuple):
@@ -129,18 +130,19 @@ def sizes_of(call: Shape) -> Sizes:
     """The sizes of a call."""
     n, rank, nbytes = call.size, call.rank, call.nbytes
     nothing = (0,) * n
-    if call.operation == "reduce_scatter":
-        shape = sum(nbytes) if len(set(nbytes)) == 1 else MIXED
-        return Sizes(shape, nbytes, (nbytes[rank],) * n)
-    if call.operation == "all_gather":
-        return Sizes(nbytes[rank], (nbytes[rank],) * n, nbytes)
-    if call.operation == "all_to_all":
+    kind = KINDS[call.operation]
+    if not kind.has_blocks:
+        return Sizes(call.total, nothing, nothing)
+    if kind.form == BLOCKS_TO_BLOCKS:
         return Sizes(sum(nbytes[n:]), nbytes[n:], nbytes[:n])
-    if call.operation in ("gather", "scatter"):
+    if kind.root:
         all_of_root = nbytes if call.is_root else nothing
         own = nbytes[rank if call.is_root else 0]
         with_root = tuple(own if r == call.root else 0 for r in range(n))
-        if call.operation == "gather":
+        if kind.takes_blocks:
             return Sizes(own, with_root, all_of_root)
         return Sizes(sum(all_of_root), all_of_root, with_root)
-    return Sizes(call.total, nothing, nothing)
+    if kind.takes_blocks:
+        return Sizes(nbytes[rank], (nbytes[rank],) * n, nbytes)
+    shape = sum(nbytes) if len(set(nbytes)) == 1 else MIXED
+    return Sizes(shape, nbytes, (nbytes[rank],) * n)
