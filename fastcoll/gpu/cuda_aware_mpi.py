@@ -23,6 +23,7 @@ import numpy as np
 from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operation import Call, Operation
+from ..core.operations import KINDS
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..interop.arrays import Adopted, Array
@@ -90,7 +91,7 @@ class MpiCarrier(StagedCarrier):
         kind, inputs, op = operation.kind, operation.inputs, operation.op
         memory, turn = self._memory, self._memory.turn
         by = op if auto.has_kernels() else plain  # without kernels nothing is scaled, and nothing reduced
-        if kind.endswith("_coalesced") or (kind == "all_reduce" and plain is not op):
+        if KINDS[kind].made_of or (kind == "all_reduce" and plain is not op):
             one, finish = turn.as_one(operation._replace(op=by), self._group.size)
             memory.settle()
             done = bool(self._direct.plan(one._replace(op=plain))())

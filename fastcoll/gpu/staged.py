@@ -32,6 +32,7 @@ from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operands import scaled
 from ..core.operation import Call, Operation
+from ..core.operations import KINDS
 from ..core.partition import Span, segments
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
@@ -49,7 +50,6 @@ SEGMENT = 4 << 20
 """Bytes of a segment; smaller arrays go in one piece. The copy of 4 MiB over PCIe takes some 0.2 ms, many times what
 starting it takes; not measured on hardware."""
 _BUFFERS = 3
-_IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast")
 
 
 class StagedCarrier(DeviceCarrier):
@@ -73,9 +73,9 @@ class StagedCarrier(DeviceCarrier):
             down, up = (ins, ()) if rank == root else ((), outs)
         elif (kind == "reduce" and rank != root) or (kind == "exscan" and rank == 0):
             up = ()
-        if kind in (*_IN_PLACE, "reduce") and _bytes(ins) > SEGMENT:
+        if (KINDS[kind].is_in_place or kind == "reduce") and _bytes(ins) > SEGMENT:
             return self._in_segments(operation._replace(op=plain), down, up, op)
-        in_place = kind in _IN_PLACE or (outs != () and up == ())
+        in_place = KINDS[kind].is_in_place or (outs != () and up == ())
         arrays = ins if in_place else (*ins, *outs)
         marks = self.transit.mark(arrays)
 
@@ -112,7 +112,7 @@ class StagedCarrier(DeviceCarrier):
 
     def _in_segments(self, operation: Operation, down: Arrays, up: Arrays, op: ReduceOp | None) -> Call:
         """A call whose arrays come down and go up one after the other, as one; `op` before its inputs are scaled."""
-        kind = operation.kind.removesuffix("_coalesced")
+        kind = KINDS[operation.kind].made_of or operation.kind
         arrays = operation.inputs
         said = Compared.of(operation, self._group.size)
         marks = self.transit.mark((*arrays, *operation.outputs))

@@ -28,6 +28,7 @@ from ..core import signature
 from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Operation
+from ..core.operations import BLOCKS_TO_BLOCKS, KINDS
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
 from ..interop.arrays import Adopted
@@ -54,20 +55,21 @@ class Compared(NamedTuple):
         """An operation's, in a group of some size."""
         kind, outs, ins, op, root, parts = operation
         given, taken, absent = sizes_of(ins), sizes_of(outs), (-1,) * size
-        if kind.endswith("_coalesced"):
+        coalesced = KINDS[kind].made_of
+        if coalesced:
             parts = parts or tuple(x.size for x in ins)
-        kind = kind.removesuffix("_coalesced")
+            kind = coalesced
+        of = KINDS[kind]
         word = _word(kind, (outs or ins)[0].dtype, parts) | root << signature.ROOT_SHIFT
         word |= (0 if op is None else op.code) << signature.OP_SHIFT
-        if kind == "all_gather":
-            return cls(word, 0, (sum(given),) * size, tuple(sum(taken[r::size]) for r in range(size)))
-        if kind == "gather":
-            return cls(word, 0, tuple(given[0] if r == root else -1 for r in range(size)), taken or absent)
-        if kind == "scatter":
-            return cls(word, 0, given or absent, tuple(taken[0] if r == root else -1 for r in range(size)))
-        if kind == "all_to_all":
+        if of.form == BLOCKS_TO_BLOCKS:
             return cls(word, 0, given, taken)
-        coalesced = operation.kind == "all_reduce_coalesced"
+        if of.takes_blocks and not of.root:
+            return cls(word, 0, (sum(given),) * size, tuple(sum(taken[r::size]) for r in range(size)))
+        if of.takes_blocks:
+            return cls(word, 0, tuple(given[0] if r == root else -1 for r in range(size)), taken or absent)
+        if of.root and of.gives_blocks:
+            return cls(word, 0, given or absent, tuple(taken[0] if r == root else -1 for r in range(size)))
         return cls(word, sum(given) if coalesced else signature.shape_of(given))
 
 
@@ -136,8 +138,8 @@ class Turn:
         flat = self.scaled(ins[0] if len(ins) == 1 else self.copied(ins), op)
         lists = [outs] if op is not None else [outs[rank::size] for rank in range(size)]
         flats = (flat,) if op is not None else tuple(map(self.scratch_like, lists))
-        if kind.endswith("_coalesced"):
-            kind, sizes = kind.removesuffix("_coalesced"), sizes or tuple(x.size for x in ins)
+        if KINDS[kind].made_of:
+            kind, sizes = KINDS[kind].made_of, sizes or tuple(x.size for x in ins)
 
         def finish() -> None:
             for one, xs in zip(flats, lists, strict=True):

@@ -23,6 +23,7 @@ from ...core.backend import DeviceCarrier
 from ...core.group import ProcessGroup
 from ...core.operands import scaled
 from ...core.operation import Call, Operation
+from ...core.operations import KINDS
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, UnavailableError
 from ...kernels.cuda import page as at
 from ...kernels.cuda.reducers import cuda_reducer
@@ -49,7 +50,7 @@ class _Facts:
     """What a schedule is made of: bytes of an operation's arrays, and who takes part."""
 
     def __init__(self, operation: Operation, rank: int, size: int) -> None:
-        self.kind = operation.kind.removesuffix("_coalesced")
+        self.kind = KINDS[operation.kind].made_of or operation.kind
         self.rank, self.size, self.root = rank, size, operation.root
         self.itemsize: int = (operation.outputs or operation.inputs)[0].dtype.itemsize
         self.given, self.taken = sizes_of(operation.inputs), sizes_of(operation.outputs)
@@ -233,7 +234,7 @@ class IpcCall(QueuedCall):
         shared, finish = self._ipc.shared, None
         assert shared is not None
         _, outs, ins, op, _, _ = operation = self._operation
-        if operation.kind.endswith("_coalesced"):
+        if KINDS[operation.kind].made_of:
             (_, outs, ins, *_), finish = turn.as_one(operation, self._facts.size)
         else:
             ins = tuple(turn.apart([turn.scaled(x, op) for x in ins], outs, self._facts.rank))

@@ -21,6 +21,7 @@ import numpy as np
 from ...core import signature
 from ...core.group import ProcessGroup
 from ...core.operation import Call, Operation
+from ...core.operations import KINDS
 from ...errors import AbortedError, GroupError, MismatchError
 from ..device_array import DeviceArray
 from ..stream_work import Own
@@ -31,7 +32,6 @@ from .communicator import Communicator, Patience, Seat, check_seats
 from .messages import NcclMessages
 
 _MOST_KINDS = 10_000
-_ALL_KNOW_SIZES = ("all_gather", "all_gather_coalesced", "all_reduce_coalesced")
 
 
 def _all_reduce_each(moves: Moves, o: Operation, how: Any) -> None:
@@ -96,9 +96,10 @@ class NcclCarrier(StreamCarrier):
     def compare(self, operation: Operation, said: Compared) -> None:
         """Compare the ranks' calls, if this one is the first of its kind; blocks then. MismatchError on all ranks."""
         self._compared += 1
-        sizes = sizes_of(operation.outputs) if operation.kind in _ALL_KNOW_SIZES else ()
-        kind = (said.call, said.shape, *sizes)
-        if kind in self._kinds:
+        kind = KINDS[operation.kind]
+        all_know_sizes = kind.made_of or (kind.takes_blocks and not kind.is_by_pair)
+        seen = (said.call, said.shape, *(sizes_of(operation.outputs) if all_know_sizes else ()))
+        if seen in self._kinds:
             return
         group = self.group
         balance = signature.balance(group.rank, said.gives, said.takes)
@@ -117,7 +118,7 @@ class NcclCarrier(StreamCarrier):
             each = [(gives.tolist(), takes.tolist()) for gives, takes in tables]
             raise self._mismatch(signature.describe_mismatch(heads, group.ranks, lambda: each))
         if len(self._kinds) < _MOST_KINDS:  # the same on all ranks
-            self._kinds.add(kind)
+            self._kinds.add(seen)
 
     def _mismatch(self, text: str) -> MismatchError:
         return signature.mismatch(text, self._compared, f"{self.group.name} on GPUs")
