@@ -57,7 +57,8 @@ from ..api.p2p import waitany
 from ..core import signature
 from ..core.group import ProcessGroup
 from ..core.operands import LARGEST_TAG, Array
-from ..core.operations import OPERATIONS
+from ..core.operations import KINDS, METHODS, NATIVE, NO_ARRAY, OPERATIONS
+from ..core.operations import call as call_method
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, CUSTOM, MAX, MIN, NAMES, PREMUL_SUM, PRODUCT, SUM, ReduceOp
 from ..core.status import LATER
 from ..core.work import Work
@@ -362,6 +363,24 @@ class _Asked:
         return None if self.peer == ANY else self.peer
 
 
+def _collective(method: str) -> Callable[[ProcessGroup, _Asked], Any]:
+    """How a group's method of a collective operation is called, where all blocks are one array."""
+    kind = KINDS[METHODS[method]]
+
+    def call(group: ProcessGroup, asked: _Asked) -> Any:
+        if kind.form == NO_ARRAY:
+            return call_method(group, method, None, None, None, None)
+        op = asked.op if kind.reduces else None
+        if not kind.has_blocks:
+            return call_method(group, method, asked.x, None, asked.peer, op)
+        here = asked.is_root or not kind.root  # only the root has blocks
+        out = asked.out if not kind.takes_blocks else asked.outs if here else None
+        given = asked.x if not kind.gives_blocks else asked.blocks if here else None
+        return call_method(group, method, out, given, asked.peer, op)
+
+    return call
+
+
 _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
     0: ("", lambda g, a: None),
     d.SPLIT: ("all_to_all", lambda g, a: g.all_to_all(*a.split)),
@@ -370,20 +389,9 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
     d.POST_SEND: ("isend", lambda g, a: handles.post(g.isend(a.held, a.peer, a.tag))),
     d.POST_RECV: ("irecv", lambda g, a: _post_receive(g, a)),
 } | {
-    signature.code_of(name): (name, method)
-    for name, method in {
-        "all_reduce": lambda g, a: g.all_reduce(a.x, a.op),
-        "reduce": lambda g, a: g.reduce(a.x, a.peer, a.op),
-        "scan": lambda g, a: g.scan(a.x, a.op),
-        "exscan": lambda g, a: g.exscan(a.x, a.op),
-        "broadcast": lambda g, a: g.broadcast(a.x, a.peer),
-        "all_gather": lambda g, a: g.all_gather_single(a.outs, a.x),
-        "gather": lambda g, a: g.gather_single(a.x, a.outs if a.is_root else None, a.peer),
-        "reduce_scatter": lambda g, a: g.reduce_scatter_single(a.out, a.blocks, a.op),
-        "scatter": lambda g, a: g.scatter_single(a.out, a.blocks if a.is_root else None, a.peer),
-        "all_to_all": lambda g, a: g.all_to_all_single(a.outs, a.blocks),
-        "barrier": lambda g, a: g.barrier(),
-    }.items()
+    signature.code_of(name): (name, _collective(method))
+    for method, name in METHODS.items()
+    if name in NATIVE and (method != name or not KINDS[name].has_blocks)
 }
 """How a group's method is called for an operation."""
 
@@ -411,16 +419,9 @@ def _refuse(group: ProcessGroup, asked: _Asked) -> None:
 
 _METHODS[signature.REFUSED] = "", _refuse
 
-_ROOTED = {
-    "broadcast": "src",
-    "scatter": "src",
-    "reduce": "dst",
-    "gather": "dst",
-    "send": "dst",
-    "recv": "src",
-    "isend": "dst",
-    "irecv": "src",
-}
+_ROOTS = {name: kind.root for name, kind in KINDS.items()} | {
+    "send": "dst", "recv": "src", "isend": "dst", "irecv": "src",
+}  # fmt: skip
 
 
 def _group_of(question: _Question, number: int) -> ProcessGroup | None:
@@ -444,7 +445,7 @@ def _answer(address: int) -> int:
     if group is None:
         raise NotInitializedError(f"{name or 'get_rank'}: the group was destroyed; make a new one")
     if question.peer >= FOREIGN // 2:  # which raises
-        group_rank(group, _ROOTED[name], question.peer - FOREIGN, None)
+        group_rank(group, _ROOTS[name], question.peer - FOREIGN, None)
     asked, ways = _Asked(question, group), group.backend.ways
     if question.code != LATER and ways is not None:
         return ways.go_on(question.code, question.op, question[2:7], lambda: asked.x)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core import operations
 from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operands import ANY_TAG, JAX_TAGS, wildcard_of
@@ -108,22 +109,29 @@ def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> 
     sent.wait()
 
 
+def _collective(name: str, linear: bool = True) -> Kind:
+    """The properties of a collective operation, where all blocks are one array with a row for each rank."""
+    kind = operations.KINDS[name]
+    method = f"{name}_single" if kind.has_blocks else name
+    rows = kind.gives_blocks, kind.takes_blocks
+
+    def run(group: ProcessGroup, site: Site, ins: list[Array], out: Any) -> object:
+        root = site.src if kind.root == "src" else site.dst
+        return operations.call(group, method, out, ins[0] if ins else None, root, site.op)
+
+    def shape(given: Shape, size: int) -> Shape:
+        rest = given[1:] if rows[0] else given
+        return (size, *rest) if rows[1] else rest
+
+    return Kind(run, shape, rows, APART if kind.has_blocks else IN_PLACE, linear=linear)
+
+
 # fmt: off
 KINDS = {
-    "all_reduce": Kind(lambda g, s, ins, out: g.all_reduce(out, s.op), form=IN_PLACE, linear=True),
-    "reduce": Kind(lambda g, s, ins, out: g.reduce(out, s.dst, s.op), form=IN_PLACE),
-    "scan": Kind(lambda g, s, ins, out: g.scan(out, s.op), form=IN_PLACE, linear=True),
-    "broadcast": Kind(lambda g, s, ins, out: g.broadcast(out, s.src), form=IN_PLACE, linear=True),
-    "all_gather": Kind(lambda g, s, ins, out: g.all_gather_single(out, ins[0]),
-                       lambda shape, size: (size, *shape), (False, True), APART, linear=True),
-    "gather": Kind(lambda g, s, ins, out: g.gather_single(ins[0], out, s.dst),
-                   lambda shape, size: (size, *shape), (False, True), APART, linear=True),
-    "scatter": Kind(lambda g, s, ins, out: g.scatter_single(out, ins[0], s.src),
-                    lambda shape, size: shape[1:], (True, False), APART, linear=True),
-    "reduce_scatter": Kind(lambda g, s, ins, out: g.reduce_scatter_single(out, ins[0], s.op),
-                           lambda shape, size: shape[1:], (True, False), APART, linear=True),
-    "all_to_all": Kind(lambda g, s, ins, out: g.all_to_all_single(out, ins[0]),
-                       rows=(True, True), form=APART, linear=True),
+    "all_reduce": _collective("all_reduce"),
+    "reduce": _collective("reduce", linear=False),
+    **{name: _collective(name) for name in (
+        "scan", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")},
     "send": Kind(lambda g, s, ins, out: g.send_apart(ins[0], s.dst, own_tag(s.tag)), None,
                  form=GIVEN, is_message=True),
     "recv": Kind(_recv, form=TAKEN, is_message=True),

@@ -22,6 +22,8 @@ from torch._inductor.fx_passes.reinplace import InplaceableOp, inplaceable_ops
 from ..api import collectives, multigpu, objects, p2p
 from ..api.groups import NonMember, group_rank, groups
 from ..core.group import ProcessGroup
+from ..core.operations import IN_PLACE, KINDS, LIST_IN_PLACE, METHODS, ONE_TO_ONE
+from ..core.operations import call as call_method
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import UnavailableError, UsageError
@@ -36,30 +38,37 @@ def _splits(n: Sequence[int]) -> Sequence[Any]:
     return (n[:half], n[half:]) if n else (None, None)
 
 
+def _collective(method: str) -> _Call:
+    """What the operator of a collective operation does; where there is no root's tensor it gives None."""
+    kind, is_list = KINDS[METHODS[method]], not method.endswith("_single")
+
+    def call(g: ProcessGroup, outs: Any, given: Any, op: Any, n: Any) -> object:
+        if kind.has_blocks:
+            out = (outs or None) if is_list and kind.takes_blocks else (outs or [None])[0]
+            x = (given or None) if is_list and kind.gives_blocks else (given or [None])[0]
+        else:
+            xs, x = outs or given, None
+            is_tree = kind.form == LIST_IN_PLACE or (kind.form == IN_PLACE and len(xs) > 1)
+            out = xs if is_tree else xs[0]
+        return call_method(g, method, out, x, n[0] if kind.root else None, op)
+
+    return call
+
+
 # What each operator does with the tensors that it writes into, those that it reads, a ReduceOp and numbers: a root, a
 # peer and a tag, or the sizes of parts.
 _CALLS: dict[str, _Call] = {
-    "all_reduce": lambda g, outs, given, op, n: g.all_reduce(outs[0] if len(outs) == 1 else outs, op),
-    "all_reduce_coalesced": lambda g, outs, given, op, n: g.all_reduce_coalesced(outs, op),
-    "broadcast": lambda g, outs, given, op, n: g.broadcast(outs[0] if len(outs) == 1 else outs, n[0]),
-    "reduce": lambda g, outs, given, op, n: g.reduce((outs or given)[0], n[0], op),
-    "scan": lambda g, outs, given, op, n: g.scan(outs[0], op),
-    "exscan": lambda g, outs, given, op, n: g.exscan(outs[0], op),
-    "all_gather": lambda g, outs, given, op, n: g.all_gather(outs, given[0]),
-    "all_gather_single": lambda g, outs, given, op, n: g.all_gather_single(outs[0], given[0]),
-    "gather": lambda g, outs, given, op, n: g.gather(given[0], outs or None, n[0]),
-    "gather_single": lambda g, outs, given, op, n: g.gather_single(given[0], (outs or [None])[0], n[0]),
-    "scatter": lambda g, outs, given, op, n: g.scatter(outs[0], given or None, n[0]),
-    "scatter_single": lambda g, outs, given, op, n: g.scatter_single(outs[0], (given or [None])[0], n[0]),
-    "reduce_scatter": lambda g, outs, given, op, n: g.reduce_scatter(outs[0], given, op),
-    "reduce_scatter_single": lambda g, outs, given, op, n: g.reduce_scatter_single(outs[0], given[0], op),
-    "all_to_all": lambda g, outs, given, op, n: g.all_to_all(outs, given),
+    method: _collective(method)
+    for method in METHODS
+    if method not in ("all_gather_coalesced", "monitored_barrier")  # which end a graph
+} | {
     "all_to_all_single": lambda g, outs, given, op, n: g.all_to_all_single(outs[0], given[0], *_splits(n)),
     "send": lambda g, outs, given, op, n: g.send(given[0], n[0], n[1]),
     "recv": lambda g, outs, given, op, n: g.recv(outs[0], n[0], n[1]),
-    "barrier": lambda g, outs, given, op, n: g.barrier(),
 }
-_IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "scan", "exscan")
+_IN_PLACE = frozenset(
+    method for method, kind in METHODS.items() if KINDS[kind].form in (IN_PLACE, LIST_IN_PLACE, ONE_TO_ONE)
+)
 _SCHEMA = "(Tensor[] outs, Tensor[] given, str op, SymInt[] n, str group) -> Tensor[]"
 
 _SCHEMA_IN_PLACE = _SCHEMA.replace("Tensor[] outs", "Tensor(a!)[] outs").replace("-> Tensor[]", "-> ()")
