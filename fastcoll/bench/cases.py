@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.operations import KINDS, NO_ARRAY
 from ..errors import UsageError
 from ..interop.dtypes import parse_dtype
 
@@ -39,17 +40,22 @@ class Shape(NamedTuple):
         return self.rounds * (ranks - 1) / ranks if self.rounds else 1.0
 
 
+def _shape_of(operation: str, rounds: int) -> Shape:
+    kind = KINDS[operation]
+    return Shape(rounds, kind.has_blocks, kind.reduces, bool(kind.root), kind.form != NO_ARRAY)
+
+
 SHAPES: dict[str, Shape] = {
-    "all_reduce": Shape(2, reduces=True),
-    "reduce": Shape(0, reduces=True, rooted=True),
-    "reduce_scatter": Shape(1, per_rank=True, reduces=True),
-    "broadcast": Shape(0, rooted=True),
-    "all_gather": Shape(1, per_rank=True),
-    "gather": Shape(1, per_rank=True, rooted=True),
-    "scatter": Shape(1, per_rank=True, rooted=True),
-    "all_to_all": Shape(1, per_rank=True),
+    "all_reduce": _shape_of("all_reduce", 2),
+    "reduce": _shape_of("reduce", 0),
+    "reduce_scatter": _shape_of("reduce_scatter", 1),
+    "broadcast": _shape_of("broadcast", 0),
+    "all_gather": _shape_of("all_gather", 1),
+    "gather": _shape_of("gather", 1),
+    "scatter": _shape_of("scatter", 1),
+    "all_to_all": _shape_of("all_to_all", 1),
     "sendrecv": Shape(0),
-    "barrier": Shape(0, moves=False),
+    "barrier": _shape_of("barrier", 0),
     "update_all_reduce": Shape(2, reduces=True),
     "update_symmetric_all_reduce": Shape(2, reduces=True),
 }
