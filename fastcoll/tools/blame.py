@@ -16,10 +16,10 @@ from typing import NamedTuple
 from ..core.record import GroupRecord, Peer, Record
 from .circles import circles
 from .printing import seconds_of
+from .waits import Wait, side, state_of, waits_in
 
 PATIENCE = 0.5
 BUSY = 0.2  # cores: a process that uses more is running, whatever it did when it was looked at
-UNABLE = ("T", "t", "Z", "X")  # states in which a process does nothing
 GONE, LEFT, ELSEWHERE = "gone", "left", "elsewhere"
 _MOST_NAMED = 8
 _SLEEPS = {
@@ -69,33 +69,12 @@ class Rank:
     @property
     def is_able(self) -> bool:
         """Whether its process can go on."""
-        return self.process.state not in UNABLE
-
-    def group(self, like: GroupRecord) -> GroupRecord | None:
-        """This rank's side of a group that another rank has recorded."""
-        same = (each for each in self.record.groups if (each.name, each.members) == (like.name, like.members))
-        return next(same, None)
+        return not state_of(self.process.state).unable
 
 
 Ranks = Mapping[int, Rank]
 Whereabouts = Callable[[Peer], str]
 """Of a member that is not among the ranks: GONE, LEFT (its process lives, in no group), or ELSEWHERE."""
-
-
-class Wait(NamedTuple):
-    """What a rank waits in, for which ranks, and for how long: a call of a group, by its number, or a message (0)."""
-
-    rank: int
-    group: GroupRecord
-    number: int
-    what: str
-    late: frozenset[int]
-    seconds: float
-
-    @property
-    def where(self) -> str:
-        """`all_reduce(float32, 4 elements, op=SUM), call 57 of group WORLD`; of a message what its own words say."""
-        return f"{self.what}, call {self.number} of {_called(self.group)}" if self.number else self.what
 
 
 class Verdict(NamedTuple):
@@ -111,56 +90,30 @@ class Verdict(NamedTuple):
 
 
 def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Wait]:
-    """What each rank is in by now (seconds since 1970), and for whom it waits there."""
-    found = []
+    """What each rank is in by now (seconds since 1970), and for whom it waits there: first messages, then a call."""
+    records, found = {rank.rank: rank.record for rank in ranks.values()}, []
     for rank in ranks.values():
         for group in rank.record.groups:
-            for message in (wait for wait in group.waits if not wait.number):
-                seconds = now - message.since / 1e9
-                found.append(Wait(rank.rank, group, 0, message.doing, frozenset(message.ranks), seconds))
-            if group.under_way is not None:
-                number, since = group.under_way.number, _since(group)
-                late = _late(ranks, group, number, rank.rank, whereabouts)
-                seconds = now - since / 1e9 if since else 0.0
-                found.append(Wait(rank.rank, group, number, _what(ranks, group), late, seconds))
+            for wait in sorted(waits_in(rank.rank, group, records, now), key=lambda wait: wait.number):
+                if not wait.number:
+                    found.append(wait)
+                elif group.under_way is not None:
+                    found.append(wait._replace(late=_late(ranks, wait, whereabouts)))
     return found
 
 
-def _since(group: GroupRecord) -> int:
-    """When the call under way began, or began to wait, in ns; 0: it has not waited."""
-    return min(
-        (each for each in (group.since, *(w.since for w in group.waits if w.number)) if each), default=0
-    )
-
-
-def _what(ranks: Ranks, group: GroupRecord) -> str:
-    """The call under way, by the record of whichever member has published it."""
-    assert group.under_way is not None
-    if not group.under_way.call:
-        for rank in ranks.values():
-            other = rank.group(group)
-            its = other.under_way if other is not None else None
-            if its is not None and its.call and its.number == group.under_way.number:
-                return its.what
-    return group.under_way.what
-
-
-def _late(
-    ranks: Ranks, group: GroupRecord, number: int, mine: int, whereabouts: Whereabouts
-) -> frozenset[int]:
-    """The members whom a call under way waits for."""
-    late, unable = set(), set()
+def _late(ranks: Ranks, wait: Wait, whereabouts: Whereabouts) -> tuple[int, ...]:
+    """The members that a call under way waits for."""
+    group, late, unable = wait.group, {*wait.late}, set()
     for peer in group.members:
         rank = ranks.get(peer.rank)
-        its = rank.group(group) if rank is not None else None
-        if its is None or its.calls < number:
-            late.add(peer.rank)
-        elif rank is not None and not rank.is_able and its.finished < number:
+        its = side(rank.record, group) if rank is not None and not rank.is_able else None
+        if its is not None and its.calls >= wait.number > its.finished:
             unable.add(peer.rank)
     # Of those on other machines nothing is known from here, but what the group's own wait has seen.
-    told = {group.late, *(rank for wait in group.waits for rank in wait.ranks if wait.number)} - {-1}
+    told = {group.late, *(rank for each in group.waits for rank in each.ranks if each.number)} - {-1}
     unknown = {p.rank for p in group.members if p.rank not in ranks and whereabouts(p) == ELSEWHERE}
-    return frozenset((late - unknown or unable or told or unknown) - {mine})
+    return tuple(sorted((late - unknown or unable or told or unknown) - {wait.rank}))
 
 
 def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Verdict]:
@@ -223,7 +176,7 @@ def _by_call(waits: Iterable[Wait]) -> list[list[Wait]]:
 
 def _longest(waits: Sequence[Wait], late: set[int]) -> list[Wait]:
     """The waits for some ranks, in the call where they have lasted the longest."""
-    return max(_by_call(wait for wait in waits if wait.late & late), key=_seconds)
+    return max(_by_call(wait for wait in waits if late.intersection(wait.late)), key=_seconds)
 
 
 def _seconds(held: Sequence[Wait]) -> float:
@@ -240,21 +193,21 @@ def _of_rank(rank: Rank, waits: Sequence[Wait], own: Sequence[Wait]) -> Verdict:
     """
     held, *others = sorted(_by_call(waits), key=_seconds, reverse=True)
     first, who = held[0], f"{_names(held)} waited in for {seconds_of(_seconds(held))}"
-    its, more = rank.group(first.group), []
+    its, more = side(rank.record, first.group), []
     if not first.number:
-        text = f"has not come to the message that {who}: {first.where}"
+        text = f"has not come to the message that {who}: {_where(first)}"
     elif its is None:
         text = f"has left {_called(first.group)}, whose call {first.number}, {first.what}, {who}"
     elif its.calls >= first.number:
-        text = f"holds up {first.where}, that {who}"
+        text = f"holds up {_where(first)}, that {who}"
     else:
-        text = f"has not called {first.where}, that {who}"
+        text = f"has not called {_where(first)}, that {who}"
         if its.ring:
             more = [f"its last call there was {its.ring[-1].what}, call {its.calls}"]
-    more += [f"{_names(o)} waited for it for {seconds_of(_seconds(o))} in {o[0].where}" for o in others]
+    more += [f"{_names(o)} waited for it for {seconds_of(_seconds(o))} in {_where(o[0])}" for o in others]
     state, then = condition(rank.process)
     if own and rank.is_able:
-        state = f"has been in {own[0].where} for {seconds_of(own[0].seconds)}, and nobody is late there"
+        state = f"has been in {_where(own[0])} for {seconds_of(own[0].seconds)}, and nobody is late there"
         then = _SLOW
     return Verdict(f"{rank.where} {text}; it {state}", tuple(more), then, (rank.rank,))
 
@@ -265,12 +218,8 @@ def condition(process: Process) -> tuple[str, str]:
     stack = f"py-spy dump --pid {pid} shows the line"
     if process.dumps:
         stack = f"kill -QUIT {pid} writes the stacks of its threads to FASTCOLL_TRACE_DIR"
-    if process.state == "T":
-        return "is stopped, by SIGSTOP or Ctrl-Z", f"kill -CONT {pid} lets it go on"
-    if process.state == "t":
-        return "is held by a debugger", "continue it there"
-    if process.state in ("Z", "X"):
-        return "has ended, and its parent has not collected it", "look for its last words on stderr"
+    if (state := state_of(process.state)).unable:
+        return state.unable, state.cure.format(pid=pid)
     if process.state == "D":
         return f"waits in the kernel{place}, mostly for a disk or a network file system", stack
     if process.state == "R" or process.cores >= BUSY:
@@ -296,7 +245,9 @@ def _of_unseen(lost: Sequence[Peer], held: Sequence[Wait], where: str) -> Verdic
     who = f"rank {first.rank} (pid {first.pid} on {first.host}) is"
     if len(lost) > 1:
         who = f"{names(peer.rank for peer in lost)} (on {first.host}) are"
-    text = f"{who} missing in {held[0].where}, that {_names(held)} waited in for {seconds_of(_seconds(held))}"
+    text = (
+        f"{who} missing in {_where(held[0])}, that {_names(held)} waited in for {seconds_of(_seconds(held))}"
+    )
     state = f"it {one}" if len(lost) == 1 else f"they {several}"
     return Verdict(f"{text}; {state}", (), then, tuple(peer.rank for peer in lost))
 
@@ -304,14 +255,14 @@ def _of_unseen(lost: Sequence[Peer], held: Sequence[Wait], where: str) -> Verdic
 def _of_circle(circle: Sequence[int], waits: Sequence[Wait]) -> Verdict:
     """Describe ranks that wait for one another in different calls, and the ranks that wait for them."""
     lines = []
-    for held in _by_call(wait for wait in waits if wait.late.intersection(circle)):
+    for held in _by_call(wait for wait in waits if {*circle}.intersection(wait.late)):
         first, theirs = held[0], sorted({rank for wait in held for rank in wait.late})
         missed = (
             f", which {names(theirs)} {'has' if len(theirs) == 1 else 'have'} not called"
             if first.number
             else ""
         )
-        lines.append(f"{_names(held)} waited for {seconds_of(_seconds(held))} in {first.where}{missed}")
+        lines.append(f"{_names(held)} waited for {seconds_of(_seconds(held))} in {_where(first)}{missed}")
     then = "one of them skips a call or makes one too many, or they make their calls in different orders"
     what = "wait for one another" if len(circle) > 1 else "waits for itself"
     return Verdict(f"{names(circle)} {what}", tuple(lines), then, tuple(circle))
@@ -319,8 +270,13 @@ def _of_circle(circle: Sequence[int], waits: Sequence[Wait]) -> Verdict:
 
 def _of_nobody(held: Sequence[Wait]) -> Verdict:
     """All members are in the call and can go on."""
-    text = f"{_names(held)} been in {held[0].where} for {seconds_of(_seconds(held))}, and nobody is late"
+    text = f"{_names(held)} been in {_where(held[0])} for {seconds_of(_seconds(held))}, and nobody is late"
     return Verdict(text, (), _SLOW, ())
+
+
+def _where(wait: Wait) -> str:
+    """`all_reduce(float32, 4 elements, op=SUM), call 57 of group WORLD`; of a message what it says itself."""
+    return f"{wait.what}, call {wait.number} of {_called(wait.group)}" if wait.number else wait.what
 
 
 def _called(group: GroupRecord) -> str:

@@ -10,26 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..core import signature
 from ..core.record import Call, GroupRecord, Peer
 from .dumps import Dump
 from .printing import seconds_of
+from .waits import state_of, stuck_in, waits_in
 
-_STUCK = ("under way", "failed", "mismatch")
-_AFTERWARDS = 4  # calls that ranks make to tell one another of a mismatch, with that call itself
 _MOST_NAMED = 8
-_STATES = {
-    "R": "it was computing",
-    "S": "it was asleep",
-    "D": "it was waiting for a disk",
-    "T": "its process was stopped (SIGSTOP)",
-    "t": "its process was stopped by a debugger",
-}
 
 
-@dataclass(frozen=True)
-class Wait:
+class Edge(NamedTuple):
     """A rank waits for another one; `what` for, and since when, in seconds since 1970 (0: not known)."""
 
     waiter: int
@@ -67,16 +59,6 @@ def _comparable(call: Call) -> tuple[int, int]:
     return (call.call, 0 if call.call & signature.UNEVEN else call.shape)
 
 
-def _stuck(group: GroupRecord) -> Call | None:
-    """The call that a rank is in, or that has failed or did not match."""
-    if group.under_way is not None:
-        return group.under_way
-    for call in group.ring[-_AFTERWARDS:]:
-        if call.state in _STUCK:
-            return call
-    return None
-
-
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
     """The first one of each group that has one; the first one first."""
     names = dict.fromkeys(group.name for dump in dumps for group in dump.record.groups)
@@ -88,7 +70,7 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
     said = {dump.rank: group for dump in dumps if (group := dump.group(name)) is not None}
     members = next(iter(said.values())).members
     rows = {rank: {call.number: call for call in group.ring} for rank, group in said.items()}
-    stuck = {rank: call for rank, group in said.items() if (call := _stuck(group)) is not None}
+    stuck = {rank: call for rank, group in said.items() if (call := stuck_in(group)) is not None}
     for rank, call in stuck.items():  # which may not be published, and then has no row
         rows[rank].setdefault(call.number, call)
     # The first call that is known of several ranks and not the same on all of them.
@@ -133,45 +115,24 @@ def _made(
 # ---- who waits for whom ----------------------------------------------------------------------------------
 
 
-def waits(dumps: Sequence[Dump]) -> list[Wait]:
-    """Who waited for whom when the ranks dumped."""
-    found: dict[tuple[int, int, str], Wait] = {}
-    here = {dump.rank: dump for dump in dumps}
+def waits(dumps: Sequence[Dump]) -> list[Edge]:
+    """Which ranks waited for which when they dumped."""
+    records = {dump.rank: dump.record for dump in dumps}
+    found: dict[tuple[int, int, str], Edge] = {}
     for dump in dumps:
         for group in dump.record.groups:
-            for wait in _of_calls(dump.rank, group, here):
-                found.setdefault((wait.waiter, wait.awaited, wait.what), wait)
-            for message in group.waits:
-                if message.number == 0:
-                    for rank in message.ranks:
-                        wait = Wait(dump.rank, rank, message.doing, message.since / 1e9)
-                        found.setdefault((wait.waiter, wait.awaited, wait.what), wait)
+            for wait in waits_in(dump.rank, group, records, dump.time):
+                what = f"call {wait.number} of {group.name}" if wait.number else wait.what
+                # If all members have begun the call: the one that the backend has seen missing last.
+                last = (group.late,) if wait.number and group.late >= 0 else ()
+                for rank in wait.late or last:
+                    found.setdefault((dump.rank, rank, what), Edge(dump.rank, rank, what, wait.since))
     return list(found.values())
 
 
-def _of_calls(rank: int, group: GroupRecord, here: dict[int, Dump]) -> Iterator[Wait]:
-    call = _stuck(group)
-    if call is None or call.state == "mismatch":
-        return
-    what = f"call {call.number} of {group.name}"
-    late = [
-        peer.rank
-        for peer in group.members
-        if peer.rank != rank
-        and (
-            peer.rank not in here
-            or (other := here[peer.rank].group(group.name)) is None
-            or other.calls < call.number
-        )
-    ]
-    # All have come: whom the backend has seen missing last.
-    for other_rank in late or ([group.late] if group.late >= 0 else []):
-        yield Wait(rank, other_rank, what, (group.since or call.began) / 1e9)
-
-
-def ring(found: Sequence[Wait]) -> list[Wait]:
+def ring(found: Sequence[Edge]) -> list[Edge]:
     """Waits that lead from a rank back to itself, in order; none if there is no such ring."""
-    leads: dict[int, list[Wait]] = {}
+    leads: dict[int, list[Edge]] = {}
     for wait in found:
         leads.setdefault(wait.waiter, []).append(wait)
     for start in sorted(leads):
@@ -260,7 +221,7 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
             if not wait.number
         ]
         if dump.seen_by is not None:
-            elsewhere.append(f"{_STATES.get(dump.state, 'it ran')} when rank {dump.seen_by} looked")
+            elsewhere.append(f"{state_of(dump.state).past} when rank {dump.seen_by} looked")
         place = dump.place()
         at = [f"it is in {place}"] if place and not elsewhere else []
         site = f" (called at {last.site})" if last and last.site else ""
@@ -276,7 +237,7 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
         )
 
 
-def _awaited(known: Sequence[Wait], dumps: Sequence[Dump]) -> Iterator[str]:
+def _awaited(known: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
     """No calls differ, but ranks wait, as for messages: who for whom, those first who wait for nobody themselves."""
     waiting = {wait.waiter for wait in known}
     here = {dump.rank: dump for dump in dumps}

@@ -27,15 +27,14 @@ from .blame import (
     Process,
     Rank,
     Verdict,
-    Wait,
     explain,
     waits_of,
 )
 from .printing import Printer, counted, seconds_of
+from .waits import Wait, state_of
 
 _LOOK_SECONDS = 0.2  # between two looks at a process's time on cores, which the kernel counts in 0.01 s
 _TICKS = os.sysconf("SC_CLK_TCK")
-_STATES = {"R": "running", "S": "sleeping", "D": "disk", "T": "stopped", "t": "debugged", "Z": "zombie"}
 _MOST_VERDICTS = 8
 _MOST_COMMAND = 100  # characters
 _NAMES_OF_JOBS = b"TORCHELASTIC_RUN_ID", b"SLURM_JOB_ID"
@@ -178,7 +177,7 @@ def _rank_as_dict(rank: Rank, waits: Sequence[Wait]) -> dict[str, Any]:
 
 def _process_as_dict(process: Process) -> dict[str, Any]:
     return {
-        "pid": process.pid, "state": _state(process), "kernel_function": process.place or None,
+        "pid": process.pid, "state": state_of(process.state).name, "kernel_function": process.place or None,
         "cores": process.cores, "command": process.command,
     }  # fmt: skip
 
@@ -194,7 +193,7 @@ class Outside:
     def row(self, now: float) -> tuple[str, ...]:
         """For a table."""
         process, since = self.process, "" if self.since is None else seconds_of(max(now - self.since, 0.0))
-        about = (self.rank, str(process.pid), _state(process), f"{process.cores:.2f}")
+        about = (self.rank, str(process.pid), state_of(process.state).name, f"{process.cores:.2f}")
         return (*about, since, process.place, process.command)
 
     def as_dict(self, now: float) -> dict[str, Any]:
@@ -352,7 +351,7 @@ def _show(job: Job, now: float, show: Printer) -> None:
 def _rows(rank: Rank, waits: Sequence[Wait]) -> list[tuple[str, ...]]:
     """A row for each call or message that this rank is in, or one that says what it does instead."""
     process = rank.process
-    about = (str(rank.rank), str(process.pid), _state(process), f"{process.cores:.2f}")
+    about = (str(rank.rank), str(process.pid), state_of(process.state).name, f"{process.cores:.2f}")
     rows: list[tuple[str, ...]] = []
     for wait in waits:
         if wait.rank == rank.rank:
@@ -376,7 +375,3 @@ def _idle(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
 def _row_of_unseen(peer: Peer, where: str) -> tuple[str, ...]:
     what = {ELSEWHERE: f"on {peer.host}", GONE: "its process has ended", LEFT: "has left the job"}[where]
     return (str(peer.rank), str(peer.pid), where, "", "", "", "", "", what)
-
-
-def _state(process: Process) -> str:
-    return _STATES.get(process.state, process.state)

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from ..core.record import Call, GroupRecord
-from .divergence import Wait
+from .divergence import Edge
 from .dumps import Dump
 
 
@@ -71,7 +71,7 @@ _SIZE, _MARGIN = 640, 90
 _MOST_DRAWN = 64
 
 
-def picture(waits: Sequence[Wait], world_size: int, silent: Sequence[int]) -> str:
+def picture(waits: Sequence[Edge], world_size: int, silent: Sequence[int]) -> str:
     """An SVG: a circle a rank, an arrow from each that waits to those that it waits for.
 
     Ranks that are waited for and wait for nobody are red, those without a file grey. Of large worlds only ranks of
@@ -110,7 +110,7 @@ def picture(waits: Sequence[Wait], world_size: int, silent: Sequence[int]) -> st
     return "\n".join(parts)
 
 
-def _arrow(start: tuple[float, float], end: tuple[float, float], dot: float, wait: Wait) -> str:
+def _arrow(start: tuple[float, float], end: tuple[float, float], dot: float, wait: Edge) -> str:
     """From circle to circle, a little to the right, so that two opposite ones are apart."""
     dx, dy = end[0] - start[0], end[1] - start[1]
     long = math.hypot(dx, dy)

@@ -105,6 +105,6 @@ def _as_data(dumps: Sequence[Dump]) -> dict[str, Any]:
             }
             for each in divergence.divergences(dumps)
         ],
-        "waits": [vars(wait) for wait in divergence.waits(dumps)],
+        "waits": [wait._asdict() for wait in divergence.waits(dumps)],
         "ranks": [dump.rank for dump in dumps],
     }

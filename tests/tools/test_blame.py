@@ -109,7 +109,7 @@ def test_who_has_just_begun_to_wait_is_let_be():
     unmeasured = [rank(each.rank, replace(each.record.groups[0], since=0)) for each in three()]
     assert verdicts(*unmeasured, late) == []
     waits = waits_of({each.rank: each for each in (*three(waited=0.3), late)}, lambda peer: GONE, NOW)
-    assert [wait.late for wait in waits] == [frozenset({2})] * 3
+    assert [wait.late for wait in waits] == [(2,)] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""What ranks wait for, by their records, for `status` (of processes that run) and `trace` (of dumps); pure.
+
+A rank waits in a call for the members of its group that have not begun it, and in a message for the other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ..core.record import Call, GroupRecord, Record
+
+_STUCK = ("under way", "failed", "mismatch")
+_AFTERWARDS = 4  # calls that ranks make to exchange a mismatch, with that call itself
+
+
+class State(NamedTuple):
+    """What the state of a process, as in /proc/PID/stat, is called: in a table, and in a text about a past look.
+
+    `unable` and `cure` are set if a process in this state can do nothing.
+    """
+
+    name: str
+    past: str = "it ran"
+    unable: str = ""
+    cure: str = ""
+
+
+_ENDED = "has ended, and its parent has not collected it", "look for its last words on stderr"
+_STATES = {
+    "R": State("running", "it was computing"),
+    "S": State("sleeping", "it was asleep"),
+    "D": State("disk", "it was waiting for a disk"),
+    "T": State(
+        "stopped", "its process was stopped (SIGSTOP)", "is stopped, by SIGSTOP or Ctrl-Z",
+        "kill -CONT {pid} lets it go on",
+    ),
+    "t": State("debugged", "its process was stopped by a debugger", "is held by a debugger", "continue it there"),
+    "Z": State("zombie", "it ran", *_ENDED),
+    "X": State("X", "it ran", *_ENDED),
+}  # fmt: skip
+
+
+def state_of(letter: str) -> State:
+    """Return the state that the kernel abbreviates by a letter."""
+    return _STATES.get(letter, State(letter))
+
+
+class Wait(NamedTuple):
+    """A rank waits in a call of a group, or in a message.
+
+    Attributes:
+        number: of the call; 0: it is a message.
+        what: the call, or what the message itself says.
+        late: the ranks that it waits for.
+        since: when it began, in seconds since 1970; 0: not known.
+        now: when the record was read.
+    """
+
+    rank: int
+    group: GroupRecord
+    number: int
+    what: str
+    late: tuple[int, ...]
+    since: float
+    now: float
+
+    @property
+    def seconds(self) -> float:
+        """For how long it has lasted; 0: not known."""
+        return self.now - self.since if self.since else 0.0
+
+
+def side(record: Record | None, group: GroupRecord) -> GroupRecord | None:
+    """Return a rank's side of a group that another rank has recorded."""
+    same = (group.name, group.members)
+    groups = record.groups if record is not None else ()
+    return next((each for each in reversed(groups) if (each.name, each.members) == same), None)
+
+
+def stuck_in(group: GroupRecord) -> Call | None:
+    """Return the call that a rank is in, or that has failed or did not match."""
+    if group.under_way is not None:
+        return group.under_way
+    return next((call for call in group.ring[-_AFTERWARDS:] if call.state in _STUCK), None)
+
+
+def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: float) -> Iterator[Wait]:
+    """Yield what a rank waits in in a group: in its call, unless that did not match, and in messages."""
+    call = stuck_in(group)
+    if call is not None and call.state != "mismatch":
+        sides = {
+            peer.rank: side(records.get(peer.rank), group) for peer in group.members if peer.rank != rank
+        }
+        late = tuple(other for other, its in sides.items() if its is None or its.calls < call.number)
+        # A call that this rank has not published may be known from another member.
+        published = (its.under_way for its in sides.values() if its is not None and its.under_way is not None)
+        same = (its for its in published if its.call and its.number == call.number)
+        since = (group.since or call.began, *(each.since for each in group.waits if each.number))
+        began = min((each for each in since if each), default=0) / 1e9
+        what = (call if call.call else next(same, call)).what
+        yield Wait(rank, group, call.number, what, late, began, now)
+    for message in group.waits:
+        if not message.number:
+            late = tuple(dict.fromkeys(message.ranks))
+            yield Wait(rank, group, 0, message.doing, late, message.since / 1e9, now)
