@@ -19,7 +19,7 @@ logger = logging.getLogger("fastcoll")
 
 SLICE_SECONDS = 0.25
 # How often, at most, all who wait for one thing look around together: a look is two requests, of which a store's
-# server answers some 30,000 a second (bench/startup_scale.py).
+# server answers some 30,000 a second (bench/results/2026-11-21-startup-scale.md).
 LOOKS_PER_SECOND = 1000
 # A dying process closes its sockets a little before it counts as dead.
 _DYING_SECONDS = 0.3

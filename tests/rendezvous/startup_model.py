@@ -2,9 +2,8 @@
 
 The store's server takes one message after the other. Each rank runs a script, the messages that
 `init_process_group` sends with the backend "tcp"; a message that waits for a key is parked until it is
-set, and answered with a timeout after a slice, as in the library. What a message, a byte and a rank
-cost comes from measurements (`fit`). Two machines can be had: a cluster, where each rank has a core of its
-own and a network lies between, and one machine whose few cores do the work of all.
+set, and answered with a timeout after a slice, as in the library. There are two machines: a cluster, where each rank
+has a core of its own and a network lies between, and one machine whose few cores do the work of all.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-
-import numpy as np
 
 from fastcoll.rendezvous.table import MAX_KEYS_PER_REQUEST
 from fastcoll.rendezvous.waiting import LOOKS_PER_SECOND, SLICE_SECONDS
@@ -27,7 +24,7 @@ BACKLOG = 4096
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured.
+    """What messages and ranks cost.
 
     Attributes:
         server_message, server_byte: CPU seconds of the server for a message, and for each byte of lists.
@@ -54,18 +51,6 @@ class Machine:
 
 
 CLUSTER = Machine()
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measured start: CPU in seconds, of the server's thread and of all clients; bytes of all clients."""
-
-    ranks: int
-    messages: int
-    sent: float
-    received: float
-    server_cpu: float
-    client_cpu: float
 
 
 @dataclass(frozen=True)
@@ -262,32 +247,3 @@ class Simulation:
 
     def _list_bytes(self) -> float:
         return self._size * self._costs.record
-
-
-def fit(samples: Sequence[Sample], server_byte: float) -> Costs:
-    """The costs that explain measurements at several sizes best (least squares of the relative error).
-
-    Args:
-        server_byte: measured by itself, since the lists of small jobs are too short to tell.
-    """
-    n = np.array([sample.ranks for sample in samples], float)
-    rank_received, record = _two(np.array([sample.received for sample in samples]), n)
-    client_rank, client_record = _two(np.array([sample.client_cpu for sample in samples]), n)
-    return Costs(
-        server_message=float(np.mean([s.server_cpu / s.messages for s in samples])),
-        server_byte=server_byte,
-        client_rank=client_rank,
-        client_record=client_record,
-        rank_sent=float(np.mean([sample.sent / sample.ranks for sample in samples])),
-        rank_received=rank_received,
-        record=record,
-    )
-
-
-def _two(total: np.ndarray, n: np.ndarray) -> tuple[float, float]:
-    """a and b of total = a * n + b * n * n, neither below 0."""
-    table = np.stack([n / total, n * n / total], axis=1)
-    a, b = np.linalg.lstsq(table, np.ones(len(total)), rcond=None)[0]
-    if b < 0:
-        return float(1 / np.mean(table[:, 0])), 0.0
-    return float(a), float(b)

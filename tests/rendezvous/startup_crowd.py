@@ -1,4 +1,4 @@
-"""A crowd of real clients that start a job through one TCP store, and what that cost.
+"""A crowd of real clients that start a job through one TCP store, and the messages that they send.
 
 Rank 0 serves the store and takes part, in a process of its own as in a real job; the other ranks are threads
 of a few processes, each with its own TCPStore and so its own connection over loopback. Each does what
@@ -9,11 +9,7 @@ of members is as long as that of a real job, and no one can see anyone's process
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
-import os
-import resource
-import sys
 import threading
 import time
 import uuid
@@ -22,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from statistics import median
 from typing import Any
 
 from fastcoll.api.backends import parse_backend
@@ -31,9 +26,7 @@ from fastcoll.core import processes as members_module
 from fastcoll.core.processes import Member, ProcessId
 from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_store
 from fastcoll.rendezvous.assemble import GroupMeeting
-from fastcoll.rendezvous.frames import HEADER, encode_request, frame_length
 from fastcoll.rendezvous.join import join
-from fastcoll.rendezvous.opening import OPENING_SIZE
 from fastcoll.rendezvous.table import Op, Request
 
 RANKS_PER_NODE = 8
@@ -43,34 +36,23 @@ _who = threading.local()
 
 @dataclass
 class Tally:
-    """What the clients of one process, or of all, have sent and received.
+    """What the clients of one process, or of all, have done.
 
     Attributes:
-        messages: requests by operation, "OPEN" for openings, and "TOLD" for who is missing, which late ranks need.
-        sent, received: bytes on the wire without TCP's own.
-        joined: seconds from the start until each rank had its default group.
+        messages: requests by operation, "OPEN" for openings, and "TOLD" for the names of missing ranks.
+        joined: the ranks that have a default group.
         errors: what went wrong, by its text.
-        facts: server_cpu and client_cpu (seconds), server_bytes (most memory), server_descriptors, turned_away
-            (connections, by the kernel), leave (seconds until rank 0 had left).
     """
 
     messages: Counter[str] = field(default_factory=Counter)
-    sent: int = 0
-    received: int = 0
-    joined: list[float] = field(default_factory=list)
+    joined: list[int] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
-    facts: dict[str, float] = field(default_factory=dict)
 
     def merge(self, other: Tally) -> None:
         """Add what another process counted."""
         self.messages += other.messages
-        self.sent += other.sent
-        self.received += other.received
         self.joined += other.joined
         self.errors += other.errors
-        self.facts = {
-            name: self.facts.get(name, 0) + other.facts.get(name, 0) for name in self.facts | other.facts
-        }
 
 
 _tally = Tally()
@@ -78,12 +60,11 @@ _tally_lock = threading.Lock()
 
 
 class _CountedConnection(tcp_store.TCPConnection):
-    """A connection that counts what goes over it."""
+    """A connection that counts its requests."""
 
     def open(self, secret: bytes, deadline: float) -> None:
         with _tally_lock:
             _tally.messages["OPEN"] += 1
-            _tally.received += OPENING_SIZE
         super().open(secret, deadline)
 
     def ask(self, request: Request, deadline: float) -> Any:
@@ -91,17 +72,6 @@ class _CountedConnection(tcp_store.TCPConnection):
             told = request.op == Op.SET and request.keys[0].endswith(b"/missing")
             _tally.messages["TOLD" if told else Op(request.op).name] += 1
         return super().ask(request, deadline)
-
-    def send(self, data: bytes, deadline: float) -> None:
-        super().send(data, deadline)
-        with _tally_lock:
-            _tally.sent += len(data)
-
-    def receive(self, count: int, deadline: float) -> bytes:
-        data = super().receive(count, deadline)
-        with _tally_lock:
-            _tally.received += count
-        return data
 
 
 def _identity() -> ProcessId:
@@ -151,36 +121,25 @@ def _serve(pipe: Connection, size: int) -> None:
     _who.rank = 0
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=_DEADLINE_SECONDS, wait_for_workers=False) as store:
         pipe.send(store.port)
-        begun = pipe.recv()
+        pipe.recv()
         job = _start(0, size, store)
-        _tally.joined.append(time.monotonic() - begun)
+        _tally.joined.append(0)
         pipe.send(None)
         pipe.recv()
-        _tally.facts |= {
-            "server_cpu": _server_cpu(store),
-            "server_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "server_descriptors": len(os.listdir("/proc/self/fd")),
-        }
         pipe.send(_tally)
         pipe.recv()
-        leaving = time.monotonic()
         job.leave(_DEADLINE_SECONDS)
-        pipe.send(time.monotonic() - leaving)
+        pipe.send(None)
 
 
-def _server_cpu(store: TCPStore) -> float:
-    """CPU seconds of the thread that serves `store`."""
-    return time.clock_gettime(time.pthread_getcpuclockid(store._server._thread.ident))
-
-
-def _client(rank: int, size: int, port: int, begin: Callable[[], float], leave: threading.Event) -> None:
+def _client(rank: int, size: int, port: int, begin: threading.Event, leave: threading.Event) -> None:
     _who.rank = rank
-    begun = begin()
+    begin.wait()
     try:
         with TCPStore("127.0.0.1", port, timeout=_DEADLINE_SECONDS) as store:
             job = _start(rank, size, store)
             with _tally_lock:
-                _tally.joined.append(time.monotonic() - begun)
+                _tally.joined.append(rank)
             leave.wait()
             job.leave(0.0)
     except Exception as error:
@@ -191,28 +150,15 @@ def _client(rank: int, size: int, port: int, begin: Callable[[], float], leave: 
 def _crowd(pipe: Connection, ranks: Sequence[int], size: int, port: int) -> None:
     """A process of clients, a thread each."""
     _prepare()
-    # A real rank has one list of members. Hundreds in one process would keep the collector busy.
-    gc.disable()
-    # Nor would hundreds of threads wake up every 5 ms to ask for the interpreter's lock.
-    sys.setswitchinterval(1.0)
-    threading.stack_size(256 << 10)
-    go, leave = threading.Event(), threading.Event()
-    begun: list[float] = []
-
-    def begin() -> float:
-        go.wait()
-        return begun[0]
-
+    begin, leave = threading.Event(), threading.Event()
     threads = [threading.Thread(target=_client, args=(rank, size, port, begin, leave)) for rank in ranks]
     for thread in threads:
         thread.start()
     pipe.send(None)
-    begun.append(pipe.recv())
-    cpu = time.process_time()
-    go.set()
+    pipe.recv()
+    begin.set()
     while len(_tally.joined) + sum(_tally.errors.values()) < len(ranks):
         time.sleep(0.02)
-    _tally.facts["client_cpu"] = time.process_time() - cpu
     pipe.send(None)
     pipe.recv()
     pipe.send(_tally)
@@ -220,11 +166,11 @@ def _crowd(pipe: Connection, ranks: Sequence[int], size: int, port: int) -> None
     leave.set()
     for thread in threads:
         thread.join()
-    pipe.send(0.0)
+    pipe.send(None)
 
 
 def measure(size: int, processes: int = 4) -> Tally:
-    """Start a job of `size` ranks, its clients in so many processes, and let it leave; what the start cost.
+    """Start a job of `size` ranks, its clients in so many processes, and let it leave; what its clients did.
 
     Raises:
         RuntimeError: a client failed.
@@ -236,13 +182,11 @@ def measure(size: int, processes: int = 4) -> Tally:
         for number in range(min(processes, size - 1)):
             pipes.append(_worker(crew, _crowd, range(1 + number, size, processes), size, port))
             pipes[-1].recv()
-        turned_away = _turned_away()
-        _ask(pipes, time.monotonic())
+        _ask(pipes, "start")
         total = Tally()
         for part in _ask(pipes, "tell"):
             total.merge(part)
-        total.facts["turned_away"] = _turned_away() - turned_away
-        total.facts["leave"] = max(_ask(pipes, "leave"))
+        _ask(pipes, "leave")
     if total.errors:
         raise RuntimeError(f"clients failed: {dict(total.errors)}")
     return total
@@ -265,47 +209,3 @@ def _ask(pipes: Sequence[Connection], word: object) -> list[Any]:
     for pipe in pipes:
         pipe.send(word)
     return [pipe.recv() for pipe in pipes]
-
-
-def _turned_away() -> int:
-    """Connections that this machine's kernel turned away, since a listener's queue was full."""
-    with open("/proc/net/netstat", encoding="ascii") as file:
-        names, values = (line.split() for line in file if line.startswith("TcpExt:"))
-    return int(dict(zip(names, values, strict=True))["ListenDrops"])
-
-
-_LONG, _READERS = 256 << 10, 100
-
-
-def measure_byte() -> float:
-    """CPU seconds of the server for one byte more in an answer that many wait for."""
-    costs = []
-    with ExitStack() as crew:
-        pipe = _worker(crew, _serve_values)
-        port = pipe.recv()
-        readers = [tcp_store.connect("127.0.0.1", port, b"", 10.0) for _ in range(_READERS)]
-        for number, size in enumerate((8, _LONG) * 5):
-            request = encode_request(Request(Op.GET, (b"%d" % number,), (), 60.0))
-            for reader in readers:
-                reader.send(request, time.monotonic() + 10.0)
-            pipe.send(size)
-            deadline = time.monotonic() + 60.0
-            for reader in readers:
-                reader.receive(frame_length(reader.receive(HEADER.size, deadline)), deadline)
-            costs.append(pipe.recv())
-        pipe.send(None)
-        for reader in readers:
-            reader.close()
-    return max(0.0, median(costs[1::2]) - median(costs[::2])) / (_LONG * _READERS)
-
-
-def _serve_values(pipe: Connection) -> None:
-    with TCPStore("127.0.0.1", 0, is_master=True) as store:
-        pipe.send(store.port)
-        number = 0
-        while (size := pipe.recv()) is not None:
-            before = _server_cpu(store)
-            store.set(str(number), os.urandom(size))
-            time.sleep(0.1)
-            pipe.send(_server_cpu(store) - before)
-            number += 1
