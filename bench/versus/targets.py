@@ -2,7 +2,7 @@
 
     PYTHONPATH=bench python -m versus.targets versus.json torch.json ...      # missed aims as a Markdown table
 
-Reports are those of `--vs`, bench/torch_backend.py, bench/torch_ddp.py and bench/first_calls.py. An aim is a factor:
+Reports are those of `--vs`, bench/torch_backend.py, bench/torch_ddp.py and `--first-calls`. An aim is a factor:
 of a cell, or of the geometric mean of all cells that it is about.
 """
 

@@ -23,10 +23,8 @@ from .cases import argument, listed, parse_operation, positive, writable
 from .rank import FAILED, MISUSED, OK, run
 from .results import PICTURES
 
-# Options that ask for modules of the folder bench/ of the sources.
-_STUDIES = {
-    "--vs": "versus.options", "--start": "start_times", "--first-calls": "first_calls", "--overlap": "overlap",
-}  # fmt: skip
+# Options that ask for modules of their own.
+_STUDIES = {"--start": "start_times", "--first-calls": "first_calls", "--overlap": "overlap"}
 _EPILOG = f"""
 operations: {", ".join(cases.SHAPES)}
 
@@ -34,10 +32,10 @@ time and p99 are microseconds a call: each rank times batches of calls and takes
 percentile); the slowest rank's is shown. all_reduce, reduce and broadcast work in place. Sizes, algbw and
 busbw are those of nccl-tests. Under a launcher (RANK and WORLD_SIZE, mpirun, srun) its ranks are used.
 
---tune -n N instead finds out what is fast on this machine with N ranks, and keeps it.
-Where the sources are, also: --vs PEERS compares with other libraries (--vs gloo --help: its options),
---start times how ranks start, --first-calls the first ten calls of new processes beside later ones,
---overlap asynchronous operations beside a computation.
+--tune -n N instead finds out what is fast on this machine with N ranks, and keeps it. --start times how
+ranks start, --first-calls the first ten calls of new processes beside later ones, --overlap asynchronous
+operations beside a computation. Where the sources are, --vs PEERS compares with other libraries
+(--vs gloo --help: its options).
 
 exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line or a
 launcher's environment cannot be, or none of the peers is there.
@@ -47,15 +45,18 @@ launcher's environment cannot be, or none of the peers is there.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if study := next((name for word in words if (name := word.partition("=")[0]) in _STUDIES), ""):
+    options = [word.partition("=")[0] for word in words]
+    if "--vs" in options:
         folder = Path(__file__).resolve().parents[2] / "bench"
         if not (folder / "versus").is_dir():
-            what = f"{study} is a study, which is not in the installed package"
+            what = "--vs is a study, which is not in the installed package"
             print(f"{what}: run it where fastcoll's sources are, beside bench/", file=sys.stderr)
             return MISUSED
         if str(folder) not in sys.path:
             sys.path.append(str(folder))  # ranks that are spawned inherit it
-        return int(importlib.import_module(_STUDIES[study]).main(words))
+        return int(importlib.import_module("versus.options").main(words))
+    if study := next((_STUDIES[option] for option in options if option in _STUDIES), ""):
+        return int(importlib.import_module(f".{study}", __package__).main(words))
     parser = make_parser()
     given, unknown = parser.parse_known_args(words)
     if unknown:

@@ -11,7 +11,8 @@ if it takes longer. The garbage collector is off meanwhile.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from time import perf_counter_ns, thread_time_ns
@@ -26,6 +27,12 @@ Call = Callable[[], Any]
 
 PERIOD = 16381
 _INDEX = np.arange(PERIOD, dtype=np.int64)
+
+
+def pin(cores: Sequence[int], rank: int) -> None:
+    """Keep this process on its rank's core, if any cores are given."""
+    if cores:  # before the ranks meet, as they then choose how to wait
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 # How two ranks' values become one.

@@ -23,7 +23,7 @@ from ..errors import UsageError
 from . import measuring as m
 from . import results
 from .cases import Case, cases, format_size
-from .measuring import Call, Schedule, Tile, Timing
+from .measuring import Call, Schedule, Tile, Timing, pin
 from .results import Row, Run
 
 OK, FAILED, MISUSED = range(3)
@@ -32,8 +32,7 @@ OK, FAILED, MISUSED = range(3)
 
 def run(local_rank: int, meeting: dict[str, Any], options: Namespace) -> int:
     """One rank's part of a run as `command` completed it; returns its exit code, OK on all ranks but rank 0."""
-    if options.cores:  # before the ranks meet: they choose how to wait by the cores that they have
-        os.sched_setaffinity(0, {options.cores[local_rank % len(options.cores)]})
+    pin(options.cores, local_rank)
     dist.init_process_group(options.backend, **meeting)
     first = dist.get_rank() == 0
     try:

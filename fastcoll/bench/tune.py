@@ -22,6 +22,7 @@ from ..shm import known
 from ..shm.backend import ShmBackend
 from .cases import SHAPES, cases, format_size
 from .command import count_ranks, make_parser, run_ranks
+from .measuring import pin
 from .rank import FAILED, OK, Host, prepare, timed
 
 SIZES = tuple(1 << k for k in range(10, 20))
@@ -68,8 +69,7 @@ def main(words: Sequence[str]) -> int:
 
 def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command: str) -> int:
     """Measure on all ranks; rank 0 tells and writes."""
-    if cores:
-        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+    pin(cores, local_rank)
     dist.init_process_group("shm", **meeting)
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)

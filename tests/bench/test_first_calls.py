@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-import first_calls
 import pytest
+
+from fastcoll.bench import first_calls
 
 
 @pytest.mark.long
@@ -22,7 +23,6 @@ def test_it_tells_the_first_ten_calls_beside_the_later_ones(monkeypatch, capfd, 
     assert row["ten_us"] <= (row["first_us"] + 9 * row["others_us"]) / 10 + 0.01
     said = capfd.readouterr().out.splitlines()
     assert said[2] == first_calls.line(row)
-    assert said[3].startswith("| missed")
 
 
 def test_an_unknown_operation_is_named(capsys):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import overlap
 import pytest
+
+from fastcoll.bench import overlap
 
 
 @pytest.mark.long

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-import start_times
+
+from fastcoll.bench import start_times
 
 
 @pytest.mark.long

@@ -196,12 +196,11 @@ def test_options_of_a_comparison_need_one(option, capsys):
     assert "belong to --vs" in said
 
 
-@pytest.mark.parametrize("words", [["--vs", "gloo"], ["--start"], ["--overlap", "-n", "3"]])
-def test_where_no_sources_are_one_line_says_what_to_do(words, tmp_path, capsys, monkeypatch):
+def test_where_no_sources_are_one_line_says_what_to_do(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "__file__", str(tmp_path / "fastcoll" / "bench" / "command.py"))
-    assert command.main(words) == 2
+    assert command.main(["--vs", "gloo"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"{words[0]} is a study")
+    assert said.startswith("--vs is a study")
     assert said.count("\n") == 1
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 import fastcoll as dist
-from fastcoll.bench.command import count_ranks, make_parser, run_ranks
-from fastcoll.errors import UsageError
-from fastcoll.rendezvous.detect import detect
+
+from ..errors import UsageError
+from ..rendezvous.detect import detect
+from .command import count_ranks, make_parser, run_ranks
 
 NBYTES = 16 << 20
 IN_FLIGHT = 4

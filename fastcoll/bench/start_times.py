@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from fastcoll.bench.command import count_ranks, make_parser
-from fastcoll.errors import UsageError
-from fastcoll.rendezvous.detect import detect
+from ..errors import UsageError
+from ..rendezvous.detect import detect
+from .command import count_ranks, make_parser
 
 _RANK = """
 import json, sys, time

@@ -20,17 +20,16 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from versus.pinning import pin
-from versus.targets import markdown, missed
 
 import fastcoll as dist
-from fastcoll import spawn
-from fastcoll.bench.cases import Case, cases, format_size, parse_operation
-from fastcoll.bench.command import make_parser
-from fastcoll.bench.measuring import no_collector
-from fastcoll.bench.rank import Host, prepare
-from fastcoll.bench.results import describe, digits, machine
-from fastcoll.errors import UsageError
+
+from ..errors import UsageError
+from ..launch.spawn import spawn
+from .cases import Case, cases, format_size, parse_operation
+from .command import make_parser
+from .measuring import no_collector, pin
+from .rank import Host, prepare
+from .results import describe, digits, machine
 
 OPERATIONS = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all",
@@ -63,15 +62,10 @@ def main(words: Sequence[str]) -> int:
     for case in cases(operations, given.dtype, given.op, given.sizes or list(SIZES), given.root, ranks):
         rows.append(measure(case, given.cores, given.backend, given.seconds))
         print(line(rows[-1]), flush=True)
-    report = {
-        "kind": "first calls",
-        "machine": facts,
-        "command": shlex.join(["python -m fastcoll.bench", *words]),
-    }
-    report |= {"ranks": ranks, "results": rows}
-    print("\n".join(markdown(missed(report))))
     if given.json:
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        command = shlex.join(["python -m fastcoll.bench", *words])
+        about = {"kind": "first calls", "machine": facts, "command": command, "ranks": ranks}
+        given.json.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
     return 0
 
 
