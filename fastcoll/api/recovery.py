@@ -21,7 +21,8 @@ from ..rendezvous import PrefixStore
 from ..rendezvous.regroup import Level, Regroup, Regrouped
 from .backends import load
 from .groups import Group, entered, groups
-from .job import Job
+from .job import Job, make_world
+from .lease import StoreLease
 from .leaving import close
 from .world import current_job, replace_job
 
@@ -136,17 +137,17 @@ def _world_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup
     """A new job of those that are left, and its default group."""
     size = len(met.members)
     members = [replace(member, rank=rank, world_size=size) for rank, member in enumerate(met.members)]
-    rank = met.members.index(job.members[job.rank])
-    store = PrefixStore("fastcoll", met.store)
-    left = Job(store, members, rank, job.choice, job.make, job.timeout, met.store.close)
-    with left.making(range(size), "making the default group of those that are left"):
-        world = left.make_group("WORLD", "world", range(size), old.timeout, job.make)
+    rank = met.members.index(job.lease.members[job.lease.rank])
+    lease = StoreLease(PrefixStore("fastcoll", met.store), members, rank, met.store.close)
+    doing = "making the default group of those that are left"
+    left, world = make_world(lease, job.choice, old.timeout, doing)
+    left.timeout = job.timeout
     return world, partial(replace_job, left, world)
 
 
 def _part_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup, Settle]:
     """A group of those that are left, with their global ranks."""
-    choice, rank = groups.backends[old], met.members.index(job.members[job.rank])
+    choice, rank = groups.backends[old], met.members.index(job.lease.members[job.lease.rank])
     name = f"{old.name.partition(_SHRUNK)[0]}{_SHRUNK}{len(met.members)}"
     new = load(choice)(PrefixStore("group", met.store), name, met.members, rank, old.timeout)
 

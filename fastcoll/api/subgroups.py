@@ -68,7 +68,7 @@ def new_group(
     """
     job = current_job()
     check_unused(pg_options, device_id)
-    size = len(job.members)
+    size = len(job.lease.members)
     given = list(range(size)) if ranks is None else wholes("ranks", ranks)
     chosen = sorted(given)
     if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= size:
@@ -89,16 +89,16 @@ def new_group(
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         while True:
             key = _key(job, chosen, use_local_synchronization)
-            if not use_local_synchronization or job.rank in chosen:
+            if not use_local_synchronization or job.lease.rank in chosen:
                 _ask(job, key, chosen, str(choice))
                 reach("new_group.after_request")
-            if job.rank not in chosen and not splits:
+            if job.lease.rank not in chosen and not splits:
                 return GroupMember.NON_GROUP_MEMBER
             if _is_agreed(job, key, chosen, str(choice), limit, asked, splits):
                 break
-            job.settle()
+            job.lease.settle()
         group = None
-        if job.rank in chosen:
+        if job.lease.rank in chosen:
             name = f"{group_desc} ({key})" if group_desc else key
             # Groups of other ranks may have the same key, where some have not called new_group for each.
             place = f"{key}/{crc32(repr(chosen).encode()):08x}"
@@ -136,7 +136,7 @@ def new_subgroups(
     """
     ranks = get_process_group_ranks(group)
     if group_size is None:
-        members = current_job().members
+        members = current_job().lease.members
         sizes = set(Counter(members[rank].node for rank in ranks).values())
         if len(sizes) != 1:
             raise UsageError(f"the nodes have {sorted(sizes)} ranks; give group_size")
@@ -254,9 +254,9 @@ def _ask(job: Job, key: str, ranks: Sequence[int], backend: str) -> None:
     """
     request = json.dumps([ranks, backend]).encode()
     digest = _digest(request)
-    if job.store.add(f"{key}/alike/{digest.hex()}", 1) == 1:
-        job.store.set(f"{key}/request/{digest.hex()}", request)
-    job.store.set(f"{key}/asked/{job.rank}", digest)
+    if job.lease.store.add(f"{key}/alike/{digest.hex()}", 1) == 1:
+        job.lease.store.set(f"{key}/request/{digest.hex()}", request)
+    job.lease.store.set(f"{key}/asked/{job.lease.rank}", digest)
 
 
 def _digest(request: bytes) -> bytes:
@@ -275,18 +275,18 @@ def _is_agreed(
     for rank, answer in zip(asked, answers, strict=True):
         if answer == own:
             continue
-        request = job.store.get(f"{key}/request/{answer.hex()}")
+        request = job.lease.store.get(f"{key}/request/{answer.hex()}")
         other, theirs = json.loads(request)
         left_out = None if splits else _left_out(job, key, rank, request, limit)
         if left_out is None:
             raise MismatchError(
-                f"new_group, call {key}: rank {job.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
+                f"new_group, call {key}: rank {job.lease.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
                 f"ranks {other} with {theirs}; every rank must make the same groups in the same order"
             )
         _log.warning(
             "rank %d has not called new_group(%s), as others have, and goes on with their next call of new_group; all "
             "ranks of the world must call it, or pass use_local_synchronization=True",
-            job.rank,
+            job.lease.rank,
             left_out,
         )
         return False
@@ -299,20 +299,20 @@ def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str)
     missing = dict(keys)  # at the last look
 
     def late() -> list[int]:
-        found = job.store.peek([*missing.values()], 0)
+        found = job.lease.store.peek([*missing.values()], 0)
         for rank, answer in zip([*missing], found, strict=True):
             if answer is not None:
                 del missing[rank]
         return [*missing]
 
     return fetch_for(
-        job.store,
+        job.lease.store,
         [*keys.values()],
-        [job.members[rank] for rank in asked],
+        [job.lease.members[rank] for rank in asked],
         limit,
         doing,
-        lambda: job.raise_if_left(late(), doing),
-        lambda: ", ".join(str(job.members[rank]) for rank in late()),
+        lambda: job.lease.raise_if_left(late(), doing),
+        lambda: ", ".join(str(job.lease.members[rank]) for rank in late()),
     )
 
 
@@ -325,11 +325,11 @@ def _left_out(job: Job, key: str, rank: int, request: bytes, limit: float) -> li
     if not key.startswith("group"):
         return None
     ranks: list[int] = json.loads(request)[0]
-    if job.rank not in ranks:
+    if job.lease.rank not in ranks:
         alike = set(_answers(job, key, ranks, limit, f"new_group({ranks}), which others call"))
         return ranks if alike == {_digest(request)} else None
     for number in range(int(key.removeprefix("group"))):
-        mine, theirs = job.store.peek([f"group{number}/asked/{who}" for who in (job.rank, rank)])
+        mine, theirs = job.lease.store.peek([f"group{number}/asked/{who}" for who in (job.lease.rank, rank)])
         if mine == _digest(request) and theirs is not None and theirs != mine:
-            return list(json.loads(job.store.get(f"group{number}/request/{theirs.hex()}"))[0])
+            return list(json.loads(job.lease.store.get(f"group{number}/request/{theirs.hex()}"))[0])
     return None

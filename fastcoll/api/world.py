@@ -38,10 +38,11 @@ from ..rendezvous.join import join, registered
 from ..rendezvous.store import Rendezvous
 from ..rendezvous.waiting import LateWarning
 from . import backends
-from .backends import BackendChoice, MakeGroup, parse_backend
+from .backends import BackendChoice, parse_backend
 from .beginning import begin, met_elsewhere
 from .groups import Group, NonMember, groups
-from .job import Job, has_left, times_settled
+from .job import Job, make_world
+from .lease import StoreLease, has_left, times_settled
 from .leaving import ExitHook, close, leave
 from .newcomers import Start, come_in
 from .shared_arrays import shared_arrays
@@ -85,10 +86,10 @@ def replace_job(job: Job, world: ProcessGroup) -> None:
     groups.clear()
     groups.add(world, choice)
     _job = job
-    speak_as(job.rank)
+    speak_as(job.lease.rank)
     with ExitStack() as steps:
-        steps.callback(forget, before.members)
-        steps.callback(before.close_store)
+        steps.callback(forget, before.lease.members)
+        steps.callback(before.lease.close_store)
         close(made)
 
 
@@ -107,8 +108,8 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     if _job is not None and groups.inherited is None:
-        mine = _job.members[_job.rank]
-        return sum(member.same_node(mine) for member in _job.members[: _job.rank])
+        members, rank = _job.lease.members, _job.lease.rank
+        return sum(member.same_node(members[rank]) for member in members[:rank])
     if fallback_rank is None:
         raise UsageError("LOCAL_RANK is not set and there is no default group; give fallback_rank")
     return whole("fallback_rank", fallback_rank)
@@ -485,12 +486,11 @@ def _start(
         members = join(found.store, found.rank, found.world_size, str(choice), limit, began=began)
         undo.callback(forget, members)
         failpoints.reach("start.after_join")
-        make: MakeGroup = loading.result()
-        job = Job(found.store, members, found.rank, choice, make, limit, lambda: found.close(0.0))
-        with job.making(range(found.world_size), "making the default group"):
-            world = job.make_group("WORLD", "world", range(found.world_size), limit, make)
-            undo.callback(world.close)
-            failpoints.reach("start.after_world")
+        loading.result()
+        lease = StoreLease(found.store, members, found.rank, lambda: found.close(0.0))
+        job, world = make_world(lease, choice, limit, "making the default group")
+        undo.callback(world.close)
+        failpoints.reach("start.after_world")
         found.confirm(world)
         undo.pop_all()
     return job, world
@@ -514,10 +514,11 @@ def _let_go(patience: float | None, farewell: str) -> None:
     _exit_hook.take_back()
     if inherited is not None or job is None:
         return
-    gone = gone_among(job.members) if job.rank == 0 else ()  # only rank 0 waits for others
+    lease = job.lease
+    gone = gone_among(lease.members) if lease.rank == 0 else ()  # only rank 0 waits for others
     with ExitStack() as steps:
-        steps.callback(forget, job.members)
-        steps.callback(job.leave, job.timeout if patience is None else patience, gone, farewell)
+        steps.callback(forget, lease.members)
+        steps.callback(lease.leave, job.timeout if patience is None else patience, gone, farewell)
         close(made, farewell)
         failpoints.reach("destroy.after_groups")
     failpoints.reach("destroy.after_store")

@@ -12,7 +12,8 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from ..api.groups import groups
-from ..api.job import Job
+from ..api.job import make_world
+from ..api.lease import StoreLease
 from ..api.leaving import close
 from ..api.newcomers import FORMING_SECONDS, Lobby, passes_barrier
 from ..api.world import current_job, replace_job
@@ -41,7 +42,7 @@ def grow(lobby: Lobby, attempt: Attempt) -> None:
         NotGrownError: a newcomer, or a rank, has died or did not come. The old world is as it was.
         StoreError: the store was lost while the new world was being made.
     """
-    old = groups.world
+    before, old = current_job(), groups.world
     made: list[ProcessGroup] = []
     with ExitStack() as undo:
         undo.callback(lambda: close(made))
@@ -49,10 +50,10 @@ def grow(lobby: Lobby, attempt: Attempt) -> None:
         try:
             if old.rank == 0:
                 lobby.invite(attempt.number, attempt.newcomers, old.size)
-            job = _join(lobby, attempt, undo)
-            ranks = range(len(job.members))
-            with job.making(ranks, "making the default group with newcomers"):
-                made.append(job.make_group("WORLD", "world", ranks, FORMING_SECONDS, job.make))
+            lease = _join(lobby, attempt, undo)
+            doing = "making the default group with newcomers"
+            job, world = make_world(lease, before.choice, FORMING_SECONDS, doing)
+            made.append(world)
         except FastcollError as error:
             failed = error
         if not _counts(lobby, attempt, made):
@@ -60,8 +61,8 @@ def grow(lobby: Lobby, attempt: Attempt) -> None:
                 f"{attempt.places} newcomers could not be taken in: {failed or 'a rank has died'}"
             )
         assert job is not None, "who has decided so has passed a barrier of all"
-        made[0].timeout = old.timeout
-        world = made.pop()
+        job.timeout, world.timeout = before.timeout, old.timeout
+        made.clear()
         undo.pop_all()
     replace_job(job, world)
     if world.rank == 0:
@@ -78,18 +79,19 @@ def _counts(lobby: Lobby, attempt: Attempt, made: Sequence[ProcessGroup]) -> boo
         return False  # without this rank nobody has passed the barrier
 
 
-def _join(lobby: Lobby, attempt: Attempt, undo: ExitStack) -> Job:
-    """Meet the newcomers; the job of all."""
+def _join(lobby: Lobby, attempt: Attempt, undo: ExitStack) -> StoreLease:
+    """Meet the newcomers, in a store of the new world's."""
     before, size = current_job(), groups.world.size + attempt.places
 
     def look() -> None:
-        if gone := gone_among(before.members):
+        if gone := gone_among(before.lease.members):
             raise PeerDiedError(f"{', '.join(map(str, gone))} died", [member.rank for member in gone])
         if attempt.newcomers and (left := lobby.gone(attempt.newcomers)):
             raise PeerDiedError(f"{len(left)} newcomers died while they joined")
 
     store, close_store = lobby.place(f"world{attempt.number}")
     undo.callback(close_store)
-    members = join(store, before.rank, size, str(before.choice), FORMING_SECONDS, look)
+    rank = before.lease.rank
+    members = join(store, rank, size, str(before.choice), FORMING_SECONDS, look)
     undo.callback(forget, members)
-    return Job(store, members, before.rank, before.choice, before.make, before.timeout, close_store)
+    return StoreLease(store, members, rank, close_store)

@@ -17,12 +17,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from .. import config
-from ..api.backends import parse_backend
 from ..api.groups import groups
-from ..api.job import Job
+from ..api.lease import StoreLease
 from ..api.leaving import ExitHook
 from ..api.world import current_job, find_others
 from ..core.monitor import last_words
@@ -179,7 +178,7 @@ class _Found(NamedTuple):
     members: Sequence[Member]
     rank: int
     limit: float
-    job: Job | None  # to leave in the end, where rpc has met by itself
+    lease: StoreLease | None  # to leave in the end, where rpc has met by itself
 
 
 class _Running:
@@ -200,9 +199,9 @@ class _Running:
         _Running.it = None
         _exit_hook.take_back()
         with ExitStack() as steps:
-            if self._found.job is not None:
+            if self._found.lease is not None:
                 steps.callback(forget, self._found.members)
-                steps.callback(self._found.job.leave, _EXIT_SECONDS)
+                steps.callback(self._found.lease.leave, _EXIT_SECONDS)
             # Who has just dialed is told, too, how this one leaves (`Agent.take_over`).
             steps.callback(self._roster.leave, _DIALED_SECONDS)
             steps.callback(self.references.close)
@@ -252,10 +251,10 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
 def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> _Found:
     """The other workers: the ranks of the default group, if it is as large, or those that are found by themselves."""
     if groups.initialized and options.init_method == "env://":
-        job = current_job()
-        if rank in (-1, job.rank) and size in (-1, len(job.members)):
-            store = PrefixStore(f"rpc{job.number('rpc')}", job.store)
-            return _Found(store, job.members, job.rank, job.timeout, None)
+        job, lease = current_job(), current_job().lease
+        if rank in (-1, lease.rank) and size in (-1, len(lease.members)):
+            store = PrefixStore(f"rpc{job.number('rpc')}", lease.store)
+            return _Found(store, lease.members, lease.rank, job.timeout, None)
     limit = config.get("FASTCOLL_TIMEOUT")
     began = time.monotonic()
     if options.init_method == "env://":
@@ -270,15 +269,9 @@ def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> 
     undo.callback(found.close, 0.5)
     members = join(found.store, found.rank, found.world_size, "rpc", limit, began=began)
     undo.callback(forget, members)
-    job = Job(
-        found.store, members, found.rank, parse_backend(None), _no_group, limit, partial(found.close, 0.0)
-    )
-    job.settle()
-    return _Found(PrefixStore("rpc", found.store), members, found.rank, limit, job)
-
-
-def _no_group(*_: object) -> NoReturn:
-    raise AssertionError("rpc makes no groups")
+    lease = StoreLease(found.store, members, found.rank, partial(found.close, 0.0))
+    lease.settle()
+    return _Found(PrefixStore("rpc", found.store), members, found.rank, limit, lease)
 
 
 def _check_names(names: Sequence[str], members: Sequence[Member]) -> None:

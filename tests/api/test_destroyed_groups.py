@@ -26,7 +26,7 @@ def footprint() -> tuple[int, Counter[str], int, Counter[str], int]:
     Without pidfds, which are opened when a peer is first waited for long.
     """
     gc.collect()  # of groups, which are garbage in cycles
-    keys, files = current_job().store.underlying_store.num_keys(), []
+    keys, files = current_job().lease.store.underlying_store.num_keys(), []
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of listing them
             files.append(re.sub(r"[0-9a-f]{4,}|[0-9]+", "N", os.readlink(f"/proc/self/fd/{name}")))

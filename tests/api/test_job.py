@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from fastcoll.api import job as jobs
+from fastcoll.api import lease as leases
 from fastcoll.api import subgroups
+from fastcoll.api.backends import parse_backend
 from fastcoll.api.job import Job
+from fastcoll.api.lease import StoreLease
 from fastcoll.core.processes import Member
 from fastcoll.rendezvous import HashStore, Store, TCPStore, tcp_store, waiting
 from fastcoll.rendezvous.table import Missing, Request
@@ -43,18 +45,19 @@ def job_of(store: Store, rank: int, size: int = 2, close: bool = True) -> Job:
     """Return a job of two or more ranks; the processes of the others cannot be checked from here."""
     here = Member.here(0, size, "tcp")
     members = [replace(here, rank=each, boot_id=str(each), host="far") for each in range(size)]
-    return Job(store, members, rank, None, None, 60.0, store.close if close else lambda: None)  # type: ignore[arg-type]
+    lease = StoreLease(store, members, rank, store.close if close else lambda: None)
+    return Job(lease, parse_backend(None), 60.0)
 
 
 def test_a_store_whose_process_is_stopped_holds_nobody_up(
     server: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(jobs, "_LAST_WORD_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "_LAST_WORD_SECONDS", 0.1)
     assert server.stdout is not None
     store = TCPStore("127.0.0.1", int(server.stdout.readline()), timeout=3000)
     os.kill(server.pid, signal.SIGSTOP)
-    job_of(store, 1).leave(3000)
+    job_of(store, 1).lease.leave(3000)
     assert store.timeout == timedelta(seconds=3000)
 
 
@@ -79,7 +82,7 @@ def test_a_rank_that_is_late_in_new_group_costs_the_others_few_requests(
     job = job_of(store, 0, size)
     store.multi_set([f"group0/asked/{rank}" for rank in range(size - 1)], [b"digest"] * (size - 1))
     store.requests = store.keys = 0
-    raise_if_left = job.raise_if_left
+    raise_if_left = job.lease.raise_if_left
 
     def look(ranks: Sequence[int], doing: str) -> None:
         nonlocal looks
@@ -88,7 +91,7 @@ def test_a_rank_that_is_late_in_new_group_costs_the_others_few_requests(
             store.set(f"group0/asked/{size - 1}", b"digest")
         raise_if_left(ranks, doing)
 
-    job.raise_if_left = look  # type: ignore[method-assign]
+    job.lease.raise_if_left = look  # type: ignore[method-assign]
     assert subgroups._answers(job, "group0", range(size), 300.0, "testing") == [b"digest"] * size
     assert store.requests < 4 * 20  # per look: the wait before it, the late ranks, and whether they have left
     assert store.keys < 23 * size  # each wait lists all keys; apart from that, each key is looked up once
@@ -109,11 +112,11 @@ class Leaving:
         here, self.closed = Member.here(0, 2, "tcp"), list[str]()
         members = [here, replace(here, rank=1, **rank_1)]
         self.store = HashStore()
-        self.job = Job(self.store, members, 0, None, None, 1.0, lambda: self.closed.append("store"))  # type: ignore[arg-type]
-        self.job.settle()
+        self.lease = StoreLease(self.store, members, 0, lambda: self.closed.append("store"))
+        self.lease.settle()
 
     def leave(self, patience: float = 60.0, *gone: Member) -> None:
-        self.job.leave(patience, gone)
+        self.lease.leave(patience, gone)
         assert self.closed == ["store"]
 
 
@@ -122,7 +125,7 @@ def test_rank_0_does_not_wait_for_the_dead(caplog: pytest.LogCaptureFixture) -> 
     ended.wait()
     Leaving(pid=ended.pid).leave()
     rank_0 = Leaving(boot_id="far")
-    rank_0.leave(60.0, *rank_0.job.members[1:])  # which are known to be
+    rank_0.leave(60.0, *rank_0.lease.members[1:])  # which are known to be
     assert not caplog.records
 
 
@@ -134,7 +137,7 @@ def test_rank_0_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixtu
 def test_rank_0_does_not_wait_for_those_who_left(caplog: pytest.LogCaptureFixture) -> None:
     """A rank that has destroyed its groups makes no more of them, however long its process lives."""
     rank_0 = Leaving()
-    job_of(rank_0.store, 1, close=False).leave(0.0)
+    job_of(rank_0.store, 1, close=False).lease.leave(0.0)
     rank_0.leave()
     assert not caplog.records
 
@@ -142,9 +145,10 @@ def test_rank_0_does_not_wait_for_those_who_left(caplog: pytest.LogCaptureFixtur
 def test_rank_0_does_not_wait_long_after_ctrl_c(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "_INTERRUPTED_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "_INTERRUPTED_SECONDS", 0.1)
     rank_0 = Leaving()
-    with pytest.raises(KeyboardInterrupt), rank_0.job.making([0, 1], "new_group([0, 1])"):
+    job = Job(rank_0.lease, parse_backend(None), 1.0)
+    with pytest.raises(KeyboardInterrupt), job.making([0, 1], "new_group([0, 1])"):
         raise KeyboardInterrupt
     rank_0.leave(3000)
     assert "though rank 1" in caplog.text

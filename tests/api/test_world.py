@@ -25,7 +25,7 @@ from faults.crew import nothing_left
 import fastcoll as dist
 from fastcoll import config
 from fastcoll.api.backends import load, parse_backend
-from fastcoll.api.job import Job
+from fastcoll.api.lease import StoreLease
 from fastcoll.core.processes import Member
 from fastcoll.errors import (
     AbortedError,
@@ -326,9 +326,9 @@ def test_a_rank_waits_for_a_job_that_its_predecessor_has_left(
     meet_in(store, 1, monkeypatch)
     view = dist.PrefixStore("fastcoll", Unclosed(store))
     view.set("join/member/1", other.to_bytes())
-    job = Job(view, [other, other], 1, parse_backend(None), None, 1.0, lambda: None)  # type: ignore[arg-type]
-    job.settle()
-    job.leave(0.0)
+    lease = StoreLease(view, [other, other], 1, lambda: None)
+    lease.settle()
+    lease.leave(0.0)
     with pytest.raises(RendezvousError, match="rank 1 has started before"):
         dist.init_process_group(init_method="tcp://x:1", rank=1, world_size=2, timeout=1)
     config.forget()

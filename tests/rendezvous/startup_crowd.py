@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from fastcoll.api.backends import parse_backend
-from fastcoll.api.job import Job, times_settled
+from fastcoll.api.job import Job
+from fastcoll.api.lease import StoreLease, times_settled
 from fastcoll.core import processes as members_module
 from fastcoll.core.processes import Member, ProcessId
 from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_store
@@ -104,15 +105,16 @@ def _meet(store: Store, name: str, members: Sequence[Member], rank: int, timeout
         meeting.assemble([["eth0"], [address], [30_000 + (rank * 31) % 30_000]])
 
 
-def _start(rank: int, size: int, store: TCPStore) -> Job:
+def _start(rank: int, size: int, store: TCPStore) -> StoreLease:
     view = PrefixStore("fastcoll", store)
     times_settled(view, rank)
     members = join(view, rank, size, "cpu:auto", _DEADLINE_SECONDS)
     assert len(members) == size
-    job = Job(view, members, rank, parse_backend(None), _meet, _DEADLINE_SECONDS, lambda: store.close(0.0))
+    lease = StoreLease(view, members, rank, lambda: store.close(0.0))
+    job = Job(lease, parse_backend(None), _DEADLINE_SECONDS)
     with job.making(range(size), "making the default group"):
         job.make_group("WORLD", "world", range(size), _DEADLINE_SECONDS, _meet)
-    return job
+    return lease
 
 
 def _serve(pipe: Connection, size: int) -> None:
@@ -122,13 +124,13 @@ def _serve(pipe: Connection, size: int) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=_DEADLINE_SECONDS, wait_for_workers=False) as store:
         pipe.send(store.port)
         pipe.recv()
-        job = _start(0, size, store)
+        lease = _start(0, size, store)
         _tally.joined.append(0)
         pipe.send(None)
         pipe.recv()
         pipe.send(_tally)
         pipe.recv()
-        job.leave(_DEADLINE_SECONDS)
+        lease.leave(_DEADLINE_SECONDS)
         pipe.send(None)
 
 
@@ -137,11 +139,11 @@ def _client(rank: int, size: int, port: int, begin: threading.Event, leave: thre
     begin.wait()
     try:
         with TCPStore("127.0.0.1", port, timeout=_DEADLINE_SECONDS) as store:
-            job = _start(rank, size, store)
+            lease = _start(rank, size, store)
             with _tally_lock:
                 _tally.joined.append(rank)
             leave.wait()
-            job.leave(0.0)
+            lease.leave(0.0)
     except Exception as error:
         with _tally_lock:
             _tally.errors[str(error)[:200]] += 1
