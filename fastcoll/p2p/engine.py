@@ -367,6 +367,8 @@ class Engine:
 
     def _release(self) -> None:
         """Let the turn go; carry on what was posted meanwhile."""
+        if self._told and not self._exchange.live:  # no thread may drive again
+            self._tell(0.0)
         if not self._exchange.is_busy() and not self._closed:
             for pipe in self._pipes:
                 pipe.set_behind(False)

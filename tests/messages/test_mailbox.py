@@ -454,6 +454,22 @@ def test_the_record_says_what_waits_until_it_ends(worlds) -> None:
     assert not slots
 
 
+@pytest.mark.parametrize("polls", [False, True])
+def test_no_wait_stays_in_the_record_when_no_thread_waits_for_the_last_operation(worlds, polls) -> None:
+    peer, me = worlds(2).ranks
+    slots: set[int] = set()
+
+    def waits(slot: int, *_: object, **__: object) -> None:
+        slots.add(slot)
+
+    me.vigil.record = cast(Any, SimpleNamespace(waits=waits, waits_no_more=slots.discard))
+    work = me.irecv(np.zeros(1), 0, 1)
+    until(lambda: bool(slots))  # the engine's own thread has written it
+    peer.send(np.zeros(1), 1, 1)
+    until(work.is_completed if polls else lambda: work.ended)
+    until(lambda: not slots)
+
+
 @pytest.mark.timed
 def test_what_is_ready_is_not_kept_waiting_by_what_is_not(worlds) -> None:
     (me,) = worlds(1).ranks
