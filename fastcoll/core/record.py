@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import signature
 from .processes import status_of
 
 NAME = "fastcoll-record"
@@ -111,9 +110,9 @@ class Call(NamedTuple):
     site: str = ""
 
     @property
-    def what(self) -> str:
-        """As in `all_reduce(float32, 4 elements, op=SUM)`."""
-        return signature.describe(self.call, self.shape) if self.call else "a call that is not published yet"
+    def head(self) -> tuple[int, int]:
+        """The signature, as core/signature.py describes it."""
+        return self.call, self.shape
 
 
 class Waiting(NamedTuple):

@@ -113,7 +113,9 @@ _OBJECTS = {
 
 
 def describe(call: int, shape: int) -> str:
-    """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`."""
+    """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`; 0, 0: not known yet."""
+    if not call:
+        return "a call that is not published yet"
     name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
     symmetric, _, operation = name.rpartition(":")
     kind = KINDS.get(operation, Kind(WORD))

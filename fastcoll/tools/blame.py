@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..core.record import GroupRecord, Peer, Record
+from ..core.signature import describe
 from .circles import circles
 from .printing import seconds_of
 from .waits import Wait, side, state_of, waits_in
@@ -203,7 +204,7 @@ def _of_rank(rank: Rank, waits: Sequence[Wait], own: Sequence[Wait]) -> Verdict:
     else:
         text = f"has not called {_where(first)}, that {who}"
         if its.ring:
-            more = [f"its last call there was {its.ring[-1].what}, call {its.calls}"]
+            more = [f"its last call there was {describe(*its.ring[-1].head)}, call {its.calls}"]
     more += [f"{_names(o)} waited for it for {seconds_of(_seconds(o))} in {_where(o[0])}" for o in others]
     state, then = condition(rank.process)
     if own and rank.is_able:

@@ -207,10 +207,12 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
         assert group is not None
         last = group.ring[-1] if group.ring else None
         done = (
-            f"its last call in this group was {last.number}, {last.what}" if last else "it made no call there"
+            f"its last call in this group was {last.number}, {signature.describe(*last.head)}"
+            if last
+            else "it made no call there"
         )
         elsewhere = [
-            f"it is in {call.what}, call {call.number} of group {other.name!r}"
+            f"it is in {signature.describe(*call.head)}, call {call.number} of group {other.name!r}"
             for other in dump.record.groups
             if other.name != found.group and (call := other.under_way) is not None
         ]
@@ -274,4 +276,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _what(call: Call) -> str:
-    return f"{call.what} at {call.site}" if call.site else call.what
+    said = signature.describe(*call.head)
+    return f"{said} at {call.site}" if call.site else said

@@ -19,6 +19,7 @@ from typing import Any
 from .._version import __version__
 from ..core.processes import status_of
 from ..core.record import GroupRecord, Peer, Record, joining_since, read
+from ..core.signature import describe
 from .blame import (
     ELSEWHERE,
     GONE,
@@ -159,7 +160,7 @@ def _rank_as_dict(rank: Rank, waits: Sequence[Wait]) -> dict[str, Any]:
                 "calls": group.calls,
                 "finished": group.finished,
                 "pending": group.pending,
-                "last": group.ring[-1].what if group.ring else None,
+                "last": describe(*group.ring[-1].head) if group.ring else None,
                 "failure": group.failure or None,
                 "in": [
                     {
@@ -368,7 +369,7 @@ def _idle(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
     used = max(groups, key=lambda group: group.calls, default=None)
     if used is None or not used.calls:
         return "", "", "", "", "no call yet"
-    last = f"; the last was {used.ring[-1].what}" if used.ring else ""
+    last = f"; the last was {describe(*used.ring[-1].head)}" if used.ring else ""
     return used.name, str(used.calls), "", "", f"no call{last}"
 
 

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from ..core.record import Call, GroupRecord
+from ..core.signature import describe
 from .divergence import Edge
 from .dumps import Dump
 
@@ -31,7 +32,7 @@ def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
                 said = {"number": call.number, "group": group.name, "state": call.state, "timed": timed}
                 if call.site:
                     said["site"] = call.site
-                shown = {"name": call.what, "cat": group.backend, "args": said}
+                shown = {"name": describe(*call.head), "cat": group.backend, "args": said}
                 events.append({"ph": "X", **place, **shown, "ts": began / 1e3, "dur": (ended - began) / 1e3})
         for reason in dump.reasons:
             event = {"ph": "i", "s": "p", "pid": record.rank, "tid": 0, "ts": reason.time * 1e6}

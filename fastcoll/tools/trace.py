@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.own_files import open_anew
+from ..core.signature import describe
 from . import divergence
 from .dumps import Dump, load
 from .printing import Printer
@@ -73,11 +74,13 @@ def _parser() -> argparse.ArgumentParser:
 def _row(dump: Dump) -> list[str]:
     """What one rank is in, or the last call of its first group."""
     groups = dump.record.groups
-    said = [f"{g.under_way.what}, call {g.under_way.number} of {g.name}" for g in groups if g.under_way]
+    said = [
+        f"{describe(*g.under_way.head)}, call {g.under_way.number} of {g.name}" for g in groups if g.under_way
+    ]
     said += [wait.doing for g in groups for wait in g.waits if not wait.number]
     if not said:
         said = [
-            f"{g.ring[-1].what}, call {g.ring[-1].number} of {g.name}: {g.ring[-1].state}"
+            f"{describe(*g.ring[-1].head)}, call {g.ring[-1].number} of {g.name}: {g.ring[-1].state}"
             for g in groups
             if g.ring
         ]
@@ -98,7 +101,7 @@ def _as_data(dumps: Sequence[Dump]) -> dict[str, Any]:
                 "group": each.group,
                 "number": each.number,
                 "mismatch": each.is_mismatch,
-                "calls": {str(rank): call.what for rank, call in each.calls.items()},
+                "calls": {str(rank): describe(*call.head) for rank, call in each.calls.items()},
                 "late": each.late,
                 "silent": each.silent,
                 "since": each.since,

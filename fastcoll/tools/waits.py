@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..core.record import Call, GroupRecord, Record
+from ..core.signature import describe
 
 _STUCK = ("under way", "failed", "mismatch")
 _AFTERWARDS = 4  # calls that ranks make to exchange a mismatch, with that call itself
@@ -98,7 +99,7 @@ def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: 
         same = (its for its in published if its.call and its.number == call.number)
         since = (group.since or call.began, *(each.since for each in group.waits if each.number))
         began = min((each for each in since if each), default=0) / 1e9
-        what = (call if call.call else next(same, call)).what
+        what = describe(*(call if call.call else next(same, call)).head)
         yield Wait(rank, group, call.number, what, late, began, now)
     for message in group.waits:
         if not message.number:

@@ -20,6 +20,7 @@ from fastcoll.core import dump
 from fastcoll.core import record as r
 from fastcoll.core.processes import Member, status_of
 from fastcoll.core.recorder import GroupRecorder, own, read
+from fastcoll.core.signature import describe
 
 
 def members(count: int) -> list[Member]:
@@ -64,7 +65,7 @@ def test_calls_begin_and_end_and_the_ring_goes_round(group: GroupRecorder) -> No
         (said,) = own().groups if number in (1, r.RING, r.RING + 5) else (None,)
         if said is not None:
             assert said.under_way is not None
-            assert (said.under_way.number, said.under_way.what) == (number, "barrier()")
+            assert (said.under_way.number, describe(*said.under_way.head)) == (number, "barrier()")
             assert said.since == said.under_way.began > 0
         group.end(number)
     (said,) = own().groups
@@ -238,8 +239,8 @@ def test_the_ring_has_the_last_calls_of_every_group_alike_on_all_ranks(backend: 
     assert [call.number for call in mine.ring] == list(range(mine.calls - r.RING + 1, mine.calls + 1))
     assert (mine.under_way, mine.failure, mine.finished) == (None, "", mine.calls)
     assert {call.state for call in mine.ring} == {"done"}
-    assert mine.ring[-1].what == "broadcast(float32, 2 elements, root=1)"
-    assert mine.ring[-7].what == "all_reduce(float64, 65536 elements, op=SUM)"
+    assert describe(*mine.ring[-1].head) == "broadcast(float32, 2 elements, root=1)"
+    assert describe(*mine.ring[-7].head) == "all_reduce(float64, 65536 elements, op=SUM)"
     assert mine.ring[-7].ended > mine.ring[-7].began > time.time_ns() - 60e9  # a large call is timed
     timed = [call for call in mine.ring if call.ended]
     assert len(timed) >= r.RING // 64
@@ -251,7 +252,7 @@ def test_the_ring_has_the_last_calls_of_every_group_alike_on_all_ranks(backend: 
     assert said[0] == said[1] == said[2]
     assert (pair.name in found) == (rank != 1) if rank != 1 else True
     if rank != 1:
-        assert [call.what for call in found[pair.name].ring][-1] == "barrier()"
+        assert [describe(*call.head) for call in found[pair.name].ring][-1] == "barrier()"
         assert [peer.rank for peer in found[pair.name].members] == [0, 2]
         dist.destroy_process_group(pair)
     dist.destroy_process_group(group)

@@ -318,7 +318,9 @@ def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_re
             if first and stuck and first.groups[0].late == 1 and first.groups[0].waits:
                 break
             time.sleep(0.01)
-        assert first.groups[0].under_way.what == "all_reduce(float32, 10 elements, op=SUM)"
+        assert (
+            signature.describe(*first.groups[0].under_way.head) == "all_reduce(float32, 10 elements, op=SUM)"
+        )
         assert first.groups[0].waits[0].ranks == (1,)
         assert (stuck.groups[0].calls, stuck.groups[0].under_way) == (3, None)
         for rank in ranks:
