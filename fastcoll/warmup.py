@@ -68,11 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_entries() -> dict[str, Entry]:
-    """The entries by name; those for the network as `tcp.NAME`."""
-    from .net.tcp.entries import ENTRIES as NET
+    """The entries by name; those for the network as `tcp.NAME`, for MPI, too."""
+    from .net.mpi.compiled import ENTRIES as MPI
+    from .net.tcp.entries import ENTRIES as TCP
     from .shm.backend import ENTRIES as SHM
 
-    return {entry.name: entry for entry in SHM} | {f"tcp.{entry.name}": entry for entry in NET}
+    return {entry.name: entry for entry in SHM} | {f"tcp.{entry.name}": entry for entry in (*TCP, *MPI)}
 
 
 def _for_compiled_callers() -> dict[str, Callable[[], object]]:

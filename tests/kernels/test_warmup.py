@@ -14,7 +14,8 @@ import fastcoll
 from fastcoll import warmup
 from fastcoll.interop.dtypes import parse_dtype
 from fastcoll.kernels.jit import NJIT
-from fastcoll.net.tcp import entries as net
+from fastcoll.net.mpi import compiled as mpi
+from fastcoll.net.tcp import entries as tcp
 from fastcoll.shm import backend as shm
 from fastcoll.shm import callers
 
@@ -56,7 +57,7 @@ def test_every_entry_is_in_the_list():
             for mark in node.decorator_list
         )
     )
-    assert found == sorted(entry.name for entry in (*shm.ENTRIES, *net.ENTRIES))
+    assert found == sorted(entry.name for entry in (*shm.ENTRIES, *tcp.ENTRIES, *mpi.ENTRIES))
 
 
 def test_what_compiled_callers_call_is_compiled_where_it_is_asked_for(monkeypatch, tmp_path):

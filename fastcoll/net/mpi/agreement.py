@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from ...core import signature
 from ...core.recorder import GroupRecorder
+from ...core.sizes import Sizes
 from ...core.status import AGAIN, DONE
 from ...kernels import waiting
 from ...kernels.primitives import address_of
-from ..tcp.plans.shape import Sizes
 from . import compiled as c
 from . import compiled as words
 from .library import Library

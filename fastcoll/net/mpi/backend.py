@@ -30,6 +30,7 @@ from ...core.operations import KINDS
 from ...core.processes import Member
 from ...core.recorder import GroupRecorder
 from ...core.reduce_op import ReduceOp
+from ...core.sizes import sized, sizes_of
 from ...core.status import DONE
 from ...core.work import Work
 from ...errors import AbortedError, GroupError
@@ -39,7 +40,6 @@ from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
 from ...rendezvous import Store
 from ..tcp.control import NetMonitor
-from ..tcp.plans.shape import Limits, Shape, sized, sizes_of
 from . import compiled as c
 from .agreement import MEETING_WORDS, Meeting, Prepared, Requests, abandon
 from .execution import Addressed, Execution, HostMemory, Memory, are_near
@@ -51,7 +51,6 @@ _CLOSE_SECONDS = 5.0
 _MOST_PREPARED = 1024
 _NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
 _LITTLE = 4 << 10  # bytes of an array that goes with the meeting to all ranks, though it is for one
-_NO_LIMITS = Limits(0, 0)
 
 
 class MpiBackend(Backend):
@@ -194,7 +193,7 @@ class MpiBackend(Backend):
             return found
         kind, dtype, op, root, nbytes, parts, on_gpu = key
         code = signature.encode(kind, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
-        sizes = sizes_of(Shape(kind, self.gate.size, self.gate.rank, nbytes, _NO_LIMITS, root=root))
+        sizes = sizes_of(kind, self.gate.size, self.gate.rank, nbytes, root)
         own = nbytes[0] if nbytes else 0
         finish: tuple[int, ...] = ()
         if kind == "barrier":

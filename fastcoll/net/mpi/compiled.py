@@ -37,12 +37,12 @@ from __future__ import annotations
 
 from ...core.status import AGAIN, DONE, MISMATCH
 from ...kernels.copy import copy
-from ...kernels.jit import entry, inlined, kernel
+from ...kernels.headers import calls_match
+from ...kernels.jit import Entry, entry, inlined, kernel
 from ...kernels.primitives import call_foreign, call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at
 from ...kernels.recording import record_call
 from ...kernels.waiting import BUDGET, POLLING_WORDS, moved, now, rest, yield_core
-from ..tcp.meet import calls_match
 
 MODE, TEST, BELL, FLAG, COUNT, STATUS = range(POLLING_WORDS, POLLING_WORDS + 6)
 SLOTS = STATUS + 16
@@ -55,7 +55,7 @@ RESUMED = 1
 CODE, SHAPE, BALANCE, FINISH, NBYTES, ROOT, REDUCER, OP, ELEMENTS, CALL_WORDS = range(10)
 NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: all is left to Python
 
-# A row: what a rank says of its call, as net/tcp/meet.py compares it, and its data where that is small.
+# A row: what a rank says of its call, as kernels/headers.py compares it, and its data where that is small.
 ROW_NUMBER, ROW_CODE, ROW_SHAPE, ROW_BALANCE, ROW_NEAR, ROW_PAYLOAD = range(6)
 HEAD_BYTES = 8 * ROW_PAYLOAD
 
@@ -248,3 +248,7 @@ def reduce(reducer: Index, op: Index, target: Index, sources: Index, many: Index
 def address(x: PyObject) -> int:
     """The address of an ndarray's first element, in 60 ns instead of 800."""
     return word_at(object_at(x) + DATA)
+
+
+ENTRIES: tuple[Entry, ...] = (poll, meet, carry_out, reduce, address)
+"""Every entry of this room, for whoever wants them compiled ahead."""

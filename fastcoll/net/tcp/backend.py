@@ -24,6 +24,7 @@ from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
 from ...core.processes import Member, cores_of
 from ...core.recorder import GroupRecorder
+from ...core.sizes import sized
 from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH, WORKED
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, MismatchError
 from ...kernels.reduce import HALVES, reducer
@@ -40,7 +41,7 @@ from .mesh import Mesh
 from .pipe import TcpPipe
 from .plans.choose import plan_for
 from .plans.plan import Plan
-from .plans.shape import MEET_RANKS, Shape, default_limits, sized
+from .plans.shape import MEET_RANKS, Shape, default_limits
 from .refuge import TcpRefuge
 
 logger = logging.getLogger("fastcoll")

@@ -16,7 +16,7 @@ from .executor import PIECE
 from .meet import AHEAD, HELD
 from .plans import plan as t
 from .plans.circulant import combine_headers, gather_headers, known_before
-from .plans.shape import HEADER_BYTES, MEET_RANKS, Limits, Shape, sizes_of
+from .plans.shape import HEADER_BYTES, MEET_RANKS, Limits, Shape
 
 BUDGET = 50_000_000  # ns that the engine may work before Python looks at signals, deadlines and peers
 
@@ -35,7 +35,7 @@ class Prepared:
     def __init__(self, call: int, call_shape: Shape, plan: t.Plan, reducer: Sequence[int] = (0, 0)) -> None:
         table, kinds = plan.table, plan.table[:, t.KIND]
         moves = table[np.isin(kinds, (t.SEND, t.RECV, t.REDUCE))]
-        self.shape, gives, takes = sizes_of(call_shape)
+        self.shape, gives, takes = call_shape.sizes()
         self.sizes = gives, takes
         self.call, self.plan, self.ready = call, plan, False
         self.peers = sorted(set(moves[:, t.PEER].tolist()))

@@ -5,6 +5,10 @@ Only the thread whose call is under way touches them.
 
 from __future__ import annotations
 
+from ...kernels.headers import HEAD_BALANCE as HEAD_BALANCE
+from ...kernels.headers import HEAD_CALL as HEAD_CALL
+from ...kernels.headers import HEAD_SHAPE as HEAD_SHAPE
+from ...kernels.headers import NUMBER as NUMBER
 from ...kernels.waiting import PATIENCE_WORDS
 
 # ---- the context --------------------------------------------------------------------------------------
@@ -67,7 +71,8 @@ MOVES = 13  # whether anything is sent or received after the meeting
 PREPARED_WORDS = 14
 
 # ---- a header -----------------------------------------------------------------------------------------
-NUMBER, HEAD_CALL, HEAD_SHAPE, HEAD_BALANCE, HEAD_ATTACHED, HEAD_DIFFERS = range(6)
+# after NUMBER, HEAD_CALL, HEAD_SHAPE and HEAD_BALANCE
+HEAD_ATTACHED, HEAD_DIFFERS = 4, 5
 
 # ---- stages -------------------------------------------------------------------------------------------
 IDLE, MEET, RUN, TELL = range(4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...kernels.jit import Entry
-from ..mpi import compiled as mpi
 from . import executor as engine
 from . import mail_kernels
 
@@ -23,9 +22,4 @@ ENTRIES: tuple[Entry, ...] = (
     mail_kernels.advance,
     mail_kernels.flush,
     mail_kernels.mind,
-    mpi.poll,
-    mpi.meet,
-    mpi.carry_out,
-    mpi.reduce,
-    mpi.address,
 )

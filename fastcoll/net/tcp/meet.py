@@ -49,11 +49,12 @@ the headers up to its own, and otherwise as much as there is: several small fram
 
 from __future__ import annotations
 
-from ...core.signature import NOTE_BYTES, REFUSED, UNEVEN
+from ...core.signature import NOTE_BYTES, REFUSED
 from ...core.status import DONE, GARBLED, GONE, MISMATCH
 from ...failpoints import number_of
 from ...kernels.copy import copy, move
 from ...kernels.failing import failing, reached_by
+from ...kernels.headers import calls_match
 from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some
@@ -353,20 +354,6 @@ def exchange(c, d, idle):
         return DONE
     # What was held back goes in the next sweep.
     return GOES_ON if any_moved and not any_held else GOES_ON - 1
-
-
-@kernel
-def calls_match(first, stride, size):
-    """Whether the headers of all ranks, `stride` bytes from one to the next, are of calls that match."""
-    call, shape, balance = load_word(first, w.HEAD_CALL), load_word(first, w.HEAD_SHAPE), 0
-    for rank in range(size):
-        head = first + stride * rank
-        if load_word(head, w.HEAD_CALL) != call:
-            return False
-        if load_word(head, w.HEAD_SHAPE) != shape and call & UNEVEN == 0:
-            return False
-        balance += load_word(head, w.HEAD_BALANCE)
-    return balance == 0
 
 
 @inlined

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from ....core.partition import Segments, Span, even
 from .plan import SCRATCH, Place, Plan, Rows
-from .shape import Shape, array, sizes_of
+from .shape import Shape, array
 
 
 def attached(shape: Shape) -> Plan:
@@ -41,7 +41,7 @@ def attached(shape: Shape) -> Plan:
 def exchange(shape: Shape) -> Plan:
     """all_gather, gather, scatter and all_to_all: each rank's part or block to whoever gets it."""
     rows, size, payload = Rows(), shape.size, shape.limits.payload
-    _, gives, takes = sizes_of(shape)
+    _, gives, takes = shape.sizes()
     # Ranks have an out, and a block or part, for each rank or one of each.
     outs = {"scatter": 1, "gather": size if shape.is_root else 0}.get(shape.operation, size)
     several = shape.operation == "all_to_all" or (shape.operation == "scatter" and shape.is_root)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from ....core.operations import BLOCKS_TO_BLOCKS, KINDS
 from ....core.partition import Segments, Span
+from ....core.sizes import Sizes, sizes_of
 from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Place
 
-X = TypeVar("X")
 HEADER_BYTES = 64  # of the meeting: a cache line, so that what follows is aligned
 MEET_RANKS = 16
 """Up to so many ranks everybody sends its header to everybody, and small data with it; more ranks meet in steps."""
@@ -73,6 +72,10 @@ class Shape(NamedTuple):
         """All other ranks, the next one first, so that not all ranks begin with the same one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
+    def sizes(self) -> Sizes:
+        """What the ranks compare of the sizes."""
+        return sizes_of(self.operation, self.size, self.rank, self.nbytes, self.root)
+
     def takers_and_givers(self) -> tuple[Sequence[int], Sequence[int]]:
         """Where all ranks' whole arrays count: whom a rank's goes to, and whose are combined or copied there."""
         rank, size = self.rank, self.size
@@ -106,43 +109,3 @@ class Shape(NamedTuple):
 def array(index: int) -> int:
     """The buffer that is the call's array number `index`."""
     return FIRST_ARRAY + index
-
-
-def sized(kind: str, outputs: Sequence[X], inputs: Sequence[X]) -> Sequence[X]:
-    """Of the arrays of a call (core/operation.py), those whose sizes `Shape.nbytes` has."""
-    if KINDS[kind].form == BLOCKS_TO_BLOCKS:
-        return (*outputs, *inputs)
-    return outputs or inputs if KINDS[kind].takes_blocks else inputs or outputs
-
-
-class Sizes(NamedTuple):
-    """What a rank tells the others of the sizes of its call, so that all can compare them."""
-
-    shape: int  # bytes that this rank contributes, MIXED if it gives the ranks blocks of different sizes
-    gives: tuple[int, ...]  # bytes for each rank, zeros where `shape` says everything
-    takes: tuple[int, ...]  # and expected from each
-
-
-MIXED = -1
-
-
-def sizes_of(call: Shape) -> Sizes:
-    """The sizes of a call."""
-    n, rank, nbytes = call.size, call.rank, call.nbytes
-    nothing = (0,) * n
-    kind = KINDS[call.operation]
-    if not kind.has_blocks:
-        return Sizes(call.total, nothing, nothing)
-    if kind.form == BLOCKS_TO_BLOCKS:
-        return Sizes(sum(nbytes[n:]), nbytes[n:], nbytes[:n])
-    if kind.root:
-        all_of_root = nbytes if call.is_root else nothing
-        own = nbytes[rank if call.is_root else 0]
-        with_root = tuple(own if r == call.root else 0 for r in range(n))
-        if kind.takes_blocks:
-            return Sizes(own, with_root, all_of_root)
-        return Sizes(sum(all_of_root), all_of_root, with_root)
-    if kind.takes_blocks:
-        return Sizes(nbytes[rank], (nbytes[rank],) * n, nbytes)
-    shape = sum(nbytes) if len(set(nbytes)) == 1 else MIXED
-    return Sizes(shape, nbytes, (nbytes[rank],) * n)
