@@ -14,7 +14,6 @@ from contextlib import suppress
 
 from ..core.processes import network_here
 from ..errors import ResourceError, UsageError
-from .opening import NAME_SIZE, PLACE_SIZE
 
 logger = logging.getLogger("fastcoll")
 
@@ -22,6 +21,7 @@ logger = logging.getLogger("fastcoll")
 # who comes to a full queue tries again after 1, 3, 7 ... s.
 _BACKLOG = 1 << 16
 _TCP_LISTEN = "0A"  # of the kernel's tcp_states.h
+NAME_SIZE, PLACE_SIZE = 16, 20  # bytes of the digests of a name and of an address
 SockAddr = tuple[str, int] | tuple[str, int, int, int]
 # Where a datagram socket is "connected" to learn which of our addresses faces the network: nothing is
 # sent, and these blocks are reserved for documentation (RFC 5737, RFC 3849).

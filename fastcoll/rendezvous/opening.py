@@ -47,13 +47,13 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from .._version import __version__
+from .address import NAME_SIZE, PLACE_SIZE
 from .secret import PROOF_SIZE, SAME_SECRET, is_proof, proof
 
 MAGIC = b"FASTMESH"
 PROTOCOL = 4
 NONCE_SIZE = 32
-GROUP_SIZE = NAME_SIZE = 16
-PLACE_SIZE = 20
+GROUP_SIZE = NAME_SIZE
 TOKEN_SIZE = 16
 _FORMAT = struct.Struct("!8sHBB16sBBH16sIII20s32s")
 OPENING_SIZE = _FORMAT.size

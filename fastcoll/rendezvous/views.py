@@ -186,3 +186,10 @@ class PrefixStore(_View):
 
     def set_timeout(self, timeout: timedelta | float) -> None:
         self.underlying_store.set_timeout(timeout)
+
+
+def local_address(store: Store) -> str:
+    """Return the address by which this process reaches the store's server; "" if the store has none."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "local_address", ""))

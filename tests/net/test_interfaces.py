@@ -22,6 +22,7 @@ from fastcoll.net.tcp.interfaces import (
     parse_inet6,
 )
 from fastcoll.rendezvous import HashStore, PrefixStore
+from fastcoll.rendezvous.views import local_address
 
 LO, ETH0, ETH1, DOCKER = (
     Interface("lo", "127.0.0.1"),
@@ -48,11 +49,11 @@ def test_loopback_is_refused_between_hosts(monkeypatch: pytest.MonkeyPatch, fami
     monkeypatch.setenv("FASTCOLL_SOCKET_IFNAME", "eth0,lo")
     here = Member.here(0, 2, "tcp")
     near = [here, replace(here, rank=1)]
-    assert [each.name for each in choose_here(HashStore(), near, family)] == ["eth0", "lo"]
+    assert [each.name for each in choose_here("", near, family)] == ["eth0", "lo"]
     far = replace(here, rank=1, boot_id="another", host="b")
     why = r"_IFNAME names lo, .* rank 1 \(pid \d+ on b\) is on another host .* eth0 10\.0\.0\.5"
     with pytest.raises(UsageError, match=why):
-        choose_here(HashStore(), [here, far], family)
+        choose_here("", [here, far], family)
 
 
 @pytest.mark.parametrize("text", [",", "eth0,", "eth0,eth0", "eth0,^eth1", "^", "^^eth0"])
@@ -109,8 +110,8 @@ def test_the_settings_come_before_gloos(monkeypatch: pytest.MonkeyPatch) -> None
 def test_ranks_of_one_network_use_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "interfaces_here", lambda: HERE)
     me = Member.here(0, 2, "tcp")
-    assert choose_here(HashStore(), [me, replace(me, rank=1)], None) == [LO]
-    assert choose_here(HashStore(), [me, replace(me, rank=1)], 6) == [LO6]
+    assert choose_here("", [me, replace(me, rank=1)], None) == [LO]
+    assert choose_here("", [me, replace(me, rank=1)], 6) == [LO6]
 
 
 @pytest.mark.parametrize("change", [{"boot_id": "another"}, {"network": "net:[1]"}])
@@ -133,7 +134,7 @@ def test_ranks_of_several_networks_use_the_route_to_the_master(
     store = HashStore()
     store.local_address = local  # as a TCPStore has
     wrapped = PrefixStore("a", PrefixStore("b", store))
-    assert choose_here(wrapped, [me, replace(me, rank=1, **change)], None) == [expected]
+    assert choose_here(local_address(wrapped), [me, replace(me, rank=1, **change)], None) == [expected]
 
 
 def test_a_machine_without_a_default_route_has_an_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

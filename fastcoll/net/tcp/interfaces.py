@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from ... import config
 from ...core.processes import Member
 from ...errors import UsageError
-from ...rendezvous import PrefixStore, Store
 from ...rendezvous.address import own_address, probe
 
 IPV4, IPV6 = 4, 6
@@ -114,17 +113,15 @@ def choose(wanted: Wanted, there: Sequence[Interface], by_route: str, family: in
     )
 
 
-def choose_here(store: Store, members: Sequence[Member], family: int | None) -> list[Interface]:
-    """As `choose`, for this process in a group; `store` is the group's: where the master is seen from here."""
+def choose_here(towards_store: str, members: Sequence[Member], family: int | None) -> list[Interface]:
+    """As `choose`, for this process in a group whose store it reaches by the address `towards_store`, if by any."""
     there = interfaces_here()
     if all(member.same_network(members[0]) for member in members):
         own = [each for each in there if each.is_loopback]
         preferred = [each for each in own if family in (None, each.family)]
         by_route = next((each.address for each in preferred or own), "127.0.0.1")
     else:
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        by_route = outward(there, str(getattr(store, "local_address", "")))
+        by_route = outward(there, towards_store)
     wanted = wanted_here()
     chosen = choose(wanted, there, by_route, family)
     far = next((member for member in members if not member.same_network(members[0])), None)

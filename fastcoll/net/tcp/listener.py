@@ -53,6 +53,7 @@ from ...rendezvous.opening import (
 )
 from ...rendezvous.secret import SAME_SECRET, job_secret, proof, warn_if_open
 from ...rendezvous.serving import release
+from ...rendezvous.views import local_address
 from .interfaces import IPV4, IPV6, Interface, choose_here, family_of, tune
 
 __all__ = ["Listener", "acquire", "release"]
@@ -301,7 +302,7 @@ def _terms(
     """This rank's interfaces, and what the first member lays down: the group's name, token and number of streams."""
     store = meeting.store
     if rank == 0:
-        interfaces = choose_here(store, members, None)
+        interfaces = choose_here(local_address(store), members, None)
         group, token = os.urandom(GROUP_SIZE), os.urandom(TOKEN_SIZE)
         family, streams = interfaces[0].family, config.get("FASTCOLL_TCP_STREAMS")
         terms = {"group": group.hex(), "token": token.hex(), "family": family, "streams": streams}
@@ -318,7 +319,7 @@ def _terms(
                 raise ValueError(f"family {family!r}, {streams!r} streams")
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"the group's name cannot be read ({error}): {data[:80]!r}") from error
-        interfaces = choose_here(store, members, family)
+        interfaces = choose_here(local_address(store), members, family)
     return interfaces, group, token, streams
 
 
