@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
+from ..core.forks import at_fork
 from ..core.group import ProcessGroup
 from ..core.operands import whole
 from ..core.processes import Member
@@ -95,7 +96,7 @@ class Groups:
 
 
 groups = Groups()
-os.register_at_fork(after_in_child=groups.disown)
+at_fork("groups", groups.disown)
 
 
 class _GroupMember:

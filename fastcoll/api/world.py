@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, ParamSpec
 
 from .. import config, failpoints
 from ..core import recorder
+from ..core.forks import at_fork
 from ..core.group import ProcessGroup
 from ..core.monitor import last_words
 from ..core.operands import check_unused, positive_seconds, whole
@@ -67,7 +68,7 @@ def _after_fork() -> None:
     _joining = threading.Lock()  # who had it is not in this process
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork("world", _after_fork)
 
 
 def current_job() -> Job:

@@ -41,7 +41,6 @@ freed then.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import weakref
 from collections import deque
@@ -55,6 +54,7 @@ import numpy as np
 from ..api.groups import Group, NonMember, group_rank, groups, member_of
 from ..api.p2p import waitany
 from ..core import signature
+from ..core.forks import at_fork
 from ..core.group import ProcessGroup
 from ..core.operands import LARGEST_TAG, Array
 from ..core.operations import KINDS, METHODS, NATIVE, NO_ARRAY, OPERATIONS
@@ -91,7 +91,7 @@ def _after_fork() -> None:
         world.clear()  # this process may get a world of its own
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork("group descriptors", _after_fork)
 
 
 # ---- what a call word says ------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from .. import config
 from ..errors import ResourceError, UsageError
 from . import recorder
+from .forks import at_fork
 from .own_files import open_own
 from .processes import status_of
 from .recorder import Record
@@ -256,4 +257,4 @@ def _after_fork() -> None:
         _stacks_file = None
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork("dump", _after_fork)

@@ -22,6 +22,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 from .._version import __version__
 from ..errors import StoreError
+from .forks import at_fork
 
 _log = logging.getLogger("fastcoll")
 P = TypeVar("P", bound="ProcessId")
@@ -185,7 +186,7 @@ def _drop_inherited() -> None:
     witnesses.clear()
 
 
-os.register_at_fork(after_in_child=_drop_inherited)
+at_fork("processes", _drop_inherited)
 
 
 def _watch(process: ProcessId) -> int | None:

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from .. import config
 from .._version import __version__
 from . import record as r
+from .forks import at_fork
 from .mapping import aside, map_memory, unmap_memory
 from .processes import Member
 from .record import Record, parse, read
@@ -158,7 +159,7 @@ def _after_fork() -> None:
     _file, _lock = _File(), threading.RLock()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork("record", _after_fork)
 
 
 def has_groups() -> bool:

@@ -20,6 +20,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from ..errors import AbortedError, CollectiveTimeoutError, UsageError
+from .forks import at_fork
 
 _log = logging.getLogger("fastcoll")
 
@@ -48,7 +49,7 @@ def _count_fork() -> None:
     _forks += 1
 
 
-os.register_at_fork(after_in_child=_count_fork)
+at_fork("works", _count_fork)
 
 
 def forks() -> int:

@@ -7,13 +7,13 @@ without Numba (machine_code.py), whose import takes most of a second of some pro
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 from .. import config
+from ..core.forks import at_fork
 from .cache import KernelCache
 from .machine_code import load, python_function
 
@@ -113,7 +113,7 @@ def _after_fork() -> None:
     _compiling = threading.RLock()  # who had it is not in this process
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork("compiling", _after_fork)
 
 
 class Entry:

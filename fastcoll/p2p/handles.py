@@ -7,7 +7,6 @@ request, or takes it over (`Pipe.take_posted`), until compiled code has waited f
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.forks import at_fork
 from ..core.work import Work
 
 OWN = 1 << 61
@@ -39,7 +39,7 @@ def _after_fork() -> None:
     _lock = threading.RLock()  # the thread that held it does not exist in the child
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork("requests", _after_fork)
 
 
 def release_by(address: int) -> None:

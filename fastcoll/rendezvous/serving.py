@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import selectors
 import socket
 import threading
@@ -17,6 +16,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
+
+from ..core.forks import at_fork
 
 logger = logging.getLogger("fastcoll")
 
@@ -193,4 +194,4 @@ def _drop_inherited() -> None:
     _users.clear()
 
 
-os.register_at_fork(after_in_child=_drop_inherited)
+at_fork("servers", _drop_inherited)

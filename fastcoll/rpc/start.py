@@ -24,6 +24,7 @@ from ..api.groups import groups
 from ..api.lease import StoreLease
 from ..api.leaving import ExitHook
 from ..api.world import current_job, find_others
+from ..core.forks import at_fork
 from ..core.monitor import last_words
 from ..core.operands import positive_seconds, whole
 from ..core.processes import Member, forget, gone_among
@@ -317,4 +318,4 @@ def _drop_inherited() -> None:
 
 
 _exit_hook = ExitHook(_leave_at_exit)
-os.register_at_fork(after_in_child=_drop_inherited)
+at_fork("remote calls", _drop_inherited)

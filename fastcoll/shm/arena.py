@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.forks import at_fork
 from ..core.mapping import aside, map_memory, unmap_memory
 from ..errors import ResourceError
 from ..failpoints import reach
@@ -330,6 +331,4 @@ def _put_in_place() -> None:
     os.close(fd)
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-)
+at_fork("arena", _after_fork_in_child, before=_before_fork, in_parent=_after_fork_in_parent)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import secrets
 import sys
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from .. import config
 from ..api import standalone
 from ..api.leaving import ExitHook
+from ..core.forks import at_fork
 from ..core.group import ProcessGroup
 from ..core.processes import Member, this_process
 from ..errors import GroupError, StoreTimeoutError, UnavailableError, UsageError
@@ -188,4 +188,4 @@ def _watch_ends() -> None:
             completions.settle(_SETTLE_SECONDS)
 
     ExitHook(leave_all).set()
-    os.register_at_fork(after_in_child=completions.start_anew)
+    at_fork("torch's threads", completions.start_anew)

@@ -1,0 +1,54 @@
+"""What is done around a fork: in one order, and whatever one action raises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastcoll
+from fastcoll.core import forks
+
+PROGRAM = """
+import os
+from fastcoll.core import forks
+
+def fail():
+    raise ValueError("the second one")
+
+forks.ORDER = "first", "second", "third"
+forks._registered.clear()
+note = lambda text: lambda: print(text, flush=True)
+forks.at_fork("third", note("child 3"), before=note("before 3"), in_parent=note("parent 3"))
+forks.at_fork("second", fail)
+forks.at_fork("first", note("child 1"), before=note("before 1"))
+pid = os.fork()
+if pid == 0:
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+
+
+def test_actions_follow_the_order_and_one_that_raises_is_reported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True
+    )
+    said = done.stdout.split("\n")
+    assert said[:2] == ["before 3", "before 1"]
+    assert [line for line in said if line.startswith("child")] == ["child 1", "child 3"]
+    assert "parent 3" in said
+    assert "ValueError: the second one" in done.stderr
+
+
+def test_every_name_has_one_module_and_every_module_a_name() -> None:
+    files = Path(fastcoll.__file__).parent.rglob("*.py")
+    names = [name for file in files for name in re.findall(r'^ *at_fork\("([^"]+)"', file.read_text(), re.M)]
+    assert sorted(names) == sorted(forks.ORDER)
+
+
+def test_a_name_without_a_place_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        forks.at_fork("nothing", lambda: None)
