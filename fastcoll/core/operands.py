@@ -63,6 +63,16 @@ def wholes(name: str, values: Any) -> list[int]:
     return [whole(f"{name}[{index}]", item) for index, item in enumerate(items)]
 
 
+def refuses(error: BaseException, integers: Sequence[Any]) -> bool:
+    """Whether an entry itself raised the error, over an argument that is no integer of 64 bits."""
+    if not isinstance(error, TypeError | OverflowError):
+        return False
+    try:
+        return not all(-(1 << 63) <= operator.index(number) < 1 << 63 for number in integers)
+    except (TypeError, OverflowError):
+        return True
+
+
 def check_unused(pg_options: Any, device_id: Any) -> None:
     """Refuse options, which no backend has, and what is no index, no "cpu" or "cuda:0" as text or as torch's device."""
     if pg_options is not None:

@@ -29,7 +29,6 @@ from ..core.operations import KINDS
 from ..core.partition import cut, shares
 from ..core.processes import Member, Topology
 from ..core.reduce_op import AVG, ReduceOp
-from ..core.status import DONE, LATER
 from ..core.work import Work
 from ..errors import AbortedError, GroupError, MismatchError, PeerDiedError, StoreError
 from ..failpoints import reach
@@ -38,10 +37,11 @@ from ..net.tcp.backend import TcpBackend
 from ..net.tcp.plans.choose import nothing
 from ..net.tcp.plans.shape import MEET_RANKS
 from ..p2p.engine import Engine
+from ..p2p.short_cuts import short_cuts
 from ..rendezvous import PrefixStore, Store
 from ..rendezvous.assemble import GroupMeeting
-from ..shm import ring_kernels
 from ..shm.backend import ShmBackend
+from ..shm.fast import MESSAGES
 
 DIRECT = 512 << 10
 """Bytes up to which groups of at most MEET_RANKS ranks take the direct way. all_reduce on two hosts of two ranks, nodes
@@ -148,8 +148,9 @@ class HybridBackend(Backend):
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
         flat = self._everyone.fast(group)
-        rings, messages = self._near.pipe.address, self.messages
-        places = {peer: place for place, peer in enumerate(self._topology.local) if peer != self.gate.rank}
+        ranks = self._topology.local
+        places = {peer: place for place, peer in enumerate(ranks) if peer != self.gate.rank}
+        near = short_cuts(group, self.messages, self._near.pipe.address, MESSAGES, ranks.__getitem__)
 
         def place_of(peer: Any, tag: Any) -> int | None:
             """Of a rank of this node; None: it is on another, or the arguments are not those of a plain call."""
@@ -159,30 +160,13 @@ class HybridBackend(Backend):
         def send(tensor: Any, dst: int, tag: int = 0) -> Any:
             if (place := place_of(dst, tag)) is None:
                 return flat["send"](tensor, dst, tag)
-            try:
-                status = ring_kernels.send.call(rings, place, tensor, tag, -1)
-                if status == DONE:
-                    return None
-                if status != LATER:
-                    return messages.resume_send(status, tensor, dst, tag)
-            except BaseException as error:
-                messages.torn(error, "send")
-                raise
-            return ProcessGroup.send(group, tensor, dst, tag)
+            return near.send(tensor, place, tag)
 
         def recv(tensor: Any, src: Any = None, tag: int = 0, status: Status | None = None) -> Any:
             if status is not None or (place := place_of(src, tag)) is None:
                 return flat["recv"](tensor, src, tag, status)
-            try:
-                code = ring_kernels.receive.call(rings, place, tensor, tag, -1)
-                if code < DONE:
-                    return src
-                if code != LATER:
-                    return messages.resume_receive(code, tensor, src, tag)
-            except BaseException as error:
-                messages.torn(error, "recv")
-                raise
-            return ProcessGroup.recv(group, tensor, src, tag)
+            near.recv(tensor, place, tag)
+            return src
 
         return {**flat, "send": send, "recv": recv}
 

@@ -20,7 +20,7 @@ from ..core.backend import Backend, Refuge
 from ..core.gate import Gate
 from ..core.group import ProcessGroup
 from ..core.monitor import Wait
-from ..core.operands import Array
+from ..core.operands import Array, refuses
 from ..core.operation import Call, Operation
 from ..core.operations import KINDS, NO_ARRAY
 from ..core.processes import Member, dead_among
@@ -41,7 +41,7 @@ from . import context_layout as words
 from .callers import ShmWays
 from .context import HANDED_OVER, Context, Report, What, changed, kept, patience, words_for
 from .fast import Fast
-from .head_start import HeadStart, refuses
+from .head_start import HeadStart
 from .lanes import Lanes
 from .layout import PUSHING, STATE
 from .monitor import ShmMonitor

@@ -10,33 +10,25 @@ A list becomes a tuple, since another thread could take an array out of a list w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 from ..core import signature
 from ..core.group import ProcessGroup
-from ..core.message import Status
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
 from ..core.work import Work
-from ..interop.arrays import adopt
 from ..interop.tensors import header_of, headers_for, plain_types
 from ..kernels.jit import Entry
-from ..p2p.pipe import ANY, ARMED
+from ..p2p.short_cuts import Entries, short_cuts
 from . import ring_kernels
-from .head_start import refuses
 from .movement import all_gather, all_to_all, broadcast, gather, scatter
 from .reductions import all_reduce, barrier, reduce, reduce_scatter
 
 if TYPE_CHECKING:
     from .backend import ShmBackend
 
-_send = ring_kernels.send
-_receive = ring_kernels.receive
-_post_send = ring_kernels.post_send
-_post_receive = ring_kernels.post_receive
-
 BARRIER = signature.encode("barrier")
+MESSAGES = Entries(ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive)
 
 
 class Fast:
@@ -44,15 +36,15 @@ class Fast:
 
     def __init__(self, group: ProcessGroup, backend: ShmBackend) -> None:
         self._group = group
-        self._c, self._m = backend.context.address, backend.pipe.address
-        self._messages = backend.messages
+        self._c = backend.context.address
+        self._messages = short_cuts(group, backend.messages, backend.pipe.address, MESSAGES)
         self._resume, self._torn = backend.resume, backend.torn
         self._head_start = backend.head_start
-        self._note = group.gate.unheard.note
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """The methods below, by the names of the group's."""
-        return {name: getattr(self, name) for name in vars(Fast) if name[0] != "_" and name != "table"}
+        """The methods below and those of messages, by the names of the group's."""
+        own = {name: getattr(self, name) for name in vars(Fast) if name[0] != "_" and name != "table"}
+        return own | self._messages._asdict()
 
     def _further(self, code: int, entry: Entry, tensor: Any, how: Any) -> bool:
         """As `_go_on`, and on LATER the call once more with a header in the place of a tensor."""
@@ -225,72 +217,3 @@ class Fast:
             except BaseException as error:
                 self._torn(barrier, error)
         return ProcessGroup.barrier(self._group, async_op, timeout)
-
-    def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
-        try:
-            code = _send.call(self._m, dst, tensor, tag, -1)
-            if code == DONE:
-                return None
-            if code == LATER and type(tensor) in plain_types:
-                code = _send.call(self._m, dst, header_of(tensor), tag, -1)
-            if code == DONE:
-                return None
-            if code != LATER:
-                return self._messages.resume_send(
-                    code, adopt(tensor, writable=False).array, index(dst), index(tag)
-                )
-        except BaseException as error:
-            if self._torn_message(error, "send", dst, tag):
-                raise
-        return ProcessGroup.send(self._group, tensor, dst, tag)
-
-    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
-        if status is not None:
-            return ProcessGroup.recv(self._group, tensor, src, tag, status)
-        try:
-            code = _receive.call(self._m, ANY if src is None else src, tensor, tag, -1)
-            if code < DONE:
-                return -1 - code
-            if code == LATER and type(tensor) in plain_types:
-                code = _receive.call(self._m, ANY if src is None else src, header_of(tensor), tag, -1)
-            if code < DONE:
-                return -1 - code
-            if code != LATER:
-                return self._messages.resume_receive(
-                    code, adopt(tensor, writable=True).array, src, index(tag)
-                )
-        except BaseException as error:
-            if self._torn_message(error, "recv", ANY if src is None else src, tag):
-                raise
-        return ProcessGroup.recv(self._group, tensor, src, tag)
-
-    def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
-        messages = self._messages
-        if not messages.inbox and type(dst) is int and not messages.queued.get(dst):
-            try:
-                number = _post_send.call(self._m, dst, tensor, tag, -1)
-                if number >= 0:
-                    return self._note(messages.sent(number, tensor, dst, index(tag)))
-            except BaseException as error:
-                if self._torn_message(error, "isend", dst, tag):
-                    raise
-        return ProcessGroup.isend(self._group, tensor, dst, tag)
-
-    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
-        messages = self._messages
-        if not messages.inbox and type(src) is int and status is None:
-            try:
-                code = _post_receive.call(self._m, src, tensor, tag, -1)
-                if code == DONE:
-                    return messages.received(tensor, src, index(tag))
-                if code == ARMED:
-                    return self._note(messages.armed(tensor, src, index(tag)))
-            except BaseException as error:
-                if self._torn_message(error, "irecv", src, tag):
-                    raise
-        return ProcessGroup.irecv(self._group, tensor, src, tag, status)
-
-    def _torn_message(self, error: BaseException, doing: str, *integers: Any) -> bool:
-        """As `ShmBackend.torn`, for messages."""
-        self._messages.torn(error, doing)
-        return not refuses(error, integers)

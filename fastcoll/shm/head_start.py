@@ -15,7 +15,6 @@ such a one the call goes on on a thread of its own. `tests/shm/test_head_start_m
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,16 +63,6 @@ def goes_aside(pending: int) -> bool:
 def may_take_over(busy: int, closed: bool) -> bool:
     """Whether a call can be gone on with: it was handed over (BUSY is no thread's number), and the group is open."""
     return busy < 0 and not closed
-
-
-def refuses(error: BaseException, integers: Sequence[Any]) -> bool:
-    """Whether an entry itself raised the error, over an argument that is no integer of 64 bits."""
-    if not isinstance(error, TypeError | OverflowError):
-        return False
-    try:
-        return not all(-(1 << 63) <= operator.index(number) < 1 << 63 for number in integers)
-    except (TypeError, OverflowError):
-        return True
 
 
 class HeadStart:

@@ -1,0 +1,125 @@
+"""Messages by one compiled call each: what stands in for a group's send, recv, isend and irecv.
+
+A pipe's entries check the arguments themselves and return LATER where they cannot do the message: an array of another
+kind, wrong arguments, operations that come first. Then the group's method does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import index
+from typing import Any, NamedTuple
+
+from ..core.group import ProcessGroup
+from ..core.message import Status
+from ..core.operands import refuses
+from ..core.status import DONE, LATER
+from ..core.work import Work
+from ..interop.arrays import adopt
+from ..interop.tensors import header_of, plain_types
+from ..kernels.jit import Entry
+from .engine import Engine
+from .pipe import ANY, ARMED
+
+
+class Entries(NamedTuple):
+    """The entries of a pipe; each takes its address, a peer's number in it, an array, the tag and -1."""
+
+    send: Entry
+    receive: Entry
+    post_send: Entry
+    post_receive: Entry
+
+
+class ShortCuts(NamedTuple):
+    """Functions in the place of the group's methods; a peer is given by its number in the pipe."""
+
+    send: Callable[..., None]
+    recv: Callable[..., int]
+    isend: Callable[..., Work]
+    irecv: Callable[..., Work]
+
+
+def short_cuts(
+    group: ProcessGroup,
+    messages: Engine,
+    address: int,
+    entries: Entries,
+    rank_of: Callable[[Any], Any] = lambda number: number,
+) -> ShortCuts:
+    """Make the functions of one group and one pipe.
+
+    Args:
+        address: of the pipe.
+        rank_of: returns the group rank of a peer's number. Where these differ, `recv` may return the number, and
+            `isend` and `irecv` do not work.
+    """
+    send_now, receive_now, post_send, post_receive = entries
+    note = group.gate.unheard.note
+
+    def torn(error: BaseException, doing: str, *integers: Any) -> bool:
+        """As `ShmBackend.torn`: whether to raise the error; else the group's method says what is wrong."""
+        messages.torn(error, doing)
+        return not refuses(error, integers)
+
+    def send(tensor: Any, dst: int, tag: int = 0) -> None:
+        try:
+            code = send_now.call(address, dst, tensor, tag, -1)
+            if code == DONE:
+                return None
+            if code == LATER and type(tensor) in plain_types:
+                code = send_now.call(address, dst, header_of(tensor), tag, -1)
+            if code == DONE:
+                return None
+            if code != LATER:
+                array = adopt(tensor, writable=False).array
+                return messages.resume_send(code, array, index(rank_of(dst)), index(tag))
+        except BaseException as error:
+            if torn(error, "send", dst, tag):
+                raise
+        return ProcessGroup.send(group, tensor, rank_of(dst), tag)
+
+    def recv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
+        if status is not None:
+            return ProcessGroup.recv(group, tensor, src, tag, status)
+        try:
+            code = receive_now.call(address, ANY if src is None else src, tensor, tag, -1)
+            if code < DONE:
+                return -1 - code
+            if code == LATER and type(tensor) in plain_types:
+                code = receive_now.call(address, ANY if src is None else src, header_of(tensor), tag, -1)
+            if code < DONE:
+                return -1 - code
+            if code != LATER:
+                array = adopt(tensor, writable=True).array
+                return messages.resume_receive(code, array, src if src is None else rank_of(src), index(tag))
+        except BaseException as error:
+            if torn(error, "recv", ANY if src is None else src, tag):
+                raise
+        return ProcessGroup.recv(group, tensor, src if src is None else rank_of(src), tag)
+
+    def isend(tensor: Any, dst: int, tag: int = 0) -> Work:
+        if not messages.inbox and type(dst) is int and not messages.queued.get(dst):
+            try:
+                number = post_send.call(address, dst, tensor, tag, -1)
+                if number >= 0:
+                    return note(messages.sent(number, tensor, dst, index(tag)))
+            except BaseException as error:
+                if torn(error, "isend", dst, tag):
+                    raise
+        return ProcessGroup.isend(group, tensor, dst, tag)
+
+    def irecv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
+        if not messages.inbox and type(src) is int and status is None:
+            try:
+                code = post_receive.call(address, src, tensor, tag, -1)
+                if code == DONE:
+                    return messages.received(tensor, src, index(tag))
+                if code == ARMED:
+                    return note(messages.armed(tensor, src, index(tag)))
+            except BaseException as error:
+                if torn(error, "irecv", src, tag):
+                    raise
+        return ProcessGroup.irecv(group, tensor, src, tag, status)
+
+    return ShortCuts(send, recv, isend, irecv)
