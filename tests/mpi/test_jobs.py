@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import apart
 import pytest
 from results import results_in
 
@@ -114,7 +115,7 @@ def test_fake_gpus_with_a_library_that_is_cuda_aware(folder: Path) -> None:
     status, output = run(
         python_with("mpich", folder), 2, "tests/mpi/rank.py", "-q", "--color=no", "-p", "gpu.on_fakes",
         "-p", "mpi.cuda_aware", "-k", quick, *ON_GPUS,
-        PYTHONPATH=f"{ROOT / 'tests'}{os.pathsep}{ROOT}", NUMBA_ENABLE_CUDASIM="1",
+        PYTHONPATH=apart.environment()["PYTHONPATH"], NUMBA_ENABLE_CUDASIM="1",
     )  # fmt: skip
     expect_passed(15, status, output)
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from apart import environment
 
 from fastcoll.launch.nodes import free_port
 
@@ -31,11 +32,10 @@ print(x.item())
 
 
 def start(*command: str | Path, **variables: str) -> subprocess.Popen[str]:
-    """A program in a process group of its own, with the tests' modules and the fastcoll beside them at hand."""
-    path = f"{HERE.parent}{os.pathsep}{HERE.parent.parent}"
+    """Start a program in a process group of its own, which finds the tests' modules and the package under test."""
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
+        env=environment(OMP_NUM_THREADS="1", **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
