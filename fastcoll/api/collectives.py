@@ -71,7 +71,7 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
         >>> dist.all_reduce(x)  # two ranks: array([3., 3., 3.])
     """
     g = groups.world if group is None else member_of(group, "all_reduce")
-    return None if g is None else g.all_reduce(tensor, op, async_op)
+    return None if g is None else g.fast.all_reduce(tensor, op, async_op)
 
 
 @overload
@@ -106,7 +106,7 @@ def broadcast(
     if group_src is not None or src is None or g is not groups.world:
         with g.preparing("broadcast"):
             src = group_rank(g, "src", src, group_src)
-    return g.broadcast(tensor, src, async_op)
+    return g.fast.broadcast(tensor, src, async_op)
 
 
 @overload
@@ -142,7 +142,7 @@ def reduce(
     if group_dst is not None or dst is None or g is not groups.world:
         with g.preparing("reduce"):
             dst = group_rank(g, "dst", dst, group_dst)
-    return g.reduce(tensor, dst, op, async_op)
+    return g.fast.reduce(tensor, dst, op, async_op)
 
 
 @overload
@@ -165,7 +165,7 @@ def scan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op
         >>> dist.scan(x)  # rank r: array([r + 1.])
     """
     g = groups.world if group is None else member_of(group, "scan")
-    return None if g is None else g.scan(tensor, op, async_op)
+    return None if g is None else g.fast.scan(tensor, op, async_op)
 
 
 @overload
@@ -184,7 +184,7 @@ def exscan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_
         op, group, async_op, and what it returns and raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "exscan")
-    return None if g is None else g.exscan(tensor, op, async_op)
+    return None if g is None else g.fast.exscan(tensor, op, async_op)
 
 
 @overload
@@ -216,7 +216,7 @@ def all_gather(tensor_list: Any, tensor: Any = None, group: Group = None, async_
         >>> of_all = dist.all_gather(np.arange(dist.get_rank()))
     """
     g = groups.world if group is None else member_of(group, "all_gather")
-    return None if g is None else g.all_gather(tensor_list, tensor, async_op)
+    return None if g is None else g.fast.all_gather(tensor_list, tensor, async_op)
 
 
 @overload
@@ -239,7 +239,7 @@ def all_gather_into_tensor(
         group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_gather_into_tensor")
-    return None if g is None else g.all_gather_single(output_tensor, input_tensor, async_op)
+    return None if g is None else g.fast.all_gather_single(output_tensor, input_tensor, async_op)
 
 
 all_gather_single = all_gather_into_tensor
@@ -276,7 +276,7 @@ def gather(
     if group_dst is not None or dst is None or g is not groups.world:
         with g.preparing("gather"):
             dst = group_rank(g, "dst", dst, group_dst, 0)
-    return g.gather(tensor, gather_list, dst, async_op)
+    return g.fast.gather(tensor, gather_list, dst, async_op)
 
 
 @overload
@@ -310,7 +310,7 @@ def gather_single(
     if group_dst is not None or dst is None or g is not groups.world:
         with g.preparing("gather_single"):
             dst = group_rank(g, "dst", dst, group_dst, 0)
-    return g.gather_single(tensor, gather_tensor, dst, async_op)
+    return g.fast.gather_single(tensor, gather_tensor, dst, async_op)
 
 
 gather_into_tensor = gather_single
@@ -350,7 +350,7 @@ def scatter(
     if group_src is not None or src is None or g is not groups.world:
         with g.preparing("scatter"):
             src = group_rank(g, "src", src, group_src, 0)
-    return g.scatter(tensor, scatter_list, src, async_op)
+    return g.fast.scatter(tensor, scatter_list, src, async_op)
 
 
 @overload
@@ -387,7 +387,7 @@ def scatter_single(
     if group_src is not None or src is None or g is not groups.world:
         with g.preparing("scatter_single"):
             src = group_rank(g, "src", src, group_src, 0)
-    return g.scatter_single(tensor, scatter_tensor, src, async_op)
+    return g.fast.scatter_single(tensor, scatter_tensor, src, async_op)
 
 
 @overload
@@ -410,7 +410,7 @@ def reduce_scatter(
         op, group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "reduce_scatter")
-    return None if g is None else g.reduce_scatter(output, input_list, op, async_op)
+    return None if g is None else g.fast.reduce_scatter(output, input_list, op, async_op)
 
 
 @overload
@@ -433,7 +433,7 @@ def reduce_scatter_tensor(
         op, group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "reduce_scatter_tensor")
-    return None if g is None else g.reduce_scatter_single(output, input, op, async_op)
+    return None if g is None else g.fast.reduce_scatter_single(output, input, op, async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -458,7 +458,7 @@ def all_to_all(
         group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_to_all")
-    return None if g is None else g.all_to_all(output_tensor_list, input_tensor_list, async_op)
+    return None if g is None else g.fast.all_to_all(output_tensor_list, input_tensor_list, async_op)
 
 
 @overload
@@ -493,7 +493,7 @@ def all_to_all_single(
     g = groups.world if group is None else member_of(group, "all_to_all_single")
     if g is None:
         return None
-    return g.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
+    return g.fast.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
 
 
 @overload
@@ -515,7 +515,7 @@ def all_reduce_coalesced(
         op, group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_reduce_coalesced")
-    return None if g is None else g.all_reduce_coalesced(tensors, op, async_op)
+    return None if g is None else g.fast.all_reduce_coalesced(tensors, op, async_op)
 
 
 @overload
@@ -541,7 +541,9 @@ def all_gather_coalesced(
         group, async_op, and what it raises: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_gather_coalesced")
-    return None if g is None else g.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op)
+    return (
+        None if g is None else g.fast.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op)
+    )
 
 
 @overload
@@ -572,10 +574,10 @@ def barrier(
                 f"device_ids is {device_ids!r}, but the backend works on CPU arrays; leave it out"
             )
     if timeout is None:
-        return g.barrier(async_op)
+        return g.fast.barrier(async_op)
     with g.preparing("barrier"):
         limit = positive_seconds(timeout, g.timeout)
-    return g.barrier(async_op, limit)
+    return g.fast.barrier(async_op, limit)
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
@@ -590,4 +592,4 @@ def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ran
     if g is not None:
         with g.preparing("monitored_barrier"):
             limit = positive_seconds(timeout, g.timeout)
-        g.monitored_barrier(limit)
+        g.fast.monitored_barrier(limit)

@@ -54,7 +54,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
         _check_list("object_list", object_list, size=g.size)
         own = _pack(obj)
     parts = [_room(size) for size in _share_sizes(g, own)]
-    g.all_gather(parts, own)
+    g.fast.all_gather(parts, own)
     object_list[:] = map(_unpack, parts)
 
 
@@ -83,7 +83,7 @@ def gather_object(
         own = _pack(obj)
     sizes = _share_sizes(g, own)
     parts = [_room(size) for size in sizes] if g.rank == root else None
-    g.gather(own, parts, root)
+    g.fast.gather(own, parts, root)
     if parts is not None and object_gather_list is not None:
         object_gather_list[:] = map(_unpack, parts)
 
@@ -112,7 +112,7 @@ def broadcast_object_list(
         parts = [_pack(obj) for obj in object_list] if g.rank == root else None
     sizes = _announce_sizes(g, parts, len(object_list), root)
     data = _room(sizes.sum()) if parts is None else _joined(parts)
-    g.broadcast(data, root)
+    g.fast.broadcast(data, root)
     if parts is None:
         object_list[:] = map(_unpack, _cut(data, sizes))
 
@@ -147,7 +147,7 @@ def scatter_object_list(
             parts = [_pack(obj) for obj in given]
     sizes = _announce_sizes(g, parts, g.size, root)
     own = _room(sizes[g.rank])
-    g.scatter(own, parts, root)
+    g.fast.scatter(own, parts, root)
     scatter_object_output_list[0] = _unpack(own)
 
 
@@ -250,14 +250,14 @@ def _joined(parts: Sequence[Bytes]) -> Bytes:
 def _share_sizes(g: ProcessGroup, own: Bytes) -> Sizes:
     """The size of every rank's part."""
     sizes = np.empty(g.size, np.int64)
-    g.all_gather_single(sizes.view(OBJECT_SIZES), _sizes_of([own]).view(OBJECT_SIZES))
+    g.fast.all_gather_single(sizes.view(OBJECT_SIZES), _sizes_of([own]).view(OBJECT_SIZES))
     return sizes
 
 
 def _announce_sizes(g: ProcessGroup, parts: Sequence[Bytes] | None, count: int, root: int) -> Sizes:
     """The sizes of the root's `count` parts, which the other ranks do not have."""
     sizes = np.empty(count, np.int64) if parts is None else _sizes_of(parts)
-    g.broadcast(sizes.view(OBJECT_SIZES), root)
+    g.fast.broadcast(sizes.view(OBJECT_SIZES), root)
     return sizes
 
 

@@ -40,7 +40,7 @@ def send(
         return
     if group_dst is not None or dst is None or g is not groups.world:
         dst = group_rank(g, "dst", dst, group_dst)
-    g.send(tensor, dst, tag)
+    g.fast.send(tensor, dst, tag)
 
 
 def recv(
@@ -75,11 +75,11 @@ def recv(
         ...     dist.recv(x, src=0)
     """
     if group is None and group_src is None and status is None:
-        return groups.world.recv(tensor, src, tag)
+        return groups.world.fast.recv(tensor, src, tag)
     g = groups.world if group is None else member_of(group, "recv")
     if g is None:
         return -1
-    source = g.recv(tensor, _sender(g, src, group_src), tag, _worldwide(status, g))
+    source = g.fast.recv(tensor, _sender(g, src, group_src), tag, _worldwide(status, g))
     return g.ranks[source]
 
 
@@ -101,9 +101,9 @@ def isend(
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     if group is None and group_dst is None and dst is not None:
-        return groups.world.isend(tensor, dst, tag)
+        return groups.world.fast.isend(tensor, dst, tag)
     g = groups.world if group is None else member_of(group, "isend")
-    return None if g is None else g.isend(tensor, group_rank(g, "dst", dst, group_dst), tag)
+    return None if g is None else g.fast.isend(tensor, group_rank(g, "dst", dst, group_dst), tag)
 
 
 def irecv(
@@ -129,12 +129,12 @@ def irecv(
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
     """
     if group is None and group_src is None and status is None:
-        return groups.world.irecv(tensor, src, tag)
+        return groups.world.fast.irecv(tensor, src, tag)
     g = groups.world if group is None else member_of(group, "irecv")
     if g is None:
         return None
     filled = _worldwide(status, g)
-    work = g.irecv(tensor, _sender(g, src, group_src), tag, filled)
+    work = g.fast.irecv(tensor, _sender(g, src, group_src), tag, filled)
     return work if g is groups.world else _Received(work, g.ranks)
 
 
@@ -388,7 +388,10 @@ class P2POp:
         post: Callable[..., Work]
         arguments: tuple[Any, ...]
         if is_message(x, rank, tag, g.size):
-            post, arguments = g.isend if sends else g.irecv, (x, rank, tag)  # which check it once more
+            post, arguments = (
+                g.fast.isend if sends else g.fast.irecv,
+                (x, rank, tag),
+            )  # which check it once more
         else:
             ready = g.ready_isend if sends else g.ready_irecv
             post, arguments = ready(x, g.checked_rank("peer", rank), tag), ()

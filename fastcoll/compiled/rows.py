@@ -383,10 +383,10 @@ def _collective(method: str) -> Callable[[ProcessGroup, _Asked], Any]:
 
 _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
     0: ("", lambda g, a: None),
-    d.SPLIT: ("all_to_all", lambda g, a: g.all_to_all(*a.split)),
-    d.SEND: ("send", lambda g, a: (g.send_apart if a.is_apart else g.send)(a.x, a.peer, a.tag)),
-    d.RECV: ("recv", lambda g, a: (g.recv_apart if a.is_apart else g.recv)(a.x, a.source, a.tag)),
-    d.POST_SEND: ("isend", lambda g, a: handles.post(g.isend(a.held, a.peer, a.tag))),
+    d.SPLIT: ("all_to_all", lambda g, a: g.fast.all_to_all(*a.split)),
+    d.SEND: ("send", lambda g, a: (g.send_apart if a.is_apart else g.fast.send)(a.x, a.peer, a.tag)),
+    d.RECV: ("recv", lambda g, a: (g.recv_apart if a.is_apart else g.fast.recv)(a.x, a.source, a.tag)),
+    d.POST_SEND: ("isend", lambda g, a: handles.post(g.fast.isend(a.held, a.peer, a.tag))),
     d.POST_RECV: ("irecv", lambda g, a: _post_receive(g, a)),
 } | {
     signature.code_of(name): (name, _collective(method))
@@ -399,7 +399,7 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
 def _post_receive(group: ProcessGroup, asked: _Asked) -> int:
     if group.backend.ways is not None:
         group.backend.ways.stay_awake()
-    return handles.post(group.irecv(asked.held, None if asked.peer == ANY else asked.peer, asked.tag))
+    return handles.post(group.fast.irecv(asked.held, None if asked.peer == ANY else asked.peer, asked.tag))
 
 
 def _refuse(group: ProcessGroup, asked: _Asked) -> None:

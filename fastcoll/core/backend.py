@@ -229,7 +229,7 @@ class Backend(ABC):
         """
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
-        """Functions that stand in for the group's methods of these names.
+        """Functions that `group.fast` has in the place of the group's methods of these names.
 
         Each does the plain case with the least that it takes, one compiled call, and leaves the rest to the method.
         """

@@ -133,4 +133,6 @@ def call(group: Any, method: str, out: Any, given: Any, root: Any, op: Any) -> A
     arrays = (out, given) if kind.has_blocks else () if kind.form == NO_ARRAY else (out,)
     if kind.form == ONE_TO_BLOCKS and kind.root:
         arrays = given, out  # with a root, the array that every rank has comes first
-    return getattr(group, method)(*arrays, *((root,) if kind.root else ()), *((op,) if kind.reduces else ()))
+    return getattr(group.fast, method)(
+        *arrays, *((root,) if kind.root else ()), *((op,) if kind.reduces else ())
+    )

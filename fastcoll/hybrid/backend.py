@@ -224,12 +224,12 @@ class HybridBackend(Backend):
         if x.nbytes > SMALL:
             self._reduce_by_rails(x, op)
             return
-        self.local.reduce(x, 0, sum_for(op))
+        self.local.fast.reduce(x, 0, sum_for(op))
         if self._topology.local_rank == 0:
             assert self.rail is not None
-            self.rail.all_reduce(x, sum_for(op))
+            self.rail.fast.all_reduce(x, sum_for(op))
             self._divide(x, op)
-        self.local.broadcast(x, 0)
+        self.local.fast.broadcast(x, 0)
 
     def _reduce(self, operation: Operation) -> None:
         (out,), (x,) = operation.outputs, operation.inputs
@@ -247,20 +247,20 @@ class HybridBackend(Backend):
         rails = zip(*self._topology.nodes, strict=True)
         mine = [np.concatenate([blocks[rank].reshape(-1) for rank in rail]) for rail in rails]
         own = mine[self._topology.local_rank]
-        self.local.reduce_scatter(own, mine, sum_for(op))
-        self.rail.reduce_scatter_single(out, own, sum_for(op))
+        self.local.fast.reduce_scatter(own, mine, sum_for(op))
+        self.rail.fast.reduce_scatter_single(out, own, sum_for(op))
         self._divide(out, op)
 
     def _broadcast(self, operation: Operation) -> None:
         (x,) = operation.outputs
         node, place = self._topology.home_of(operation.root)
         if self._topology.node == node:
-            self.local.broadcast(x, place)
+            self.local.fast.broadcast(x, place)
         shares = self._parts_of(x.reshape(-1))
         if self.rail is not None:
-            self.rail.broadcast(shares[self._topology.local_rank], node)
+            self.rail.fast.broadcast(shares[self._topology.local_rank], node)
         if self._topology.node != node:
-            self.local.all_gather(shares, shares[self._topology.local_rank])
+            self.local.fast.all_gather(shares, shares[self._topology.local_rank])
 
     def _all_gather(self, operation: Operation) -> None:
         """First along the rails, then inside the node, each of whose ranks has got a part of every node."""
@@ -268,9 +268,9 @@ class HybridBackend(Backend):
         assert self.rail is not None
         nodes, here = len(self._topology.nodes), self.local.size
         mine = np.empty((nodes, x.size), x.dtype)
-        self.rail.all_gather_single(mine, x)
+        self.rail.fast.all_gather_single(mine, x)
         everything = np.empty((here, nodes, x.size), x.dtype)
-        self.local.all_gather_single(everything, mine)
+        self.local.fast.all_gather_single(everything, mine)
         for number, ranks in enumerate(self._topology.nodes):
             for place, rank in enumerate(ranks):
                 outs[rank].reshape(-1)[...] = everything[place, number]
@@ -283,10 +283,12 @@ class HybridBackend(Backend):
         for segment in segments:
             parts = self._parts_of(segment)
             own = parts[self._topology.local_rank]
-            self.local.reduce_scatter(own, parts, sum_for(op))
+            self.local.fast.reduce_scatter(own, parts, sum_for(op))
             # With nothing to overlap it with, handing over to another thread only costs.
             overlaps = len(segments) > 1
-            work = None if self.rail is None else self.rail.all_reduce(own, sum_for(op), async_op=overlaps)
+            work = (
+                None if self.rail is None else self.rail.fast.all_reduce(own, sum_for(op), async_op=overlaps)
+            )
             if before is not None:
                 self._share(*before, op)
             before = parts, work
@@ -299,7 +301,7 @@ class HybridBackend(Backend):
         if work is not None:
             work.join()
         self._divide(own, op)
-        self.local.all_gather(parts, own)
+        self.local.fast.all_gather(parts, own)
 
     def _parts_of(self, segment: Array) -> list[Array]:
         """A segment's part of each rank on this node; surplus ranks have none."""

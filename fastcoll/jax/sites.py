@@ -136,12 +136,12 @@ KINDS = {
                  form=GIVEN, is_message=True),
     "recv": Kind(_recv, form=TAKEN, is_message=True),
     "sendrecv": Kind(_sendrecv, is_message=True, linear=True),
-    "barrier": Kind(lambda g, s, ins, out: g.barrier(), None, form=NO_ARRAY),
+    "barrier": Kind(lambda g, s, ins, out: g.fast.barrier(), None, form=NO_ARRAY),
 }
 OFF_ROOT = {
     # The result is the input, as for `reduce`.
-    "gather": Kind(lambda g, s, ins, out: g.gather_single(out, None, s.dst), form=IN_PLACE, linear=True),
-    "scatter": Kind(lambda g, s, ins, out: g.scatter_single(out, None, s.src), form=APART, linear=True),
+    "gather": Kind(lambda g, s, ins, out: g.fast.gather_single(out, None, s.dst), form=IN_PLACE, linear=True),
+    "scatter": Kind(lambda g, s, ins, out: g.fast.scatter_single(out, None, s.src), form=APART, linear=True),
 }
 # fmt: on
 

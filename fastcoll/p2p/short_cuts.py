@@ -77,11 +77,11 @@ def short_cuts(
         except BaseException as error:
             if torn(error, "send", dst, tag):
                 raise
-        return ProcessGroup.send(group, tensor, rank_of(dst), tag)
+        return group.send(tensor, rank_of(dst), tag)
 
     def recv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
         if status is not None:
-            return ProcessGroup.recv(group, tensor, src, tag, status)
+            return group.recv(tensor, src, tag, status)
         try:
             code = receive_now.call(address, ANY if src is None else src, tensor, tag, -1)
             if code < DONE:
@@ -96,7 +96,7 @@ def short_cuts(
         except BaseException as error:
             if torn(error, "recv", ANY if src is None else src, tag):
                 raise
-        return ProcessGroup.recv(group, tensor, src if src is None else rank_of(src), tag)
+        return group.recv(tensor, src if src is None else rank_of(src), tag)
 
     def isend(tensor: Any, dst: int, tag: int = 0) -> Work:
         if not messages.inbox and type(dst) is int and not messages.queued.get(dst):
@@ -107,7 +107,7 @@ def short_cuts(
             except BaseException as error:
                 if torn(error, "isend", dst, tag):
                     raise
-        return ProcessGroup.isend(group, tensor, dst, tag)
+        return group.isend(tensor, dst, tag)
 
     def irecv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
         if not messages.inbox and type(src) is int and status is None:
@@ -120,6 +120,6 @@ def short_cuts(
             except BaseException as error:
                 if torn(error, "irecv", src, tag):
                     raise
-        return ProcessGroup.irecv(group, tensor, src, tag, status)
+        return group.irecv(tensor, src, tag, status)
 
     return ShortCuts(send, recv, isend, irecv)

@@ -76,7 +76,7 @@ class Fast:
                 self._torn(all_reduce, error)
         elif work := self._head_start.begin(all_reduce, tensor, op):
             return work
-        return ProcessGroup.all_reduce(self._group, tensor, op, async_op)
+        return self._group.all_reduce(tensor, op, async_op)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         if not async_op:
@@ -86,7 +86,7 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(reduce, error, root)
-        return ProcessGroup.reduce(self._group, tensor, root, op, async_op)
+        return self._group.reduce(tensor, root, op, async_op)
 
     def reduce_scatter(
         self, output: Any, input_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
@@ -99,7 +99,7 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(reduce_scatter, error)
-        return ProcessGroup.reduce_scatter(self._group, output, input_list, op, async_op)
+        return self._group.reduce_scatter(output, input_list, op, async_op)
 
     def reduce_scatter_single(
         self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
@@ -113,7 +113,7 @@ class Fast:
                 self._torn(reduce_scatter, error)
         elif type(input) is not tuple and (work := self._head_start.begin(reduce_scatter, output, input, op)):
             return work
-        return ProcessGroup.reduce_scatter_single(self._group, output, input, op, async_op)
+        return self._group.reduce_scatter_single(output, input, op, async_op)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         if not async_op:
@@ -125,7 +125,7 @@ class Fast:
                 self._torn(broadcast, error, root)
         elif work := self._head_start.begin(broadcast, tensor, root, integers=(root,)):
             return work
-        return ProcessGroup.broadcast(self._group, tensor, root, async_op)
+        return self._group.broadcast(tensor, root, async_op)
 
     def all_gather(self, output_list: Any, tensor: Any = None, async_op: bool = False) -> Any:
         if not async_op and type(output_list) is list:
@@ -136,7 +136,7 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(all_gather, error)
-        return ProcessGroup.all_gather(self._group, output_list, tensor, async_op)
+        return self._group.all_gather(output_list, tensor, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         if not async_op and type(output) is not tuple:
@@ -148,7 +148,7 @@ class Fast:
                 self._torn(all_gather, error)
         elif type(output) is not tuple and (work := self._head_start.begin(all_gather, output, input)):
             return work
-        return ProcessGroup.all_gather_single(self._group, output, input, async_op)
+        return self._group.all_gather_single(output, input, async_op)
 
     def gather(
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
@@ -161,7 +161,7 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(gather, error, root)
-        return ProcessGroup.gather(self._group, tensor, output_list, root, async_op)
+        return self._group.gather(tensor, output_list, root, async_op)
 
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
@@ -174,7 +174,7 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(scatter, error, root)
-        return ProcessGroup.scatter(self._group, tensor, input_list, root, async_op)
+        return self._group.scatter(tensor, input_list, root, async_op)
 
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
@@ -187,7 +187,7 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(all_to_all, error)
-        return ProcessGroup.all_to_all(self._group, output_list, input_list, async_op)
+        return self._group.all_to_all(output_list, input_list, async_op)
 
     def all_to_all_single(
         self,
@@ -206,7 +206,7 @@ class Fast:
             except BaseException as error:
                 self._torn(all_to_all, error)
         splits = output_split_sizes, input_split_sizes
-        return ProcessGroup.all_to_all_single(self._group, output, input, *splits, async_op)
+        return self._group.all_to_all_single(output, input, *splits, async_op)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
         if not async_op and timeout is None:
@@ -216,4 +216,4 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(barrier, error)
-        return ProcessGroup.barrier(self._group, async_op, timeout)
+        return self._group.barrier(async_op, timeout)

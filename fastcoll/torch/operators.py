@@ -62,9 +62,11 @@ _CALLS: dict[str, _Call] = {
     for method in METHODS
     if method not in ("all_gather_coalesced", "monitored_barrier")  # which end a graph
 } | {
-    "all_to_all_single": lambda g, outs, given, op, n: g.all_to_all_single(outs[0], given[0], *_splits(n)),
-    "send": lambda g, outs, given, op, n: g.send(given[0], n[0], n[1]),
-    "recv": lambda g, outs, given, op, n: g.recv(outs[0], n[0], n[1]),
+    "all_to_all_single": lambda g, outs, given, op, n: g.fast.all_to_all_single(
+        outs[0], given[0], *_splits(n)
+    ),
+    "send": lambda g, outs, given, op, n: g.fast.send(given[0], n[0], n[1]),
+    "recv": lambda g, outs, given, op, n: g.fast.recv(outs[0], n[0], n[1]),
 }
 _IN_PLACE = frozenset(
     method for method, kind in METHODS.items() if KINDS[kind].form in (IN_PLACE, LIST_IN_PLACE, ONE_TO_ONE)

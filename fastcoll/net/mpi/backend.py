@@ -117,22 +117,22 @@ class MpiBackend(Backend):
         def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
             if not async_op and type(op) is ReduceOp and at_once("all_reduce", tensor, tensor, op):
                 return None
-            return ProcessGroup.all_reduce(group, tensor, op, async_op)
+            return group.all_reduce(tensor, op, async_op)
 
         def broadcast(tensor: Any, root: int, async_op: bool = False) -> Any:
             if not async_op and type(root) is int and at_once("broadcast", tensor, tensor, None, root):
                 return None
-            return ProcessGroup.broadcast(group, tensor, root, async_op)
+            return group.broadcast(tensor, root, async_op)
 
         def all_gather_single(output: Any, input: Any, async_op: bool = False) -> Work | None:
             if not async_op and at_once("all_gather", output, input):
                 return None
-            return ProcessGroup.all_gather_single(group, output, input, async_op)
+            return group.all_gather_single(output, input, async_op)
 
         def barrier(async_op: bool = False, timeout: float | None = None) -> Work | None:
             if not async_op and timeout is None and at_once("barrier"):
                 return None
-            return ProcessGroup.barrier(group, async_op, timeout)
+            return group.barrier(async_op, timeout)
 
         methods = (all_reduce, broadcast, all_gather_single, barrier)
         return {method.__name__: method for method in methods}

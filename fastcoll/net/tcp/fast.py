@@ -57,7 +57,7 @@ def fast_calls(
             key = ("all_reduce", x.dtype, op, 0, (x.nbytes,), (), plan_for)
             if run(key, (x,)):
                 return None
-        return ProcessGroup.all_reduce(group, tensor, op, async_op)
+        return group.all_reduce(tensor, op, async_op)
 
     def broadcast(tensor: Any, root: int, async_op: bool = False) -> Any:
         x = header_of(tensor) if type(tensor) in plain_types else tensor
@@ -65,7 +65,7 @@ def fast_calls(
             key = ("broadcast", x.dtype, None, root, (x.nbytes,), (), plan_for)
             if run(key, (x,)):
                 return None
-        return ProcessGroup.broadcast(group, tensor, root, async_op)
+        return group.broadcast(tensor, root, async_op)
 
     def reduce(tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         x = header_of(tensor) if type(tensor) in plain_types else tensor
@@ -73,7 +73,7 @@ def fast_calls(
             key = ("reduce", x.dtype, op, root, (x.nbytes,), (), plan_for)
             if run(key, (x, x)):
                 return None
-        return ProcessGroup.reduce(group, tensor, root, op, async_op)
+        return group.reduce(tensor, root, op, async_op)
 
     def all_gather_single(output: Any, input: Any, async_op: bool = False) -> Work | None:
         out, x = headers_for((output, input)) if type(input) in plain_types else (output, input)
@@ -81,7 +81,7 @@ def fast_calls(
             key = ("all_gather", x.dtype, None, 0, (x.nbytes,) * size, (), plan_for)
             if run(key, (out, x)):
                 return None
-        return ProcessGroup.all_gather_single(group, output, input, async_op)
+        return group.all_gather_single(output, input, async_op)
 
     def reduce_scatter_single(
         output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
@@ -91,7 +91,7 @@ def fast_calls(
             key = ("reduce_scatter", x.dtype, op, 0, (out.nbytes,) * size, (), plan_for)
             if run(key, (out, x)):
                 return None
-        return ProcessGroup.reduce_scatter_single(group, output, input, op, async_op)
+        return group.reduce_scatter_single(output, input, op, async_op)
 
     def send(tensor: Any, dst: int, tag: int = 0) -> None:
         if is_ready(tensor, dst, tag):
@@ -104,7 +104,7 @@ def fast_calls(
             except BaseException as error:
                 messages.torn(error, "send")
                 raise
-        return ProcessGroup.send(group, tensor, dst, tag)
+        return group.send(tensor, dst, tag)
 
     def recv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
         if status is None and is_ready(tensor, src, tag):
@@ -117,17 +117,17 @@ def fast_calls(
             except BaseException as error:
                 messages.torn(error, "recv")
                 raise
-        return ProcessGroup.recv(group, tensor, src, tag, status)
+        return group.recv(tensor, src, tag, status)
 
     def isend(tensor: Any, dst: int, tag: int = 0) -> Work:
         if is_ready(tensor, dst, tag):
             return gate.unheard.note(messages.isend(Adopted(tensor), dst, tag))
-        return ProcessGroup.isend(group, tensor, dst, tag)
+        return group.isend(tensor, dst, tag)
 
     def irecv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
         if status is None and is_ready(tensor, src, tag):
             return gate.unheard.note(messages.irecv(Adopted(tensor), src, tag))
-        return ProcessGroup.irecv(group, tensor, src, tag, status)
+        return group.irecv(tensor, src, tag, status)
 
     return {
         "all_reduce": all_reduce,
