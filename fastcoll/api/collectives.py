@@ -55,7 +55,7 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
         tensor: same dtype and number of elements on all ranks. Or a dict, list or tuple of arrays, of several dtypes
             and nested as it may be, of the same structure on all ranks; with immutable arrays (JAX's) in it, a new
             one is returned.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        op: a predefined ReduceOp, ReduceOp.PREMUL_SUM(factor) or ReduceOp.custom(function).
         group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
         async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
 

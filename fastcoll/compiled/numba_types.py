@@ -30,7 +30,7 @@ from numba.np.numpy_support import as_dtype
 from ..api.groups import NonMember
 from ..core.group import ProcessGroup
 from ..core.operations import OPERATIONS
-from ..core.reduce_op import PREMUL_SUM, ReduceOp
+from ..core.reduce_op import CUSTOM, PREMUL_SUM, ReduceOp
 from ..errors import UsageError
 from ..interop.dtypes import NUMPY
 from ..kernels import doors as d
@@ -54,6 +54,7 @@ LAYOUT = zlib.crc32(
             d.RECV,
             d.WAIT_ANY,
             OPERATIONS,
+            CUSTOM,
             NUMPY,
             rows.FOREIGN,
         )

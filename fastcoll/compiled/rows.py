@@ -59,7 +59,7 @@ from ..core.group import ProcessGroup
 from ..core.operands import LARGEST_TAG, Array
 from ..core.operations import KINDS, METHODS, NATIVE, NO_ARRAY, OPERATIONS
 from ..core.operations import call as call_method
-from ..core.reduce_op import AVG, BAND, BOR, BXOR, CUSTOM, MAX, MIN, NAMES, PREMUL_SUM, PRODUCT, SUM, ReduceOp
+from ..core.reduce_op import CUSTOM, PREDEFINED, PREMUL_SUM, ReduceOp
 from ..core.status import LATER
 from ..core.work import Work
 from ..errors import NotInitializedError, UsageError
@@ -80,7 +80,6 @@ _DTYPE_MASK = (1 << DTYPE_BITS) - 1
 _lock = threading.RLock()  # a signal's handler may call compiled code, too
 _errors: dict[int, BaseException] = {}
 _dtypes: dict[int, np.dtype[Any]] = {}
-_ops: dict[int, ReduceOp] = {}
 _custom: list[ReduceOp] = []
 
 
@@ -155,14 +154,10 @@ def _dtype_in(word: int) -> int:
     return word >> 8 & 0xFF | (word >> 48 & 0x1FFF) << 8
 
 
-for _code in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR):
-    _ops[_code] = getattr(ReduceOp, NAMES[_code])
-
-
 def _op_in(word: int) -> ReduceOp:
     code, number = word >> signature.OP_SHIFT & 0xFFFF, word >> signature.ROOT_SHIFT & 0xFFFF
     if code < CUSTOM:
-        return _ops[code]
+        return PREDEFINED[code]
     found = _custom[number - 1 : number] if number else [op for op in _custom if op.code == code]
     if len(found) != 1:
         raise UsageError(

@@ -91,9 +91,11 @@ class ReduceOp:
 # Codes fit in 16 bits: they travel in the word that ranks compare.
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM, CUSTOM = range(1, 11)
 NAMES = {code: name for name, code in list(globals().items()) if isinstance(code, int) and name.isupper()}
+PREDEFINED = {code: ReduceOp(name, code) for code, name in NAMES.items() if code not in (PREMUL_SUM, CUSTOM)}
+"""The operations without a factor and function, by code."""
 
-for _code in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR):
-    setattr(ReduceOp, NAMES[_code], ReduceOp(NAMES[_code], _code))
+for _op in PREDEFINED.values():
+    setattr(ReduceOp, _op.name, _op)
 
 
 def _number(factor: Any) -> Any:

@@ -37,7 +37,7 @@ def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, toke
 
     Args:
         x: same dtype and number of elements on all ranks; bool, integers, floats or complex.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM(factor) or custom(function) of ReduceOp.
+        op: a predefined ReduceOp, ReduceOp.PREMUL_SUM(factor) or ReduceOp.custom(function).
         group: from `new_group`; None is the world of when the program runs. The first call on a group, traced or not,
             is collective among its ranks: it makes a group of JAX's own.
         token: None: JAX orders this call among all others without a token. Or what `create_token` or the call before
