@@ -26,6 +26,7 @@ MOVABLE = [*DTYPES, RECORD, np.dtype("M8[ns]"), np.dtype("U5"), np.dtype(">f4"),
 ARITHMETIC = [ReduceOp.SUM, ReduceOp.PRODUCT]
 ORDER = [ReduceOp.MIN, ReduceOp.MAX]
 BITS = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+LOGICAL = [ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR]
 
 _BOOL_AS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
 _FUNCTIONS = {
@@ -37,6 +38,9 @@ _FUNCTIONS = {
     "BAND": np.bitwise_and,
     "BOR": np.bitwise_or,
     "BXOR": np.bitwise_xor,
+    "LAND": lambda a, b: np.logical_and(a, b).astype(a.dtype),
+    "LOR": lambda a, b: np.logical_or(a, b).astype(a.dtype),
+    "LXOR": lambda a, b: np.logical_xor(a, b).astype(a.dtype),
 }
 
 
@@ -76,6 +80,15 @@ def _values(rank: int, count: int, dtype: np.dtype[Any], salt: int) -> Array:
     if dtype == np.longdouble:
         return random.normal(size=count).astype(dtype)
     return np.frombuffer(random.bytes(count * dtype.itemsize), dtype)
+
+
+def truths(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
+    """What rank puts in where truth values are reduced: half of the elements are 0; floats have NaN and -0, too."""
+    x = values(rank, count, dtype, 1)
+    x[np.random.default_rng([rank, count]).random(count) < 0.5] = 0
+    if dtype in HALVES or dtype in FLOATS:
+        x[rank::7], x[rank + 1 :: 7] = -0.0, np.nan
+    return x
 
 
 def reduced(inputs: Sequence[Array], op: ReduceOp) -> Array:

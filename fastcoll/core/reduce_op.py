@@ -18,9 +18,11 @@ from ..errors import UsageError
 class ReduceOp:
     """How arrays of several ranks become one, element by element and in rank order.
 
-    Predefined: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR. AVG divides the sum by the number of
-    ranks (integers: truncated towards zero, as NCCL does). MIN and MAX hand NaN on, as
+    Predefined: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, LAND, LOR, LXOR. AVG divides the sum by
+    the number of ranks (integers: truncated towards zero, as NCCL does). MIN and MAX hand NaN on, as
     `numpy.minimum` does. On bool, SUM and MAX are "or", PRODUCT and MIN are "and", as in NumPy.
+    LAND, LOR and LXOR are MPI's: every element but 0 is true, NaN too, and the result of two or more
+    ranks is 0 or 1 in the array's dtype. What comes from one rank alone stays as it is.
 
     Attributes:
         name: "SUM", ..., "PREMUL_SUM", or a custom function's name.
@@ -37,6 +39,9 @@ class ReduceOp:
     BAND: ClassVar[ReduceOp]
     BOR: ClassVar[ReduceOp]
     BXOR: ClassVar[ReduceOp]
+    LAND: ClassVar[ReduceOp]
+    LOR: ClassVar[ReduceOp]
+    LXOR: ClassVar[ReduceOp]
 
     name: str
     code: int
@@ -89,7 +94,7 @@ class ReduceOp:
 
 
 # Codes fit in 16 bits: they travel in the word that ranks compare.
-SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM, CUSTOM = range(1, 11)
+SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM, LAND, LOR, LXOR, CUSTOM = range(1, 14)
 NAMES = {code: name for name, code in list(globals().items()) if isinstance(code, int) and name.isupper()}
 PREDEFINED = {code: ReduceOp(name, code) for code, name in NAMES.items() if code not in (PREMUL_SUM, CUSTOM)}
 """The operations without a factor and function, by code."""

@@ -21,8 +21,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
-from .elements import WORD, Element, Half, element_of, like, shaped, shuffled, splat, unchanged
+from ..core.reduce_op import AVG, BAND, BOR, BXOR, LAND, LOR, LXOR, MAX, MIN, PRODUCT, SUM
+from .elements import WORD, Element, Half, constant, element_of, like, shaped, shuffled, splat, unchanged
 
 _B = ir.IRBuilder
 Combine = Callable[[ir.IRBuilder, ir.Value, ir.Value], Any]
@@ -209,6 +209,20 @@ def _first_if(relation: str, signed: bool) -> Combine:
     return lambda builder, a, b: builder.select(compare(builder, relation, a, b), a, b)
 
 
+def _logical(combine: Combine) -> Combine:
+    """0 or 1 in each lane, of whether two lanes are anything but 0."""
+
+    def choose(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
+        zero = constant(0, a)
+        lane = a.type.element if isinstance(a.type, ir.VectorType) else a.type
+        is_integer = isinstance(lane, ir.IntType)
+        differs = builder.icmp_unsigned if is_integer else builder.fcmp_unordered
+        truth = combine(builder, differs("!=", a, zero), differs("!=", b, zero))
+        return (builder.zext if is_integer else builder.uitofp)(truth, a.type)
+
+    return choose
+
+
 def _multiply_complex(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
     """(a.re b.re - a.im b.im, a.re b.im + a.im b.re) in each pair of lanes."""
     lanes = range(a.type.count)
@@ -238,11 +252,18 @@ def _by_reciprocal(wide: ir.Type, signed: bool) -> Divide:
     return divide
 
 
-_INTEGER: dict[int, Combine] = {SUM: _B.add, PRODUCT: _B.mul, BAND: _B.and_, BOR: _B.or_, BXOR: _B.xor}
+_LOGICAL = {LAND: _logical(_B.and_), LOR: _logical(_B.or_), LXOR: _logical(_B.xor)}
+_INTEGER: dict[int, Combine] = _LOGICAL | {
+    SUM: _B.add,
+    PRODUCT: _B.mul,
+    BAND: _B.and_,
+    BOR: _B.or_,
+    BXOR: _B.xor,
+}
 _SIGNED = _INTEGER | {MIN: _first_if("<=", True), MAX: _first_if(">=", True)}
 _UNSIGNED = _INTEGER | {MIN: _first_if("<=", False), MAX: _first_if(">=", False)}
-_FLOAT: dict[int, Combine] = {SUM: _B.fadd, PRODUCT: _B.fmul}
+_FLOAT: dict[int, Combine] = _LOGICAL | {SUM: _B.fadd, PRODUCT: _B.fmul}
 _FLOAT |= {MIN: _first_float_if("<="), MAX: _first_float_if(">=")}
 _COMPLEX: dict[int, Combine] = {SUM: _B.fadd, PRODUCT: _multiply_complex}
-_BOOL: dict[int, Combine] = dict.fromkeys((SUM, MAX, BOR), _B.or_) | {BXOR: _B.xor}
-_BOOL |= dict.fromkeys((PRODUCT, MIN, BAND), _B.and_)
+_BOOL: dict[int, Combine] = dict.fromkeys((SUM, MAX, BOR, LOR), _B.or_) | {BXOR: _B.xor, LXOR: _B.xor}
+_BOOL |= dict.fromkeys((PRODUCT, MIN, BAND, LAND), _B.and_)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, ReduceOp
+from ..core.reduce_op import AVG, BAND, BOR, BXOR, LAND, LOR, LXOR, MAX, MIN, ReduceOp
 from ..errors import ArrayError
 from .jit import Part, c_function
 from .undisturbed import undisturbed
@@ -85,7 +85,10 @@ HALVES = ("float16", "bfloat16")
 _UNDEFINED = {
     "b": ((AVG,), "convert it with .astype first, say to float32"),
     "f": ((BAND, BOR, BXOR), "view it as integers with .view if bits are meant"),
-    "c": ((MIN, MAX, BAND, BOR, BXOR), "reduce abs(x), or x.real and x.imag, or use ReduceOp.custom"),
+    "c": (
+        (MIN, MAX, BAND, BOR, BXOR, LAND, LOR, LXOR),
+        "reduce abs(x), or x.real and x.imag, or use ReduceOp.custom",
+    ),
 }
 
 

@@ -53,6 +53,7 @@ TESTS = [
     (test_reductions, "test_reduce"),
     (test_reductions, "test_scan_and_exscan"),
     (test_reductions, "test_reduce_scatter_single"),
+    (test_reductions, "test_truth_values"),
     (test_moves, "test_broadcast"),
     (test_moves, "test_gather_and_scatter_of_one_array"),
     (test_point_to_point, "test_ring_of_every_dtype"),

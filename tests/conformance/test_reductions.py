@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import oracle
 import pytest
-from oracle import assert_reduced, assert_same, cases, reduced, values
+from oracle import assert_reduced, assert_same, cases, reduced, truths, values
 
 import fastcoll as dist
 from fastcoll import ReduceOp
+from fastcoll.errors import ArrayError
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 # More than one chunk of a slot, not a multiple of anything.
@@ -49,6 +50,33 @@ def test_scan_and_exscan(rank, world_size):
         assert_reduced(x, reduced(inputs[: rank + 1], op), (dtype, op, count))
         dist.exscan(y, op)
         assert_reduced(y, reduced(inputs[:rank], op) if rank else inputs[0], (dtype, op, count))
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_truth_values(rank, world_size):
+    """Every element but 0 is true; what comes from one rank alone stays as it is."""
+    for dtype in oracle.DTYPES:
+        if dtype in oracle.COMPLEX:
+            continue
+        inputs = [truths(r, 13 * world_size, dtype) for r in range(world_size)]
+        for op in oracle.LOGICAL:
+            want = reduced(inputs, op)
+            x, y, z, part = inputs[rank].copy(), inputs[rank].copy(), inputs[rank].copy(), np.zeros(13, dtype)
+            dist.all_reduce(x, op)
+            assert_same(x, want, (dtype, op))
+            dist.reduce(y, 0, op)
+            assert_same(y, inputs[rank] if rank else want, (dtype, op))
+            dist.scan(z, op)
+            assert_same(z, reduced(inputs[: rank + 1], op), (dtype, op))
+            dist.reduce_scatter_single(part, inputs[rank], op)
+            assert_same(part, want.reshape(world_size, 13)[rank], (dtype, op))
+
+
+@pytest.mark.ranks(2)
+def test_truth_values_of_complex_numbers_are_refused(rank, world_size):
+    for op in oracle.LOGICAL:
+        with pytest.raises(ArrayError, match=f"{op.name} is not defined for dtype complex64; reduce abs"):
+            dist.all_reduce(np.ones(2, "c8"), op)
 
 
 @pytest.mark.ranks(3)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from oracle import ARITHMETIC, BITS, DTYPES, ORDER, ops_for
+from oracle import ARITHMETIC, BITS, COMPLEX, DTYPES, LOGICAL, ORDER, ops_for
 
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import ArrayError
@@ -20,6 +20,7 @@ NUMBERS = (1, 2, 3, 5, 8)
 OPS = [*ARITHMETIC, ReduceOp.AVG, *ORDER, *BITS]
 PAIRS = [(op, dtype) for dtype in DTYPES for op in OPS if op in ops_for(dtype)]
 REFUSED = [(op, dtype) for dtype in DTYPES for op in OPS if op not in ops_for(dtype)]
+REFUSED += [(op, dtype) for dtype in COMPLEX for op in LOGICAL]
 
 
 def some(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -79,6 +80,16 @@ def test_arrays_may_start_anywhere(reduce, dtype):
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(found.address)
     call(found.code, address + 2 * rows[0].nbytes, table.ctypes.data, 2, rows.shape[1])
     np.testing.assert_array_equal(bits(shifted[2].copy()), bits(expected(ReduceOp.SUM, rows[:2])))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in COMPLEX], ids=str)
+@pytest.mark.parametrize("op", LOGICAL, ids=repr)
+def test_truth_values(reduce, op, dtype):
+    for n in NUMBERS:
+        for count in (1, 5, 1000):
+            sources = np.array([oracle.truths(rank, count, dtype) for rank in range(n)])
+            got, want = reduce(op, sources, None), oracle.reduced(sources, op)
+            np.testing.assert_array_equal(bits(got), bits(want), err_msg=f"n={n} count={count}")
 
 
 def test_any_byte_but_zero_is_true(reduce):

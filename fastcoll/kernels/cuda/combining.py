@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import from_dtype, types
 
-from ...core.reduce_op import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from ...core.reduce_op import AVG, BAND, BOR, BXOR, LAND, LOR, LXOR, MAX, MIN, PRODUCT, SUM
 from ..custom import plain_function
 from . import accesses as bits
 from .kernel import SIMULATED, cuda, device
@@ -108,11 +108,14 @@ _NUMBERS: dict[int, Callable[..., Any]] = {
     BAND: _both,
     BOR: _either,
     BXOR: lambda a, b: a ^ b,
+    LAND: lambda a, b: 1 if a != 0 and b != 0 else 0,
+    LOR: lambda a, b: 1 if a != 0 or b != 0 else 0,
+    LXOR: lambda a, b: 1 if (a != 0) != (b != 0) else 0,
 }
 _BOOL: dict[int, Callable[..., Any]] = {
-    **dict.fromkeys((SUM, MAX, BOR), _either),
-    **dict.fromkeys((PRODUCT, MIN, BAND), _both),
-    BXOR: lambda a, b: a ^ b,
+    **dict.fromkeys((SUM, MAX, BOR, LOR), _either),
+    **dict.fromkeys((PRODUCT, MIN, BAND, LAND), _both),
+    **dict.fromkeys((BXOR, LXOR), lambda a, b: a ^ b),
 }
 
 

@@ -150,6 +150,13 @@ def test_rounding_around_every_tie_of_a_binade(cuda_reduce, reduce, dtype):
         assert cuda_reduce(ReduceOp.SUM, sources).tobytes() == reduce(ReduceOp.SUM, sources).tobytes()
 
 
+@pytest.mark.parametrize("name", ["bool", "int8", "uint64", "float16", "float32"])
+@pytest.mark.parametrize("op", oracle.LOGICAL, ids=repr)
+def test_truth_values(cuda_reduce, op, name):
+    sources = [oracle.truths(rank, 37, np.dtype(name)) for rank in range(3)]
+    oracle.assert_same(cuda_reduce(op, sources), oracle.reduced(sources, op))
+
+
 def test_any_byte_but_zero_is_true(cuda_reduce):
     sources = list(np.array([[0, 1, 2, 255], [0, 0, 4, 1]], np.uint8).view(bool))
     assert cuda_reduce(ReduceOp.BXOR, sources).view(np.uint8).tolist() == [0, 1, 0, 0]
