@@ -47,6 +47,10 @@ class Gate:
         """Count compiled calls in, which take no turn: whether this thread is in one, and whether any thread is."""
         self._also_inside, self._also_busy = inside, busy
 
+    def name_of(self, what: str, number: int) -> str:
+        """The call `what`, by its number among the group's calls, for messages."""
+        return f"{what}, call {number} of group {self.name!r}"
+
     def check_usable(self) -> None:
         """Raise if the group has failed (GroupError), or was destroyed."""
         if self.failure is not None:

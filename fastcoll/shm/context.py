@@ -188,7 +188,7 @@ class Report:
         line = self._line(self._gate.rank)
         told = line[layout.SEQUENCE] == number
         what = signature.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else entry
-        return f"{what}, call {number} of group {self._gate.name!r}"
+        return self._gate.name_of(what, number)
 
     def late(self) -> list[int]:
         """The group ranks that have not arrived at the call under way, or else whom the kernel waits for."""

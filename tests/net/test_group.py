@@ -15,6 +15,7 @@ import pytest
 from together import together
 
 from fastcoll import config
+from fastcoll.core import prepared
 from fastcoll.core.group import ProcessGroup
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.core.status import DONE
@@ -27,7 +28,6 @@ from fastcoll.errors import (
     PeerDiedError,
     ResourceError,
 )
-from fastcoll.net.tcp import backend as group_module
 from fastcoll.net.tcp import dials
 from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp import executor as engine
@@ -257,7 +257,7 @@ def test_close_while_another_thread_is_in_a_call() -> None:
 
 
 def test_the_oldest_prepared_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "_MOST_PREPARED", 5)
+    monkeypatch.setattr(prepared, "_MOST", 5)
     with groups(2) as made:
         for _ in range(2):
             for count in range(1, 9):

@@ -27,6 +27,7 @@ from ...core.monitor import Wait
 from ...core.operands import Array, is_plain
 from ...core.operation import Call, Operation
 from ...core.operations import KINDS
+from ...core.prepared import PreparedCalls
 from ...core.processes import Member
 from ...core.recorder import GroupRecorder
 from ...core.reduce_op import ReduceOp
@@ -48,7 +49,6 @@ from .membership import MpiControl, lay_down, make_comm
 from .pipe import INSIDE, MpiPipe
 
 _CLOSE_SECONDS = 5.0
-_MOST_PREPARED = 1024
 _NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
 _LITTLE = 4 << 10  # bytes of an array that goes with the meeting to all ranks, though it is for one
 
@@ -103,7 +103,7 @@ class MpiBackend(Backend):
         room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
         self._most_attached = {"all_reduce": room, "scan": room, "exscan": room, "broadcast": room}
         self._most_attached |= {"all_gather": room, "reduce": little, "gather": little}
-        self._prepared: dict[Any, Prepared] = {}
+        self._prepared: PreparedCalls[Prepared] = PreparedCalls()
         self._wait: Wait | None = None
         self._limit = gate.timeout
         self._moving = False
@@ -153,7 +153,8 @@ class MpiBackend(Backend):
         how = None if op is None else execution.memory.reducer(op, arrays[0].dtype, [*takes, *gives])
         ready = Addressed(kind, takes, gives, how, root)
         nbytes = tuple([size for _, size in sized(kind, takes, gives)])
-        said = self._prepare((kind, dtype, op, root, nbytes, tuple(parts), on_gpu), how)
+        key = (kind, dtype, op, root, nbytes, tuple(parts), on_gpu)
+        said = self._prepared.get_or_make(key, lambda: self._prepare(key, how))
         most = -1 if on_gpu else self._most_attached.get(kind, -1)
         fits = bool(gives) and gives[0][1] <= most
         attached = gives[0] if fits and (kind != "broadcast" or self.gate.rank == root) else (0, 0)
@@ -188,9 +189,6 @@ class MpiBackend(Backend):
 
         The key is kind, dtype, reduce operation, root, bytes, parts, and whether the arrays are on GPUs.
         """
-        found = self._prepared.get(key)
-        if found is not None:
-            return found
         kind, dtype, op, root, nbytes, parts, on_gpu = key
         code = signature.encode(kind, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
         sizes = sizes_of(kind, self.gate.size, self.gate.rank, nbytes, root)
@@ -205,10 +203,7 @@ class MpiBackend(Backend):
                 finish = (c.FROM_ALL, own)
             elif kind == "all_reduce" and how is not None:
                 finish = (c.REDUCE, own, root, how.address, how.code, own // how.itemsize)
-        said = Prepared(code | c.ON_GPU * on_gpu, sizes, self.gate.rank, finish)
-        if len(self._prepared) < _MOST_PREPARED:
-            self._prepared[key] = said
-        return said
+        return Prepared(code | c.ON_GPU * on_gpu, sizes, self.gate.rank, finish)
 
     def _begin(self, timeout: float | None = None) -> None:
         """A call begins, as far as waiting is concerned."""
@@ -225,7 +220,7 @@ class MpiBackend(Backend):
         """The call under way, for messages."""
         _, code, shape = self._meeting.rows[self.gate.rank, : c.ROW_BALANCE].tolist()
         what = signature.describe(code & ~c.ON_GPU, shape)
-        return f"{what}, call {self._meeting[c.CALLS]} of group {self.gate.name!r}"
+        return self.gate.name_of(what, self._meeting[c.CALLS])
 
     def _late(self) -> list[int]:
         """The group ranks that have not come; once all have, those that may still be in the call."""

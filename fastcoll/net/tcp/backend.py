@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from ...core.group import ProcessGroup
 from ...core.monitor import Wait
 from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
+from ...core.prepared import PreparedCalls
 from ...core.processes import Member, cores_of
 from ...core.recorder import GroupRecorder
 from ...core.sizes import sized
@@ -46,7 +46,6 @@ from .refuge import TcpRefuge
 
 logger = logging.getLogger("fastcoll")
 _CLOSE_SECONDS, _SETTLE_MS = 5.0, 50
-_MOST_PREPARED = 1024
 # Sweeps in vain before a thread sleeps: some 50 us where every rank has a core of its own.
 _DEDICATED, _OVERSUBSCRIBED = 50, 1
 _TRY = 1000  # ns that a sweep of messages in vain takes, about
@@ -100,8 +99,7 @@ class TcpBackend(Backend):
         self.pipe = TcpPipe(mesh, self.monitor, patience * _TRY)
         self.messages: Engine
         self.route({})
-        self._prepared: dict[Any, Prepared] = {}
-        self._remembering = threading.Lock()
+        self._prepared: PreparedCalls[Prepared] = PreparedCalls()
         self._releases_later = False  # closed in the middle of a call
 
     def route(self, near: Mapping[int, tuple[Pipe, int]]) -> None:
@@ -182,8 +180,8 @@ class TcpBackend(Backend):
             what = signature.describe(prepared.call, prepared.shape)
             names = ", ".join(self.monitor.name(peer) for peer in sorted(late))
             raise CollectiveTimeoutError(
-                f"{what}, call {self.context[words.CALLS] + 1} of group {self.gate.name!r}: {names} did not arrive "
-                f"within the timeout of {limit:g} s",
+                f"{self.gate.name_of(what, self.context[words.CALLS] + 1)}: {names} did not arrive within the timeout "
+                f"of {limit:g} s",
                 [self.gate.ranks[peer] for peer in sorted(late)],
             )
         self.gate.check_usable()  # a signal handler may have closed the group meanwhile
@@ -245,7 +243,7 @@ class TcpBackend(Backend):
         """The call under way, for messages."""
         number, head = self.context[words.CALLS], self.context.headers()[self.gate.rank]
         what = signature.describe(int(head[words.HEAD_CALL]), int(head[words.HEAD_SHAPE]))
-        return f"{what}, call {number} of group {self.gate.name!r}"
+        return self.gate.name_of(what, number)
 
     def _late(self) -> list[int]:
         """The group ranks whose headers have not come, or else all that the plan waits for.
@@ -278,13 +276,7 @@ class TcpBackend(Backend):
         dtype = arrays[0].dtype if arrays and kind != "refused" else None
         nbytes = tuple(x.nbytes for x in sized(kind, outputs, inputs))
         key = (kind, dtype, op, root, nbytes, parts, choose)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._prepare(key)
-            with self._remembering:
-                while len(self._prepared) >= _MOST_PREPARED:  # the oldest one goes
-                    del self._prepared[next(iter(self._prepared))]
-                self._prepared[key] = prepared
+        prepared = self._prepared.get_or_make(key, lambda: self._prepare(key))
 
         def call() -> None:
             if kind == "refused" and arrays:
