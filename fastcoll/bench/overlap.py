@@ -35,16 +35,12 @@ def main(words: Sequence[str]) -> int:
         ranks = count_ranks(given.ranks, launched)
     except UsageError as error:
         parser.error(str(error))
-    return run_ranks(_run_rank, launched, ranks)
+    return run_ranks(run, launched, ranks)
 
 
-def _run_rank(local_rank: int, meeting: dict[str, Any]) -> None:
+def run(local_rank: int, meeting: dict[str, Any]) -> None:
+    """Measure on all ranks; rank 0 prints."""
     dist.init_process_group(**meeting)
-    run()
-
-
-def run() -> None:
-    """Measure on all ranks of the default group; rank 0 tells."""
     xs = [np.ones(NBYTES // 4, np.float32) for _ in range(IN_FLIGHT)]
     block = np.ones((64, 64))
     alone = _slowest(lambda: _finish(_begin(xs)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,7 +79,9 @@ def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command:
         limit = _one_shot(group, tell) if group.size > 2 else None
         group.backend.forget()
         tell(f"{group.size} ranks, float32, us a call")
-        for name, nbytes, call in _trials(group):
+        for case in cases(list(OPERATIONS), ["float32"], ["sum"], list(CLASSES), 0, group.size):
+            name, nbytes = case.operation, case.size
+            call = prepare(case, group.rank, Host()).call
             timing = timed(call, _CALLS, _SECONDS_A_CLASS)[1]
             tell(f"{name:>15} {format_size(nbytes):>5} {timing.median * 1e6:10.2f}")
         if group.rank != 0:
@@ -92,12 +94,6 @@ def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command:
         dist.destroy_process_group()
     tell(f"what is fast with {group.size} ranks is written to {path}")
     return OK
-
-
-def _trials(group: dist.ProcessGroup) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """One operation and size after the other, and its call; their arrays are there one at a time."""
-    for case in cases(list(OPERATIONS), ["float32"], ["sum"], list(CLASSES), 0, group.size):
-        yield case.operation, case.size, prepare(case, group.rank, Host()).call
 
 
 def _one_shot(group: dist.ProcessGroup, tell: Callable[[str], None]) -> int:

@@ -87,13 +87,10 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
     number = min(call.number for call in stuck.values())
     if all(number <= group.finished and rank not in stuck for rank, group in said.items()):
         return None
-    number = max(call.number for call in stuck.values()) if _all_there(number, said, members) else number
+    if len(said) == len(members) and all(group.calls >= number for group in said.values()):
+        number = max(call.number for call in stuck.values())
     calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
     return _made(name, members, number, calls, said)
-
-
-def _all_there(number: int, said: dict[int, GroupRecord], members: Sequence[Peer]) -> bool:
-    return len(said) == len(members) and all(group.calls >= number for group in said.values())
 
 
 def _made(

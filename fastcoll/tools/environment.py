@@ -74,27 +74,18 @@ def main(words: Sequence[str] | None = None) -> int:
             }
         )
     else:
-        show.table(("what", "value", "why"), [*launched.facts, *_installed()])
+        python = ("Python", ".".join(map(str, sys.version_info[:3])), sys.executable)
+        package = ("fastcoll", __version__, f"{Path(__file__).parents[1]}")
+        show.table(("what", "value", "why"), [*launched.facts, package, python])
         if launched.wrong:
             show.say(f"init_process_group() refuses this: {launched.wrong}", "bad")
         show.say()
         rows = [(each.name, each.value, each.source, each.wrong or each.meaning) for each in settings]
         rows += [(name, value, "environment", about) for name, value, about in others]
-        styles = ["bad" if row[3] in [each.wrong for each in settings] else _style(row[2]) for row in rows]
+        wrong = {each.wrong for each in settings}
+        styles = ["bad" if row[3] in wrong else "" if row[2] == "default" else "bold" for row in rows]
         show.table(("setting", "value", "from", "meaning"), rows, styles)
     return 1 if launched.wrong or any(each.wrong for each in settings) else 0
-
-
-def _style(source: str) -> str:
-    return "" if source == "default" else "bold"
-
-
-def _installed() -> list[tuple[str, str, str]]:
-    python = ".".join(map(str, sys.version_info[:3]))
-    return [
-        ("fastcoll", __version__, f"{Path(__file__).parents[1]}"),
-        ("Python", python, sys.executable),
-    ]
 
 
 # ---- the launcher ------------------------------------------------------------------------------------------
