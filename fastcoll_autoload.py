@@ -18,9 +18,9 @@ import sys
 import warnings
 from typing import Any
 
-_NJIT = "fastcoll.compiled.njit"
+_NJIT = "fastcoll.callers.njit"
 # Where the public functions and types are; the kernels, which Numba compiles, too, are elsewhere.
-_TYPED = ("fastcoll.api.", "fastcoll.core.group", "fastcoll.core.reduce_op")
+_TYPED = ("fastcoll.api.", "fastcoll.job.", "fastcoll.core.group", "fastcoll.core.reduce_op")
 _READ = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FORGETFUL = ((3, 11), (3, 12))
 _NEVER_RAISE = frozenset(("LOAD_CONST", "NOP", "LOAD_DEREF", "PRECALL"))
@@ -55,7 +55,7 @@ def keep_keywords() -> None:
     There the names are an instruction (KW_NAMES) before that of the call. Inside `try` Numba begins a new block after
     every instruction that is not in its table of those that never raise, and a block does not know the names that the
     one before has read: `f(x, b=1)` is compiled as `f(x, 1)`, without an error. Numba 0.60 to 0.68 lack KW_NAMES in
-    that table, and CACHE, which stands between the two on 3.11. Any other table is left alone: compiled/keywords.py
+    that table, and CACHE, which stands between the two on 3.11. Any other table is left alone: callers/keywords.py
     refuses such calls of fastcoll where names are still lost.
     """
     from numba.core import byteflow
@@ -77,7 +77,7 @@ def register_numba() -> None:
         def typeof(value: Any, context: Any) -> Any:
             module = getattr(value, "__module__", None)
             if _NJIT not in sys.modules and isinstance(module, str) and module.startswith(_TYPED):
-                import fastcoll.compiled.njit  # noqa: F401 - which registers them
+                import fastcoll.callers.njit  # noqa: F401 - which registers them
 
                 return typeof_impl.dispatch(type(value))(value, context)
             return plain(value, context)

@@ -145,9 +145,9 @@ def rank_of(how: str) -> int:
     import cupy
 
     import fastcoll as dist
-    from fastcoll.api.groups import groups
     from fastcoll.gpu import carriers
     from fastcoll.gpu.staged import StagedCarrier
+    from fastcoll.job.groups import groups
 
     if how == "staged":
         carriers.carrier_for = lambda backend, group: StagedCarrier(group)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 # fmt: off
 from . import supported, symmetric, traced  # noqa: F401 - the first refuses what the others cannot run on
 from ._version import __version__
-from .api.backends import (
+from .job.backends import (
     Backend, BackendConfig, is_available, is_backend_available, is_gloo_available, is_mpi_available,
     is_nccl_available,
 )
@@ -22,7 +22,7 @@ from .api.collectives import (
     gather_into_tensor, gather_single, monitored_barrier, reduce, reduce_scatter, reduce_scatter_single,
     reduce_scatter_tensor, scan, scatter, scatter_single,
 )
-from .api.groups import (
+from .job.groups import (
     GroupMember, get_backend, get_backend_config, get_global_rank, get_group_rank, get_process_group_ranks,
     get_rank, get_world_size, group, is_initialized,
 )
@@ -35,11 +35,11 @@ from .api.p2p import (
     P2POp, batch_isend_irecv, iprobe, irecv, isend, probe, recv, recv_init, send, send_init, sendrecv,
     startall, waitall, waitany,
 )
-from .api.shared_arrays import shared_arrays
-from .api.standalone import group_from_store
-from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
-from .api.world import destroy_process_group, get_node_local_rank, init_process_group, world
-from .core.dump import dump
+from .job.shared_arrays import shared_arrays
+from .job.standalone import group_from_store
+from .job.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
+from .job.world import destroy_process_group, get_node_local_rank, init_process_group, world
+from .record.dump import dump
 from .core.group import ProcessGroup
 from .core.message import Status
 from .core.operands import ANY_TAG
@@ -52,7 +52,8 @@ from .errors import (
     QueueEmptyError, RemoteError, RendezvousError, ResourceError, RpcError, RpcTimeoutError, StoreError,
     StoreTimeoutError, UnavailableError, UsageError,
 )
-from .rendezvous import FileStore, HashStore, PrefixStore, Store, register_rendezvous_handler
+from .store import FileStore, HashStore, PrefixStore, Store
+from .rendezvous import register_rendezvous_handler
 # fmt: on
 # isort: on
 
@@ -61,10 +62,10 @@ if TYPE_CHECKING:
     from . import jax as jax
     from . import rpc as rpc
     from .api.gradients import GradientReducer
-    from .api.recovery import abort, shrink
+    from .job.recovery import abort, shrink
     from .launch.run import run
     from .launch.spawn import spawn
-    from .rendezvous import TCPStore
+    from .store import TCPStore
 
 __all__ = ["init_process_group", "destroy_process_group", "world", "is_initialized", "get_rank"]
 __all__ += ["get_world_size", "get_node_local_rank", "abort", "shrink"]
@@ -114,8 +115,8 @@ def __getattr__(name: str) -> Any:
     """Import on first use what most programs do not need: multiprocessing, sockets, JAX."""
     if name in ("elastic", "jax", "rpc"):
         return import_module(f".{name}", __name__)
-    places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".rendezvous"}
-    places |= {"abort": ".api.recovery", "shrink": ".api.recovery", "GradientReducer": ".api.gradients"}
+    places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".store"}
+    places |= {"abort": ".job.recovery", "shrink": ".job.recovery", "GradientReducer": ".api.gradients"}
     if name in places:
         return getattr(import_module(places[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

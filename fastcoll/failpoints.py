@@ -7,7 +7,7 @@
 
 For tests, which need no clock then to hit a rank in the middle of a call. Python comes by in `reach`, compiled code in
 kernels/failing.py; both count and look in one table. Where the setting is empty the kernels have no failpoints at all:
-those with them are other files in the cache (kernels/jit.py).
+those with them are other files in the cache (compiler/jit.py).
 
     word of a row   meaning
     ACTION          what to do, 0: nothing

@@ -16,14 +16,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from . import config
-from .api.standalone import group_from_store
-from .api.world import destroy_process_group
 from .core.group import ProcessGroup
 from .core.reduce_op import ReduceOp
 from .errors import NotInitializedError, StoreTimeoutError, UnavailableError, install
-from .rendezvous import HashStore
-from .rendezvous.tcp_store import TCPStore
-from .rendezvous.waiting import LateWarning
+from .job.standalone import group_from_store
+from .job.world import destroy_process_group
+from .store import HashStore
+from .store.tcp_store import TCPStore
+from .store.waiting import LateWarning
 
 if find_spec("ray") is None:
     raise UnavailableError(f"fastcoll.ray needs Ray, which is not installed: {install('ray')}")

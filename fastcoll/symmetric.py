@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .api.groups import Group, member_of
+from .arrays.arrays import Array
 from .core.backend import SymmetricMemory, memory_of
 from .core.group import ProcessGroup
 from .core.operands import positive_seconds, whole, wholes
 from .core.work import Timeout
 from .errors import ArrayError, UsageError
-from .interop.arrays import Array
+from .job.groups import Group, member_of
 
 __all__ = ["empty", "get", "is_symmetric", "peer", "put", "signal", "wait", "zeros"]
 

@@ -18,13 +18,13 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+from .arrays.dtypes import parse_dtype
 from .bench.cases import positive
 from .core.reduce_op import ReduceOp
 from .errors import FastcollError, UsageError
-from .interop.dtypes import parse_dtype
 
 if TYPE_CHECKING:
-    from .kernels.jit import Entry
+    from .compiler.jit import Entry
 
 _ALL = "bool,int8,int16,int32,int64,uint8,uint16,uint32,uint64,float16,bfloat16,float32,float64,complex64,complex128"
 _REDUCTIONS = "reductions of "
@@ -107,8 +107,8 @@ def _warm_up(todo: Sequence[str], processes: int) -> int:
 
 
 def _make(name: str) -> _Made:
+    from .compiler.cache import KernelCache
     from .kernels.allocator import functions
-    from .kernels.cache import KernelCache
     from .kernels.reduce import reducer
 
     before, began = KernelCache.compiled, time.perf_counter()

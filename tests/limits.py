@@ -24,8 +24,8 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll.core.processes import status_of
 from fastcoll.launch.lifeline import children_of
+from fastcoll.system.processes import status_of
 
 SECONDS = 300.0  # the slowest test without a mark took 44 s in CI
 

@@ -15,7 +15,7 @@ import pytest
 
 import fastcoll
 from fastcoll import config, failpoints
-from fastcoll.kernels import jit
+from fastcoll.compiler import jit
 
 PACKAGE = Path(fastcoll.__file__).parent
 ENTER = "shm.all_reduce.enter"

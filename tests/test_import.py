@@ -8,14 +8,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import fastcoll
 from fastcoll import supported
-from fastcoll.kernels import cache
+from fastcoll.compiler import cache
 
 PACKAGE = Path(__file__).parents[1] / "fastcoll"
 
@@ -24,14 +24,18 @@ LAYERS = (
     ("_version", "errors", "core/operations"),
     ("failpoints",),
     ("config",),
-    ("supported", "interop"),
+    ("supported", "system", "arrays"),
+    ("record",),
     ("core",),
+    ("compiler",),
     ("kernels",),
+    ("store",),
     ("p2p", "rendezvous"),
-    ("shm", "net", "gpu"),
+    ("shm", "net", "net/tcp", "net/mpi", "gpu"),
     ("hybrid",),
+    ("job",),
     ("api",),
-    ("symmetric", "compiled"),
+    ("symmetric", "callers"),
     ("__init__",),
     ("launch",),
     ("elastic", "rpc"),
@@ -45,10 +49,11 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A module that only some rooms or files may import.
 KEPT = {
-    "numba": ("kernels", "compiled", "launch", "testing"),  # the latter take the cloudpickle that is in it
-    "llvmlite": ("kernels", "compiled"),
+    # The last two take the cloudpickle that is in it.
+    "numba": ("kernels", "compiler", "callers", "launch", "testing"),
+    "llvmlite": ("kernels", "compiler", "callers"),
     "posix_ipc": ("shm",),
-    "socket": ("net", "rendezvous", "rpc"),
+    "socket": ("system", "store", "rendezvous", "net/tcp", "rpc"),
     "pickle": ("api/objects.py", "rpc/wire.py", "rpc/tensor_buffers.py"),
     "numba.cloudpickle": ("launch/run.py",),  # from the caller and its own children
     "cupy": ("gpu",),
@@ -57,15 +62,13 @@ KEPT = {
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def place_of(parts: Iterable[str]) -> str:
-    """The line of LAYERS that a module of the package is on, by the parts of its name: its room's, or its own."""
-    room, *rest = parts
-    own = "/".join([room, *rest[:1]])
-    return own if own in LEVEL else room
-
-
 def room_of(file: Path) -> str:
-    return place_of(file.relative_to(PACKAGE).with_suffix("").parts)
+    return room(file.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def room(parts: Sequence[str]) -> str:
+    """The room of a module with these names below fastcoll; some modules have a line of LAYERS to themselves."""
+    return next((name for name in ("/".join(parts[:2]), parts[0]) if name in LEVEL), parts[0])
 
 
 def imports(file: Path, text: str = "") -> Iterator[tuple[str, int]]:
@@ -91,7 +94,7 @@ def test_imports_point_one_way(file: Path) -> None:
     for name, line in imports(file):
         parts = name.split(".")
         if parts[0] == "fastcoll" and len(parts) > 1:
-            there = place_of(parts[1:]) if parts[1] in LEVEL else "__init__"
+            there = room(parts[1:]) if room(parts[1:]) in LEVEL else "__init__"
             assert there == here or LEVEL[there] < LEVEL[here], f"{file}:{line}: {here} imports {name}"
 
 
@@ -123,9 +126,9 @@ def test_some_modules_are_imported_in_one_room_only(file: Path) -> None:
 
 
 def test_the_state_of_the_sources_leaves_out_only_rooms_that_no_kernel_can_import() -> None:
-    marks = tuple(f"fastcoll.kernels.jit.{mark}" for mark in ("entry", "kernel", "inlined", "c_function"))
+    marks = tuple(f"fastcoll.compiler.jit.{mark}" for mark in ("entry", "kernel", "inlined", "c_function"))
     compiled = {room_of(file) for file in FILES for name, _ in imports(file) if name in marks}
-    assert {"shm", "net"} <= compiled
+    assert {"shm", "net/tcp", "net/mpi"} <= compiled
     for room in cache._OTHER_ROOMS:
         assert room not in compiled
         assert all(LEVEL[room] >= LEVEL[there] for there in compiled), room
@@ -183,6 +186,7 @@ def test_importing_does_not_import_what_is_heavy() -> None:
     heavy = {
         "numba", "llvmlite", "posix_ipc", "cupy", "torch", "matplotlib", "rich", "psutil", "sklearn", "ml_dtypes",
         "pytest", "asyncio", "multiprocessing", "fastcoll.launch", "fastcoll.kernels", "fastcoll.shm", "fastcoll.bench",
+        "fastcoll.compiler",
     }  # fmt: skip
     # No sockets, and no more of the standard library than is used; NumPy brings some itself, by version.
     late = {
@@ -224,7 +228,7 @@ REFUSED = {
     "os.uname arm fastcoll": "never tested on this processor, aarch64",
     "sys.version '3.9.18' fastcoll": "fastcoll needs Python 3.10 or later, and this is 3.9.18",
     "numpy.__version__ '1.25.2' fastcoll": "fastcoll needs NumPy 1.26 or later, and this is 1.25.2",
-    "numba.__version__ '0.59.1' fastcoll.kernels.compiling": "fastcoll needs Numba 0.60 or later, and this is 0.59.1",
+    "numba.__version__ '0.59.1' fastcoll.compiler.compiling": "fastcoll needs Numba 0.60 or later, and this is 0.59.1",
 }
 ELSEWHERE = """
 import importlib, json, os, sys, types, unittest.mock

@@ -21,7 +21,7 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll import FastcollError, GroupError, PrefixStore, Store, TCPStore
-from fastcoll.core.processes import status_of
+from fastcoll.system.processes import status_of
 from fastcoll.testing.worker import shm_names
 
 from .fleet import Fleet, left_in_shm, resident_bytes

@@ -176,9 +176,9 @@ def load() -> None:
     """Import and load what ranks need, once for all that will be forked."""
     import fastcoll.hybrid.backend
     import fastcoll.net.tcp.entries
-    import fastcoll.rendezvous.tcp_store
     import fastcoll.rendezvous.ways
     import fastcoll.shm.backend
+    import fastcoll.store.tcp_store
     from fastcoll import ReduceOp
     from fastcoll.kernels.reduce import reducer
 
@@ -192,7 +192,7 @@ def load() -> None:
 
 def live_on_nodes(rank: int, share: int) -> None:
     """Let `share` ranks at a time take themselves for a node: they see another /dev/shm than the others."""
-    from fastcoll.core import processes
+    from fastcoll.system import processes
 
     processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
 

@@ -235,6 +235,6 @@ def _garbage(dice: random.Random) -> bytes:
         return b""
     if kind == 7:
         return dice.randbytes(1 << 16)
-    from fastcoll.rendezvous.opening import MAGIC, OPENING_SIZE
+    from fastcoll.store.opening import MAGIC, OPENING_SIZE
 
     return MAGIC + dice.randbytes(dice.randrange(OPENING_SIZE - len(MAGIC) + 100))

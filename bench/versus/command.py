@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fastcoll.api.backends import parse_backend
 from fastcoll.bench.results import describe, machine
 from fastcoll.errors import UsageError
+from fastcoll.job.backends import parse_backend
 
 from . import launch, peers, targets
 from .limits import limit_cells

@@ -21,7 +21,7 @@ from ..core.operands import positive_seconds
 from ..core.reduce_op import ReduceOp
 from ..core.work import Async, Sync, Timeout, Work
 from ..errors import UsageError
-from .groups import Group, group_rank, groups, member_of
+from ..job.groups import Group, group_rank, groups, member_of
 
 
 class _Immutable(Protocol):

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.arrays import room_like
 from ..core.operands import whole
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import UsageError
-from ..interop.arrays import room_like
+from ..job.groups import Group, entered
 from .collectives import all_reduce
-from .groups import Group, entered
 
 Key = int | str
 

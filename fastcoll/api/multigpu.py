@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from ..core.reduce_op import ReduceOp
 from ..core.work import Async, Sync, Work
-from .groups import Group, group_rank, member_of
+from ..job.groups import Group, group_rank, member_of
 
 
 def _several() -> Any:

@@ -22,7 +22,7 @@ from .. import config
 from ..core.group import ProcessGroup
 from ..core.signature import OBJECT_BYTES, OBJECT_SIZES
 from ..errors import UnavailableError, UsageError
-from .groups import Group, group_rank, member_of
+from ..job.groups import Group, group_rank, member_of
 
 _FAILED = -1
 
@@ -221,7 +221,7 @@ def _member(group: Group, name: str) -> ProcessGroup | None:
     """As `member_of`; refuses, on all ranks alike, a group of which anybody may be a member."""
     g = member_of(group, name)
     if g is not None and g.size > 1 and g.backend.name != "shm" and config.get("FASTCOLL_INSECURE"):
-        from ..rendezvous.secret import check_unpickling
+        from ..store.secret import check_unpickling
 
         check_unpickling(f"{name} unpickles what the other ranks of {g!r} send")
     return g

@@ -2,7 +2,7 @@
 
 Messages between two ranks with one tag never overtake each other. A message has the dtype and the number
 of elements of the array that it is received into; anything else raises on both sides. For `group`, `src`
-and `dst` see api/groups.py.
+and `dst` see job/groups.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..core.operands import ANY_TAG, is_message
 from ..core.request import Request, start_all
 from ..core.work import ENDLESS, Timeout, Work, refuse_to_block
 from ..errors import UsageError
-from .groups import Group, group_rank, groups, member_of
+from ..job.groups import Group, group_rank, groups, member_of
 
 
 def send(

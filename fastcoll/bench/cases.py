@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.dtypes import parse_dtype
 from ..core.operations import KINDS, NO_ARRAY
 from ..errors import UsageError
-from ..interop.dtypes import parse_dtype
 
 REDOPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "custom")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

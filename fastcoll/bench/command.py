@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..api.backends import parse_backend
+from ..arrays.dtypes import parse_dtype
 from ..errors import UnavailableError, UsageError, install
-from ..interop.dtypes import parse_dtype
+from ..job.backends import parse_backend
 from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
 from . import cases

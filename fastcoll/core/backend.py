@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from ..arrays.arrays import Adopted, Array
 from ..errors import AbortedError, GroupError, ResourceError, UnavailableError
-from ..interop.arrays import Adopted, Array
 from .gate import Gate
 from .message import Status
 from .monitor import Monitor

@@ -19,16 +19,17 @@ from typing import Any, cast, final
 
 import numpy as np
 
+from ..arrays.arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
 from ..errors import AbortedError, ArrayError, GroupError, MismatchError, UsageError
-from ..interop.arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
-from . import dump, operands, trees
+from ..record import dump
+from ..record.recorder import located
+from . import operands, trees
 from .backend import Backend, DeviceCarrier, Messages, StreamCall
 from .message import Status
 from .monitor import last_words
 from .operands import OBJECTS_TAG, WORLD_OF_ONE, Array, apart, arrays_of, checked_tag, scaled
 from .operation import COMPOSITIONS, Call, Operation, then_split
 from .operations import METHODS
-from .recorder import located
 from .reduce_op import ReduceOp
 from .request import Request
 from .trees import CONTAINERS
@@ -117,7 +118,7 @@ class ProcessGroup:
     # ---- arguments ---------------------------------------------------------------------------------
 
     def adopt(self, x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) -> Adopted:
-        """Take a caller's array in, wherever its memory is; see interop/arrays.py."""
+        """Take a caller's array in, wherever its memory is; see arrays/arrays.py."""
         try:
             return adopt(x, writable=writable, what=what, renew=renew)
         except OnDeviceError as error:

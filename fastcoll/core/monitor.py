@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 from .. import config
 from ..errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
-from . import dump
-from .processes import Member
-from .recorder import GroupRecorder
+from ..record import dump
+from ..record.recorder import GroupRecorder
+from ..system.processes import Member
 
 _log = logging.getLogger("fastcoll")
 # What a rank says of itself. LEAVING: it starts nothing more, and only takes messages that were sent to it.

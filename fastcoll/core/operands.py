@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays.arrays import Adopted
+from ..arrays.dtypes import rounded, widened
 from ..errors import ArrayError, UnavailableError, UsageError
-from ..interop.arrays import Adopted
-from ..interop.dtypes import rounded, widened
 from .partition import pieces
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 from .work import Timeout, seconds

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arrays.arrays import Adopted, Array, Renewed, room_like
 from ..errors import ArrayError, MismatchError, UsageError
-from ..interop.arrays import Adopted, Array, Renewed, room_like
 from .operands import arrays_of
 from .operation import Call, Operation, flattened, then_split
 from .reduce_op import ReduceOp

@@ -20,7 +20,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from ..errors import AbortedError, CollectiveTimeoutError, UsageError
-from .forks import at_fork
+from ..system.forks import at_fork
 
 _log = logging.getLogger("fastcoll")
 

@@ -1,6 +1,6 @@
 """The ranks' part in taking newcomers in: the new world is made beside the old one, which goes on if that fails.
 
-Only one place decides whether the new world counts (api/newcomers.py), so all ranks are in the same world: those that
+Only one place decides whether the new world counts (job/joining.py), so all ranks are in the same world: those that
 were there first, in their order, and then the newcomers. A rank that cannot ask that place while the new world may
 count already must not go on by itself, and raises.
 """
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
-from ..api.groups import groups
-from ..api.job import make_world
-from ..api.lease import StoreLease
-from ..api.leaving import close
-from ..api.newcomers import FORMING_SECONDS, Lobby, passes_barrier
-from ..api.world import current_job, replace_job
 from ..core.group import ProcessGroup
-from ..core.processes import forget, gone_among
 from ..errors import FastcollError, PeerDiedError, StoreError
+from ..job.groups import groups
+from ..job.job import make_world
+from ..job.joining import FORMING_SECONDS, Lobby, passes_barrier
+from ..job.lease import StoreLease
+from ..job.leaving import close
+from ..job.world import current_job, replace_job
 from ..rendezvous.join import join
+from ..system.processes import forget, gone_among
 
 
 class Attempt(NamedTuple):

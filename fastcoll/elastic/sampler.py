@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..api.groups import get_rank, get_world_size, is_initialized
 from ..core.operands import whole
 from ..core.partition import shares
 from ..errors import UsageError
+from ..job.groups import get_rank, get_world_size, is_initialized
 
 Indices = NDArray[np.int64]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..api.collectives import broadcast
-from ..api.groups import get_rank
 from ..api.objects import broadcast_object_list
 from ..core.operands import whole
 from ..errors import UsageError
+from ..job.groups import get_rank
 from .copies import Tree, copied, furnished, parted
 
 

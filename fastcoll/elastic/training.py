@@ -20,10 +20,6 @@ import numpy as np
 
 from .. import config
 from ..api.collectives import all_gather_single, barrier, broadcast
-from ..api.groups import groups, is_initialized
-from ..api.newcomers import JobEndedError, Lobby
-from ..api.recovery import shrink
-from ..api.world import current_job, destroy_process_group, init_process_group, join_as_newcomer
 from ..core.operands import whole
 from ..errors import (
     AbortedError,
@@ -34,6 +30,10 @@ from ..errors import (
     StoreError,
     UsageError,
 )
+from ..job.groups import groups, is_initialized
+from ..job.joining import JobEndedError, Lobby
+from ..job.recovery import shrink
+from ..job.world import current_job, destroy_process_group, init_process_group, join_as_newcomer
 from .growth import Attempt, NotGrownError, grow
 from .state import State
 

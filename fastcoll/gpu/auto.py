@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..compiler.undisturbed import undisturbed
 from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
 from ..errors import GroupError, MismatchError, UnavailableError
-from ..kernels.undisturbed import undisturbed
 from .device_array import adopt
 from .runtime import runtime
 from .staged import StagedCarrier

@@ -20,13 +20,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from ..arrays.arrays import Adopted, Array
 from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operation import Call, Operation
 from ..core.operations import KINDS
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
-from ..interop.arrays import Adopted, Array
 from . import auto
 from .device_array import DeviceArray
 from .runtime import runtime

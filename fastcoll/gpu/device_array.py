@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.arrays import Adopted
+from ..arrays.dtypes import dtype_of
 from ..errors import ArrayError
-from ..interop.arrays import Adopted
-from ..interop.dtypes import dtype_of
 from .runtime import cupy, runtime, waited_stream
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged (dlpack.h)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..arrays.arrays import Adopted, Array
 from ..core.backend import StreamCall
 from ..core.group import ProcessGroup
 from ..core.operands import check_apart, divide, scaled, sum_for
@@ -22,7 +23,6 @@ from ..core.partition import pieces
 from ..core.reduce_op import AVG, PREMUL_SUM, ReduceOp
 from ..core.work import Work
 from ..errors import ArrayError, UsageError
-from ..interop.arrays import Adopted, Array
 from .device_array import DeviceArray, OnDevice, scratch
 from .runtime import runtime, waited_stream
 from .streams import Turn

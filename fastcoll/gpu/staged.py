@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..arrays.arrays import Adopted, Array
 from ..core import signature
 from ..core.backend import DeviceCarrier, Messages
 from ..core.group import ProcessGroup
@@ -37,7 +38,6 @@ from ..core.partition import Span, segments
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import FastcollError, GroupError, MismatchError, UsageError
-from ..interop.arrays import Adopted, Array
 from ..kernels.reduce import reducer
 from .device_array import DeviceArray, OnDevice, adopt
 from .runtime import runtime

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from ..arrays.arrays import Adopted
 from ..core import signature
 from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
@@ -31,7 +32,6 @@ from ..core.operation import Operation
 from ..core.operations import BLOCKS_TO_BLOCKS, KINDS
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
-from ..interop.arrays import Adopted
 from .device_array import DeviceArray, OnDevice, adopt, parts, scratch
 from .runtime import Runtime, runtime
 from .stream_work import Own, StreamWork, Watcher

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ..arrays.arrays import Array
 from ..core.group import ProcessGroup
 from ..errors import CollectiveTimeoutError, NotInitializedError
-from ..interop.arrays import Array
 from .device_array import DeviceArray
 from .runtime import Runtime, runtime
 

@@ -27,7 +27,6 @@ from ..core.operands import LARGEST_TAG, Array, divide, sum_for
 from ..core.operation import Call, Operation
 from ..core.operations import KINDS
 from ..core.partition import cut, shares
-from ..core.processes import Member, Topology
 from ..core.reduce_op import AVG, ReduceOp
 from ..core.work import Work
 from ..errors import AbortedError, GroupError, MismatchError, PeerDiedError, StoreError
@@ -38,10 +37,11 @@ from ..net.tcp.plans.choose import nothing
 from ..net.tcp.plans.shape import MEET_RANKS
 from ..p2p.engine import Engine
 from ..p2p.short_cuts import short_cuts
-from ..rendezvous import PrefixStore, Store
 from ..rendezvous.assemble import GroupMeeting
 from ..shm.backend import ShmBackend
 from ..shm.fast import MESSAGES
+from ..store import PrefixStore, Store
+from ..system.processes import Member, Topology
 
 DIRECT = 512 << 10
 """Bytes up to which groups of at most MEET_RANKS ranks take the direct way. all_reduce on two hosts of two ranks, nodes

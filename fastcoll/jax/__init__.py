@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax._src import dispatch
 
-from ..api.groups import Group, NonMember, entered, group_rank
+from ..job.groups import Group, NonMember, entered, group_rank
 from ..core.message import Status
 from ..core.operands import checked_receive_tag, checked_tag
 from ..core.reduce_op import ReduceOp

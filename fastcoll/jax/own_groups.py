@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from jax._src import dispatch
 
-from ..api.backends import load
-from ..api.groups import Group, entered, groups
-from ..api.leaving import ExitHook, close
-from ..api.world import current_job, destroy_process_group
 from ..core.group import ProcessGroup
 from ..core.monitor import last_words
 from ..errors import GroupError, UsageError
+from ..job.backends import load
+from ..job.groups import Group, entered, groups
+from ..job.leaving import ExitHook, close
+from ..job.world import current_job, destroy_process_group
 
 _copies: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 _used: WeakSet[ProcessGroup] = WeakSet()  # groups that programs use

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.adopted import Adopted
 from ..core import operations
 from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operands import ANY_TAG, JAX_TAGS, wildcard_of
 from ..core.reduce_op import ReduceOp
 from ..errors import FastcollError
-from ..interop.adopted import Adopted
 from ..kernels.call_frames import APART, GIVEN, IN_PLACE, NO_ARRAY, TAKEN
 
 Array = np.ndarray[Any, Any]

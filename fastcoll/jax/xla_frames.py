@@ -17,7 +17,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from ..compiled.rows import call_word, message_word, row, take_error
+from ..callers.rows import call_word, message_word, row, take_error
 from ..core import signature
 from ..core.group import ProcessGroup
 from ..core.operands import ANY_TAG

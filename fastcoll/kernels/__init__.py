@@ -1,1 +1,1 @@
-"""Everything that Numba compiles for every backend; the only room that imports Numba, and only to compile."""
+"""Everything that is compiled for every backend: memory, waiting, sockets, reductions."""

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import llvm
+from ..compiler import llvm
+from ..compiler.jit import c_function, external, instruction, kernel
+from ..compiler.llvm import pointer
 from .copy import copy
-from .jit import c_function, external, instruction, kernel
-from .llvm import pointer
 from .primitives import (
     load_acquire,
     load_word,

@@ -23,7 +23,9 @@ from functools import cache
 
 import numpy as np
 
-from . import llvm
+from ..compiler import llvm
+from ..compiler.jit import NJIT, c_function, inlined, instruction, kernel
+from ..compiler.machine_code import OWN_SYMBOLS
 from .copy import copy
 from .doors import (
     DOOR,
@@ -37,8 +39,6 @@ from .doors import (
     release,
     value_of,
 )
-from .jit import NJIT, c_function, inlined, instruction, kernel
-from .machine_code import OWN_SYMBOLS
 from .primitives import address_of, load_acquire, load_word, word_at
 
 EXTENSION, API, STAGE, ARGS, RETS, ATTRS = 8, 16, 32, 40, 80, 120

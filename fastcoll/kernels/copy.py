@@ -7,9 +7,9 @@ reading another core's dirty lines is slow, and for arrays that are larger than 
 
 from __future__ import annotations
 
-from . import llvm
-from .jit import external, inlined, instruction, kernel
-from .llvm import pointer
+from ..compiler import llvm
+from ..compiler.jit import external, inlined, instruction, kernel
+from ..compiler.llvm import pointer
 from .primitives import IS_X86, half_word_at, store_word
 
 LINE = 64

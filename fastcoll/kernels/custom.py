@@ -16,11 +16,11 @@ from numba.core.ccallback import CFunc
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic, is_jitted
 
+from ..compiler.cache import Telling
+from ..compiler.compiling import FLAGS, no_collection
+from ..compiler.elements import CONVERSIONS, WORD, Element, Half, computed_as, element_of
 from ..core.reduce_op import ReduceOp
 from ..errors import ArrayError, UsageError
-from .cache import Telling
-from .compiling import FLAGS, no_collection
-from .elements import CONVERSIONS, WORD, Element, Half, computed_as, element_of
 from .fold import Combine, Operands, Registers, Shape, Tile, shapes, stream
 
 

@@ -8,7 +8,7 @@ A group has a *row*, a table of words in memory that stays where it is and is ne
     RANK, SIZE     this process's rank in the group and how many there are; SIZE is 0 where nobody has asked yet or the
                    group is gone; both are -1 where this process is not in the group
     RANKS          address of a word for each rank, its global rank; 0: they are the same
-    NUMBER         which row it is (compiled/rows.py)
+    NUMBER         which row it is (callers/rows.py)
     DOOR           address of `door`
     ASK, TORN      Python's functions that do what no way can, and that are told of an exception
     ERRORS         a dict of what they raised, by thread
@@ -28,10 +28,10 @@ from __future__ import annotations
 
 from functools import cache
 
+from ..compiler import llvm
+from ..compiler.jit import NJIT, c_function, external, inlined, instruction, kernel
 from ..core.operations import OPERATIONS
 from ..core.status import DONE, LATER
-from . import llvm
-from .jit import NJIT, c_function, external, inlined, instruction, kernel
 from .primitives import load_acquire, load_word, store_word, this_thread
 
 CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, AGAIN, WAYS = range(12)
@@ -144,7 +144,7 @@ def _ask(row, question):
 
 
 def door(row, op, data, out, nbytes, call, peer):
-    """Carry an operation out; see compiled/rows.py for callers."""
+    """Carry an operation out; see callers/rows.py for callers."""
     code = LATER
     way, handle = load_acquire(row + 8 * (WAYS + op)), load_word(row, MAILBOX if op >= SEND else CONTEXT)
     if way != 0 and handle != 0:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import failpoints as fp
-from . import llvm
-from .jit import Part, external, has_failpoints, instruction, kernel
-from .machine_code import OWN_SYMBOLS
+from ..compiler import llvm
+from ..compiler.jit import Part, external, has_failpoints, instruction, kernel
+from ..compiler.machine_code import OWN_SYMBOLS
 from .primitives import load_acquire, load_word, store_word, swap_if_equal, this_thread, ticks
 
 TABLE_SYMBOL = "fastcoll.failpoints"

@@ -21,8 +21,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..compiler.elements import (
+    WORD,
+    Element,
+    Half,
+    constant,
+    element_of,
+    like,
+    shaped,
+    shuffled,
+    splat,
+    unchanged,
+)
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, LAND, LOR, LXOR, MAX, MIN, PRODUCT, SUM
-from .elements import WORD, Element, Half, constant, element_of, like, shaped, shuffled, splat, unchanged
 
 _B = ir.IRBuilder
 Combine = Callable[[ir.IRBuilder, ir.Value, ir.Value], Any]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..compiler.jit import kernel
 from ..core.signature import UNEVEN
-from .jit import kernel
 from .primitives import load_word
 
 NUMBER = 0  # of the call

@@ -13,10 +13,10 @@ import os
 
 import numpy as np
 
+from ..compiler import llvm
+from ..compiler.jit import external, inlined, instruction
+from ..compiler.llvm import pointer
 from ..core import signature
-from . import llvm
-from .jit import external, inlined, instruction
-from .llvm import pointer
 
 # ---- private words --------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from ..compiler import llvm
+from ..compiler.jit import instruction
 from ..errors import UnavailableError
-from . import llvm
-from .jit import instruction
 
 # Offsets of the fields, in bytes.
 _HEAD = object.__basicsize__

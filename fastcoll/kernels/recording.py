@@ -1,4 +1,4 @@
-"""How compiled code writes a call into its group's ring, whose layout core/record.py has.
+"""How compiled code writes a call into its group's ring, whose layout record/record.py has.
 
 The thread whose call has the group's context writes; others read at any time, so a row's NUMBER comes last. A row is a
 cache line: 8-byte calls in shared memory take 1 to 2 ns more for it. A look at the clock takes 25, so times are another
@@ -7,8 +7,8 @@ matter, for each backend to decide.
 
 from __future__ import annotations
 
-from ..core import record as r
-from .jit import inlined
+from ..compiler.jit import inlined
+from ..record import record as r
 from .primitives import store_release, store_word
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..compiler.jit import Part, c_function
+from ..compiler.undisturbed import undisturbed
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, LAND, LOR, LXOR, MAX, MIN, ReduceOp
 from ..errors import ArrayError
-from .jit import Part, c_function
-from .undisturbed import undisturbed
 
 
 class Reducer(NamedTuple):

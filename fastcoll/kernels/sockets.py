@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 
-from .jit import external, inlined, kernel
+from ..compiler.jit import external, inlined, kernel
 from .primitives import half_word_at, store_word
 
 CLOSED = -(1 << 20)  # below every -errno

@@ -15,8 +15,8 @@ looks at signals, deadlines and dead peers, and calls the entry again, which res
 
 from __future__ import annotations
 
+from ..compiler.jit import external, inlined, kernel, locked_entry
 from ..core.status import DONE, LATER
-from .jit import external, inlined, kernel, locked_entry
 from .primitives import load_acquire, load_word, pause, store_release, store_word, swap_if_equal, this_thread
 from .pyobjects import Index, integer
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from .. import config, failpoints
 from .._version import __version__
 from ..errors import FastcollError
-from ..rendezvous import HashStore
+from ..store import HashStore
 from .console import Console
 from .gathering import Gathering, agree, open_store
 from .generations import Node, Rules
@@ -26,7 +26,7 @@ from .restarts import Restarts
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from ..rendezvous import TCPStore
+    from ..store import TCPStore
 
 _LAST_CALL_SECONDS, _JOIN_SECONDS = 30.0, 600.0  # torchrun's
 _END_SECONDS = 5.0  # behind the grace, for a launcher to end its ranks and say so

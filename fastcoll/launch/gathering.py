@@ -8,7 +8,7 @@
 A job of one node keeps all that in its memory. The leader's end is the end of the job: the others lose the store.
 
 Ranks of different generations cannot speak to one another: each generation has a secret of its own, made of the job's
-and its number, which both ends of every connection prove before anything else is read (rendezvous/opening.py); a rank
+and its number, which both ends of every connection prove before anything else is read (store/opening.py); a rank
 has that of its own generation alone. So one that was stopped, or is on a host that was out of reach, finds nobody.
 """
 
@@ -29,13 +29,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FastcollError, ResourceError, StoreError, StoreTimeoutError, UsageError
-from ..rendezvous import HashStore
-from ..rendezvous.secret import job_secret
+from ..store import HashStore
+from ..store.secret import job_secret
 from .generations import End, Generations, Node, Order, Over, Phase, Rules, Start
 from .nodes import Failure
 
 if TYPE_CHECKING:
-    from ..rendezvous import TCPStore
+    from ..store import TCPStore
 
 _KINDS = {kind.__name__: kind for kind in (Start, End, Over)}
 _TRY_SECONDS = 0.5  # to connect, between looks at signals
@@ -252,7 +252,7 @@ def open_store(
     Raises:
         FastcollError: it cannot be served, or was not there in time.
     """
-    from ..rendezvous import TCPStore  # sockets and all that, for jobs of one node in vain
+    from ..store import TCPStore  # sockets and all that, for jobs of one node in vain
 
     if leads is not False:
         try:

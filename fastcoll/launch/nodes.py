@@ -45,7 +45,7 @@ from .generations import Share
 from .lifeline import describe_exit
 
 if TYPE_CHECKING:
-    from ..rendezvous import TCPStore
+    from ..store import TCPStore
 
 _LOWEST = 10000
 _ATTEMPTS = 200
@@ -164,7 +164,7 @@ def free_ports(count: int) -> list[int]:
     They are below the kernel's range for outgoing connections: none of those can take one before rank 0 listens.
     Two jobs may still draw the same one: rank 0 then says who holds it.
     """
-    from ..rendezvous.address import tcp_sockets  # with sockets
+    from ..system.address import tcp_sockets  # with sockets
 
     used = {port for port, _, _ in tcp_sockets()}
     highest = _first_outgoing_port()
@@ -253,7 +253,7 @@ class Nodes:
     @property
     def address(self) -> str:
         """HOST:PORT of the store; empty where node 0's launcher could not make it."""
-        from ..rendezvous.address import shown
+        from ..system.address import shown
 
         if self._rank != 0:
             return shown(self._address, self._port)
@@ -290,7 +290,7 @@ class Nodes:
 
     def _open(self) -> None:
         """Reach the store, once node 0 serves it, unless this launcher ends before."""
-        from ..rendezvous import TCPStore  # sockets and all that, for jobs of one node in vain
+        from ..store import TCPStore  # sockets and all that, for jobs of one node in vain
 
         end, store = time.monotonic() + _CONNECT_SECONDS, None
         while store is None and not self._closed:

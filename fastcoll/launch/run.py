@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+from ..compiler.undisturbed import undisturbed
 from ..core.work import Timeout
 from ..errors import GroupError, UsageError
-from ..kernels.undisturbed import undisturbed
 from .lifeline import GRACE_SECONDS
 from .nodes import Job, free_port, python_main
 from .spawn import ProcessExitedError, ProcessRaisedError, check_args
@@ -192,7 +192,7 @@ def _read(file: int) -> Any:
 
 def main(task: int, *outcomes: int) -> int:
     """One rank: the function, and what came of it; returns the exit code."""
-    from ..api.world import world
+    from ..job.world import world
 
     cloudpickle = _cloudpickle()
     outcome = outcomes[int(os.environ["RANK"])]

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from .. import config, failpoints
-from ..core import dump
-from ..core.own_files import open_anew
+from ..record import dump
 from ..rendezvous.attempts import Loss, Standing
+from ..system.own_files import open_anew
 from . import lifeline
 from .console import Console, is_ready
 from .nodes import Failure, Job, left

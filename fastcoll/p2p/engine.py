@@ -27,13 +27,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from ..arrays.adopted import Adopted
 from ..core.message import Status
 from ..core.monitor import Monitor
-from ..core.record import WAITS
 from ..core.status import DONE, LATER, REFUSED
 from ..core.work import ENDLESS, Work, forks
 from ..errors import AbortedError, FastcollError, GroupError, NotInitializedError, UsageError
-from ..interop.adopted import Adopted
+from ..record.record import WAITS
 from .exchange import Exchange
 from .pipe import ANY, ARMED, EVENTS, NOT_MINE, NOTHING, Pipe
 from .transfers import Array, Probe, Receive, Send, Transfer, kind_of, tag_of

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.forks import at_fork
 from ..core.work import Work
+from ..system.forks import at_fork
 
 OWN = 1 << 61
 """The lowest number of a request that Python has posted; the numbers of compiled callers are below."""

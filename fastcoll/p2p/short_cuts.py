@@ -10,14 +10,14 @@ from collections.abc import Callable
 from operator import index
 from typing import Any, NamedTuple
 
+from ..arrays.arrays import adopt
+from ..arrays.tensors import header_of, plain_types
+from ..compiler.jit import Entry
 from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operands import refuses
 from ..core.status import DONE, LATER
 from ..core.work import Work
-from ..interop.arrays import adopt
-from ..interop.tensors import header_of, plain_types
-from ..kernels.jit import Entry
 from .engine import Engine
 from .pipe import ANY, ARMED
 

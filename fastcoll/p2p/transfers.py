@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays.adopted import Adopted
 from ..core import signature
 from ..core.message import Status
 from ..core.monitor import Monitor, Wait
 from ..core.operands import ANY_TAG, JAX_TAGS, LARGEST_TAG, OBJECTS_TAG
 from ..core.work import Work
 from ..errors import MismatchError
-from ..interop.adopted import Adopted
 from ..kernels.primitives import address_of
 
 Array = NDArray[Any]
@@ -226,7 +226,7 @@ class Transfer(Work):
 def _needed(vigil: Monitor, rank: int, peer: int | None, sends: bool) -> list[int]:
     """The ranks that a transfer of `rank` with `peer` waits for."""
     # A message to a rank that is leaving may still be taken there. What comes in vain while this one is leaving,
-    # api/leaving.py sees, and ends without failing the group.
+    # job/leaving.py sees, and ends without failing the group.
     if vigil.is_leaving(peer if peer is not None and sends else rank):
         return []
     if peer is not None:

@@ -24,11 +24,11 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from .. import errors
-from ..core.processes import Member, ProcessId, forget, types_of
 from ..errors import FastcollError, PeerDiedError, RendezvousError, StoreError
-from .store import StalledError, Store, listed
-from .table import MAX_KEYS_PER_REQUEST
-from .waiting import LateWarning, fetch_for
+from ..store.store import StalledError, Store, listed
+from ..store.table import MAX_KEYS_PER_REQUEST
+from ..store.waiting import LateWarning, fetch_for
+from ..system.processes import Member, ProcessId, forget, types_of
 
 MET, FAILED, MOVED = b"L", b"F", b"M"
 _GROUP = "group"
@@ -199,7 +199,7 @@ class Meeting:
         """Let the others raise this error, unless one of them has told it, or they find it themselves."""
         if self._is_over or isinstance(error, MovedError):
             return
-        from .address import no_descriptor  # imports sockets
+        from ..system.address import no_descriptor  # imports sockets
 
         error = no_descriptor(error, self.doing) or error
         text = f"{self._sender}: {error}" if self._sender else str(error)

@@ -22,8 +22,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import StoreError, StoreTimeoutError, UsageError
-from .store import Store
-from .views import PrefixStore
+from ..store.store import Store
+from ..store.views import PrefixStore
 
 MADE, ELSEWHERE = b"made", b"elsewhere"
 

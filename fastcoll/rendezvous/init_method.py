@@ -14,9 +14,9 @@ from typing import Any
 from ..core.operands import positive_seconds, whole
 from ..core.work import Timeout
 from ..errors import UsageError
+from ..store.store import DEFAULT_TIMEOUT, Rendezvous, Store
+from ..store.views import adopted
 from .join import check_rank
-from .store import DEFAULT_TIMEOUT, Rendezvous, Store
-from .views import adopted
 
 SCHEMES = ("env", "tcp", "file")
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
@@ -136,7 +136,7 @@ class InitMethod:
     @property
     def is_multicast(self) -> bool:
         """Whether ranks can be assigned at the host."""
-        from .address import ip_of  # with sockets
+        from ..system.address import ip_of  # with sockets
 
         address = ip_of(self.host)
         return address is not None and address.is_multicast

@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.processes import Member, ProcessId, forget, this_process
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
+from ..store.store import StalledError, Store, listed
+from ..store.waiting import fetch_for
+from ..system.processes import Member, ProcessId, forget, this_process
 from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
-from .store import StalledError, Store, listed
-from .waiting import fetch_for
 
 logger = logging.getLogger("fastcoll")
 
@@ -145,7 +145,7 @@ class _Joining(Meeting):
 
 
 def _turned_away() -> str:
-    from .serving import turned_away  # it brings sockets
+    from ..store.serving import turned_away  # it brings sockets
 
     return turned_away()
 

@@ -29,15 +29,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..core.processes import ProcessId, forget, this_process
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from .address import own_address, shown
+from ..store.secret import PROOF_SIZE, is_proof, job_secret, proof
+from ..store.store import Rendezvous, listed
+from ..store.tcp_store import TCPStore
+from ..store.waiting import LateWarning, raise_if_dead
+from ..system.address import own_address, shown
+from ..system.processes import ProcessId, forget, this_process
 from .assemble import MovedError
 from .join import FullError, arrive, call_off
-from .secret import PROOF_SIZE, is_proof, job_secret, proof
-from .store import Rendezvous, listed
-from .tcp_store import TCPStore
-from .waiting import LateWarning, raise_if_dead
 
 FRESH_SECONDS = 1.5  # a candidate that was silent for longer does not count
 STEP_SECONDS = 1.0  # how long each lower nonce is given to lead

@@ -20,10 +20,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..core.backend import Refuge
-from ..core.processes import Member
 from ..errors import CollectiveTimeoutError, StoreError, StoreTimeoutError
-from .tcp_store import TCPStore
-from .waiting import LateWarning
+from ..store.tcp_store import TCPStore
+from ..store.waiting import LateWarning
+from ..system.processes import Member
 
 _POLL_SECONDS = 0.002
 _LOOK_SECONDS = 0.05

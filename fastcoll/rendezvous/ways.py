@@ -15,16 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.processes import forget, speak_as, status_of, this_process
 from ..errors import ResourceError, StoreTimeoutError, UsageError
-from .address import make_room, own_address
+from ..store.file_store import FileStore
+from ..store.store import Rendezvous, tries
+from ..store.table import HashStore
+from ..store.tcp_store import TCPStore
+from ..store.waiting import raise_if_dead
+from ..system.address import make_room, own_address
+from ..system.processes import forget, speak_as, status_of, this_process
 from .detect import TORCH, Detected, derived_port, detect, port_beside
-from .file_store import FileStore
 from .join import FullError, arrive, check_rank
-from .store import Rendezvous, tries
-from .table import HashStore
-from .tcp_store import TCPStore
-from .waiting import raise_if_dead
 
 # How long a file that another world has filled may take to go away: its processes may be just about
 # to end. One that this very process still has open has the whole timeout.

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..core.processes import Member, cores_of, in_sight
 from ..core.work import ENDLESS, Timeout, seconds
 from ..errors import (
     AbortedError,
@@ -30,6 +29,7 @@ from ..errors import (
     RpcTimeoutError,
     UsageError,
 )
+from ..system.processes import Member, cores_of, in_sight
 from . import wire
 from .futures import Future, anew
 from .link import Link

@@ -1,7 +1,7 @@
 """`init_rpc` and `shutdown`: how a process becomes a worker, and how it leaves.
 
 Start. Where there is a default group of the same size, its ranks meet in its store, else they find one another as for
-`init_process_group`. They exchange names, and where they listen (net/tcp/listener.py): the job's secret opens every
+`init_process_group`. They exchange names, and where they listen (rendezvous/listener.py): the job's secret opens every
 connection. They dial one another when they first call.
 
 The end is in farewell.py.
@@ -20,14 +20,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .. import config
-from ..api.groups import groups
-from ..api.lease import StoreLease
-from ..api.leaving import ExitHook
-from ..api.world import current_job, find_others
-from ..core.forks import at_fork
 from ..core.monitor import last_words
 from ..core.operands import positive_seconds, whole
-from ..core.processes import Member, forget, gone_among
 from ..core.work import Timeout, seconds
 from ..errors import (
     AbortedError,
@@ -37,14 +31,20 @@ from ..errors import (
     UnavailableError,
     UsageError,
 )
-from ..net.tcp.dials import Dial, dial_all
-from ..net.tcp.listener import Roster, gather
-from ..rendezvous import PrefixStore, Store
+from ..job.groups import groups
+from ..job.lease import StoreLease
+from ..job.leaving import ExitHook
+from ..job.world import current_job, find_others
 from ..rendezvous.assemble import GroupMeeting, assemble
 from ..rendezvous.detect import detect
+from ..rendezvous.dials import Dial, dial_all
 from ..rendezvous.join import join
-from ..rendezvous.opening import Kind, Opening
-from ..rendezvous.secret import check_unpickling
+from ..rendezvous.listener import Roster, gather
+from ..store import PrefixStore, Store
+from ..store.opening import Kind, Opening
+from ..store.secret import check_unpickling
+from ..system.forks import at_fork
+from ..system.processes import Member, forget, gone_among
 from . import calls
 from .agent import Agent, WorkerInfo, current_agent, set_current
 from .farewell import Rounds

@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.forks import at_fork
-from ..core.mapping import aside, map_memory, unmap_memory
+from ..arrays.arrays import Array
+from ..arrays.numpy_memory import default_handler
 from ..errors import ResourceError
 from ..failpoints import reach
-from ..interop.arrays import Array
-from ..interop.numpy_memory import default_handler
 from ..kernels import allocator as a
 from ..kernels.primitives import address_of
+from ..system.forks import at_fork
+from ..system.mapping import aside, map_memory, unmap_memory
 from . import segment as shared
 
 _log = logging.getLogger("fastcoll")

@@ -36,9 +36,9 @@ ranks differ, all make the call anew, undivided and through the slots; who wante
 from __future__ import annotations
 
 from .. import config
+from ..compiler.jit import inlined, kernel
 from ..errors import UsageError
 from ..kernels.copy import copy_or_stream
-from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_word, store_word, ticks
 
 LAG, WAY, ROW, NBYTES, STARTED, SPENT, TOOK, LAST_ROW, LAST_WAY, ROWS = range(10)

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dump, signature
+from ..compiler.jit import Entry
+from ..core import signature
 from ..core.backend import Backend, Refuge
 from ..core.gate import Gate
 from ..core.group import ProcessGroup
@@ -23,19 +24,19 @@ from ..core.monitor import Wait
 from ..core.operands import Array, refuses
 from ..core.operation import Call, Operation
 from ..core.operations import KINDS, NO_ARRAY
-from ..core.processes import Member, dead_among
-from ..core.recorder import GroupRecorder
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
 from ..errors import ArrayError, GroupError, ResourceError
 from ..failpoints import reach
 from ..kernels import waiting
-from ..kernels.jit import Entry
 from ..kernels.reduce import reducer
 from ..p2p.engine import Engine
 from ..p2p.pipe import Pipe
 from ..p2p.transfers import kind_of
-from ..rendezvous import Store
+from ..record import dump
+from ..record.recorder import GroupRecorder
+from ..store import Store
+from ..system.processes import Member, dead_among
 from . import arena, known, learned, movement, reductions, ring_kernels, rounds, symmetric
 from . import context_layout as words
 from .callers import ShmWays

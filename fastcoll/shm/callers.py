@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..compiler.jit import NJIT, c_function, inlined
 from ..core import signature
 from ..core.backend import Ways
 from ..core.operands import Array
@@ -22,7 +23,6 @@ from ..core.operations import OPERATIONS
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
 from ..kernels.doors import POST_RECV, POST_SEND, RECV, SEND, SPLIT, TEST, WAIT, WAIT_ANY
-from ..kernels.jit import NJIT, c_function, inlined
 from ..kernels.primitives import load_word
 from ..p2p import handles
 from ..p2p.pipe import ANY

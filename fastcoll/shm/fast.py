@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..arrays.tensors import header_of, headers_for, plain_types
+from ..compiler.jit import Entry
 from ..core import signature
 from ..core.group import ProcessGroup
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
 from ..core.work import Work
-from ..interop.tensors import header_of, headers_for, plain_types
-from ..kernels.jit import Entry
 from ..p2p.short_cuts import Entries, short_cuts
 from . import ring_kernels
 from .movement import all_gather, all_to_all, broadcast, gather, scatter

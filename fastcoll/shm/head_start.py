@@ -19,12 +19,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..arrays.tensors import headers_for, plain_types
+from ..compiler.jit import Entry
 from ..core.gate import Gate
 from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..core.work import ProgressQueue, Work
 from ..errors import AbortedError
-from ..interop.tensors import headers_for, plain_types
-from ..kernels.jit import Entry
 from . import context_layout as words
 from .context import HANDED_OVER, Context, changed
 from .rounds import RESUMED

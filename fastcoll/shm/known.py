@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import config
-from ..core.own_files import open_own
+from ..system.own_files import open_own
 
 _log = logging.getLogger("fastcoll")
 

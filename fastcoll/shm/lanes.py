@@ -25,10 +25,10 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from ..compiler.jit import Entry, inlined, kernel
 from ..core.monitor import Monitor
 from ..core.status import AGAIN, DIVIDED, DONE, WORKED
 from ..errors import AbortedError, GroupError
-from ..kernels.jit import Entry, inlined, kernel
 from ..kernels.primitives import load_word, start_of, store_word
 from ..kernels.waiting import wait_for
 from . import context_layout as at

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..compiler.jit import entry
 from ..core.operands import Array
 from ..core.operations import OPERATIONS
-from ..kernels.jit import entry
 from ..kernels.primitives import ticks
 from . import autotune as a
 from . import known

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.monitor import Monitor
-from ..core.processes import Member, dead_among
 from ..errors import CollectiveTimeoutError
+from ..system.processes import Member, dead_among
 from .layout import REASON, REASON_BYTES, STATE
 from .segment import Segment
 

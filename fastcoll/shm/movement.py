@@ -6,9 +6,9 @@ same slot at once.
 
 from __future__ import annotations
 
+from ..compiler.jit import inlined, kernel, locked_entry
 from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
-from ..kernels.jit import inlined, kernel, locked_entry
 from ..kernels.primitives import balance, load_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from . import context_layout as at

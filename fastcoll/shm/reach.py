@@ -19,8 +19,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..core.monitor import Monitor
-from ..core.processes import Member, in_sight
 from ..errors import AbortedError
+from ..system.processes import Member, in_sight
 from .autotune import DIRECT
 from .layout import WAYS
 

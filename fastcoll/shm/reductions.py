@@ -10,10 +10,10 @@ gathers the others': Rabenseifner's reduce-scatter and all-gather, here through 
 
 from __future__ import annotations
 
+from ..compiler.jit import entry, inlined, kernel, locked_entry
 from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..kernels.copy import copy
-from ..kernels.jit import entry, inlined, kernel, locked_entry
 from ..kernels.primitives import call_reducer, load_word, shape_of, start_of, store_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from . import context_layout as at

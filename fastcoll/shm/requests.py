@@ -21,11 +21,11 @@ Invariants:
 
 from __future__ import annotations
 
+from ..compiler import llvm
+from ..compiler.jit import inlined, instruction, kernel
 from ..core.operands import ANY_TAG, LARGEST_TAG
 from ..core.status import DONE, LATER
-from ..kernels import llvm
 from ..kernels.failing import reached
-from ..kernels.jit import inlined, instruction, kernel
 from ..kernels.primitives import (
     load_acquire,
     load_word,

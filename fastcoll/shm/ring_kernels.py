@@ -9,12 +9,12 @@ where they are to look at the array themselves as validate.py has it; else they 
 
 from __future__ import annotations
 
+from ..compiler.jit import entry, inlined, kernel, locked_entry
 from ..core import signature
 from ..core.operands import JAX_TAGS, LARGEST_TAG
 from ..core.status import AGAIN, DONE, LATER, OTHER, REFUSED, WORKED
 from ..failpoints import number_of
 from ..kernels.failing import reached
-from ..kernels.jit import entry, inlined, kernel, locked_entry
 from ..kernels.primitives import (
     load_acquire,
     load_word,

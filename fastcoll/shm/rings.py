@@ -31,11 +31,11 @@ from __future__ import annotations
 
 import errno
 
+from ..compiler.jit import inlined, kernel
 from ..core.monitor import FAILED, LEFT
 from ..failpoints import number_of
 from ..kernels.copy import copy_from, copy_or_stream, prefetch, prefetch_to_write
 from ..kernels.failing import reached
-from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import load_acquire, load_word, store_release, store_word
 from ..kernels.waiting import POLLING_WORDS
 from ..p2p.pipe import TAKEN

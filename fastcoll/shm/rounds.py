@@ -34,13 +34,13 @@ belongs to one call at a time, whose thread is named in BUSY from `take` until t
 
 from __future__ import annotations
 
+from ..compiler.jit import inlined, kernel
 from ..core import signature
 from ..core.operations import OPERATIONS
 from ..core.signature import UNEVEN
 from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED
 from ..failpoints import number_of
 from ..kernels.failing import failing, reached
-from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import (
     load_acquire,
     load_word,

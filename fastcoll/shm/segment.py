@@ -24,10 +24,10 @@ import numpy as np
 import posix_ipc
 
 from .. import config, failpoints
-from ..core.processes import Member, ProcessId, gone_among, session, status_of
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
-from ..rendezvous import Store
 from ..rendezvous.assemble import GroupMeeting
+from ..store import Store
+from ..system.processes import Member, ProcessId, gone_among, session, status_of
 from . import learned
 from .autotune import allowed_ways
 from .known import Conditions, Times, one_shot_limit

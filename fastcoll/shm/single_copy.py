@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import errno
 
+from ..compiler.jit import inlined, kernel
 from ..core.monitor import FAILED
 from ..core.status import AGAIN, DONE, UNMAPPED, UNREADABLE, WORKED
 from ..failpoints import number_of
 from ..kernels.allocator import BASE, LIMIT, SHUT
 from ..kernels.copy import copy, copy_from
 from ..kernels.failing import reached
-from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import (
     call_reducer,
     load_acquire,

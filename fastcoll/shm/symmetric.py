@@ -32,16 +32,16 @@ from typing import Any
 import numpy as np
 
 from .. import errors, failpoints
+from ..arrays.arrays import Array
+from ..compiler.jit import entry, inlined, kernel
 from ..core import signature
 from ..core.backend import SymmetricMemory
 from ..core.gate import Gate
 from ..core.monitor import Monitor, Wait
 from ..core.status import AGAIN, DONE, WORKED
-from ..interop.arrays import Array
 from ..kernels import waiting
 from ..kernels.copy import copy
 from ..kernels.failing import reached
-from ..kernels.jit import entry, inlined, kernel
 from ..kernels.primitives import (
     address_of,
     call_reducer,

@@ -11,8 +11,8 @@ each goes from 0 to its value once, so a half-written entry is one that does not
 
 from __future__ import annotations
 
+from ..compiler.jit import inlined, kernel
 from ..kernels import pyobjects as py
-from ..kernels.jit import inlined, kernel
 from ..kernels.primitives import half_word_at, load_word, store_word, word_at
 from . import context_layout as at
 from . import rounds as r
@@ -54,7 +54,7 @@ def description(c, handle, operation, x, op):
 
 @inlined
 def description_by_call(c, handle, operation, call):
-    """The same of a call by its word, which doors are given; see compiled/rows.py."""
+    """The same of a call by its word, which doors are given; see callers/rows.py."""
     if handle & r.PREPARED:
         return load_word(c, at.GIVEN)
     return _recall(c, operation, call, BY_CALL)

@@ -20,9 +20,9 @@ from dataclasses import replace
 
 import pytest
 
-from ..core.processes import SESSION
 from ..errors import UsageError
 from ..launch.nodes import free_ports
+from ..system.processes import SESSION
 from .mark import WORKER_PLUGIN, Place, RanksMark, Setup, Task, failure_text, skip_reason
 from .pool import Pool
 from .worker import lasting, shm_names
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SESSION, secrets.token_hex(4))  # for all that is started from here
     backend = config.getoption("ranks_backend")
     if backend is not None:
-        from ..api.backends import parse_backend
+        from ..job.backends import parse_backend
 
         try:
             parse_backend(backend)

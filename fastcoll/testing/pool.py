@@ -84,7 +84,7 @@ class Worker:
 
     def stacks(self) -> str:
         """Where each of its threads is now."""
-        from ..core.dump import Asked  # with NumPy
+        from ..record.dump import Asked  # with NumPy
 
         asked, size, grown = Asked(self.process.pid), 0, 0.0
         self.process.send_signal(signal.SIGUSR1)

@@ -29,8 +29,8 @@ from typing import Any
 
 import pytest
 
-from ..core.processes import session
 from ..launch.lifeline import children_of, die_with_parent
+from ..system.processes import session
 from .mark import WORKER_PLUGIN, RankResult, Setup, Task
 
 _SHM = Path("/dev/shm")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..core.record import GroupRecord, Peer, Record
 from ..core.signature import describe
+from ..record.record import GroupRecord, Peer, Record
 from .circles import circles
 from .printing import seconds_of
 from .waits import Wait, side, state_of, waits_in
@@ -47,7 +47,7 @@ class Process(NamedTuple):
     place: str = ""  # the kernel's function that it sleeps in; "": not shown
     cores: float = 0.0  # how many it uses
     command: str = ""
-    dumps: bool = False  # whether SIGQUIT has it write its stacks (core/dump.py)
+    dumps: bool = False  # whether SIGQUIT has it write its stacks (record/dump.py)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..core import signature
-from ..core.record import Call, GroupRecord, Peer
+from ..record.record import Call, GroupRecord, Peer
 from .dumps import Dump
 from .printing import seconds_of
 from .waits import state_of, stuck_in, waits_in

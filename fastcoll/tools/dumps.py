@@ -1,4 +1,4 @@
-"""The files that ranks have written (core/dump.py), as plain data: a Dump a rank."""
+"""The files that ranks have written (record/dump.py), as plain data: a Dump a rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.dump import FORMAT, STACKS_SUFFIX, SUFFIX
-from ..core.record import GroupRecord, Record, record_of
+from ..record.dump import FORMAT, STACKS_SUFFIX, SUFFIX
+from ..record.record import GroupRecord, Record, record_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from .. import config
 from ..errors import FastcollError, ResourceError
-from ..rendezvous.address import CURE, FOR_OTHERS
 from ..shm import segment
 from ..shm.autotune import DIRECT, allowed_ways
 from ..shm.layout import plan
 from ..shm.reach import let_peers_read
+from ..system.address import CURE, FOR_OTHERS
 from .finding import Finding
 from .printing import bytes_of, counted
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from .. import config
 from ..errors import FastcollError, UsageError
-from ..net.tcp.interfaces import choose, interfaces_here, wanted_here
-from ..rendezvous.address import is_loopback, listen, own_address, port_holder, resolve, tcp_sockets
 from ..rendezvous.detect import port_beside
+from ..system.address import is_loopback, listen, own_address, port_holder, resolve, tcp_sockets
+from ..system.interfaces import choose, interfaces_here, wanted_here
 from .finding import Finding
 
 _LISTENS = "0A"

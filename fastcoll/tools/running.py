@@ -1,7 +1,7 @@
 """`python -m fastcoll status`: the jobs of this user on this machine, read from outside, even while they hang.
 
-Each process of a job keeps a record of its groups in memory that its user can read (core/record.py); the rest is /proc.
-The processes notice nothing of it, and nothing of it waits for them.
+Each process of a job keeps a record of its groups in memory that its user can read (record/record.py); the rest is
+/proc. The processes notice nothing of it, and nothing of it waits for them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
-from ..core.processes import status_of
-from ..core.record import GroupRecord, Peer, Record, joining_since, read
 from ..core.signature import describe
+from ..record.record import GroupRecord, Peer, Record, joining_since, read
+from ..system.processes import status_of
 from .blame import (
     ELSEWHERE,
     GONE,

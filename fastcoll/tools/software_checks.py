@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import config
+from ..compiler.cache_files import folders, openness, writable
 from ..errors import FastcollError, UsageError
-from ..kernels.cache_files import folders, openness, writable
-from ..rendezvous.secret import SAME_SECRET, job_secret, source
+from ..store.secret import SAME_SECRET, job_secret, source
 from ..supported import OLDEST, TESTED
 from ..warmup import all_entries
 from .finding import Finding

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from ..core.record import Call, GroupRecord
 from ..core.signature import describe
+from ..record.record import Call, GroupRecord
 from .divergence import Edge
 from .dumps import Dump
 

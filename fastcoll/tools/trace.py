@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.own_files import open_anew
 from ..core.signature import describe
+from ..system.own_files import open_anew
 from . import divergence
 from .dumps import Dump, load
 from .printing import Printer

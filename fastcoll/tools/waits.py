@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ..core.record import Call, GroupRecord, Record
 from ..core.signature import describe
+from ..record.record import Call, GroupRecord, Record
 
 _STUCK = ("under way", "failed", "mismatch")
 _AFTERWARDS = 4  # calls that ranks make to exchange a mismatch, with that call itself

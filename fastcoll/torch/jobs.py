@@ -1,6 +1,6 @@
 """The fastcoll groups behind torch's process groups: made over torch's store, apart from fastcoll's own world.
 
-Each is a job of its own (api/standalone.py), which its members join by their group ranks.
+Each is a job of its own (job/standalone.py), which its members join by their group ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from .. import config
-from ..api import standalone
-from ..api.leaving import ExitHook
-from ..core.forks import at_fork
 from ..core.group import ProcessGroup
-from ..core.processes import Member, this_process
 from ..errors import GroupError, StoreTimeoutError, UnavailableError, UsageError
-from ..rendezvous import HashStore, PrefixStore, Store
-from ..rendezvous.store import listed, tries
-from ..rendezvous.views import TorchStore
-from ..rendezvous.waiting import LateWarning, fetch_for
+from ..job import standalone
+from ..job.leaving import ExitHook
+from ..store import HashStore, PrefixStore, Store
+from ..store.store import listed, tries
+from ..store.views import TorchStore
+from ..store.waiting import LateWarning, fetch_for
+from ..system.forks import at_fork
+from ..system.processes import Member, this_process
 from .work import completions
 
 _log = logging.getLogger("fastcoll")

@@ -20,13 +20,13 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._inductor.fx_passes.reinplace import InplaceableOp, inplaceable_ops
 
 from ..api import collectives, multigpu, objects, p2p
-from ..api.groups import NonMember, group_rank, groups
 from ..core.group import ProcessGroup
 from ..core.operations import IN_PLACE, KINDS, LIST_IN_PLACE, METHODS, ONE_TO_ONE
 from ..core.operations import call as call_method
 from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import UnavailableError, UsageError
+from ..job.groups import NonMember, group_rank, groups
 from .registration import run_uncompiled
 
 Tensors: TypeAlias = list[torch.Tensor]

@@ -14,9 +14,9 @@ import pytest
 from recorder import Recorder, finished
 
 import fastcoll as dist
-from fastcoll.api.backends import parse_backend
-from fastcoll.api.groups import groups
 from fastcoll.errors import NotInitializedError, UsageError
+from fastcoll.job.backends import parse_backend
+from fastcoll.job.groups import groups
 
 X, Y = object(), object()
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX

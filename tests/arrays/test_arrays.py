@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
+from fastcoll.arrays.arrays import adopt, adopt_list
 from fastcoll.errors import ArrayError, UsageError
-from fastcoll.interop.arrays import adopt, adopt_list
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 RECORD = np.dtype([("value", "f4"), ("index", "i8"), ("tag", "S3")])

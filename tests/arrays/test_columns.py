@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastcoll.arrays.arrays import adopt
 from fastcoll.errors import ArrayError
-from fastcoll.interop.arrays import adopt
 
 Make = Callable[[Any], Any]
 

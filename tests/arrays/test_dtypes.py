@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fastcoll import ReduceOp
+from fastcoll.arrays.dtypes import dtype_of, rounded, widened
 from fastcoll.core import signature
-from fastcoll.interop.dtypes import dtype_of, rounded, widened
 from fastcoll.kernels.reduce import reducer
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

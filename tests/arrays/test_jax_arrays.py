@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
+from fastcoll.arrays.arrays import adopt
 from fastcoll.errors import ArrayError
-from fastcoll.interop.arrays import adopt
 
 DTYPES = (
     "bool int8 uint16 int32 float16 bfloat16 float32 float8_e4m3fn complex64 int4".split()
@@ -90,7 +90,7 @@ def test_a_traced_array_is_refused(jax):
 SHARDED = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from fastcoll.interop.arrays import adopt
+from fastcoll.arrays.arrays import adopt
 x = jax.device_put(np.arange(4.0, dtype="f4"), NamedSharding(Mesh(jax.devices(), "a"), PartitionSpec("a")))
 try:
     adopt(x, writable=False)

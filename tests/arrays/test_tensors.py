@@ -10,10 +10,10 @@ import pytest
 import rows
 
 import fastcoll as dist
+from fastcoll.arrays import dtypes, tensors
+from fastcoll.arrays.arrays import adopt
 from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import ArrayError
-from fastcoll.interop import dtypes, tensors
-from fastcoll.interop.arrays import adopt
 
 pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::UserWarning")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from fastcoll.arrays.dtypes import parse_dtype
 from fastcoll.bench.cases import SHAPES, cases, parse_operation, parse_redop
 from fastcoll.errors import UsageError
-from fastcoll.interop.dtypes import parse_dtype
 
 
 def test_bus_factors_are_those_of_nccl_tests():

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from fastcoll.arrays.dtypes import parse_dtype
 from fastcoll.bench.cases import REDOPS
 from fastcoll.bench.measuring import PERIOD, count_wrong, fill, moved, reduced_input, reduced_output
-from fastcoll.interop.dtypes import parse_dtype
 
 FOLDS = {
     "sum": np.add,

@@ -204,7 +204,7 @@ def test_what_is_under_way_is_completed_before_a_group_is_destroyed(rank, world_
 @pytest.mark.ranks(2)
 def test_what_cannot_be_completed_is_named_when_a_group_is_destroyed(rank, world_size, monkeypatch):
     """A receive that no rank sends to ends as soon as all are about to leave; the group is destroyed all the same."""
-    monkeypatch.setattr("fastcoll.api.leaving._RECEIVE_SECONDS", 600)
+    monkeypatch.setattr("fastcoll.job.leaving._RECEIVE_SECONDS", 600)
     lost, ours = dist.new_group(), dist.new_group()
     dist.irecv(np.zeros(3), 1 - rank, group=lost, tag=5)
     dist.irecv(np.zeros(3), group=lost, tag=6)

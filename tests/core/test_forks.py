@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import fastcoll
-from fastcoll.core import forks
+from fastcoll.system import forks
 
 PROGRAM = """
 import os
-from fastcoll.core import forks
+from fastcoll.system import forks
 
 def fail():
     raise ValueError("the second one")

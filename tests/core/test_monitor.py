@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fastcoll.core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Monitor
-from fastcoll.core.processes import Member
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
+from fastcoll.system.processes import Member
 
 RANKS = (2, 5, 7)  # the global ranks of the group
 

@@ -19,9 +19,9 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll import config, elastic
-from fastcoll.api import newcomers
-from fastcoll.core import processes
 from fastcoll.elastic import growth, training
+from fastcoll.job import joining
+from fastcoll.system import processes
 from fastcoll.testing.worker import Footprint, lasting
 
 N, BATCH, P = 97, 10, 1_000_003
@@ -76,9 +76,9 @@ def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict
     """Be a rank, or with -1 a newcomer; the state in the end, and what was seen on the way."""
     training._LOOK_SECONDS = 0.02
     training._STORE_SECONDS = LONG  # the store is served by a thread, and this machine may be loaded
-    growth.FORMING_SECONDS = newcomers.FORMING_SECONDS = course.forming
+    growth.FORMING_SECONDS = joining.FORMING_SECONDS = course.forming
     if course.forming == SHORT:
-        newcomers._TRIES = 1000  # a loaded machine may take longer
+        joining._TRIES = 1000  # a loaded machine may take longer
     by_run = "store" in course.options  # which newcomers then join by, too
     os.environ["FASTCOLL_ELASTIC"] = "" if by_run else address
     if rank < 0:

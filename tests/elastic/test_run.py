@@ -113,10 +113,10 @@ def test_an_error_of_the_program_ends_its_rank_alone(how: str, said: str) -> Non
 
 
 MOMENTS = {
-    "before_inviting": "fastcoll.api.newcomers:Lobby.invite",
+    "before_inviting": "fastcoll.job.joining:Lobby.invite",
     "before_joining": "fastcoll.elastic.growth:join",
     "before_the_barrier": "fastcoll.elastic.growth:passes_barrier",
-    "before_deciding": "fastcoll.api.newcomers:Lobby.decide",
+    "before_deciding": "fastcoll.job.joining:Lobby.decide",
     "before_moving": "fastcoll.elastic.growth:replace_job",
     "before_the_sync": "fastcoll.elastic.training:all_gather_single",
     "in_the_sync": "fastcoll.elastic.state:broadcast",
@@ -154,12 +154,12 @@ def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int, backen
 @pytest.mark.parametrize(
     ("place", "how"),
     [
-        ("fastcoll.api.newcomers:fetch_for", "kill"),
-        ("fastcoll.api.newcomers:fetch_for", "stop"),
-        ("fastcoll.api.world:join", "kill"),
-        ("fastcoll.api.world:join", "stop"),
-        ("fastcoll.api.newcomers:passes_barrier", "kill"),
-        ("fastcoll.api.newcomers:passes_barrier", "stop"),
+        ("fastcoll.job.joining:fetch_for", "kill"),
+        ("fastcoll.job.joining:fetch_for", "stop"),
+        ("fastcoll.job.world:join", "kill"),
+        ("fastcoll.job.world:join", "stop"),
+        ("fastcoll.job.joining:passes_barrier", "kill"),
+        ("fastcoll.job.joining:passes_barrier", "stop"),
         ("fastcoll.elastic.state:broadcast_object_list", "kill"),
     ],
 )

@@ -8,9 +8,9 @@ import numpy as np
 
 import fastcoll.hybrid.backend
 import fastcoll.net.tcp.entries
-import fastcoll.rendezvous.tcp_store
 import fastcoll.rendezvous.ways
 import fastcoll.shm.backend
+import fastcoll.store.tcp_store
 from fastcoll import ReduceOp
 from fastcoll.kernels.reduce import reducer
 

@@ -14,9 +14,9 @@ from interrupts import interrupted
 
 import fastcoll as dist
 from fastcoll import GroupError, config
-from fastcoll.core import processes
 from fastcoll.net.tcp import entries as net
 from fastcoll.shm import backend as shm
+from fastcoll.system import processes
 
 LARGE = 1 << 24  # float32: 64 MiB
 

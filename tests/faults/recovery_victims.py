@@ -15,7 +15,7 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll import GroupError
-from fastcoll.api.world import current_job
+from fastcoll.job.world import current_job
 from fastcoll.testing.worker import clock_at_work
 from faults import net_victims, victims
 

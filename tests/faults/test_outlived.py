@@ -60,7 +60,7 @@ TRAIN = """
 import contextlib, json, os, sys
 import numpy as np
 import fastcoll as dist
-from fastcoll.api import backends
+from fastcoll.job import backends
 
 backend, store = sys.argv[1:]
 backends.load(backends.parse_backend(backend))  # once for all ranks

@@ -13,8 +13,8 @@ import torch.multiprocessing as mp
 from torch import distributed as dist
 from torchft import process_group
 
-from fastcoll.api.groups import groups
 from fastcoll.errors import AbortedError, PeerDiedError
+from fastcoll.job.groups import groups
 from fastcoll.torchft import ProcessGroupFastcoll
 
 

@@ -186,7 +186,7 @@ def test_pytest_xdist_runs_tests_that_have_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_sums.py").write_text(
         "import numpy as np, pytest, fastcoll\n"
         "from pathlib import Path\n"
-        "from fastcoll.core.processes import session\n"
+        "from fastcoll.system.processes import session\n"
         "@pytest.mark.ranks(2)\n"
         "@pytest.mark.parametrize('n', range(4))\n"
         "def test_sum(rank, n):\n"

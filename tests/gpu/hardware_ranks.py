@@ -19,8 +19,8 @@ import oracle
 
 import fastcoll as dist
 from fastcoll import ReduceOp
-from fastcoll.api.groups import groups
 from fastcoll.gpu.ipc.backend import HAND_OVER_ABOVE
+from fastcoll.job.groups import groups
 
 Array = np.ndarray[Any, Any]
 

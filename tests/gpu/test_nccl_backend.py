@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.api.backends import parse_backend
 from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import AbortedError, UnavailableError, UsageError
 from fastcoll.gpu.nccl import bindings
 from fastcoll.gpu.nccl.bindings import Library
+from fastcoll.job.backends import parse_backend
 
 from .fake_array import FakeArray
 from .fake_nccl import FakeNccl

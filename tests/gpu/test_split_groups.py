@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import fastcoll as dist
-from fastcoll.api.groups import groups
+from fastcoll.job.groups import groups
 
 NCCL = "cpu:shm,cuda:nccl"
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastcoll.rendezvous.frames import encode_request
-from fastcoll.rendezvous.opening import (
+from fastcoll.store.frames import encode_request
+from fastcoll.store.opening import (
     MAGIC,
     OPENING_SIZE,
     PROOF_SIZE,
@@ -35,7 +35,7 @@ from fastcoll.rendezvous.opening import (
     derive_key,
     prove,
 )
-from fastcoll.rendezvous.table import Op, Request
+from fastcoll.store.table import Op, Request
 
 WHOLE = OPENING_SIZE + PROOF_SIZE
 _PATIENCE = 100.0  # for a drop: longer than any opening may take, on a busy machine

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fastcoll.rendezvous.opening import OPENING_SIZE, Opening, Role
+from fastcoll.store.opening import OPENING_SIZE, Opening, Role
 from hosts import attacks
 from hosts.network import Host, Network
 from hosts.nodes import Node, await_line, finish, launched, told, until

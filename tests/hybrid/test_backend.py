@@ -17,16 +17,16 @@ from net.meshes import crew as mesh_crew
 
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError, ReduceOp
-from fastcoll.core import processes
 from fastcoll.core.group import ProcessGroup
 from fastcoll.hybrid import backend as hybrid
 from fastcoll.hybrid.backend import DIRECT, SMALL, HybridBackend
 from fastcoll.net.tcp import mail_frames, mesh
 from fastcoll.net.tcp.backend import TcpBackend
-from fastcoll.rendezvous import HashStore, PrefixStore
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.shm import rings as ring_words
 from fastcoll.shm.backend import ShmBackend
+from fastcoll.store import HashStore, PrefixStore
+from fastcoll.system import processes
 
 # Group ranks by node: of one size, of two sizes with a surplus rank, and not in order.
 EVEN, UNEVEN, MIXED = [0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1, 0]

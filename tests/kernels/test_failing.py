@@ -9,8 +9,8 @@ import textwrap
 
 import pytest
 
+from fastcoll.compiler import compiling, machine_code
 from fastcoll.failpoints import number_of
-from fastcoll.kernels import compiling, machine_code
 from fastcoll.kernels.failing import reached
 from fastcoll.kernels.pyobjects import Index, integer
 
@@ -43,7 +43,7 @@ SCRIPT = textwrap.dedent("""
     import os, signal, threading, time
     from fastcoll import failpoints
     from fastcoll.kernels.failing import reached
-    from fastcoll.kernels.jit import entry, locked_entry
+    from fastcoll.compiler.jit import entry, locked_entry
 
     NAME = "shm.barrier.enter"
     PLACE = failpoints.number_of(NAME)

@@ -9,8 +9,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fastcoll.kernels import elements
-from fastcoll.kernels.elements import shaped
+from fastcoll.compiler import elements
+from fastcoll.compiler.elements import shaped
 
 FLOAT16 = np.dtype("float16")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -11,10 +11,11 @@ import pytest
 from numba import types
 from numba.core import config
 
+from fastcoll.compiler import compiling
+from fastcoll.compiler.elements import Half, element_of
 from fastcoll.core.reduce_op import ReduceOp
-from fastcoll.kernels import compiling, reduce
+from fastcoll.kernels import reduce
 from fastcoll.kernels.custom import compile_custom
-from fastcoll.kernels.elements import Half, element_of
 from fastcoll.kernels.fold import FEW, TILE, shapes
 
 needs_vectors = pytest.mark.skipif(

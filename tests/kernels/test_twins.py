@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fastcoll.compiler.jit import entry
 from fastcoll.core import partition, signature
 from fastcoll.kernels import primitives
-from fastcoll.kernels.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
 

@@ -19,7 +19,7 @@ from fastcoll.launch.supervisor import Supervisor
 
 HEAD = f"""
 import os, signal, sys, time
-from fastcoll.rendezvous import TCPStore
+from fastcoll.store import TCPStore
 host, port = os.environ["FASTCOLL_ELASTIC"].split(":")
 store = TCPStore(host, int(port), timeout={LIMIT})
 is_new = os.environ.get("FASTCOLL_NEWCOMER") == "1"

@@ -9,7 +9,7 @@ import pytest
 
 from fastcoll.errors import ResourceError
 from fastcoll.launch import nodes as ports
-from fastcoll.rendezvous.address import tcp_sockets
+from fastcoll.system.address import tcp_sockets
 
 
 def test_sockets_are_seen() -> None:
@@ -29,7 +29,7 @@ def test_a_free_port_can_be_bound() -> None:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, used: set[int]) -> None:
-    monkeypatch.setattr("fastcoll.rendezvous.address.tcp_sockets", lambda: [(port, "", "") for port in used])
+    monkeypatch.setattr("fastcoll.system.address.tcp_sockets", lambda: [(port, "", "") for port in used])
 
 
 def test_ports_in_use_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:

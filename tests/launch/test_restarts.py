@@ -27,7 +27,7 @@ from fastcoll.launch.nodes import Failure, Job, free_port
 from fastcoll.launch.options import read
 from fastcoll.launch.restarts import Restarts
 from fastcoll.launch.supervisor import Supervisor
-from fastcoll.rendezvous import HashStore
+from fastcoll.store import HashStore
 
 # Launchers that look often at one another, and give ranks as long to end as a loaded machine may need.
 PROMPT = ["--monitor-interval=0.02", "--grace=60"]
@@ -286,7 +286,7 @@ def test_what_is_sent_twice_counts_once() -> None:
 
 
 OLD = """
-from fastcoll.rendezvous import TCPStore
+from fastcoll.store import TCPStore
 from fastcoll.errors import StoreError
 from fastcoll.rendezvous.detect import port_beside
 if rank == 1:

@@ -18,10 +18,10 @@ import pytest
 from net.meshes import Clock
 from together import together
 
-from fastcoll.core import monitor, processes
+from fastcoll.arrays.adopted import Adopted
+from fastcoll.core import monitor
 from fastcoll.core.message import Status
 from fastcoll.core.operands import ANY_TAG
-from fastcoll.core.processes import Member
 from fastcoll.core.work import Work
 from fastcoll.errors import (
     AbortedError,
@@ -31,8 +31,9 @@ from fastcoll.errors import (
     PeerDiedError,
     UsageError,
 )
-from fastcoll.interop.adopted import Adopted
 from fastcoll.shm.pipe import RingPipe
+from fastcoll.system import processes
+from fastcoll.system.processes import Member
 
 from .worlds import (
     DEADLINE,

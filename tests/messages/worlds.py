@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from net.meshes import until
 
+from fastcoll.arrays.arrays import adopt
 from fastcoll.core.message import Status
 from fastcoll.core.monitor import IN_ORDER, Monitor
 from fastcoll.core.operands import ANY_TAG
-from fastcoll.core.processes import Member, dead_among
 from fastcoll.core.work import Work
-from fastcoll.interop.arrays import adopt
 from fastcoll.net.tcp import mail_frames
 from fastcoll.net.tcp.pipe import TcpPipe
 from fastcoll.p2p.engine import Engine
@@ -28,6 +27,7 @@ from fastcoll.shm.layout import Layout
 from fastcoll.shm.monitor import ShmMonitor
 from fastcoll.shm.pipe import RingPipe
 from fastcoll.shm.segment import Segment, new_name, unlink
+from fastcoll.system.processes import Member, dead_among
 
 RING = 4096
 DEADLINE = 60.0

@@ -7,10 +7,10 @@ import pytest
 
 import fastcoll as dist
 from fastcoll.config import forget
-from fastcoll.core import processes
 from fastcoll.hybrid import backend as hybrid
 from fastcoll.hybrid.backend import DIRECT, HybridBackend
 from fastcoll.net.mpi.backend import MpiBackend
+from fastcoll.system import processes
 
 
 @pytest.fixture

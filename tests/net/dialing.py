@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from fastcoll.rendezvous.opening import Dialing
+from fastcoll.store.opening import Dialing
 
 LIMIT = 60.0  # seconds, which only end a test that hangs
 

@@ -11,7 +11,7 @@ from together import together
 
 from fastcoll.core.group import ProcessGroup
 from fastcoll.net.tcp.backend import TcpBackend
-from fastcoll.rendezvous import HashStore
+from fastcoll.store import HashStore
 from net.meshes import crew
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from together import together
 
-from fastcoll.core.processes import Member
 from fastcoll.net.tcp.mesh import Mesh
-from fastcoll.rendezvous import HashStore
+from fastcoll.store import HashStore
+from fastcoll.system.processes import Member
 from net.proxy import Proxy
 
 

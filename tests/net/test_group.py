@@ -28,12 +28,12 @@ from fastcoll.errors import (
     PeerDiedError,
     ResourceError,
 )
-from fastcoll.net.tcp import dials
 from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp import executor as engine
 from fastcoll.net.tcp.backend import TcpBackend
-from fastcoll.net.tcp.listener import Listener
-from fastcoll.rendezvous.opening import Kind
+from fastcoll.rendezvous import dials
+from fastcoll.rendezvous.listener import Listener
+from fastcoll.store.opening import Kind
 from net.groups import everybody, groups
 from net.meshes import ProxiedStore, nothing_left, until
 

@@ -24,9 +24,9 @@ IMPATIENT = {rank: {"IMPATIENT": "1"} for rank in range(3)}
 RANK = """
 import json, os, sys, time
 from fastcoll.errors import FastcollError
-from fastcoll.net.tcp import interfaces as options
+from fastcoll.system import interfaces as options
 from fastcoll.net.tcp.mesh import Mesh
-from fastcoll.rendezvous import TCPStore
+from fastcoll.store import TCPStore
 from fastcoll.rendezvous.join import join
 
 def tell(**said):

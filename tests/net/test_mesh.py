@@ -19,15 +19,16 @@ import pytest
 from together import together
 
 from fastcoll import config
-from fastcoll.core import monitor, processes
+from fastcoll.core import monitor
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError, RendezvousError, UsageError
-from fastcoll.net.tcp import listener as listening
 from fastcoll.net.tcp import mesh as mesh_module
-from fastcoll.net.tcp.dials import Dial, dial_all
-from fastcoll.net.tcp.interfaces import Interface, interfaces_here
 from fastcoll.net.tcp.mesh import Mesh, control_peers
-from fastcoll.rendezvous import HashStore
-from fastcoll.rendezvous.opening import Endpoint, Kind
+from fastcoll.rendezvous import listener as listening
+from fastcoll.rendezvous.dials import Dial, dial_all
+from fastcoll.store import HashStore
+from fastcoll.store.opening import Endpoint, Kind
+from fastcoll.system import processes
+from fastcoll.system.interfaces import Interface, interfaces_here
 from net.meshes import Clock, ProxiedStore, crew, died_of, elsewhere, make_all, meshes, nothing_left, until
 
 
@@ -288,7 +289,7 @@ def test_through_a_network_that_cuts_everything_up() -> None:
 
 @pytest.mark.parametrize("fault", ["reset", "half_close"])
 def test_a_network_that_breaks_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastcoll.net.tcp.control.dead_among", lambda _: [])
+    monkeypatch.setattr("fastcoll.rendezvous.control.dead_among", lambda _: [])
     with ProxiedStore() as store, meshes(2, store) as (a, b):
         getattr(store.proxies[1], fault)()
         found = died_of(a)

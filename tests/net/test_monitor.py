@@ -17,12 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.core import processes
 from fastcoll.core.monitor import FAILED, LEAVING, LEFT, Wait
-from fastcoll.core.processes import Member
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
-from fastcoll.net.tcp import control as control_module
-from fastcoll.net.tcp.control import (
+from fastcoll.rendezvous import control as control_module
+from fastcoll.rendezvous.control import (
     MOST_RANKS,
     NOTICE_SIZE,
     TEXT_BYTES,
@@ -31,6 +29,8 @@ from fastcoll.net.tcp.control import (
     Notice,
     NoticeError,
 )
+from fastcoll.system import processes
+from fastcoll.system.processes import Member
 from net.meshes import crew, elsewhere, nothing_left
 
 FIRST_RANK = 10  # global ranks differ from group ranks

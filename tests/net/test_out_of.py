@@ -14,11 +14,11 @@ from hosts.network import Network
 WITHOUT_PORTS = """
 import contextlib, socket, sys, threading
 from fastcoll.errors import ResourceError
-from fastcoll.net.tcp import dials
-from fastcoll.net.tcp.interfaces import Interface
-from fastcoll.net.tcp.listener import Listener
-from fastcoll.rendezvous import TCPStore, tcp_store
-from fastcoll.rendezvous.opening import Endpoint, Kind
+from fastcoll.rendezvous import dials
+from fastcoll.system.interfaces import Interface
+from fastcoll.rendezvous.listener import Listener
+from fastcoll.store import TCPStore, tcp_store
+from fastcoll.store.opening import Endpoint, Kind
 
 here = sys.argv[1]
 with open("/proc/sys/net/ipv4/ip_local_port_range", "w") as file:

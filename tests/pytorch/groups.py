@@ -53,7 +53,7 @@ def check_groups_of_some_ranks() -> None:
 def check_members_of_a_group_know_one_another() -> None:
     """A group of the world's ranks needs no join, and under torchrun no meeting; each is several waits in a row."""
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("fastcoll.api.standalone.join", "fastcoll.torch.jobs.meet_anew"):
+        for place in ("fastcoll.job.standalone.join", "fastcoll.torch.jobs.meet_anew"):
             patch.setattr(place, None)
         group = dist.new_group([0, 2], backend="fastcoll")
     if rank() != 1:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.rendezvous.views import TorchStore
+from fastcoll.store.views import TorchStore
 from fastcoll.torch.jobs import make_group, meet_anew
 from fastcoll.torch.work import Completions, PendingWork
 
@@ -39,9 +39,7 @@ def check_waits_end_soon_after_the_key_is_there() -> None:
         clock[0] += seconds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "fastcoll.rendezvous.store.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
-        )
+        patch.setattr("fastcoll.store.store.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
         for there in (0.001, 0.009, 0.1):
             clock[0] = 0.0
             patch.setattr(store, "check", lambda _, at=there: clock[0] >= at)

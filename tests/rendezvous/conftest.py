@@ -16,7 +16,8 @@ from rendezvous.observed import open_descriptors
 from together import together
 
 from fastcoll import config
-from fastcoll.rendezvous import assemble, multicast, store, tcp_store, waiting
+from fastcoll.rendezvous import assemble, multicast
+from fastcoll.store import store, tcp_store, waiting
 
 DEADLINE = 120.0
 

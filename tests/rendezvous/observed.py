@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from fastcoll.core.processes import Member, status_of
-from fastcoll.rendezvous import HashStore, Store
+from fastcoll.store import HashStore, Store
+from fastcoll.system.processes import Member, status_of
 
 LIMIT = 60.0  # seconds, which only end a test that hangs
 IDLE = "import sys; print('up', flush=True); sys.stdin.read()"

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fastcoll.api.backends import parse_backend
-from fastcoll.api.job import Job
-from fastcoll.api.lease import StoreLease, times_settled
-from fastcoll.core import processes as members_module
-from fastcoll.core.processes import Member, ProcessId
-from fastcoll.rendezvous import PrefixStore, Store, TCPStore, tcp_store
+from fastcoll.job.backends import parse_backend
+from fastcoll.job.job import Job
+from fastcoll.job.lease import StoreLease, times_settled
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.rendezvous.join import join
-from fastcoll.rendezvous.table import Op, Request
+from fastcoll.store import PrefixStore, Store, TCPStore, tcp_store
+from fastcoll.store.table import Op, Request
+from fastcoll.system import processes as members_module
+from fastcoll.system.processes import Member, ProcessId
 
 RANKS_PER_NODE = 8
 _DEADLINE_SECONDS = 300.0

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from fastcoll.rendezvous.table import MAX_KEYS_PER_REQUEST
-from fastcoll.rendezvous.waiting import LOOKS_PER_SECOND, SLICE_SECONDS
+from fastcoll.store.table import MAX_KEYS_PER_REQUEST
+from fastcoll.store.waiting import LOOKS_PER_SECOND, SLICE_SECONDS
 
 BACKLOG = 4096
 """Connections that may wait to be accepted (net.core.somaxconn); who comes then tries again after 1, 2, 4 ... s."""

@@ -10,9 +10,9 @@ import pytest
 from rendezvous.observed import until
 
 from fastcoll.errors import StoreError, StoreTimeoutError, UsageError
-from fastcoll.rendezvous import HashStore
 from fastcoll.rendezvous.assemble import MET, Ending, MovedError, compact
 from fastcoll.rendezvous.join import Arrival, FullError, arrive, assign, call_off
+from fastcoll.store import HashStore
 
 HERE = rf"pid {os.getpid()} on {os.uname().nodename}"
 

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 from rendezvous.observed import await_value
 
-from fastcoll.core.processes import Member
 from fastcoll.errors import (
     CollectiveTimeoutError,
     FastcollError,
@@ -20,8 +19,9 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
-from fastcoll.rendezvous import HashStore, Store
 from fastcoll.rendezvous.assemble import FAILED, MET, MOVED, Ending, GroupMeeting, assemble
+from fastcoll.store import HashStore, Store
+from fastcoll.system.processes import Member
 
 TOLD = [
     UsageError("no eth9"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fastcoll import UsageError
-from fastcoll.rendezvous import HashStore
 from fastcoll.rendezvous.attempts import ELSEWHERE, MADE, Attempts, Loss, Place, loss_of, place_of
+from fastcoll.store import HashStore
 
 
 def loss(name: str, is_final: bool = False) -> Loss:

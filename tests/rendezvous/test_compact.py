@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.core.processes import Member, ProcessId
 from fastcoll.errors import StoreError
 from fastcoll.rendezvous.assemble import compact, expand, pack, unpack
+from fastcoll.system.processes import Member, ProcessId
 
 ME = Member.here(0, 1, "shm")
 

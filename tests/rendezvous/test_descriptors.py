@@ -10,12 +10,12 @@ from contextlib import ExitStack
 import pytest
 
 from fastcoll.errors import ResourceError
-from fastcoll.rendezvous import TCPStore, tcp_store
-from fastcoll.rendezvous.address import FOR_OTHERS, make_room
+from fastcoll.store import TCPStore, tcp_store
+from fastcoll.system.address import FOR_OTHERS, make_room
 
 FEW = """
 import resource, sys
-from fastcoll.rendezvous import TCPStore
+from fastcoll.store import TCPStore
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True)
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
 print(store.port, flush=True)

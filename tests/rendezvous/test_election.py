@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastcoll.core.processes import ProcessId
 from fastcoll.rendezvous import multicast
 from fastcoll.rendezvous.assemble import MovedError
 from fastcoll.rendezvous.multicast import (
@@ -23,6 +22,7 @@ from fastcoll.rendezvous.multicast import (
     Election,
     job_digest,
 )
+from fastcoll.system.processes import ProcessId
 
 SOMEBODY = ProcessId(host="host", pid=7, start_time=5, boot_id="boot", pid_namespace="pid:[1]")
 

@@ -13,20 +13,20 @@ import pytest
 from rendezvous.observed import IDLE, FourOperations, await_value, member_of, pidfds, until
 
 from fastcoll import config
-from fastcoll.core.processes import Member
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
-from fastcoll.rendezvous import HashStore, TCPStore, serving, waiting
 from fastcoll.rendezvous.join import join
-from fastcoll.rendezvous.store import StalledError
-from fastcoll.rendezvous.table import Missing, Request
-from fastcoll.rendezvous.waiting import fetch_for
+from fastcoll.store import HashStore, TCPStore, serving, waiting
+from fastcoll.store.store import StalledError
+from fastcoll.store.table import Missing, Request
+from fastcoll.store.waiting import fetch_for
+from fastcoll.system.processes import Member
 
 WHERE = rf"pid \d+ on {os.uname().nodename}"
 
 JOIN = """
 import sys
 from fastcoll.errors import FastcollError
-from fastcoll.rendezvous import TCPStore
+from fastcoll.store import TCPStore
 from fastcoll.rendezvous.join import join
 port, rank, size = map(int, sys.argv[1:4])
 with TCPStore("127.0.0.1", port) as store:
@@ -257,8 +257,8 @@ def test_fetch_for_has_what_a_member_did_before_it_died(monkeypatch: pytest.Monk
 def test_fetch_for_blames_the_dead_for_a_lost_store(processes, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
 import sys
-from fastcoll.core.processes import Member
-from fastcoll.rendezvous import TCPStore
+from fastcoll.system.processes import Member
+from fastcoll.store import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True)
 store.set("server", Member.here(0, 2, "shm").to_bytes())
 print(store.port, flush=True)

@@ -7,9 +7,9 @@ from typing import NoReturn
 import pytest
 from rendezvous.observed import IDLE, member_of, pidfds
 
-from fastcoll.core import processes as processes_module
-from fastcoll.core.processes import Member, dead_among, forget, this_process
 from fastcoll.errors import StoreError
+from fastcoll.system import processes as processes_module
+from fastcoll.system.processes import Member, dead_among, forget, this_process
 
 
 def test_a_member_survives_the_way_through_a_store() -> None:

@@ -22,12 +22,13 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 import fastcoll
-from fastcoll.core.processes import ProcessId, this_process
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.nodes import free_port
-from fastcoll.rendezvous import HashStore, meet, multicast, register_rendezvous_handler, rendezvous, tcp_store
+from fastcoll.rendezvous import meet, multicast, register_rendezvous_handler, rendezvous
 from fastcoll.rendezvous.multicast import MAX_DATAGRAM, Announcement, MulticastSocket, job_digest
-from fastcoll.rendezvous.secret import job_secret
+from fastcoll.store import HashStore, tcp_store
+from fastcoll.store.secret import job_secret
+from fastcoll.system.processes import ProcessId, this_process
 
 MEET = """
 import os, sys
@@ -293,7 +294,7 @@ def test_two_that_do_not_fit_are_named_by_both(
 
 WAITING = """
 import sys
-from fastcoll.rendezvous import FileStore
+from fastcoll.store import FileStore
 FileStore(sys.argv[1]).wait(["arrivals/member/" + sys.argv[2]])
 """
 

@@ -11,7 +11,7 @@ import pytest
 from rendezvous import startup_model
 from rendezvous.startup_model import Costs, Machine, Simulation, script
 
-from fastcoll.rendezvous.table import MAX_KEYS_PER_REQUEST
+from fastcoll.store.table import MAX_KEYS_PER_REQUEST
 
 
 def costs(**changes: float) -> Costs:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.core.processes import Member, Topology
+from fastcoll.system.processes import Member, Topology
 
 HERE = Member.here(0, 1, "auto")
 

@@ -23,9 +23,9 @@ from together import together
 
 import fastcoll
 from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UnavailableError, UsageError, config, rpc
-from fastcoll.core.processes import Member
 from fastcoll.rpc.agent import Agent
 from fastcoll.rpc.wire import INLINE, MessageType, pieces
+from fastcoll.system.processes import Member
 from rpc.victims import LIMIT, until
 
 SLOT = 256 << 10

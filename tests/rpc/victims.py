@@ -17,7 +17,7 @@ import numpy as np
 
 import fastcoll
 from fastcoll import rpc
-from fastcoll.net.tcp.listener import Listener
+from fastcoll.rendezvous.listener import Listener
 from fastcoll.rpc.agent import UNCOUNTED
 
 LIMIT = 30.0  # seconds that nothing takes but a hang

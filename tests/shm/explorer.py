@@ -190,7 +190,7 @@ def load(plant: str = "", **constants: Mapping[str, Any]) -> tuple[Machine, Simp
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         return primitives.get(function.__name__, function)
 
-    jit = ModuleType("fastcoll.kernels.jit")
+    jit = ModuleType("fastcoll.compiler.jit")
     jit.__dict__.update(vars(importlib.import_module(jit.__name__)))
     jit.__dict__.update(dict.fromkeys(("inlined", "kernel", "entry", "locked_entry"), declare))
     jit.instruction = lambda *kinds: lambda emit: primitives.get(emit.__name__, nothing)  # type: ignore[attr-defined]

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from together import together
 
+from fastcoll.arrays import numpy_memory
 from fastcoll.errors import ResourceError
-from fastcoll.interop import numpy_memory
 from fastcoll.kernels import allocator as a
 from fastcoll.shm import arena
 from fastcoll.testing.worker import shm_names
@@ -422,7 +422,7 @@ def test_a_forked_child_has_memory_of_its_own(
 
 AT_THE_END = """
 import numpy as np, sys
-from fastcoll.interop import numpy_memory
+from fastcoll.arrays import numpy_memory
 from fastcoll.kernels import allocator
 from fastcoll.shm import arena
 arena.create()

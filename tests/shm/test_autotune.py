@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
+from fastcoll.compiler.jit import entry
 from fastcoll.core import signature
-from fastcoll.kernels.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
 from fastcoll.shm import autotune, learned

@@ -8,11 +8,11 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import config
-from fastcoll.core.processes import Member
 from fastcoll.errors import PeerDiedError, ResourceError
-from fastcoll.rendezvous import HashStore
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.shm import segment
+from fastcoll.store import HashStore
+from fastcoll.system.processes import Member
 
 
 @pytest.fixture(autouse=True)

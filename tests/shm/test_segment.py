@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll.core.processes import SESSION, this_process
 from fastcoll.errors import ResourceError
 from fastcoll.shm import segment as shared
 from fastcoll.shm.layout import plan
 from fastcoll.shm.segment import Segment
+from fastcoll.system.processes import SESSION, this_process
 
 LAYOUT = plan(2, 1 << 17)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastcoll.kernels.jit import entry
+from fastcoll.compiler.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
 from fastcoll.shm.context_layout import SYMMETRIC

@@ -12,7 +12,7 @@ import rows
 
 import fastcoll as dist
 from fastcoll import ArrayError, ReduceOp, UsageError
-from fastcoll.kernels.jit import entry
+from fastcoll.compiler.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 from fastcoll.shm import context_layout as at

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from fastcoll.core.processes import Member
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
 from fastcoll.shm.layout import Layout
 from fastcoll.shm.monitor import ShmMonitor
 from fastcoll.shm.segment import Segment, new_name, unlink
+from fastcoll.system.processes import Member
 
 FIRST_RANK = 10  # global ranks differ from group ranks
 

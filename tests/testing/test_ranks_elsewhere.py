@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from inner_pytest import InnerRun
 
-from fastcoll.core.processes import session
+from fastcoll.system.processes import session
 
 # Two nodes of which the first has the even ranks; /dev/shm of the second is another folder.
 CONFTEST = """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from inner_pytest import InnerRun
 
-from fastcoll.core.processes import session
+from fastcoll.system.processes import session
 
 LIMIT = 120  # s, which only ends a hang
 SEGMENT = f"fastcoll-test-{os.getpid()}-{session()}"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fastcoll.core import signature
-from fastcoll.core.record import Call, GroupRecord, Peer, Record, Waiting
 from fastcoll.core.reduce_op import ReduceOp
+from fastcoll.record.record import Call, GroupRecord, Peer, Record, Waiting
 from fastcoll.tools.blame import ELSEWHERE, GONE, LEFT, Process, Rank, explain, names, waits_of
 from fastcoll.tools.circles import circles
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll.core.record import Peer, Record
+from fastcoll.record.record import Peer, Record
 from fastcoll.tools import running
 from fastcoll.tools.blame import ELSEWHERE, GONE, LEFT, Process, Rank, condition
 

@@ -19,11 +19,11 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import config
-from fastcoll.core import dump as core_dump
 from fastcoll.core import signature
-from fastcoll.core.dump import FORMAT
-from fastcoll.core.record import Call, GroupRecord, Peer, Record, Waiting, read
 from fastcoll.launch.nodes import free_port
+from fastcoll.record import dump as core_dump
+from fastcoll.record.dump import FORMAT
+from fastcoll.record.record import Call, GroupRecord, Peer, Record, Waiting, read
 from fastcoll.tools import divergence
 from fastcoll.tools.dumps import Dump, Reason, load
 from fastcoll.tools.timeline import picture, timeline
@@ -160,8 +160,8 @@ PROGRAM = """
 import collections, itertools, os, signal, sys, time
 import numpy as np
 import fastcoll as dist
-from fastcoll.core.processes import status_of
-from fastcoll.core.record import read
+from fastcoll.system.processes import status_of
+from fastcoll.record.record import read
 
 kind, backend = sys.argv[1:]
 dist.init_process_group(backend, timeout=120)

@@ -7,7 +7,7 @@ import pytest
 from oracle import assert_same, reduced, values
 
 import fastcoll as dist
-from fastcoll.core.recorder import own
+from fastcoll.record.recorder import own
 
 WAYS = ("eager", "jit", "token")
 

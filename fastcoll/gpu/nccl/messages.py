@@ -38,11 +38,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from ...arrays.arrays import Adopted, Array
 from ...core.message import Status
 from ...core.operands import LARGEST_TAG
 from ...core.work import Work, refuse_to_block
 from ...errors import AbortedError, FastcollError, GroupError, UnavailableError
-from ...interop.arrays import Adopted, Array
 from ...p2p.transfers import LETTER, fits, kind_of, refused, tag_of, tag_text, unfit
 from ..device_array import DeviceArray, OnDevice
 from ..staged import StagedMessages

@@ -7,7 +7,7 @@ need an address that is a multiple of 16. It is written in PTX: LLVM takes vecto
 may move and be merged, as no kernel writes what it reads again; so they do not serve to wait for a word of a peer.
 
 float16 is converted by the processor, bfloat16 by integers; products are not fused. Every NaN is rounded to one quiet
-NaN, as on the CPU (kernels/elements.py).
+NaN, as on the CPU (compiler/elements.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ..elements import WORD
-from ..llvm import pointer
+from ...compiler.elements import WORD
+from ...compiler.llvm import pointer
 from .kernel import SIMULATED, device, instruction
 
 VECTOR = 16

@@ -19,9 +19,9 @@ import numba
 import numpy as np
 from numba import types
 
+from ...compiler import compiling
+from ...compiler.undisturbed import undisturbed
 from ...errors import UnavailableError
-from .. import compiling
-from ..undisturbed import undisturbed
 from . import INSTALL
 from .driver import driver
 
@@ -68,7 +68,7 @@ def device(function: Callable[..., Any]) -> Any:
 
 
 def instruction(returns: types.Type, *kinds: Any) -> Any:
-    """As that of kernels/jit.py, for kernels here; there are none in the simulator."""
+    """As that of compiler/jit.py, for kernels here; there are none in the simulator."""
     from numba.cuda.extending import intrinsic
 
     return lambda emit: compiling.instruction(emit, returns, *kinds, by=intrinsic)

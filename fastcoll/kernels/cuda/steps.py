@@ -29,8 +29,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from ...compiler.elements import WORD
 from ...core.signature import UNEVEN
-from ..elements import WORD
 from . import page as at
 from .kernel import SIMULATED, Kernel, cuda, device, instruction
 

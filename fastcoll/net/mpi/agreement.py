@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core import signature
-from ...core.recorder import GroupRecorder
 from ...core.sizes import Sizes
 from ...core.status import AGAIN, DONE
 from ...kernels import waiting
 from ...kernels.primitives import address_of
+from ...record.recorder import GroupRecorder
 from . import compiled as c
 from . import compiled as words
 from .library import Library

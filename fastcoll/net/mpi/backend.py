@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core import dump, signature
+from ...core import signature
 from ...core.backend import Backend
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
@@ -28,8 +28,6 @@ from ...core.operands import Array, is_plain
 from ...core.operation import Call, Operation
 from ...core.operations import KINDS
 from ...core.prepared import PreparedCalls
-from ...core.processes import Member
-from ...core.recorder import GroupRecorder
 from ...core.reduce_op import ReduceOp
 from ...core.sizes import sized, sizes_of
 from ...core.status import DONE
@@ -39,8 +37,11 @@ from ...failpoints import reach
 from ...kernels.reduce import Reducer
 from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
-from ...rendezvous import Store
-from ..tcp.control import NetMonitor
+from ...record import dump
+from ...record.recorder import GroupRecorder
+from ...rendezvous.control import NetMonitor
+from ...store import Store
+from ...system.processes import Member
 from . import compiled as c
 from .agreement import MEETING_WORDS, Meeting, Prepared, Requests, abandon
 from .execution import Addressed, Execution, HostMemory, Memory, are_near

@@ -35,10 +35,10 @@ A call, of which the first three words travel:
 
 from __future__ import annotations
 
+from ...compiler.jit import Entry, entry, inlined, kernel
 from ...core.status import AGAIN, DONE, MISMATCH
 from ...kernels.copy import copy
 from ...kernels.headers import calls_match
-from ...kernels.jit import Entry, entry, inlined, kernel
 from ...kernels.primitives import call_foreign, call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, Index, PyObject, integer, object_at
 from ...kernels.recording import record_call

@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 
 from ...core.monitor import LEAVING
-from ...core.processes import Member
 from ...errors import RendezvousError, StoreTimeoutError, UnavailableError, UsageError
-from ...rendezvous import HashStore, Rendezvous, Store, TCPStore
-from ...rendezvous.address import make_room
 from ...rendezvous.assemble import assemble
+from ...rendezvous.control import NOTICE_SIZE, Control, Notice, NoticeError
 from ...rendezvous.detect import detect
-from ...rendezvous.opening import derive_key
-from ...rendezvous.secret import PROOF_SIZE, SAME_SECRET, is_proof, job_secret, proof
-from ...rendezvous.store import listed
-from ..tcp.control import NOTICE_SIZE, Control, Notice, NoticeError
-from ..tcp.interfaces import address_for_others
+from ...store import HashStore, Rendezvous, Store, TCPStore
+from ...store.opening import derive_key
+from ...store.secret import PROOF_SIZE, SAME_SECRET, is_proof, job_secret, proof
+from ...store.store import listed
+from ...system.address import make_room
+from ...system.interfaces import address_for_others
+from ...system.processes import Member
 from .agreement import Requests, abandon
 from .library import Library, load
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core import dump, signature
+from ...core import signature
 from ...core.backend import Backend, Refuge
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
@@ -22,8 +22,6 @@ from ...core.monitor import Wait
 from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
 from ...core.prepared import PreparedCalls
-from ...core.processes import Member, cores_of
-from ...core.recorder import GroupRecorder
 from ...core.sizes import sized
 from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH, WORKED
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, MismatchError
@@ -31,11 +29,14 @@ from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
 from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
-from ...rendezvous import Store
+from ...record import dump
+from ...record.recorder import GroupRecorder
+from ...rendezvous.control import NetMonitor
+from ...store import Store
+from ...system.processes import Member, cores_of
 from . import engine_layout as words
 from . import executor as engine
 from .context import NetContext, Prepared
-from .control import NetMonitor
 from .fast import fast_calls, folded
 from .mesh import Mesh
 from .pipe import TcpPipe

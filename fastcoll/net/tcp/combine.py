@@ -8,8 +8,8 @@ what all have called. Calls of so many ranks are strict, and nothing is attached
 
 from __future__ import annotations
 
+from ...compiler.jit import inlined, kernel
 from ...core.signature import UNEVEN
-from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_word, store_word
 from . import engine_layout as w
 from .plans import plan as t

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...kernels.jit import Entry
+from ...compiler.jit import Entry
 from . import executor as engine
 from . import mail_kernels
 

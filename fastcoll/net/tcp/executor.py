@@ -14,11 +14,11 @@ same way on both sides.
 
 from __future__ import annotations
 
+from ...compiler.jit import entry, inlined, kernel
 from ...core.status import AGAIN, DONE, GARBLED, LATER, WORKED
 from ...failpoints import number_of
 from ...kernels.copy import copy, move
 from ...kernels.failing import failing, reached
-from ...kernels.jit import entry, inlined, kernel
 from ...kernels.primitives import call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at
 from ...kernels.recording import record_call, record_end

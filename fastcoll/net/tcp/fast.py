@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...arrays.adopted import Adopted
+from ...arrays.tensors import header_of, headers_for, plain_types
 from ...core.group import ProcessGroup
 from ...core.message import Status
 from ...core.operands import Array, is_message, is_plain, sum_for
 from ...core.reduce_op import ReduceOp
 from ...core.status import DONE, LATER
 from ...core.work import Work
-from ...interop.adopted import Adopted
-from ...interop.tensors import header_of, headers_for, plain_types
 from ...p2p.engine import Engine
 from ...p2p.transfers import kind_of
 from .pipe import TcpPipe

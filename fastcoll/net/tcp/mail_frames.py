@@ -27,10 +27,10 @@ While an ack waits so, frames are read as before.
 
 from __future__ import annotations
 
+from ...compiler.jit import inlined, kernel
 from ...failpoints import number_of
 from ...kernels.copy import copy, move
 from ...kernels.failing import reached, reached_by
-from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import VECTOR_BYTES, receive_some, send_both, send_some
 from ...kernels.waiting import PATIENCE_WORDS

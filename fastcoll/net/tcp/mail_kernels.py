@@ -18,10 +18,10 @@ posted a message of its own: the engine goes on then, since it has room for what
 
 from __future__ import annotations
 
+from ...compiler.jit import entry, inlined, kernel
 from ...core.status import AGAIN, DONE, LATER, OTHER, REFUSED, UNMINDED, WORKED
 from ...failpoints import number_of
 from ...kernels.failing import reached
-from ...kernels.jit import entry, inlined, kernel
 from ...kernels.primitives import (
     load_acquire,
     load_word,

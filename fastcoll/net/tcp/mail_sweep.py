@@ -6,7 +6,7 @@ the rest one poll(2) says which connections are ready.
 
 from __future__ import annotations
 
-from ...kernels.jit import inlined, kernel
+from ...compiler.jit import inlined, kernel
 from ...kernels.primitives import load_acquire, load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, wait_ready
 from ...kernels.waiting import BUDGET, now

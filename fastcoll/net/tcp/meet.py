@@ -49,13 +49,13 @@ the headers up to its own, and otherwise as much as there is: several small fram
 
 from __future__ import annotations
 
+from ...compiler.jit import inlined, kernel
 from ...core.signature import NOTE_BYTES, REFUSED
 from ...core.status import DONE, GARBLED, GONE, MISMATCH
 from ...failpoints import number_of
 from ...kernels.copy import copy, move
 from ...kernels.failing import failing, reached_by
 from ...kernels.headers import calls_match
-from ...kernels.jit import inlined, kernel
 from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some
 from . import engine_layout as w

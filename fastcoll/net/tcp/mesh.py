@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from ...core.monitor import Wait
-from ...core.processes import Member, witnesses
 from ...errors import AbortedError, GroupError, RendezvousError
 from ...failpoints import reach
-from ...rendezvous import Store
 from ...rendezvous.assemble import GroupMeeting
-from ...rendezvous.opening import Kind, Opening
-from .control import Control, NetMonitor
-from .dials import LOOK_SECONDS, RETRY_FIRST, RETRY_MOST, Dial, dial_all, dial_until
-from .listener import Roster, gather
+from ...rendezvous.control import Control, NetMonitor
+from ...rendezvous.dials import LOOK_SECONDS, RETRY_FIRST, RETRY_MOST, Dial, dial_all, dial_until
+from ...rendezvous.listener import Roster, gather
+from ...store import Store
+from ...store.opening import Kind, Opening
+from ...system.processes import Member, witnesses
 
 ALL_CONTROL = 32
 # A rank tells where it listens when it does, until it lets go of the group, of which it tells too.

@@ -1,0 +1,708 @@
+"""fastcoll's functions inside numba.njit: the same names and arguments, in nopython code.
+
+Each overload looks at the arguments' types, refuses by TypingError what cannot be, and returns what is compiled: pack
+arrays that are not contiguous, call the door (kernels/doors.py), and raise what that has kept. What only a running
+program can see, such as sizes that do not fit, is refused by the door too (REFUSED), so that the peers are told.
+
+Importing this registers the overloads. Numba does so by an entry point, as it first meets a function or an object of
+fastcoll (fastcoll_autoload.py), so neither `import numba` nor `import fastcoll` pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.core.errors import TypingError
+from numba.core.registry import cpu_target
+from numba.extending import overload, overload_method, register_jitable
+from numba.np.numpy_support import as_dtype
+
+from ..api import collectives, p2p
+from ..core import signature
+from ..core.operands import ANY_TAG, LARGEST_TAG
+from ..core.reduce_op import ReduceOp
+from ..errors import UsageError
+from ..job import groups
+from ..kernels import doors as d
+from ..p2p.pipe import ANY
+from ..p2p.transfers import DTYPE_BITS
+from . import rows
+from .keywords import refuse_lost
+from .numba_types import (
+    ANY_SENDER,
+    NO_SENDER,
+    Raised,
+    call_door,
+    held,
+    integer_of,
+    is_none,
+    know_dtype,
+    new_work,
+    op_word_of,
+    place_of,
+    refresh,
+    row_of,
+    word,
+    words_of,
+)
+from .numba_types import work as work_type
+
+_OP_SHIFT, _FOREIGN = signature.OP_SHIFT, rows.FOREIGN
+_SIZE, _RANK, _RANKS = d.SIZE, d.RANK, d.RANKS
+_SPLIT, _SEND, _RECV, _REFUSED, _SPLITS = d.SPLIT, d.SEND, d.RECV, signature.REFUSED, rows.SPLITS
+_POST_SEND, _POST_RECV, _WAIT, _TEST, _WAIT_ANY = d.POST_SEND, d.POST_RECV, d.WAIT, d.TEST, d.WAIT_ANY
+_BARRIER, _ALL_TO_ALL = signature.code_of("barrier"), signature.code_of("all_to_all")
+_BARRIER_WORD = signature.encode("barrier")
+_SUM = ReduceOp.SUM
+
+
+# ---- what all of them share -------------------------------------------------------------------------------
+
+
+@register_jitable
+def _row(group):
+    row = row_of(group)
+    if row == 0:
+        raise ImportError("fastcoll cannot be used; what was printed says why")
+    return row
+
+
+@register_jitable
+def _done(found):
+    if found < 0:
+        raise Raised
+    return found
+
+
+@register_jitable
+def _size(row):
+    """How many ranks there are; -1 outside the group."""
+    if word(row, _SIZE) == 0:
+        _done(call_door(row, 0, None, None, 0, 0, 0))
+    return word(row, _SIZE)
+
+
+@register_jitable
+def _expect(row, code, count, expected):
+    """Refuse a call whose second array has `count` elements, and not as many as `expected`."""
+    if count != expected and word(row, _SIZE) > 0:
+        _done(call_door(row, _REFUSED, None, None, count, code, expected))
+
+
+@register_jitable
+def _local(row, rank):
+    """A global rank as a rank in the group."""
+    ranks = word(row, _RANKS)
+    if ranks == 0:
+        return rank
+    for k in range(word(row, _SIZE)):
+        if word(ranks, k) == rank:
+            return k
+    return _FOREIGN + rank
+
+
+@register_jitable
+def _global(row, rank):
+    """And the other way round; -1 outside the group."""
+    if word(row, _SIZE) < 0:
+        return -1
+    return rank if word(row, _RANKS) == 0 else word(word(row, _RANKS), rank)
+
+
+@register_jitable
+def _as_it_is(x):
+    return place_of(x), x.size * x.itemsize, None
+
+
+@register_jitable
+def _leave(to, x):
+    pass
+
+
+@register_jitable
+def _packed(x):
+    return np.ascontiguousarray(x), x.size * x.itemsize, x
+
+
+@register_jitable
+def _copied(x):
+    return x.copy(), x.size * x.itemsize, x
+
+
+@register_jitable
+def _put(to, x):
+    to[...] = x
+
+
+def _packing(x: types.Array) -> tuple[Any, Any]:
+    """What makes an array's memory contiguous and aligned, and what writes that back.
+
+    The first one returns what the door is called with, its bytes, and what the second one writes to. An overload looks
+    at an array itself no more after that: then Numba leaves out the two atomic instructions that hold it meanwhile,
+    half of the time of a call in a world of one rank. Who calls the overload holds it.
+    """
+    if x.layout == "C":
+        return (_as_it_is, _leave) if x.aligned else (_copied, _put)
+    return _packed, _put
+
+
+def _array(x: Any, name: str, writes: bool) -> Any:
+    """An argument's dtype, if the argument is an array; NumPy's."""
+    if not isinstance(x, types.Array):
+        raise TypingError(f"{name} is of type {x}; inside njit fastcoll takes arrays")
+    if writes and not x.mutable:
+        raise TypingError(f"{name} is a read-only array, and is written to")
+    return as_dtype(x.dtype)
+
+
+def _called(name: str, x: Any, async_op: Any, writes: bool = True, what: str = "tensor") -> tuple[int, int]:
+    """An operation's code, and its call word without the reduce operation."""
+    _waits(async_op)
+    dtype = _array(x, what, writes)
+    return signature.code_of(name), _known(lambda: rows.call_word(name, dtype))
+
+
+def _known(make: Callable[[], int]) -> int:
+    try:
+        return make()
+    except UsageError as error:
+        raise TypingError(str(error)) from None
+
+
+def _waits(async_op: Any) -> None:
+    _callable_here()
+    value = getattr(async_op, "value", getattr(async_op, "literal_value", async_op))
+    if value is not False:
+        raise TypingError(
+            "async_op inside njit: calls there return when they are done; call it outside for a Work"
+        )
+
+
+def _callable_here() -> None:
+    """Refuse calls whose keywords are lost, and bodies of parallel loops, which Numba compiles as functions."""
+    frames = cpu_target.typing_context.callstack
+    if len(frames) > 0:
+        refuse_lost(frames[0].func_id.code)  # the calling function
+    if any(frame.func_id.func_name.startswith("__numba_parfor_gufunc") for frame in frames):
+        raise TypingError(
+            "a call inside numba.prange: ranks must make the same calls in the same order, which threads do not; call "
+            "it outside the loop"
+        )
+
+
+def _one_of(what: str, rank: Any, group_rank: Any, default: bool = False) -> bool:
+    """Whether the rank in the group is given, of torch's pair of arguments."""
+    if not is_none(rank) and not is_none(group_rank):
+        raise TypingError(f"{what} and group_{what} are both given; give one of them")
+    if is_none(rank) and is_none(group_rank) and not default:
+        raise TypingError(f"{what} is missing; give {what} (a global rank) or group_{what} (a group rank)")
+    for each in (rank, group_rank):
+        kind = types.unliteral(each) if isinstance(each, types.Type) else types.int64
+        if not is_none(each) and not isinstance(kind, types.Integer | types.Omitted):
+            raise TypingError(f"{what} is of type {each}; give a rank as an integer")
+    return not is_none(group_rank)
+
+
+@register_jitable
+def _other(row, rank, group_rank, by_group):
+    return integer_of(group_rank) if by_group else _local(row, integer_of(rank))
+
+
+def _alike(x: Any, y: Any, name: str, other: str) -> None:
+    if isinstance(y, types.Array) and x.dtype != y.dtype:
+        raise TypingError(f"{name} is {x.dtype}, {other} is {y.dtype}; they must be the same")
+
+
+# ---- reductions -------------------------------------------------------------------------------------------
+
+
+def _in_place(name: str, tensor: Any, async_op: Any) -> Any:
+    code, base = _called(name, tensor, async_op)
+    pack, put = _packing(tensor)
+
+    def impl(tensor, op=_SUM, group=None, async_op=False):
+        know_dtype(tensor)
+        x, nbytes, back = pack(tensor)
+        call = base | op_word_of(op) << _OP_SHIFT
+        _done(call_door(_row(group), code, x, None, nbytes, call, 0))
+        put(back, x)
+
+    return impl
+
+
+@overload(collectives.all_reduce)
+def _all_reduce(tensor, op=_SUM, group=None, async_op=False):
+    return _in_place("all_reduce", tensor, async_op)
+
+
+@overload(collectives.scan)
+def _scan(tensor, op=_SUM, group=None, async_op=False):
+    return _in_place("scan", tensor, async_op)
+
+
+@overload(collectives.exscan)
+def _exscan(tensor, op=_SUM, group=None, async_op=False):
+    return _in_place("exscan", tensor, async_op)
+
+
+@overload(collectives.reduce)
+def _reduce(tensor, dst=None, op=_SUM, group=None, async_op=False, group_dst=None):
+    code, base = _called("reduce", tensor, async_op)
+    by_group = _one_of("dst", dst, group_dst)
+    pack, put = _packing(tensor)
+
+    def impl(tensor, dst=None, op=_SUM, group=None, async_op=False, group_dst=None):
+        know_dtype(tensor)
+        x, nbytes, back = pack(tensor)
+        row, call = _row(group), base | op_word_of(op) << _OP_SHIFT
+        _done(call_door(row, code, x, None, nbytes, call, _other(row, dst, group_dst, by_group)))
+        put(back, x)
+
+    return impl
+
+
+@overload(collectives.reduce_scatter_tensor)
+def _reduce_scatter_tensor(output, input, op=_SUM, group=None, async_op=False):
+    code, base = _called("reduce_scatter", output, async_op, what="output")
+    _array(input, "input", False)
+    _alike(output, input, "output", "input")
+    (pack, put), (pack_input, _) = _packing(output), _packing(input)
+
+    def impl(output, input, op=_SUM, group=None, async_op=False):
+        know_dtype(output)
+        count, whole = output.size, input.size
+        (x, _, _), (out, nbytes, back) = pack_input(input), pack(output)
+        row, call = _row(group), base | op_word_of(op) << _OP_SHIFT
+        _expect(row, code, whole, _size(row) * count)
+        _done(call_door(row, code, x, out, nbytes, call, 0))
+        put(back, out)
+
+    return impl
+
+
+# ---- movement ---------------------------------------------------------------------------------------------
+
+
+@overload(collectives.broadcast)
+def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    code, base = _called("broadcast", tensor, async_op)
+    by_group = _one_of("src", src, group_src)
+    pack, put = _packing(tensor)
+
+    def impl(tensor, src=None, group=None, async_op=False, group_src=None):
+        know_dtype(tensor)
+        x, nbytes, back = pack(tensor)
+        row = _row(group)
+        _done(call_door(row, code, x, None, nbytes, base, _other(row, src, group_src, by_group)))
+        put(back, x)
+
+    return impl
+
+
+@overload(collectives.all_gather_into_tensor)
+def _all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
+    code, base = _called("all_gather", output_tensor, async_op, what="output_tensor")
+    _array(input_tensor, "input_tensor", False)
+    _alike(output_tensor, input_tensor, "output_tensor", "input_tensor")
+    (pack, put), (pack_input, _) = _packing(output_tensor), _packing(input_tensor)
+
+    def impl(output_tensor, input_tensor, group=None, async_op=False):
+        know_dtype(output_tensor)
+        count, whole = input_tensor.size, output_tensor.size
+        (x, nbytes, _), (out, _, back) = pack_input(input_tensor), pack(output_tensor)
+        row = _row(group)
+        _expect(row, code, whole, _size(row) * count)
+        _done(call_door(row, code, x, out, nbytes, base, 0))
+        put(back, out)
+
+    return impl
+
+
+@overload(collectives.gather_single)
+def _gather_single(tensor, gather_tensor=None, dst=None, group=None, async_op=False, group_dst=None):
+    code, base = _called("gather", tensor, async_op, writes=False)
+    by_group, is_given = _one_of("dst", dst, group_dst, True), not is_none(gather_tensor)
+    pack_input, _ = _packing(tensor)
+    if not is_given:
+
+        def alone(tensor, gather_tensor=None, dst=None, group=None, async_op=False, group_dst=None):
+            know_dtype(tensor)
+            count = tensor.size
+            x, nbytes, _ = pack_input(tensor)
+            row = _row(group)
+            size, root = _size(row), _other(row, dst, group_dst, by_group)
+            _expect(row, code, 0, (size if root == word(row, _RANK) else 0) * max(1, count))
+            _done(call_door(row, code, x, None, nbytes, base, root))
+
+        return alone
+    _array(gather_tensor, "gather_tensor", True)
+    _alike(tensor, gather_tensor, "tensor", "gather_tensor")
+    pack, put = _packing(gather_tensor)
+
+    def impl(tensor, gather_tensor=None, dst=None, group=None, async_op=False, group_dst=None):
+        know_dtype(tensor)
+        count, whole = tensor.size, gather_tensor.size
+        (x, nbytes, _), (out, _, back) = pack_input(tensor), pack(gather_tensor)
+        row = _row(group)
+        size, root = _size(row), _other(row, dst, group_dst, by_group)
+        _expect(row, code, whole, size * count if root == word(row, _RANK) else whole)
+        _done(call_door(row, code, x, out, nbytes, base, root))
+        if root == word(row, _RANK):
+            put(back, out)
+
+    return impl
+
+
+@overload(collectives.scatter_single)
+def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=False, group_src=None):
+    code, base = _called("scatter", tensor, async_op)
+    by_group, is_given = _one_of("src", src, group_src, True), not is_none(scatter_tensor)
+    pack, put = _packing(tensor)
+    if not is_given:
+
+        def alone(tensor, scatter_tensor=None, src=None, group=None, async_op=False, group_src=None):
+            know_dtype(tensor)
+            count = tensor.size
+            out, nbytes, back = pack(tensor)
+            row = _row(group)
+            size, root = _size(row), _other(row, src, group_src, by_group)
+            _expect(row, code, 0, (size if root == word(row, _RANK) else 0) * max(1, count))
+            _done(call_door(row, code, None, out, nbytes, base, root))
+            put(back, out)
+
+        return alone
+    _array(scatter_tensor, "scatter_tensor", False)
+    _alike(tensor, scatter_tensor, "tensor", "scatter_tensor")
+    pack_input, _ = _packing(scatter_tensor)
+
+    def impl(tensor, scatter_tensor=None, src=None, group=None, async_op=False, group_src=None):
+        know_dtype(tensor)
+        count, whole = tensor.size, scatter_tensor.size
+        (out, nbytes, back), (x, _, _) = pack(tensor), pack_input(scatter_tensor)
+        row = _row(group)
+        size, root = _size(row), _other(row, src, group_src, by_group)
+        _expect(row, code, whole, size * count if root == word(row, _RANK) else whole)
+        _done(call_door(row, code, x, out, nbytes, base, root))
+        put(back, out)
+
+    return impl
+
+
+@register_jitable
+def _split(row, table, sizes, rows, nbytes):
+    """Write the bytes of each block into the table; refuse split sizes that do not fit."""
+    total, fits, width = np.int64(0), len(sizes) == len(table), nbytes // max(1, rows)
+    if fits:
+        for k in range(len(table)):
+            size = np.int64(sizes[k])
+            fits &= 0 <= size <= rows
+            total += size
+            table[k] = size * width
+    if not (fits and total == rows) and word(row, _SIZE) > 0:
+        _done(call_door(row, _REFUSED, None, None, total, _ALL_TO_ALL | _SPLITS, rows))
+
+
+@register_jitable
+def _split_equally(row, table, sizes, rows, nbytes):
+    _split(row, table, np.full(len(table), rows // len(table)), rows, nbytes)
+
+
+def _splitting(sizes: Any) -> Any:
+    """What fills a table by split sizes of this type."""
+    if is_none(sizes):
+        return _split_equally
+    if not isinstance(getattr(sizes, "dtype", None), types.Integer) or getattr(sizes, "ndim", 1) != 1:
+        raise TypingError(f"split sizes are of type {sizes}; give a tuple, a list or an array of integers")
+    return _split
+
+
+@overload(collectives.all_to_all_single)
+def _all_to_all_single(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    code, base = _called("all_to_all", output, async_op, what="output")
+    _array(input, "input", False)
+    _alike(output, input, "output", "input")
+    if output.ndim == 0 or input.ndim == 0:
+        raise TypingError(
+            "all_to_all_single divides arrays along their first dimension; give arrays that have one"
+        )
+    (pack, put), (pack_input, _) = _packing(output), _packing(input)
+    if not (is_none(output_split_sizes) and is_none(input_split_sizes)):
+        outputs, inputs = _splitting(output_split_sizes), _splitting(input_split_sizes)
+
+        def split(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+            know_dtype(output)
+            given, taken = len(input), len(output)
+            (x, nbytes, _), (out, room, back) = pack_input(input), pack(output)
+            row = _row(group)
+            size = max(1, _size(row))
+            table = np.empty(2 * size, np.int64)
+            inputs(row, table[:size], input_split_sizes, given, nbytes)
+            outputs(row, table[size:], output_split_sizes, taken, room)
+            _done(call_door(row, _SPLIT, x, out, table, base, 0))
+            put(back, out)
+
+        return split
+
+    def impl(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+        know_dtype(output)
+        given, taken, taken_rows = input.size, output.size, len(output)
+        (x, nbytes, _), (out, _, back) = pack_input(input), pack(output)
+        row = _row(group)
+        size = max(1, _size(row))
+        _expect(row, code, taken, given)
+        _expect(row, code, taken_rows, taken_rows // size * size)
+        _done(call_door(row, code, x, out, nbytes // size, base, 0))
+        put(back, out)
+
+    return impl
+
+
+# ---- barrier, messages, questions ---------------------------------------------------------------------------
+
+
+@overload(collectives.barrier)
+def _barrier(group=None, async_op=False, device_ids=None, timeout=None):
+    _waits(async_op)
+    if not (is_none(device_ids) and is_none(timeout)):
+        raise TypingError(
+            "barrier inside njit takes neither device_ids nor a timeout; the group's own timeout holds"
+        )
+
+    def impl(group=None, async_op=False, device_ids=None, timeout=None):
+        _done(call_door(_row(group), _BARRIER, None, None, 0, _BARRIER_WORD, 0))
+
+    return impl
+
+
+def _message(tensor: Any, writes: bool) -> int:
+    _callable_here()
+    dtype = _array(tensor, "tensor", writes)
+    return _known(lambda: rows.message_word(0, dtype))
+
+
+@register_jitable
+def _kind(kind, tag):
+    """Return a message's kind; an invalid tag becomes one that is refused, as tags above users' are the library's."""
+    return kind | (tag if ANY_TAG <= tag <= LARGEST_TAG else ANY_TAG - 1) << DTYPE_BITS
+
+
+@overload(p2p.send)
+def _send(tensor, dst=None, group=None, tag=0, group_dst=None):
+    kind, by_group = _message(tensor, False), _one_of("dst", dst, group_dst)
+    pack, _ = _packing(tensor)
+
+    def impl(tensor, dst=None, group=None, tag=0, group_dst=None):
+        know_dtype(tensor)
+        x, nbytes, _ = pack(tensor)
+        row = _row(group)
+        peer = _other(row, dst, group_dst, by_group)
+        _done(call_door(row, _SEND, x, None, nbytes, _kind(kind, tag), peer))
+
+    return impl
+
+
+@overload(p2p.recv)
+def _recv(tensor, src=None, group=None, tag=0, group_src=None):
+    kind, by_group = _message(tensor, True), _one_of("src", src, group_src, True)
+    any_rank = is_none(src) and is_none(group_src)
+    pack, put = _packing(tensor)
+
+    def impl(tensor, src=None, group=None, tag=0, group_src=None):
+        know_dtype(tensor)
+        x, nbytes, back = pack(tensor)
+        row = _row(group)
+        peer = ANY if any_rank else _other(row, src, group_src, by_group)
+        found = _done(call_door(row, _RECV, x, None, nbytes, _kind(kind, tag), peer))
+        put(back, x)
+        return _global(row, found)
+
+    return impl
+
+
+# ---- nonblocking messages -----------------------------------------------------------------------------
+
+
+@register_jitable
+def _itself(x):
+    return x
+
+
+@register_jitable
+def _copy_of(x):
+    return np.ascontiguousarray(x).copy()
+
+
+@register_jitable
+def _sent(row, x, kind, peer):
+    """Post a message; return the number of its request, which holds the array."""
+    nbytes = x.size * x.itemsize
+    data, owner = held(x)
+    return _done(call_door(row, _POST_SEND, data, owner, nbytes, kind, peer))
+
+
+@overload(p2p.isend)
+def _isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+    kind, by_group = _message(tensor, False), _one_of("dst", dst, group_dst)
+    is_plain = tensor.layout == "C" and tensor.aligned
+    contiguous = _itself if is_plain else _copy_of
+
+    def impl(tensor, dst=None, group=None, tag=0, group_dst=None):
+        know_dtype(tensor)
+        row = _row(group)
+        peer = _other(row, dst, group_dst, by_group)
+        return new_work(row, _sent(row, contiguous(tensor), _kind(kind, tag), peer), NO_SENDER)
+
+    return impl
+
+
+@overload(p2p.irecv)
+def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
+    kind, by_group = _message(tensor, True), _one_of("src", src, group_src, True)
+    any_rank = is_none(src) and is_none(group_src)
+    if tensor.layout != "C" or not tensor.aligned:
+        raise TypingError(f"irecv inside njit receives into contiguous arrays, not {tensor}; copy from one")
+
+    def impl(tensor, src=None, group=None, tag=0, group_src=None):
+        know_dtype(tensor)
+        row = _row(group)
+        peer = ANY if any_rank else _other(row, src, group_src, by_group)
+        nbytes = tensor.size * tensor.itemsize
+        data, owner = held(tensor)
+        number = _done(call_door(row, _POST_RECV, data, owner, nbytes, _kind(kind, tag), peer))
+        sender = ANY_SENDER if any_rank else _global(row, peer) if by_group else integer_of(src)
+        return new_work(row, number, sender)
+
+    return impl
+
+
+@overload(p2p.sendrecv)
+def _sendrecv(input, dst, output, src=None, group=None, send_tag=0, recv_tag=0):
+    def impl(input, dst, output, src=None, group=None, send_tag=0, recv_tag=0):
+        sent = p2p.isend(input, dst, group, send_tag)
+        source = p2p.recv(output, src, group, recv_tag)
+        _wait(sent)
+        return source
+
+    return impl
+
+
+@register_jitable
+def _wait(work):
+    """Wait for a request; return the sender's rank in the group."""
+    row, number, _ = words_of(work)
+    return _done(call_door(row, _WAIT, number, None, 0, 0, 0)) if number else 0
+
+
+@overload_method(type(work_type), "wait")
+def _work_wait(work, timeout=None):
+    if not is_none(timeout):
+        raise TypingError("wait inside njit takes no timeout; the group's own timeout holds")
+
+    def impl(work, timeout=None):
+        _wait(work)
+        return True
+
+    return impl
+
+
+@overload_method(type(work_type), "is_completed")
+def _work_is_completed(work):
+    def impl(work):
+        row, number, _ = words_of(work)
+        return number == 0 or _done(call_door(row, _TEST, number, None, 0, 0, 0)) != 0
+
+    return impl
+
+
+@overload_method(type(work_type), "source_rank")
+def _work_source_rank(work):
+    def impl(work):
+        row, _, sender = words_of(work)
+        found = _wait(work)
+        if sender == ANY_SENDER:
+            return _global(row, found)
+        return sender if sender >= 0 else -1
+
+    return impl
+
+
+def _requests(works: Any) -> None:
+    if getattr(works, "dtype", None) != work_type:
+        raise TypingError(f"works are of type {works}; give a list or tuple of what isend and irecv return")
+
+
+@overload(p2p.waitall)
+def _waitall(works):
+    _requests(works)
+
+    def impl(works):
+        for work in works:
+            _wait(work)
+
+    return impl
+
+
+@overload(p2p.waitany)
+def _waitany(works):
+    _requests(works)
+
+    def impl(works):
+        count = len(works)
+        if count == 0:
+            raise ValueError("waitany: there is no operation; give at least one Work")
+        table, row = np.empty(2 * count, np.int64), np.int64(0)
+        for index in range(count):
+            row, number, _ = words_of(works[index])
+            if number == 0:
+                return index
+            table[index], table[count + index] = number, row
+        return _done(call_door(row, _WAIT_ANY, table, None, count, 0, 0))
+
+    return impl
+
+
+@overload(groups.get_rank)
+def _get_rank(group=None):
+    def impl(group=None):
+        row = _row(group)
+        _size(row)
+        return word(row, _RANK)
+
+    return impl
+
+
+@overload(groups.get_world_size)
+def _get_world_size(group=None):
+    def impl(group=None):
+        return _size(_row(group))
+
+    return impl
+
+
+# ---- what is for outside ------------------------------------------------------------------------------------
+
+_INSTEAD = {
+    collectives.all_gather: "all_gather_into_tensor, which takes one array with a block for each rank",
+    collectives.gather: "gather_single, which takes one array with a block for each rank",
+    collectives.scatter: "scatter_single, which takes one array with a block for each rank",
+    collectives.reduce_scatter: "reduce_scatter_tensor, which takes one array with a block for each rank",
+    collectives.all_to_all: "all_to_all_single, which takes one array with a block for each rank",
+    p2p.batch_isend_irecv: "isend and irecv, and waitall",
+}
+
+
+def _refuse(function: Any, instead: str) -> None:
+    @overload(function)
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise TypingError(f"{function.__name__} cannot be called inside njit; use {instead}")
+
+
+for _function, _instead in _INSTEAD.items():
+    _refuse(_function, _instead)
+
+refresh()

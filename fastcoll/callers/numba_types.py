@@ -1,0 +1,463 @@
+"""Groups and reduce operations inside numba.njit, and how compiled code finds rows and calls the door.
+
+    value                    in compiled code
+    group, GroupMember       the address of its row (rows.py)
+    None in a group's place  the address of the world's row, asked for once a library of compiled code (`world_row`)
+    ReduceOp                 its `op_word`
+
+Code that Numba keeps on the disk may be run by any process, and later by another fastcoll: nothing of a process is in
+it, and rows are asked for by LAYOUT, which says what the code knows of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.core.imputils import lower_cast, lower_constant, lower_getattr_generic
+from numba.core.registry import cpu_target
+from numba.core.runtime import _nrt_python
+from numba.core.typing.templates import AttributeTemplate, infer_getattr, infer_global
+from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
+from numba.np.numpy_support import as_dtype
+
+from ..arrays.dtypes import NUMPY
+from ..core.group import ProcessGroup
+from ..core.operations import OPERATIONS
+from ..core.reduce_op import CUSTOM, PREMUL_SUM, ReduceOp
+from ..errors import UsageError
+from ..job.groups import NonMember
+from ..kernels import doors as d
+from ..p2p import handles
+from . import rows
+
+WORD = ir.IntType(64)
+_POINTER = ir.IntType(8).as_pointer()
+
+_REVISION = 3  # increment it when a change of the overloads must not be used with code compiled before
+LAYOUT = zlib.crc32(
+    repr(
+        (
+            _REVISION,
+            d.RANK,
+            d.SIZE,
+            d.RANKS,
+            d.DOOR,
+            d.SPLIT,
+            d.SEND,
+            d.RECV,
+            d.WAIT_ANY,
+            OPERATIONS,
+            CUSTOM,
+            NUMPY,
+            rows.FOREIGN,
+        )
+    ).encode()
+)
+"""Of what is in compiled code of rows and words."""
+
+
+class Raised(Exception):
+    """What compiled code raises: as Python makes an instance, it is the exception that was kept."""
+
+    def __new__(cls, *args: Any) -> Raised:
+        error = rows.take_error()
+        if error is not None:
+            raise error
+        return super().__new__(cls, *args)
+
+
+def row_for(group: Any, layout: int) -> int:
+    """The address of a group's row, for code that was compiled for rows of this layout."""
+    if layout != LAYOUT:
+        raise UsageError(
+            "this code was compiled with another fastcoll; delete what Numba has kept (__pycache__)"
+        )
+    return rows.row(group)
+
+
+def world_row(layout: int) -> int:
+    return row_for(None, layout)
+
+
+# ---- reduce operations ------------------------------------------------------------------------------------
+
+
+class _ReduceOp(types.Type):
+    def __init__(self) -> None:
+        super().__init__("fastcoll.ReduceOp")
+
+
+class _ReduceOpClass(types.Dummy):
+    """The class itself, of which compiled code takes SUM and the others."""
+
+
+reduce_op = _ReduceOp()
+
+
+@register_model(_ReduceOp)
+class _ReduceOpModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, WORD)
+
+
+register_model(_ReduceOpClass)(models.OpaqueModel)
+infer_global(ReduceOp, _ReduceOpClass("class fastcoll.ReduceOp"))
+
+
+@typeof_impl.register(ReduceOp)
+def _typeof_reduce_op(op: ReduceOp, context: Any) -> types.Type:
+    if op.code == PREMUL_SUM and context.purpose.name == "constant":
+        raise TypingError(_refused(op))
+    return reduce_op
+
+
+def _refused(op: ReduceOp) -> str:
+    try:
+        rows.op_word(op)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@unbox(_ReduceOp)
+def _unbox_reduce_op(kind: Any, value: Any, c: Any) -> NativeValue:
+    return _asked_of(c, rows.op_word, (value,))
+
+
+def _asked_of(c: Any, function: Any, values: Sequence[Any]) -> NativeValue:
+    """What a function of Python makes of objects: an integer, or an exception."""
+    callee = c.pyapi.unserialize(c.pyapi.serialize_object(function))
+    answer = c.pyapi.call_function_objargs(callee, values)
+    number = cgutils.alloca_once_value(c.builder, WORD(0))
+    failed = cgutils.is_null(c.builder, answer)
+    with c.builder.if_then(c.builder.not_(failed), likely=True):
+        c.builder.store(c.pyapi.long_as_longlong(answer), number)
+        c.pyapi.decref(answer)
+    c.pyapi.decref(callee)
+    return NativeValue(c.builder.load(number), is_error=failed)
+
+
+def _constant_word(op: ReduceOp) -> Any:
+    """Of a custom operation only the code, by which this process knows it, and another one may not."""
+    return WORD(rows.op_word(op) & 0xFFFF)
+
+
+@lower_constant(_ReduceOp)
+def _constant_reduce_op(context: Any, builder: Any, kind: Any, op: ReduceOp) -> Any:
+    return _constant_word(op)
+
+
+@lower_cast(types.Omitted, _ReduceOp)
+def _omitted_reduce_op(context: Any, builder: Any, given: Any, kind: Any, value: Any) -> Any:
+    return _constant_word(given.value)
+
+
+@infer_getattr
+class _ReduceOpAttributes(AttributeTemplate):
+    key = _ReduceOpClass
+
+    def generic_resolve(self, kind: Any, name: str) -> types.Type | None:
+        if name in ("custom", "PREMUL_SUM"):
+            raise TypingError(
+                f"ReduceOp.{name}: make the ReduceOp outside compiled code, and pass it as an argument"
+            )
+        return reduce_op if isinstance(getattr(ReduceOp, name, None), ReduceOp) else None
+
+
+@lower_getattr_generic(_ReduceOpClass)
+def _reduce_op_attribute(context: Any, builder: Any, kind: Any, value: Any, name: str) -> Any:
+    return _constant_word(getattr(ReduceOp, name))
+
+
+# ---- groups ---------------------------------------------------------------------------------------------
+
+
+class _Group(types.Type):
+    def __init__(self) -> None:
+        super().__init__("fastcoll.ProcessGroup")
+
+
+group = _Group()
+
+
+@register_model(_Group)
+class _GroupModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, WORD)
+
+
+@typeof_impl.register(ProcessGroup)
+@typeof_impl.register(NonMember)
+def _typeof_group(given: Any, context: Any) -> types.Type:
+    if context.purpose.name == "constant":
+        raise TypingError("a group cannot be a constant of compiled code; pass it as an argument")
+    return group
+
+
+@unbox(_Group)
+def _unbox_group(kind: Any, value: Any, c: Any) -> NativeValue:
+    layout = c.pyapi.long_from_longlong(WORD(LAYOUT))
+    found = _asked_of(c, row_for, (value, layout))
+    c.pyapi.decref(layout)
+    return found
+
+
+# ---- requests -------------------------------------------------------------------------------------------
+
+
+class _Work(types.Type):
+    """The type that isend and irecv return: the group's row, the request's number, and the sender's global rank.
+
+    The number is 0 outside the group. The rank is ANY_SENDER if the message determines it, NO_SENDER for a send.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("fastcoll.Work")
+
+
+ANY_SENDER, NO_SENDER = -1, -2
+work = _Work()
+_WORDS = ("row", "number", "sender")
+
+
+@register_model(_Work)
+class _WorkModel(models.StructModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, [(name, types.int64) for name in _WORDS])
+
+
+@intrinsic
+def new_work(typing_context, row, number, sender):
+    def emit(context, builder, made, args):
+        value = ir.Constant(context.get_value_type(work), ir.Undefined)
+        for place, word in enumerate(args):
+            value = builder.insert_value(value, word, place)
+        return value
+
+    return work(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def words_of(typing_context, given):
+    """Return row, number and sender of a request."""
+
+    def emit(context, builder, made, args):
+        words = [builder.extract_value(args[0], place) for place in range(len(_WORDS))]
+        return context.make_tuple(builder, made.return_type, words)
+
+    return types.UniTuple(types.int64, len(_WORDS))(work), emit
+
+
+@intrinsic
+def held(typing_context, array):
+    """Return the words of `place_of`, and hold the array's owner for a request."""
+
+    def emit(context, builder, made, args):
+        given = context.make_array(made.args[0])(context, builder, args[0])
+        _hold(builder, given.meminfo)
+        words = [builder.ptrtoint(part, WORD) for part in (given.data, given.meminfo)]
+        return context.make_tuple(builder, made.return_type, words)
+
+    return _PLACE(array), emit
+
+
+handles.release_by(_nrt_python.c_helpers["MemInfo_release"])
+
+
+# ---- rows and the door, in compiled code ------------------------------------------------------------------
+
+
+def _word_of_library(module: ir.Module, name: str) -> ir.GlobalVariable:
+    """Where a library of code keeps a word: 0 until its first call in a process."""
+    if name in module.globals:
+        return module.globals[name]
+    place = ir.GlobalVariable(module, WORD, name)
+    place.linkage, place.initializer = "linkonce_odr", WORD(0)
+    return place
+
+
+def _world_row(module: ir.Module) -> ir.GlobalVariable:
+    """The address of the world's row."""
+    return _word_of_library(module, "fastcoll.world_row")
+
+
+def _finder(module: ir.Module) -> ir.Function:
+    """A function that asks `world_row`, also in a process that has not imported fastcoll; 0: it has raised."""
+    name = "fastcoll.find_world_row"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(WORD, []), name)
+    function.linkage = "linkonce_odr"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block())
+    half = ir.IntType(32)
+
+    def python(name: str, returns: Any, *kinds: Any, more: bool = False) -> Any:
+        return cgutils.get_or_insert_function(module, ir.FunctionType(returns, kinds, var_arg=more), name)
+
+    def text(value: str) -> Any:
+        data = cgutils.make_bytearray(value.encode() + b"\0")
+        return builder.bitcast(cgutils.global_constant(module, f"fastcoll.{value}", data), _POINTER)
+
+    state = builder.call(python("PyGILState_Ensure", half), [])
+    found = builder.call(python("PyImport_ImportModule", _POINTER, _POINTER), [text(__name__)])
+    row = cgutils.alloca_once_value(builder, WORD(0))
+    with builder.if_then(cgutils.is_not_null(builder, found)):
+        ask = python("PyObject_CallMethod", _POINTER, _POINTER, _POINTER, _POINTER, more=True)
+        answer = builder.call(ask, [found, text("world_row"), text("L"), WORD(LAYOUT)])
+        with builder.if_then(cgutils.is_not_null(builder, answer)):
+            builder.store(builder.call(python("PyLong_AsLongLong", WORD, _POINTER), [answer]), row)
+    builder.store(builder.load(row), _world_row(module))
+    with builder.if_then(builder.icmp_signed("==", builder.load(row), WORD(0))):
+        builder.call(python("PyErr_Print", ir.VoidType()), [])
+    builder.call(python("PyGILState_Release", ir.VoidType(), half), [state])
+    builder.ret(builder.load(row))
+    return function
+
+
+@intrinsic
+def row_of(typing_context, given):
+    """The address of the row of a group, or of the world for None; 0: fastcoll cannot be used, which has been said."""
+
+    def emit(context, builder, made, args):
+        if made.args[0] is group:
+            return args[0]
+        row = cgutils.alloca_once_value(builder, builder.load(_world_row(builder.module)))
+        with builder.if_then(builder.icmp_signed("==", builder.load(row), WORD(0)), likely=False):
+            builder.store(builder.call(_finder(builder.module), []), row)
+        return builder.load(row)
+
+    if given is group or is_none(given):
+        return types.int64(given), emit
+    raise TypingError(f"group is of type {given}; give a group of new_group as an argument, or None")
+
+
+@intrinsic
+def word(typing_context, address, index):
+    """A word of the table at an address."""
+
+    def emit(context, builder, made, args):
+        place = builder.add(args[0], builder.mul(args[1], WORD(8)))
+        return builder.load(builder.inttoptr(place, WORD.as_pointer()))
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def place_of(typing_context, array):
+    """The address of an array's data, and of what owns it."""
+
+    def emit(context, builder, made, args):
+        given = context.make_array(made.args[0])(context, builder, args[0])
+        words = [builder.ptrtoint(part, WORD) for part in (given.data, given.meminfo)]
+        return context.make_tuple(builder, made.return_type, words)
+
+    return _PLACE(array), emit
+
+
+_PLACE = types.UniTuple(types.int64, 2)
+
+
+def _hold(builder: Any, owner: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_POINTER])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, "NRT_incref"), [owner])
+
+
+@intrinsic
+def call_door(typing_context, row, op, data, out, nbytes, call, peer):
+    """Call the door. `data`, `out`: an array, which so lives until it returns, a place, or None; `nbytes` may be one.
+
+    Where the door raises, the operation may be under way still, so what owns a place is never freed; Numba does the
+    same with arrays that a function holds as it raises.
+    """
+
+    def emit(context, builder, made, args):
+        def address(kind: Any, value: Any) -> Any:
+            if isinstance(kind, types.Array):
+                return builder.ptrtoint(context.make_array(kind)(context, builder, value).data, WORD)
+            if kind == _PLACE:
+                return builder.extract_value(value, 0)
+            return value if isinstance(kind, types.Integer) else WORD(0)
+
+        place = builder.add(args[0], WORD(8 * d.DOOR))
+        door = builder.load(builder.inttoptr(place, WORD.as_pointer()))
+        kind = ir.FunctionType(WORD, [WORD] * 7).as_pointer()
+        found = builder.call(builder.inttoptr(door, kind), list(map(address, made.args, args)))
+        with builder.if_then(builder.icmp_signed("<", found, WORD(0)), likely=False):
+            for value in (value for kind, value in zip(made.args, args, strict=True) if kind == _PLACE):
+                _hold(builder, builder.inttoptr(builder.extract_value(value, 1), _POINTER))
+        return found
+
+    number = types.int64
+    size = nbytes if isinstance(nbytes, types.Array) else number
+    return number(number, number, data, out, size, number, number), emit
+
+
+@intrinsic
+def op_word_of(typing_context, op):
+    """What a call word has of a ReduceOp."""
+
+    def emit(context, builder, made, args):
+        return context.cast(builder, args[0], made.args[0], reduce_op)
+
+    if op is reduce_op or (isinstance(op, types.Omitted) and isinstance(op.value, ReduceOp)):
+        return types.int64(op), emit
+    raise TypingError(f"op is of type {op}; give a ReduceOp")
+
+
+@intrinsic
+def integer_of(typing_context, value):
+    """An integer, or 0 for None."""
+
+    def emit(context, builder, made, args):
+        kind = made.args[0]
+        if isinstance(kind, types.Omitted):
+            return WORD(kind.value or 0)
+        return WORD(0) if is_none(kind) else context.cast(builder, args[0], kind, types.int64)
+
+    return types.int64(value), emit
+
+
+@intrinsic
+def know_dtype(typing_context, array):
+    """Have this process know an array's dtype, if it is in no table, as of records; code from the disk does not."""
+    numpys = as_dtype(array.dtype)
+
+    def emit(context, builder, made, args):
+        if numpys.name in NUMPY:
+            return context.get_dummy_value()
+        known = _word_of_library(builder.module, f"fastcoll.knows.{zlib.crc32(repr(numpys).encode())}")
+        with builder.if_then(builder.icmp_signed("==", builder.load(known), WORD(0)), likely=False):
+            python = context.get_python_api(builder)
+            state = python.gil_ensure()
+            learn = python.unserialize(python.serialize_object(partial(rows.learn, numpys)))
+            answer = python.call_function_objargs(learn, ())
+            with builder.if_else(cgutils.is_null(builder, answer)) as (failed, done):
+                with failed:
+                    python.err_write_unraisable(learn)
+                with done:
+                    builder.store(WORD(1), known)
+                    python.decref(answer)
+            python.decref(learn)
+            python.gil_release(state)
+        return context.get_dummy_value()
+
+    return types.void(array), emit
+
+
+def is_none(given: Any) -> bool:
+    """Whether an argument, by its type, is None or left out."""
+    return given is None or isinstance(given, types.NoneType) or getattr(given, "value", 0) is None
+
+
+def refresh() -> None:
+    """Have Numba see what was registered a moment ago, in the middle of a compilation too."""
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()

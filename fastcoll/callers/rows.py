@@ -1,0 +1,526 @@
+"""Rows of groups for compiled callers, and what Python does for them. `kernels/doors.py` has the words of a row.
+
+A compiled caller gets the address of a row (`row`) and calls the C function whose address is in its word DOOR:
+
+    int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
+
+    op               of `code_of` (core/signature.py), or one of kernels/doors.py
+    data, out        addresses of contiguous, aligned memory, which belongs to the call until it returns; `nbytes` is
+                     what a rank contributes or gets: one block where there is a block for each rank:
+
+        all_reduce, scan, exscan, reduce, broadcast   in place at `data`
+        all_gather, gather       data: a block      out: a block for each rank (gather: on the root alone)
+        reduce_scatter, scatter  data: a block for each rank (scatter: on the root alone)      out: a block
+        all_to_all               data and out: a block for each rank; they share no memory
+        SPLIT                    the same with blocks of any sizes; nbytes: address of as many words as there are ranks
+                                 with the bytes of those in data, and as many for out
+        SEND, RECV               data: the message
+        POST_SEND, POST_RECV     the same; out: the array's owner, which the request holds; 0: the caller holds it
+        WAIT, TEST               data: the number of a request
+        WAIT_ANY                 data: address of `nbytes` request numbers, followed by the rows of their groups
+        barrier                  nothing
+
+    call             of `call_word`; of messages `message_word`
+    peer             group rank of the root or of the other side; ANY: whoever sends first; FOREIGN + global rank, where
+                     a global rank is not in the group
+
+It returns 0 when the operation is complete. RECV, and WAIT for a receive, return the sender's group rank; POST_SEND and
+POST_RECV the number of a request; TEST whether the request has ended; WAIT_ANY the index of one that has. RAISED stands
+for an exception, which the same thread gets from `take_error`: the same error as outside, with the same effect on
+peers. The call blocks as the operation does, within the group's timeout; meanwhile Python's signal handlers run in the
+main thread. The caller may hold the GIL or not; a thread that holds it releases it while it waits. Where a backend has
+no native call for an operation, or the native call returns early, `_answer` wraps the memory in arrays and calls the
+group's method.
+
+A row keeps nothing alive but its own words, which stay for the life of the process (384 bytes per group that compiled
+callers have used). It is blank as its group ends; who calls the door then gets the error that the method raises. What
+RAISED ends early may have been queued behind asynchronous operations, and be under way still: so the memory must not be
+freed then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..api.p2p import waitany
+from ..arrays.dtypes import NUMPY
+from ..core import signature
+from ..core.group import ProcessGroup
+from ..core.operands import LARGEST_TAG, Array
+from ..core.operations import KINDS, METHODS, NATIVE, NO_ARRAY, OPERATIONS
+from ..core.operations import call as call_method
+from ..core.reduce_op import CUSTOM, PREDEFINED, PREMUL_SUM, ReduceOp
+from ..core.status import LATER
+from ..core.work import Work
+from ..errors import NotInitializedError, UsageError
+from ..job.groups import Group, NonMember, group_rank, groups, member_of
+from ..kernels import doors as d
+from ..kernels.primitives import address_of
+from ..p2p import handles
+from ..p2p.pipe import ANY
+from ..p2p.transfers import DTYPE_BITS, kind_of
+from ..system.forks import at_fork
+
+FOREIGN = 1 << 40
+"""Added to a global rank in the place of a group rank."""
+
+SPLITS = 1 << 8
+"""In the word of a refused call: its split sizes are wrong."""
+
+_DTYPE_MASK = (1 << DTYPE_BITS) - 1
+_lock = threading.RLock()  # a signal's handler may call compiled code, too
+_errors: dict[int, BaseException] = {}
+_dtypes: dict[int, np.dtype[Any]] = {}
+_custom: list[ReduceOp] = []
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # who had it is not in this process
+    for world in _rows[:1]:
+        world.clear()  # this process may get a world of its own
+
+
+at_fork("group descriptors", _after_fork)
+
+
+# ---- what a call word says ------------------------------------------------------------------------------
+
+
+def call_word(operation: str, dtype: np.dtype[Any], op: ReduceOp | None = None) -> int:
+    """The word of a collective that the door takes; the same in all processes, but for custom operations.
+
+    Raises:
+        UsageError: a custom operation or a dtype that cannot be told from another one, or PREMUL_SUM.
+    """
+    word = signature.encode(operation, dtype)
+    _keep(_dtypes, _dtype_in(word), dtype)
+    return word if op is None else word | op_word(op) << signature.OP_SHIFT
+
+
+def op_word(op: ReduceOp) -> int:
+    """What `call_word` has of a reduce operation; above its code the number of a custom one in this process.
+
+    Raises:
+        UsageError: PREMUL_SUM, whose factor is not in a word.
+    """
+    if op.code == PREMUL_SUM:
+        raise UsageError(
+            "PREMUL_SUM's factor does not get into compiled code; scale the array before a SUM there"
+        )
+    if op.code < CUSTOM:
+        return op.code
+    with _lock:
+        for number, known in enumerate(_custom, 1):
+            if known is op:
+                return number << 16 | op.code
+        if len(_custom) == 0xFFFF:
+            raise UsageError("more than 65,535 custom operations; make a ReduceOp once and keep it")
+        _custom.append(op)
+        return len(_custom) << 16 | op.code
+
+
+def message_word(tag: int, dtype: np.dtype[Any]) -> int:
+    """The word of a message that the door takes; the same in all processes."""
+    word = kind_of(tag, dtype)
+    _keep(_dtypes, word & _DTYPE_MASK, dtype)
+    return word
+
+
+def learn(dtype: np.dtype[Any]) -> None:
+    """Know a dtype from now on, in words of collectives and messages."""
+    call_word("broadcast", dtype)
+    message_word(0, dtype)
+
+
+def _keep(known: dict[int, Any], code: int, value: Any) -> None:
+    if known.setdefault(code, value) != value:
+        raise UsageError(
+            f"{value} cannot be told from {known[code]} in compiled code; give a field another name"
+        )
+
+
+def _dtype_in(word: int) -> int:
+    """The code of the dtype in a call word: as in messages, but for a bit of other dtypes, which has no place."""
+    return word >> 8 & 0xFF | (word >> 48 & 0x1FFF) << 8
+
+
+def _op_in(word: int) -> ReduceOp:
+    code, number = word >> signature.OP_SHIFT & 0xFFFF, word >> signature.ROOT_SHIFT & 0xFFFF
+    if code < CUSTOM:
+        return PREDEFINED[code]
+    found = _custom[number - 1 : number] if number else [op for op in _custom if op.code == code]
+    if len(found) != 1:
+        raise UsageError(
+            "this process does not know the custom operation in the compiled code; pass it as an argument"
+        )
+    return found[0]
+
+
+# ---- rows ---------------------------------------------------------------------------------------------
+
+
+class _Row:
+    """The row of one group, or of whichever is the world; `memory`: what its words lead to."""
+
+    def __init__(self, number: int, door: int) -> None:
+        self.words = np.zeros(d.ROW_WORDS, np.int64)
+        self.address = address_of(self.words)
+        self.group: Callable[[], ProcessGroup | None] = lambda: None
+        self.memory: Any = None
+        self.words[d.NUMBER], self.words[d.DOOR], self.words[d.ERRORS] = number, door, id(_errors)
+        self.words[d.ASK], self.words[d.TORN], self.words[d.AGAIN] = id(_answer), id(_torn), id(_again)
+
+    def fill(self, group: ProcessGroup) -> None:
+        """Tell what there is of the group from now on; with `_lock`."""
+        if self.group() is group or group.gate.closed:
+            return
+        self.clear()
+        ranks, ways = np.array(group.ranks, np.int64), group.backend.ways
+        self.memory = ranks, ways and ways.memory
+        if ways is not None:
+            self.words[d.CONTEXT], self.words[d.MAILBOX] = ways.context, ways.mailbox
+        if group.ranks != tuple(range(group.size)):
+            self.words[d.RANKS] = address_of(ranks)
+        self.words[d.RANK], self.words[d.SIZE] = group.rank, group.size
+        self.group = weakref.ref(group, self._ended)
+        group.at_the_end.append(partial(self._ended, self.group))
+
+    def _ended(self, group: Callable[[], ProcessGroup | None]) -> None:
+        if self.group is group:
+            self.clear()
+
+    def clear(self) -> None:
+        """There is no group any more."""
+        self.group = lambda: None
+        self.words[d.WAYS :] = 0
+        for word in (d.SIZE, d.RANK, d.RANKS, d.CONTEXT, d.MAILBOX):
+            self.words[word] = 0
+        if self.memory is not None:
+            _left_behind.append(self.memory)
+            self.memory = None
+
+
+_left_behind: deque[Any] = deque(maxlen=32)
+"""What rows of ended groups led to (61 KiB each): a thread may be about to use what it has just read in a row. A way
+that is called then sees that the group has ended. Such a thread would have to wait while 32 groups end."""
+
+_rows: list[_Row] = []
+_numbers: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+WORLD, NOBODY = 0, 1
+"""Numbers of the rows of the world, and of groups that this process is not in."""
+
+
+def row(group: Group) -> int:
+    """The address of a group's row; None: of whichever group is the world, now and later.
+
+    The caller keeps the group alive while compiled code uses the row.
+    """
+    with _lock:
+        if not _rows:
+            world, nobody = (_Row(number, d.door_address()) for number in (WORLD, NOBODY))
+            nobody.words[d.RANK] = nobody.words[d.SIZE] = -1
+            _rows.extend((world, nobody))
+        if group is None:
+            return _rows[WORLD].address
+        if isinstance(group, NonMember):
+            return _rows[NOBODY].address
+        if not isinstance(group, ProcessGroup):
+            raise UsageError(
+                f"group is {group!r}; give a group made by new_group, or None for the default group"
+            )
+        number = _numbers.get(group)
+        if number is None:
+            number = len(_rows)
+            made = _Row(number, d.door_address())
+            made.fill(group)
+            _rows.append(made)
+            _numbers[group] = number  # last, as Ctrl-C may come before
+        return _rows[number].address
+
+
+def take_error() -> BaseException | None:
+    """The exception for which the door has returned RAISED to this thread; once."""
+    return _errors.pop(threading.get_ident(), None)
+
+
+class _Again:
+    """Of `_errors`, what its thread's compiled code must not end: Ctrl-C, and what else is no Exception."""
+
+    def __bool__(self) -> bool:
+        """False; or raises that, whoever is first to do so: this or who calls `take_error`."""
+        if isinstance(_errors.get(threading.get_ident(), Exception()), Exception):
+            return False
+        raise _errors.pop(threading.get_ident())
+
+
+_again = _Again()
+
+
+# ---- what no way can do -----------------------------------------------------------------------------------
+
+
+class _Question(NamedTuple):
+    row: int
+    op: int
+    data: int
+    out: int
+    nbytes: int
+    call: int
+    peer: int
+    code: int
+
+
+def _memory(address: int, nbytes: int, dtype: np.dtype[Any]) -> Array:
+    if nbytes <= 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), dtype)
+
+
+class _Asked:
+    """A question with what its words stand for."""
+
+    def __init__(self, question: _Question, group: ProcessGroup) -> None:
+        self._question, self._size = question, group.size
+        self.is_root = question.peer == group.rank
+        self.peer, self.nbytes, self.call = question.peer, question.nbytes, question.call
+        self.reduces = question.op < d.SEND and question.call >> signature.OP_SHIFT & 0xFFFF != 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        q = self._question
+        code = q.call & _DTYPE_MASK if q.op >= d.SEND else _dtype_in(q.call)
+        if code not in _dtypes:
+            raise UsageError("this process does not know the dtype in the compiled code; compile it anew")
+        return _dtypes[code]
+
+    def _array(self, address: int, blocks: int) -> Array:
+        return _memory(address, blocks * self._question.nbytes, self.dtype)
+
+    @property
+    def x(self) -> Array:
+        return self._array(self._question.data, 1)
+
+    @property
+    def held(self) -> Array:
+        """Return a message's array; its owner is released with it."""
+        q = self._question
+        return handles.memory(q.data, q.nbytes, q.out).view(self.dtype)
+
+    @property
+    def blocks(self) -> Array:
+        return self._array(self._question.data, self._size)
+
+    @property
+    def out(self) -> Array:
+        return self._array(self._question.out, 1)
+
+    @property
+    def outs(self) -> Array:
+        return self._array(self._question.out, self._size)
+
+    @property
+    def split(self) -> tuple[list[Array], list[Array]]:
+        """What comes out and what goes in, in blocks."""
+        q, n = self._question, self._size
+        sizes = list((ctypes.c_int64 * (2 * n)).from_address(q.nbytes))
+
+        def blocks(address: int, sizes: list[int]) -> list[Array]:
+            starts = accumulate(sizes, initial=address)
+            return [_memory(start, size, self.dtype) for start, size in zip(starts, sizes, strict=False)]
+
+        return blocks(q.out, sizes[n:]), blocks(q.data, sizes[:n])
+
+    @property
+    def op(self) -> ReduceOp:
+        return _op_in(self._question.call)
+
+    @property
+    def tag(self) -> int:
+        return self._question.call >> DTYPE_BITS
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the tag is one of the library's own, above those of users."""
+        return self.tag > LARGEST_TAG
+
+    @property
+    def source(self) -> int | None:
+        return None if self.peer == ANY else self.peer
+
+
+def _collective(method: str) -> Callable[[ProcessGroup, _Asked], Any]:
+    """How a group's method of a collective operation is called, where all blocks are one array."""
+    kind = KINDS[METHODS[method]]
+
+    def call(group: ProcessGroup, asked: _Asked) -> Any:
+        if kind.form == NO_ARRAY:
+            return call_method(group, method, None, None, None, None)
+        op = asked.op if kind.reduces else None
+        if not kind.has_blocks:
+            return call_method(group, method, asked.x, None, asked.peer, op)
+        here = asked.is_root or not kind.root  # only the root has blocks
+        out = asked.out if not kind.takes_blocks else asked.outs if here else None
+        given = asked.x if not kind.gives_blocks else asked.blocks if here else None
+        return call_method(group, method, out, given, asked.peer, op)
+
+    return call
+
+
+_METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
+    0: ("", lambda g, a: None),
+    d.SPLIT: ("all_to_all", lambda g, a: g.fast.all_to_all(*a.split)),
+    d.SEND: ("send", lambda g, a: (g.send_apart if a.is_apart else g.fast.send)(a.x, a.peer, a.tag)),
+    d.RECV: ("recv", lambda g, a: (g.recv_apart if a.is_apart else g.fast.recv)(a.x, a.source, a.tag)),
+    d.POST_SEND: ("isend", lambda g, a: handles.post(g.fast.isend(a.held, a.peer, a.tag))),
+    d.POST_RECV: ("irecv", lambda g, a: _post_receive(g, a)),
+} | {
+    signature.code_of(name): (name, _collective(method))
+    for method, name in METHODS.items()
+    if name in NATIVE and (method != name or not KINDS[name].has_blocks)
+}
+"""How a group's method is called for an operation."""
+
+
+def _post_receive(group: ProcessGroup, asked: _Asked) -> int:
+    if group.backend.ways is not None:
+        group.backend.ways.stay_awake()
+    return handles.post(group.fast.irecv(asked.held, None if asked.peer == ANY else asked.peer, asked.tag))
+
+
+def _refuse(group: ProcessGroup, asked: _Asked) -> None:
+    """Of an operation whose second array does not fit."""
+    name = OPERATIONS[asked.call & 0xFF]
+    with group.preparing(name):
+        if asked.call & SPLITS:
+            raise UsageError(
+                f"{name} inside compiled code: split sizes must be {group.size} numbers >= 0 that add up to the "
+                f"{asked.peer} rows of their array; here are {asked.nbytes} rows in all"
+            )
+        raise UsageError(
+            f"{name} inside compiled code: the array with a block for each rank has {asked.nbytes} elements; expected "
+            f"{asked.peer}, as many blocks as there are ranks, {group.size}"
+        )
+
+
+_METHODS[signature.REFUSED] = "", _refuse
+
+_ROOTS = {name: kind.root for name, kind in KINDS.items()} | {
+    "send": "dst", "recv": "src", "isend": "dst", "irecv": "src",
+}  # fmt: skip
+
+
+def _group_of(question: _Question, number: int) -> ProcessGroup | None:
+    """The group that is asked; where its way came back early, the one whose way that was."""
+    return groups.world if number == WORLD and question.code == LATER else _rows[number].group()
+
+
+def _answer(address: int) -> int:
+    """What the door returns, for the question at an address."""
+    question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
+    number = ctypes.c_int64.from_address(question.row + 8 * d.NUMBER).value
+    if question.op in _OF_REQUESTS:
+        _open(_rows[number].group(), number, question, None, None)
+        return _OF_REQUESTS[question.op](question)
+    name, method = _METHODS[question.op]
+    if number == NOBODY:
+        member_of(_NON_MEMBER, name)
+        handles.release(question.out if question.op > d.RECV else 0)
+        return 0
+    group = _group_of(question, number)
+    if group is None:
+        raise NotInitializedError(f"{name or 'get_rank'}: the group was destroyed; make a new one")
+    if question.peer >= FOREIGN // 2:  # which raises
+        group_rank(group, _ROOTS[name], question.peer - FOREIGN, None)
+    asked, ways = _Asked(question, group), group.backend.ways
+    if question.code != LATER and ways is not None:
+        return ways.go_on(question.code, question.op, question[2:7], lambda: asked.x)
+    result = method(group, asked) or 0
+    with _lock:
+        if number == WORLD:
+            _rows[WORLD].fill(group)
+    if name:
+        dtype, op = None if name == "barrier" else asked.dtype, asked.op if asked.reduces else None
+        _open(group, number, question, dtype, op)
+    return result
+
+
+def _open(
+    group: ProcessGroup | None,
+    number: int,
+    question: _Question,
+    dtype: np.dtype[Any] | None,
+    op: ReduceOp | None,
+) -> None:
+    """Install the native call of an operation, if there is one, so that later calls need no Python."""
+    if group is None or group.backend.ways is None:
+        return
+    way = group.backend.ways.open(question.op, question.call, dtype, op)  # may compile it
+    with _lock:
+        if _rows[number].group() is group:
+            _rows[number].words[d.WAYS + question.op] = way
+
+
+# ---- requests ---------------------------------------------------------------------------------------------
+
+
+def _work_of(row: int, number: int) -> Work | None:
+    """Return a request's operation, which the engine has from now on; None: it was waited for."""
+    work = handles.find(number)
+    group = _rows[ctypes.c_int64.from_address(row + 8 * d.NUMBER).value].group()
+    if work is None and number < handles.OWN and group is not None and group.backend.ways is not None:
+        group.backend.ways.take_over()
+        work = handles.find(number)
+    return work
+
+
+def _wait(question: _Question) -> int:
+    work = _work_of(question.row, question.data)
+    return handles.source_of(question.data) if work is None else handles.end(question.data, work)
+
+
+def _test(question: _Question) -> int:
+    work = _work_of(question.row, question.data)
+    if work is not None:
+        if not work.is_completed():
+            return 0
+        handles.end(question.data, work)
+    return 1
+
+
+def _wait_any(question: _Question) -> int:
+    count = question.nbytes
+    words = (ctypes.c_int64 * (2 * count)).from_address(question.data)
+    works = [_work_of(words[count + index], words[index]) for index in range(count)]
+    found = works.index(None) if None in works else waitany([work for work in works if work is not None])
+    if (work := works[found]) is not None:
+        handles.end(words[found], work)
+    return found
+
+
+_OF_REQUESTS = {d.WAIT: _wait, d.TEST: _test, d.WAIT_ANY: _wait_any}
+
+
+_NON_MEMBER = NonMember()
+
+
+def _torn(address: int) -> None:
+    """An exception has left `_answer`; it is in ERRORS. Where the way came back early its call may be half-way."""
+    question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
+    number = ctypes.c_int64.from_address(question.row + 8 * d.NUMBER).value
+    group = _group_of(question, number)
+    if question.code != LATER and group is not None and group.backend.ways is not None:
+        group.backend.ways.torn(question.op, _errors[threading.get_ident()])
+
+
+for _name in NUMPY:
+    _dtypes[signature.dtype_code(np.dtype(_name))] = np.dtype(_name)

@@ -1,0 +1,282 @@
+"""Machine code on disk: compiled by one process, loaded by the others, and never run where it does not belong.
+
+A file has a function's code for one Python, Numba and processor, which its name tells apart. It begins with a stamp of
+all that the code depends on, the state of the sources included, and of the code itself:
+
+    bytes 0 to 15    what it was compiled of, for and with (`KernelCache._stamp`)
+    bytes 16 to 31   a hash of the rest
+    the rest         an object file (machine_code.py)
+
+A file that says otherwise, or is damaged, is compiled anew and replaced as a whole. It is looked for in
+NUMBA_CACHE_DIR alone, where that is set; else in `__pycache__` beside the source and in the user's cache directory,
+and written to the first of them that is writable (cache_files.py). Code that cannot be written is used all the same.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from ..errors import ResourceError
+from . import cache_files
+from .cache_files import digest
+from .machine_code import processor
+from .undisturbed import undisturbed
+
+_log = logging.getLogger("fastcoll")
+_LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation; on a laptop it takes one or two
+_SILENT = 1.0  # s of compilation after which a word is due
+_AGAIN = 5.0  # s until the next word about the same kernel
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_OTHER_ROOMS = {
+    "api",
+    "bench",
+    "callers",
+    "elastic",
+    "gpu",
+    "hybrid",
+    "jax",
+    "job",
+    "launch",
+    "rpc",
+    "testing",
+    "tools",
+    "torch",
+}
+"""No module with kernels for this cache may import these (tests/test_import.py)."""
+
+
+def _state_of_the_sources() -> str | None:
+    """A hash of all sources whose values a kernel can contain; None where there are none, as in an archive.
+
+    By content, since builds and package managers set modification times as they like. It takes 7 ms.
+    """
+    found, state = False, hashlib.blake2b(digest_size=16)
+    for folder, rooms, names in os.walk(_PACKAGE):
+        rooms[:] = sorted(set(rooms) - _OTHER_ROOMS)
+        for name in sorted(names):
+            if name.endswith(".py") and name[:-3].isidentifier():  # not an editor's file beside it
+                path = f"{folder}/{name}"
+                with open(path, "rb", buffering=0) as file:
+                    content = file.read()
+                state.update(f"{path[len(_PACKAGE) :]} {len(content)} ".encode() + content)
+                found = True
+    return state.hexdigest() if found else None
+
+
+# Now, as the modules are loaded, and not at the first kernel: by then the files may be those of a newer state.
+_SOURCES = _state_of_the_sources()
+
+
+class Telling:
+    """Says on the log, while compiling takes longer than a second, what is compiled and how far that is.
+
+    Short compilations add up: however many there are, nobody who waits for them is without a word for longer.
+    """
+
+    _unsaid: ClassVar[float] = 0.0
+    """Seconds since the last word."""
+    _others: ClassVar[int] = 0
+    _their_seconds: ClassVar[float] = 0.0
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        self._what, self._hint = what, hint
+        self._said = False
+        self._done = threading.Event()
+        self._began = time.perf_counter()
+        # A thread, since Numba does not return in between.
+        self._thread = threading.Thread(target=self._tell, name="fastcoll-telling", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """The compilation has ended, well or not."""
+        self._done.set()
+        self._thread.join()
+        took = time.perf_counter() - self._began
+        Telling._others += 1
+        Telling._their_seconds += took
+        Telling._unsaid = 0.0 if self._said else Telling._unsaid + took
+
+    def _tell(self) -> None:
+        # Ranks may compile at the same time, a user's reduction all of them: who has this lock speaks.
+        place = os.open(_PACKAGE if _SOURCES else "/", os.O_RDONLY)
+        pause = _SILENT - Telling._unsaid
+        while not self._done.wait(pause):
+            if not self._said and not _try_lock(place):
+                pause = _SILENT
+                continue
+            took = time.perf_counter() - self._began
+            others = f", {self._their_seconds:.0f} s for {self._others} before it" if self._others else ""
+            _log.warning("fastcoll compiles %s: %.0f s so far%s%s", self._what, took, others, self._hint)
+            self._said, pause = True, _AGAIN
+        os.close(place)
+
+
+class KernelCache:
+    """The file of one function.
+
+    Args:
+        what: its name for people.
+        signature: which of its signatures or variants is meant, if it has several.
+        option: what `python -m fastcoll.warmup` is given to compile it ahead.
+
+    Attributes:
+        source: the file that the function is in.
+    """
+
+    compiled: ClassVar[int] = 0
+    """How many were compiled in this process."""
+    unkept: ClassVar[str] = ""
+    """Why the first code that could not be kept was not kept; empty: all was."""
+
+    def __init__(
+        self, function: Callable[..., Any], what: str, signature: str = "", option: str = ""
+    ) -> None:
+        self._what = what
+        self._hint = f" (kept on disk; python -m fastcoll.warmup{option} does it ahead)"
+        self.source = function.__code__.co_filename
+        made_for = digest(_platform(), signature.encode())
+        name = f"{function.__qualname__}-{function.__code__.co_firstlineno}-{made_for[:4].hex()}"
+        self._name = f"{os.path.splitext(os.path.basename(self.source))[0]}.{name}"
+        ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
+        own = b"ours" if ours and _SOURCES else _content(self.source)
+        self._stamp = digest(made_for, self._name.encode(), (_SOURCES or "").encode(), own)
+        # A closure's values are part of the code, and nobody could say what they are; nor of a function without a file.
+        self._kept = function.__closure__ is None and own != b""
+
+    def is_there(self) -> bool:
+        """Whether the code is on the disk, so that nothing has to be compiled."""
+        return self._kept and self._found() is not None
+
+    def code(self, compile: Callable[[], bytes]) -> bytes:
+        """What is on the disk, or what `compile` makes; other processes wait until that is there."""
+        if not self._kept:
+            return undisturbed(partial(self._compiled, compile, ""))
+        found = self._found()
+        if found is None:
+            try:
+                folder = cache_files.writable(self.source)
+            except ResourceError as error:
+                self._warn(str(error))
+                return undisturbed(partial(self._compiled, compile, ""))
+            lock = _acquire(f"{folder}/{self._name}.lock")
+            found = undisturbed(partial(self._made, compile, folder, lock))
+        return found
+
+    def _made(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> bytes:
+        """As `code`, by who has the lock, which is closed."""
+        try:
+            found = self._found()
+            if found is None:
+                found = self._compiled(compile, self._hint)
+                self._keep(folder, found)
+            return found
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def _warn(self, reason: str) -> None:
+        """Log, once per process, that code is not kept."""
+        if not KernelCache.unkept:
+            KernelCache.unkept = reason
+            _log.warning("%s; until then each process compiles what it needs", reason)
+
+    def _compiled(self, compile: Callable[[], bytes], hint: str) -> bytes:
+        with Telling(self._what, hint):
+            code = compile()
+        KernelCache.compiled += 1
+        return code
+
+    def _found(self) -> bytes | None:
+        for folder in cache_files.folders(self.source):
+            content = cache_files.read(folder, f"{self._name}.code", self.source)
+            if content is None:
+                continue
+            code = content[32:]
+            if content[:16] == self._stamp and content[16:32] == digest(code):
+                return code
+        return None
+
+    def _keep(self, folder: str, code: bytes) -> None:
+        """Write the file, if that is possible."""
+        path = f"{folder}/{self._name}.{os.urandom(8).hex()}"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            with os.fdopen(fd, "wb") as file:
+                file.write(self._stamp + digest(code) + code)
+            os.replace(path, f"{folder}/{self._name}.code")  # as a whole: others may be reading
+        except BaseException as error:
+            with suppress(OSError):
+                os.unlink(path)
+            if not isinstance(error, OSError):
+                raise
+            self._warn(f"compiled kernels cannot be kept in {folder} ({error.strerror}); {cache_files.CURE}")
+
+
+@cache
+def _platform() -> bytes:
+    """What code is compiled for and with; the packages are not imported, but have a file that tells their version."""
+    parts = [sys.implementation.cache_tag or "", hex(sys.hexversion)]
+    parts += [os.environ.get(f"NUMBA_CPU_{what}", "") for what in ("NAME", "FEATURES")]
+    versions = []
+    for package in ("numba", "llvmlite"):
+        spec = find_spec(package)
+        folder = os.path.dirname(spec.origin or "") if spec is not None else ""
+        versions.append(_content(os.path.join(folder, "_version.py")))
+    return digest(" ".join(parts).encode(), processor(), *versions)
+
+
+def _content(path: str) -> bytes:
+    """A hash of a file, or of the archive that it is in."""
+    while path and not os.path.isfile(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    try:
+        with open(path, "rb") as file:
+            return digest(file.read())
+    except OSError:
+        return b""
+
+
+def _acquire(path: str) -> int | None:
+    """A descriptor that holds the lock; None when it cannot be had, and then several processes compile the same."""
+    deadline = time.monotonic() + _LONGEST_COMPILATION
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError:  # the lock in a shared cache is another user's, or the disk is full
+        return None
+    try:
+        while not _try_lock(lock):
+            if time.monotonic() > deadline:
+                os.close(lock)
+                return None
+            time.sleep(0.01)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _try_lock(lock: int) -> bool:
+    """Whether nobody else has it; where the file system knows no locks, everybody goes ahead."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,0 +1,1 @@
+"""A job: its members, its groups, how ranks join, leave and recover."""

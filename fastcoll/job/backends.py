@@ -1,0 +1,274 @@
+"""Backends by name: which there are, what the user asked for, and which one serves a group.
+
+`BACKENDS` is the registry: one line for each backend that exists, with a function that imports its room
+and returns what makes a group. The room, and with it Numba, is imported when a group needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .. import config
+from ..core.backend import Backend as Carries
+from ..core.backend import DeviceCarrier
+from ..core.group import ProcessGroup
+from ..errors import UnavailableError, UsageError
+from ..store import Store
+from ..system.processes import Member
+
+_log = logging.getLogger("fastcoll")
+
+Make = Callable[[Store, str, Sequence[Member], int, float], Carries]
+"""`make(store, name, members, group_rank, timeout)`: meet the other members; collective."""
+MakeGroup = Callable[[Store, str, Sequence[Member], int, float], ProcessGroup]
+
+
+def _load_shm() -> Make:
+    from ..shm.backend import ShmBackend
+
+    return ShmBackend.make
+
+
+def _load_tcp() -> Make:
+    from ..net.tcp.backend import TcpBackend
+
+    return TcpBackend.make
+
+
+def _load_mpi() -> Make:
+    from ..net.mpi.backend import MpiBackend
+    from ..net.mpi.library import load
+
+    load()
+    return MpiBackend.make
+
+
+BACKENDS: dict[str, Callable[[], Make]] = {"shm": _load_shm, "tcp": _load_tcp, "mpi": _load_mpi}
+
+
+class Backend(str):
+    """A backend's name, in lower case: `Backend("GLOO") == "gloo"`.
+
+    Raises:
+        UsageError: there is no such backend; the message lists the known ones.
+    """
+
+    UNDEFINED = "undefined"
+    AUTO = "auto"
+    SHM = "shm"
+    GLOO = "gloo"
+    TCP = "tcp"
+    MPI = "mpi"
+    NCCL = "nccl"
+
+    __slots__ = ()
+
+    def __new__(cls, name: str) -> Backend:
+        lower = name.lower() if isinstance(name, str) else name
+        if lower not in KNOWN:
+            raise UsageError(
+                f"there is no backend {name!r}; known: {', '.join(KNOWN)}, or one a device as in 'cpu:auto,cuda:nccl'"
+            )
+        return super().__new__(cls, lower)
+
+    @classmethod
+    def register_backend(
+        cls, name: str, func: Make, extended_api: bool = False, devices: str | Sequence[str] | None = None
+    ) -> None:
+        """Add a backend of one's own, by name; on every rank, before `init_process_group`.
+
+        Args:
+            name: what `backend=` is then called, in any case; also `Backend.NAME`.
+            func: `func(store, name, members, group_rank, timeout)` meets the other members and returns what
+                core/backend.py describes; CONTRIBUTING.md has an example. (torch's takes other arguments.)
+            extended_api: must be False.
+            devices: "cpu", ["cpu"] or None.
+
+        Raises:
+            UsageError: the name is taken or no word, or `func` is no function.
+            UnavailableError: `extended_api` is True, or a device is not the CPU.
+        """
+        lower = name.lower() if isinstance(name, str) else ""
+        if not lower.isidentifier() or lower in KNOWN or hasattr(cls, lower.upper()):
+            raise UsageError(f"name is {name!r}; give a word that is not among {', '.join(KNOWN)}")
+        if not callable(func):
+            raise UsageError(f"func is {func!r}; give a function that makes a backend")
+        if extended_api or devices not in (None, "cpu", ["cpu"], ("cpu",)):
+            raise UnavailableError(
+                f"extended_api is {extended_api!r} and devices is {devices!r}; a backend of one's own has no "
+                "options, and is for arrays in host memory"
+            )
+        BACKENDS[lower] = lambda: func
+        KNOWN.append(lower)
+        setattr(cls, lower.upper(), lower)
+
+
+KNOWN: list[str] = [Backend.AUTO, Backend.SHM, Backend.GLOO, Backend.TCP, Backend.MPI, Backend.NCCL]
+DEVICES = ("cpu", "cuda")
+
+# Names that mean "the best for CPU arrays". Scripts written for torch ask for gloo.
+_CPU_DEFAULT = (Backend.AUTO, Backend.GLOO)
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether `init_process_group` would take this backend here. Unknown names are not available."""
+    name = str(backend).lower()
+    known = name in BACKENDS or name == Backend.NCCL
+    return name in _CPU_DEFAULT or (known and _why_unavailable(name) is None)
+
+
+def _why_unavailable(name: str) -> str | None:
+    """Why a backend of the registry, or NCCL, cannot be used here, and the cure; None when it can."""
+    if name == Backend.MPI:
+        from ..net.mpi.library import why_unavailable
+
+        return why_unavailable()
+    if name == Backend.NCCL:
+        from ..gpu.nccl import bindings as nccl_library
+
+        return nccl_library.why_unavailable()
+    return None
+
+
+def is_available() -> bool:
+    """True: where this package does not work, it cannot be imported."""
+    return True
+
+
+def is_gloo_available() -> bool:
+    """Whether the name "gloo", the CPU default, can be used."""
+    return is_backend_available(Backend.GLOO)
+
+
+def is_mpi_available() -> bool:
+    """Whether the MPI backend can be used: mpi4py finds a library, and an MPI launcher started this process."""
+    return is_backend_available(Backend.MPI)
+
+
+def is_nccl_available() -> bool:
+    """Whether the NCCL backend can be used: there are NCCL, CuPy and a GPU. Imports CuPy."""
+    return is_backend_available(Backend.NCCL)
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """What the user asked for: a backend for each kind of device."""
+
+    by_device: Mapping[str, Backend]  # of "cpu" and perhaps "cuda"
+    nccl_alone: bool = False  # whether "nccl" was asked for, without a device
+
+    def __str__(self) -> str:
+        return ",".join(f"{device}:{name}" for device, name in self.by_device.items())
+
+    @property
+    def initialises_mpi(self) -> bool:
+        """Whether MPI carries anything of the world's groups in host memory."""
+        cpu = self.by_device["cpu"]
+        return cpu == Backend.MPI or (
+            cpu in _CPU_DEFAULT and config.get("FASTCOLL_BETWEEN_NODES") == Backend.MPI
+        )
+
+
+class BackendConfig:
+    """The backend of each kind of device that a `backend=` stands for: `BackendConfig("cpu:auto,cuda:nccl")`.
+
+    Raises:
+        UsageError, UnavailableError: as `init_process_group` would.
+    """
+
+    def __init__(self, backend: str | None) -> None:
+        choice = parse_backend(None if backend == Backend.UNDEFINED else backend)
+        self.device_backend_map = dict(choice.by_device)
+
+    def get_device_backend_map(self) -> dict[str, Backend]:
+        """Device to backend."""
+        return self.device_backend_map
+
+    def __repr__(self) -> str:
+        return str(BackendChoice(self.device_backend_map))
+
+
+def parse_backend(text: str | None) -> BackendChoice:
+    """The choice that `backend=` stands for: None, a name, or `device:name,...`; "nccl" means "cpu:auto,cuda:nccl".
+
+    A part for another device may name a backend that is not there: arrays of that device are refused when they come.
+
+    Raises:
+        UsageError: an unknown backend or device, or a device named twice.
+        UnavailableError: the backend for CPU arrays, or one that is named alone, is not available.
+    """
+    if text is None:
+        return BackendChoice({"cpu": Backend(Backend.AUTO)})
+    if not isinstance(text, str):
+        raise UsageError(
+            f"backend is {text!r}, a {type(text).__name__}; give a str as in 'auto' or 'cpu:auto'"
+        )
+    nccl_alone = text.strip().lower() == Backend.NCCL
+    if nccl_alone:  # whoever asks for it alone has arrays on GPUs
+        if (why := _why_unavailable(Backend.NCCL)) is not None:
+            raise UnavailableError(
+                f"backend 'nccl' is not available here: {why}; for arrays in host memory: {_for_the_cpu()}"
+            )
+        text = f"cpu:{Backend.AUTO},cuda:{Backend.NCCL}"
+    by_device: dict[str, Backend] = {}
+    for part in text.split(",") if ":" in text else [f"cpu:{text}"]:
+        device, _, name = part.strip().lower().partition(":")
+        if device not in DEVICES or device in by_device:
+            raise UsageError(
+                f"backend is {text!r}; expected each of {', '.join(DEVICES)} at most once, as in 'cpu:auto'"
+            )
+        by_device[device] = Backend(name)
+    cpu = by_device.get("cpu")
+    if cpu is None or cpu == Backend.NCCL or not is_backend_available(cpu):
+        why = cpu and _why_unavailable(cpu)
+        raise UnavailableError(
+            f"backend {text!r} has no backend for CPU arrays that is available here"
+            f"{f': {why}' if why else ''}; {_for_the_cpu()}"
+        )
+    cuda = by_device.get("cuda")
+    if cuda is not None and _log.isEnabledFor(logging.INFO) and not is_backend_available(cuda):
+        _log.info("backend %r: %s is not available, so cuda arrays will be refused", text, cuda)
+    return BackendChoice(by_device, nccl_alone)
+
+
+def _for_the_cpu() -> str:
+    return "available: " + ", ".join(n for n in KNOWN if n != Backend.NCCL and is_backend_available(n))
+
+
+def load(choice: BackendChoice) -> MakeGroup:
+    """Import what groups of this choice need (Numba: about half a second), and return what makes them.
+
+    Raises:
+        UnavailableError: when a shared-memory group is made and its ranks are not all on one node.
+    """
+    cpu = choice.by_device["cpu"]
+    if choice.initialises_mpi:
+        _load_mpi()  # here, where all ranks come: to initialise MPI is collective
+    if cpu in _CPU_DEFAULT:
+        from ..hybrid.backend import make_auto
+
+        make: Make = make_auto
+    else:
+        make = BACKENDS[cpu]()
+
+    def make_devices(group: ProcessGroup) -> DeviceCarrier:
+        from ..gpu.carriers import carrier_for  # with the first array on a GPU, and CuPy
+
+        return carrier_for(choice.by_device.get("cuda", cpu), group)
+
+    def make_group(
+        store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
+    ) -> ProcessGroup:
+        strangers = [member for member in members if not member.same_node(members[0])]
+        if cpu == Backend.SHM and strangers:
+            raise UnavailableError(
+                f"backend {cpu!r} works inside one node, but {strangers[0]} does not share /dev/shm with "
+                f"{members[0]}; use 'auto' or 'tcp' for ranks on several nodes (containers: one shared /dev/shm)"
+            )
+        group = ProcessGroup(make(store, name, members, rank, timeout))
+        group.serve_gpus(make_devices)
+        return group
+
+    return make_group

@@ -1,0 +1,117 @@
+"""The first meeting of an elastic job, as one rank: attempt after attempt (rendezvous/attempts.py)."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+from ..core.group import ProcessGroup
+from ..errors import (
+    FastcollError,
+    GroupError,
+    PeerDiedError,
+    RendezvousError,
+    StoreError,
+)
+from ..rendezvous.attempts import ELSEWHERE, MADE, Attempts, Place, loss_of
+from .job import Job
+from .joining import Lobby, Start, passes_barrier
+
+_SEEN_SECONDS = 10.0  # for a launcher to see the end of a process whose loss the ranks have detected
+_LOOK_SECONDS = 60.0  # one wait for an attempt's outcome
+
+
+def begin(address: str, place: Place, timeout: float, start: Start) -> tuple[Job, ProcessGroup] | None:
+    """Meet the other ranks in the launcher's store at `address`; None: they have met without this process.
+
+    If a process dies before all have met, the others wait for the process that replaces it with the same rank.
+
+    Raises:
+        PeerDiedError: a process has died and is not replaced.
+        FastcollError: as `init_process_group`.
+    """
+    began = time.monotonic()
+    lobby = Lobby(address, timeout)
+    with closing(lobby):
+        lobby.attempts.come()
+        for attempt in itertools.count():
+            outcome = lobby.attempts.outcome(attempt)
+            if outcome is None:
+                try:
+                    return _meet(lobby, attempt, place, timeout, began, start)
+                except FastcollError as error:
+                    outcome = _end_of(lobby.attempts, attempt, error, began + timeout)
+                    if outcome in (None, MADE):
+                        raise
+            if outcome in (MADE, ELSEWHERE):
+                return None
+            loss = loss_of(outcome)
+            if loss.is_final:
+                raise PeerDiedError(
+                    f"joining as rank {place.rank}: {loss.text}, and nobody takes its place", [loss.rank]
+                )
+    raise AssertionError("the attempts that have ended are finite")
+
+
+def met_elsewhere(address: str, place: Place) -> None:
+    """Tell the launchers that the ranks have met by other means than `begin`."""
+    with suppress(StoreError), closing(Lobby(address, _SEEN_SECONDS)) as lobby:
+        lobby.attempts.join(place.name)
+        lobby.attempts.decide_next(ELSEWHERE)
+
+
+def _meet(
+    lobby: Lobby, attempt: int, place: Place, timeout: float, began: float, start: Start
+) -> tuple[Job, ProcessGroup]:
+    store, close = lobby.place(f"first/{attempt}")
+
+    def confirm(world: ProcessGroup) -> None:
+        lobby.attempts.join(place.name)
+        outcome = (
+            lobby.attempts.decide(attempt, MADE)
+            if passes_barrier(world)
+            else lobby.attempts.wait(attempt, _SEEN_SECONDS)
+        )
+        if outcome != MADE:
+            raise RendezvousError("a rank died while all were joining")
+
+    try:
+        with _cut_off(lobby, attempt, close):
+            return start(store, place.rank, place.size, close, confirm, timeout, began)
+    except BaseException:
+        close()
+        raise
+
+
+def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: float) -> bytes | None:
+    """Return the outcome of the attempt that failed here with `error`; None: it has none yet.
+
+    A GroupError or a RendezvousError may come from a process's loss: wait 10 s for its launcher to publish that.
+    """
+    if not isinstance(error, GroupError | RendezvousError):
+        return attempts.outcome(attempt)
+    return attempts.wait(attempt, max(min(deadline - time.monotonic(), _SEEN_SECONDS), 0.0))
+
+
+@contextmanager
+def _cut_off(lobby: Lobby, attempt: int, close: Callable[[], None]) -> Iterator[None]:
+    """Close the attempt's store as soon as its outcome is not MADE; that ends every wait in the store."""
+    attempts, stop = lobby.attempts_apart()
+
+    def follow() -> None:
+        with suppress(StoreError):
+            while (outcome := attempts.wait(attempt, _LOOK_SECONDS)) is None:
+                pass
+            if outcome != MADE:
+                close()
+
+    thread = threading.Thread(target=follow, name="fastcoll-begin", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop()
+        thread.join()

@@ -1,0 +1,109 @@
+"""StoreLease: what a rank holds of the store in which the ranks of its job met, until it leaves.
+
+For each rank there is a count of the groups that it has finished making. The count lets rank 0, which hosts the TCP
+store, leave only when no other rank needs the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ..errors import AbortedError, StoreError
+from ..store import Store
+from ..store.waiting import LateWarning
+from ..system.processes import Member, dead_among
+
+_log = logging.getLogger("fastcoll")
+_POLL_SECONDS = 0.01
+# How long rank 0 stays at most, in seconds, when Ctrl-C ended its last making of a group.
+_INTERRUPTED_SECONDS = 0.5
+# How long a rank tries to say that it has left: rank 0 may be stopped, or out of reach.
+_LAST_WORD_SECONDS = 1.0
+# Added to the count of a rank that leaves: more than any number of groups.
+_LEFT = 1 << 30
+
+
+@dataclass(eq=False)
+class StoreLease:
+    """A store that the ranks of a job share, as seen by one of them."""
+
+    store: Store  # the job's own part of the store
+    members: Sequence[Member]  # every rank of the job
+    rank: int
+    close_store: Callable[[], None]  # releases the store behind `store`
+    _settled: int = field(default=0, init=False)
+    _interrupted: bool = field(default=False, init=False)
+
+    def settle(self, interrupted: bool = False) -> None:
+        """Count one more group that this rank has finished making; after an `interrupted` one rank 0 waits less."""
+        self._settled += 1
+        self._interrupted = interrupted
+        self._count(1)
+
+    def settled_by_all(self) -> int:
+        """Return how many groups every rank has finished making. Never blocks."""
+        counts = self.store.peek([f"settled/{member.rank}" for member in self.members])
+        return min(int(count or 0) for count in counts)
+
+    def leave(self, patience: float, gone: Sequence[Member] = (), farewell: str = "") -> None:
+        """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it but those `gone`.
+
+        The `farewell` is read by ranks that wait for this one to make a group.
+        """
+        before = self.store.timeout  # which a user's store keeps
+        try:
+            if self.rank == 0:
+                self._await_others(
+                    min(patience, _INTERRUPTED_SECONDS) if self._interrupted else patience, gone
+                )
+            self.store.set_timeout(min(before.total_seconds(), _LAST_WORD_SECONDS))
+            with suppress(StoreError):  # as in _count
+                self.store.set(f"farewell/{self.rank}", farewell)
+            self._count(_LEFT)
+        finally:
+            self.store.set_timeout(before)
+            self.close_store()
+
+    def _await_others(self, patience: float, gone: Sequence[Member]) -> None:
+        """Wait for the living ranks in the job that have not made as many groups as this one."""
+        started, warning = time.monotonic(), LateWarning()
+        while True:
+            try:
+                counts = self.store.peek([f"settled/{member.rank}" for member in self.members])
+            except StoreError:  # the store went first, so nobody can need it
+                return
+            late = [m for m, n in zip(self.members, counts, strict=True) if int(n or 0) < self._settled]
+            over = [*gone, *dead_among(late)]
+            names = ", ".join(str(member) for member in late if member not in over)
+            if not names:
+                return
+            if (waited := time.monotonic() - started) >= patience:
+                _log.warning("the store is closed after %.1f s, though %s may still need it", waited, names)
+                return
+            warning.look("keeping the store open", f"{names}: fewer groups made than rank 0".__str__)
+            time.sleep(_POLL_SECONDS)
+
+    def _count(self, amount: int) -> None:
+        with suppress(StoreError):  # whoever would read it is gone
+            self.store.add(f"settled/{self.rank}", amount)
+
+    def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
+        """Raise AbortedError, with what it said, if one of these ranks has left the job: it makes no group any more."""
+        words = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
+        if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
+            told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
+            raise AbortedError(f"{doing}: {told}", [rank for rank, _ in gone])
+
+
+def times_settled(store: Store, rank: int) -> int:
+    """How many makings of groups `rank` is done with. Never blocks."""
+    return int(store.peek([f"settled/{rank}"])[0] or 0)
+
+
+def has_left(store: Store, rank: int) -> bool:
+    """Whether `rank` has left its job. Never blocks."""
+    return times_settled(store, rank) >= _LEFT

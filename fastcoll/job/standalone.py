@@ -1,0 +1,155 @@
+"""Groups without a world: their members meet in a store, and each group is a job of its own, several in a process.
+
+For libraries that have ranks and a store of theirs: actors, plug-ins, torch's backend. A group that is never destroyed
+is left at exit, while Python still runs; a child of fork has none of its parent's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+from .. import config
+from ..core.group import ProcessGroup
+from ..core.operands import positive_seconds, whole
+from ..core.work import Timeout
+from ..errors import GroupError, StoreError, UsageError
+from ..rendezvous.join import join
+from ..store import HashStore, PrefixStore, Store, adopted
+from ..system.processes import Member, forget, speak_as, this_process
+from .backends import load, parse_backend
+from .groups import Standalone, groups
+from .leaving import ExitHook, leave
+
+_log = logging.getLogger("fastcoll")
+
+
+def group_from_store(
+    store: Store | Any,
+    rank: int,
+    world_size: int,
+    timeout: Timeout = None,
+    group_name: str = "",
+    backend: str | None = None,
+) -> ProcessGroup:
+    """Make a group of processes that share a store, with or without `init_process_group`; collective among them.
+
+    The group is a job of its own: all functions take it as `group=`, its ranks count as global ranks in them, and
+    `destroy_process_group(group)` ends it. A process may be in any number of such groups.
+
+    Args:
+        store: fastcoll's or torch.distributed's. It stays open, and is used until the group is made.
+        rank, world_size: this process's place in the group, and the number of its members.
+        timeout: seconds or timedelta, for meeting and for every call on the group; None: FASTCOLL_TIMEOUT (1800 s).
+        group_name: of groups in one store, each set of members needs one of its own; the same members may use it again.
+        backend: as of `init_process_group`.
+
+    Returns:
+        The group.
+
+    Raises:
+        UsageError: an argument is wrong, or the members' arguments do not fit together.
+        UnavailableError: the backend is not available, or cannot join these nodes.
+        RendezvousError: the others did not come in time (StoreTimeoutError), or the store is lost.
+        PeerDiedError: a process that had come died before all had.
+
+    Example:
+        >>> group = dist.group_from_store(store, rank, 4)
+        >>> dist.all_reduce(x, group=group)
+    """
+    config.check()
+    limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
+    rank, world_size = whole("rank", rank), whole("world_size", world_size)
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank is {rank} and world_size is {world_size}; rank goes from 0 to world_size - 1")
+    # Each use of a store is a job of its own; each process counts for itself, so that two that claim one rank meet.
+    ours, me = PrefixStore("fastcoll", adopted(store)), this_process()
+    use = ours.add(f"group/{group_name}/use/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
+    return make(
+        PrefixStore(f"group/{group_name}/{use}", ours),
+        group_name or "group",
+        rank,
+        world_size,
+        limit,
+        backend,
+    )
+
+
+def make(
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    backend: str | None = None,
+    *,
+    ranks: Sequence[int] = (),
+    world_size: int | None = None,
+    began: float | None = None,
+    members: Sequence[Member] = (),
+) -> ProcessGroup:
+    """Meet the other members in a part of a store that is theirs alone; collective.
+
+    Args:
+        rank, size: this process's group rank, and the number of members.
+        timeout: seconds, for this and for every call on the group.
+        ranks, world_size: the members' global ranks, in the order of their group ranks, and the size of that world;
+            left out: the same numbers.
+        began: the time.monotonic() from which `timeout` counts; None: now.
+        members: all members, where each of them knows all from another group; the ranks then skip the join.
+    """
+    began = began or time.monotonic()
+    choice = parse_backend(backend)
+    make_group = load(choice)
+    ranks = ranks or range(size)
+    speak_as(ranks[rank])
+    if ranks[rank] == 0:
+        config.warn_of_unknown()
+    # A group of one needs no meeting; each rank may make its own under the same name.
+    job = store if size > 1 else HashStore()
+    members = members or join(job, rank, size, str(choice), timeout, began=began)
+    with ExitStack() as undo:
+        undo.callback(forget, members)
+        known = [
+            replace(member, rank=each, world_size=world_size or size)
+            for member, each in zip(members, ranks, strict=True)
+        ]
+        group = make_group(PrefixStore("group", job), name, known, rank, timeout)
+        undo.pop_all()
+    _leave_at_exit()
+    groups.standalone[group] = Standalone(choice, known, lambda: None)
+    return group
+
+
+def leave_groups(left: Sequence[ProcessGroup], error: BaseException | None) -> GroupError | None:
+    """Leave groups; those that have been left already are none. Returns what says which operations were lost."""
+    known = {group: groups.standalone.pop(group) for group in left if group in groups.standalone}
+    try:
+        return leave(list(known), error)
+    finally:
+        for each in known.values():
+            forget(each.members)
+            with suppress(StoreError):  # it may be gone, or closed
+                each.retire()
+
+
+def leave_all(error: BaseException | None) -> GroupError | None:
+    """Leave all that there are, as at exit."""
+    return leave_groups(list(groups.standalone), error)
+
+
+@functools.cache
+def _leave_at_exit() -> None:
+    """Once a process."""
+
+    def at_exit(error: BaseException | None) -> GroupError | None:
+        if groups.standalone:
+            _log.info("destroy_process_group was not called; leaving at exit")
+        return leave_all(error)
+
+    ExitHook(at_exit).set()

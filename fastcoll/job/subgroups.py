@@ -1,0 +1,335 @@
+"""Groups besides the default one: new_group, and ways to cut the world into groups.
+
+All members must give the same ranks. Each rank therefore writes what it asked for into the store, and a
+group is made only when all its members have asked for the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+from zlib import crc32
+
+from ..core.group import ProcessGroup
+from ..core.operands import WORLD_OF_ONE, check_unused, positive_seconds, whole, wholes
+from ..core.work import Timeout
+from ..errors import MismatchError, UsageError
+from ..failpoints import reach
+from ..store.waiting import fetch_for
+from .backends import Backend, load, parse_backend
+from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
+from .job import Job
+from .world import current_job
+
+_log = logging.getLogger("fastcoll")
+Made = ProcessGroup | NonMember
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> Made:
+    """Make a group of some ranks of the world.
+
+    Every rank of the world calls this, members and others, in the same order for all groups. Only the
+    members wait for one another; with NCCL all ranks do, as a communicator that the world has is split. A rank that has
+    not called it for a group of others is warned of it with its next call, which meets the next one of the others.
+
+    Args:
+        ranks: global ranks, in any order. None: all.
+        timeout: seconds or timedelta, for making it and for every call on it; None: the world's.
+        backend: as for `init_process_group`; None: the world's.
+        pg_options: must be None; no backend has options.
+        use_local_synchronization: only members call this; rank 0 must stay until they have it.
+        group_desc: a name for error messages.
+        device_id: as for `init_process_group`.
+        sort_ranks: group ranks follow ascending global ranks; False: they follow `ranks`, on all ranks the same.
+
+    Returns:
+        The group; `GroupMember.NON_GROUP_MEMBER` on ranks outside it.
+
+    Raises:
+        UsageError: `ranks` is empty, has duplicates, or ranks that do not exist; another argument is wrong.
+        MismatchError: members gave different `ranks`; the message has both.
+        PeerDiedError, StoreTimeoutError: a member died, or did not call this in time.
+
+    Example:
+        >>> even = dist.new_group(range(0, dist.get_world_size(), 2))
+    """
+    job = current_job()
+    check_unused(pg_options, device_id)
+    size = len(job.lease.members)
+    given = list(range(size)) if ranks is None else wholes("ranks", ranks)
+    chosen = sorted(given)
+    if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= size:
+        raise UsageError(
+            f"ranks is {given}; expected at least one of the ranks 0..{size - 1}, each at most once"
+            + (WORLD_OF_ONE if size == 1 else "")
+        )
+    if not sort_ranks:
+        chosen = given
+    choice = job.choice if backend is None else parse_backend(backend)
+    limit = positive_seconds(timeout, job.timeout)
+    # The group's GPUs are served by what the world has for them: NCCL's, once it has a communicator.
+    world, in_order = groups.world, chosen == sorted(chosen)
+    nccl = choice.by_device.get("cuda") == Backend.NCCL and world.failure is None
+    splits = not use_local_synchronization and in_order and nccl and world.splits_gpus()
+    asked = range(size) if splits else chosen
+    reach("new_group.enter")
+    with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
+        while True:
+            key = _key(job, chosen, use_local_synchronization)
+            if not use_local_synchronization or job.lease.rank in chosen:
+                _ask(job, key, chosen, str(choice))
+                reach("new_group.after_request")
+            if job.lease.rank not in chosen and not splits:
+                return GroupMember.NON_GROUP_MEMBER
+            if _is_agreed(job, key, chosen, str(choice), limit, asked, splits):
+                break
+            job.lease.settle()
+        group = None
+        if job.lease.rank in chosen:
+            name = f"{group_desc} ({key})" if group_desc else key
+            # Groups of other ranks may have the same key, where some have not called new_group for each.
+            place = f"{key}/{crc32(repr(chosen).encode()):08x}"
+            group = job.make_group(name, place, chosen, limit, load(choice))
+            job.keep_place(group, place)
+        reach("new_group.after_made")
+        if splits:
+            groups.world.split_gpus(group)
+        if group is None:
+            return GroupMember.NON_GROUP_MEMBER
+        groups.add(group, choice)
+        return group
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: Group = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    group_desc: str | None = None,
+) -> tuple[Made, list[Made]]:
+    """Cut the world, or another group, into groups of `group_size` neighbouring ranks.
+
+    Args:
+        group_size: must divide the number of ranks; None: the number of ranks on each node.
+        group: what is cut, with only its members calling; rank 0 must stay meanwhile. None: the world.
+        timeout, backend, pg_options, group_desc: as for `new_group`.
+
+    Returns:
+        The group that this rank is in, and all the groups.
+
+    Raises:
+        UsageError: `group_size` does not divide the number of ranks, or the nodes differ in theirs.
+    """
+    ranks = get_process_group_ranks(group)
+    if group_size is None:
+        members = current_job().lease.members
+        sizes = set(Counter(members[rank].node for rank in ranks).values())
+        if len(sizes) != 1:
+            raise UsageError(f"the nodes have {sorted(sizes)} ranks; give group_size")
+        size = sizes.pop()
+    else:
+        size = whole("group_size", group_size)
+    if size < 1 or len(ranks) % size:
+        raise UsageError(f"group_size is {size}; it must divide the {len(ranks)} ranks of the group")
+    parts = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    only_members = group is not None and group is not groups.world
+    return _new_groups(parts, timeout, backend, pg_options, group_desc, only_members)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    group_desc: str | None = None,
+) -> tuple[Made, list[Made]]:
+    """Make several groups without common ranks; every rank of the world calls this.
+
+    Args:
+        ranks_per_subgroup_list: the global ranks of each group.
+        timeout, backend, pg_options, group_desc: as for `new_group`.
+
+    Returns:
+        The group that this rank is in (`GroupMember.NON_GROUP_MEMBER` when in none), and all the groups.
+
+    Raises:
+        UsageError: a rank is in two of them, or as for `new_group`.
+    """
+    parts = _checked_parts("ranks_per_subgroup_list", ranks_per_subgroup_list)
+    return _new_groups(parts, timeout, backend, pg_options, group_desc, False)
+
+
+def split_group(
+    parent_pg: Group = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout = None,
+    pg_options: None = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Cut a group into several; every rank of it calls this. rank 0 of the world must stay meanwhile.
+
+    Args:
+        parent_pg: what is cut; None is the world.
+        split_ranks: the ranks of each part, as ranks in `parent_pg`, whose order the parts keep; no rank twice.
+        timeout, pg_options, group_desc: as for `new_group`.
+        backend: as for `new_group`; None: that of `parent_pg`.
+
+    Returns:
+        The part that this rank is in; None when it is in none. (To a collective, `group=None` is the world.)
+
+    Raises:
+        UsageError: `split_ranks` is missing, has a rank twice or one that `parent_pg` has not.
+        MismatchError, PeerDiedError, StoreTimeoutError: as for `new_group`.
+    """
+    parent = get_process_group_ranks(parent_pg)
+    parts = [sorted(part) for part in _checked_parts("split_ranks", split_ranks)]
+    if not parts or any(not part or part[0] < 0 or part[-1] >= len(parent) for part in parts):
+        raise UsageError(
+            f"split_ranks is {split_ranks!r}; give lists of the ranks 0..{len(parent) - 1} of parent_pg"
+        )
+    only_members = parent_pg is not None and parent_pg is not groups.world
+    if backend is None and only_members:
+        backend = get_backend_config(parent_pg)
+    chosen = [[parent[rank] for rank in part] for part in parts]
+    own, _ = _new_groups(chosen, timeout, backend, pg_options, group_desc, only_members, sort_ranks=False)
+    return own if isinstance(own, ProcessGroup) else None
+
+
+def _new_groups(
+    parts: Sequence[Sequence[int]],
+    timeout: Timeout,
+    backend: str | None,
+    pg_options: None,
+    group_desc: str | None,
+    only_members: bool,
+    sort_ranks: bool = True,
+) -> tuple[Made, list[Made]]:
+    made = [
+        new_group(part, timeout, backend, pg_options, only_members, group_desc, None, sort_ranks)
+        for part in parts
+    ]
+    own = [group for group in made if isinstance(group, ProcessGroup)]
+    return (own[0] if own else GroupMember.NON_GROUP_MEMBER), made
+
+
+def _checked_parts(name: str, parts: Any) -> list[list[int]]:
+    """Lists of ranks without common ones."""
+    if isinstance(parts, str) or not isinstance(parts, Iterable):
+        raise UsageError(f"{name} is {parts!r}; give a list of lists of ranks")
+    checked = [wholes(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+    times = Counter(rank for part in checked for rank in part)
+    if twice := [rank for rank, n in times.items() if n > 1]:
+        raise UsageError(f"rank {twice[0]} is listed twice in {checked}")
+    return checked
+
+
+def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
+    """The group's name in the store: by the count of all calls, or of the members' calls alone."""
+    if not only_members:
+        return f"group{job.number('all')}"
+    label = f"members{crc32(repr(sorted(ranks)).encode()):08x}x{len(ranks)}"
+    return f"{label}-{job.number(label)}"
+
+
+def _ask(job: Job, key: str, ranks: Sequence[int], backend: str) -> None:
+    """Publish this rank's request as a digest, which all members read.
+
+    The first rank with a given request also publishes its text, for the error if requests differ. If 10,000 ranks all
+    published it, that would be 590 MB.
+    """
+    request = json.dumps([ranks, backend]).encode()
+    digest = _digest(request)
+    if job.lease.store.add(f"{key}/alike/{digest.hex()}", 1) == 1:
+        job.lease.store.set(f"{key}/request/{digest.hex()}", request)
+    job.lease.store.set(f"{key}/asked/{job.lease.rank}", digest)
+
+
+def _digest(request: bytes) -> bytes:
+    return hashlib.sha256(request).digest()
+
+
+def _is_agreed(
+    job: Job, key: str, ranks: Sequence[int], backend: str, limit: float, asked: Sequence[int], splits: bool
+) -> bool:
+    """Wait until the ranks `asked` have said what they ask for; False: they have made another group without this rank.
+
+    They cannot have where a communicator `splits`, for which members wait for all others too.
+    """
+    answers = _answers(job, key, asked, limit, f"new_group({ranks})")
+    own = _digest(json.dumps([ranks, backend]).encode())
+    for rank, answer in zip(asked, answers, strict=True):
+        if answer == own:
+            continue
+        request = job.lease.store.get(f"{key}/request/{answer.hex()}")
+        other, theirs = json.loads(request)
+        left_out = None if splits else _left_out(job, key, rank, request, limit)
+        if left_out is None:
+            raise MismatchError(
+                f"new_group, call {key}: rank {job.lease.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
+                f"ranks {other} with {theirs}; every rank must make the same groups in the same order"
+            )
+        _log.warning(
+            "rank %d has not called new_group(%s), as others have, and goes on with their next call of new_group; all "
+            "ranks of the world must call it, or pass use_local_synchronization=True",
+            job.lease.rank,
+            left_out,
+        )
+        return False
+    return True
+
+
+def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str) -> list[bytes]:
+    """The digests of what these ranks ask for, waited for."""
+    keys = {rank: f"{key}/asked/{rank}" for rank in asked}
+    missing = dict(keys)  # at the last look
+
+    def late() -> list[int]:
+        found = job.lease.store.peek([*missing.values()], 0)
+        for rank, answer in zip([*missing], found, strict=True):
+            if answer is not None:
+                del missing[rank]
+        return [*missing]
+
+    return fetch_for(
+        job.lease.store,
+        [*keys.values()],
+        [job.lease.members[rank] for rank in asked],
+        limit,
+        doing,
+        lambda: job.lease.raise_if_left(late(), doing),
+        lambda: ", ".join(str(job.lease.members[rank]) for rank in late()),
+    )
+
+
+def _left_out(job: Job, key: str, rank: int, request: bytes, limit: float) -> list[int] | None:
+    """Which group was made without a call of this rank, so that it is a call behind `rank` and its `request`.
+
+    That is one of other ranks, which all ask for it; or, if the request is for a group that this rank has made, what
+    `rank` asked for when it was made.
+    """
+    if not key.startswith("group"):
+        return None
+    ranks: list[int] = json.loads(request)[0]
+    if job.lease.rank not in ranks:
+        alike = set(_answers(job, key, ranks, limit, f"new_group({ranks}), which others call"))
+        return ranks if alike == {_digest(request)} else None
+    for number in range(int(key.removeprefix("group"))):
+        mine, theirs = job.lease.store.peek([f"group{number}/asked/{who}" for who in (job.lease.rank, rank)])
+        if mine == _digest(request) and theirs is not None and theirs != mine:
+            return list(json.loads(job.lease.store.get(f"group{number}/request/{theirs.hex()}"))[0])
+    return None

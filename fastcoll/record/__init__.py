@@ -1,0 +1,1 @@
+"""The flight record of a process's groups: its layout, its writer, its dump."""

@@ -1,0 +1,260 @@
+"""What a rank writes when something has gone wrong: its record, why, and where all its threads are.
+
+A file a rank in FASTCOLL_TRACE_DIR, `rank-R-of-N.HOST.PID.json`, written anew each time and replaced as a whole: on a
+group's failure, a mismatch, SIGQUIT, and `fastcoll.dump()`. Nothing is written where that is not set, but by
+`dump(path)`. A rank that a failure blames may be stopped or stuck: where it runs on the same machine, its record is
+read from outside and written with the own one. SIGQUIT also has Python's faulthandler write the stacks to a file beside
+it, which works while the interpreter is stuck. `python -m fastcoll trace` reads these files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from .. import config
+from ..errors import ResourceError, UsageError
+from ..system.forks import at_fork
+from ..system.own_files import open_own
+from ..system.processes import status_of
+from . import recorder
+from .recorder import Record
+
+_log = logging.getLogger("fastcoll")
+_E = TypeVar("_E", bound=BaseException)
+FORMAT = 1
+SUFFIX, STACKS_SUFFIX = ".json", ".stacks"
+_MOST_SEEN = 16  # ranks
+_MOST_REASONS = 8  # the first ones are kept, and the last one
+_STUCK_SECONDS = 0.5  # that a process had to dump, which takes it 0.01, and did not
+_LONGEST_SECONDS = 10.0  # to wait for all dumps of a machine so full that nobody gets a core
+_LOOK_SECONDS = 0.01
+_TICKS = os.sysconf("SC_CLK_TCK")
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_numbers = itertools.count()
+_reasons: list[dict[str, Any]] = []
+
+
+def dump(path: str | os.PathLike[str] | None = None) -> str:
+    """Write what this process has called, and where its threads are, for `python -m fastcoll trace`; returns the path.
+
+    Does not wait for anybody, and can be called from any thread or signal handler.
+
+    Args:
+        path: the file; None: one of this rank in FASTCOLL_TRACE_DIR.
+
+    Raises:
+        UsageError: neither says where to.
+        ResourceError: the file cannot be written.
+    """
+    if path is None and not config.get("FASTCOLL_TRACE_DIR"):
+        raise UsageError("dump() does not know where to write; give a path, or set FASTCOLL_TRACE_DIR")
+    try:
+        return _write("dump() was called", path)
+    except OSError as error:
+        raise ResourceError(f"the dump cannot be written: {error}") from error
+
+
+def after(error: _E) -> _E:
+    """Dump because of an error, which is returned, where FASTCOLL_TRACE_DIR is set."""
+    if config.get("FASTCOLL_TRACE_DIR"):
+        try:
+            _write(f"{type(error).__name__}: {error}", blamed=getattr(error, "ranks", ()))
+        except Exception as failure:  # which must not take the place of the error
+            _log.warning("the dump cannot be written: %s", failure)
+    return error
+
+
+def _write(why: str, path: str | os.PathLike[str] | None = None, blamed: Sequence[int] = ()) -> str:
+    place = _path(SUFFIX) if path is None else os.fspath(path)
+    _reasons.append({"time": time.time(), "why": why, "stacks": _stacks()})
+    del _reasons[_MOST_REASONS - 1 : -1]
+    found = recorder.own()
+    names = {str(thread.ident): thread.name for thread in threading.enumerate()}
+    content = {
+        "format": FORMAT,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "reasons": list(_reasons),
+        "threads": names,
+        "record": None if found is None else found.as_dict(),
+        "seen": [] if found is None else _seen(found, blamed),
+    }
+    # Another thread, or the one that a signal has interrupted, may be writing too: each has a file until it is whole.
+    draft = f"{place}.{os.getpid()}.{next(_numbers)}.part"
+    with os.fdopen(os.open(draft, _FLAGS, 0o600), "w") as file:
+        try:
+            json.dump(content, file)
+            file.flush()
+            os.replace(draft, place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            raise
+    return place
+
+
+def _seen(mine: Record, blamed: Sequence[int]) -> list[dict[str, Any]]:
+    """The records of some ranks of the job, as far as they are to be had, and in which state the kernel has them."""
+    peers = {peer.rank: peer for group in mine.groups for peer in group.members}
+    found = []
+    for peer in (peers[rank] for rank in blamed[:_MOST_SEEN] if rank in peers and rank != mine.rank):
+        try:
+            # The pid is its own name for itself, which in a namespace of its own may be another process's here.
+            if peer.host != mine.host or (theirs := recorder.read(peer.pid)) is None:
+                continue
+            if (theirs.job, theirs.rank) == (mine.job, peer.rank):
+                state = status_of(peer.pid)[0].decode()
+                found.append({"state": state, "time": time.time(), "record": theirs.as_dict()})
+        except OSError:
+            continue
+    return found
+
+
+def _path(suffix: str) -> str:
+    """This rank's file in FASTCOLL_TRACE_DIR, which is made if it is not there."""
+    folder = config.get("FASTCOLL_TRACE_DIR")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    found = recorder.own()
+    rank = "no-rank" if found is None else f"rank-{found.rank}-of-{found.world_size}"
+    return os.path.join(folder, f"{rank}.{os.uname().nodename}.{os.getpid()}{suffix}")
+
+
+def _stacks() -> str:
+    with os.fdopen(os.memfd_create("fastcoll-stacks"), "w+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+# ---- SIGQUIT ---------------------------------------------------------------------------------------------
+
+_stacks_file: Any = None
+
+
+def listen() -> None:
+    """Dump on SIGQUIT, where FASTCOLL_TRACE_DIR is set and nobody else handles that signal; on the main thread only."""
+    global _stacks_file
+    if not config.get("FASTCOLL_TRACE_DIR") or _stacks_file is not None:
+        return
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(signal.SIGQUIT) is not signal.SIG_DFL:
+        _log.debug(
+            "SIGQUIT does not dump: %s", "it is handled already" if on_main else "not on the main thread"
+        )
+        return
+    try:
+        flags = os.O_WRONLY | os.O_APPEND
+        _stacks_file = os.fdopen(open_own(_path(STACKS_SUFFIX), flags, 0o600), "w")
+    except OSError as error:
+        _log.warning("SIGQUIT will not dump: %s", error)
+        return
+    signal.signal(signal.SIGQUIT, _on_quit)
+    # In the signal itself, whatever Python does; then Python's handler, once the interpreter comes to it.
+    faulthandler.register(signal.SIGQUIT, _stacks_file, all_threads=True, chain=True)
+
+
+def listen_no_more() -> None:
+    """The end of `listen`, once there are no groups; the file of stacks goes if nothing was written."""
+    global _stacks_file
+    if _stacks_file is None or recorder.has_groups():
+        return
+    faulthandler.unregister(signal.SIGQUIT)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGQUIT) is _on_quit:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    file, _stacks_file = _stacks_file, None
+    with file:
+        if os.fstat(file.fileno()).st_size == 0:
+            with contextlib.suppress(OSError):  # the folder may be deleted meanwhile
+                for name in os.listdir(config.get("FASTCOLL_TRACE_DIR")):
+                    if name.endswith(f".{os.uname().nodename}.{os.getpid()}{STACKS_SUFFIX}"):
+                        os.unlink(os.path.join(config.get("FASTCOLL_TRACE_DIR"), name))
+
+
+def ask(pids: Sequence[int]) -> None:
+    """Have processes of this machine that listen for SIGQUIT dump; returns when each has, has ended, or is stuck.
+
+    Stuck is who has slept or computed for half a second meanwhile: the time that it waits for a core does not count.
+    """
+    before, asked = _files(), {pid: Asked(pid) for pid in pids}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGQUIT)
+    end = time.monotonic() + _LONGEST_SECONDS
+    while asked and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+        stuck = {pid for pid, process in asked.items() if process.seconds() >= _STUCK_SECONDS}
+        files = _files()  # looked at later, as the last thing that one may have done is to write its own
+        asked = {
+            pid: process
+            for pid, process in asked.items()
+            if pid not in stuck and files.get(pid) == before.get(pid)
+        }
+
+
+class Asked:
+    """A process that is to handle a signal, and for how long it could: a wait for a core does not count."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._seconds = pid, 0.0
+        self._at, self._computed = time.monotonic(), self._look()[1]
+
+    def seconds(self) -> float:
+        """For how long it could; inf: it has ended. To be called often: as it is now it was since the last call."""
+        (state, computed), now = self._look(), time.monotonic()
+        # A thread that can run, "R", has a core only while its process computes.
+        self._seconds += computed - self._computed if state == b"R" else now - self._at
+        self._at, self._computed = now, computed
+        return math.inf if state in b"ZX" else self._seconds
+
+    def _look(self) -> tuple[bytes, float]:
+        """Its main thread's state, which runs Python's handlers, and the seconds that it has computed."""
+        try:
+            fields = status_of(self._pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return b"X", 0.0
+        return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _files() -> dict[int, tuple[int, int]]:
+    """Of each process's file in FASTCOLL_TRACE_DIR what differs each time that it is written: inode and time."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(config.get("FASTCOLL_TRACE_DIR")) as entries:
+        for entry in entries:
+            name, _, pid = entry.name.removesuffix(SUFFIX).rpartition(".")
+            if entry.name.endswith(SUFFIX) and name.endswith(f".{os.uname().nodename}") and pid.isdigit():
+                found[int(pid)] = entry.inode(), entry.stat().st_mtime_ns
+    return found
+
+
+def _on_quit(number: int, frame: Any) -> None:
+    try:
+        _write("SIGQUIT")
+    except OSError as error:
+        _log.warning("the dump cannot be written: %s", error)
+
+
+def _after_fork() -> None:
+    """A child of fork has nothing to tell of its parent; its SIGQUIT ends it, as is usual."""
+    global _stacks_file
+    _reasons.clear()
+    if _stacks_file is not None:
+        faulthandler.unregister(signal.SIGQUIT)
+        if signal.getsignal(signal.SIGQUIT) is _on_quit:
+            signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+        _stacks_file.close()
+        _stacks_file = None
+
+
+at_fork("dump", _after_fork)

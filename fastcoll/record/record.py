@@ -1,0 +1,400 @@
+"""What a process's record says, for whoever reads it: the layout of its memory, and what is read there as plain data.
+
+The writer is recorder.py: a memfd a process, named `fastcoll-record`. Another process of the same user finds it among
+/proc/PID/fd and reads it, also while the process is stopped or its Python is stuck. All words are int64.
+
+    file    header | table of groups | a block for each group
+    header  the words below, then at TEXT the process in JSON
+    table   from TABLE on, ROWS rows of serial number (0: free), offset and bytes of a group's block
+    block   the words below; at FAILURE_AT why the group failed; at WAITS_AT the waits of its threads; at RING_AT the
+            last RING calls; then its members in JSON, and the private context of its backend
+
+The writer writes while others read, so a reader takes what is proven whole. A block counts if the table's row and the
+block's first word say the same serial number after it was read. A text has a checksum. Call n lies in row n % RING; the
+row's other words are written before its NUMBER, and the group's count of calls before all of them. So a row counts if
+its NUMBER is n, and n + RING is more than the count which was read after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..system.processes import status_of
+
+NAME = "fastcoll-record"
+JOINING = "fastcoll-joining"  # an empty memfd, while a process that is in no group meets others
+MAGIC, VERSION = 0x6661737463_52, 1
+
+# ---- the file --------------------------------------------------------------------------------------------
+(
+    HEAD_MAGIC, HEAD_VERSION,
+    HEAD_PID, HEAD_START,  # the process, as it sees itself; and its start, field 22 of /proc/PID/stat
+    HEAD_STARTED,  # when the record was made, in ns of CLOCK_MONOTONIC
+    HEAD_EPOCH,  # what is to be added to that clock for the time of day
+    HEAD_TEXT, HEAD_TEXT_CRC,  # length and checksum of the text
+) = range(8)  # fmt: skip
+TEXT, TABLE, ROWS, ROW_WORDS = 512, 4096, 1024, 4
+BLOCKS = TABLE + 8 * ROWS * ROW_WORDS
+
+# ---- a block ---------------------------------------------------------------------------------------------
+(
+    SERIAL, BYTES,
+    MEMBERS_AT, MEMBERS, MEMBERS_CRC,  # the text that says what group it is
+    # Where the block has these words, in bytes from its beginning; 0: nowhere.
+    CALLS_AT,  # number of the last call begun
+    FINISHED_AT,  # number of the last call that is complete
+    SINCE_AT,  # of the call under way: when it began if it was to be timed, else when it began to wait; 0: it did not
+    LATE_AT,  # group rank that it waits for, by the backend's last look; -1: none
+    PENDING_AT,  # operations queued or under way on the progress thread
+    OWN_CALLS, OWN_FINISHED,  # the counts of a backend that has no others
+    FAILURE,  # bytes of the text at FAILURE_AT
+    SITES_AT, SITES,  # where the call sites are, SITE_BYTES each, and how many; 0: they are not kept
+) = range(15)  # fmt: skip
+FAILURE_AT, WAITS_AT, RING_AT = 512, 2048, 8192
+FAILURE_BYTES = WAITS_AT - FAILURE_AT
+
+# A wait: one that Python has looked at, so it has lasted 50 ms.
+WAITS, WAIT_WORDS, WAIT_RANKS = 4, 128, 32
+WAIT_CALL = 0  # number of the call; MESSAGE: it is a message, or a connection; 0: none
+WAIT_SINCE, WAIT_COUNT, WAIT_TEXT = 1, 2, 3  # when it began, for how many ranks, bytes of the text
+WAIT_RANKS_AT = 4
+WAIT_TEXT_AT = WAIT_RANKS_AT + WAIT_RANKS
+MESSAGE = -1
+
+# A row of the ring: a cache line.
+RING, ENTRY_WORDS = 1024, 8
+NUMBER, CALL, SHAPE = 0, 1, 2  # the words that ranks compare (signature.py)
+# In ns; 0: not timed. ENDED's lowest bits are one of ENDS, 0 for a call that was complete
+BEGAN, ENDED = 3, 4
+SITE = 5  # of the call site: 65536 * the call's number + the site's, as the caller expected before the call
+SITE_BYTES, MOST_SITES = 128, 512
+ENDS = "done", "mismatch", "failed", "made anew"
+MEMBERS_START = RING_AT + 8 * RING * ENTRY_WORDS
+
+
+def row_of(number: int) -> int:
+    """Where the row of a call begins, in words of the block."""
+    return RING_AT // 8 + number % RING * ENTRY_WORDS
+
+
+# ---- what is read ----------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """One call of a group.
+
+    Attributes:
+        number: counted from 1 in the group; the same call has the same number on all ranks.
+        call, shape: its signature (core/signature.py); 0, 0: not known yet.
+        state: one of ENDS, or "under way".
+        began, ended: in ns since 1970; 0: not timed.
+        site: the user's file and line, if the job keeps these; else "".
+    """
+
+    number: int
+    call: int
+    shape: int
+    state: str
+    began: int
+    ended: int
+    site: str = ""
+
+    @property
+    def head(self) -> tuple[int, int]:
+        """The signature, as core/signature.py describes it."""
+        return self.call, self.shape
+
+
+class Waiting(NamedTuple):
+    """What a thread waits for, for 50 ms at least.
+
+    Attributes:
+        number: of the call; 0: it is a message.
+        doing: its words for it.
+        since: when it began, in ns since 1970.
+        ranks: the global ranks that it waits for, the first WAIT_RANKS of `many`.
+    """
+
+    number: int
+    doing: str
+    since: int
+    ranks: tuple[int, ...]
+    many: int
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A member of a group: its global rank, and the process."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """One group, as one of its ranks has recorded it.
+
+    Attributes:
+        name: the same on all ranks; the default group's is WORLD.
+        serial: how many groups this process had made, with this one.
+        rank: this process's rank in the group.
+        calls, finished: numbers of the last call begun, and of the last one complete.
+        pending: operations queued or under way on the progress thread.
+        ring: the last calls, the oldest first.
+        under_way: the call under way, or None.
+        since: when it began, or began to wait, in ns since 1970; 0: not known.
+        late: global rank that it waits for, as the backend has seen last; -1: none or not known.
+        waits: what its threads have waited for, for 50 ms at least; of a group that failed, when it did.
+        failure: why the group failed, or "".
+    """
+
+    name: str
+    serial: int
+    backend: str
+    rank: int
+    members: tuple[Peer, ...]
+    calls: int
+    finished: int
+    pending: int
+    ring: tuple[Call, ...]
+    under_way: Call | None
+    since: int
+    late: int
+    waits: tuple[Waiting, ...]
+    failure: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One process: `pid` and `start_time` as it sees itself, `started` in seconds since 1970, and its groups."""
+
+    job: str
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    start_time: int
+    started: float
+    version: str
+    groups: tuple[GroupRecord, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; `record_of` takes it back."""
+        return asdict(self)
+
+
+def record_of(data: dict[str, Any]) -> Record:
+    """What `as_dict` gave, perhaps through JSON. Raises KeyError or TypeError if it is something else."""
+    groups = []
+    for group in data["groups"]:
+        under_way = group["under_way"]
+        parts = {
+            "members": tuple(Peer(**peer) for peer in group["members"]),
+            "ring": tuple(Call(*call) for call in group["ring"]),
+            "under_way": None if under_way is None else Call(*under_way),
+            "waits": tuple(Waiting(*wait)._replace(ranks=tuple(wait[3])) for wait in group["waits"]),
+        }
+        groups.append(GroupRecord(**(group | parts)))
+    return Record(**(data | {"groups": tuple(groups)}))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------
+
+Read = Callable[[int, int], bytes]
+"""`read(nbytes, offset)` of the file."""
+
+
+def read(pid: int) -> Record | None:
+    """The record of a process of this user; None: it is in no group of fastcoll, or has ended. Does not block.
+
+    Raises:
+        PermissionError: it is another user's process.
+    """
+    for path in _files(pid, NAME):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = parse(lambda nbytes, offset, fd=fd: os.pread(fd, nbytes, offset))  # type: ignore[misc]
+            finally:
+                os.close(fd)
+            # A child of fork has its parent's for a moment.
+            if found is not None and found.start_time == int(status_of(pid)[19]):
+                return found
+    return None
+
+
+def joining_since(pid: int) -> float | None:
+    """Since when a process of this user meets others for a job, in seconds since 1970; None: it does not, or has ended.
+
+    Raises:
+        PermissionError: it is another user's process.
+    """
+    for path in _files(pid, JOINING):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            return os.stat(path).st_mtime
+    return None
+
+
+def _files(pid: int, name: str) -> Iterator[str]:
+    """The memfds of this name that a process has."""
+    folder = f"/proc/{pid}/fd"
+    with suppress(FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        for fd in os.listdir(folder):
+            with suppress(FileNotFoundError):
+                if os.readlink(f"{folder}/{fd}").startswith(f"/memfd:{name}"):
+                    yield f"{folder}/{fd}"
+
+
+def parse(read: Read) -> Record | None:
+    """The record in a file, or None if there is none in it."""
+    head = _words(read(8 * 8, 0))
+    if head.size < 8 or head[HEAD_MAGIC] != MAGIC or head[HEAD_VERSION] != VERSION:
+        return None
+    about = _text(read, TEXT, head[HEAD_TEXT], head[HEAD_TEXT_CRC], TABLE - TEXT)
+    if about is None:
+        return None
+    epoch = int(head[HEAD_EPOCH])
+    groups = []
+    for row in range(ROWS):
+        at = TABLE + 8 * ROW_WORDS * row
+        if row % 64 == 0:
+            rows = _words(read(8 * ROW_WORDS * 64, at)).reshape(-1, ROW_WORDS)
+        if row % 64 < len(rows) and rows[row % 64, 0]:
+            _, offset, nbytes, _ = map(int, rows[row % 64])
+            with suppress(
+                ValueError, KeyError, TypeError, IndexError, struct.error
+            ):  # it was just made, or goes
+                found = _group(read, offset, nbytes, epoch)
+                if found.serial == _words(read(8, at))[0]:
+                    groups.append(found)
+    return Record(
+        **about,
+        pid=int(head[HEAD_PID]),
+        start_time=int(head[HEAD_START]),
+        started=(int(head[HEAD_STARTED]) + epoch) / 1e9,
+        groups=tuple(sorted(groups, key=lambda group: group.serial)),
+    )
+
+
+def _words(data: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(data[: len(data) // 8 * 8], np.int64)
+
+
+def _text(read: Read, at: int, nbytes: int, crc: int, most: int) -> Any:
+    """A text in JSON; None if it is not whole."""
+    data = read(int(nbytes), at) if 0 < nbytes <= most else b""
+    return json.loads(data) if data and zlib.crc32(data) == crc else None
+
+
+def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
+    data = read(nbytes, offset)
+    block, after = _words(data), _words(read(RING_AT, offset))
+
+    def word(at: int, words: NDArray[np.int64] = block, missing: int = 0) -> int:
+        """The word that a word of the block leads to."""
+        place = int(block[at])
+        if not place:
+            return missing
+        if words is block:
+            return struct.unpack_from("q", data, place)[0]  # type: ignore[no-any-return]
+        return struct.unpack("q", read(8, offset + place))[0]  # type: ignore[no-any-return]
+
+    about = _text(
+        lambda n, at: data[at : at + n],
+        int(block[MEMBERS_AT]),
+        int(block[MEMBERS]),
+        int(block[MEMBERS_CRC]),
+        nbytes,
+    )
+    if about is None or block[SERIAL] != after[SERIAL]:
+        raise ValueError("not whole")
+    members = tuple(
+        map(Peer, about["ranks"], [about["hosts"][host] for host in about["host"]], about["pids"])
+    )
+
+    def time(stamp: int) -> int:
+        return stamp + epoch if stamp else 0
+
+    calls, finished = word(CALLS_AT), word(FINISHED_AT)
+    entries = _calls(data, block, range(max(1, word(CALLS_AT, after) - RING + 1), calls + 1), finished, time)
+    under_way = entries[-1] if entries and entries[-1].number == calls else None
+    if under_way is None and calls > finished:
+        under_way = Call(calls, 0, 0, "under way", 0, 0)
+    if under_way is not None and under_way.state != "under way":
+        under_way = None
+    late = word(LATE_AT, missing=-1)
+    why = data[FAILURE_AT : FAILURE_AT + min(int(block[FAILURE]), FAILURE_BYTES)]
+    waited_in = calls if under_way or (why and calls > finished) else 0
+    waits = tuple(_waits(data, members, waited_in, time))
+    return GroupRecord(
+        name=about["name"],
+        serial=int(block[SERIAL]),
+        backend=about["backend"],
+        rank=about["rank"],
+        members=members,
+        calls=calls,
+        finished=finished,
+        pending=word(PENDING_AT),
+        ring=tuple(entries),
+        under_way=under_way,
+        since=0 if under_way is None else time(word(SINCE_AT)) or under_way.began,
+        late=members[late].rank if under_way and late != about["rank"] and 0 <= late < len(members) else -1,
+        waits=waits,
+        failure=why.decode(errors="replace"),
+    )
+
+
+def _calls(
+    data: bytes, block: NDArray[np.int64], numbers: range, finished: int, time: Callable[[int], int]
+) -> list[Call]:
+    """Those of the calls `numbers` that the ring has, of which the last one may be under way."""
+    # The row of the last call is told from an older one by the count before; what is overwritten by the count after.
+    start = int(block[SITES_AT])
+    places = range(start, start + SITE_BYTES * min(int(block[SITES]), MOST_SITES), SITE_BYTES)
+    sites = [data[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace") for at in places]
+    found = []
+    for number in numbers:
+        row = block[row_of(number) : row_of(number) + ENTRY_WORDS].tolist()
+        if row[NUMBER] != number:
+            continue
+        ended = row[ENDED] & 7
+        state = "under way" if number == numbers[-1] > finished and ended == 0 else ENDS[ended]
+        site = _site(row[SITE], number, sites)
+        found.append(
+            Call(number, row[CALL], row[SHAPE], state, time(row[BEGAN]), time(row[ENDED] & ~7), site)
+        )
+    return found
+
+
+def _site(word: int, number: int, sites: Sequence[str]) -> str:
+    """The call site that a row says, if it says it of this call."""
+    which = word & 0xFFFF
+    return sites[which] if word and word >> 16 == number and which < len(sites) else ""
+
+
+def _waits(data: bytes, members: Sequence[Peer], call: int, time: Callable[[int], int]) -> list[Waiting]:
+    """The waits of a block: of its messages, and of the call under way."""
+    found = []
+    for slot in range(WAITS):
+        at = WAITS_AT + 8 * WAIT_WORDS * slot
+        words = _words(data[at : at + 8 * WAIT_WORDS])
+        number, count = int(words[WAIT_CALL]), int(words[WAIT_COUNT])
+        if number == MESSAGE or (number == call and call):
+            listed = words[WAIT_RANKS_AT : WAIT_RANKS_AT + min(count, WAIT_RANKS)]
+            ranks = tuple(members[rank].rank for rank in map(int, listed) if 0 <= rank < len(members))
+            start = at + 8 * WAIT_TEXT_AT
+            doing = data[start : start + min(int(words[WAIT_TEXT]), 8 * (WAIT_WORDS - WAIT_TEXT_AT))]
+            since = time(int(words[WAIT_SINCE]))
+            found.append(Waiting(max(number, 0), doing.decode(errors="replace"), since, ranks, count))
+    return found

@@ -1,0 +1,375 @@
+"""The flight recorder: what each group of this process has called, in memory that others can read (record.py).
+
+One memfd a process, made by the first group and closed with the last one. Each group's backend gets a block of it with
+room for its private context, so that compiled code records a call by a few stores, and what it keeps in its context
+anyway (number of the call, whom it waits for) is seen from outside at no cost.
+
+Who writes what: the file's header and table whoever makes or closes a group, under `_lock`; a block's ring the thread
+whose call has the group's context; its waits the thread that waits, a slot each.
+
+A child of fork gets memory of its own in the place of each block: it shares nothing with its parent. No secret comes
+here: only signatures, sizes, times, names of groups and hosts, and what errors say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import inspect
+import itertools
+import json
+import logging
+import os
+import struct
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import config
+from .._version import __version__
+from ..system.forks import at_fork
+from ..system.mapping import aside, map_memory, unmap_memory
+from ..system.processes import Member
+from . import record as r
+from .record import Record, parse, read
+
+__all__ = ["GroupRecorder", "Record", "read"]
+
+_log = logging.getLogger("fastcoll")
+_PAGE = 4096
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+class _File:
+    """The memfd of this process; `fd` is -1 where the system has none to give, and once it is closed."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.end = r.BLOCKS
+        self.groups: set[int] = set()  # rows of the table in use
+
+    def open(self, me: Member, job: str) -> None:
+        """Make the memfd of this process, whose members meet in this job."""
+        try:
+            self.fd = aside(os.memfd_create(r.NAME, os.MFD_CLOEXEC))
+            os.ftruncate(self.fd, r.BLOCKS)
+        except OSError as error:
+            _log.debug("there is no flight record: %s", error)
+            return
+        about = {"job": job, "rank": me.rank, "world_size": me.world_size, "host": me.host}
+        text = json.dumps(about | {"version": __version__}).encode()
+        now = time.monotonic_ns()
+        head = (
+            r.MAGIC,
+            r.VERSION,
+            me.pid,
+            me.start_time,
+            now,
+            time.time_ns() - now,
+            len(text),
+            zlib.crc32(text),
+        )
+        os.pwrite(self.fd, text, r.TEXT)
+        os.pwrite(self.fd, struct.pack("8q", *head), 0)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    def block(self, nbytes: int) -> tuple[int, int]:
+        """Address and offset of nbytes more."""
+        offset, self.end = self.end, self.end + nbytes
+        try:
+            if self.fd >= 0:
+                os.ftruncate(self.fd, self.end)
+                return map_memory(nbytes, self.fd, offset=offset, populate=True), offset
+        except OSError as error:
+            _log.debug("a group is not in the flight record: %s", error)
+        return map_memory(nbytes, private=True), 0
+
+    def tell(self, row: int, serial: int, offset: int, nbytes: int) -> None:
+        """Fill a row of the table; serial number 0: free it. The serial number comes last, or goes first."""
+        at = r.TABLE + 8 * r.ROW_WORDS * row
+        if self.fd >= 0:
+            if serial:
+                os.pwrite(self.fd, struct.pack("2q", offset, nbytes), at + 8)
+            os.pwrite(self.fd, struct.pack("q", serial), at)
+
+
+_file = _File()
+_serials = itertools.count(1)
+_lock = threading.RLock()  # the garbage collector may close a group while another one is made
+_blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
+
+
+class _Block:
+    """The memory of one group: the base of the arrays that lead into it, so it stays as long as there is one."""
+
+    def __init__(self, file: _File, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address, self.offset = file.block(nbytes)
+        _blocks.add(self)
+        weakref.finalize(self, _release, self.address, nbytes, file, self.offset).atexit = False
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "typestr": "<i8", "shape": (self.nbytes // 8,), "data": (self.address, False)}
+
+    def make_own(self) -> None:
+        """In a child of fork: memory of its own, with the same content."""
+        content = ctypes.string_at(self.address, self.nbytes)
+        map_memory(self.nbytes, at=self.address, private=True)
+        ctypes.memmove(self.address, content, self.nbytes)
+
+
+def _release(address: int, nbytes: int, file: _File, offset: int) -> None:
+    unmap_memory(address, nbytes)
+    if offset and file.fd >= 0:
+        _libc.fallocate(file.fd, _KEEP_SIZE | _PUNCH_HOLE, offset, nbytes)
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """Let others see that this process meets its peers for a job, of which there is no record yet."""
+    fd = -1
+    with contextlib.suppress(OSError):
+        fd = aside(os.memfd_create(r.JOINING, os.MFD_CLOEXEC))
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _after_fork() -> None:
+    global _file, _lock
+    for block in list(_blocks):
+        block.make_own()
+    _file.close()
+    _file, _lock = _File(), threading.RLock()
+
+
+at_fork("record", _after_fork)
+
+
+def has_groups() -> bool:
+    """Whether this process has any."""
+    return bool(_file.groups)
+
+
+def own() -> Record | None:
+    """The record of this process."""
+    fd = _file.fd
+    return parse(lambda nbytes, offset: os.pread(fd, nbytes, offset)) if fd >= 0 else None
+
+
+class GroupRecorder:
+    """What one group writes.
+
+    Args:
+        name: the group's.
+        members: in the order of their group ranks; `rank` is this process's.
+        backend: its name.
+        words: of the context that the group's backend has here.
+
+    Attributes:
+        context: these words, zeros at first.
+        ring: the address of the ring's first row.
+    """
+
+    def __init__(self, name: str, members: Sequence[Member], rank: int, backend: str, words: int = 0) -> None:
+        global _file
+        text = json.dumps(_about(name, members, rank, backend)).encode()
+        context_at = -(-(r.MEMBERS_START + len(text)) // _PAGE) * _PAGE
+        sites_at = context_at + 8 * words
+        keeps_sites = config.get("FASTCOLL_TRACE_SITES")
+        nbytes = -(-(sites_at + keeps_sites * r.SITE_BYTES * r.MOST_SITES) // _PAGE) * _PAGE
+        me = members[rank]
+        with _lock:
+            if not _file.groups:
+                _file = _File()
+                first = members[0]
+                _file.open(me, f"{first.host}:{first.pid}:{first.start_time}")
+            self._file = _file
+            self._row = next((row for row in range(r.ROWS) if row not in _file.groups), -1)
+            if self._row >= 0:
+                _file.groups.add(self._row)
+            self.serial = next(_serials)
+            block = _Block(_file, nbytes)
+            self._words = np.asarray(block)
+            self._bytes = self._words.view(np.uint8)
+            self.context: NDArray[np.int64] = self._words[context_at // 8 : context_at // 8 + words]
+            self._context_at = context_at
+            self.ring = block.address + r.RING_AT
+            self._cells = memoryview(self._words)  # type: ignore[arg-type]
+            self._bytes[r.MEMBERS_START : r.MEMBERS_START + len(text)] = np.frombuffer(text, np.uint8)
+            self._words[r.MEMBERS_AT : r.MEMBERS_CRC + 1] = r.MEMBERS_START, len(text), zlib.crc32(text)
+            self._words[r.CALLS_AT], self._words[r.FINISHED_AT] = 8 * r.OWN_CALLS, 8 * r.OWN_FINISHED
+            self._words[r.SITES_AT] = sites_at if keeps_sites else 0
+            self._words[r.SERIAL], self._words[r.BYTES] = self.serial, nbytes
+            if self._row >= 0 and block.offset:
+                _file.tell(self._row, self.serial, block.offset, nbytes)
+        self._calls, self._finished = r.OWN_CALLS, r.OWN_FINISHED
+
+        self._sites: dict[tuple[str, int], int] = {}
+
+    @property
+    def keeps_sites(self) -> bool:
+        """Whether `called_from` is wanted."""
+        return bool(self._words[r.SITES_AT])
+
+    def __del__(self) -> None:
+        self.close()  # of a group whose making failed
+
+    def follow(
+        self,
+        calls: int,
+        finished: int,
+        since: int | None = None,
+        late: int | None = None,
+        pending: int | None = None,
+    ) -> None:
+        """Say which words of the context these are; see record.py."""
+        start = self._context_at // 8
+        self._calls, self._finished = start + calls, start + finished
+        places = ((r.CALLS_AT, calls), (r.FINISHED_AT, finished), (r.SINCE_AT, since), (r.LATE_AT, late))
+        for at, word in (*places, (r.PENDING_AT, pending)):
+            if word is not None:
+                self._words[at] = 8 * (start + word)
+
+    # ---- calls that Python carries out ---------------------------------------------------------------------
+
+    def begin(self, call: int, shape: int) -> int:
+        """A call begins, by the thread that has the turn; its number."""
+        cells = self._cells
+        number = cells[self._calls] + 1
+        cells[self._calls] = number
+        row = r.row_of(number)
+        cells[row + r.CALL], cells[row + r.SHAPE] = call, shape
+        cells[row + r.BEGAN], cells[row + r.ENDED] = time.monotonic_ns(), 0
+        cells[row + r.NUMBER] = number
+        return number
+
+    def end(self, number: int, how: str = "done") -> None:
+        """It has ended so, one of record.ENDS."""
+        row = r.row_of(number)
+        self._cells[row + r.ENDED] = time.monotonic_ns() & ~7 | r.ENDS.index(how)
+        if how == "done":
+            self._cells[self._finished] = number
+
+    def called_from(self, file: str, line: int) -> None:
+        """The next call of this thread is made there; it comes behind those that are queued."""
+        cells = self._cells
+        which = self._sites.setdefault((file, line), len(self._sites))
+        if which >= r.MOST_SITES:
+            return
+        if which == cells[r.SITES]:
+            text = f"{file}:{line}".encode()[-r.SITE_BYTES :]
+            at = cells[r.SITES_AT] + which * r.SITE_BYTES
+            self._bytes[at : at + len(text)] = np.frombuffer(text, np.uint8)
+            cells[r.SITES] = which + 1
+        pending = cells[cells[r.PENDING_AT] // 8] if cells[r.PENDING_AT] else 0
+        number = cells[self._calls] + 1 + pending
+        cells[r.row_of(number) + r.SITE] = number << 16 | which
+
+    # ---- what happens rarely -----------------------------------------------------------------------------
+
+    def broken_off(self, how: str) -> None:
+        """The call under way, if there is one, has ended so."""
+        cells, number = self._cells, self._cells[self._calls]
+        row = r.row_of(number)
+        if number > cells[self._finished]:
+            if cells[row + r.NUMBER] != number:  # it had not been published
+                cells[row : row + r.ENTRY_WORDS] = memoryview(np.zeros(r.ENTRY_WORDS, np.int64))  # type: ignore[arg-type]
+                cells[row + r.NUMBER] = number
+            if cells[row + r.ENDED] & 7 == 0:
+                self.end(number, how)
+
+    def did_not_match(self, number: int) -> None:
+        """A call, which may have ended, did not match those of the other ranks."""
+        row = r.row_of(number)
+        if self._cells[row + r.NUMBER] == number:
+            self._cells[row + r.ENDED] = self._cells[row + r.ENDED] & ~7 | r.ENDS.index("mismatch")
+
+    def failed(self, why: str) -> None:
+        """The group has failed, and with it the call under way."""
+        text = why.encode()[: r.FAILURE_BYTES]
+        self._bytes[r.FAILURE_AT : r.FAILURE_AT + len(text)] = np.frombuffer(text, np.uint8)
+        self._words[r.FAILURE] = len(text)
+        self.broken_off("failed")
+
+    def waits(self, slot: int, doing: str, ranks: Sequence[int], since: float, message: bool = False) -> None:
+        """A thread waits for group ranks, in its call or for a message, since then by time.monotonic."""
+        start = r.WAITS_AT // 8 + slot * r.WAIT_WORDS
+        text = doing.encode()[: 8 * (r.WAIT_WORDS - r.WAIT_TEXT_AT)]
+        at = 8 * (start + r.WAIT_TEXT_AT)
+        self._words[start + r.WAIT_CALL] = 0
+        self._bytes[at : at + len(text)] = np.frombuffer(text, np.uint8)
+        listed = ranks[: r.WAIT_RANKS]
+        first = start + r.WAIT_RANKS_AT
+        self._words[first : first + len(listed)] = listed
+        self._words[start + r.WAIT_SINCE] = int(since * 1e9)
+        self._words[start + r.WAIT_COUNT], self._words[start + r.WAIT_TEXT] = len(ranks), len(text)
+        self._words[start + r.WAIT_CALL] = r.MESSAGE if message else self._cells[self._calls]
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call is under way, or has not ended well."""
+        return self._cells[self._calls] > self._cells[self._finished]
+
+    def waits_no_more(self, slot: int) -> None:
+        """The wait of this slot is over."""
+        self._words[r.WAITS_AT // 8 + slot * r.WAIT_WORDS + r.WAIT_CALL] = 0
+
+    def close(self) -> None:
+        """The group is gone, here; closing twice is fine. The context stays as long as somebody has it."""
+        with _lock:
+            if self._row >= 0 and self._file is _file:
+                self._file.tell(self._row, 0, 0, 0)
+                self._file.groups.discard(self._row)
+                if not self._file.groups:
+                    self._file.close()
+            self._row = -1
+
+
+def _about(name: str, members: Sequence[Member], rank: int, backend: str) -> dict[str, Any]:
+    """What group it is; each host's name once."""
+    hosts = list(dict.fromkeys(member.host for member in members))
+    places = {host: place for place, host in enumerate(hosts)}
+    return {
+        "name": name,
+        "backend": backend,
+        "rank": rank,
+        "ranks": [member.rank for member in members],
+        "pids": [member.pid for member in members],
+        "hosts": hosts,
+        "host": [places[member.host] for member in members],
+    }
+
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def located(method: Callable[..., Any], record: GroupRecorder) -> Callable[..., Any]:
+    """A method that first records where the user's program calls it."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame = frame.f_back
+        if frame is not None:
+            record.called_from(frame.f_code.co_filename, frame.f_lineno)
+        return method(*args, **kwargs)
+
+    return call

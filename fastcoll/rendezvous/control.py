@@ -1,0 +1,308 @@
+"""The control connections of one rank in a group: what its peers say of themselves, and what follows from it.
+
+Notices are sent without blocking and read whenever somebody looks; there is no thread. Every rank sends three notices
+at the most, which the kernel's buffers always have room for.
+
+A notice has 1,120 bytes (big-endian), whatever it says, so nothing announces a length that has to be believed:
+
+    offset  bytes  field
+    0       8      magic "FASTNOTE"
+    8       1      state of the sender: 1 left in order, 2 failed the group, 3 is leaving it
+    9       1      what happened: 1 a process died or cannot be reached, 2 one did not come in time, else 0
+    10      2      number of ranks at fault
+    12      4      group rank of whoever first said so
+    16      4      length of the text
+    20      12     zero
+    32      64     global ranks at fault, 4 bytes each
+    96      1024   text, UTF-8
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Monitor
+from ..errors import CollectiveTimeoutError, GroupError, PeerDiedError
+from ..system.interfaces import watch
+from ..system.processes import Member, dead_among
+
+_MAGIC = b"FASTNOTE"
+MOST_RANKS = 16
+TEXT_BYTES = 1024
+_DIED, _LATE = 1, 2
+_FORMAT = struct.Struct(f"!8sBBHII12s{MOST_RANKS}I{TEXT_BYTES}s")
+NOTICE_SIZE = _FORMAT.size
+
+
+class NoticeError(ValueError):
+    """Bytes that are no notice."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """That a rank left or failed the group, or is leaving it: LEFT, FAILED or LEAVING."""
+
+    state: int
+    origin: int  # group rank of whoever first said so; others pass it on
+    ranks: tuple[int, ...] = ()  # global ranks at fault, at most 16
+    died: bool = False  # or they cannot be reached
+    late: bool = False
+    text: str = ""
+
+    def to_bytes(self) -> bytes:
+        """The notice, its text cut to 1 KiB and its ranks to 16."""
+        text = self.text.encode()[:TEXT_BYTES].decode(errors="ignore").encode()
+        ranks = self.ranks[:MOST_RANKS]
+        filled = (*ranks, *[0] * (MOST_RANKS - len(ranks)))
+        what = _DIED if self.died else _LATE if self.late else 0
+        said = self.state, what, len(ranks), self.origin, len(text)
+        return _FORMAT.pack(_MAGIC, *said, bytes(12), *filled, text)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, size: int) -> Notice:
+        """The notice of a rank of a group of `size`; NoticeError: it is none."""
+        magic, state, what, count, origin, length, zero, *ranks, text = _FORMAT.unpack(data)
+        known = magic == _MAGIC and state in (LEFT, FAILED, LEAVING) and what in (0, _DIED, _LATE)
+        bounded = count <= MOST_RANKS and origin < size and length <= TEXT_BYTES
+        if not known or not bounded or any(zero):
+            raise NoticeError(f"not a notice: {data[:32]!r}")
+        why = text[:length].decode(errors="replace")
+        return cls(state, origin, tuple(ranks[:count]), what == _DIED, what == _LATE, why)
+
+
+logger = logging.getLogger("fastcoll")
+_LOOK_AGAIN_SECONDS = 0.002
+_NOTICES_AT_ONCE = 4
+
+
+class Control:
+    """Thread-safe; `look` from a signal handler in the middle of another finds what that one has found.
+
+    Attributes:
+        heard: group rank -> what came from it: the first notice, or the one after LEAVING.
+        lost: group rank -> how its connection ended, for messages; no news when it has said why before.
+        peers: group ranks that there is, or was, a connection with.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.heard: dict[int, Notice] = {}
+        self.lost: dict[int, str] = {}
+        self.peers: set[int] = set()
+        self._size = size
+        self._lock = threading.RLock()
+        self._looking = False
+        self._looked = 0.0
+        self._links: dict[int, tuple[int, socket.socket, bytearray]] = {}
+        self._poller = select.poll()
+        self._said: list[bytes] = []
+
+    def add(self, peer: int, connection: socket.socket) -> None:
+        """Take over a connection with a peer; there may be several."""
+        with self._lock:
+            self.peers.add(peer)
+            with contextlib.suppress(OSError):  # it broke already, which the next look finds out
+                watch(connection)
+            self._links[connection.fileno()] = (peer, connection, bytearray())
+            self._poller.register(connection, select.POLLIN)
+            for data in self._said:
+                _send(connection, data)
+
+    def say(self, notice: Notice) -> None:
+        """Send a notice to all peers, and to those that connect later."""
+        data = notice.to_bytes()
+        with self._lock:
+            self._said.append(data)
+            for _, connection, _ in list(self._links.values()):
+                _send(connection, data)
+
+    def look(self, again: bool = False) -> None:
+        """Take in what has come; not more often than every 2 ms unless `again`. Never blocks."""
+        if not again and time.monotonic() - self._looked < _LOOK_AGAIN_SECONDS:
+            return
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is about it
+        try:
+            if not self._looking:
+                self._looking = True
+                try:
+                    self._read()
+                finally:
+                    self._looking = False
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close all connections, after reading what is there: unread data would turn the end into a reset."""
+        with self._lock:
+            self.look(again=True)
+            for _, connection, _ in self._links.values():
+                self._poller.unregister(connection)
+                connection.close()
+            self._links.clear()
+
+    def close_inherited(self) -> None:
+        """In a child of fork: close the copies of all connections."""
+        for _, connection, _ in list(self._links.values()):
+            connection.close()
+
+    def _read(self) -> None:
+        # More than once, since a notice may come in pieces and has its connection's end behind it.
+        for _ in range(_NOTICES_AT_ONCE):
+            for fd, _ in self._poller.poll(0):
+                if fd in self._links:
+                    self._read_from(fd)
+        self._looked = time.monotonic()
+
+    def _read_from(self, fd: int) -> None:
+        peer, connection, buffer = self._links[fd]
+        try:
+            data = connection.recv(NOTICE_SIZE - len(buffer))
+            buffer += data
+            if not data:
+                self._lose(fd, peer, "it closed the connection")
+            elif len(buffer) == NOTICE_SIZE:
+                self._hear(peer, Notice.from_bytes(bytes(buffer), self._size))
+                buffer.clear()
+        except BlockingIOError:
+            return
+        except NoticeError as error:
+            logger.warning("group rank %d sent what cannot be read: %s", peer, error)
+            self._lose(fd, peer, str(error))
+        except OSError as error:
+            vanished = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+            self._lose(fd, peer, "its host cannot be reached" if vanished else str(error.strerror))
+
+    def _hear(self, peer: int, notice: Notice) -> None:
+        if peer not in self.heard or self.heard[peer].state == LEAVING:
+            self.heard[peer] = notice
+
+    def _lose(self, fd: int, peer: int, how: str) -> None:
+        self._poller.unregister(fd)
+        self._links.pop(fd)[1].close()
+        self.lost.setdefault(peer, how)
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # it broke, which the next look finds out
+        connection.send(data)
+
+
+class NetMonitor(Monitor):
+    """What a rank knows of the others by its control connections.
+
+    A peer whose connection ends without a notice has died, or cannot be reached any more, which comes to the same.
+    What a failed rank blames is blamed here too: the first survivor to see a death may be gone before the others
+    look, and they must still name who died.
+    """
+
+    def __init__(self, members: Sequence[Member], rank: int, control: Control) -> None:
+        super().__init__(members, rank)
+        self._control = control
+        self.let_arrive: Callable[[], None] = lambda: None  # called before this rank says that it leaves
+        self._broken: dict[int, str] = {}
+        self._taken: tuple[GroupError, Notice] | None = None  # our failure that a notice led to
+
+    def lost(self, rank: int, how: str) -> None:
+        """A data or mail connection with a group rank broke; a verdict unless that rank has left or failed."""
+        self._broken.setdefault(rank, how)
+
+    def start_to_leave(self) -> None:
+        self.let_arrive()
+        super().start_to_leave()
+
+    def leave(self) -> None:
+        self.let_arrive()
+        super().leave()
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank takes nothing more: it has left, failed or been lost."""
+        self._control.look()
+        return self._state(rank) in (LEFT, FAILED) or rank in {**self._broken, **self._control.lost}
+
+    def lost_processes(self) -> list[Member]:
+        """For `processes.gone_among`."""
+        self._control.look()
+        return [self.members[rank] for rank in self._suspects()]
+
+    def has_left(self, rank: int) -> bool:
+        self._control.look()
+        return self._state(rank) in (LEFT, LEAVING)
+
+    def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
+        if self.failure is not None:
+            return self.failure
+        # First who died, then what they said: a process says that it leaves before it ends.
+        proven = set(dead_among(self.members))
+        self._control.look(again=bool(proven))
+        proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
+        if error := self._death(proven, doing):
+            return error
+        for notice in list(self._control.heard.values()):
+            if notice.state == FAILED:  # for which it or whoever it blames is at fault
+                passed_on = self.passed_on(notice.origin, notice.text, notice.ranks, notice.late, doing)
+                self._taken = (passed_on, notice)
+                return passed_on
+        return super().verdict(needed, doing)
+
+    def _death(self, proven: set[Member], doing: str) -> PeerDiedError | None:
+        """Who died, by our own sight or by what others say."""
+        suspects = {self.members[rank]: how for rank, how in self._suspects().items()}
+        # The first notice that says that somebody other than us died.
+        notices, me = list(self._control.heard.values()), self.members[self.rank].rank
+        report = next((each for each in notices if each.died and set(each.ranks) - {me}), None)
+        told = set(report.ranks) if report is not None else set()
+        told_members = {member for member in self.members if member.rank in told}
+        culprits = sorted(proven | set(suspects) | told_members, key=lambda member: member.rank)
+        if not culprits:
+            return None
+        names = ", ".join(map(str, culprits))
+        if proven.issuperset(culprits):
+            text = f"{names} died; {doing}"
+        else:
+            how = ", ".join(dict.fromkeys(suspects.values()))
+            text = f"{names} died or lost its connection{f' ({how})' if how else ''}; {doing}"
+        error = PeerDiedError(text, [member.rank for member in culprits])
+        if report is not None and told == set(error.ranks):
+            self._taken = (error, report)
+        return error
+
+    def _suspects(self) -> dict[int, str]:
+        """Group ranks whose connection broke, and how, that have neither left nor failed."""
+        broken = {**self._broken, **self._control.lost}
+        return {rank: how for rank, how in broken.items() if self._is_present(rank)}
+
+    def _publish(self, state: int, reason: str) -> None:
+        notice = Notice(state, self.rank, text=reason)
+        if state == FAILED and self.failure is not None:
+            if self._taken is not None and self._taken[0] is self.failure:
+                notice = self._taken[1]  # passed on as it was, not wrapped into another "failed the group"
+            else:
+                died = isinstance(self.failure, PeerDiedError)
+                late = isinstance(self.failure, CollectiveTimeoutError)
+                notice = Notice(FAILED, self.rank, self.failure.ranks, died, late, reason)
+        self._control.say(notice)
+
+    def _state(self, rank: int) -> int:
+        notice = self._control.heard.get(rank)
+        return IN_ORDER if notice is None else notice.state
+
+    def _is_present(self, rank: int) -> bool:
+        return self._state(rank) in (IN_ORDER, LEAVING)
+
+    def _states(self) -> list[int]:
+        return [self._state(rank) for rank in range(len(self.members))]
+
+    def _reason(self, rank: int) -> str:
+        return self._control.heard[rank].text
+
+    def _dead(self, working: Sequence[Member]) -> list[Member]:
+        return dead_among(working)

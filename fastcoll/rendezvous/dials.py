@@ -1,0 +1,188 @@
+"""Dialing: connections of one rank in the making, several at a time, none of which blocks.
+
+A peer that is refused, unreachable or drops the opening is tried again (it may be short of descriptors, or the
+network between only just coming up); one that does not fit is not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+from ..errors import RendezvousError, ResourceError
+from ..store.opening import Dialing, Endpoint, Kind, OpeningError, RefusedError
+from ..system.address import (
+    MORE_DESCRIPTORS,
+    PORTLESS_SECONDS,
+    no_descriptor,
+    portless,
+    raise_limit,
+    shown,
+)
+from ..system.interfaces import Interface, family_of, tune
+
+LOOK_SECONDS = 0.05
+RETRY_FIRST, RETRY_MOST = 0.01, 0.25
+_IP_BIND_ADDRESS_NO_PORT = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Python 3.12 has the name
+
+Wish = tuple[int, int] | float
+"""A descriptor and the poll events that are waited for, or until when nothing can be done."""
+
+
+class Dial:
+    """One connection of a kind and stream to a group rank, in the making, from `source` to where that listens.
+
+    Attributes:
+        connection: the socket, once `is_done`.
+        reason: why the last try failed.
+        does_not_fit: another process is at the peer's address, or one of another version or secret.
+        refused_since: when the first of the last tries was, at which nothing listened there; None: others failed.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        peer: int,
+        kind: Kind,
+        stream: int,
+        source: Interface,
+        target: tuple[str, int],
+    ) -> None:
+        self.peer = peer
+        self.where = f"{shown(*target)} from {source}"
+        self.reason = "no answer"
+        self.refused_since: float | None = None
+        self.is_done = self.does_not_fit = False
+        self.waits_for: Wish = 0.0
+        self._socket: socket.socket | None = None
+        self._steps = self._tries(lambda: Dialing(endpoint, peer, kind, stream), source, target)
+
+    @property
+    def connection(self) -> socket.socket:
+        assert self._socket is not None, "it stands"
+        return self._socket
+
+    def step(self) -> None:
+        """Go as far as possible without blocking; RendezvousError, ResourceError: as `dial_all`, do not try again."""
+        self.waits_for = next(self._steps, 0.0)
+
+    def close(self) -> None:
+        """Give up, or close what was made."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+    def _tries(
+        self, begin: Callable[[], Dialing], source: Interface, target: tuple[str, int]
+    ) -> Iterator[Wish]:
+        pause, portless_since = RETRY_FIRST, float("inf")
+        while True:
+            lacking = None
+            try:
+                yield from self._try(begin(), source, target)
+                self.is_done = True
+                return
+            except RefusedError as error:
+                with suppress(OSError):
+                    self.connection.send(error.answer)
+                self.close()
+                self.does_not_fit = True
+                raise RendezvousError(f"the rank at {self.where} cannot be joined: {error}") from error
+            except OpeningError as error:
+                self.reason, refused = str(error), False
+            except OSError as error:
+                self.reason, refused = error.strerror or str(error), error.errno == errno.ECONNREFUSED
+                lacking = portless(error, self.where) or _exhausted(error, self.where)
+            self.close()
+            now = time.monotonic()
+            portless_since = min(portless_since, now) if lacking else float("inf")
+            if lacking and now - portless_since >= PORTLESS_SECONDS:
+                raise lacking
+            self.refused_since = (self.refused_since or now) if refused else None
+            while time.monotonic() < now + pause:
+                yield now + pause
+            pause = min(2 * pause, RETRY_MOST)
+
+    def _try(self, dialing: Dialing, source: Interface, target: tuple[str, int]) -> Iterator[Wish]:
+        made = self._socket = socket.socket(family_of(source.address), socket.SOCK_STREAM)
+        tune(made)
+        # Without this the kernel takes a port for every connection of the machine, not for this destination.
+        made.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+        made.bind((source.address, 0))
+        while (status := made.connect_ex(target)) in (errno.EINPROGRESS, errno.EALREADY):
+            yield made.fileno(), select.POLLOUT
+        # A loopback port that nobody listens on can connect to itself.
+        status = status or (errno.ECONNREFUSED if made.getsockname() == made.getpeername() else 0)
+        if status:
+            raise OSError(status, os.strerror(status))
+        made.send(dialing.opening)
+        while dialing.wants:
+            yield made.fileno(), select.POLLIN
+            try:
+                data = made.recv(dialing.wants)
+            except BlockingIOError:
+                continue
+            if not data:
+                raise OpeningError("it closed the connection during the opening")
+            if reply := dialing.take(data):
+                made.send(reply)
+
+
+def _exhausted(error: OSError, where: str) -> ResourceError | None:
+    """Return the error for a dial without a free descriptor, if the limit cannot be raised."""
+    lacking = no_descriptor(error, f"cannot connect to {where}")
+    return None if lacking and raise_limit(MORE_DESCRIPTORS, "connections") else lacking
+
+
+def dial_all(
+    dials: Sequence[Dial], look: Callable[[], None], stands: Callable[[Dial], None] = lambda _: None
+) -> None:
+    """Bring all connections about, and let `stands` take each over as soon as it stands.
+
+    `look`, called at least every 50 ms, may raise, which ends the others. RendezvousError: a peer does not fit;
+    ResourceError: this host has no port for it.
+    """
+    looked = time.monotonic()
+    waiting = list(dials)
+    try:
+        while True:
+            for dial in list(waiting):
+                dial.step()
+                if dial.is_done:
+                    waiting.remove(dial)
+                    stands(dial)
+            if not waiting:
+                return
+            _wait_for(waiting, time.monotonic() + LOOK_SECONDS)
+            if time.monotonic() - looked >= LOOK_SECONDS:
+                look()
+                looked = time.monotonic()
+    except BaseException:
+        for dial in waiting:
+            dial.close()
+        raise
+
+
+def dial_until(dial: Dial, end: float) -> bool:
+    """Go on with one connection until it stands, or until `end`; whether it stands. RendezvousError: as `dial_all`."""
+    while True:
+        dial.step()
+        if dial.is_done or time.monotonic() >= end:
+            return dial.is_done
+        _wait_for([dial], end)
+
+
+def _wait_for(dials: Sequence[Dial], end: float) -> None:
+    """Until one of them can be gone on with, or until `end`."""
+    poller = select.poll()
+    for dial in dials:
+        if isinstance(dial.waits_for, tuple):
+            poller.register(*dial.waits_for)
+        else:
+            end = min(end, dial.waits_for)
+    poller.poll(1000 * max(end - time.monotonic(), 0.0) + 0.5)

@@ -1,0 +1,405 @@
+"""FileStore: a store in a file that all ranks can reach, kept in step by SharedLog.
+
+Every participant is written into the file with its process. The one that leaves last removes it, and
+one that comes to a file whose participants are all dead starts it anew.
+
+The bytes are a magic line, 8 bytes that say where to begin, and records, only ever appended to: the requests that
+change something, as frames (frames.py). Before each is a 12-byte header (big-endian: CRC-32 of the frame, its length, 1
+for a change of who takes part, three zeros). A writer that is killed leaves at most one record cut off at the end;
+nobody else was writing, as it held the lock, so the next writer cuts it off and goes on.
+
+Where most of the log is history, a writer appends all that holds as a few records more, says that one begins there, and
+gives what is before back to the file system, as a hole. Killed before it says so, it has only repeated what holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import stat
+import struct
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+from ..core.operands import whole
+from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
+from ..system.processes import ProcessId, forget, in_sight, this_process
+from .frames import HEADER, MAX_BODY, check_request_header, decode_request, encode_request
+from .store import DEFAULT_TIMEOUT, limit_of, tries
+from .table import CHANGING, Missing, Op, Request, Table, TableStore, check_process, closed_meanwhile
+
+MAGIC = b"fastcoll store 3\n"
+_BEGIN = struct.Struct("!Q")
+FIRST = len(MAGIC) + _BEGIN.size  # where the records of a new file begin
+_HEADER = struct.Struct("!II?3x")
+_OPENED = b"opened"  # among those that take part: how many have ever come
+# A log begins anew when it has so many bytes, and so many times those that it takes to write down what holds.
+_MOST_HISTORY, _HISTORY_SHARE = 1 << 20, 4
+_RECORD_BYTES = 64  # of a record, beside its key and value, about
+_PUNCH_HOLE = 0x02 | 0x01  # of fallocate(2), and keep the size
+# struct flock: type, whence, start, length, pid. The lock belongs to the open file, not to the
+# process (fcntl(2), "open file description locks"), so it also keeps threads apart.
+_FLOCK = struct.Struct("hhqqi0q")
+_PAUSE_MOST = 0.02  # between two looks at the file or its lock
+_LEAVE_SECONDS = 5.0
+
+
+class FileStore(TableStore):
+    """Keys and values in the file `file_name`, appended under an fcntl lock. Thread safe.
+
+    The file is made with mode 0600 and removed when the last participant closes the store (at the
+    latest when its process ends in an orderly way). A file left by processes that were killed is
+    recognised by their pids and start times, and started anew.
+
+    Args:
+        file_name: in an existing directory, on a file system with fcntl locks (NFS has them).
+        world_size: how many participants there will be: the file stays until so many have come and
+            all have left. -1: it goes when nobody has it open.
+        timeout: of blocking operations.
+
+    Raises:
+        UsageError: `file_name` is a link, belongs to another user, is writable by others, is in no directory, or
+            holds other data.
+    """
+
+    def __init__(
+        self,
+        file_name: str | os.PathLike[str],
+        world_size: int = -1,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.set_timeout(timeout)
+        self.path = os.fspath(file_name)
+        self.world_size = whole("world_size", world_size)
+        self._pid = os.getpid()
+        self._mutex = threading.Lock()
+        self._log = SharedLog(self.path, limit_of(self))
+        self._leave = weakref.finalize(self, _leave, self._log, self.world_size, self._pid)
+
+    def participants(self) -> list[ProcessId]:
+        """The processes that have the file open, as they wrote themselves down."""
+        check_process(self, self._pid)
+        with self._mutex, self._log.transaction(limit_of(self)):
+            return list(self._log.participants.values())
+
+    def clone(self) -> FileStore:
+        """A participant more."""
+        return FileStore(self.path, self.world_size, self.timeout)
+
+    def close(self) -> None:
+        with self._mutex:
+            self._closed = True
+            self._leave()
+
+    def _ask(self, request: Request) -> list[bytes] | Missing:
+        check_process(self, self._pid)
+        log, missing = self._log, None
+        for _ in tries(request.timeout, most=_PAUSE_MOST):
+            with self._mutex:
+                if self._closed:
+                    raise closed_meanwhile(self)
+                if (
+                    missing is not None
+                    and not log.has_news()
+                    and log.table.first_missing(request) is not None
+                ):
+                    continue  # neither other processes nor our own threads wrote: it is not worth the lock
+                with log.transaction(limit_of(self)):
+                    if log.table.first_missing(request) is None:
+                        return log.apply(request)
+                    missing = log.table.missing(request)
+        assert missing is not None, "it was looked for at least once"
+        return missing
+
+
+def _leave(log: SharedLog, world_size: int, pid: int) -> None:
+    if pid == os.getpid():  # a forked child must not write its parent out
+        log.leave(world_size)
+
+
+class SharedLog:
+    """The open file of one participant. Not thread safe: the owner brings a lock.
+
+    Opening it writes this process in. Everything else happens inside `transaction`.
+
+    Attributes:
+        table: the keys and values, as far as they have been read.
+        participants: the processes that have the file open now.
+    """
+
+    def __init__(self, path: str, limit: float) -> None:
+        self.path = path
+        self._me = os.urandom(8)
+        self._offset: int  # up to which the file has been read
+        self._begin: int  # where its records begin
+        self._opened: int  # how many have ever come
+        self._forget()
+        for _ in tries(limit):
+            self._fd = open_own(path)
+            try:
+                with locked(self._fd, path, limit):
+                    if self._is_at_path():
+                        self._enter()
+                        return
+            except BaseException:
+                os.close(self._fd)
+                raise
+            # Its last participant removed it between our opening and locking it.
+            os.close(self._fd)
+        raise StoreTimeoutError(f"{path} is removed and made again without end")
+
+    @contextmanager
+    def transaction(self, limit: float) -> Iterator[None]:
+        """Inside the `with` the lock is held and everything in the file has been read."""
+        with locked(self._fd, self.path, limit):
+            self._catch_up()
+            yield
+
+    def has_news(self) -> bool:
+        """Whether the file has grown since it was read."""
+        return os.fstat(self._fd).st_size != self._offset
+
+    def apply(self, request: Request) -> list[bytes]:
+        """Carry out `request` inside a transaction and write what it changed."""
+        if request.op not in CHANGING:
+            return self.table.apply(request)
+        try:
+            answer = self.table.apply(request)
+            self._write(record_of(request))
+        except BaseException:
+            self._forget()
+            self._catch_up()
+            raise
+        holds = self.table.size + _RECORD_BYTES * len(self.table.items())
+        if self._offset - self._begin > max(_MOST_HISTORY, _HISTORY_SHARE * holds):
+            with suppress(ResourceError):  # the disk is full: the log stays as it is
+                self._begin_anew()
+        return answer
+
+    def leave(self, world_size: int) -> None:
+        """Write ourselves out, and remove the file if nobody will come back to it: all have left or are dead."""
+        try:
+            with self.transaction(_LEAVE_SECONDS):
+                del self.participants[self._me]
+                is_over = self._all_gone() if self.participants else self._opened >= world_size
+                if is_over and self._is_at_path():
+                    os.unlink(self.path)
+                else:
+                    self._write(record_of(Request(Op.DELETE, (self._me,)), True))
+        finally:
+            os.close(self._fd)
+
+    def _begin_anew(self) -> None:
+        """Write down all that holds, and give the log before that back."""
+        begin, opened = self._offset, self._opened
+        here = [Request(Op.SET, (me,), (it.to_bytes(),)) for me, it in self.participants.items()]
+        records = [record_of(request, True) for request in here]
+        records.append(record_of(Request(Op.SET, (_OPENED,), (b"%d" % opened,)), True))
+        records += [record_of(Request(Op.SET, (key,), (value,))) for key, value in self.table.items()]
+        self._write(b"".join(records))
+        os.pwrite(self._fd, _BEGIN.pack(begin), len(MAGIC))
+        self._begin = begin
+        offset, length = ctypes.c_int64(FIRST), ctypes.c_int64(begin - FIRST)
+        ctypes.CDLL(None).fallocate(self._fd, _PUNCH_HOLE, offset, length)  # which not every file system can
+
+    def _all_gone(self) -> bool:
+        return all(_is_gone(process, self._fd) for process in self.participants.values())
+
+    def _enter(self) -> None:
+        """Start the file anew if it is stale, and write ourselves in."""
+        start = self._read(0, FIRST)
+        if not MAGIC.startswith(start[: len(MAGIC)]):
+            raise UsageError(
+                f"{self.path} holds something else than a fastcoll store; choose another path or remove it"
+            )
+        if len(start) < FIRST:  # its first writer was killed at once
+            os.ftruncate(self._fd, 0)
+        self._catch_up()
+        if self.participants and self._all_gone():
+            os.ftruncate(self._fd, 0)
+            self._forget()
+        joining = Request(Op.SET, (self._me,), (this_process().to_bytes(),))
+        self._write((b"" if self._offset else MAGIC + _BEGIN.pack(FIRST)) + record_of(joining, True))
+        self._take(joining, True)
+
+    def _catch_up(self) -> None:
+        """Read what others have written, and cut off what a killed writer left half-written."""
+        size, head = os.fstat(self._fd).st_size, self._read(0, FIRST)
+        begin = int.from_bytes(head[len(MAGIC) :], "big")
+        sound = head[: len(MAGIC)] == MAGIC and FIRST <= begin <= size
+        if size < self._offset or (size > 0 and not sound):
+            raise StoreError(f"{self.path} was changed by something else than a fastcoll store")
+        if self._offset < begin:  # what is before is a hole, and what holds has been written down anew
+            self._forget()
+            self._offset = begin
+        self._begin = begin
+        data = self._read(self._offset, size - self._offset)
+        try:
+            for request, is_of_participants, end in read_records(data, self._offset):
+                self._take(request, is_of_participants)
+                self._offset = end
+        except (StoreError, ValueError) as error:
+            raise StoreError(f"the store in {self.path} cannot be read: {error}") from error
+        if self._offset < size:
+            os.ftruncate(self._fd, self._offset)
+
+    def _forget(self) -> None:
+        self.table = Table()
+        self.participants: dict[bytes, ProcessId] = {}
+        self._opened = 0
+        self._offset = self._begin = 0
+
+    def _take(self, request: Request, is_of_participants: bool) -> None:
+        key = request.keys[0]
+        if not is_of_participants:
+            self.table.apply(request)
+        elif key == _OPENED:
+            self._opened = int(request.values[0])
+        elif request.op is Op.SET:
+            self._opened += key not in self.participants
+            self.participants[key] = ProcessId.from_bytes(request.values[0])
+        else:
+            self.participants.pop(key, None)
+
+    def _write(self, data: bytes) -> None:
+        """Append what has had its effect already; all of it or nothing."""
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], self._offset + done)
+        except OSError as error:
+            os.ftruncate(self._fd, self._offset)
+            raise ResourceError(f"the store in {self.path} cannot be written: {error.strerror}") from error
+        self._offset += len(data)
+
+    def _read(self, offset: int, count: int) -> bytes:
+        parts = []
+        while count > 0 and (part := os.pread(self._fd, count, offset)):
+            parts.append(part)
+            offset, count = offset + len(part), count - len(part)
+        return b"".join(parts)
+
+    def _is_at_path(self) -> bool:
+        """Whether `path` still names the file that is open."""
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(self._fd))
+
+
+def _is_gone(process: ProcessId, fd: int) -> bool:
+    """Whether a participant is proven dead: its process has ended, or its machine has booted since."""
+    if in_sight(process):
+        alive = process.alive()
+        forget([process])
+        return alive is False
+    if process.host != os.uname().nodename or process.boot_id == this_process().boot_id:
+        return False
+    with open("/proc/stat", encoding="ascii") as file:
+        booted = next(line for line in file if line.startswith("btime ")).split()[1]
+    return os.fstat(fd).st_mtime < float(booted)
+
+
+def record_of(request: Request, is_of_participants: bool = False) -> bytes:
+    """One change, as the log has it."""
+    frame = encode_request(request)
+    return _HEADER.pack(zlib.crc32(frame, is_of_participants), len(frame), is_of_participants) + frame
+
+
+def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[Request, bool, int]]:
+    """The whole changes at the start of `data`, which begins at `offset`, whether of participants, and each one's end;
+    a StoreError or ProtocolError where the bytes are none.
+    """
+    at = 0
+    while (start := at + _HEADER.size) <= len(data):
+        checksum, length, is_of_participants = _HEADER.unpack_from(data, at)
+        if not HEADER.size <= length <= HEADER.size + MAX_BODY:
+            raise StoreError(f"byte {offset + at} of the log is no record")
+        frame, end = data[start : start + length], start + length
+        if end > len(data):
+            return
+        if zlib.crc32(frame, is_of_participants) != checksum:
+            raise StoreError(f"the record at byte {offset + at} of the log is damaged")
+        header, body = frame[: HEADER.size], frame[HEADER.size :]
+        check_request_header(header)
+        yield decode_request(header, body), is_of_participants, offset + end
+        at = end
+
+
+def open_own(path: str) -> int:
+    """The descriptor of the regular file `path`, made with mode 0600 if it is missing. A UsageError says why not."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        if os.path.islink(path):
+            raise UsageError(
+                f"{path} is a symbolic link, which is not followed; name the file itself"
+            ) from error
+        if isinstance(error, IsADirectoryError):
+            raise UsageError(f"{path} is a directory; name a file in it") from error
+        folder = os.path.dirname(path) or "."
+        if not os.path.isdir(folder):
+            raise UsageError(
+                f"{path}: there is no directory {folder}; make it, or choose another path"
+            ) from error
+        with suppress(OSError):
+            _check_owner(path, os.lstat(path))
+        raise ResourceError(f"{path} cannot be opened: {error.strerror}") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{path} is no regular file; choose another path for the shared file")
+        _check_owner(path, status)
+        if (mode := stat.S_IMODE(status.st_mode)) & 0o022:
+            raise UsageError(
+                f"others may write to {path} (mode {mode:04o}), and so take part in the job; chmod 600 {path}, or "
+                "choose another path"
+            )
+    except UsageError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_owner(path: str, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise UsageError(
+            f"{path} belongs to user {status.st_uid}, not to this one ({os.geteuid()}); choose another path"
+        )
+
+
+@contextmanager
+def locked(fd: int, path: str, limit: float) -> Iterator[None]:
+    """Hold the exclusive lock of the file inside the `with`.
+
+    StoreTimeoutError: another process holds it for longer than `limit` seconds. ResourceError: there are no locks.
+    """
+    for _ in tries(limit, 0.0005, _PAUSE_MOST):
+        try:
+            _set_lock(fd, fcntl.F_WRLCK)
+            break
+        except (BlockingIOError, PermissionError):
+            continue
+        except OSError as error:
+            raise ResourceError(
+                f"{path} cannot be locked ({error.strerror}); use a file system with locks"
+            ) from error
+    else:
+        raise StoreTimeoutError(
+            f"the lock of {path} was not free in time; a process that holds it is stopped"
+        )
+    try:
+        yield
+    finally:
+        _set_lock(fd, fcntl.F_UNLCK)
+
+
+def _set_lock(fd: int, kind: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))

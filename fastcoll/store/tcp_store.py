@@ -1,0 +1,468 @@
+"""TCPStore: a store that one process serves and all reach over TCP, each call on a connection of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+from ..core.operands import whole
+from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
+from ..system.address import CURE, PORTLESS_SECONDS, name_of, place_of, portless, probe, resolve, shown
+from . import frames
+from .opening import Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
+from .secret import SAME_SECRET, job_secret, source
+from .serving import acquire, release
+from .store import DEFAULT_TIMEOUT, StalledError, count_in, limit_of, tries
+from .table import Missing, Op, Request, TableStore, check_process, closed_meanwhile
+from .tcp_server import TCPServer
+from .waiting import LateWarning
+
+T = TypeVar("T")
+logger = logging.getLogger("fastcoll")
+
+# Seconds that an answer may take beyond the request's own timeout. Then the call raises StalledError; a wait retries
+# until its own timeout (waiting.py), because the server may only be stopped for a while.
+GRACE_SECONDS = 5.0
+# Limit of one attempt to connect, and how often it reports meanwhile.
+_TRY_SECONDS, _LOOK_SECONDS = 10.0, 0.25
+# How long a server may be full; its connections last as long as the job, so few become free.
+_FULL_SECONDS = 2.0
+# A server listens on "all addresses", but none can be reached there.
+_REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+# The kernel finds out within 11 s that the other machine is gone. Probes rest while a request is under way;
+# TCP_USER_TIMEOUT counts then, else the kernel tries on for 15 minutes.
+_PROBE_AFTER_SECONDS, _SILENT_MILLISECONDS = 5, 11_000
+
+
+class TCPStore(TableStore):
+    """The store served by the master on `host_name`:`port`.
+
+    Thread safe: a call that blocks does not hold up another thread's, which takes a connection of its
+    own. A lost server is never reconnected to: every call raises StoreError from then on. A forked
+    child must open a store of its own. Both ends prove that they have the job's secret (FASTCOLL_SECRET,
+    FASTCOLL_SECRET_FILE, else the user's own).
+
+    Args:
+        host_name: name or address of the master's machine; the server listens there only.
+        port: its port; 0 lets the master take a free one.
+        world_size: how many processes open the store, the master included; None does not count.
+        is_master: serve the store in this process.
+        timeout: of blocking operations, and of getting connected.
+        wait_for_workers: the master waits in here until `world_size` processes have come.
+        multi_tenant: share the server of an earlier master on this port in this process.
+        master_listen_fd: a listening socket for the master to serve at, which it closes in the end.
+        use_libuv: of no effect, as is `libuvBackend`; torch has several servers.
+        port_note: appended to the warning that no connection can be made.
+
+    Raises:
+        UsageError: an argument cannot be meant.
+        ResourceError: the port is in use; the message names the holder where it can be seen.
+        StoreTimeoutError: no server, or not all workers, within `timeout`.
+
+    Example:
+        >>> with TCPStore("localhost", 0, is_master=True) as store:
+        ...     store.add("visits", 1)
+        1
+    """
+
+    libuvBackend = False
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+        *,
+        port_note: str = "",
+    ) -> None:
+        self.set_timeout(timeout)
+        if not isinstance(host_name, str):
+            kind = type(host_name).__name__
+            raise UsageError(f"host_name is {host_name!r}, a {kind}; give a name or an address as text")
+        port, size = whole("port", port), -1 if world_size is None else whole("world_size", world_size)
+        if not 0 <= port <= 65535:
+            raise UsageError(f"a store's port is 0 to 65535, got {port}")
+        if port == 0 and not is_master:
+            raise UsageError("port 0 takes a free port and is for the master only; give the master's port")
+        if size < -1 or size == 0:
+            raise UsageError(f"world_size counts the processes that open the store, got {size}")
+        self._secret = job_secret()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[TCPConnection] = []
+        self._busy: set[TCPConnection] = set()
+        self._server: TCPServer | None = None
+        if is_master:
+            patience = limit_of(self)
+            make = partial(TCPServer, host_name, port, self._secret, patience, multi_tenant, master_listen_fd)
+            self._server = acquire((host_name, port) if multi_tenant else None, make)
+        self.host = host_name
+        self.port = port if self._server is None else self._server.port
+        try:
+            first = connect(self.host, self.port, self._secret, limit_of(self), port_note=port_note)
+            self._instance = first.instance
+            self.local_address = first.local_address
+            self._idle.append(first)
+            if size > 0:
+                came = f"opened the store at {shown(self.host, self.port)}"
+                limit = limit_of(self) if is_master and wait_for_workers else None
+                count_in(self, "fastcoll/workers", "fastcoll/workers/all", size, limit, came)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self, linger: float = 0.0) -> None:
+        """Disconnect; the master also stops serving. Calls under way on other threads fail.
+
+        Args:
+            linger: seconds the master waits, at most, for the other clients to leave first.
+        """
+        if self._pid != os.getpid():
+            # A forked child closes its copies, and leaves the parent's connections, server and lock alone.
+            self._closed = True
+            for connection in [*self._idle, *self._busy]:
+                connection.close()
+            return
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._busy:
+                connection.interrupt()
+        for connection in idle:
+            connection.close()
+        server, self._server = self._server, None
+        if server is not None:
+            release(server, linger)
+
+    def leave(self, linger: float) -> None:
+        self.close(linger)
+
+    def clone(self) -> TCPStore:
+        """A client more, never the master."""
+        return TCPStore(self.host, self.port, timeout=self.timeout)
+
+    def bequeath(self, key: str, value: str) -> Callable[[], None]:
+        """Have the server set `key` once this process has gone without a word, unless it is set then.
+
+        Returns:
+            what takes that back; never blocks, twice is fine. The store may be closed before.
+        """
+        request = Request(Op.WILL, (key.encode(),), (value.encode(),), limit_of(self))
+        deadline = _deadline(request)
+        connection = self._another(deadline)  # closed only by `withdraw` or by this process's end
+        connection.ask(request, deadline)
+
+        def withdraw() -> None:
+            with contextlib.suppress(OSError, StoreError):  # the server has gone first
+                connection.send(frames.encode_request(Request(Op.WILL)), time.monotonic())
+            connection.close()
+
+        return withdraw
+
+    def _ask(self, request: Request) -> list[bytes] | Missing:
+        check_process(self, self._pid)
+        deadline = _deadline(request)
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._another(deadline)
+        with self._lock:
+            self._busy.add(connection)
+        usable = False
+        try:
+            if self._closed:
+                raise closed_meanwhile(self)
+            status, fields = connection.ask(request, deadline)
+            usable = True
+        except StalledError:
+            usable = connection.is_owed  # a late answer is skipped
+            raise
+        except LostError as error:
+            if self._closed:
+                raise closed_meanwhile(self) from error
+            raise
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+                usable = usable and not self._closed
+                if usable:
+                    self._idle.append(connection)
+            if not usable:
+                connection.close()
+        if status is frames.Status.TIMEOUT:
+            return Missing(int(fields[0]), fields[1:])
+        if status is frames.Status.REFUSED:
+            raise StoreError(fields[0].decode())
+        return fields
+
+    def _another(self, deadline: float) -> TCPConnection:
+        """Connect once more to the same server; that may fail because it is stopped, starved, flooded or far away."""
+        patience = max(deadline - time.monotonic(), 0.0)
+        try:
+            connection = connect(self.host, self.port, self._secret, patience, was_there=True)
+        except StoreTimeoutError as error:
+            if isinstance(error.__cause__, ConnectionError):
+                raise LostError(shown(self.host, self.port)) from error
+            raise StalledError(_stalled(shown(self.host, self.port))) from error
+        if connection.instance != self._instance:
+            connection.close()
+            raise LostError(shown(self.host, self.port))
+        return connection
+
+
+def _deadline(request: Request) -> float:
+    """Return the time by which the server must have answered."""
+    return time.monotonic() + request.timeout + GRACE_SECONDS
+
+
+def _stalled(where: str) -> str:
+    return (
+        f"the store at {where} does not answer: the process that holds it (rank 0) is stopped, or the network between "
+        "is down"
+    )
+
+
+class _FullError(ConnectionError):
+    """The server has no file descriptor left for this connection."""
+
+
+class LostError(StoreError, ConnectionError):
+    """The other end closed the connection, or its machine is gone."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"the process that holds the store at {where} (rank 0) is gone")
+
+
+class TCPConnection:
+    """An open connection. For one thread at a time; after an exception it must be closed.
+
+    `instance` names the server: another one on the same port has others. `local_address` is as the server sees it.
+    After a StalledError the connection can be used again if `is_owed`: then its next call skips the late answer.
+    """
+
+    def __init__(self, connected: socket.socket, host: str, port: int) -> None:
+        self._socket = connected
+        self._where, self._name = shown(host, port), name_of(host, port)
+        self.instance = b""
+        self.is_owed = False  # a request was sent, and no byte of its answer has arrived
+        self._warn_at = math.inf  # when to warn that the server is silent
+        self.local_address = str(connected.getsockname()[0])
+
+    def ask(self, request: Request, deadline: float) -> tuple[frames.Status, list[bytes]]:
+        """Send `request` and return the server's answer.
+
+        StoreError: the peer is no store; as LostError, the server is gone. StalledError: it does not answer.
+        """
+        waits = request.timeout if request.op in (Op.GET, Op.WAIT, Op.POP) else 0.0
+        self._warn_at = time.monotonic() + waits + GRACE_SECONDS
+        if self.is_owed:
+            self._answer(deadline)
+        self.send(frames.encode_request(request), deadline)
+        self.is_owed = True
+        return self._answer(deadline)
+
+    def _answer(self, deadline: float) -> tuple[frames.Status, list[bytes]]:
+        try:
+            header = self.receive(frames.HEADER.size, deadline)
+            return frames.decode_answer(header, self.receive(frames.frame_length(header), deadline))
+        except frames.ProtocolError as error:
+            raise StoreError(f"what the store at {self._where} answers cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Close the connection. Closing twice is fine."""
+        self._socket.close()
+
+    def interrupt(self) -> None:
+        """Make a call that waits on another thread fail now."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def open(self, secret: bytes, deadline: float) -> None:
+        """Exchange the openings, and the proofs when there is a secret."""
+        self._warn_at = time.monotonic() + GRACE_SECONDS
+        try:
+            place = place_of(*self._socket.getpeername()[:2])
+        except OSError as error:  # the connection was reset
+            raise LostError(self._where) from error
+        dialing = Dialing(Endpoint(self._name, 1, 2, secret, bool(secret)), 0, Kind.STORE, 0, place)
+        self.send(dialing.opening, deadline)
+        try:
+            while dialing.wants:
+                data = self._receive(deadline, self._socket.recv, dialing.wants)
+                if not data:
+                    raise LostError(self._where)
+                if reply := dialing.take(data):
+                    self.send(reply, deadline)
+        except RefusedError as error:
+            with contextlib.suppress(LostError):
+                self.send(error.answer, deadline)
+            if error.verdict is Verdict.FULL:
+                raise _FullError(errno.EMFILE, "the server has no file descriptor left") from error
+            assert dialing.theirs is not None, "it was refused"
+            its = dialing.theirs.protocol
+            why = f"speaks protocol {its}, this process another; run one version of fastcoll on all ranks"
+            if error.verdict is Verdict.SECRET:
+                other = "another secret" if dialing.theirs.has_secret else "no secret"
+                why = f"has {other}, and this process has {source()}; {SAME_SECRET}"
+            if error.verdict is Verdict.PLACE:
+                why = (
+                    "has another address: a mapped port, a tunnel or a stranger forwards connections to it. The "
+                    f"secret, {source()}, opens all of your jobs, so it does not tell which one this is; give this job "
+                    "one of its own: on every rank the same FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
+                )
+            raise StoreError(f"the store at {self._where} {why}") from error
+        except OpeningError as error:
+            raise StoreError(f"{self._where} answers, but is no fastcoll store: {error}") from error
+        assert dialing.theirs is not None, "it has come"
+        self.instance = dialing.theirs.group
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """Send all of `data`; raises as `ask`."""
+        self._do(deadline, self._socket.sendall, data)
+
+    def receive(self, count: int, deadline: float) -> bytes:
+        """The next `count` bytes; raises as `ask`."""
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            got = self._receive(deadline, self._socket.recv_into, view)
+            if got == 0:
+                raise LostError(self._where)
+            self.is_owed = False
+            view = view[got:]
+        return bytes(data)
+
+    def _receive(self, deadline: float, operation: Callable[[Any], T], data: memoryview | int) -> T:
+        """Run a receiving operation; warn once if the server is silent for long."""
+        if self._warn_at + GRACE_SECONDS <= deadline:
+            try:
+                return self._do(self._warn_at, operation, data)
+            except StalledError as error:
+                self._warn_at = math.inf
+                logger.warning("%s; it has %.0f s more", error, deadline - time.monotonic())
+        return self._do(deadline, operation, data)
+
+    def _do(self, deadline: float, operation: Callable[[Any], T], data: bytes | memoryview | int) -> T:
+        try:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            return operation(data)
+        except TimeoutError as error:
+            raise StalledError(_stalled(self._where)) from error
+        except OSError as error:
+            raise LostError(self._where) from error
+
+
+def connect(
+    host: str, port: int, secret: bytes, timeout: float, was_there: bool = False, port_note: str = ""
+) -> TCPConnection:
+    """A connection to the store at `host`:`port`, tried again until `timeout` seconds have passed.
+
+    Warns once with the reason, after half of FASTCOLL_WARN_AFTER (5 s); `port_note` is appended to the warning.
+
+    Raises:
+        LostError: nothing listens at the place of a store that `was_there`.
+        StoreTimeoutError: nothing listens there.
+        StoreError: something else listens there, or the secrets do not match.
+        ResourceError: the server may not open as many file descriptors as there are ranks, or this host has no port
+            for a connection.
+    """
+    where = shown(host, port)
+    deadline, full_since, portless_since = time.monotonic() + timeout, float("inf"), float("inf")
+    late = LateWarning(0.5)
+    reason: OSError | None = None
+
+    def look(why: str) -> None:
+        late.look(
+            f"connecting to the store at {where}", f"rank 0, which serves it ({why}){port_note}".__str__
+        )
+
+    for _ in tries(timeout, 0.01, 0.25):
+        try:
+            connection = TCPConnection(_connected(host, port, deadline, look), host, port)
+            try:
+                connection.open(secret, max(deadline, time.monotonic() + 1.0))
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+        except OSError as error:
+            reason = error
+            if was_there and isinstance(error, ConnectionRefusedError):
+                raise LostError(where) from error
+        full_since = min(full_since, time.monotonic()) if isinstance(reason, _FullError) else float("inf")
+        if time.monotonic() - full_since >= min(_FULL_SECONDS, timeout):
+            raise ResourceError(
+                f"the store at {where} takes no more connections: the process that serves it (rank 0) has reached its "
+                f"limit of file descriptors; {CURE}"
+            ) from reason
+        lacking = reason and portless(reason, f"the store at {where}")
+        portless_since = min(portless_since, time.monotonic()) if lacking else float("inf")
+        if lacking and time.monotonic() - portless_since >= min(PORTLESS_SECONDS, timeout):
+            raise lacking from reason
+        look(_why(reason, host))
+    assert reason is not None, "it was tried at least once"
+    raise StoreTimeoutError(
+        f"no store at {where} within {timeout:g} s (last: {_why(reason, host)}); is rank 0 running there, with "
+        "the same address and port?"
+    ) from reason
+
+
+def _why(error: OSError, host: str) -> str:
+    """Return why an attempt to connect has failed."""
+    text = str(error.strerror or error)
+    return f"the name {host} does not resolve: {text}" if isinstance(error, socket.gaierror) else text
+
+
+def _connected(host: str, port: int, deadline: float, look: Callable[[str], None]) -> socket.socket:
+    """Open a TCP connection. Until it is established, `look` is called with the reason every 0.25 s."""
+    reason: OSError | None = None
+    for family, address in resolve(_REACHABLE.get(host, host), port):
+        candidate = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            candidate.setblocking(False)
+            end = time.monotonic() + min(max(deadline - time.monotonic(), 0.05), _TRY_SECONDS)
+            status = candidate.connect_ex(address)
+            while status == errno.EINPROGRESS and time.monotonic() < end:
+                if _is_decided(candidate, min(end, time.monotonic() + _LOOK_SECONDS)):
+                    status = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                else:
+                    look("no answer, as where a firewall drops what comes")
+            # A connect to a loopback port without a listener can connect to itself.
+            if status == 0 and candidate.getsockname() == candidate.getpeername():
+                status = errno.ECONNREFUSED
+            if status:
+                status = errno.ETIMEDOUT if status == errno.EINPROGRESS else status
+                raise OSError(status, os.strerror(status))
+            probe(candidate, _PROBE_AFTER_SECONDS)
+            candidate.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MILLISECONDS)
+            return candidate
+        except BaseException as error:
+            candidate.close()
+            if not isinstance(error, OSError):
+                raise
+            reason = error
+    assert reason is not None, "a resolved name has an address"
+    raise reason
+
+
+def _is_decided(candidate: socket.socket, end: float) -> bool:
+    """Wait until `end` for a pending connect; whether it has succeeded or failed."""
+    poller = select.poll()
+    poller.register(candidate, select.POLLOUT)
+    return bool(poller.poll(1000 * max(end - time.monotonic(), 0.0) + 0.5))

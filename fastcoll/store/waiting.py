@@ -1,0 +1,139 @@
+"""Waiting for others while they come up: for keys of a store, and for a late one with a warning."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+
+from .. import config
+from ..errors import PeerDiedError, StoreError, StoreTimeoutError
+from ..system.processes import Member, ProcessId, gone_among
+from .store import StalledError, Store, listed
+
+logger = logging.getLogger("fastcoll")
+
+SLICE_SECONDS = 0.25
+# How often, at most, all who wait for one thing look around together: a look is two requests, of which a store's
+# server answers some 30,000 a second (bench/results/2026-11-21-startup-scale.md).
+LOOKS_PER_SECOND = 1000
+# A dying process closes its sockets a little before it counts as dead.
+_DYING_SECONDS = 0.3
+
+
+class LateWarning:
+    """The one warning of a wait that takes longer than FASTCOLL_WARN_AFTER seconds, or `part` of them, from now on;
+    the steps of a wait share it."""
+
+    def __init__(self, part: float = 1.0) -> None:
+        self._started = time.monotonic()
+        self._after: float = part * config.get("FASTCOLL_WARN_AFTER")
+
+    def look(self, doing: str, missing: Callable[[], str]) -> None:
+        """Warn if it is time to, the first time only: what the wait is for, and who has not come."""
+        waited = time.monotonic() - self._started
+        if waited >= self._after:
+            self._after = math.inf
+            logger.warning("%s: has waited %.1f s for %s", doing, waited, missing())
+
+
+def fetch_for(
+    store: Store,
+    keys: Sequence[str],
+    members: Sequence[ProcessId],
+    timeout: float,
+    doing: str,
+    between: Callable[[], None] | None = None,
+    missing: Callable[[], str] | None = None,
+    late: LateWarning | None = None,
+    crowd: int | None = None,
+    limit: float | None = None,
+) -> list[bytes]:
+    """The values of all `keys`, waited for in short waits between which `members` are looked at.
+
+    Args:
+        members: whose death makes waiting pointless; one that cannot be seen counts as alive. Read anew each time.
+        timeout: seconds in all; a stopped store may add a few.
+        between: called after each short wait that ended without the keys; any exception of it but StalledError ends
+            the whole wait.
+        missing: tells who has not come, for the warning and the timeout; without it the keys are named.
+        late: the warning of the longer wait that this one is a part of.
+        crowd: how many wait like this at one time (None: as many as `members`); the more, the rarer are looks.
+        limit: the caller's whole timeout for error texts, if `timeout` is what is left of it; None: the same.
+
+    Raises:
+        PeerDiedError: a member's process has ended.
+        StoreTimeoutError: a key was not set in time; as StalledError, the store did not answer at the end. Before that,
+            a store that does not answer is retried: its process may be stopped for a while.
+        StoreError: the store is gone, and no member is proven dead.
+    """
+    deadline = time.monotonic() + timeout
+    late = late or LateWarning()
+    missing = missing or partial(_unset, store, keys)
+    longest = max(SLICE_SECONDS, (len(members) if crowd is None else crowd) / LOOKS_PER_SECOND)
+    while True:
+        try:
+            left = deadline - time.monotonic()
+            try:
+                return store.fetch(keys, timedelta(seconds=max(0.0, min(left, longest))))
+            except StalledError:
+                raise
+            except TimeoutError:
+                died = death_among(members, doing)
+            except StoreError as error:
+                raise_if_dying(members, doing, error)
+                raise
+            # After the death check, because a process publishes before it exits: all of that is visible now. An exit
+            # reason that `between` raises is better than `died`; if the process has set the keys, there is no error.
+            if between is not None:
+                between()
+            if died is not None:
+                with suppress(StoreError):  # the store is gone with the process
+                    if store.check(keys):
+                        continue
+                raise died
+            late.look(doing, missing)
+            if left <= longest:
+                names = missing()  # before the last look, so that at least one name is left
+                if not store.check(keys):
+                    raise StoreTimeoutError(f"{doing}: {names} did not come within {limit or timeout:g} s")
+        except StalledError as error:
+            raise_if_dead(members, doing)
+            late.look(doing, partial("an answer: {}".format, error))
+            if time.monotonic() >= deadline:
+                raise StalledError(f"{doing}: {error}") from error
+
+
+def _unset(store: Store, keys: Sequence[str]) -> str:
+    values = store.peek(keys, 0)
+    return listed([repr(key) for key, value in zip(keys, values, strict=True) if value is None])
+
+
+def death_among(members: Sequence[ProcessId], doing: str) -> PeerDiedError | None:
+    """The error that names the members whose process has ended, if there are any. Never blocks."""
+    dead = gone_among(members)
+    if not dead:
+        return None
+    ranks = [process.rank for process in dead if isinstance(process, Member)]
+    return PeerDiedError(f"{doing}: {', '.join(map(str, dead))} died", ranks)
+
+
+def raise_if_dead(members: Sequence[ProcessId], doing: str) -> None:
+    """Raise the error that names the members whose process has ended, if there are any. Never blocks."""
+    died = death_among(members, doing)
+    if died is not None:
+        raise died
+
+
+def raise_if_dying(members: Sequence[ProcessId], doing: str, cause: StoreError) -> None:
+    """Raise the error that names the members who died, if one has or does within a moment, for a lost store."""
+    deadline = time.monotonic() + _DYING_SECONDS
+    while time.monotonic() < deadline:
+        died = death_among(members, doing)
+        if died is not None:
+            raise died from cause
+        time.sleep(0.02)

@@ -1,0 +1,1 @@
+"""What the operating system knows: processes, mappings, addresses, interfaces."""

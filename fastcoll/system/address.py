@@ -1,0 +1,260 @@
+"""Names, addresses, listening sockets and descriptors: what of the system a store needs to know."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import ipaddress
+import logging
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+from ..errors import ResourceError, UsageError
+from .processes import network_here
+
+logger = logging.getLogger("fastcoll")
+
+# Connections that all ranks open at one time; the kernel cuts it to net.core.somaxconn (4,096 since Linux 5.4), and
+# who comes to a full queue tries again after 1, 3, 7 ... s.
+_BACKLOG = 1 << 16
+_TCP_LISTEN = "0A"  # of the kernel's tcp_states.h
+NAME_SIZE, PLACE_SIZE = 16, 20  # bytes of the digests of a name and of an address
+SockAddr = tuple[str, int] | tuple[str, int, int, int]
+# Where a datagram socket is "connected" to learn which of our addresses faces the network: nothing is
+# sent, and these blocks are reserved for documentation (RFC 5737, RFC 3849).
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+
+
+def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, SockAddr]]:
+    """The TCP addresses of `host`, IPv4 first, so that both ends of `localhost` choose alike; OSError: it has none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    pairs = {(family, address): None for family, _, _, _, address in found}
+    return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)  # type: ignore[arg-type]
+
+
+def shown(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket on `host` only; port 0 takes a free one.
+
+    UsageError: `host` is no address of this machine. ResourceError: the port is in use, by whom, or not allowed.
+    """
+    where = shown(host, port)
+    try:
+        choices = resolve(_bindable(host), port)
+    except OSError as error:
+        raise UsageError(f"the store's host {host!r} has no address here ({error})") from error
+    refused: OSError | None = None
+    for family, address in choices:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE and port == 0:
+                raise no_port(f"the store cannot listen on {host}") from error
+            if error.errno == errno.EADDRINUSE:
+                holder = port_holder(port) or "a process that cannot be seen from here"
+                raise ResourceError(
+                    f"the store cannot listen on {where}: the port is in use by {holder}; end that process or "
+                    "choose another port (MASTER_PORT, or the port of the init_method)"
+                ) from error
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise ResourceError(f"the store cannot listen on {where}: {error.strerror}") from error
+            refused = error  # this machine may have the name's later addresses only; clients try them all
+    raise UsageError(
+        f"the store cannot listen on {where}: that is no address of this machine ({socket.gethostname()}), where "
+        "rank 0 runs; give an address of the machine of rank 0"
+    ) from refused
+
+
+def no_port(what: str) -> ResourceError:
+    """The error for want of a port that the kernel may give out."""
+    ports = "the kernel gives out"
+    with suppress(OSError), open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        ports = "from {} to {}".format(*file.read().split())
+    return ResourceError(
+        f"{what}: no port is free on {os.uname().nodename}, of those {ports} (net.ipv4.ip_local_port_range); end what "
+        "uses them, or widen that range"
+    )
+
+
+# For so long a connection is tried again that finds no port: others end meanwhile.
+PORTLESS_SECONDS = 2.0
+
+
+def portless(error: OSError, where: str) -> ResourceError | None:
+    """The error of a connection to `where` that failed for want of a port; None: it failed for another reason."""
+    if error.errno != errno.EADDRNOTAVAIL:
+        return None
+    # A family without an address fails alike; a port for any address is in no range that others use up.
+    with socket.socket() as other:
+        try:
+            other.bind(("", 0))
+        except OSError:
+            return no_port(f"cannot connect to {where}")
+    return None
+
+
+def probe(connection: socket.socket, after: int) -> None:
+    """Send small pieces at once, and give the other host up when it answers none of three probes, 2 s apart.
+
+    The kernel sends the first after so many silent seconds; a stopped process's kernel answers.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1), (socket.TCP_KEEPIDLE, after), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)
+    ):  # fmt: skip
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def adopt_listener(descriptor: int) -> socket.socket:
+    """The listening TCP socket with this file descriptor, its own from now on; a UsageError where it is none."""
+    try:
+        listener = socket.socket(fileno=descriptor)
+    except (OSError, OverflowError, TypeError, ValueError) as error:
+        raise UsageError(f"master_listen_fd is {descriptor!r}, which is no socket ({error})") from error
+    is_tcp = listener.family in (socket.AF_INET, socket.AF_INET6)
+    if not (is_tcp and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
+        listener.detach()
+        raise UsageError(f"master_listen_fd is {descriptor!r}, but no TCP socket that listens")
+    listener.setblocking(False)
+    return listener
+
+
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that `host` is, with or without an interface behind %; None where it is a name."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine comes in at `host`."""
+    address = ip_of(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def place_of(address: str, port: int) -> bytes:
+    """Return a digest of an address and port for openings: equal at both ends unless the address is translated."""
+    ip = ip_of(address)
+    mapped = getattr(ip, "ipv4_mapped", None)  # from a dual-stack socket
+    return _digest(str(mapped or ip), port, PLACE_SIZE)
+
+
+def name_of(host: str, port: int) -> bytes:
+    """Return a digest of a store's name, any name of its machine as this process was given it, and its port."""
+    return _digest(host.lower(), port, NAME_SIZE)
+
+
+def _digest(host: str, port: int, size: int) -> bytes:
+    """Hash host and port; for loopback also the network namespace, since each machine has the same addresses."""
+    ip = ip_of(host)
+    is_own = is_loopback(host) or (ip is not None and ip.is_unspecified)
+    return hashlib.blake2b(f"{host} {port} {is_own and network_here()}".encode(), digest_size=size).digest()
+
+
+def _bindable(host: str) -> str:
+    """`host`, or every address where a machine's own name means loopback to itself alone: Debian writes 127.0.1.1
+    for it into /etc/hosts, while other machines resolve the same name to an address of the network and come in there.
+    """
+    if host == "localhost" or ip_of(host) or not all(is_loopback(str(at[0])) for _, at in resolve(host, 0)):
+        return host
+    logger.info("the name %s means loopback on this machine; the store listens on all addresses", host)
+    return "0.0.0.0"
+
+
+def own_address(towards: str | None = None) -> str:
+    """The address of this machine that faces `towards` (None: the network); loopback without one."""
+    for target in (towards,) if towards is not None else _ELSEWHERE:
+        family = socket.AF_INET6 if ":" in target else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "::1" if towards is not None and ":" in towards else "127.0.0.1"
+
+
+def tcp_sockets() -> Iterator[tuple[int, str, str]]:
+    """Local port, state and inode of each TCP socket of this network namespace; takes 10 ms with much memory."""
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError), open(name, encoding="ascii") as file:  # no IPv6 in this kernel
+            for row in map(str.split, file.readlines()[1:]):
+                yield int(row[1].rpartition(":")[2], 16), row[3], row[9]
+
+
+def port_holder(port: int) -> str | None:
+    """`pid 123 (python train.py)` of a process that listens on `port`; None when it cannot be seen.
+
+    Only this network namespace is searched, and only processes whose descriptors are readable.
+    """
+    found = [inode for at, state, inode in tcp_sockets() if at == port and state == _TCP_LISTEN]
+    sockets = {f"socket:[{inode}]" for inode in found}
+    for pid in filter(str.isdigit, os.listdir("/proc") if sockets else ()):
+        with suppress(OSError):  # gone, or another user's
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
+                        command = "its command is not readable"
+                        with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                            text = file.read().replace(b"\0", b" ").decode(errors="replace")
+                            command = " ".join(text.split())[:120]
+                        return f"pid {pid} ({command})"
+    return None
+
+
+# For what else a process opens: files, libraries, pidfds, the connections of its groups.
+FOR_OTHERS = 64
+CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's --ulimit nofile=)"
+
+
+# Descriptors by which the limit is raised if the caller needs no certain number.
+MORE_DESCRIPTORS = 1024
+
+
+def no_descriptor(error: BaseException, what: str) -> ResourceError | None:
+    """Return the error of `what` if `error` means that no descriptor is free; None: it has another cause."""
+    number = error.errno if isinstance(error, OSError) and not isinstance(error, ResourceError) else None
+    if number not in (errno.EMFILE, errno.ENFILE):
+        return None
+    most = f"process {os.getpid()}, which may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+    whose = most if number == errno.EMFILE else "the machine"
+    return ResourceError(f"{what}: no file descriptor is left to {whose}, on {os.uname().nodename}; {CURE}")
+
+
+def make_room(connections: int, what: str) -> None:
+    """Let this process open so many more descriptors for `what`, and some for other uses, or ResourceError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + connections + FOR_OTHERS
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ResourceError(
+            f"{what} needs {needed} file descriptors, and process {os.getpid()} on {os.uname().nodename} may have "
+            f"{hard}; {CURE}"
+        )
+    raise_limit(needed - soft, what)
+
+
+def raise_limit(by: int, what: str) -> bool:
+    """Raise the process's soft limit by so many, as far as the hard one allows; whether that was any."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft in (resource.RLIM_INFINITY, hard):
+        return False
+    new = soft + by if hard == resource.RLIM_INFINITY else min(soft + by, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (new, hard))
+    logger.info("raised this process's limit of file descriptors from %d to %d for %s", soft, new, what)
+    return True

@@ -1,0 +1,497 @@
+"""fastcoll inside numba.njit: layouts, groups, operations of users, refusals, errors, signals, and caches of code."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import numba
+import numpy as np
+import pytest
+from numba.core.errors import TypingError
+from oracle import assert_same
+
+import fastcoll as dist
+import fastcoll.callers.njit
+from fastcoll.callers import rows
+from fastcoll.kernels import doors as d
+
+ReduceOp = dist.ReduceOp
+ROOT = Path(dist.__file__).parents[1]
+
+
+@numba.njit(cache=True)
+def total(x, op=ReduceOp.SUM, group=None):
+    dist.all_reduce(x, op, group)
+
+
+@numba.njit(cache=True)
+def caught(x):
+    try:
+        dist.all_reduce(x)
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_any_layout(rank, world_size):
+    block = np.arange(24.0).reshape(4, 6) + rank
+    want = sum(np.arange(24.0).reshape(4, 6) + r for r in range(world_size))
+    for cut in (np.s_[:], np.s_[::2, 1::2], np.s_[:, 3], np.s_[2:3]):
+        for order in "CF":
+            x = np.array(block, order=order)
+            total(x[cut])
+            expected = block.copy()
+            expected[cut] = want[cut]
+            assert_same(x, expected, (cut, order))
+    x = np.zeros(5, [("pad", "i1"), ("value", "f8")])
+    x["value"] = rank + 1
+    total(x["value"])  # no multiple of 8 bytes in memory
+    assert x["value"].tolist() == [world_size * (world_size + 1) / 2] * 5
+    total(np.array(1.0))
+
+
+@numba.njit(cache=True)
+def everything(x, whole, group):
+    """Each function once; what they return, and what of the arrays is not as expected."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    bad = 0
+    y = x.copy()
+    dist.scan(y, dist.ReduceOp.SUM, group)
+    bad += abs(y[0] - (rank + 1) * (rank + 2) / 2) > 0
+    y = x.copy()
+    dist.exscan(y, group=group)
+    bad += rank > 0 and abs(y[0] - rank * (rank + 1) / 2) > 0
+    y = x.copy()
+    dist.reduce(y, op=dist.ReduceOp.MAX, group=group, group_dst=0)
+    bad += abs(y[0] - (size if rank == 0 else rank + 1)) > 0
+    y = x.copy()
+    dist.broadcast(y, group=group, group_src=size - 1)
+    bad += abs(y[0] - size) > 0
+    dist.all_gather_into_tensor(whole, x, group=group)
+    for r in range(size):
+        bad += abs(whole[r * len(x)] - (r + 1)) > 0
+    other = np.empty_like(whole)
+    dist.all_to_all_single(other, whole, group=group)
+    bad += abs(other[-1] - (rank + 1)) > 0
+    dist.reduce_scatter_tensor(y, whole, group=group)
+    bad += abs(y[0] - size * (rank + 1)) > 0
+    dist.gather_single(x, other, group=group, group_dst=0)
+    bad += rank == 0 and abs(other[-1] - size) > 0
+    dist.scatter_single(y, whole, group=group, group_src=0)
+    bad += abs(y[0] - (rank + 1)) > 0
+    dist.barrier(group)
+    return rank, size, bad
+
+
+@pytest.mark.ranks(2, 3, 5)
+def test_every_function_and_groups_as_arguments(rank, world_size):
+    x = np.full(3, rank + 1.0)
+    for _ in range(3):
+        assert everything(x, np.empty(3 * world_size), None) == (rank, world_size, 0)
+    group = dist.new_group([0, world_size - 1])
+    if rank in (0, world_size - 1):
+        x = np.full(3, 1.0 + (rank > 0))
+        for _ in range(3):
+            assert everything(x, np.empty(6), group) == (int(rank > 0), 2, 0)
+        dist.destroy_process_group(group)
+        with pytest.raises(dist.NotInitializedError, match="was destroyed"):
+            total(x, ReduceOp.SUM, group)
+    else:
+        with pytest.warns(UserWarning, match="which is not in the given group, does nothing"):
+            total(x, ReduceOp.SUM, group)
+        assert x[0] == rank + 1
+
+
+@numba.njit(cache=True)
+def around(x, rank, size, group):
+    """Each rank's array to the next one; returns the senders."""
+    y = np.empty_like(x)
+    if rank % 2 == 0 and rank < size - 1:
+        dist.send(x, rank + 1, group, 7)
+    source = dist.recv(y, (rank - 1) % size, group, 7) if rank else -1
+    if rank % 2 and rank < size - 1:
+        dist.send(x, rank + 1, group, 7)
+    if rank == size - 1:
+        dist.send(x[::-1], 0, group)
+    if rank == 0:
+        source = dist.recv(y[::-1], group=group)
+    x[:] = y
+    return source
+
+
+@numba.njit(cache=True)
+def exchange(x, source, group):
+    return dist.recv(x, group=group) if source < 0 else dist.recv(x, source, group)
+
+
+@numba.njit(cache=True)
+def give(x, to, group):
+    dist.send(x, to, group)
+
+
+@pytest.mark.ranks(3)
+def test_senders_and_receivers_are_global_ranks(rank, world_size):
+    group = dist.new_group([1, 2])
+    x = np.zeros(2)
+    for source in (2, -1, 2):
+        if rank == 1:
+            assert exchange(x, source, group) == 2
+        elif rank == 2:
+            give(x, 1, group)
+    if rank == 1:
+        for outside in (0, -1):
+            with pytest.raises(dist.UsageError, match=f"global rank {outside} is not in the group"):
+                give(x, outside, group)
+
+
+@numba.njit(cache=True)
+def tagged(x, tag):
+    dist.send(x, 0, tag=tag)
+
+
+@pytest.mark.ranks(1)
+def test_tags_that_no_word_has_are_refused(rank, world_size):
+    for tag in (-1, 1 << 31, 1 << 42, 1 << 62):
+        with pytest.raises(dist.UsageError, match="tags are integers from 0 to"):
+            tagged(np.ones(1), tag)
+
+
+@numba.njit
+def place():
+    return dist.get_rank(), dist.get_world_size()
+
+
+@pytest.mark.long
+@pytest.mark.ranks(2, fresh=True)
+def test_a_child_of_fork_has_a_world_of_its_own(rank, world_size, tmp_path):
+    assert place() == (rank, 2)
+    child = os.fork()
+    if child == 0:
+        with ExitStack() as stack:
+            stack.callback(os._exit, 1)
+            dist.init_process_group(init_method=f"file://{tmp_path}/{rank}", rank=0, world_size=1)
+            os._exit(0 if place() == (0, 1) else 2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert place() == (rank, 2)
+
+
+@pytest.mark.long
+@pytest.mark.ranks(2)
+def test_operations_of_users_and_records(rank, world_size):
+    farther = ReduceOp.custom(lambda a, b: a if abs(a) > abs(b) else b, "farther")
+
+    @numba.njit
+    def frozen(x):
+        dist.all_reduce(x, farther)
+
+    for call in (total, frozen):
+        for _ in range(3):
+            x = np.array([rank * 2.0, -rank - 0.5])
+            call(x, farther) if call is total else call(x)
+            assert x.tolist() == [2.0, -1.5]
+    pair = np.dtype([("a", np.int32), ("b", np.float64)])
+    x = np.array([(rank + 1, rank)] * 3, pair)
+
+    @numba.njit
+    def tell(x):
+        dist.broadcast(x, 1)
+
+    for _ in range(3):
+        tell(x)
+        assert x["a"].tolist() == [2, 2, 2]
+    with pytest.raises(dist.UsageError, match="PREMUL_SUM's factor does not get into compiled code"):
+        total(np.ones(1), ReduceOp.PREMUL_SUM(2.0))
+    dist.barrier()
+
+
+def refusals():
+    group = dist.group.WORLD
+    x, y = np.ones(4), np.ones(4, np.float32)
+    scaled = ReduceOp.PREMUL_SUM(2.0)
+    return {
+        "async_op inside njit": lambda: dist.all_reduce(x, async_op=True),
+        "pass it as an argument": lambda: dist.all_reduce(x, group=group),
+        "PREMUL_SUM's factor": lambda: dist.all_reduce(x, scaled),
+        "make the ReduceOp outside": lambda: dist.all_reduce(x, ReduceOp.PREMUL_SUM(2.0)),
+        "tensor is of type float64": lambda: dist.all_reduce(1.0),
+        "read-only": lambda: dist.broadcast(x, 0),  # a global is
+        "src is missing": lambda: dist.broadcast(np.ones(1)),
+        "src and group_src are both given": lambda: dist.broadcast(np.ones(1), 0, group_src=0),
+        "they must be the same": lambda: dist.all_gather_into_tensor(np.ones(4), y),
+        "split sizes are of type": lambda: dist.all_to_all_single(np.ones(4), x, (2.0, 2.0)),
+        "use reduce_scatter_tensor": lambda: dist.reduce_scatter(np.ones(4), [x]),
+        "use all_gather_into_tensor": lambda: dist.all_gather((x, x), np.ones(4)),
+        "receives into contiguous arrays": lambda: dist.irecv(np.ones((4, 4))[:, 1], 0),
+        "takes no timeout": lambda: dist.isend(x, 0).wait(3.0),
+        "use isend and irecv, and waitall": lambda: dist.batch_isend_irecv([x]),
+        "nor a timeout": lambda: dist.barrier(timeout=3.0),
+    }
+
+
+@pytest.mark.ranks(1)
+def test_what_cannot_be_compiled_says_why(rank, world_size):
+    for reason, call in refusals().items():
+        with pytest.raises(TypingError, match=reason):
+            numba.njit(call)()
+
+
+@numba.njit(parallel=True)
+def in_parallel(x, inside):
+    for i in numba.prange(len(x)):
+        x[i] = dist.get_rank()  # which is nobody else's matter
+        if inside is not None:
+            dist.barrier()
+    total(x)
+
+
+@pytest.mark.ranks(1)
+def test_calls_in_parallel_loops_are_refused(rank, world_size):
+    in_parallel(np.ones(2), None)
+    with pytest.raises(TypingError, match=r"a call inside numba\.prange"):
+        in_parallel(np.ones(2), 1)
+
+
+@numba.njit(cache=True)
+def divide(out, x, of_out, of_x):
+    dist.all_to_all_single(out, x, of_out, of_x)
+
+
+@pytest.mark.long
+@pytest.mark.ranks(2, 3)  # the first one has a way compiled
+def test_split_sizes(rank, world_size):
+    ranks = range(world_size)
+    given, taken = [rank + 2 * other for other in ranks], [other + 2 * rank for other in ranks]  # 0 once
+    for tail, dtype in (((), np.float64), ((2,), np.int8)):
+        x = np.concatenate([np.full((n, *tail), 10 * rank + to, dtype) for to, n in enumerate(given)])
+        want = np.concatenate([np.full((n, *tail), 10 * to + rank, dtype) for to, n in enumerate(taken)])
+        for kind in (tuple, np.array):
+            for _ in range(2):  # by Python at first, and then by its way
+                out = np.zeros_like(want)
+                divide(out, x, kind(taken), kind(given))
+                assert_same(out, want, (kind, tail))
+        out = np.zeros_like(want)
+        if rank:
+            divide(out, x, np.array(taken), np.array(given))
+        else:
+            dist.all_to_all_single(out, x, taken, given)
+        assert_same(out, want, tail)
+    x, out, even = np.arange(2.0 * world_size), np.zeros(2 * world_size), (2,) * world_size
+    divide(out, x, None, even)
+    assert_same(out, np.tile(x[2 * rank : 2 * rank + 2], world_size), "equal parts")
+    for sizes in ((1,) * world_size, (2,) * (world_size + 1), (-2, 4 + 2 * (world_size - 2), *even[2:])):
+        with pytest.raises(dist.UsageError, match=rf"split sizes must be {world_size} numbers >= 0"):
+            divide(out, x, even, sizes)
+    odd = (3 - rank, 1 + rank, *even[2:]) if rank < 2 else even
+    with pytest.raises(dist.UsageError, match=r"must have the same dtype and number of elements"):
+        divide(out, x, even, odd)
+    divide(out, x, even, even)
+
+
+@numba.njit(cache=True)
+def sent_by(x, src):
+    dist.broadcast(x, src)
+
+
+@numba.njit(cache=True)
+def whole_of(out, x):
+    dist.all_gather_into_tensor(out, x)
+
+
+@pytest.mark.ranks(2)
+def test_wrong_calls_are_told_to_all_and_the_group_stays_usable(rank, world_size):
+    x = np.ones(3 + rank)
+    for _ in range(2):
+        with pytest.raises(
+            dist.MismatchError, match=r"rank 1 called all_reduce\(float64, 4 elements, op=SUM\)"
+        ):
+            total(x)
+        assert caught(x)
+        with pytest.raises(
+            dist.UsageError, match="has 5 elements; expected 6" if rank else "rank 1's all_gather was"
+        ):
+            whole_of(np.empty(5 if rank else 6), np.ones(3))
+        with pytest.raises(dist.UsageError, match="src is 7"):
+            sent_by(x, 7)
+        total(x[:3])
+    total(x[:0])
+
+
+@pytest.mark.ranks(2, fresh=True, may_die=True)
+def test_a_dead_peer_is_named(rank, world_size):
+    total(np.ones(1))
+    total(np.ones(1))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(dist.PeerDiedError, match="rank 0"):
+        total(np.ones(1))
+
+
+@pytest.mark.long
+@pytest.mark.ranks(2, fresh=True)
+def test_a_late_peer_ends_a_call_by_its_deadline(rank, world_size):
+    group = dist.new_group()
+    total(np.ones(1), ReduceOp.SUM, group)
+    if rank == 0:
+        group.timeout = 0.5
+        with pytest.raises(dist.CollectiveTimeoutError, match="rank 1"):
+            total(np.ones(1), ReduceOp.SUM, group)
+    dist.barrier()
+
+
+@numba.njit
+def total_after(begun, x):
+    begun[0] = 1
+    dist.all_reduce(x)
+
+
+@numba.njit(nogil=True)
+def caught_after(begun, x):
+    begun[0], raised = 1, 0
+    for _ in range(2):
+        try:
+            dist.all_reduce(x)
+        except Exception:
+            raised += 1
+    return raised
+
+
+def interrupt(begun, number):
+    """Send this process a signal when compiled code has begun, and lets other threads run: it waits in its call."""
+    while not begun[0]:
+        time.sleep(0.001)
+    os.kill(os.getpid(), number)
+
+
+def stop(number, frame):
+    sys.exit(f"by signal {number}")
+
+
+@pytest.mark.ranks(2, fresh=True)
+@pytest.mark.parametrize("function", [total_after, caught_after], ids=["uncaught", "caught"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "exit"])
+def test_ctrl_c_ends_a_call_and_is_raised_once_whoever_catches_it(rank, world_size, function, number):
+    begun = np.zeros(1)
+    for _ in range(2):
+        function(begun, np.ones(1))
+    if rank == 0:
+        signal.signal(signal.SIGTERM, stop)
+        begun[0] = 0
+        thread = threading.Thread(target=interrupt, args=(begun, number))
+        thread.start()
+        with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt):
+            function(begun, np.ones(1))
+        thread.join()
+        with pytest.raises(dist.GroupError):
+            total(np.ones(1))
+        assert rows.take_error() is None
+    else:
+        with pytest.raises(dist.GroupError, match=r"SystemExit|KeyboardInterrupt"):
+            dist.recv(np.ones(1), 0)
+
+
+@pytest.mark.ranks(2)
+def test_calls_go_behind_asynchronous_ones(rank, world_size):
+    x, y = np.full(100_000, rank + 1.0), np.ones(1)
+    for _ in range(5):
+        x[:] = rank + 1
+        work = dist.all_reduce(x, async_op=True)
+        total(y)
+        work.wait()
+        assert x[0] == 3
+    assert y[0] == 2**5
+
+
+@pytest.mark.ranks(2, backend="tcp")
+def test_other_backends(rank, world_size):
+    assert everything(np.full(3, rank + 1.0), np.empty(6), None) == (rank, 2, 0)
+    x = np.arange(5.0) + rank
+    assert around(x, rank, 2, None) == 1 - rank
+    assert x[0] == 1 - rank
+
+
+PROGRAM = """
+import sys
+import numba, numpy as np
+import fastcoll_autoload
+fastcoll_autoload.register_numba()
+import fastcoll as dist
+
+@numba.njit(cache=True)
+def f(x, op, group):
+    {body}
+    return dist.get_rank()
+
+assert "fastcoll.callers" not in sys.modules
+dist.init_process_group(init_method=f"file://{{__file__}}.store", rank=0, world_size=1)
+x = np.ones(2)
+assert f(x, dist.ReduceOp.custom(lambda a, b: a), dist.group.WORLD) == 0
+print(sum(f.stats.cache_hits.values()), sum(f.stats.cache_misses.values()))
+"""
+
+
+@pytest.mark.long
+def test_code_is_kept_on_the_disk_until_the_file_changes(tmp_path):
+    program = tmp_path / "program.py"
+
+    def run(body):
+        program.write_text(PROGRAM.format(body=body))
+        os.utime(program, (len(body), len(body)))  # Numba looks at the time and the size
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(program)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert run("dist.all_reduce(x)") == ["0", "1"]
+    assert run("dist.all_reduce(x)") == ["1", "0"]
+    assert run("dist.all_reduce(x, op, group)") == ["0", "1"]
+    assert run("dist.all_reduce(x, op, group)") == ["1", "0"]
+
+
+def test_without_a_world_the_functions_say_so():
+    with pytest.raises(dist.NotInitializedError, match="call init_process_group first"):
+        total(np.ones(1))
+    with pytest.raises(dist.NotInitializedError):
+        numba.njit(lambda: dist.get_rank())()
+
+
+@pytest.mark.ranks(2)
+def test_a_row_is_blank_when_its_own_group_ends(rank, world_size):
+    """A new world may be known before the old one has ended."""
+    old, new = dist.new_group(), dist.new_group()
+    row = rows._Row(99, 0)
+    row.fill(old)
+    row.fill(new)
+    dist.destroy_process_group(old)
+    assert row.words[d.SIZE] == 2
+    dist.destroy_process_group(new)
+    assert row.words[d.SIZE] == 0
+
+
+def test_ctrl_c_while_the_door_is_compiled_leaves_no_row_without_one():
+    with patch.object(rows, "_rows", []):
+        with patch.object(d, "door_address", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            rows.row(None)
+        row = (ctypes.c_int64 * d.ROW_WORDS).from_address(rows.row(None))
+        assert row[d.DOOR] == d.door_address()
+
+
+def test_who_does_not_use_it_does_not_import_it():
+    code = (
+        "import sys, fastcoll, fastcoll_autoload, numba; fastcoll_autoload.register_numba()\n"
+        "assert numba.njit(lambda x: x + 1)(1) == 2; print('fastcoll.callers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["False"]

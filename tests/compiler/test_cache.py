@@ -1,0 +1,407 @@
+"""Compiled kernels on disk: found again, compiled by one process only, thrown away when any source changes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import Mock
+
+import pytest
+from together import together
+
+from fastcoll.compiler import cache, cache_files, jit
+from fastcoll.kernels.pyobjects import Index, integer
+
+PACKAGE = Path(jit.__file__).parent.parent
+FIRST_USE = textwrap.dedent("""
+    import ctypes
+    import sys
+    import numpy as np
+    from fastcoll.compiler import cache; from fastcoll.kernels import reduce
+    cache._SILENT, cache._AGAIN = 0.01, 1000.0  # one word for each kernel, whatever the machine
+    hits = []
+    for dtype in "float32", "float64":
+        before = cache.KernelCache.compiled
+        greatest = reduce.reducer(reduce.ReduceOp.MAX, np.dtype(dtype))
+        hits.append(int(cache.KernelCache.compiled == before))
+    x = np.array([3.0, 7.0])
+    table = np.array([x.ctypes.data, x.ctypes.data + 8])
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(greatest.address)
+    call(greatest.code, x.ctypes.data, table.ctypes.data, 2, 1)
+    print(*hits, int(x[0]), int("numba" in sys.modules or "llvmlite" in sys.modules))
+""")
+
+
+class Use(NamedTuple):
+    """A process that needs two reducers: which came from the cache, max(3, 7), what it imported and said."""
+
+    hits: tuple[int, int]
+    greater: int
+    imports_numba: bool
+    says: list[str]
+
+
+def copy_of_the_kernels(folder: Path) -> Path:
+    """Sources that a test may edit."""
+    sources = folder / "sources"
+    shutil.copytree(PACKAGE, sources / "fastcoll", ignore=shutil.ignore_patterns("__pycache__"))
+    return sources
+
+
+def first_uses(sources: Path, processes: int) -> list[Use]:
+    """By so many new processes at once."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIRST_USE],
+            cwd=sources,
+            # Python's own cache goes by modification times, too.
+            env={"NUMBA_CACHE_DIR": str(sources.parent / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(processes)
+    ]
+    uses = []
+    for process in running:
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == 0, err
+        one, two, greater, imported = map(int, out.split())
+        uses.append(Use((one, two), greater, bool(imported), err.splitlines()))
+    return uses
+
+
+@pytest.fixture(scope="module")
+def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Use]]:
+    """Three processes at once, and one each after all files were touched, and after one was edited unseen."""
+    sources = copy_of_the_kernels(tmp_path_factory.mktemp("cache"))
+    found = {"first": first_uses(sources, 3)}
+    for file in sources.rglob("*.py"):
+        os.utime(file, (1, 1))
+    found["touched"] = first_uses(sources, 1)
+    # The kernels have the values, the file is none of theirs.
+    constants = sources / "fastcoll" / "core" / "reduce_op.py"
+    text = constants.read_text()
+    constants.write_text(text.replace("PRODUCT, MIN, MAX, BAND", "PRODUCT, MAX, MIN, BAND"))
+    assert constants.read_text() != text
+    os.utime(constants, (1, 1))
+    return found | {"edited": first_uses(sources, 1)}
+
+
+@pytest.mark.long
+def test_one_process_compiles_and_the_others_load(uses):
+    for dtype in range(2):
+        assert sorted(use.hits[dtype] for use in uses["first"]) == [0, 1, 1]
+
+
+def test_what_counts_is_the_content_of_the_sources(uses):
+    assert uses["touched"][0].hits == (1, 1)
+    assert uses["edited"][0].hits == (0, 0)
+    assert [use.greater for found in uses.values() for use in found] == [7] * 5
+
+
+def test_one_process_says_what_is_compiled(uses):
+    said = [line for use in uses["first"] for line in use.says]
+    assert 1 <= len(said) <= 2, said  # two may compile one each at the same time, and one of them speaks
+    assert [line.partition(":")[0] for line in uses["edited"][0].says] == [
+        "fastcoll compiles reductions of float32",
+        "fastcoll compiles reductions of float64",
+    ]
+    assert uses["touched"][0].says == []
+
+
+def test_loading_imports_neither_numba_nor_llvmlite(uses):
+    assert not uses["touched"][0].imports_numba
+    assert uses["edited"][0].imports_numba  # else the line above proves nothing
+
+
+@pytest.fixture
+def lock_tries(monkeypatch, tmp_path):
+    """A process that has compiled nothing and speaks at once; the results of its attempts to be the one that speaks."""
+    monkeypatch.setattr(cache, "_SILENT", 0.0)
+    monkeypatch.setattr(cache, "_PACKAGE", str(tmp_path))  # other processes compile for the real one
+    for name in ("_unsaid", "_others", "_their_seconds"):
+        monkeypatch.setattr(cache.Telling, name, 0)
+    tries = []
+    try_lock = cache._try_lock
+    monkeypatch.setattr(cache, "_try_lock", lambda lock: tries.append(try_lock(lock)) or tries[-1])
+    return tries
+
+
+def wait_for(number, things):
+    """Until there are so many."""
+    deadline = time.monotonic() + 60
+    while len(things()) < number:
+        assert time.monotonic() < deadline, things()
+        time.sleep(0.001)
+
+
+def test_a_long_compilation_says_so_again_and_again(monkeypatch, caplog, lock_tries):
+    monkeypatch.setattr(cache, "_AGAIN", 0.01)
+    with cache.Telling("x", " (y)"):
+        wait_for(2, lambda: caplog.messages)
+    for message in caplog.messages[:2]:
+        assert re.fullmatch(r"fastcoll compiles x: \d+ s so far \(y\)", message)
+
+
+def test_short_compilations_add_up_to_a_word(monkeypatch, caplog, lock_tries):
+    monkeypatch.setattr(cache, "_SILENT", 1000)
+    with cache.Telling("a"):
+        pass
+    assert not caplog.messages
+    monkeypatch.setattr(cache, "_SILENT", cache.Telling._unsaid)
+    monkeypatch.setattr(cache, "_AGAIN", 1000)
+    with cache.Telling("b"):
+        wait_for(1, lambda: caplog.messages)
+    (said,) = caplog.messages
+    assert re.fullmatch(r"fastcoll compiles b: \d+ s so far, \d+ s for 1 before it", said)
+
+
+def test_of_two_that_compile_one_speaks(monkeypatch, caplog, lock_tries):
+    monkeypatch.setattr(cache, "_AGAIN", 1000)
+    with cache.Telling("a"):
+        wait_for(1, lambda: caplog.messages)
+        with cache.Telling("b"):
+            wait_for(2, lambda: lock_tries)
+    assert lock_tries[:2] == [True, False]
+    (said,) = caplog.messages
+    assert re.fullmatch(r"fastcoll compiles a: \d+ s so far", said)
+
+
+def full_disk(*names: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("trouble", ["no folder", "a full disk"])
+def test_code_that_cannot_be_kept_is_used_and_one_warning_says_so(monkeypatch, tmp_path, caplog, trouble):
+    monkeypatch.setattr(cache.KernelCache, "unkept", "")
+    # a folder where not even root can write
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/none" if trouble == "no folder" else str(tmp_path))
+    if trouble == "a full disk":
+        monkeypatch.setattr(os, "replace", full_disk)
+    for number in range(2):
+        assert jit.entry(identity).call(number) == number
+    (said,) = [each for each in caplog.messages if "kept" in each]
+    assert re.search(
+        r"cannot be kept in .* \(No .*\); set NUMBA_CACHE_DIR to .*; until then each process", said
+    )
+    assert not [*tmp_path.rglob("*.code")]
+
+
+def test_where_the_code_is_looked_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    beside, users = cache_files.folders("/work/x.py")
+    assert beside == "/work/__pycache__"
+    assert users.startswith(f"{tmp_path}/fastcoll/work_")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_files.folders("/work/x.py")[1].startswith(f"{tmp_path}/.cache/fastcoll/work_")
+    monkeypatch.setenv("HOME", "relative")
+    assert cache_files.folders("/work/x.py") == [beside]
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(
+        pwd, "getpwuid", lambda uid: {}[uid]
+    )  # as in a container for a user without an entry in its database
+    assert cache_files.folders("/work/x.py") == [beside]
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_code_that_others_may_have_written_is_not_run(monkeypatch, tmp_path, compiles, caplog, what):
+    (code,) = tmp_path.rglob("*.code")
+    cache_files._warn_of.cache_clear()
+    opened = code if what == "file" else code.parent
+    opened.chmod(opened.stat().st_mode | 0o002)
+    assert compiles()
+    (said,) = [each for each in caplog.messages if "not used" in each]
+    assert re.match(
+        rf"compiled code in {opened} is not used, since others may write to it \(mode 0.*chmod go-w", said
+    )
+    assert compiles() is (what == "folder")  # the file is compiled anew, the folder is not changed
+
+
+def test_links_and_pipes_in_the_place_of_code_are_not_read(tmp_path, compiles):
+    (code,) = tmp_path.rglob("*.code")
+    code.rename(tmp_path / "elsewhere")
+    code.symlink_to(tmp_path / "elsewhere")
+    assert compiles()
+    code.unlink()
+    os.mkfifo(code)
+    assert compiles()
+
+
+ME, OTHER, MY_GROUP, GROUP = 1000, 1001, 100, 101
+
+
+@pytest.mark.parametrize(
+    ("uid", "gid", "mode", "source", "trusted"),
+    [
+        (ME, MY_GROUP, 0o755, (OTHER, GROUP, 0o644), True),
+        (0, 0, 0o644, (OTHER, GROUP, 0o644), True),
+        (OTHER, GROUP, 0o644, (OTHER, GROUP, 0o644), True),  # a user whose sources are run anyway
+        (OTHER, GROUP, 0o644, (0, 0, 0o644), False),
+        (OTHER, GROUP, 0o600, None, False),
+        (ME, MY_GROUP, 0o775, (ME, MY_GROUP, 0o664), True),  # a umask of 002
+        (ME, MY_GROUP, 0o775, (ME, MY_GROUP, 0o644), False),
+        (ME, GROUP, 0o775, (ME, MY_GROUP, 0o664), False),
+        (ME, MY_GROUP, 0o757, (ME, MY_GROUP, 0o664), False),
+        (ME, MY_GROUP, 0o1777, (0, 0, 0o644), False),
+        (ME, MY_GROUP, 0o775, None, False),
+        (ME, MY_GROUP, 0o755, None, True),
+    ],
+)
+def test_whose_code_is_run(monkeypatch, uid, gid, mode, source, trusted):
+    def state(uid: int, gid: int, mode: int) -> os.stat_result:
+        return os.stat_result((mode, 1, 1, 1, uid, gid, 0, 0, 0, 0))
+
+    found = {"side_effect": FileNotFoundError} if source is None else {"return_value": state(*source)}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: ME)
+        patch.setattr(os, "stat", Mock(**found))
+        why = cache_files.openness(state(uid, gid, mode), "x.py")
+    assert (why == "") is trusted
+
+
+def identity(x: Index) -> int:
+    return integer(x)
+
+
+@pytest.fixture
+def compiles(monkeypatch, tmp_path):
+    """Whether a new entry had to be compiled, where one has been already, into an empty folder."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    cache._platform.cache_clear()
+
+    def compiles() -> bool:
+        before = cache.KernelCache.compiled
+        new = jit.entry(identity)
+        assert new.call(7) == 7
+        return cache.KernelCache.compiled > before
+
+    assert compiles()
+    assert not compiles()
+    yield compiles
+    cache._platform.cache_clear()
+
+
+STATES = {"the package": ("_SOURCES", "new"), "its own file": ("_content", lambda path: b"new")}
+
+
+@pytest.mark.parametrize("changed", STATES)
+def test_old_code_is_not_taken(monkeypatch, tmp_path, compiles, changed):
+    (code,) = tmp_path.rglob("*.code")
+    old = code.read_bytes()
+    monkeypatch.setattr(cache, *STATES[changed])
+    assert compiles()
+    assert code.read_bytes() != old
+    code.write_bytes(old)
+    assert compiles()
+
+
+def content_but_of(package: str):
+    content = cache._content
+    return lambda path: b"new" if path.endswith(f"{package}/_version.py") else content(path)
+
+
+OTHERS = {
+    "processor": lambda patch: patch.setattr(cache, "processor", lambda: b"another"),
+    "Numba": lambda patch: patch.setattr(cache, "_content", content_but_of("numba")),
+    "llvmlite": lambda patch: patch.setattr(cache, "_content", content_but_of("llvmlite")),
+    "name asked for": lambda patch: patch.setenv("NUMBA_CPU_NAME", "generic"),
+    "features asked for": lambda patch: patch.setenv("NUMBA_CPU_FEATURES", "+sse2"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_code_for_another_is_left_where_it_is_and_not_taken(monkeypatch, tmp_path, compiles, other):
+    cache._platform.cache_clear()
+    with monkeypatch.context() as patch:
+        OTHERS[other](patch)
+        assert compiles()
+        assert not compiles()
+    cache._platform.cache_clear()
+    assert not compiles()
+    assert len([*tmp_path.rglob("*.code")]) == 2
+
+
+@pytest.mark.parametrize("damaged", ["empty", "short", "one bit", "another's"])
+def test_damaged_files_are_replaced(tmp_path, compiles, damaged):
+    (code,) = tmp_path.rglob("*.code")
+    content = code.read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    broken = {"empty": b"", "short": content[:-1], "one bit": flipped, "another's": b"\0" * 16 + content[16:]}
+    code.write_bytes(broken[damaged])
+    assert compiles()
+    assert not compiles()
+
+
+def test_code_beside_sources_that_this_user_cannot_write_to_is_taken(monkeypatch, tmp_path, compiles):
+    folders = cache_files.folders(__file__)
+    monkeypatch.setattr(cache_files, "folders", lambda source: ["/proc/none", *folders])
+    assert not compiles()
+    monkeypatch.setattr(cache_files, "folders", lambda source: ["/proc/none", str(tmp_path / "users")])
+    assert compiles()
+    assert not compiles()
+
+
+def test_threads_that_need_the_same_code_compile_it_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    before, new = cache.KernelCache.compiled, jit.entry(identity)
+    assert together(*[lambda n=n: new.call(n) for n in range(8)]) == [*range(8)]
+    assert cache.KernelCache.compiled == before + 1
+
+
+def test_a_process_that_is_forked_while_a_thread_compiles_can_compile(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    jit.entry(identity).compile()
+    with jit._compiling:
+        child = os.fork()
+        if child == 0:
+            thread = threading.Thread(target=lambda: os._exit(jit.entry(identity).call(5)))
+            thread.start()
+            thread.join(120)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+
+
+def test_a_function_with_a_closure_is_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    for number in (3, 4):
+
+        def adds(x: Index) -> int:
+            return integer(x) + number  # noqa: B023
+
+        assert jit.entry(adds).call(1) == 1 + number
+    assert not [*tmp_path.rglob("*.code")]
+
+
+def test_another_process_that_compiles_for_ever_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(cache, "_LONGEST_COMPILATION", 0.05)
+    path = tmp_path / "lock"
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert cache._acquire(str(path)) is None
+
+
+def test_a_compilation_that_fails_can_be_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+
+    @jit.entry
+    def undefined(x: Index) -> int:
+        return integer(x).nothing
+
+    for _ in range(2):
+        with pytest.raises(Exception, match="nothing"):
+            undefined.call(1)

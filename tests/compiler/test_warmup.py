@@ -1,0 +1,101 @@
+"""Compiling ahead: everything there is, once, found by whoever comes later."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastcoll
+from fastcoll import warmup
+from fastcoll.arrays.dtypes import parse_dtype
+from fastcoll.compiler.jit import NJIT
+from fastcoll.net.mpi import compiled as mpi
+from fastcoll.net.tcp import entries as tcp
+from fastcoll.shm import backend as shm
+from fastcoll.shm import callers
+
+PACKAGE = Path(fastcoll.__file__).parent
+
+
+def run(*arguments: str, cache: Path) -> str:
+    command = [sys.executable, "-m", "fastcoll.warmup", *arguments]
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=env)
+    assert not done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+def test_what_was_compiled_is_there_the_next_time(tmp_path):
+    first = run("--ops", "seize,retire", "-j", "2", cache=tmp_path)
+    assert first.startswith("3 kernels: what is not on the disk is compiled, in 2 processes\n  1/3 seize ")
+    assert "  3/3 " in first
+    assert "retire " in first
+    assert "reductions of float32 " in first
+    assert "3 kernels compiled" in first
+    assert run("--ops", "seize,retire", cache=tmp_path).splitlines()[1:] == ["all 3 kernels are there"]
+    more = run("--ops", "retire", "--dtypes", "float32,bool", cache=tmp_path)
+    assert "reductions of bool " in more
+    assert "1 kernels compiled" in more
+    assert "2 were there" in more
+
+
+@pytest.mark.long
+def test_every_entry_is_in_the_list():
+    found = sorted(
+        node.name
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and any(
+            isinstance(mark, ast.Name) and mark.id in ("entry", "locked_entry")
+            for mark in node.decorator_list
+        )
+    )
+    assert found == sorted(entry.name for entry in (*shm.ENTRIES, *tcp.ENTRIES, *mpi.ENTRIES))
+
+
+def test_what_compiled_callers_call_is_compiled_where_it_is_asked_for(monkeypatch, tmp_path):
+    todo: list[set[str]] = []
+    monkeypatch.setattr(warmup, "_warm_up", lambda names, processes: todo.append(set(names)) or 0)
+    for arguments in ([], NJIT.split()):
+        assert warmup.main(arguments) == 0
+    assert todo[1] - todo[0] == {"njit.door", "jax.door", *(f"njit.{name}" for name in callers.WAYS.values())}
+    where = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and any(isinstance(x, ast.Name) and x.id == "NJIT" for x in node.args)
+    }
+    assert where == {"kernels/doors.py", "kernels/call_frames.py", "shm/callers.py"}
+    code = "from fastcoll import warmup; print([warmup._make(name).new for name in ('njit.door', 'njit.barrier')])"
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for new in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True, env=env
+        )
+        assert done.stdout.split("\n")[0] == str([new, new])
+
+
+def test_code_that_cannot_be_kept_is_a_failure_here(monkeypatch, capsys):
+    monkeypatch.setattr(warmup, "_make", lambda name: warmup._Made(name, 0.1, True, "the disk is full"))
+    assert warmup._warm_up(["all_reduce"], 1) == 1
+    assert "nothing is done ahead: the disk is full" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "word"), [("--ops", "all_reduced"), ("--dtypes", "float31")])
+def test_unknown_names_are_refused(option, word, capsys):
+    with pytest.raises(SystemExit) as error:
+        warmup.main([option, word])
+    assert error.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_all_stands_for_dtypes_that_there_are():
+    for name in warmup._ALL.split(","):
+        assert parse_dtype(name).name == name

@@ -1,0 +1,161 @@
+"""The end of a job whose store does not answer, or in which ranks have died out of sight."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from fastcoll.job import lease as leases
+from fastcoll.job import subgroups
+from fastcoll.job.backends import parse_backend
+from fastcoll.job.job import Job
+from fastcoll.job.lease import StoreLease
+from fastcoll.store import HashStore, Store, TCPStore, tcp_store, waiting
+from fastcoll.store.table import Missing, Request
+from fastcoll.system.processes import Member
+
+SERVE = """
+from fastcoll.store import TCPStore
+with TCPStore("127.0.0.1", 0, is_master=True) as store:
+    print(store.port, flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[str]]:
+    """A process that serves a store, and prints its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def job_of(store: Store, rank: int, size: int = 2, close: bool = True) -> Job:
+    """Return a job of two or more ranks; the processes of the others cannot be checked from here."""
+    here = Member.here(0, size, "tcp")
+    members = [replace(here, rank=each, boot_id=str(each), host="far") for each in range(size)]
+    lease = StoreLease(store, members, rank, store.close if close else lambda: None)
+    return Job(lease, parse_backend(None), 60.0)
+
+
+def test_a_store_whose_process_is_stopped_holds_nobody_up(
+    server: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "_LAST_WORD_SECONDS", 0.1)
+    assert server.stdout is not None
+    store = TCPStore("127.0.0.1", int(server.stdout.readline()), timeout=3000)
+    os.kill(server.pid, signal.SIGSTOP)
+    job_of(store, 1).lease.leave(3000)
+    assert store.timeout == timedelta(seconds=3000)
+
+
+class Counting(HashStore):
+    """A store that counts requests, keys and bytes."""
+
+    requests = keys = nbytes = 0
+
+    def _ask(self, request: Request) -> list[bytes] | Missing:
+        self.requests += 1
+        self.keys += len(request.keys)
+        self.nbytes += sum(map(len, request.values))
+        return super()._ask(request)
+
+
+def test_a_rank_that_is_late_in_new_group_costs_the_others_few_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.001)
+    monkeypatch.setattr(waiting, "LOOKS_PER_SECOND", 1e9)
+    size, store, looks = 1000, Counting(), 20
+    job = job_of(store, 0, size)
+    store.multi_set([f"group0/asked/{rank}" for rank in range(size - 1)], [b"digest"] * (size - 1))
+    store.requests = store.keys = 0
+    raise_if_left = job.lease.raise_if_left
+
+    def look(ranks: Sequence[int], doing: str) -> None:
+        nonlocal looks
+        looks -= 1
+        if looks == 0:
+            store.set(f"group0/asked/{size - 1}", b"digest")
+        raise_if_left(ranks, doing)
+
+    job.lease.raise_if_left = look  # type: ignore[method-assign]
+    assert subgroups._answers(job, "group0", range(size), 300.0, "testing") == [b"digest"] * size
+    assert store.requests < 4 * 20  # per look: the wait before it, the late ranks, and whether they have left
+    assert store.keys < 23 * size  # each wait lists all keys; apart from that, each key is looked up once
+
+
+def test_ranks_that_ask_for_the_same_group_write_its_ranks_once() -> None:
+    size, store = 1000, Counting()
+    ranks = list(range(size))
+    for rank in ranks:
+        subgroups._ask(job_of(store, rank, size), "group0", ranks, "cpu:auto")
+    assert store.nbytes < 50 * size + len(str(ranks))
+
+
+class Leaving:
+    """Rank 0 of a job of two, which has settled a group more; rank 1 has this process, or another one."""
+
+    def __init__(self, **rank_1: Any) -> None:
+        here, self.closed = Member.here(0, 2, "tcp"), list[str]()
+        members = [here, replace(here, rank=1, **rank_1)]
+        self.store = HashStore()
+        self.lease = StoreLease(self.store, members, 0, lambda: self.closed.append("store"))
+        self.lease.settle()
+
+    def leave(self, patience: float = 60.0, *gone: Member) -> None:
+        self.lease.leave(patience, gone)
+        assert self.closed == ["store"]
+
+
+def test_rank_0_does_not_wait_for_the_dead(caplog: pytest.LogCaptureFixture) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    Leaving(pid=ended.pid).leave()
+    rank_0 = Leaving(boot_id="far")
+    rank_0.leave(60.0, *rank_0.lease.members[1:])  # which are known to be
+    assert not caplog.records
+
+
+def test_rank_0_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixture) -> None:
+    Leaving().leave(0.05)
+    assert "though rank 1" in caplog.text
+
+
+def test_rank_0_does_not_wait_for_those_who_left(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that has destroyed its groups makes no more of them, however long its process lives."""
+    rank_0 = Leaving()
+    job_of(rank_0.store, 1, close=False).lease.leave(0.0)
+    rank_0.leave()
+    assert not caplog.records
+
+
+def test_rank_0_does_not_wait_long_after_ctrl_c(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_INTERRUPTED_SECONDS", 0.1)
+    rank_0 = Leaving()
+    job = Job(rank_0.lease, parse_backend(None), 1.0)
+    with pytest.raises(KeyboardInterrupt), job.making([0, 1], "new_group([0, 1])"):
+        raise KeyboardInterrupt
+    rank_0.leave(3000)
+    assert "though rank 1" in caplog.text
+
+
+def test_rank_0_leaves_when_the_store_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    rank_0 = Leaving()
+    rank_0.store.close()
+    rank_0.leave()
+    assert not caplog.records

@@ -1,0 +1,775 @@
+"""Joining the world, cutting it into groups, and leaving it."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from faults.crew import nothing_left
+
+import fastcoll as dist
+from fastcoll import config
+from fastcoll.errors import (
+    AbortedError,
+    FastcollError,
+    MismatchError,
+    NotInitializedError,
+    PeerDiedError,
+    RendezvousError,
+    ResourceError,
+    StoreError,
+    StoreTimeoutError,
+    UnavailableError,
+    UsageError,
+)
+from fastcoll.job.backends import load, parse_backend
+from fastcoll.job.lease import StoreLease
+from fastcoll.launch.nodes import free_port
+from fastcoll.net.mpi import library as mpi_library
+from fastcoll.store import Rendezvous
+from fastcoll.system.processes import Member
+
+OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
+
+
+def total(group: Any = None) -> float:
+    """The number of ranks of a group, by an all_reduce of ones."""
+    x = np.ones(1)
+    dist.all_reduce(x, group=group)
+    return float(x[0])
+
+
+# ---- backends --------------------------------------------------------------------------------------
+
+
+def test_backend_names() -> None:
+    assert dist.Backend("GLOO") == dist.Backend.GLOO == "gloo"
+    assert isinstance(dist.Backend("shm"), str)
+    with pytest.raises(UsageError, match=r"no backend 'ucc'; known: auto, shm, gloo, tcp, mpi, nccl"):
+        dist.Backend("ucc")
+
+
+@pytest.fixture
+def without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where mpi4py is not installed, whatever there is here."""
+    monkeypatch.setattr(mpi_library, "why_unavailable", lambda: "mpi4py is not installed")
+
+
+@pytest.mark.usefixtures("without_mpi")
+def test_available_backends() -> None:
+    assert dist.is_available()
+    assert [dist.is_backend_available(name) for name in ("auto", "SHM", "gloo", "mpi", "ucc")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+    asked = dist.is_gloo_available(), dist.is_mpi_available(), dist.is_nccl_available()
+    assert asked == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        (None, "cpu:auto"),
+        ("auto", "cpu:auto"),
+        ("Gloo", "cpu:gloo"),
+        ("shm", "cpu:shm"),
+        ("cpu:auto,cuda:nccl", "cpu:auto,cuda:nccl"),
+        ("cuda:nccl, CPU:gloo", "cuda:nccl,cpu:gloo"),
+    ],
+)
+def test_a_backend_for_each_device(text: str | None, config: str) -> None:
+    assert str(parse_backend(text)) == config
+
+
+@pytest.mark.usefixtures("without_mpi")
+def test_a_backend_that_is_wrong_or_not_there_is_refused() -> None:
+    for text in ("cpu:auto,cpu:shm", "tpu:auto", "cpu:", "auto,shm", "", "cpu:auto,"):
+        with pytest.raises(UsageError):
+            parse_backend(text)
+    for text in ("nccl", "cuda:nccl", "mpi", "cpu:mpi"):
+        with pytest.raises(UnavailableError, match="available: auto, shm, gloo, tcp"):
+            parse_backend(text)
+
+
+def test_ranks_on_two_nodes_are_refused_by_name() -> None:
+    here = Member.here(0, 2, "cpu:auto")
+    there = dataclasses.replace(here, rank=1, host="node7", boot_id="another")
+    with pytest.raises(
+        UnavailableError, match=rf"rank 1 \(pid {here.pid} on node7\) does not share /dev/shm with rank 0"
+    ):
+        load(parse_backend("shm"))(dist.HashStore(), "WORLD", [here, there], 0, 1.0)
+
+
+# ---- joining ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "ucc"}, "no backend 'ucc'"),
+        ({"store": dist.HashStore(), "init_method": "env://"}, "are both given"),
+        ({"store": dist.HashStore()}, "rank is -1 and world_size is -1"),
+        ({"store": dist.HashStore(), "rank": 2, "world_size": 2}, "rank is 2 and world_size is 2"),
+        ({"store": {}, "rank": 0, "world_size": 1}, "store is dict"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": timedelta(seconds=-1)}, "greater than 0"),
+        ({"pg_options": object()}, "leave it out"),
+        ({"init_method": "carrier-pigeon://coop"}, "carrier-pigeon"),
+        ({"rank": "0", "world_size": 1}, "rank is '0', a str; give a whole number"),
+        ({"rank": 0, "world_size": 1.0}, "world_size is 1.0, a float; give a whole number"),
+        ({"backend": 3}, "backend is 3, a int; give a str"),
+        ({"timeout": "x"}, "timeout is 'x'; give seconds"),
+        ({"timeout": float("nan")}, "timeout is nan; give seconds"),
+        ({"init_method": 3}, "init_method is 3, a int; give a str"),
+        ({"group_name": 3}, "group_name is 3, a int; give a str"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        dist.init_process_group(**arguments)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(1, init=False)
+def test_a_world_of_one(rank: int) -> None:
+    dist.init_process_group(
+        "gloo", rank=np.int64(0), world_size=np.int8(1), store=dist.HashStore(), timeout=timedelta(seconds=20)
+    )
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    assert total() == 1
+    with pytest.raises(UsageError, match="already; call destroy_process_group first"):
+        dist.init_process_group()
+    world = dist.group.WORLD
+    assert world is not None
+    assert world.timeout == 20
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    with pytest.raises(NotInitializedError):
+        total()
+    with pytest.raises(NotInitializedError, match="destroyed"):
+        world.all_reduce(np.ones(1))
+    with pytest.raises(NotInitializedError, match="does not exist, or was destroyed"):
+        dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_joining_and_leaving_again_and_again(world_size: int) -> None:
+    """A rank that is early finds the store of the world before, and must not take it for the new one."""
+    for _ in range(5):
+        dist.init_process_group()
+        assert total() == world_size
+        dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_a_world_as_a_context(rank: int, world_size: int, tmp_path: Path) -> None:
+    with dist.world("shm") as group:
+        assert (group, total(), dist.get_backend()) == (dist.group.WORLD, 2, "shm")
+    assert not dist.is_initialized()
+    with dist.world(rank=rank, world_size=world_size):
+        dist.destroy_process_group()
+    left = tmp_path / "left"
+
+    def fail() -> None:
+        with dist.world():
+            if rank == 0:
+                dist.new_group([0])  # which rank 1 does not make, so rank 0 would wait for it
+                raise ValueError("bad data")
+            while not left.exists():  # otherwise rank 0 waits for this rank
+                time.sleep(0.01)
+            raise ValueError("bad data")
+
+    with pytest.raises(ValueError, match="bad data"):
+        fail()
+    left.touch()
+    assert not dist.is_initialized()
+    assert inspect.signature(dist.world) == inspect.signature(dist.init_process_group)
+
+
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("again", [False, True])
+def test_one_store_for_two_worlds(rank: int, world_size: int, again: bool, tmp_path: Path) -> None:
+    """Rank 0 uses one object for both, and rank 1 does or has one for each."""
+    with dist.FileStore(str(tmp_path / "store"), world_size) as first:
+        for _ in range(2):
+            anew = rank == 1 and again
+            store = dist.FileStore(str(tmp_path / "store"), world_size) if anew else first
+            dist.init_process_group(store=store, rank=rank, world_size=world_size)
+            assert total() == world_size
+            dist.destroy_process_group()
+            if anew:
+                store.close()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_ranks_that_disagree_are_told(rank: int, world_size: int, tmp_path: Path) -> None:
+    with dist.FileStore(str(tmp_path / "store"), world_size) as store:
+        with pytest.raises(FastcollError, match="backend"):
+            dist.init_process_group(
+                ["auto", "gloo"][rank], store=store, rank=rank, world_size=world_size, timeout=30
+            )
+        assert not dist.is_initialized()
+        dist.init_process_group("auto", store=store, rank=rank, world_size=world_size, timeout=30)
+        assert total() == 2
+        dist.destroy_process_group()
+
+
+def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dist.HashStore] = []
+
+    def meet_again(*_: Any) -> Rendezvous:
+        opened.append(dist.HashStore())
+        dist.PrefixStore("fastcoll", opened[-1]).add("settled/0", 1)
+        return Rendezvous(opened[-1], 0, 2, "here")
+
+    load(parse_backend(None))  # or importing Numba would take all of the time
+    monkeypatch.setattr("fastcoll.job.world.meet", meet_again)
+    text = "file:///x leads to a job in which rank 0 has started before"
+    for timeout in (0.3 * 2**n for n in range(8)):  # it has looked only once where it got no core meanwhile
+        opened.clear()
+        with pytest.raises(RendezvousError, match=text):
+            dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=timeout)
+        if len(opened) > 1:
+            break
+    assert len(opened) > 1
+    for store in opened:
+        with pytest.raises(StoreError, match="closed"):
+            store.set("key", "value")
+
+
+def test_one_thread_of_a_process_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a scheduler starts two ranks as threads: the second is told at once, and the first goes on."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def meet(*_: Any) -> Rendezvous:
+        begun.set()
+        assert ended.wait(60)
+        raise RendezvousError("nobody came")
+
+    monkeypatch.setattr("fastcoll.job.world.meet", meet)
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(dist.init_process_group, init_method="file:///x", rank=0, world_size=2)
+        try:
+            assert begun.wait(60)
+            with pytest.raises(
+                UsageError, match="is joining a job already, on another thread; a process is one rank"
+            ):
+                dist.init_process_group(init_method="file:///x", rank=1, world_size=2)
+        finally:
+            ended.set()
+        with pytest.raises(RendezvousError, match="nobody came"):
+            first.result()
+        with pytest.raises(RendezvousError, match="nobody came"):
+            dist.init_process_group(init_method="file:///x", rank=1, world_size=2)
+
+
+def meet_in(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every init_method lead to `store`."""
+    monkeypatch.setattr("fastcoll.job.world.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here"))
+
+
+class Unclosed(dist.PrefixStore):
+    """A view that closes nothing, as a client of a server does."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__("", store)
+
+
+@pytest.fixture
+def other() -> Iterator[Member]:
+    """Rank 1 of a job of two, in a living process of its own."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+        started = int(stat.rpartition(")")[2].split()[19])
+        yield dataclasses.replace(Member.here(1, 2, "cpu:auto"), pid=process.pid, start_time=started)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_rank_of_another_process_in_a_job_that_runs_is_refused_at_once(
+    other: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    meet_in(store, 1, monkeypatch)
+    started = Unclosed(store)
+    started.set("fastcoll/join/member/1", other.to_bytes())
+    started.add("fastcoll/settled/1", 1)
+    with pytest.raises(
+        UsageError,
+        match=rf"rank 1 is claimed by two processes, {other.where}, .* and pid {os.getpid()} on \S+;",
+    ):
+        dist.init_process_group(init_method="tcp://x:1", rank=1, world_size=2, timeout=30)
+
+
+def test_a_rank_waits_for_a_job_that_its_predecessor_has_left(
+    other: Member, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.05")
+    config.forget()
+    store = dist.HashStore()
+    meet_in(store, 1, monkeypatch)
+    view = dist.PrefixStore("fastcoll", Unclosed(store))
+    view.set("join/member/1", other.to_bytes())
+    lease = StoreLease(view, [other, other], 1, lambda: None)
+    lease.settle()
+    lease.leave(0.0)
+    with pytest.raises(RendezvousError, match="rank 1 has started before"):
+        dist.init_process_group(init_method="tcp://x:1", rank=1, world_size=2, timeout=1)
+    config.forget()
+    assert len(re.findall(r"starting at tcp://x:1: has waited \S+ s for rank 0 to leave", caplog.text)) == 1
+
+
+LATE = """
+import fastcoll as dist
+try:
+    dist.init_process_group(timeout=40)
+except dist.UsageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_process_that_comes_late_as_a_second_rank_1_is_refused(rank: int) -> None:
+    if rank == 1:
+        late = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
+        assert (
+            f"rank 1 is claimed by two processes, pid {os.getpid()} on {os.uname().nodename}" in late.stdout
+        ), late
+    dist.barrier()
+
+
+# ---- groups ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+def test_groups_of_any_ranks(rank: int) -> None:
+    for ranks in ([3, 1], [0], [2, 0, 3], None, range(1, 4), [3, 1]):
+        group = dist.new_group(ranks, group_desc="mine")
+        members = sorted(range(4) if ranks is None else ranks)
+        if rank in members:
+            assert dist.get_process_group_ranks(group) == members
+            assert dist.get_rank(group) == members.index(rank)
+            assert total(group) == len(members)
+        else:
+            assert group is OUTSIDE
+            assert dist.get_rank(group) == -1
+    assert total() == 4
+
+
+@pytest.mark.ranks(3)
+def test_wrong_ranks_are_refused(rank: int) -> None:
+    for ranks in ([], [0, 0], [3], [-1, 0]):
+        with pytest.raises(UsageError, match=r"expected at least one of the ranks 0\.\.2, each at most once"):
+            dist.new_group(ranks)
+
+    def wrong(function: Any, message: str, *args: Any, **more: Any) -> None:
+        with pytest.raises(UsageError, match=message):
+            function(*args, **more)
+
+    wrong(dist.new_group, "ranks is 3; give a list of whole numbers", 3)
+    wrong(dist.new_group, r"ranks\[0\] is '0', a str; give a whole number", ["0"])
+    wrong(dist.new_group, r"ranks\[1\] is 1.5, a float", [0, 1.5])
+    wrong(dist.new_group, "timeout is -5; give seconds greater than 0", timeout=-5)
+    wrong(dist.new_group, "timeout is 'x'", timeout="x")
+    wrong(dist.new_group, "backend is 3", backend=3)
+    wrong(dist.new_group, "leave it out", [0], pg_options=object())
+    wrong(dist.new_subgroups, "group_size is '3', a str", "3")
+    by_enumeration = dist.new_subgroups_by_enumeration
+    wrong(by_enumeration, "give a list of lists of ranks", 3)
+    wrong(by_enumeration, r"ranks_per_subgroup_list\[0\] is 1; give a list of whole numbers", [1, 2])
+    wrong(dist.monitored_barrier, "timeout is -1", timeout=-1)
+    assert total() == 3
+    assert total(dist.new_group(np.arange(3))) == 3
+
+
+@pytest.mark.ranks(2)
+def test_a_member_that_does_not_call_is_warned_of_and_named(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if rank == 1:
+        dist.barrier()
+        return
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.1")
+    config.forget()
+    with pytest.raises(
+        StoreTimeoutError, match=r"^timed out: new_group\(\[0, 1\]\): rank 1 \(pid \d+ on \S+\) did not come"
+    ):
+        dist.new_group(timeout=2)
+    config.forget()
+    assert re.search(r"new_group\(\[0, 1\]\): has waited \S+ s for rank 1 \(", caplog.text)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_descriptors_for_a_group_says_so_to_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        if rank == 1:
+            patch.setattr("fastcoll.net.tcp.mesh.gather", exhausted)
+        with pytest.raises(
+            ResourceError, match=r"no file descriptor is left to process \d+, .* \(ulimit -n"
+        ) as caught:
+            dist.new_group(backend="tcp")
+    assert rank == 1 or "rank 1 (pid" in str(caught.value)
+    assert total(dist.new_group(backend="tcp")) == 2
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, fresh=True, may_die=(0,))
+def test_when_the_holder_of_the_store_dies_making_a_group_names_it(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerDiedError):
+        dist.barrier()
+    for ranks in ([0, 1], [1], [0]):
+        with pytest.raises(
+            PeerDiedError, match=rf"new_group\({re.escape(str(ranks))}\): rank 0 \(pid \d+ on \S+\) died"
+        ):
+            dist.new_group(ranks)
+
+
+@pytest.mark.ranks(3)
+def test_different_ranks_for_one_group_are_an_error_that_names_both(rank: int) -> None:
+    with pytest.raises(
+        MismatchError, match=r"asks for ranks .* with cpu:auto, rank \d for ranks .*same order"
+    ):
+        dist.new_group([[0, 1], [1, 2], [0, 2]][rank] if rank != 1 else [1, 2])
+    assert total(dist.new_group()) == 3
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_that_has_not_called_for_a_group_of_others_is_warned_and_stays_in_step(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    if rank in (0, 1):
+        assert total(dist.new_group([0, 1])) == 2  # which ranks 2 and 3 do not call
+    pair = dist.new_group([2, 3])  # now the first call of its members, and the second one of the others
+    assert rank < 2 or total(pair) == 2
+    assert total(dist.new_group()) == 4
+    wanted = rf"rank {rank} has not called new_group\(\[0, 1\]\), .* or pass use_local_synchronization=True"
+    assert bool(re.search(wanted, caplog.text)) == (rank > 1)
+    caplog.clear()
+    if rank != 3:
+        assert total(dist.new_group([0, 2, 1])) == 3
+    assert total(dist.new_group([1, 3, 0])) == 3 if rank != 2 else dist.new_group([0, 1, 3])
+    assert total(dist.new_group()) == 4
+    assert ("rank 3 has not called new_group([0, 1, 2])" in caplog.text) == (rank == 3)
+    with pytest.raises(
+        MismatchError, match=r"ranks \[0, 1, 2\] .*ranks \[0, 1, 2, 3\]|ranks \[0, 1, 2, 3\] "
+    ):
+        dist.new_group(range(3) if rank == 1 else None)
+    caplog.clear()
+    assert total(dist.new_group()) == 4
+    assert not caplog.text
+
+
+@pytest.mark.ranks(4)
+def test_subgroups(rank: int) -> None:
+    own, made = dist.new_subgroups(2)
+    assert len(made) == 2
+    assert own is made[rank // 2]
+    assert dist.get_process_group_ranks(own) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert total(own) == 2
+    whole, parts = dist.new_subgroups()  # all ranks are on this node
+    assert len(parts) == 1
+    assert total(whole) == 4
+    single, parts = dist.new_subgroups(1, group=own)
+    assert [part is single for part in parts] == [rank % 2 == 0, rank % 2 == 1]
+    dist.barrier()  # rank 0 stays while the members of other groups meet
+    with pytest.raises(UsageError, match="group_size is 3; it must divide the 4 ranks"):
+        dist.new_subgroups(3)
+    own, made = dist.new_subgroups_by_enumeration([[3, 0], [1]])
+    assert [group is OUTSIDE for group in made] == [rank not in (0, 3), rank != 1]
+    assert own is (OUTSIDE if rank == 2 else made[rank == 1])
+    with pytest.raises(UsageError, match="rank 1 is listed twice"):
+        dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
+
+
+@pytest.mark.ranks(4)
+def test_a_group_may_keep_the_order_of_its_ranks_and_be_split(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = [3, 0, 2]
+    group = dist.new_group(order, backend="gloo", sort_ranks=False, device_id=0)
+    everybody = np.empty(3, np.int64)
+    if rank in order:
+        assert dist.get_process_group_ranks(group) == order
+        assert dist.get_rank(group) == order.index(rank)
+        dist.all_gather_into_tensor(everybody, np.array([rank]), group)
+        assert everybody.tolist() == order
+        first = np.array([rank])
+        dist.broadcast(first, group_src=0, group=group)
+        assert first[0] == 3
+        part = dist.split_group(group, [[2, 0]], timeout=60)  # ranks 3 and 2, in the group's order
+        assert (None if part is None else dist.get_process_group_ranks(part)) == (
+            None if rank == 0 else [3, 2]
+        )
+        assert part is None or dist.get_backend(part) == "gloo"
+        with pytest.raises(UsageError, match=r"split_ranks is \[\[0, 3\]\]; give lists of the ranks 0\.\.2"):
+            dist.split_group(group, [[0, 3]])
+    part = dist.split_group(split_ranks=[[1, 2], [0]], group_desc="part")
+    assert (part is None) == (rank == 3)
+    if part is not None:
+        assert dist.get_process_group_ranks(part) == ([0] if rank == 0 else [1, 2])
+        dist.barrier(part)
+    for wrong in (None, [], [[]], [[0], [0, 1]], 5):
+        with pytest.raises(UsageError, match=r"split_ranks|is listed twice"):
+            dist.split_group(split_ranks=wrong)  # type: ignore[arg-type]
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert dist.get_node_local_rank() == rank
+
+
+@pytest.mark.ranks(2)
+def test_orders_that_differ_are_an_error_that_names_both(rank: int) -> None:
+    for by_members_alone in (False, True):
+        with pytest.raises(
+            dist.MismatchError, match=r"asks for ranks \[(0, 1|1, 0)\] .* for ranks \[(0, 1|1, 0)\]"
+        ):
+            dist.new_group([rank, 1 - rank], None, None, None, by_members_alone, sort_ranks=False)
+        dist.barrier()  # rank 0 has the store
+
+
+@pytest.mark.ranks(2)
+def test_a_backend_of_the_users(rank: int) -> None:
+    from fastcoll.core.operation import Call, Operation
+    from fastcoll.job import backends
+    from fastcoll.shm.backend import ShmBackend
+
+    class Loud(ShmBackend):
+        calls = 0
+
+        def plan(self, operation: Operation, timeout: float | None = None) -> Call:
+            Loud.calls += 1
+            return super().plan(operation, timeout)
+
+        def fast(self, group: dist.ProcessGroup) -> dict[str, Any]:
+            return {}
+
+    before = list(backends.KNOWN)
+    dist.Backend.register_backend("Loud", Loud.make, devices="cpu")
+    try:
+        group = dist.new_group(backend="loud")
+        dist.all_reduce(x := np.ones(2), group=group)
+        assert (x.tolist(), Loud.calls) == ([2, 2], 1)
+        assert dist.get_backend(group) == dist.Backend.LOUD == "loud"  # type: ignore[attr-defined]
+        assert dist.is_backend_available("loud")
+        with pytest.raises(UsageError, match="'loud'; give a word"):
+            dist.Backend.register_backend("loud", Loud.make)
+        with pytest.raises(dist.UnavailableError, match="is for arrays in host memory"):
+            dist.Backend.register_backend("louder", Loud.make, devices=["cpu", "cuda"])
+    finally:
+        backends.KNOWN[:] = before
+        del backends.BACKENDS["loud"], dist.Backend.LOUD  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks(3)
+def test_members_make_a_group_among_themselves(rank: int) -> None:
+    if rank != 1:
+        assert total(dist.new_group([2, 0], use_local_synchronization=True)) == 2
+    assert total(dist.new_group()) == 3
+    if rank != 0:
+        assert total(dist.new_group([1, 2], use_local_synchronization=True)) == 2
+        assert total(dist.new_group([1, 2], use_local_synchronization=True)) == 2
+    dist.barrier()  # rank 0 stays while the others meet
+
+
+@pytest.mark.ranks(2)
+def test_a_group_is_destroyed_alone(rank: int) -> None:
+    group = dist.new_group(backend="gloo", timeout=7)
+    assert isinstance(group, dist.ProcessGroup)
+    assert (dist.get_backend(group), dist.get_backend(), group.timeout) == ("gloo", "shm", 7)
+    assert total(group) == 2
+    dist.barrier()
+    dist.destroy_process_group(group)
+    with pytest.raises(NotInitializedError, match="destroyed"):
+        total(group)
+    with pytest.raises(NotInitializedError, match="destroyed before"):
+        dist.destroy_process_group(group)
+    with pytest.raises(NotInitializedError, match="destroyed"):
+        dist.get_backend(group)
+    dist.destroy_process_group(OUTSIDE)
+    assert total() == 2
+
+
+# ---- leaving ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3, init=False)
+def test_rank_0_leaves_while_others_still_make_a_group(rank: int) -> None:
+    """Rank 0 serves the store; the others see that it has left before they even begin."""
+    dist.init_process_group()
+    if rank == 0:
+        dist.new_group([1, 2])
+    else:
+        with pytest.raises(AbortedError, match=r"rank 0 .* left the group"):
+            dist.barrier()
+        assert total(dist.new_group([1, 2])) == 2
+    dist.destroy_process_group()
+
+
+def run_ranks(tmp_path: Path, code: str, size: int) -> list[subprocess.CompletedProcess[str]]:
+    """Plain scripts as ranks of one world, without launcher; `rank` and `dist` are there for them."""
+    head = (
+        "import os, signal, sys\nimport numpy as np\nimport fastcoll as dist\nrank = int(sys.argv[1])\n"
+        f"dist.init_process_group(init_method='file://{tmp_path}/meet', rank=rank, world_size={size}, timeout=60)\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", head + code]
+    started = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(size)]
+    try:
+        outputs = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    ends = zip(started, outputs, strict=True)
+    return [subprocess.CompletedProcess(p.args, p.returncode, *output) for p, output in ends]
+
+
+def complaints(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What a process has written to stderr, but for what it compiles, where nothing is on the disk yet."""
+    return [line for line in done.stderr.splitlines() if "fastcoll compiles " not in line]
+
+
+def test_a_script_may_forget_to_leave(tmp_path: Path) -> None:
+    with nothing_left():
+        done = run_ranks(tmp_path, "x = np.ones(1); dist.all_reduce(x); print(x)", 2)
+    assert [(p.returncode, p.stdout, complaints(p)) for p in done] == [(0, "[2.]\n", [])] * 2
+    assert not (tmp_path / "meet").exists()
+
+
+def test_leaving_at_exit_does_not_wait_for_a_killed_rank(tmp_path: Path) -> None:
+    code = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.barrier()
+except dist.PeerDiedError as error:
+    print(error.ranks)
+"""
+    survivor, killed = run_ranks(tmp_path, code, 2)
+    assert (survivor.returncode, survivor.stdout) == (0, "(1,)\n"), survivor.stderr
+    assert killed.returncode == -9
+
+
+def test_what_is_under_way_is_completed_at_exit_or_named(tmp_path: Path) -> None:
+    code = """
+x, y = np.full(300_000, rank + 1.0), np.zeros(300_000)
+if rank == 0:
+    dist.isend(x, 1)
+    dist.all_reduce(np.ones(3), async_op=True)
+else:
+    dist.recv(y, 0)
+    dist.all_reduce(np.ones(3))
+    print(y[-1])
+    dist.irecv(y, 0, tag=7)
+
+class Last:
+    def __del__(self, print=print):  # Python comes to its own end, whatever the exit code
+        print("the last word", flush=True)
+
+last = Last()
+"""
+    with nothing_left():
+        sender, receiver = run_ranks(tmp_path, code, 2)
+    assert (sender.returncode, sender.stdout) == (0, "the last word\n"), sender.stderr
+    assert (receiver.returncode, receiver.stdout) == (1, "1.0\nthe last word\n"), receiver.stderr
+    assert re.search(r"at exit: .*lost .*recv from rank 0 .*tag 7 of the group WORLD", receiver.stderr)
+    assert "Traceback" not in receiver.stderr
+
+
+FORK = """
+group = dist.new_group()
+x = np.ones(1)
+dist.all_reduce(x)
+dist.all_reduce(x, group=group)
+child = os.fork()
+if child == 0:
+    assert dist.get_rank() == rank
+    for call in (
+        lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, group=group), lambda: group.barrier(),
+        lambda: dist.new_group(), lambda: dist.send(x, 0), lambda: dist.all_reduce(x, async_op=True),
+    ):
+        try:
+            call()
+        except dist.AbortedError as error:
+            assert f"belong to process {os.getppid()}" in str(error), error
+        else:
+            raise SystemExit("an inherited group was used")
+    if rank == 0:
+        dist.destroy_process_group(group)
+        dist.destroy_process_group()
+    dist.init_process_group(rank=0, world_size=1, store=dist.HashStore())
+    dist.all_reduce(x)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+dist.all_reduce(x)
+dist.all_reduce(x, group=group)
+dist.destroy_process_group()
+"""
+
+
+def test_a_forked_process_cannot_use_the_groups_and_does_no_harm(tmp_path: Path) -> None:
+    for done in run_ranks(tmp_path, FORK, 2):
+        assert (done.returncode, complaints(done)) == (0, [])
+
+
+CHILDREN = """
+import multiprocessing, sys
+import numpy as np
+import fastcoll as dist
+
+def main(rank):
+    dist.init_process_group(init_method=sys.argv[1], rank=rank, world_size=2, timeout=60)
+    if rank == 0:
+        try:
+            dist.recv(np.zeros(1), 1)
+        except dist.AbortedError as error:
+            print(error)
+    else:
+        dist.irecv(np.zeros(1), rank)
+
+ranks = [multiprocessing.get_context("fork").Process(target=main, args=(rank,)) for rank in range(2)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+print([rank.exitcode for rank in ranks])
+"""
+
+
+def test_children_of_multiprocessing_leave_when_they_end(tmp_path: Path) -> None:
+    """They end by os._exit, without the hooks of atexit; they have not died for that. What they lose is said too."""
+    command = [sys.executable, "-c", CHILDREN, f"file://{tmp_path}/meet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert re.match(r"rank 1 .* left \(its program ended\); recv from rank 1", done.stdout), (
+        done.stdout,
+        done.stderr,
+    )
+    assert done.stdout.endswith("[0, 1]\n")
+    assert re.search(r"at exit: .*recv from rank 1 .*, tag 0 of the group WORLD", done.stderr)
+
+
+def test_the_timeout_that_was_given_is_named() -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(StoreTimeoutError, match=r"not all of 2 ranks came within 0\.5 s; missing: 1"):
+        dist.init_process_group("shm", url, timeout=0.5, rank=0, world_size=2)

@@ -1,0 +1,315 @@
+"""The file behind a FileStore: who leaves what behind, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
+from fastcoll.store import FileStore, file_store
+from fastcoll.store.file_store import MAGIC, locked, open_own, read_records, record_of
+from fastcoll.store.table import Op, Request
+from fastcoll.system.processes import this_process
+
+HOLD = """
+import sys
+from fastcoll.store import FileStore
+store = FileStore(sys.argv[1])
+store.set("from", "the other")
+print("up", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def test_the_last_one_removes_the_file(path: Path) -> None:
+    one, two = FileStore(path), FileStore(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    one.set("k", "v")
+    one.close()
+    assert two.get("k") == b"v"
+    two.close()
+    two.close()
+    assert not path.exists()
+
+
+def test_with_a_world_size_the_file_stays_until_all_have_come(path: Path) -> None:
+    with FileStore(path, 2) as store:
+        store.set("k", "v")
+    assert path.exists()
+    with FileStore(path, 2) as store:
+        assert store.get("k") == b"v"
+    assert not path.exists()
+
+
+def test_a_forgotten_store_is_closed(path: Path) -> None:
+    store = FileStore(path)
+    assert path.exists()
+    del store
+    gc.collect()
+    assert not path.exists()
+
+
+def test_other_processes_see_it_and_an_orderly_end_closes_it(path: Path, processes) -> None:
+    other = processes.start(HOLD, path)
+    with FileStore(path) as store:
+        assert store.get("from") == b"the other"
+        other.stdout.readline()
+        assert {process.pid for process in store.participants()} == {os.getpid(), other.pid}
+        other.communicate("\n", timeout=60)
+        assert {process.pid for process in store.participants()} == {os.getpid()}
+    assert not path.exists()
+
+
+def test_a_killed_jobs_file_is_started_anew(path: Path, processes) -> None:
+    for _ in range(2):
+        killed = processes.start(HOLD, path)
+        killed.stdout.readline()
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        with FileStore(path, timeout=10) as store:
+            assert store.num_keys() == 0
+        assert not path.exists()
+
+
+def test_a_file_in_use_is_not_started_anew(path: Path, processes) -> None:
+    killed, living = processes.start(HOLD, path), processes.start(HOLD, path)
+    for each in (killed, living):
+        each.stdout.readline()
+    killed.kill()
+    killed.wait()
+    with FileStore(path) as store:
+        assert store.check(["from"])
+        assert len(store.participants()) == 3
+    assert path.exists()
+    living.communicate("\n", timeout=60)  # the last one that lives removes it
+    assert not path.exists()
+
+
+def abandon(store: FileStore) -> None:
+    """Leave the store as a killed process does: it stays among those that have the file open."""
+    store._leave.detach()
+    os.close(store._log._fd)
+
+
+def test_a_file_from_before_a_reboot_is_started_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dataclasses.replace(this_process(), boot_id="an earlier boot")
+    for is_touched in (True, False):
+        with monkeypatch.context() as patched:
+            patched.setattr(file_store, "this_process", lambda: before)
+            old = FileStore(path)
+            old.set("k", "v")
+            abandon(old)
+        if not is_touched:
+            os.utime(path, (1, 1))
+        store = FileStore(path)
+        # One that was touched since the boot is perhaps of another machine of that name.
+        assert store.check(["k"]) == is_touched
+        abandon(store)
+        path.unlink()
+
+
+def test_another_hosts_participants_count_as_alive(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        far = dataclasses.replace(this_process(), host="elsewhere", boot_id="another")
+        patched.setattr(file_store, "this_process", lambda: far)
+        other = FileStore(path)
+        other.set("k", "v")
+    os.utime(path, (1, 1))
+    with FileStore(path) as store:
+        assert store.get("k") == b"v"
+    other.close()
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o660, 0o666])
+def test_a_file_that_others_may_write_to_is_refused(path: Path, mode: int) -> None:
+    path.touch()
+    path.chmod(mode)
+    with pytest.raises(
+        UsageError, match=rf"others may write to .* \(mode {mode:04o}\).*; chmod 600 {path}, or"
+    ):
+        FileStore(path)
+    path.chmod(0o644)
+    FileStore(path).close()
+
+
+def test_another_users_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.touch()
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(UsageError, match=rf"{path} belongs to user {uid}, not to this one"):
+        FileStore(path)
+
+
+@pytest.mark.parametrize(
+    ("put", "why"),
+    [
+        (lambda path: path.symlink_to(path.with_name("target")), "{path} is a symbolic link"),
+        (lambda path: path.parent.rmdir(), "there is no directory {path.parent}; make it"),
+        (os.mkdir, "is a directory"),
+        (os.mkfifo, "no regular file"),
+        (lambda path: path.write_text("my thesis"), "holds something else than a fastcoll store"),
+    ],
+)
+def test_what_is_no_store_is_left_alone(tmp_path: Path, put: Callable[[Path], object], why: str) -> None:
+    path = tmp_path / "folder" / "store"
+    path.parent.mkdir()
+    put(path)
+    with pytest.raises(UsageError, match=why.format(path=path)):
+        FileStore(path)
+    assert not path.with_name("target").exists()
+    assert not path.is_file() or path.read_text() == "my thesis"
+
+
+@pytest.mark.parametrize(
+    "torn", [b"\x01", record_of(Request(Op.SET, (b"key",), (b"value",)))[:-1], MAGIC[:5]]
+)
+def test_a_half_written_end_is_cut_off(path: Path, torn: bytes) -> None:
+    with FileStore(path) as one, FileStore(path) as two:
+        one.set("a", "1")
+        with path.open("ab") as file:
+            file.write(torn)
+        two.set("b", "2")
+        assert one.multi_get(["a", "b"]) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("begun", [b"", MAGIC[:7]])
+def test_an_empty_file_and_that_of_a_killed_first_writer_are_taken(path: Path, begun: bytes) -> None:
+    path.write_bytes(begun)
+    path.chmod(0o600)
+    with FileStore(file_name=path, world_size=1) as store:  # named as in torch
+        assert store.path == str(path)
+        assert store.num_keys() == 0
+        store.set("k", "v")
+    assert not path.exists()
+
+
+def test_damage_is_named(path: Path) -> None:
+    with FileStore(path) as one:
+        size = path.stat().st_size
+        one.set("key", "value")
+        with path.open("r+b") as file:
+            file.seek(size + 17)
+            file.write(b"X")
+        with pytest.raises(
+            StoreError, match=rf"{path} cannot be read: the record at byte {size} of the log is damaged"
+        ):
+            FileStore(path)
+        path.write_bytes(b"")
+        with pytest.raises(StoreError, match="changed by something else"):
+            one.get("key")
+        abandon(one)
+        one._leave = lambda: None
+
+
+def test_a_log_that_is_mostly_history_begins_anew(path: Path, processes) -> None:
+    """Who has read it, who comes later and who has left are told apart as before; a killed writer harms nothing."""
+    other = processes.start(HOLD, path)
+    other.stdout.readline()
+    with FileStore(path, 4) as one, FileStore(path, 4) as idle:
+        assert idle.get("from") == b"the other"
+        FileStore(path, 4).close()
+        one.set("kept", "x" * 100_000)
+        for turn in range(3):
+            for number in range(400):
+                one.set(f"{number % 3}", f"{turn}{number}".ljust(10_000))
+                one.add("n", 1)
+            if turn == 1:  # as who is killed before it says where to begin
+                one._log._write(record_of(Request(Op.SET, (b"n",), (b"800",))))
+        assert path.stat().st_blocks * 512 < 3 << 20 < path.stat().st_size
+        assert idle.add("n", 0) == 1200
+        assert idle.get("1") == b"2397".ljust(10_000)
+        assert idle.delete_key("kept")
+        with FileStore(path, 4) as late:
+            assert {process.pid for process in late.participants()} == {os.getpid(), other.pid}
+            assert (late.num_keys(), late.add("n", 0), late.get("from")) == (5, 1200, b"the other")
+            assert late._log._opened == 5
+        other.communicate("\n", timeout=60)
+    assert not path.exists()
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FileStore(path) as store:
+        store.set("k", "v")
+
+        def full(fd: int, data: bytes, at: int) -> int:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", full)
+            with pytest.raises(ResourceError, match=rf"{path} cannot be written: No space left"):
+                store.set("k", "other")
+        assert store.get("k") == b"v"
+        store.set("k", "third")
+        with FileStore(path) as other:
+            assert other.get("k") == b"third"
+
+
+def test_a_file_removed_by_hand_does_not_break_closing(path: Path) -> None:
+    store = FileStore(path)
+    path.unlink()
+    with FileStore(path) as other:
+        other.set("k", "v")
+        store.close()
+        assert path.exists()
+        assert other.get("k") == b"v"
+
+
+def test_a_lock_that_stays_taken_is_a_timeout(path: Path) -> None:
+    fd = open_own(str(path))
+    try:
+        with locked(fd, str(path), 0.0), pytest.raises(StoreTimeoutError, match=rf"the lock of {path}"):
+            FileStore(path, timeout=0.05)
+    finally:
+        os.close(fd)
+
+
+def test_many_processes_count_right(path: Path, processes) -> None:
+    source = """
+import sys
+from fastcoll.store import FileStore
+with FileStore(sys.argv[1]) as store:
+    for _ in range(200):
+        store.add("n", 1)
+    store.add("done", 1)
+    while store.add("done", 0) < 3:
+        pass
+    print(store.add("n", 0))
+"""
+    assert processes.outputs([processes.start(source, path) for _ in range(3)]) == ["600"] * 3
+    assert not path.exists()
+
+
+texts = st.binary(max_size=30).map(lambda data: (data,))
+records = st.tuples(st.builds(Request, st.just(Op.APPEND), texts, texts), st.booleans())
+
+
+@given(st.lists(records, max_size=5), st.integers(0, 400))
+def test_a_log_cut_anywhere_yields_its_whole_records(written: list[tuple[Request, bool]], cut: int) -> None:
+    data = b"".join(record_of(*record) for record in written)[:cut]
+    read = [record for *record, _ in read_records(data)]
+    assert read == [list(record) for record in written[: len(read)]]
+    assert len(read) == len(written) or sum(len(record_of(*each)) for each in written[: len(read) + 1]) > cut
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_records_or_an_error(data: bytes) -> None:
+    try:
+        for request, _, end in read_records(data):
+            assert end <= len(data)
+            assert isinstance(request, Request)
+    except StoreError:
+        pass

@@ -1,0 +1,182 @@
+"""The opening of a connection: right in any pieces, and wrong in any way refused by somebody."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastcoll.store.opening import (
+    OPENING_SIZE,
+    PROOF_SIZE,
+    PROTOCOL,
+    Answering,
+    Dialing,
+    Endpoint,
+    Kind,
+    Opening,
+    OpeningError,
+    RefusedError,
+    Role,
+    Turned,
+    Verdict,
+    derive_key,
+)
+
+GROUP = b"g" * 16
+KEY = derive_key(b"secret", b"t" * 16)
+SEATS = {rank: Endpoint(GROUP, rank, 4, KEY, True) for rank in range(4)}
+
+
+def find(theirs: Opening) -> Endpoint | None:
+    return SEATS.get(theirs.peer) if theirs.group == GROUP else None
+
+
+def dialing(**changes: object) -> Dialing:
+    return Dialing(dataclasses.replace(SEATS[1], **changes), 2, Kind.DATA, 3)  # type: ignore[arg-type]
+
+
+def feed(side: Dialing | Answering, data: bytes, cuts: list[int]) -> bytes:
+    """Give a side all of `data`, cut at will but never more than it wants; all that it answers."""
+    answer = b""
+    for cut in [*cuts, *[len(data)] * 3]:
+        piece, data = data[: min(cut, side.wants)], data[min(cut, side.wants) :]
+        if piece:
+            answer += side.take(piece)
+    assert data == b"", "the side wants less than the other sends"
+    return answer
+
+
+def shake(
+    caller: Dialing, answerer: Answering, cuts: list[int] = (), change: object = lambda step, data: data
+) -> None:  # type: ignore[assignment]
+    """The whole opening; `change` stands between the two."""
+    reply = feed(answerer, change(0, caller.opening), cuts)  # type: ignore[operator]
+    proof = feed(caller, change(1, reply), cuts)  # type: ignore[operator]
+    feed(answerer, change(2, proof), cuts)  # type: ignore[operator]
+
+
+@given(st.lists(st.integers(1, OPENING_SIZE + PROOF_SIZE), max_size=200))
+def test_both_sides_come_to_terms_however_the_bytes_are_split(cuts: list[int]) -> None:
+    caller, answerer = dialing(), Answering(find)
+    shake(caller, answerer, cuts)
+    assert (caller.wants, answerer.wants) == (0, 0)
+    assert answerer.theirs is not None
+    theirs = answerer.theirs
+    assert (theirs.rank, theirs.peer, theirs.kind, theirs.stream) == (1, 2, Kind.DATA, 3)
+
+
+@given(st.integers(0, 2), st.integers(0, OPENING_SIZE + PROOF_SIZE - 1), st.integers(1, 255))
+def test_any_changed_byte_is_noticed(step: int, place: int, mask: int) -> None:
+    def change(now: int, data: bytes) -> bytes:
+        if now != step:
+            return data
+        at = place % len(data)
+        return data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
+
+    with pytest.raises(OpeningError):
+        shake(dialing(), Answering(find), change=change)
+
+
+@given(st.binary(min_size=OPENING_SIZE - 8, max_size=OPENING_SIZE - 8), st.sampled_from(Role))
+def test_bytes_behind_the_magic_are_read_or_refused(data: bytes, role: Role) -> None:
+    for mine in Role:
+        try:
+            found = Opening.from_bytes(b"FASTMESH" + data, mine)
+        except OpeningError:
+            continue
+        assert found.protocol != PROTOCOL or (found.rank < found.size and found.peer < found.size)
+
+
+def test_nothing_beyond_the_opening_is_wanted_before_the_proof() -> None:
+    answerer = Answering(find)
+    assert answerer.wants == OPENING_SIZE
+    reply = answerer.take(dialing().opening)
+    assert answerer.wants == PROOF_SIZE
+    assert len(reply) == OPENING_SIZE + PROOF_SIZE
+
+
+@pytest.mark.parametrize("key", [derive_key(b"other", b"t" * 16), derive_key(b"secret", b"u" * 16)])
+def test_another_secret_or_token_is_found_by_the_side_that_dials(key: bytes) -> None:
+    caller, answerer = dialing(key=key), Answering(find)
+    with pytest.raises(RefusedError, match="FASTCOLL_SECRET") as refused:
+        feed(caller, feed(answerer, caller.opening, []), [])
+    with pytest.raises(OpeningError, match="refused this side's proof: its secret is another one"):
+        answerer.take(refused.value.answer)
+
+
+def test_a_caller_without_the_key_gets_no_further_than_its_opening() -> None:
+    answerer = Answering(find)
+    answerer.take(dialing().opening)
+    with pytest.raises(OpeningError, match="does not prove"):
+        answerer.take(b"x" * PROOF_SIZE)
+
+
+@pytest.mark.parametrize("has_secret", [False, True])
+def test_only_one_side_has_a_secret(has_secret: bool) -> None:
+    answerer = Answering(lambda theirs: dataclasses.replace(SEATS[theirs.peer], has_secret=not has_secret))
+    caller = dialing(has_secret=has_secret)
+    with pytest.raises(Turned) as turned:
+        answerer.take(caller.opening)
+    with pytest.raises(RefusedError, match="FASTCOLL_SECRET"):
+        caller.take(turned.value.answer)
+
+
+@pytest.mark.parametrize(("field", "value", "verdict"), [(8, b"\0\7", "PROTOCOL"), (12, b"9.9.9", "VERSION")])
+def test_another_version_is_told_so(field: int, value: bytes, verdict: str) -> None:
+    caller = dialing()
+    opening = caller.opening[:field] + value + caller.opening[field + len(value) :]
+    with pytest.raises(Turned) as turned:
+        Answering(find).take(opening)
+    assert Opening.from_bytes(turned.value.answer, Role.ANSWERS).verdict is Verdict[verdict]
+
+
+def test_the_caller_names_both_versions() -> None:
+    caller = dialing()
+    endpoint = SEATS[2]
+    mine = Opening.from_bytes(caller.opening, Role.DIALS)
+    answer = mine.answer(endpoint, Verdict.VERSION)._replace(version=b"9.9.9")
+    with pytest.raises(RefusedError, match=r"fastcoll 9\.9\.9 .* this rank"):
+        caller.take(answer.to_bytes())
+
+
+def test_openings_and_proofs_that_come_back_are_refused() -> None:
+    caller = dialing()
+    with pytest.raises(OpeningError, match="not the opening of a side that answers"):
+        caller.take(caller.opening)
+    answerer = Answering(find)
+    reply = answerer.take(dialing().opening)
+    with pytest.raises(OpeningError, match="does not prove"):
+        answerer.take(reply[OPENING_SIZE:])
+
+
+def test_what_was_recorded_is_of_no_use_later() -> None:
+    recorded: list[bytes] = []
+
+    def record(step: int, data: bytes) -> bytes:
+        recorded.append(data)
+        return data
+
+    shake(dialing(), Answering(find), change=record)
+    again = Answering(find)
+    again.take(recorded[0])
+    with pytest.raises(OpeningError, match="does not prove"):
+        again.take(recorded[2])
+    with pytest.raises(RefusedError):
+        dialing().take(recorded[1][:OPENING_SIZE]) or feed(dialing(), recorded[1], [])
+
+
+@pytest.mark.parametrize("changes", [{"group": b"h" * 16}, {"size": 5}, {"rank": 2}])
+def test_a_endpoint_that_is_not_here(changes: dict[str, object]) -> None:
+    with pytest.raises(OpeningError, match="not here"):
+        Answering(find).take(dialing(**changes).opening)
+
+
+def test_another_rank_that_has_taken_over_the_address() -> None:
+    caller = dialing()
+    other = Opening.from_bytes(caller.opening, Role.DIALS).answer(SEATS[3], Verdict.WELCOME)
+    with pytest.raises(OpeningError, match="taken over") as raised:
+        caller.take(other.to_bytes())
+    assert not isinstance(raised.value, RefusedError)  # it is tried again

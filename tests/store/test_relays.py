@@ -1,0 +1,102 @@
+"""Relays between two jobs of one user: refused if they lead to another job, allowed if they only forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from net.proxy import Proxy
+
+from fastcoll import StoreError, config
+from fastcoll.store import TCPStore
+from fastcoll.store.opening import OPENING_SIZE, Dialing, Endpoint, Kind, Opening, Role, Verdict
+from fastcoll.store.secret import PROOF_SIZE
+from fastcoll.store.store_protocol import StoreServer
+from fastcoll.system import address
+from fastcoll.system.address import name_of, place_of
+
+GIVEN = ("FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE", "FASTCOLL_INSECURE")
+
+
+@pytest.fixture(autouse=True)
+def own_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Use the user's own secret, in a home of this test's, because no other is given."""
+    for name in GIVEN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    config.forget()
+    yield
+    config.forget()
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        yield store
+
+
+@pytest.fixture
+def relay(store: TCPStore) -> Iterator[Proxy]:
+    """A relay at the address where one job's ranks look for their store; it forwards to another job's store."""
+    relay = Proxy(("127.0.0.1", store.port))
+    yield relay
+    relay.close()
+
+
+def test_a_rank_is_not_relayed_to_another_job_of_its_user(store: TCPStore, relay: Proxy) -> None:
+    cure = (
+        r"has another address: .* forwards .*user's own.*; give this job one of its own: .* FASTCOLL_SECRET"
+    )
+    with pytest.raises(StoreError, match=cure):
+        TCPStore("127.0.0.1", relay.port, timeout=60)
+    with TCPStore("127.0.0.1", store.port) as direct:
+        assert direct.add("came", 1) == 1
+
+
+def test_ports_may_be_mapped_where_the_job_has_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTCOLL_SECRET", "of this job")
+    config.forget()
+    with TCPStore("127.0.0.1", 0, is_master=True) as master:
+        mapped = Proxy(("127.0.0.1", master.port))
+        try:
+            with TCPStore("127.0.0.1", mapped.port) as client:
+                assert client.add("came", 1) == 1
+        finally:
+            mapped.close()
+
+
+@pytest.mark.parametrize(
+    ("dialed", "called", "verdict"),
+    [
+        (("10.0.0.1", 500), ("a", 500), Verdict.WELCOME),
+        (("10.0.0.1", 500), ("another of its names", 500), Verdict.WELCOME),
+        (("::ffff:10.0.0.1", 500), ("another of its names", 500), Verdict.WELCOME),
+        (("192.168.0.9", 500), ("A", 500), Verdict.WELCOME),  # the name is translated on the way
+        (("192.168.0.9", 500), ("b", 500), Verdict.PLACE),
+        (("10.0.0.1", 501), ("a", 501), Verdict.PLACE),
+        (("127.0.0.1", 500), ("localhost", 500), Verdict.PLACE),
+    ],
+)
+def test_which_clients_a_store_takes_for_its_own(
+    dialed: tuple[str, int], called: tuple[str, int], verdict: Verdict
+) -> None:
+    """The store is "a" at 10.0.0.1:500, with the secret of all of the user's jobs."""
+    server = StoreServer(b"the user's own", 1.0, name_of("a", 500))
+    server.connect(1, 0.0, place_of("10.0.0.1", 500))
+    client = Endpoint(name_of(*called), 1, 2, b"the user's own", True)
+    server.receive(1, Dialing(client, 0, Kind.STORE, 0, place_of(*dialed)).opening, 0.0)
+    ((_, answer),) = server.outbox
+    assert Opening.from_bytes(answer[:OPENING_SIZE], Role.ANSWERS).verdict is verdict
+    assert len(answer) == OPENING_SIZE + (PROOF_SIZE if verdict is Verdict.WELCOME else 0)
+
+
+def test_every_machine_has_a_loopback_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def here() -> list[bytes]:
+        own = [name_of(host, 500) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0")]
+        return [*own, place_of("127.0.0.1", 500), place_of("::1", 500)]
+
+    mine, elsewhere = here(), place_of("10.0.0.1", 500)
+    monkeypatch.setattr(address, "network_here", lambda: "another machine")
+    assert not set(mine) & set(here())
+    assert place_of("10.0.0.1", 500) == elsewhere

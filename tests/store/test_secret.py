@@ -1,0 +1,230 @@
+"""Where the job's secret comes from, what of it is refused, and whom a process warns that has none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from fastcoll import config
+from fastcoll.errors import UsageError
+from fastcoll.store import TCPStore, secret
+
+GIVEN = ("FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE", "FASTCOLL_INSECURE")
+NOWHERE = "/dev/null/no folder"
+
+
+@pytest.fixture(autouse=True)
+def plain_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing is given; a home, and what stands for /dev/shm, that are empty."""
+    for name in GIVEN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(secret, "_warned", False)
+    monkeypatch.setattr(secret, "_MACHINES", tmp_path / "shm")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home" / "config"))
+    for folder in ("shm", "home"):
+        (tmp_path / folder).mkdir()
+    config.forget()
+    yield
+    config.forget()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """The user's own file, which is not there yet."""
+    path = tmp_path / "home" / "config" / "fastcoll" / "secret"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def keep(path: Path, data: bytes, mode: int = 0o600) -> str:
+    path.write_bytes(data)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_the_users_own_is_made_at_first_use_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "home/config/fastcoll/secret"
+    made = secret.job_secret()
+    assert len(bytes.fromhex(made.decode())) == 32
+    assert path.read_bytes() == made + b"\n"
+    assert path.stat().st_mode & 0o7777 == 0o600
+    assert os.listdir(path.parent) == ["secret"]
+    assert secret.source() == f"the user's own, in {path}"
+    assert subprocess.run(TELL, capture_output=True, check=True).stdout == made
+
+
+TELL = [
+    sys.executable, "-c",
+    "import sys; from fastcoll.store.secret import job_secret; sys.stdout.buffer.write(job_secret())",
+]  # fmt: skip
+
+
+def test_ranks_that_make_it_at_once_agree(own: Path) -> None:
+    wait = [*TELL[:2], f"import sys; sys.stdin.read(); {TELL[2]}"]
+    ranks = [subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.close()
+    told = set()
+    for rank in ranks:
+        with rank:
+            assert rank.stdout is not None
+            told.add(rank.stdout.read())
+    assert told == {own.read_bytes().strip()}
+    assert os.listdir(own.parent) == ["secret"]
+
+
+def test_whatever_the_umask_it_is_the_users_alone(own: Path) -> None:
+    before = os.umask(0o777)
+    try:
+        secret.job_secret()
+    finally:
+        os.umask(before)
+    assert own.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("put", "why"),
+    [
+        *(
+            (partial(keep, data=b"s", mode=mode), rf"others may open it \(mode {mode:04o}\)")
+            for mode in (0o644, 0o640, 0o660, 0o606, 0o700)
+        ),
+        (partial(keep, data=b"\n"), "it holds no secret of 1 to 4096 bytes"),
+        (lambda own: own.symlink_to(keep(own.with_name("elsewhere"), b"s")), "it is a link"),
+        (lambda own: own.symlink_to(own.with_name("nothing")), "it is a link"),
+        (os.mkfifo, "it is no file"),
+    ],
+)
+def test_the_users_own_that_somebody_else_may_know_is_refused(
+    own: Path, put: Callable[[Path], object], why: str
+) -> None:
+    put(own)
+    with pytest.raises(UsageError, match=rf"{why}; give every rank .* FASTCOLL_SECRET .* \(rm -f "):
+        secret.job_secret()
+
+
+def test_the_users_own_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
+    keep(own, b"s")
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(
+        UsageError, match=f"it belongs to user {me}, and this process is user {me + 1}'s; give"
+    ):
+        secret.job_secret()
+
+
+@pytest.mark.parametrize("home", [NOWHERE, "missing/.config", "/proc/self"])
+def test_without_a_home_the_machine_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / home))
+    made = secret.job_secret()
+    (path,) = (tmp_path / "shm").iterdir()
+    assert path.name == f".fastcoll-{os.geteuid()}-secret"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_bytes() == made + b"\n"
+    assert not (tmp_path / "missing").exists()
+
+
+def test_nothing_is_made_in_another_users_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(UsageError, match=rf"{tmp_path}/home belongs to user {me}"):
+        secret.job_secret()
+    assert os.listdir(tmp_path / "home") == os.listdir(tmp_path / "shm") == []
+    (tmp_path / "home").chmod(0o1777)  # a folder like /tmp is for everybody
+    secret._own.cache_clear()
+    with pytest.raises(
+        UsageError, match=rf"config/fastcoll/secret \(of what is made there, it belongs to user {me}"
+    ):
+        secret.job_secret()
+
+
+def test_nothing_listens_where_no_secret_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", NOWHERE)
+    monkeypatch.setattr(secret, "_MACHINES", Path("/dev/null/no shm"))
+    cure = r"cannot be kept in /dev/null/.* or /dev/null/.*; give every rank .* FASTCOLL_SECRET_FILE, or .*INSECURE=1"
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(UsageError, match=cure):
+            TCPStore(host, 0, is_master=True)
+
+
+def test_none_is_used_or_made_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FASTCOLL_INSECURE", "1")
+    assert secret.job_secret() == b""
+    assert os.listdir(own.parent) == []
+    for _ in range(2):
+        with TCPStore("127.0.0.1", 0, is_master=True):
+            pass
+    (record,) = caplog.records
+    assert "FASTCOLL_INSECURE=1: listening on 127.0.0.1:" in record.getMessage()
+
+
+def test_the_variable_comes_before_the_file_and_both_before_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FASTCOLL_INSECURE", "1")
+    monkeypatch.setenv("FASTCOLL_SECRET_FILE", keep(tmp_path / "secret", b"from the file\n"))
+    assert secret.job_secret() == b"from the file"
+    config.forget()
+    monkeypatch.setenv("FASTCOLL_SECRET", "from the variable")
+    assert secret.job_secret() == b"from the variable"
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o440])
+def test_files_that_are_kept_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int) -> None:
+    keep(tmp_path / "data", b"s", mode)
+    (tmp_path / "secret").symlink_to("data")  # as Kubernetes makes them
+    for name in ("data", "secret"):
+        monkeypatch.setenv("FASTCOLL_SECRET_FILE", str(tmp_path / name))
+        config.forget()
+        assert secret.job_secret() == b"s"
+
+
+@pytest.mark.parametrize(
+    ("put", "why"),
+    [
+        *(
+            (partial(keep, data=b"s", mode=mode), rf"open to others .mode {mode:04o}.* chmod 600")
+            for mode in (0o644, 0o604, 0o620, 0o602, 0o666)
+        ),
+        *((partial(keep, data=data), "must hold 1 to 4096 bytes") for data in (b"", b" \n", b"x" * 4097)),
+        (lambda path: None, "cannot be read"),
+        (os.mkdir, "no file"),
+        (os.mkfifo, "no file"),
+    ],
+)
+def test_files_that_cannot_be_the_secrets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, put: Callable[[Path], object], why: str
+) -> None:
+    put(tmp_path / "secret")
+    monkeypatch.setenv("FASTCOLL_SECRET_FILE", str(tmp_path / "secret"))
+    with pytest.raises(UsageError, match=why):
+        secret.job_secret()
+
+
+def test_a_secret_is_not_shown_in_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FASTCOLL_SECRET_FILE", keep(tmp_path / "secret", b"hush" * 2000))
+    with pytest.raises(UsageError) as raised:
+        secret.job_secret()
+    assert "hush" not in str(raised.value)
+
+
+def test_proofs_differ_by_key_label_and_opening() -> None:
+    made = {
+        secret.proof(key, label, (one, b"two"))
+        for key in (b"k", b"l")
+        for label in ("a", "b")
+        for one in (b"1", b"2")
+    }
+    assert len(made) == 8
+    assert {len(each) for each in made} == {secret.PROOF_SIZE}

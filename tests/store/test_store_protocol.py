@@ -1,0 +1,506 @@
+"""The server's state machine, without sockets: any split, any corruption, any secret."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastcoll.store.frames import (
+    HEADER,
+    MAX_BODY,
+    ProtocolError,
+    Status,
+    check_request_header,
+    decode_answer,
+    decode_fields,
+    decode_request,
+    encode_frame,
+    encode_request,
+)
+from fastcoll.store.opening import (
+    GROUP_SIZE,
+    OPENING_SIZE,
+    PROOF_SIZE,
+    Endpoint,
+    Kind,
+    Opening,
+    Role,
+    Verdict,
+    prove,
+)
+from fastcoll.store.store_protocol import FRAME_SECONDS, MOST_OPENINGS, OPENING_SECONDS, StoreServer
+from fastcoll.store.table import SHAPES, Op, Request
+
+SECRET = b"a secret"
+
+
+class Wire:
+    """A server, with `peers` that have greeted it, and what it has sent to, and why it dropped, each peer."""
+
+    def __init__(self, *peers: int, secret: bytes = b"", timeout: float = 1.0) -> None:
+        self.server = StoreServer(secret, timeout)
+        self.now = 0.0
+        self.sent: dict[int, bytes] = {}
+        self.dropped: dict[int, str] = {}
+        for peer in peers:
+            self.open(peer)
+
+    def connect(self, peer: int) -> None:
+        self.sent[peer] = b""
+        self.server.connect(peer, self.now)
+
+    def open(self, peer: int) -> None:
+        """Connect and greet a server without a secret."""
+        self.connect(peer)
+        self.feed(peer, hello())
+        assert len(self.take(peer)) == OPENING_SIZE
+
+    def feed(self, peer: int, data: bytes) -> None:
+        self.server.receive(peer, data, self.now)
+        self.collect()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.server.expire(self.now)
+        self.collect()
+
+    def collect(self) -> None:
+        for peer, data in self.server.outbox:
+            self.sent[peer] += data
+        for peer, reason in self.server.drops:
+            self.dropped[peer] = reason
+        self.server.outbox.clear()
+        self.server.drops.clear()
+
+    def take(self, peer: int) -> bytes:
+        data, self.sent[peer] = self.sent[peer], b""
+        return data
+
+    def ask(self, peer: int, op: Op, *parts: bytes, timeout: float = 9.0) -> list[tuple[Status, list[bytes]]]:
+        count = 0 if not parts else len(parts) // (1 + SHAPES[op][2])
+        self.feed(peer, encode_request(Request(op, parts[:count], parts[count:], timeout)))
+        return self.answers(peer)
+
+    def answers(self, peer: int) -> list[tuple[Status, list[bytes]]]:
+        return parse_answers(self.take(peer))
+
+
+def hello(secret: bool = False, **changes: Any) -> bytes:
+    me = Endpoint(bytes(GROUP_SIZE), 1, 2, b"", secret)
+    return Opening.of(me, Role.DIALS, Kind.STORE, 0, 0, Verdict.WELCOME)._replace(**changes).to_bytes()
+
+
+def parse_answers(data: bytes) -> list[tuple[Status, list[bytes]]]:
+    answers = []
+    while data:
+        length = HEADER.unpack(data[: HEADER.size])[2]
+        end = HEADER.size + length
+        answers.append(decode_answer(data[: HEADER.size], data[HEADER.size : end]))
+        data = data[end:]
+    return answers
+
+
+def test_the_sizes_of_the_opening_and_the_header() -> None:
+    assert (OPENING_SIZE, HEADER.size, PROOF_SIZE) == (112, 16, 32)
+
+
+keys = st.sampled_from([b"", b"a", b"b", b"long" * 50])
+values = st.binary(max_size=40) | st.sampled_from([b"1", b"-5"])
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    op = draw(st.sampled_from(list(Op)))
+    fewest, most, per_key = SHAPES[op]
+    names = draw(st.lists(keys, min_size=fewest, max_size=min(most, 3)))
+    contents = draw(st.lists(values, min_size=per_key * len(names), max_size=per_key * len(names)))
+    return Request(op, tuple(names), tuple(contents), draw(st.sampled_from([0.0, 1.0, 1e9])))
+
+
+@given(requests())
+def test_requests_survive_the_wire(request: Request) -> None:
+    data = encode_request(request)
+    header, body = data[: HEADER.size], data[HEADER.size :]
+    assert check_request_header(header) == len(body)
+    assert decode_request(header, body) == request
+
+
+@given(st.lists(requests(), max_size=8), st.data())
+def test_how_the_bytes_are_split_does_not_matter(script: list[Request], data: st.DataObject) -> None:
+    whole, split = Wire(), Wire()
+    for wire in (whole, split):
+        wire.connect(1)
+    for message in (hello(), *map(encode_request, script)):
+        whole.feed(1, message)
+        cuts = data.draw(st.lists(st.integers(0, len(message)), max_size=4).map(sorted))
+        for start, end in zip([0, *cuts], [*cuts, len(message)], strict=True):
+            split.feed(1, message[start:end])
+    assert whole.take(1)[OPENING_SIZE:] == split.take(1)[OPENING_SIZE:]
+    assert whole.dropped == split.dropped
+
+
+def test_the_first_request_may_follow_the_opening_at_once() -> None:
+    wire = Wire()
+    wire.connect(1)
+    wire.feed(1, hello() + encode_request(Request(Op.NUM_KEYS)))
+    assert parse_answers(wire.take(1)[OPENING_SIZE:]) == [(Status.OK, [b"0"])]
+
+
+@pytest.mark.parametrize("key", [b"set", b"unset"])
+def test_requests_behind_an_unanswered_one_drop(key: bytes) -> None:
+    """Or else a few bytes would queue answers without end."""
+    wire = Wire(1, 2)
+    wire.ask(2, Op.SET, b"set", bytes(1000))
+    wire.feed(1, 40 * encode_request(Request(Op.GET, (key,))))
+    assert wire.take(1) == b""
+    assert "before its request was answered" in wire.dropped[1]
+    wire.ask(2, Op.GET, b"unset")
+    wire.feed(2, b"x")
+    assert "before its request was answered" in wire.dropped[2]
+    assert wire.server._parked == {}
+
+
+@settings(max_examples=300)
+@given(st.lists(requests(), max_size=5), st.data())
+def test_corruption_harms_nobody_else(script: list[Request], data: st.DataObject) -> None:
+    stream = bytearray(hello() + b"".join(map(encode_request, script)))
+    for at in data.draw(st.lists(st.integers(0, len(stream) - 1), min_size=1, max_size=4)):
+        stream[at] = data.draw(st.integers(0, 255))
+    wire = Wire(1)
+    wire.connect(2)
+    wire.feed(2, bytes(stream))
+    wire.pass_time(1.0)
+    assert wire.ask(1, Op.SET, b"mine", b"1") == [(Status.OK, [])]
+    assert wire.ask(1, Op.GET, b"mine") == [(Status.OK, [b"1"])]
+    assert 1 not in wire.dropped
+
+
+@pytest.mark.parametrize(
+    "start", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\x02", b"*1\r\n$4\r\nPING", b"\0", b"F\0"]
+)
+def test_strangers_are_dropped_at_their_first_wrong_byte(start: bytes) -> None:
+    wire = Wire()
+    wire.connect(1)
+    for byte in start:
+        wire.feed(1, bytes([byte]))
+    assert "not a rank of fastcoll" in wire.dropped[1]
+    wire.feed(1, b"more")
+    assert wire.take(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ((Op.SET, 1, 1 << 31, 1.0), "announces 2147483648 bytes"),
+        ((Op.SET, 1, (1 << 32) - 1, 1.0), "announces"),
+        ((Op.GET, 1, MAX_BODY + 1, 1.0), "announces"),
+        ((Op.GET, 65535, 8, 1.0), "takes 1 to 1024 keys"),
+        ((Op.ADD, 2, 8, 1.0), "ADD takes 1 to 1 keys"),
+        ((Op.GET, 1, 8, -1.0), "timeout"),
+        ((Op.GET, 1, 8, float("nan")), "timeout"),
+        ((Op.GET, 1, 8, float("inf")), "timeout"),
+        ((0, 1, 8, 1.0), "no operation 0"),
+        ((200, 1, 8, 1.0), "no operation 200"),
+    ],
+)
+def test_a_header_is_judged_before_its_body(header: tuple[float, ...], reason: str) -> None:
+    wire = Wire(1)
+    wire.feed(1, struct.pack("!BxHId", *header))
+    assert reason in wire.dropped[1]
+
+
+@given(st.binary(max_size=200))
+def test_bodies_are_parsed_or_refused(body: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        assert encode_frame(0, decode_fields(body))[HEADER.size :] == body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"\0\0", struct.pack("!I", 2**31), struct.pack("!I", 2**32 - 1) + b"abc", struct.pack("!I", 0) * 3, b""],
+)
+def test_fields_must_fill_their_frame(body: bytes) -> None:
+    wire = Wire(1)
+    wire.feed(1, HEADER.pack(Op.GET, 1, len(body), 1.0) + body)
+    assert 1 in wire.dropped
+
+
+def test_slow_openers_are_dropped_and_slow_speakers_have_longer() -> None:
+    wire = Wire()
+    wire.connect(1)
+    wire.open(2)
+    wire.feed(1, hello()[:-1])
+    wire.feed(2, b"\x01")
+    wire.pass_time(OPENING_SECONDS - 0.01)
+    assert not wire.dropped
+    wire.pass_time(0.02)
+    assert list(wire.dropped) == [1]
+    assert wire.server.next_deadline() == FRAME_SECONDS
+
+
+@pytest.mark.parametrize("begun", [1, HEADER.size - 1, HEADER.size, HEADER.size + 1])
+def test_who_stalls_within_a_request_is_dropped(begun: int) -> None:
+    wire = Wire(1)
+    request = encode_request(Request(Op.SET, (b"k",), (b"v" * 1000,)))
+    wire.pass_time(10 * FRAME_SECONDS)  # idle, which is fine
+    wire.feed(1, request[:begun])
+    wire.pass_time(0.9 * FRAME_SECONDS)
+    wire.feed(1, request[begun : begun + 1])  # a byte now and then is a stall, too
+    assert not wire.dropped
+    wire.open(2)
+    wire.feed(2, request[:begun])
+    wire.pass_time(0.2 * FRAME_SECONDS)
+    assert "did not complete a request" in wire.dropped[1]
+    wire.feed(2, request[begun:])
+    assert wire.answers(2) == [(Status.OK, [])]
+    wire.pass_time(10 * FRAME_SECONDS)  # after a request that is complete it may be idle again
+    assert wire.ask(2, Op.GET, b"k") == [(Status.OK, [b"v" * 1000])]
+
+
+def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
+    server = StoreServer(b"", 1.0)
+    for peer in range(100):
+        server.connect(peer, 0.0)
+        server.receive(peer, hello() + encode_request(Request(Op.GET, (b"k",), timeout=9.0)), 0.0)
+    server.outbox.clear()
+    server.connect(100, 0.0)
+    server.receive(100, hello() + encode_request(Request(Op.SET, (b"k",), (b"v",))), 0.0)
+    answers = {peer: data for peer, data in server.outbox if peer < 100}
+    assert len(answers) == 100
+    assert len(set(map(id, answers.values()))) == 1
+
+
+def test_a_refusal_is_an_opening_that_says_so() -> None:
+    refusal = Opening.from_bytes(StoreServer(SECRET, 1.0).refusal(), Role.ANSWERS)
+    assert (refusal.verdict, refusal.has_secret) == (Verdict.FULL, True)
+
+
+def test_waiting_for_several_keys() -> None:
+    wire = Wire(1, 2)
+    assert wire.ask(1, Op.GET, b"a", b"b", timeout=5) == []
+    wire.ask(2, Op.SET, b"b", b"B")
+    assert wire.answers(1) == []
+    wire.ask(2, Op.APPEND, b"a", b"A")
+    assert wire.answers(1) == [(Status.OK, [b"A", b"B"])]
+    wire.pass_time(10)
+    assert wire.answers(1) == []
+
+
+def test_each_value_of_a_queue_goes_to_one_of_those_that_wait() -> None:
+    wire = Wire(1, 2, 3)
+    assert wire.ask(1, Op.POP, b"q") == wire.ask(2, Op.POP, b"q") == []
+    items = [struct.pack("!4sI", b"\0ITM", 3) + value for value in (b"one", b"two")]
+    wire.ask(3, Op.APPEND, b"q", b"".join(items))
+    assert [wire.answers(peer) for peer in (1, 2)] == [[(Status.OK, [b"one"])], [(Status.OK, [b"two"])]]
+
+
+def test_a_key_deleted_meanwhile_is_waited_for_again() -> None:
+    wire = Wire(1, 2)
+    assert wire.ask(1, Op.WAIT, b"a", b"b", timeout=5) == []
+    wire.ask(2, Op.SET, b"a", b"")
+    wire.ask(2, Op.DELETE, b"a")
+    wire.ask(2, Op.SET, b"b", b"")
+    assert wire.answers(1) == []
+    wire.pass_time(5)
+    assert wire.answers(1) == [(Status.TIMEOUT, [b"1", b"a"])]
+    assert wire.ask(1, Op.CHECK, b"b") == [(Status.OK, [b"1"])]
+
+
+def test_who_leaves_while_waiting_is_forgotten() -> None:
+    wire = Wire(1, 2)
+    wire.ask(1, Op.GET, b"a")
+    wire.server.disconnect(1)
+    assert wire.ask(2, Op.SET, b"a", b"") == [(Status.OK, [])]
+    assert wire.server._parked == {}
+    assert wire.server.next_deadline() is None
+
+
+def test_outlived_deadlines_do_not_pile_up() -> None:
+    wire = Wire(1, 2)
+    for number in range(1000):
+        wire.now += 0.001
+        key = b"%d" % number
+        wire.ask(1, Op.GET, key, timeout=1e6)
+        wire.ask(2, Op.SET, key, b"")
+        assert wire.answers(1) == [(Status.OK, [b""])]
+    assert len(wire.server._deadlines) < 200
+
+
+def test_a_refusal_tells_why_and_the_peer_goes_on() -> None:
+    wire = Wire(1)
+    wire.ask(1, Op.SET, b"k", b"word")
+    (status, fields), *_ = wire.ask(1, Op.ADD, b"k", b"1")
+    assert status is Status.REFUSED
+    assert b"'k' holds 'word'" in fields[0].replace(b"b'word'", b"'word'")
+    assert wire.ask(1, Op.NUM_KEYS) == [(Status.OK, [b"1"])]
+
+
+def prove_as_client(wire: Wire, peer: int, secret: bytes) -> bytes:
+    """Greet and prove as a client would; what came back after the opening and the server's proof."""
+    mine = hello(secret=True)
+    wire.connect(peer)
+    wire.feed(peer, mine)
+    answer = wire.take(peer)
+    server, server_proof = answer[:OPENING_SIZE], answer[OPENING_SIZE:]
+    assert server_proof == prove(SECRET, Role.ANSWERS, mine, server)
+    wire.feed(peer, prove(secret, Role.DIALS, mine, server))
+    return wire.take(peer)
+
+
+def test_who_knows_the_secret_is_let_in_and_nobody_else() -> None:
+    """test_opening.py has the proofs that a stranger may try."""
+    wire = Wire(secret=SECRET)
+    assert prove_as_client(wire, 1, SECRET) == b""
+    assert wire.ask(1, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+    prove_as_client(wire, 2, b"another")
+    wire.connect(3)
+    wire.feed(3, hello(secret=True) + encode_request(Request(Op.SET, (b"k",), (b"v",))) + bytes(32))
+    assert wire.dropped == dict.fromkeys((2, 3), "rank 1 does not prove that it belongs to the group")
+
+
+def end(wire: Wire, peer: int) -> str:
+    """Why the server says that it drops a peer that has ended its connection."""
+    wire.server.end(peer)
+    wire.collect()
+    return wire.dropped[peer]
+
+
+def test_an_ended_opening_is_blamed_on_what_was_seen() -> None:
+    wire = Wire(secret=SECRET)
+    for peer, came, reason in (
+        (1, b"", ""),  # a probe for who listens
+        (2, hello(secret=True)[:50], "before its opening was complete"),
+        (3, hello(secret=True), "before its proof came"),
+    ):
+        wire.connect(peer)
+        if came:
+            wire.feed(peer, came)
+        assert reason in end(wire, peer)
+        assert bool(wire.dropped[peer]) == bool(reason)
+        assert "secret" not in wire.dropped[peer]
+    prove_as_client(wire, 4, SECRET)
+    assert end(wire, 4) == ""
+    wire.connect(5)
+    wire.feed(5, hello(secret=True))
+    wire.feed(5, bytes(PROOF_SIZE))
+    assert wire.dropped[5].startswith(
+        "it refused this side's proof: its secret is another one; give every rank"
+    )
+
+
+def test_the_oldest_opening_gives_way() -> None:
+    wire = Wire(secret=SECRET)
+    prove_as_client(wire, 0, SECRET)
+    for peer in range(1, MOST_OPENINGS + 1):
+        wire.connect(peer)
+    wire.collect()
+    assert wire.dropped == {}
+    wire.connect(MOST_OPENINGS + 1)
+    wire.collect()
+    assert wire.dropped == {1: f"one of more than {MOST_OPENINGS} openings"}
+    assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+
+
+def test_who_has_been_answered_gives_way_last() -> None:
+    """Such a client takes its connection for made as soon as it has sent its proof."""
+    wire = Wire(secret=SECRET)
+    mine = hello(secret=True)
+    for peer in range(2):
+        wire.connect(peer)
+        wire.feed(peer, mine)
+    answer = wire.take(0)
+    for peer in range(2, 2 * MOST_OPENINGS):
+        wire.connect(peer)
+    wire.collect()
+    assert set(wire.dropped) == set(range(2, MOST_OPENINGS))
+    wire.feed(0, prove(SECRET, Role.DIALS, mine, answer[:OPENING_SIZE]))
+    assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+    for peer in range(2 * MOST_OPENINGS, 3 * MOST_OPENINGS):  # who never proves anything goes, too
+        wire.connect(peer)
+        wire.feed(peer, mine)
+    wire.collect()
+    assert 1 in wire.dropped
+
+
+def test_a_client_that_is_stopped_has_the_stores_timeout() -> None:
+    """For its proof, and for the rest of a request."""
+    wire, mine = Wire(secret=SECRET, timeout=300.0), hello(secret=True)
+    request = encode_request(Request(Op.SET, (b"k",), (b"v",)))
+    prove_as_client(wire, 0, SECRET)
+    wire.feed(0, request[:20])
+    for peer in (1, 2):
+        wire.connect(peer)
+        wire.feed(peer, mine)
+    wire.pass_time(299.0)
+    assert wire.dropped == {}
+    wire.feed(0, request[20:])
+    wire.feed(1, prove(SECRET, Role.DIALS, mine, wire.take(1)[:OPENING_SIZE]))
+    wire.pass_time(2.0)
+    assert wire.dropped == {2: "did not send its proof within 300 s"}
+    assert wire.answers(0) == [(Status.OK, [])]
+    assert wire.ask(1, Op.GET, b"k") == [(Status.OK, [b"v"])]
+
+
+def test_strangers_give_way_when_no_descriptor_is_left() -> None:
+    """Silent ones go first. One that owes its proof goes only after OPENING_SECONDS, because it may be a rank."""
+    wire = Wire(secret=SECRET, timeout=300.0)
+    prove_as_client(wire, 0, SECRET)
+    for peer in (1, 2):
+        wire.connect(peer)
+    wire.feed(1, hello(secret=True))
+    assert wire.server.give_way(wire.now)
+    assert not wire.server.give_way(wire.now)
+    wire.pass_time(OPENING_SECONDS)
+    assert wire.server.give_way(wire.now)
+    assert not wire.server.give_way(wire.now)
+    wire.collect()
+    assert list(wire.dropped) == [2, 1]
+    assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+
+
+@pytest.mark.parametrize(
+    ("server", "changes", "verdict"),
+    [
+        (SECRET, {}, Verdict.SECRET),
+        (b"", {"has_secret": True}, Verdict.SECRET),
+        (b"", {"protocol": 99}, Verdict.PROTOCOL),
+        (b"", {"version": b"9.9"}, Verdict.WELCOME),  # the ranks compare versions when they join
+    ],
+)
+def test_who_does_not_fit_is_told_why(server: bytes, changes: dict[str, Any], verdict: Verdict) -> None:
+    wire = Wire(secret=server)
+    wire.connect(1)
+    wire.feed(1, hello(**changes))
+    assert Opening.from_bytes(wire.take(1), Role.ANSWERS).verdict is verdict
+    assert (1 in wire.dropped) == (verdict is not Verdict.WELCOME)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kind": Kind.DATA}, {"peer": 1}, {"size": 3}, {"rank": 0}],
+)
+def test_a_rank_that_takes_the_store_for_another_is_dropped(changes: dict[str, int]) -> None:
+    wire = Wire()
+    wire.connect(1)
+    wire.feed(1, hello(**changes))
+    assert "not here" in wire.dropped[1]
+    assert wire.take(1) == b""
+
+
+def test_a_last_will_is_executed_when_its_connection_ends() -> None:
+    wire = Wire(1, 2, 3, 4)
+    assert wire.ask(1, Op.GET, b"k", timeout=99) == []
+    assert wire.ask(2, Op.WILL, b"k", b"two") == wire.ask(3, Op.WILL, b"k", b"three") == [(Status.OK, [])]
+    assert wire.ask(4, Op.WILL, b"k", b"four") == wire.ask(4, Op.WILL) == [(Status.OK, [])]
+    wire.server.disconnect(4)  # took it back
+    assert wire.answers(1) == []
+    wire.server.disconnect(3)
+    wire.collect()
+    assert wire.answers(1) == [(Status.OK, [b"three"])]
+    wire.server.disconnect(2)  # the first one stays
+    assert wire.ask(1, Op.GET, b"k") == [(Status.OK, [b"three"])]
