@@ -27,7 +27,7 @@ from .. import config, failpoints
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous.assemble import GroupMeeting
 from ..store import Store
-from ..system.processes import Member, ProcessId, gone_among, session, status_of
+from ..system.processes import Member, ProcessId, gone_among, has_ended, session, status_of
 from . import learned
 from .autotune import allowed_ways
 from .known import Conditions, Times, one_shot_limit
@@ -243,7 +243,7 @@ def _start_time(pid: int) -> str:
         status = status_of(pid)
     except OSError:
         return "gone"
-    return "gone" if status[0] in (b"Z", b"X") else status[19].decode()
+    return "gone" if has_ended(status) else status[19].decode()
 
 
 def shortage(need: int, cure: str = Layout.cure) -> str:

@@ -220,11 +220,16 @@ def _recycled(process: ProcessId) -> bool:
         return True
     except OSError:  # no descriptor is free: nothing is proven
         return False
-    return status[0] in (b"Z", b"X") or int(status[19]) != process.start_time
+    return has_ended(status) or int(status[19]) != process.start_time
+
+
+def has_ended(status: list[bytes]) -> bool:
+    """Whether a process with this status is a zombie as a whole, and not its first thread alone."""
+    return status[0] in (b"Z", b"X") and int(status[17]) <= 1
 
 
 def status_of(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat behind the command: the state, the parent, ... and at 19 the start time."""
+    """The fields of /proc/PID/stat behind the command: the state, ..., at 17 the threads, at 19 the start time."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()  # the command may hold spaces and parentheses
 

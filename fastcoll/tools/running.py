@@ -19,7 +19,7 @@ from typing import Any
 from .._version import __version__
 from ..core.signature import describe
 from ..record.record import GroupRecord, Peer, Record, joining_since, read
-from ..system.processes import status_of
+from ..system.processes import has_ended, status_of
 from .blame import (
     ELSEWHERE,
     GONE,
@@ -112,7 +112,7 @@ class Job:
         if self.first.record.pid != self.first.process.pid:  # pids there are those of another namespace
             return GONE
         try:
-            return GONE if status_of(peer.pid)[0] in (b"Z", b"X") else LEFT
+            return GONE if has_ended(status_of(peer.pid)) else LEFT
         except OSError:
             return GONE
 

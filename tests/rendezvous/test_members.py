@@ -5,11 +5,22 @@ import subprocess
 from typing import NoReturn
 
 import pytest
-from rendezvous.observed import IDLE, member_of, pidfds
+from rendezvous.observed import IDLE, member_of, pidfds, until
 
 from fastcoll.errors import StoreError
 from fastcoll.system import processes as processes_module
-from fastcoll.system.processes import Member, dead_among, forget, this_process
+from fastcoll.system.processes import Member, dead_among, forget, status_of, this_process
+
+WITHOUT_FIRST_THREAD = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def refuse(_: int) -> NoReturn:
+    raise OSError(24, "Too many open files")
 
 
 def test_a_member_survives_the_way_through_a_store() -> None:
@@ -56,10 +67,6 @@ def test_this_process_lives() -> None:
 @pytest.mark.parametrize("pidfds", [True, False])
 def test_a_killed_process_is_dead_while_still_a_zombie(processes, monkeypatch, pidfds) -> None:
     if not pidfds:
-
-        def refuse(_: int) -> int:
-            raise OSError(24, "Too many open files")
-
         monkeypatch.setattr(os, "pidfd_open", refuse)
     process = processes.start(IDLE)
     member = member_of(process)
@@ -74,10 +81,21 @@ def test_a_killed_process_is_dead_while_still_a_zombie(processes, monkeypatch, p
     forget([member, Member.here(0, 2, "shm")])
 
 
-def test_nothing_is_proven_by_a_process_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: int) -> NoReturn:
-        raise OSError(24, "Too many open files")
+@pytest.mark.parametrize("pidfds", [True, False])
+def test_a_process_lives_whose_first_thread_alone_has_ended(processes, monkeypatch, pidfds) -> None:
+    if not pidfds:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    process = processes.start(WITHOUT_FIRST_THREAD)
+    member = member_of(process)
+    until(lambda: status_of(process.pid)[0] == b"Z")
+    assert dead_among([member]) == []
+    process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert dead_among([member]) == [member]
+    forget([member])
 
+
+def test_nothing_is_proven_by_a_process_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     me = Member.here(0, 2, "shm")
     forget([me])
     monkeypatch.setattr(os, "pidfd_open", refuse)
