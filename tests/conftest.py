@@ -54,6 +54,10 @@ SKIPPED_IN_CI = {
     "1,000 connections to oneself need": "the limit of descriptors is the machine's",
 }
 
+_RANKS_SECONDS = (
+    240.0  # that a test of ranks may take; below the limit of any test (limits.py), which shows less
+)
+
 # What `pytest` alone leaves out, by its mark.
 LEFT_OUT = {
     "long": "that take long (pytest tests)",
@@ -125,9 +129,14 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark worlds of more than 3 ranks, where one of 2 or 3 runs, too; count what `pytest` alone leaves out."""
+    """Mark worlds of more than 3 ranks, where one of 2 or 3 runs, too; count what `pytest` alone leaves out.
+
+    Ranks may take longer than the plugin's 60 s: on a busy machine a kernel that a test compiles has taken that long.
+    """
     for item in items:
         ranks = item.get_closest_marker("ranks")
+        if ranks:
+            ranks.kwargs.setdefault("timeout", _RANKS_SECONDS)
         if ranks and {2, 3} & {*ranks.args} and item.callspec.params.get("world_size", 0) > 3:
             item.add_marker("long")
     if config.option.markexpr == SHORT:
