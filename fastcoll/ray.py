@@ -71,32 +71,32 @@ class FastcollGroup(BaseGroup):  # type: ignore[misc]
             destroy_process_group(self.fastcoll)
 
     def allreduce(self, tensor: Any, allreduce_options: Any = None) -> None:
-        self.fastcoll.all_reduce(_only("allreduce", tensor), _op(allreduce_options))
+        self.fastcoll.fast.all_reduce(_only("allreduce", tensor), _op(allreduce_options))
 
     def reduce(self, tensor: Any, reduce_options: Any = None) -> None:
         root = getattr(reduce_options, "root_rank", 0)
-        self.fastcoll.reduce(_only("reduce", tensor), root, _op(reduce_options))
+        self.fastcoll.fast.reduce(_only("reduce", tensor), root, _op(reduce_options))
 
     def broadcast(self, tensor: Any, broadcast_options: Any = None) -> None:
-        self.fastcoll.broadcast(_only("broadcast", tensor), getattr(broadcast_options, "root_rank", 0))
+        self.fastcoll.fast.broadcast(_only("broadcast", tensor), getattr(broadcast_options, "root_rank", 0))
 
     def allgather(self, tensor_list: Any, tensor: Any, allgather_options: Any = None) -> None:
-        self.fastcoll.all_gather(_only("allgather", tensor_list), _only("allgather", tensor))
+        self.fastcoll.fast.all_gather(_only("allgather", tensor_list), _only("allgather", tensor))
 
     def reducescatter(self, tensor: Any, tensor_list: Any, reducescatter_options: Any = None) -> None:
         out, blocks = _only("reducescatter", tensor), _only("reducescatter", tensor_list)
-        self.fastcoll.reduce_scatter(out, blocks, _op(reducescatter_options))
+        self.fastcoll.fast.reduce_scatter(out, blocks, _op(reducescatter_options))
 
     def barrier(self, barrier_options: Any = None) -> None:
-        self.fastcoll.barrier()
+        self.fastcoll.fast.barrier()
 
     def send(self, tensor: Any, send_options: Any) -> None:
         _refuse_places("send", send_options)
-        self.fastcoll.send(_only("send", tensor), send_options.dst_rank)
+        self.fastcoll.fast.send(_only("send", tensor), send_options.dst_rank)
 
     def recv(self, tensor: Any, recv_options: Any) -> None:
         _refuse_places("recv", recv_options)
-        self.fastcoll.recv(_only("recv", tensor), recv_options.src_rank)
+        self.fastcoll.fast.recv(_only("recv", tensor), recv_options.src_rank)
 
 
 def _only(name: str, given: Any) -> Any:

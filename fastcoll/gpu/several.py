@@ -30,7 +30,7 @@ from .streams import Turn
 
 def all_reduce(group: ProcessGroup, tensors: Sequence[Any], op: ReduceOp, async_op: bool) -> Any:
     if _length("tensor_list", tensors) == 1:
-        return group.all_reduce(tensors[0], op, async_op)
+        return group.fast.all_reduce(tensors[0], op, async_op)
     return _reduced(group, "all_reduce", tensors, None, op, 0, async_op)
 
 
@@ -40,7 +40,7 @@ def reduce(
     root = group.checked_rank("root", root)
     place = _index("dst_tensor", place, _length("tensor_list", tensors))
     if len(tensors) == 1:
-        return group.reduce(tensors[0], root, op, async_op)
+        return group.fast.reduce(tensors[0], root, op, async_op)
     return _reduced(group, "reduce", tensors, [place] * (group.rank == root), op, root, async_op)
 
 
@@ -77,7 +77,7 @@ def broadcast(group: ProcessGroup, tensors: Sequence[Any], root: int, place: int
     root = group.checked_rank("root", root)
     place = _index("src_tensor", place, _length("tensor_list", tensors))
     if len(tensors) == 1:
-        return group.broadcast(tensors[0], root, async_op)
+        return group.fast.broadcast(tensors[0], root, async_op)
     here = group.rank == root
     mine = Several(group, tensors, "tensor_list", [k for k in range(len(tensors)) if not here or k != place])
     value = mine.room(mine.arrays[0].size)

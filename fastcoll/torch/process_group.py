@@ -75,25 +75,27 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         opts, x = c.options(c10d.AllreduceOptions, short, **named), c.only("tensors", tensors)
         if getattr(x, "is_sparse", False):
             return c.run("allreduce_", opts, [x], all_reduce_sparse, self.fastcoll, x, c.op(opts))
-        return c.run("allreduce_", opts, [x], self.fastcoll.all_reduce, x, c.op(opts))
+        return c.run("allreduce_", opts, [x], self.fastcoll.fast.all_reduce, x, c.op(opts))
 
     allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> DoneWork:
-        reduce = self.fastcoll.all_reduce_coalesced
+        reduce = self.fastcoll.fast.all_reduce_coalesced
         return c.run("allreduce_coalesced_", opts, tensors, reduce, tensors, c.op(opts))
 
     def reduce(self, tensors: Any, *short: Any, **named: Any) -> DoneWork:
         opts, x = c.options(c10d.ReduceOptions, short, **named), c.only("tensors", tensors)
-        return c.run("reduce_", opts, [x], self.fastcoll.reduce, x, c.root(opts), c.op(opts))
+        return c.run("reduce_", opts, [x], self.fastcoll.fast.reduce, x, c.root(opts), c.op(opts))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
         opts = c.options(c10d.ReduceScatterOptions, short, **named)
         out, blocks = c.only("outputs", outputs), c.only_list("inputs", inputs)
-        return c.run("reduce_scatter_", opts, [out], self.fastcoll.reduce_scatter, out, blocks, c.op(opts))
+        return c.run(
+            "reduce_scatter_", opts, [out], self.fastcoll.fast.reduce_scatter, out, blocks, c.op(opts)
+        )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
-        reduce = self.fastcoll.reduce_scatter_single
+        reduce = self.fastcoll.fast.reduce_scatter_single
         return c.run("_reduce_scatter_base_", opts, [output], reduce, output, input, c.op(opts))
 
     def reduce_scatter_single_coalesced(
@@ -101,24 +103,24 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> DoneWork:
         op, name = c.op(opts), "reduce_scatter_tensor_coalesced_"
         calls = [(out, x, op) for out, x in c.pairs(outputs, inputs)]
-        return c.run_each(name, opts, outputs, self.fastcoll.reduce_scatter_single, calls)
+        return c.run_each(name, opts, outputs, self.fastcoll.fast.reduce_scatter_single, calls)
 
     # ---- moves ------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, *short: Any, **named: Any) -> DoneWork:
         opts, x = c.options(c10d.BroadcastOptions, short, **named), c.only("tensors", tensors)
-        return c.run("broadcast_", opts, [x], self.fastcoll.broadcast, x, c.root(opts))
+        return c.run("broadcast_", opts, [x], self.fastcoll.fast.broadcast, x, c.root(opts))
 
     def allgather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
         opts, outs = c.options(c10d.AllgatherOptions, short, **named), c.only_list("outputs", outputs)
-        return c.run("allgather_", opts, outs, self.fastcoll.all_gather, outs, c.only("inputs", inputs))
+        return c.run("allgather_", opts, outs, self.fastcoll.fast.all_gather, outs, c.only("inputs", inputs))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
-        return c.run("_allgather_base_", opts, [output], self.fastcoll.all_gather_single, output, input)
+        return c.run("_allgather_base_", opts, [output], self.fastcoll.fast.all_gather_single, output, input)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> DoneWork:
         calls, name = c.pairs(outputs, inputs), "allgather_into_tensor_coalesced_"
-        return c.run_each(name, opts, outputs, self.fastcoll.all_gather_single, calls)
+        return c.run_each(name, opts, outputs, self.fastcoll.fast.all_gather_single, calls)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> DoneWork:
         if any(len(outs) != len(inputs) for outs in outputs):
@@ -128,26 +130,26 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             )
         lists = [list(outs) for outs in zip(*outputs, strict=True)]  # torch has a list for each rank
         flat = [out for outs in outputs for out in outs]
-        gather = self.fastcoll.all_gather_coalesced
+        gather = self.fastcoll.fast.all_gather_coalesced
         return c.run("allgather_coalesced_", opts, flat, gather, lists, inputs)
 
     def gather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
         opts, x = c.options(c10d.GatherOptions, short, **named), c.only("inputs", inputs)
         outs = c.only_list("outputs", outputs) if outputs else None
-        return c.run("gather_", opts, outs or [], self.fastcoll.gather, x, outs, opts.rootRank)
+        return c.run("gather_", opts, outs or [], self.fastcoll.fast.gather, x, outs, opts.rootRank)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
         opts = c.options(c10d.GatherOptions, (opts,))
         whole = output if opts.rootRank == self.fastcoll.rank else None
-        return c.run("gather_", opts, [output], self.fastcoll.gather_single, input, whole, opts.rootRank)
+        return c.run("gather_", opts, [output], self.fastcoll.fast.gather_single, input, whole, opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
         opts, out = c.options(c10d.ScatterOptions, short, **named), c.only("outputs", outputs)
         blocks = c.only_list("inputs", inputs) if inputs else None
-        return c.run("scatter_", opts, [out], self.fastcoll.scatter, out, blocks, opts.rootRank)
+        return c.run("scatter_", opts, [out], self.fastcoll.fast.scatter, out, blocks, opts.rootRank)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> DoneWork:
-        return c.run("alltoall_", opts, outputs, self.fastcoll.all_to_all, outputs, inputs)
+        return c.run("alltoall_", opts, outputs, self.fastcoll.fast.all_to_all, outputs, inputs)
 
     def all_to_all_single(
         self,
@@ -158,14 +160,14 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         *short: Any,
         **named: Any,
     ) -> DoneWork:
-        opts, exchange = c.options(c10d.AllToAllOptions, short, **named), self.fastcoll.all_to_all_single
+        opts, exchange = c.options(c10d.AllToAllOptions, short, **named), self.fastcoll.fast.all_to_all_single
         outs, ins = output_splits or None, input_splits or None  # torch says "equal parts" by an empty list
         return c.run("alltoall_base_", opts, [output], exchange, output, input, outs, ins)
 
     def barrier(self, *short: Any, **named: Any) -> DoneWork:
         opts = c.options(c10d.BarrierOptions, short, **named)
         # The timeout is the barrier's own here, not that of waiting for it.
-        barrier = c.recorded(self.fastcoll.barrier)
+        barrier = c.recorded(self.fastcoll.fast.barrier)
         if c.is_async(opts):
             return PendingWork([c.started(barrier, (), timeout=c.limit_of(opts))], [])
         barrier(timeout=c.limit_of(opts))
@@ -178,7 +180,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """
         limit = self.fastcoll.timeout if timeout in (None, _GROUPS_OWN) else timeout.total_seconds()
         try:
-            self.fastcoll.monitored_barrier(limit)
+            self.fastcoll.fast.monitored_barrier(limit)
         except GroupError as error:
             missing = [number for number, rank in enumerate(self.fastcoll.ranks) if rank in error.ranks]
             said = gloos_sentence(self.fastcoll.rank, missing, limit, wait_all_ranks)
@@ -187,13 +189,19 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # ---- point to point ---------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> PendingWork:
-        return PendingWork([c.recorded(self.fastcoll.isend)(c.only("tensors", tensors), dst, tag)], tensors)
+        return PendingWork(
+            [c.recorded(self.fastcoll.fast.isend)(c.only("tensors", tensors), dst, tag)], tensors
+        )
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> PendingWork:
-        return PendingWork([c.recorded(self.fastcoll.irecv)(c.only("tensors", tensors), src, tag)], tensors)
+        return PendingWork(
+            [c.recorded(self.fastcoll.fast.irecv)(c.only("tensors", tensors), src, tag)], tensors
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PendingWork:
-        return PendingWork([c.recorded(self.fastcoll.irecv)(c.only("tensors", tensors), None, tag)], tensors)
+        return PendingWork(
+            [c.recorded(self.fastcoll.fast.irecv)(c.only("tensors", tensors), None, tag)], tensors
+        )
 
     # ---- life -------------------------------------------------------------------------------------
 

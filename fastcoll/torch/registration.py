@@ -128,7 +128,7 @@ def _all_gather_into_tensor_out(
 ) -> torch.Tensor:
     """As torch's own, which up to 2.13 calls the one method that C++ does not look for in Python."""
     group = group_name if isinstance(group_name, dist.ProcessGroup) else _resolve_process_group(group_name)
-    _register_work(out, group.fast.all_gather_single(out, input))
+    _register_work(out, group.all_gather_single(out, input))
     return out
 
 
