@@ -54,5 +54,5 @@ def test_a_method_takes_a_root_and_an_op_where_its_kind_has_one(method: str) -> 
 )
 def test_a_method_is_called_with_its_arguments_in_order(method: str, expected: dict[str, str]) -> None:
     names = [*inspect.signature(getattr(ProcessGroup, method)).parameters][1:]
-    group = SimpleNamespace(**{method: lambda *given: dict(zip(names, given, strict=False))})
-    assert operations.call(group, method, "out", "in", "a root", "an op") == expected
+    fast = SimpleNamespace(**{method: lambda *given: dict(zip(names, given, strict=False))})
+    assert operations.call(SimpleNamespace(fast=fast), method, "out", "in", "a root", "an op") == expected

@@ -223,12 +223,12 @@ def test_abort_from_another_thread(rank: int, world_size: int, start: Start) -> 
 def test_a_rank_that_leaves_in_order_is_no_death(rank: int, world_size: int, start: Start) -> None:
     start(EVEN)
     group = dist.new_group()
-    group.all_reduce(np.ones(LARGE))
+    group.fast.all_reduce(np.ones(LARGE))
     if rank == 3:
         group.close()
     else:
         with pytest.raises(AbortedError, match=r"rank 3 .*left the group"):
-            group.all_reduce(np.ones(LARGE))
+            group.fast.all_reduce(np.ones(LARGE))
     dist.barrier()
 
 
@@ -236,7 +236,7 @@ def test_a_rank_that_leaves_in_order_is_no_death(rank: int, world_size: int, sta
 def test_a_handler_may_close_the_group(rank: int, world_size: int, start: Start, tmp_path: Path) -> None:
     start(EVEN)
     group = dist.new_group()
-    group.all_reduce(np.ones(LARGE))
+    group.fast.all_reduce(np.ones(LARGE))
     called = tmp_path / "called"
 
     def close(*_: object) -> None:
@@ -248,14 +248,14 @@ def test_a_handler_may_close_the_group(rank: int, world_size: int, start: Start,
         thread = threading.Thread(target=alarm_once, args=(group.gate.is_busy,))
         thread.start()
         with pytest.raises((AbortedError, dist.NotInitializedError)):
-            group.all_reduce(np.ones(LARGE))
+            group.fast.all_reduce(np.ones(LARGE))
         thread.join()
         signal.signal(signal.SIGALRM, before)
     else:
         while not called.exists():
             time.sleep(0.01)
         with pytest.raises(AbortedError, match="rank 0"):
-            call_for_ever(lambda: group.all_reduce(np.ones(LARGE)))
+            call_for_ever(lambda: group.fast.all_reduce(np.ones(LARGE)))
     dist.barrier()
 
 
@@ -301,11 +301,11 @@ def test_a_receive_is_interrupted_and_all_are_told(
         thread = threading.Thread(target=alarm_once, args=(waits,))
         thread.start()
         with pytest.raises(Interrupted):
-            group.recv(np.zeros(3), source)
+            group.fast.recv(np.zeros(3), source)
         thread.join()
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(AbortedError, match="Interrupted"):
-        group.recv(np.zeros(3), None if rank % 2 else rank ^ 1 if rank else source)
+        group.fast.recv(np.zeros(3), None if rank % 2 else rank ^ 1 if rank else source)
     dist.barrier()
 
 
@@ -314,12 +314,12 @@ def test_nobody_waits_for_a_message_of_a_rank_that_left(rank: int, world_size: i
     start(EVEN)
     group = dist.new_group()
     if rank == 1:
-        group.send(np.ones(2), 0)
+        group.fast.send(np.ones(2), 0)
         group.close()
     elif rank == 0:
-        group.recv(np.zeros(2), 1)
+        group.fast.recv(np.zeros(2), 1)
         with pytest.raises(AbortedError, match=r"rank 1 .*left the group"):
-            group.recv(np.zeros(2), 1)
+            group.fast.recv(np.zeros(2), 1)
     dist.barrier()
 
 

@@ -50,7 +50,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def total(group: ProcessGroup, count: int = 3) -> float:
     """The sum over the ranks of rank + 1, of which every item of an all_reduce must consist."""
     x = np.full(count, group.rank + 1.0)
-    group.all_reduce(x)
+    group.fast.all_reduce(x)
     assert (x == x[0]).all()
     return float(x[0])
 
@@ -62,7 +62,7 @@ def total(group: ProcessGroup, count: int = 3) -> float:
 def test_bytes_may_come_in_pieces_of_any_size(piece: int, count: int) -> None:
     with ProxiedStore(piece=piece) as store, groups(3, store) as made:
         assert everybody(made, lambda group: total(group, count)) == [6.0] * 3
-        assert everybody(made, lambda group: group.barrier()) == [None] * 3
+        assert everybody(made, lambda group: group.fast.barrier()) == [None] * 3
 
 
 def test_several_streams_share_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_several_streams_share_what_is_large(monkeypatch: pytest.MonkeyPatch) ->
         for count in (3, 100_000, 1_000_003):
             assert everybody(made, lambda group, count=count: total(group, count)) == [3.0] * 2
         x = [np.arange(700_001) + rank for rank in range(2)]
-        everybody(made, lambda group: group.broadcast(x[group.rank], 1))
+        everybody(made, lambda group: group.fast.broadcast(x[group.rank], 1))
         assert (x[0] == x[1]).all()
 
 
@@ -109,7 +109,7 @@ def test_all_missing_ranks_are_named(missing: tuple[int, ...]) -> None:
             last.monitored_barrier(timeout=0.2)
 
         errors = together(
-            *(lambda g=group: g.monitored_barrier(timeout=60.0) for group in early), short_of_time
+            *(lambda g=group: g.fast.monitored_barrier(timeout=60.0) for group in early), short_of_time
         )
         assert isinstance(errors[-1], CollectiveTimeoutError)
         for error in errors:
@@ -136,7 +136,7 @@ def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...], f
             others = [other for other in there if other is not group]
             if group.rank == first:
                 until(lambda: all(map(has_dialed, others)) and all(map(is_there, others)))
-            group.monitored_barrier(timeout=0.2 if group.rank == first else 60.0)
+            group.fast.monitored_barrier(timeout=0.2 if group.rank == first else 60.0)
 
         def is_there(group: ProcessGroup) -> bool:
             """Whether this rank has sent its header, or waits for the connection of a missing one."""
@@ -247,7 +247,7 @@ def test_close_while_another_thread_is_in_a_call() -> None:
         errors = together(lambda: total(made[0]), lambda: until(made[0].gate.is_busy) and made[0].close())
         assert isinstance(errors[0], AbortedError)
         with pytest.raises((AbortedError, NotInitializedError)):
-            made[0].barrier()
+            made[0].fast.barrier()
         # Rank 0's part in its call was on the way, so that one may succeed.
         with pytest.raises(AbortedError, match="rank 0"):
             [total(made[1]) for _ in range(2)]
@@ -279,7 +279,7 @@ def test_threads_prepare_while_others_call() -> None:
 def test_elements_that_are_too_large_to_be_received_and_reduced() -> None:
     huge = np.dtype([("numbers", "f8", (40_000,))])
     with groups(2) as made:
-        errors = everybody(made, lambda group: group.all_reduce(np.zeros(1, huge), ReduceOp.custom(max)))
+        errors = everybody(made, lambda group: group.fast.all_reduce(np.zeros(1, huge), ReduceOp.custom(max)))
         assert all(isinstance(error, ArrayError) and "320000 bytes" in str(error) for error in errors), errors
         assert everybody(made, total) == [3.0] * 2
 
@@ -293,8 +293,8 @@ def test_a_rank_without_descriptors_for_a_connection_says_so_to_all(monkeypatch:
     monkeypatch.setattr(dials, "PORTLESS_SECONDS", 0.0)
     monkeypatch.setattr(dials, "raise_limit", lambda by, what: False)
     calls: list[Callable[[ProcessGroup], Any]] = [
-        lambda group: group.all_reduce(np.ones(4)),
-        lambda group: group.recv(np.ones(4), 0) if group.rank else group.send(np.ones(4), 1),
+        lambda group: group.fast.all_reduce(np.ones(4)),
+        lambda group: group.fast.recv(np.ones(4), 0) if group.rank else group.fast.send(np.ones(4), 1),
     ]
     for call in calls:
         with groups(2) as made, monkeypatch.context() as patch:
@@ -312,9 +312,9 @@ def test_a_rank_that_cannot_take_a_connection_does_not_wait_for_it(monkeypatch: 
     with groups(2) as made:
         monkeypatch.setattr(Listener, "lack", lambda listener: lacking)
         with pytest.raises(ResourceError, match="cannot take a connection"):
-            made[1].all_reduce(np.ones(4))  # rank 0 dials, and does not make this call
+            made[1].fast.all_reduce(np.ones(4))  # rank 0 dials, and does not make this call
         with pytest.raises(AbortedError, match="no file descriptor is left"):
-            made[0].all_reduce(np.ones(4))
+            made[0].fast.all_reduce(np.ones(4))
 
 
 # ---- ranks that are ahead of the others ------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_a_rank_that_cannot_take_a_connection_does_not_wait_for_it(monkeypatch: 
 def spread(group: ProcessGroup, value: float) -> float:
     """What a broadcast from rank 0 leaves in the array."""
     x = np.full(3, float(value) if group.rank == 0 else -1.0)
-    group.broadcast(x, 0)
+    group.fast.broadcast(x, 0)
     return float(x[0])
 
 
@@ -341,16 +341,16 @@ def test_what_a_root_sent_before_it_left_arrives(n: int) -> None:
 def test_a_root_is_told_of_a_mismatch_even_if_the_others_have_left(n: int) -> None:
     with groups(n) as made:
         everybody(made, lambda group: spread(group, 7))
-        told = together(lambda: spread(made[0], 1), *(lambda g=group: g.barrier() for group in made[1:]))
+        told = together(lambda: spread(made[0], 1), *(lambda g=group: g.fast.barrier() for group in made[1:]))
         assert told[0] == 1.0
         assert all(isinstance(error, MismatchError) for error in told[1:]), told
         together(*(lambda g=group: g.close() for group in made[1:]))
         with pytest.raises(MismatchError) as caught:
-            made[0].barrier()
+            made[0].fast.barrier()
         assert str(caught.value) == str(told[1])
         assert "rank 0 called broadcast(float64, 3 elements, root=0)" in str(told[1])
         with pytest.raises(AbortedError, match="left"):
-            made[0].barrier()
+            made[0].fast.barrier()
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -362,10 +362,10 @@ def test_a_root_is_told_of_a_refused_call_with_its_reason(n: int) -> None:
             if group.rank == 0:
                 spread(group, 1)
             else:
-                group.broadcast(np.zeros(3), n)
+                group.fast.broadcast(np.zeros(3), n)
 
         everybody(made, refused)
-        errors = everybody(made, lambda group: group.barrier())
+        errors = everybody(made, lambda group: group.fast.barrier())
         assert isinstance(errors[0], MismatchError)
         assert f"rank 1's broadcast was refused: UsageError: src is {n}" in str(errors[0])
         assert errors[1:] == [None] * (n - 1)

@@ -199,7 +199,7 @@ def load(plant: str = "", **constants: Mapping[str, Any]) -> tuple[Machine, Simp
     failing.failing = lambda function: nothing  # type: ignore[attr-defined]
     failing.reached = failing.reached_by = nothing  # type: ignore[attr-defined]
 
-    modules = {"kernels.jit": jit, "kernels.failing": failing}
+    modules = {"compiler.jit": jit, "kernels.failing": failing}
     with ExitStack() as stack:
 
         def put(name: str, module: ModuleType) -> None:

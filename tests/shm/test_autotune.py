@@ -232,11 +232,11 @@ def test_all_ranks_have_the_same_rows(rank, world_size):
     for turn in range(16):
         for count in (3, 3000, 30_000, 300_000 if turn % 4 == 0 else 10):
             x = np.ones(count, "f4")
-            group.all_reduce(x)
-            group.broadcast(x, turn % world_size)
-            group.all_gather([np.empty_like(x) for _ in range(world_size)], x)
-            group.reduce_scatter(x, [x.copy() for _ in range(world_size)])
-    group.barrier()
+            group.fast.all_reduce(x)
+            group.fast.broadcast(x, turn % world_size)
+            group.fast.all_gather([np.empty_like(x) for _ in range(world_size)], x)
+            group.fast.reduce_scatter(x, [x.copy() for _ in range(world_size)])
+    group.fast.barrier()
     mine = rows(group).copy()
     assert (mine[:, autotune.TIMES :] > 0).any()
     others = everybodys(group, mine)
@@ -256,13 +256,13 @@ def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size, tmp_pat
             came_back.touch()
 
     for _ in range(20):
-        group.all_reduce(x)
-    group.barrier()
+        group.fast.all_reduce(x)
+    group.fast.barrier()
     if rank == 0:
         group.monitor.verdict = look
     while rank == 1 and not came_back.exists():
         time.sleep(1e-3)
-    group.all_reduce(x)
+    group.fast.all_reduce(x)
     assert rank == 1 or (len(clock) >= 3 and not any(clock))
     assert words[autotune.TOOK] > 0
     group.close()
@@ -272,16 +272,16 @@ def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size, tmp_pat
 def test_a_mismatch_is_not_measured_and_rows_stay_the_same(rank, world_size):
     group, x = dist.new_group(), np.ones(300_000, "f4")
     words = group.backend.context.words[at.CHOOSING :]
-    group.all_reduce(x)
+    group.fast.all_reduce(x)
     for _ in range(5):
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
         took = words[autotune.TOOK]
         with pytest.raises(dist.MismatchError):
-            group.all_reduce(x) if rank == 0 else group.broadcast(x, 0)
+            group.fast.all_reduce(x) if rank == 0 else group.fast.broadcast(x, 0)
         assert took == words[autotune.TOOK] > 0 == words[autotune.ROW] == words[autotune.STARTED]
     for _ in range(30):
-        group.all_reduce(x)
-    group.barrier()
+        group.fast.all_reduce(x)
+    group.fast.barrier()
     mine = rows(group).copy()
     others = everybodys(group, mine)
     group.close()

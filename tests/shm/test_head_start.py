@@ -38,13 +38,13 @@ def test_results_are_right_and_in_order(rank, world_size, count, share):
         x, part, scattered = xs[rank].copy(), xs[rank].copy(), np.zeros_like(xs[0])
         gathered = np.zeros(count * world_size, np.float32)
         works = [
-            group.all_reduce(x, async_op=True),
-            group.broadcast(part, 0, async_op=True),
-            group.all_gather_single(gathered, xs[rank], async_op=True),
-            group.reduce_scatter_single(scattered, np.concatenate(xs), async_op=True),
-            group.all_reduce(x, dist.ReduceOp.MAX, async_op=True),
+            group.fast.all_reduce(x, async_op=True),
+            group.fast.broadcast(part, 0, async_op=True),
+            group.fast.all_gather_single(gathered, xs[rank], async_op=True),
+            group.fast.reduce_scatter_single(scattered, np.concatenate(xs), async_op=True),
+            group.fast.all_reduce(x, dist.ReduceOp.MAX, async_op=True),
         ]
-        group.barrier()
+        group.fast.barrier()
         assert all(work.is_success() for work in works)
         oracle.assert_same(x, total)
         oracle.assert_same(part, xs[0])
@@ -55,13 +55,13 @@ def test_results_are_right_and_in_order(rank, world_size, count, share):
 @pytest.mark.ranks(2)
 def test_the_last_to_come_is_done_when_the_call_returns(rank, world_size):
     with group_of() as group:
-        group.all_reduce(np.ones(3))  # its description is known from now on
+        group.fast.all_reduce(np.ones(3))  # its description is known from now on
         if rank == 0:
-            work = group.all_reduce(np.ones(3), async_op=True)
+            work = group.fast.all_reduce(np.ones(3), async_op=True)
             dist.send(np.zeros(1), 1)
         else:
             dist.recv(np.zeros(1), 0)
-            work = group.all_reduce(np.ones(3), async_op=True)
+            work = group.fast.all_reduce(np.ones(3), async_op=True)
             assert work.is_completed()
         assert work.wait()
 
@@ -72,10 +72,10 @@ def test_a_late_peer_holds_nobody_up(rank, world_size, share):
     """Rank 1 comes only after rank 0's call has returned."""
     x = np.full(3_000_001, rank + 1.0)
     with group_of(share) as group:
-        group.all_reduce(np.ones(3))
+        group.fast.all_reduce(np.ones(3))
         if rank == 1:
             dist.recv(np.zeros(1), 0)
-        work = group.all_reduce(x, async_op=True)
+        work = group.fast.all_reduce(x, async_op=True)
         if rank == 0:
             assert not work.is_completed()
             assert threading.get_ident() != group.backend.context[words.BUSY]
@@ -87,21 +87,21 @@ def test_a_late_peer_holds_nobody_up(rank, world_size, share):
 @pytest.mark.ranks(2)
 def test_a_mismatch_ends_up_in_the_work_and_leaves_the_group_usable(rank, world_size):
     with group_of() as group:
-        group.all_reduce(np.ones(3))
-        work = group.all_reduce(np.ones(3 + rank), async_op=True)
+        group.fast.all_reduce(np.ones(3))
+        work = group.fast.all_reduce(np.ones(3 + rank), async_op=True)
         with pytest.raises(MismatchError, match="elements"):
             work.wait()
         x = np.ones(4)
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
         assert (x == 2).all()
 
 
 @pytest.mark.ranks(2)
 def test_closing_ends_a_call_that_was_handed_over(rank, world_size):
     with group_of() as group:
-        group.all_reduce(np.ones(3))
+        group.fast.all_reduce(np.ones(3))
         if rank == 0:
-            work = group.all_reduce(np.ones(3), async_op=True)
+            work = group.fast.all_reduce(np.ones(3), async_op=True)
             group.close()
             with pytest.raises(AbortedError):
                 work.wait()

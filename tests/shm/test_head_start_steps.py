@@ -82,7 +82,7 @@ def new_group() -> Any:
     group = dist.new_group()
     group.backend.head_start._share = 1
     group.backend.begin_at_once()
-    group.all_reduce(np.ones(3))  # its description is known from now on
+    group.fast.all_reduce(np.ones(3))  # its description is known from now on
     return group
 
 
@@ -96,7 +96,7 @@ def begin(group: Any, script: Script, step: int, act: Callable[[], None]) -> tup
 def steps_of(group: Any, *codes: int) -> range:
     made, steps = begin(group, Script(group, *codes), 0, lambda: None)
     assert made.wait(DEADLINE)
-    group.barrier()
+    group.fast.barrier()
     assert steps > 10
     return range(1, steps + 1)
 
@@ -114,7 +114,7 @@ def test_an_exception_at_any_step_leaves_no_call_behind(rank: int, world_size: i
         with suppress(KeyboardInterrupt):
             begin(group, script, step, interrupt)
         if group.failure is None:
-            group.barrier()
+            group.fast.barrier()
             assert len(script.codes) in (0, 3), step
         else:
             group.gate.queue.close()
@@ -135,7 +135,7 @@ def test_a_signal_handler_at_any_step_is_refused_or_right(
 
         def handle(said: list[Any] = said) -> None:
             try:
-                said.append(group.reduce(x, 0, async_op=asynchronous))
+                said.append(group.fast.reduce(x, 0, async_op=asynchronous))
             except UsageError:
                 said.append("refused")
 
@@ -143,7 +143,7 @@ def test_a_signal_handler_at_any_step_is_refused_or_right(
         assert len(said) == 1, step
         for outcome in (made, *said):
             assert outcome in (None, "refused") or outcome.wait(DEADLINE), step
-    group.all_reduce(x)
+    group.fast.all_reduce(x)
     group.close()
 
 
@@ -154,7 +154,7 @@ def test_another_threads_call_at_any_step_is_carried_out(rank: int, world_size: 
         works: list[Any] = []
 
         def call(works: list[Any] = works) -> None:
-            works.append(group.reduce(x, 0, async_op=True))
+            works.append(group.fast.reduce(x, 0, async_op=True))
 
         thread = threading.Thread(target=call)
 
@@ -167,7 +167,7 @@ def test_another_threads_call_at_any_step_is_carried_out(rank: int, world_size: 
         for outcome in (made, *works):
             assert outcome is None or outcome.wait(DEADLINE), step
         assert len(works) == 1, step
-    group.all_reduce(x)
+    group.fast.all_reduce(x)
     group.close()
 
 
@@ -180,7 +180,7 @@ def test_an_array_that_changes_in_the_middle_of_its_call_fails_the_group(
     with pytest.raises(AbortedError, match="changed meanwhile"):
         group.backend.head_start.begin(Script(group, *codes)).wait(DEADLINE)
     with pytest.raises(AbortedError, match="changed meanwhile"):
-        group.all_reduce(np.ones(3))
+        group.fast.all_reduce(np.ones(3))
     group.gate.queue.close()
     assert group.backend.context[words.BUSY] == 0
     group.close()

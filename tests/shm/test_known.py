@@ -313,11 +313,11 @@ def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monk
     x = np.ones(50_000, np.float32)
     went = []
     for _ in range(10):
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
         went.append(int(group.backend.context.words[words.CHOOSING + autotune.LAST_WAY]))
     assert went == [autotune.PAST] * 10
     for _ in range(70):
-        group.reduce(x, 0)
+        group.fast.reduce(x, 0)
     group.close()
     again()
     mine = [s["ns_per_mib"] for s in known.sections() if s["command"] == known.RUNNING]
@@ -336,7 +336,7 @@ def test_a_group_that_failed_writes_nothing_and_others_close_though_they_cannot(
     caplog.set_level(logging.DEBUG, "fastcoll")
     group, x = dist.new_group(backend="shm"), np.ones(50_000, np.float32)
     for _ in range(100):
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
     if fails:
         group.abort("enough")
     group.close()

@@ -104,10 +104,10 @@ def test_every_way_of_the_largest_moves(rank, world_size):
         for turn in range(1, 2 * ways, 2):
             go(group, turn)
             x = every + turn if rank == 1 else np.zeros_like(every)
-            group.broadcast(x, 1)
+            group.fast.broadcast(x, 1)
             oracle.assert_same(x, every + turn)
             outs = [np.zeros_like(every) for _ in range(2)]
-            group.all_gather(outs, every + rank)
+            group.fast.all_gather(outs, every + rank)
             oracle.assert_same(outs[1 - rank], every + (1 - rank))
         assert divided(group) == 2 * ways
 
@@ -122,7 +122,7 @@ def test_elements_of_other_sizes(rank, world_size, dtype):
         for turn in range(TURNS):
             go(group, turn)
             x = xs[rank].copy()
-            group.all_reduce(x)
+            group.fast.all_reduce(x)
             oracle.assert_same(x, oracle.reduced(xs, ReduceOp.SUM))
         assert divided(group) == TURNS // 2
 
@@ -136,14 +136,14 @@ def test_records_of_an_odd_size_and_huge_ones(rank, world_size):
         for turn in range(TURNS):
             go(group, turn)
             x = xs[rank].copy()
-            group.broadcast(x, turn % world_size)
+            group.fast.broadcast(x, turn % world_size)
             oracle.assert_same(x, xs[turn % world_size])
         assert divided(group) == TURNS // 2
         x = np.zeros(1200, large)
         for turn in range(TURNS):
             go(group, turn)
             x[:] = bytes([turn]) * large.itemsize if rank == 0 else b"\xff" * large.itemsize
-            group.broadcast(x, 0)
+            group.fast.broadcast(x, 0)
             assert (x.view(np.uint8) == turn).all()
 
 
@@ -157,7 +157,7 @@ def test_lanes_do_not_change_a_bit(rank, world_size, op):
             for turn in range(TURNS):
                 go(group, turn)
                 x = xs[rank].copy()
-                group.all_reduce(x, op)
+                group.fast.all_reduce(x, op)
                 results.append(x.tobytes())
             assert (divided(group) > 0) == (number > 1)
     assert len(set(results)) == 1
@@ -169,12 +169,12 @@ def test_one_shot_and_two_shot(rank, world_size):
     total = oracle.reduced(xs, ReduceOp.SUM)
     with group_of(2) as group:
         for limit in (0, 1 << 40):
-            group.barrier()
+            group.fast.barrier()
             group.backend.context.go_one_shot(limit)
             divide_next(group, "all_reduce")
             for _ in range(3):
                 x = xs[rank].copy()
-                group.all_reduce(x)
+                group.fast.all_reduce(x)
                 oracle.assert_same(x, total)
         assert divided(group) == 6
 
@@ -185,14 +185,14 @@ def test_packed_arrays_and_calls_of_the_progress_thread(rank, world_size):
     xs = inputs(world_size, 2 * LARGE)
     total = oracle.reduced([x[::2] for x in xs], ReduceOp.SUM)
     with group_of(2) as group:
-        group.barrier()
+        group.fast.barrier()
         divide_next(group, "all_reduce")
         mine = [xs[rank].copy() for _ in range(2 * TURNS)]
-        group.all_reduce(mine[0][::2])
+        group.fast.all_reduce(mine[0][::2])
         assert divided(group) == 1
-        works = [group.all_reduce(x[::2], async_op=True) for x in mine[1:]]
+        works = [group.fast.all_reduce(x[::2], async_op=True) for x in mine[1:]]
         small = np.ones(3)
-        group.all_reduce(small)
+        group.fast.all_reduce(small)
         assert all(work.wait(60) for work in works)
         assert (small == world_size).all()
         for x in mine:
@@ -210,12 +210,12 @@ def test_ranks_that_differ_in_whether_to_divide(rank, world_size, sizes):
         for turn in range(MANY_TURNS):
             go(group, turn)
             outs = [np.zeros_like(x) for x in xs]
-            group.all_gather(outs, xs[rank])
+            group.fast.all_gather(outs, xs[rank])
             for got, want in zip(outs, xs, strict=True):
                 oracle.assert_same(got, want)
         even = np.full(LARGE, rank + 1, "f4")
         divide_next(group, "all_reduce")
-        group.all_reduce(even)
+        group.fast.all_reduce(even)
         assert (even == world_size * (world_size + 1) / 2).all()
         assert divided(group) >= 1
 
@@ -228,11 +228,11 @@ def test_uneven_lists_over_lanes(rank, world_size):
     data = [[oracle.values(10 * s + d, int(table[s, d]), np.dtype("f4")) for d in range(world_size)]
             for s in range(world_size)]  # fmt: skip
     with group_of(3) as group:
-        group.barrier()
+        group.fast.barrier()
         divide_next(group, "all_to_all", 4 * LARGE * world_size)
         for turn in range(3):
             outs = [np.zeros_like(data[src][rank]) for src in range(world_size)]
-            group.all_to_all(outs, data[rank])
+            group.fast.all_to_all(outs, data[rank])
             for src, got in enumerate(outs):
                 oracle.assert_same(got, data[src][rank])
             assert divided(group) == turn + 1
@@ -245,8 +245,8 @@ def test_undivided_calls_between_divided_ones(rank, world_size):
         for turn in range(40):
             divide_next(group, "all_reduce")
             large, small = np.full(LARGE, rank + turn, "f4"), np.full(EDGE - 1, rank - turn, "f4")
-            group.all_reduce(large)
-            group.broadcast(small, turn % 2)
+            group.fast.all_reduce(large)
+            group.fast.broadcast(small, turn % 2)
             assert (large == 2 * turn + 1).all()
             assert (small == turn % 2 - turn).all()
         assert divided(group) == 40
@@ -258,14 +258,14 @@ def test_undivided_calls_between_divided_ones(rank, world_size):
 @pytest.mark.ranks(2, 3)
 def test_a_mismatch_is_found_before_any_lane_hears_of_it(rank, world_size):
     wrong: list[Callable[[dist.ProcessGroup], object]] = [
-        lambda group: group.all_reduce(np.ones(LARGE if rank else 3, "f4")),
-        lambda group: group.all_reduce(np.ones(LARGE if rank else EDGE - 1, "f4")),
-        lambda group: group.all_reduce(np.ones(LARGE + rank, "f4")),
-        lambda group: group.all_reduce(np.ones(LARGE, "f4" if rank else "i4")),
-        lambda group: group.all_reduce(np.ones(LARGE, "f4"), ReduceOp.SUM if rank else ReduceOp.MAX),
-        lambda group: group.broadcast(np.ones(LARGE, "f4"), rank % 2),
-        lambda group: group.broadcast(np.ones(LARGE, "f4"), 0) if rank else group.barrier(),
-        lambda group: group.all_gather(
+        lambda group: group.fast.all_reduce(np.ones(LARGE if rank else 3, "f4")),
+        lambda group: group.fast.all_reduce(np.ones(LARGE if rank else EDGE - 1, "f4")),
+        lambda group: group.fast.all_reduce(np.ones(LARGE + rank, "f4")),
+        lambda group: group.fast.all_reduce(np.ones(LARGE, "f4" if rank else "i4")),
+        lambda group: group.fast.all_reduce(np.ones(LARGE, "f4"), ReduceOp.SUM if rank else ReduceOp.MAX),
+        lambda group: group.fast.broadcast(np.ones(LARGE, "f4"), rank % 2),
+        lambda group: group.fast.broadcast(np.ones(LARGE, "f4"), 0) if rank else group.fast.barrier(),
+        lambda group: group.fast.all_gather(
             [np.zeros(LARGE + (rank == 0 < k), "f4") for k in range(world_size)], np.ones(LARGE, "f4")
         ),
     ]
@@ -279,7 +279,7 @@ def test_a_mismatch_is_found_before_any_lane_hears_of_it(rank, world_size):
                 call(group)
             assert divided(group) == before
             x = np.full(LARGE, rank + 1.0, "f4")
-            group.all_reduce(x)
+            group.fast.all_reduce(x)
             assert (x == world_size * (world_size + 1) / 2).all()
             assert divided(group) == before + 1
 
@@ -288,7 +288,7 @@ def test_a_mismatch_is_found_before_any_lane_hears_of_it(rank, world_size):
 def dividing():
     """A group whose next all_reduce of LARGE elements is divided, and an array for it, which is left alone then."""
     with group_of(2) as group:
-        group.barrier()
+        group.fast.barrier()
         divide_next(group, "all_reduce")
         x = np.ones(LARGE, "f4")
         yield group, x
@@ -335,7 +335,7 @@ def test_a_rank_that_is_late_in_a_divided_call_is_named_at_the_deadline(
         stalled(monkeypatch, lambda: until_there(named) if rank == late else None),
         pytest.raises(error, match=f"{text}rank {1 - rank}") as caught,
     ):
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
     named.touch()
     assert rank == late or list(caught.value.ranks) == [late]
 
@@ -355,7 +355,7 @@ def test_an_abort_ends_a_divided_call(rank, world_size, monkeypatch, tmp_path, d
         stalled(monkeypatch, abort if rank == 1 else lambda: None),
         pytest.raises(dist.AbortedError, match="tested"),
     ):
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
     raised.touch()
 
 
@@ -373,7 +373,7 @@ def test_closing_the_group_ends_a_divided_call_of_another_thread(
         closed.touch()
 
     with stalled(monkeypatch, lambda: until_there(closed) if rank == 1 else None):
-        error, _ = together(lambda: group.all_reduce(x), close if rank == 0 else lambda: None)
+        error, _ = together(lambda: group.fast.all_reduce(x), close if rank == 0 else lambda: None)
     assert type(error) is dist.AbortedError
     assert rank == 1 or not helpers()
 
@@ -388,7 +388,7 @@ def test_ctrl_c_in_a_divided_call(rank, world_size, monkeypatch, tmp_path, divid
             stalled(monkeypatch, lambda: until_there(interrupted)),
             pytest.raises(dist.AbortedError, match="KeyboardInterrupt"),
         ):
-            group.all_reduce(x)
+            group.fast.all_reduce(x)
     else:
 
         def interrupt():
@@ -399,7 +399,7 @@ def test_ctrl_c_in_a_divided_call(rank, world_size, monkeypatch, tmp_path, divid
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            group.all_reduce(x)
+            group.fast.all_reduce(x)
         interrupted.touch()
         thread.join()
 
@@ -442,7 +442,7 @@ def test_a_lane_whose_thread_fails_fails_the_group(rank, world_size, monkeypatch
     if rank == 1:
         monkeypatch.setattr(lanes, "drive", fail_in_a_lane)
     with pytest.raises(dist.AbortedError, match=r"MemoryError.*tested"):
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
 
 
 # ---- threads and numbers ---------------------------------------------------------------------------------------
@@ -452,11 +452,11 @@ def test_a_lane_whose_thread_fails_fails_the_group(rank, world_size, monkeypatch
 def test_threads_begin_with_the_first_divided_call_sleep_and_end_with_the_group(rank, world_size):
     assert not helpers()
     with group_of(3) as group:
-        group.all_reduce(np.ones(EDGE - 1, "f4"))
-        group.barrier()
+        group.fast.all_reduce(np.ones(EDGE - 1, "f4"))
+        group.fast.barrier()
         assert not helpers()
         divide_next(group, "all_reduce")
-        group.all_reduce(np.ones(LARGE, "f4"))
+        group.fast.all_reduce(np.ones(LARGE, "f4"))
         assert len(helpers()) == 2
         assert all(thread.daemon for thread in helpers())
         before = sum(time.clock_gettime(time.pthread_getcpuclockid(t.ident)) for t in helpers())
@@ -469,16 +469,16 @@ def test_threads_begin_with_the_first_divided_call_sleep_and_end_with_the_group(
 @pytest.mark.ranks(2, fresh=True)
 def test_a_child_of_fork_has_no_lanes_and_the_parent_keeps_its_own(rank, world_size, dividing):
     group, x = dividing
-    group.all_reduce(x)
+    group.fast.all_reduce(x)
     child = os.fork()
     if child == 0:
         try:
-            group.all_reduce(x)
+            group.fast.all_reduce(x)
         except dist.FastcollError:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    group.all_reduce(x)
+    group.fast.all_reduce(x)
     assert (x == 4).all()
     assert divided(group) == 2
 

@@ -84,7 +84,7 @@ def test_a_sender_is_returned_as_a_plain_integer(rank, world_size):
     group, got = dist.GroupMember.WORLD, np.zeros(1)
     peer = (rank + 1) % world_size
     for _ in range(2):
-        work = group.isend(np.ones(1), peer)
-        source = group.recv(got, np.int8(peer))
+        work = group.fast.isend(np.ones(1), peer)
+        source = group.fast.recv(got, np.int8(peer))
         assert (type(source), source) == (int, peer)
         work.wait(60)

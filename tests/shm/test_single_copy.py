@@ -52,15 +52,15 @@ def test_arrays_of_several_pieces(rank, world_size):
     base = np.arange(LARGE, dtype=np.float32)
     with direct_group() as group:
         x = base + rank
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
         assert (x == base * world_size + sum(range(world_size))).all()
         x = base + rank
-        group.broadcast(x, world_size - 1)
+        group.fast.broadcast(x, world_size - 1)
         assert (x == base + world_size - 1).all()
         assert way_of(group) == autotune.DIRECT
         x, y = np.zeros_like(base), base + 1
         after, before = (rank + 1) % world_size, (rank - 1) % world_size
-        works = [group.isend(y, after), group.irecv(x, before)]
+        works = [group.fast.isend(y, after), group.fast.irecv(x, before)]
         for work in works:
             work.wait()
         assert (x == y).all()
@@ -71,10 +71,10 @@ def test_arrays_of_several_pieces(rank, world_size):
 def test_more_arrays_than_slots_to_wait_in(rank, world_size):
     with direct_group() as group:
         x = np.arange(100_003) + rank
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
         assert (x == np.arange(100_003) * world_size + sum(range(world_size))).all()
         out = np.zeros(1009, np.int64)
-        group.reduce_scatter(out, [np.full(1009, 100 * rank + k) for k in range(world_size)])
+        group.fast.reduce_scatter(out, [np.full(1009, 100 * rank + k) for k in range(world_size)])
         assert (out == 100 * sum(range(world_size)) + rank * world_size).all()
 
 
@@ -83,10 +83,10 @@ def test_in_place(rank, world_size):
     with direct_group() as group:
         out = np.zeros((world_size, 1009))
         out[rank] = rank + 1
-        group.all_gather_single(out, out[rank])
+        group.fast.all_gather_single(out, out[rank])
         assert (out == np.arange(1, world_size + 1)[:, None]).all()
         blocks = np.full((world_size, 1009), 1.0 + rank)
-        group.reduce_scatter_single(blocks[rank], blocks)
+        group.fast.reduce_scatter_single(blocks[rank], blocks)
         assert (blocks[rank] == world_size * (world_size + 1) / 2).all()
         assert way_of(group) == autotune.DIRECT
 
@@ -97,12 +97,12 @@ def test_ranks_that_see_blocks_of_different_sizes_go_through_the_slots(rank, wor
     with direct_group() as group:
         for _ in range(3):
             outs = [np.zeros(n) for n in sizes] if rank == 0 else None
-            group.gather(np.full(sizes[rank], 1.0 + rank), outs, 0)
+            group.fast.gather(np.full(sizes[rank], 1.0 + rank), outs, 0)
             for k, out in enumerate(outs or []):
                 assert (out == 1 + k).all()
             assert way_of(group) != autotune.DIRECT
         x = np.ones(20_000)
-        group.all_reduce(x)
+        group.fast.all_reduce(x)
         assert way_of(group) == autotune.DIRECT
 
 
@@ -116,7 +116,7 @@ def test_ranks_that_choose_different_ways_find_that_and_soon_agree(rank, world_s
         went = []
         for turn in range(40):
             x = np.full(100_000, turn + rank, np.float32)
-            group.all_reduce(x)
+            group.fast.all_reduce(x)
             assert (x == 2 * turn + 1).all()
             went.append(way_of(group))
         assert autotune.DIRECT not in went
@@ -136,7 +136,10 @@ def unreadable(rank):
 @pytest.mark.ranks(2)
 def test_an_array_that_cannot_be_read_ends_the_call_and_not_with_its_timeout(rank, world_size, unreadable):
     x = unreadable
-    for step in (lambda g: g.broadcast(x, 0), lambda g: g.send(x, 1) if rank == 0 else g.recv(x, 0)):
+    for step in (
+        lambda g: g.fast.broadcast(x, 0),
+        lambda g: g.fast.send(x, 1) if rank == 0 else g.fast.recv(x, 0),
+    ):
         with (
             direct_group() as group,
             pytest.raises(AbortedError, match=r"the array of rank 0 .* could not be read"),
@@ -154,7 +157,7 @@ def test_an_array_that_cannot_be_read_since_its_owner_has_failed_is_not_the_reas
             died = PeerDiedError("rank 7 died", [7])
             group.backend.monitor.verdict = lambda needed, doing: died
         with pytest.raises(GroupError, match="rank 7 died") as caught:
-            group.broadcast(unreadable, 0)
+            group.fast.broadcast(unreadable, 0)
         assert caught.value.ranks == (7,)
 
 

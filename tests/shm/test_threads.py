@@ -45,7 +45,7 @@ def test_a_mismatch_is_told_before_the_next_threads_call_begins(rank, world_size
                 while not group.gate.is_busy():
                     time.sleep(1e-3)
                 begun.touch()
-                works.append(group.all_reduce(x, async_op=True))
+                works.append(group.fast.all_reduce(x, async_op=True))
 
             thread = threading.Thread(target=submit)
             thread.start()
@@ -68,7 +68,7 @@ def test_a_mismatch_is_told_before_the_next_threads_call_begins(rank, world_size
 @pytest.mark.parametrize("strided", [False, True])
 def test_an_abort_ends_the_call_of_another_thread(rank, world_size, size, strided):
     group = dist.new_group()
-    group.all_reduce(np.ones(size))
+    group.fast.all_reduce(np.ones(size))
 
     def abort():
         while not group.gate.is_busy():
@@ -80,7 +80,7 @@ def test_an_abort_ends_the_call_of_another_thread(rank, world_size, size, stride
         thread.start()
         for _ in range(2):
             with pytest.raises(dist.AbortedError, match="tested"):
-                group.all_reduce(np.ones(size)[:: 2 if strided else 1])
+                group.fast.all_reduce(np.ones(size)[:: 2 if strided else 1])
         thread.join()
     dist.barrier()
     group.close()
@@ -90,7 +90,7 @@ def test_an_abort_ends_the_call_of_another_thread(rank, world_size, size, stride
 def test_closing_ends_the_calls_of_other_threads(rank, world_size):
     """A collective, a receive and a queued operation; each ends with an error, none for ever."""
     group = dist.new_group()
-    group.all_reduce(np.ones(2))
+    group.fast.all_reduce(np.ones(2))
     if rank == 0:
 
         def close():
@@ -99,10 +99,10 @@ def test_closing_ends_the_calls_of_other_threads(rank, world_size):
             group.close()
 
         *errors, _ = together(
-            lambda: group.all_reduce(np.ones(2)),
-            lambda: group.all_reduce(np.ones(4)[::2]),
-            lambda: group.recv(np.ones(2), 1),
-            lambda: group.all_reduce(np.ones(2), async_op=True).wait(),
+            lambda: group.fast.all_reduce(np.ones(2)),
+            lambda: group.fast.all_reduce(np.ones(4)[::2]),
+            lambda: group.fast.recv(np.ones(2), 1),
+            lambda: group.fast.all_reduce(np.ones(2), async_op=True).wait(),
             close,
         )
         assert {type(error) for error in errors} <= {dist.AbortedError, dist.NotInitializedError}
@@ -115,8 +115,10 @@ def test_a_mismatch_of_sizes_has_the_number_of_its_call(rank, world_size):
     """Not that of the exchange of sizes by which the ranks find out what does not fit."""
     group = dist.new_group()
     outs = [np.zeros(2 + r + (rank == r == 0)) for r in range(world_size)]
-    group.barrier()
+    group.fast.barrier()
     with pytest.raises(MismatchError, match="call 2 of"):
-        group.all_to_all([np.zeros(2 + (rank == 0)) for _ in outs], [np.zeros(2 + (rank == 0)) for _ in outs])
+        group.fast.all_to_all(
+            [np.zeros(2 + (rank == 0)) for _ in outs], [np.zeros(2 + (rank == 0)) for _ in outs]
+        )
     dist.barrier()
     group.close()
