@@ -21,7 +21,7 @@ def fail():
 
 forks.ORDER = "first", "second", "third"
 forks._registered.clear()
-note = lambda text: lambda: print(text, flush=True)
+note = lambda text: lambda: os.write(1, f"{text}\\n".encode())  # parent and child write at the same time
 forks.at_fork("third", note("child 3"), before=note("before 3"), in_parent=note("parent 3"))
 forks.at_fork("second", fail)
 forks.at_fork("first", note("child 1"), before=note("before 1"))

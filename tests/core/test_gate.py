@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
@@ -148,7 +149,8 @@ def test_every_work_ends_when_the_group_is_closed_meanwhile(seed: int) -> None:
     def closer() -> None:
         while len(log.done) < 5:
             time.sleep(0)
-        dist.destroy_process_group(g)
+        with suppress(AbortedError):  # it names a Work whose caller has not come to wait for it yet
+            dist.destroy_process_group(g)
 
     run(g, seed, partial(caller, 0), partial(caller, 1), closer)
     assert sorted(ended) == [0, 1]
