@@ -30,10 +30,8 @@ from .command import make_parser
 from .measuring import no_collector, pin
 from .rank import Host, prepare
 from .results import describe, digits, machine
+from .tune import OPERATIONS
 
-OPERATIONS = (
-    "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all",
-)  # fmt: skip
 SIZES = (8, 4 << 10, 256 << 10, 4 << 20, 64 << 20)
 STARTS = 3
 _FIRST = 10
