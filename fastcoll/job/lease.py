@@ -1,4 +1,4 @@
-"""StoreLease: what a rank holds of the store in which the ranks of its job met, until it leaves.
+"""StoreLease: a rank's share of the store in which the ranks of its job met, until the rank leaves.
 
 For each rank there is a count of the groups that it has finished making. The count lets rank 0, which hosts the TCP
 store, leave only when no other rank needs the store.
@@ -46,8 +46,11 @@ class StoreLease:
 
     def settled_by_all(self) -> int:
         """Return how many groups every rank has finished making. Never blocks."""
+        return min(self._counts())
+
+    def _counts(self) -> list[int]:
         counts = self.store.peek([f"settled/{member.rank}" for member in self.members])
-        return min(int(count or 0) for count in counts)
+        return [int(count or 0) for count in counts]
 
     def leave(self, patience: float, gone: Sequence[Member] = (), farewell: str = "") -> None:
         """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it but those `gone`.
@@ -73,10 +76,10 @@ class StoreLease:
         started, warning = time.monotonic(), LateWarning()
         while True:
             try:
-                counts = self.store.peek([f"settled/{member.rank}" for member in self.members])
+                counts = self._counts()
             except StoreError:  # the store went first, so nobody can need it
                 return
-            late = [m for m, n in zip(self.members, counts, strict=True) if int(n or 0) < self._settled]
+            late = [m for m, n in zip(self.members, counts, strict=True) if n < self._settled]
             over = [*gone, *dead_among(late)]
             names = ", ".join(str(member) for member in late if member not in over)
             if not names:
@@ -92,7 +95,7 @@ class StoreLease:
             self.store.add(f"settled/{self.rank}", amount)
 
     def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
-        """Raise AbortedError, with what it said, if one of these ranks has left the job: it makes no group any more."""
+        """Raise AbortedError with the exit reason of those of `ranks` that have left the job, and so make no group."""
         words = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
         if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
             told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
