@@ -94,7 +94,7 @@ def test_imports_point_one_way(file: Path) -> None:
     for name, line in imports(file):
         parts = name.split(".")
         if parts[0] == "fastcoll" and len(parts) > 1:
-            there = room(parts[1:]) if room(parts[1:]) in LEVEL else "__init__"
+            there = found if (found := room(parts[1:])) in LEVEL else "__init__"
             assert there == here or LEVEL[there] < LEVEL[here], f"{file}:{line}: {here} imports {name}"
 
 

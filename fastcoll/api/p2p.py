@@ -388,10 +388,8 @@ class P2POp:
         post: Callable[..., Work]
         arguments: tuple[Any, ...]
         if is_message(x, rank, tag, g.size):
-            post, arguments = (
-                g.fast.isend if sends else g.fast.irecv,
-                (x, rank, tag),
-            )  # which check it once more
+            post = g.fast.isend if sends else g.fast.irecv  # they check the arguments once more
+            arguments = x, rank, tag
         else:
             ready = g.ready_isend if sends else g.ready_irecv
             post, arguments = ready(x, g.checked_rank("peer", rank), tag), ()

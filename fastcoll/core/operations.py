@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
     Attributes:
         form: which arrays there are.
-        root: what the public function calls the root, "src" or "dst"; "": there is none.
+        root: the public function's name for the root, "src" or "dst"; "" for a kind without a root.
         reduces: whether it takes a ReduceOp.
         uneven: whether ranks may differ in the bytes that they contribute.
         made_of: the kind that a composition is made of where a backend does not have it.

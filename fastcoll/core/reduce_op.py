@@ -22,7 +22,7 @@ class ReduceOp:
     the number of ranks (integers: truncated towards zero, as NCCL does). MIN and MAX hand NaN on, as
     `numpy.minimum` does. On bool, SUM and MAX are "or", PRODUCT and MIN are "and", as in NumPy.
     LAND, LOR and LXOR are MPI's: every element but 0 is true, NaN too, and the result of two or more
-    ranks is 0 or 1 in the array's dtype. What comes from one rank alone stays as it is.
+    ranks is 0 or 1 in the array's dtype. An operand of one rank alone is not changed.
 
     Attributes:
         name: "SUM", ..., "PREMUL_SUM", or a custom function's name.

@@ -18,7 +18,7 @@ def sized(kind: str, outputs: Sequence[X], inputs: Sequence[X]) -> Sequence[X]:
 
 
 class Sizes(NamedTuple):
-    """What a rank tells the others of the sizes of its call, so that all can compare them."""
+    """The sizes of a rank's call, which it sends to the others so that all can compare them."""
 
     shape: int  # bytes that this rank contributes, MIXED if it gives the ranks blocks of different sizes
     gives: tuple[int, ...]  # bytes for each rank, zeros where `shape` says everything

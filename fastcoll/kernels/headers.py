@@ -7,11 +7,8 @@ from ..core.signature import UNEVEN
 from .primitives import load_word
 
 NUMBER = 0  # of the call
-HEAD_CALL, HEAD_SHAPE, HEAD_BALANCE = (
-    1,
-    2,
-    3,
-)  # the fingerprint and the balance of the sizes (core/signature.py)
+HEAD_CALL, HEAD_SHAPE = 1, 2  # the fingerprint (core/signature.py)
+HEAD_BALANCE = 3  # of the sizes
 
 
 @kernel

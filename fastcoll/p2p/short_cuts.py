@@ -1,4 +1,4 @@
-"""Messages by one compiled call each: what stands in for a group's send, recv, isend and irecv.
+"""Messages by one compiled call each: the send, recv, isend and irecv of `group.fast`.
 
 A pipe's entries check the arguments themselves and return LATER where they cannot do the message: an array of another
 kind, wrong arguments, operations that come first. Then the group's method does it.

@@ -54,7 +54,7 @@ def test_scan_and_exscan(rank, world_size):
 
 @pytest.mark.ranks(*WORLDS)
 def test_truth_values(rank, world_size):
-    """Every element but 0 is true; what comes from one rank alone stays as it is."""
+    """Every element but 0 is true; an operand of one rank alone is not changed."""
     for dtype in oracle.DTYPES:
         if dtype in oracle.COMPLEX:
             continue

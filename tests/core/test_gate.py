@@ -149,7 +149,7 @@ def test_every_work_ends_when_the_group_is_closed_meanwhile(seed: int) -> None:
     def closer() -> None:
         while len(log.done) < 5:
             time.sleep(0)
-        with suppress(AbortedError):  # it names a Work whose caller has not come to wait for it yet
+        with suppress(AbortedError):  # of a Work that its caller has not waited for yet
             dist.destroy_process_group(g)
 
     run(g, seed, partial(caller, 0), partial(caller, 1), closer)

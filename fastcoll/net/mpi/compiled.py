@@ -55,7 +55,7 @@ RESUMED = 1
 CODE, SHAPE, BALANCE, FINISH, NBYTES, ROOT, REDUCER, OP, ELEMENTS, CALL_WORDS = range(10)
 NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: all is left to Python
 
-# A row: what a rank says of its call, as kernels/headers.py compares it, and its data where that is small.
+# A row: the header of a rank's call, as kernels/headers.py compares it, and its data where that is small.
 ROW_NUMBER, ROW_CODE, ROW_SHAPE, ROW_BALANCE, ROW_NEAR, ROW_PAYLOAD = range(6)
 HEAD_BYTES = 8 * ROW_PAYLOAD
 
