@@ -146,7 +146,9 @@ def test_where_there_can_be_no_arena_arrays_are_ordinary(tmp_path: Any) -> None:
         print(fastcoll.shared_arrays.contains(x), (x == 2).all())
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    warning, answer = done.stdout.splitlines()
+    # A kernel that is not on the disk yet may take longer than a second, which is said, too.
+    said = [line for line in done.stdout.splitlines() if not line.startswith("fastcoll compiles")]
+    warning, answer = said
     assert "shared arrays are made in ordinary memory: cannot make the arena of shared arrays" in warning
     assert answer == "False True"
     assert done.stderr == ""

@@ -425,19 +425,21 @@ def test_multicast_strangers_are_passed_over(processes) -> None:
 
 
 def test_multicast_names_who_came(group: str, in_threads, clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = threading.Semaphore(0)
+    hearers, both_heard = set[str](), threading.Event()
 
     class Hearing(multicast.Election):
         def hear(self, announcement: Announcement, now: float) -> None:
             super().hear(announcement, now)
             if announcement.nonce != self.nonce:
-                heard.release()
+                hearers.add(self.nonce)
+            if len(hearers) == 2:
+                both_heard.set()
 
     def call() -> None:
         meet(group, -1, 3, 600)
 
     def end() -> None:
-        assert all(heard.acquire(timeout=50) for _ in range(2))
+        assert both_heard.wait(50)
         clock.ahead += 1000
 
     monkeypatch.setattr(multicast, "Election", Hearing)
