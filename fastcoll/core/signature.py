@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import MismatchError
 from .gate import Gate
-from .operations import KINDS, OPERATIONS, WORD, Kind
+from .operations import BLOCKS_TO_ONE, KINDS, OPERATIONS, WORD, Kind
 from .reduce_op import CUSTOM, NAMES, ReduceOp
 
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}
@@ -257,17 +257,39 @@ def describe_sizes(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
     return "; ".join(differences[:8]) or "what ranks give and what others expect differ in size"
 
 
+def describe_blocks(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
+    """Name the ranks whose blocks differ in size from those of the first rank, and the first block that differs."""
+    differences = []
+    for rank, (gives, _) in enumerate(tables):
+        for dst, (nbytes, expected) in enumerate(zip(gives, tables[0][0], strict=True)):
+            if nbytes != expected:
+                differences.append(
+                    f"rank {ranks[rank]} gives {nbytes} bytes for rank {ranks[dst]}, expected {expected} as rank "
+                    f"{ranks[0]} gives"
+                )
+                break
+    return "; ".join(
+        [*(differences[:8] or ["the sizes differ"]), "give blocks of the same sizes on all ranks"]
+    )
+
+
 def describe_mismatch(
     heads: Sequence[Head],
     ranks: Sequence[int],
     tables: Callable[[], Sequence[Sizes]] = tuple,
     describe: Callable[[Sequence[Sizes], Sequence[int]], str] = describe_sizes,
 ) -> str:
-    """Who called what; or, where all called the same, whose sizes differ, as `describe` says of the ranks' `tables`."""
+    """Who called what; or, where all called the same, whose sizes differ, as `describe` says of the ranks' `tables`.
+
+    `tables` is called on all ranks or on none.
+    """
     heads = comparable(heads)
+    operation = OPERATIONS[heads[0][0] & 0xFF].rpartition(":")[2]
+    kind, calls, shapes = KINDS[operation], *map(set, zip(*heads, strict=True))
+    if kind.form == BLOCKS_TO_ONE and not kind.root and len(calls) == 1 and min(shapes) < 0:
+        return f"{operation}: {describe_blocks(tables(), ranks)}"
     if len(set(heads)) > 1:
         return describe_differences(heads, ranks)
-    operation = OPERATIONS[heads[0][0] & 0xFF].rpartition(":")[2]
     return f"{operation}: {describe(tables(), ranks)}"
 
 

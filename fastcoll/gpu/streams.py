@@ -29,7 +29,7 @@ from ..core import signature
 from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Operation
-from ..core.operations import BLOCKS_TO_BLOCKS, KINDS
+from ..core.operations import BLOCKS_TO_BLOCKS, BLOCKS_TO_ONE, KINDS
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
 from .device_array import DeviceArray, OnDevice, adopt, parts, scratch
@@ -70,6 +70,8 @@ class Compared(NamedTuple):
             return cls(word, 0, tuple(given[0] if r == root else -1 for r in range(size)), taken or absent)
         if of.root and of.gives_blocks:
             return cls(word, 0, given or absent, tuple(taken[0] if r == root else -1 for r in range(size)))
+        if of.form == BLOCKS_TO_ONE:
+            return cls(word, signature.shape_of(given), given, taken * size)
         return cls(word, sum(given) if coalesced else signature.shape_of(given))
 
 

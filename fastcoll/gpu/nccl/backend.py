@@ -106,17 +106,20 @@ class NcclCarrier(StreamCarrier):
         rows = self._exchanged(np.array([self._compared, said.call, said.shape, balance], np.int64))
         heads = signature.comparable([(int(call), int(shape)) for call, shape in rows[:, 1:3]])
         counts = rows[:, 0].tolist()
+
+        def tables() -> list[signature.Sizes]:
+            each = self._exchanged(np.array([said.gives, said.takes], np.int64))
+            return [(gives.tolist(), takes.tolist()) for gives, takes in each]
+
         if len(set(heads)) > 1:
-            raise self._mismatch(signature.describe_differences(heads, group.ranks))
+            raise self._mismatch(signature.describe_mismatch(heads, group.ranks, tables))
         if len(set(counts)) > 1:
             text = ", ".join(f"rank {r} its call {n}" for r, n in zip(group.ranks, counts, strict=True))
             raise self._mismatch(
                 f"{signature.describe(*heads[0])} is {text}: a rank has left out a call before"
             )
         if rows[:, 3].sum():
-            tables = self._exchanged(np.array([said.gives, said.takes], np.int64))
-            each = [(gives.tolist(), takes.tolist()) for gives, takes in tables]
-            raise self._mismatch(signature.describe_mismatch(heads, group.ranks, lambda: each))
+            raise self._mismatch(signature.describe_mismatch(heads, group.ranks, tables))
         if len(self._kinds) < _MOST_KINDS:  # the same on all ranks
             self._kinds.add(seen)
 
