@@ -79,7 +79,8 @@ def into_outputs(wanted: bool) -> None:
     assert_type(dist.reduce_scatter(x, xs, async_op=wanted), Work | None)
 
     assert_type(dist.reduce_scatter_tensor(x, x), None)
-    assert_type(dist.reduce_scatter_single(x, x, async_op=True), Work)
+    assert_type(dist.reduce_scatter_tensor(x, x, input_split_sizes=(2, 0)), None)
+    assert_type(dist.reduce_scatter_single(x, x, async_op=True, input_split_sizes=[2]), Work)
     assert_type(dist.reduce_scatter_tensor(x, x, async_op=wanted), Work | None)
 
     assert_type(dist.all_to_all(xs, xs), None)

@@ -415,25 +415,38 @@ def reduce_scatter(
 
 @overload
 def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = ..., group: Group = ...,
-    async_op: Sync = ...) -> None: ...  # fmt: skip
+    async_op: Sync = ..., input_split_sizes: Splits = ...) -> None: ...  # fmt: skip
 @overload
 def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = ..., group: Group = ...,
-    async_op: Async = ...) -> Work: ...  # fmt: skip
+    async_op: Async = ..., input_split_sizes: Splits = ...) -> Work: ...  # fmt: skip
 @overload
 def reduce_scatter_tensor(output: Any, input: Any, op: ReduceOp = ..., group: Group = ...,
-    async_op: bool = ...) -> Work | None: ...  # fmt: skip
+    async_op: bool = ..., input_split_sizes: Splits = ...) -> Work | None: ...  # fmt: skip
 def reduce_scatter_tensor(
-    output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+    output: Any,
+    input: Any,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    input_split_sizes: Splits = None,
 ) -> Work | None:
-    """Reduce `input` over all ranks; rank r's `output` gets part r of world_size equal parts.
+    """Reduce `input` over all ranks, cut the result into parts, and write part r into rank r's `output`.
 
     Args:
-        output: of `input`'s dtype.
-        input: world_size times the elements of `output`.
+        output: of `input`'s dtype, with the elements of this rank's part.
+        input: same dtype and number of elements on all ranks.
         op, group, async_op, and what it raises: as for `all_reduce`.
+        input_split_sizes: rows of each rank's part along `input`'s first dimension, the same on all ranks, as the
+            counts of MPI's Reduce_scatter; 0 is allowed. None: equal parts.
+
+    Example:
+        >>> x, out = np.ones(5), np.empty([2, 3][dist.get_rank()])
+        >>> dist.reduce_scatter_tensor(out, x, input_split_sizes=[2, 3])  # two ranks: [2. 2.] and [2. 2. 2.]
     """
     g = groups.world if group is None else member_of(group, "reduce_scatter_tensor")
-    return None if g is None else g.fast.reduce_scatter_single(output, input, op, async_op)
+    if g is None:
+        return None
+    return g.fast.reduce_scatter_single(output, input, op, async_op, input_split_sizes)
 
 
 reduce_scatter_single = reduce_scatter_tensor

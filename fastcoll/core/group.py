@@ -299,13 +299,25 @@ class ProcessGroup:
         return self.run("reduce_scatter", call, (out,), async_op)
 
     def reduce_scatter_single(
-        self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
+        self,
+        output: Any,
+        input: Any,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        input_split_sizes: Sequence[int] | None = None,
     ) -> Work | None:
-        """Reduce over all ranks; rank r's output gets part r of the size equal parts of the result."""
+        """Reduce over all ranks; rank r's output gets part r of the result.
+
+        Parts are along the first dimension, and the same on all ranks; None for the split sizes means equal parts.
+        """
         with self.preparing("reduce_scatter_single"):
             out = self.adopt(output, writable=True, what="output")
             x = self.adopt(input, writable=False, what="input")
-            blocks = operands.equal_blocks("input", x.array, "output", out.array, self.size)
+            if input_split_sizes is None:
+                blocks = operands.equal_blocks("input", x.array, "output", out.array, self.size)
+            else:
+                blocks = tuple(operands.parts_along_rows("input", x.array, input_split_sizes, self.size))
+                operands.check_fit("output", out.array, f"input part {self.rank}", blocks[self.rank])
             call = self._reduce_scatter(out.array, blocks, op)
         return self.run("reduce_scatter", call, (out,), async_op)
 

@@ -215,8 +215,9 @@ class HybridBackend(Backend):
         # A user's function is folded in rank order only.
         if op is not None and op.function is not None and not self._topology.in_order:
             return False
-        blocks_differ = not self._topology.even or len(set(sizes)) > 1
-        return not (blocks_differ and KINDS[kind].has_blocks)
+        if not KINDS[kind].has_blocks:
+            return True
+        return self._topology.even and (kind == "reduce_scatter" or len(set(sizes)) == 1)
 
     def _all_reduce(self, operation: Operation) -> None:
         x, op = operation.outputs[0], operation.op
@@ -244,11 +245,11 @@ class HybridBackend(Backend):
         (out,), blocks, op = operation.outputs, operation.inputs, operation.op
         assert op is not None
         assert self.rail is not None
-        rails = zip(*self._topology.nodes, strict=True)
+        rails, here = [*zip(*self._topology.nodes, strict=True)], self._topology.local_rank
         mine = [np.concatenate([blocks[rank].reshape(-1) for rank in rail]) for rail in rails]
-        own = mine[self._topology.local_rank]
-        self.local.fast.reduce_scatter(own, mine, sum_for(op))
-        self.rail.fast.reduce_scatter_single(out, own, sum_for(op))
+        self.local.fast.reduce_scatter(mine[here], mine, sum_for(op))
+        sizes = [blocks[rank].size for rank in rails[here]]
+        self.rail.fast.reduce_scatter_single(out, mine[here], sum_for(op), input_split_sizes=sizes)
         self._divide(out, op)
 
     def _broadcast(self, operation: Operation) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..arrays.tensors import header_of, headers_for, plain_types
 from ..compiler.jit import Entry
 from ..core import signature
@@ -102,18 +104,26 @@ class Fast:
         return self._group.reduce_scatter(output, input_list, op, async_op)
 
     def reduce_scatter_single(
-        self, output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
+        self,
+        output: Any,
+        input: Any,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        input_split_sizes: Sequence[int] | None = None,
     ) -> Work | None:
-        if not async_op and type(input) is not tuple:
+        blocks = input if input_split_sizes is None else _blocks_of(input, input_split_sizes)
+        if not async_op and (blocks is not input or type(input) is not tuple):
             try:
-                code = reduce_scatter.call(self._c, output, input, op)
-                if code == DONE or self._further_on(code, reduce_scatter, output, input, op):
+                code = reduce_scatter.call(self._c, output, blocks, op)
+                if code == DONE or self._further_on(code, reduce_scatter, output, blocks, op):
                     return None
             except BaseException as error:
                 self._torn(reduce_scatter, error)
-        elif type(input) is not tuple and (work := self._head_start.begin(reduce_scatter, output, input, op)):
+        elif type(blocks) is not tuple and (
+            work := self._head_start.begin(reduce_scatter, output, blocks, op)
+        ):
             return work
-        return self._group.reduce_scatter_single(output, input, op, async_op)
+        return self._group.reduce_scatter_single(output, input, op, async_op, input_split_sizes)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         if not async_op:
@@ -217,3 +227,16 @@ class Fast:
             except BaseException as error:
                 self._torn(barrier, error)
         return self._group.barrier(async_op, timeout)
+
+
+def _blocks_of(x: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Cut an ndarray into blocks of so many rows; return () where the general path must look at the arguments."""
+    if type(x) is not np.ndarray or type(sizes) not in (list, tuple) or not x.ndim:
+        return ()
+    blocks, start = [], 0
+    for size in sizes:
+        if type(size) is not int or size < 0:
+            return ()
+        blocks.append(x[start : start + size])
+        start += size
+    return tuple(blocks) if start == len(x) else ()

@@ -65,6 +65,9 @@ _CALLS: dict[str, _Call] = {
     "all_to_all_single": lambda g, outs, given, op, n: g.fast.all_to_all_single(
         outs[0], given[0], *_splits(n)
     ),
+    "reduce_scatter_single": lambda g, outs, given, op, n: g.fast.reduce_scatter_single(
+        outs[0], given[0], op, False, n or None
+    ),
     "send": lambda g, outs, given, op, n: g.fast.send(given[0], n[0], n[1]),
     "recv": lambda g, outs, given, op, n: g.fast.recv(outs[0], n[0], n[1]),
 }
@@ -145,7 +148,11 @@ def _derive_moved(
     if kind in ("all_gather", "all_gather_single"):
         found = _operator(kind.replace("all_gather", "reduce_scatter"))(like, grads, "SUM", [], group)
     elif kind in ("reduce_scatter", "reduce_scatter_single") and op in ("SUM", "AVG"):
-        found = _operator(kind.replace("reduce_scatter", "all_gather"))(like, grads, "SUM", [], group)
+        if n:  # the rows of each part
+            parts = [*like[0].split(list(n))]
+            found = [torch.cat(_operator("all_gather")(parts, grads, "SUM", [], group))]
+        else:
+            found = _operator(kind.replace("reduce_scatter", "all_gather"))(like, grads, "SUM", [], group)
         if op == "AVG":
             found = [grad / _group(group).size for grad in found]
     elif kind in ("all_to_all", "all_to_all_single"):
@@ -309,7 +316,9 @@ _TRACED: dict[str, Callable[[dict[str, Any]], Any]] = {
         "scatter_single", [a["tensor"]], _each(a["scatter_tensor"]), a, _root(a, "src", 0)
     ),
     "reduce_scatter": lambda a: _put("reduce_scatter", [a["output"]], a["input_list"], a),
-    "reduce_scatter_tensor": lambda a: _put("reduce_scatter_single", [a["output"]], [a["input"]], a),
+    "reduce_scatter_tensor": lambda a: _put(
+        "reduce_scatter_single", [a["output"]], [a["input"]], a, a["input_split_sizes"] or ()
+    ),
     "all_to_all": lambda a: _put("all_to_all", a["output_tensor_list"], a["input_tensor_list"], a),
     "all_to_all_single": _all_to_all_single,
     "barrier": _barrier,

@@ -55,6 +55,11 @@ def reduce_scatter(rank: int, n: int, count: int) -> None:
     out = np.zeros(count, "f4")
     dist.reduce_scatter_tensor(out, np.concatenate([numbers(rank + part, count) for part in range(n)]))
     equal(out, total)
+    sizes = [count + part for part in range(n)]
+    x = np.concatenate([numbers(rank + part, size) for part, size in enumerate(sizes)])
+    out = np.zeros(count + rank, "f4")
+    dist.reduce_scatter_tensor(out, x, input_split_sizes=sizes)
+    equal(out, sum(numbers(r + rank, count + rank) for r in range(n)))
 
 
 def broadcast(rank: int, n: int, count: int) -> None:

@@ -105,6 +105,59 @@ def test_reduce_scatter_uneven(rank, world_size):
         assert_reduced(out, reduced([inputs[r][rank] for r in range(world_size)], ReduceOp.SUM), dtype)
 
 
+def splits(n):
+    """Sizes of parts for n ranks: primes, none between others, all on one rank, and none at all."""
+    yield [2, 3, 5, 7, 11, 13, 17, 19][:n]
+    yield [31 * (rank % 2) for rank in range(n)]
+    for owner in {0, n - 1}:
+        yield [97 if rank == owner else 0 for rank in range(n)]
+    yield [0] * n
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_reduce_scatter_into_parts_of_the_given_sizes(rank, world_size):
+    for dtype in oracle.DTYPES:
+        for op in oracle.ops_for(dtype):
+            for sizes in splits(world_size):
+                inputs = everyone(world_size, sum(sizes), dtype)
+                out = np.zeros(sizes[rank], dtype)
+                dist.reduce_scatter_single(out, inputs[rank], op, input_split_sizes=tuple(sizes))
+                start = sum(sizes[:rank])
+                want = reduced(inputs, op)[start : start + sizes[rank]]
+                assert_reduced(out, want, (dtype, op, sizes))
+
+
+@pytest.mark.ranks(2, 3)
+def test_parts_are_rows_of_an_array_of_any_layout(rank, world_size):
+    sizes = np.arange(world_size) + 1
+    inputs = [x.reshape(-1, 4) for x in everyone(world_size, 4 * int(sizes.sum()), np.dtype("f4"))]
+    want = np.split(reduced(inputs, ReduceOp.SUM), np.cumsum(sizes))[rank]
+    for x in (inputs[rank], np.asfortranarray(inputs[rank])):
+        for asynchronous in (False, True):
+            out = np.zeros((len(want), 8), "f4")[:, ::2]
+            work = dist.reduce_scatter_tensor(out, x, async_op=asynchronous, input_split_sizes=sizes)
+            if work is not None:
+                work.wait()
+            assert_reduced(np.ascontiguousarray(out), want)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_parts_larger_than_a_chunk(rank, world_size):
+    for sizes in ([LARGE] + [1] * (world_size - 1), [LARGE + 1000 * r for r in range(world_size)]):
+        inputs = everyone(world_size, sum(sizes), np.dtype("f4"))
+        want = np.split(reduced(inputs, ReduceOp.SUM), np.cumsum(sizes))[rank]
+        results = [np.zeros(sizes[rank], "f4") for _ in range(3)]
+        for out in results:
+            dist.reduce_scatter_tensor(out, inputs[rank], input_split_sizes=sizes)
+            assert_reduced(out, want, sizes)
+        assert {out.tobytes() for out in results} == {results[0].tobytes()}
+        own = inputs[rank][sum(sizes[:rank]) :][
+            : sizes[rank]
+        ]  # the output may be this rank's part of the input
+        dist.reduce_scatter_tensor(own, inputs[rank], input_split_sizes=sizes)
+        assert_reduced(own, want, sizes)
+
+
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "complex128", "int8"])
 def test_larger_than_a_chunk(rank, world_size, name):
@@ -176,6 +229,10 @@ def test_custom_operations_need_not_commute(rank, world_size, count):
     x = np.full(count, rank + 1.0)
     dist.all_reduce(x, FIRST)
     assert (x == 1).all()
+    sizes = [count * (r % 2 + 1) for r in range(world_size)]
+    out = np.zeros(sizes[rank])
+    dist.reduce_scatter_tensor(out, np.full(sum(sizes), rank + 1.0), FIRST, input_split_sizes=sizes)
+    assert (out == 1).all()
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

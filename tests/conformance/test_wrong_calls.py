@@ -127,9 +127,34 @@ def test_sizes_that_do_not_fit_are_named_pair_by_pair(rank, world_size):
     usable(rank, world_size)
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_cut_an_array_in_different_ways_are_named(rank, world_size):
+    usual = [3, *[2] * (world_size - 1)]
+    for other in ([2, 3], [1, 4]):
+        sizes = [*other, *usual[2:]] if rank == 1 else usual
+        kept = np.zeros(sizes[rank], "f4")
+        with pytest.raises(MismatchError) as caught:
+            dist.reduce_scatter_tensor(kept, f4(sum(usual)), input_split_sizes=sizes)
+        expected = (
+            f"reduce_scatter: rank 1 gives {4 * other[0]} bytes for rank 0, expected 12 as rank 0 gives; give blocks "
+            "of the same sizes on all ranks"
+        )
+        assert expected in str(caught.value)
+        assert not kept.any()
+    even = [2] * world_size  # cut so by one rank alone
+    sizes = even if rank else [1, 3, *even[2:]]
+    with pytest.raises(MismatchError, match="rank 1 gives 8 bytes for rank 0, expected 4 as rank 0 gives"):
+        dist.reduce_scatter_tensor(f4(sizes[rank]), f4(2 * world_size), input_split_sizes=sizes)
+    usable(rank, world_size)
+
+
 @pytest.mark.ranks(2)
 def test_wrong_arguments_are_refused_before_anybody_hears_of_them(rank, world_size):
     two, cut = [f4(2), f4(2)], dist.all_to_all_single
+
+    def parted(out, x, sizes):
+        dist.reduce_scatter_tensor(out, x, input_split_sizes=sizes)
+
     wrong = [
         (lambda: dist.all_reduce([1.0, 2.0]), ArrayError, "tensor[0] must be an array, got float"),
         (lambda: dist.all_reduce(None), ArrayError, "None"),
@@ -153,6 +178,11 @@ def test_wrong_arguments_are_refused_before_anybody_hears_of_them(rank, world_si
         (lambda: dist.all_to_all(two, None), UsageError, "input_tensor_list must be a list"),
         (lambda: dist.reduce_scatter_tensor(f4(3), f4(7)), UsageError, "6 elements"),
         (lambda: dist.reduce_scatter(f4(3), two), UsageError, "same dtype"),
+        (lambda: parted(f4(2), f4(4), [2, 3]), UsageError, "input_split_sizes is [2, 3]; expected 2 sizes"),
+        (lambda: parted(f4(2), f4(4), [4]), UsageError, "input_split_sizes is [4]; expected 2 sizes"),
+        (lambda: parted(f4(2), f4(4), [-1, 5]), UsageError, "add up to the 4 rows of input"),
+        (lambda: parted(f4(2), f4(4), [2.0, 2.0]), UsageError, "input_split_sizes[0] is 2.0, a float"),
+        (lambda: parted(f4(3), f4(4), [2, 2]), UsageError, "output (float32, shape (3,)) and input part"),
         (lambda: dist.reduce_scatter(f4(2), [f4(2), np.ones(2, "i4")][:: 1 - 2 * rank]), ArrayError, "int32"),
         (
             lambda: dist.all_gather_coalesced([two, [f4(3), f4(3)]], [f4(3), f4(2)]),

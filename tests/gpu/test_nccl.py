@@ -137,9 +137,18 @@ def test_reduce_scatter(ranks: Ranks, dtype: np.dtype, uneven: bool) -> None:
         group.reduce_scatter(ranks.array(rank, outs[rank]), [ranks.array(rank, x) for x in given[rank]])
 
     ranks.run(does)
+    wants = [oracle.reduced([blocks[rank] for blocks in given], ReduceOp.SUM) for rank in range(ranks.size)]
     for rank, out in enumerate(outs):
-        want = oracle.reduced([blocks[rank] for blocks in given], ReduceOp.SUM)
-        assert_reduced(out, want, ReduceOp.SUM, rank)
+        assert_reduced(out, wants[rank], ReduceOp.SUM, rank)
+        out[:] = 0
+    wholes = [np.concatenate(blocks) for blocks in given]
+    ranks.run(
+        lambda rank, group: group.reduce_scatter_single(
+            ranks.array(rank, outs[rank]), ranks.array(rank, wholes[rank]), input_split_sizes=sizes
+        )
+    )
+    for rank, out in enumerate(outs):
+        assert_reduced(out, wants[rank], ReduceOp.SUM, rank)
 
 
 @pytest.mark.parametrize("dtype", oracle.MOVABLE[-5:], ids=str)

@@ -125,6 +125,11 @@ def test_large_blocks_of_different_sizes(rank: int, world_size: int, start: Star
     part = np.zeros(LARGE + rank)
     dist.reduce_scatter(part, [np.full(LARGE + each, float(rank)) for each in range(world_size)])
     assert (part == sum(range(world_size))).all()
+    sizes = [0, *[LARGE + each for each in range(1, world_size)]]
+    whole = np.concatenate([np.full(size, rank + 10.0 * each) for each, size in enumerate(sizes)])
+    part = np.zeros(sizes[rank])
+    dist.reduce_scatter_single(part, whole, ReduceOp.AVG, input_split_sizes=sizes)
+    assert (part == (world_size - 1) / 2 + 10.0 * rank).all()
 
 
 @ranks(UNEVEN)

@@ -58,6 +58,8 @@ def every_function(x: torch.Tensor, group: Any) -> Any:
     rows = torch.arange(6.0) + RANK
     mixed, split = torch.empty(6), [[2, 4], [4, 2]][RANK]
     dist.all_to_all_single(mixed, rows, split, split, group=group)
+    third = torch.empty([2, 4][RANK])
+    dist.reduce_scatter_tensor(third, rows, group=group, input_split_sizes=[2, 4])
     received = torch.empty(3)
     if RANK == 0:
         dist.send(mixed[::2], 1)
@@ -69,7 +71,7 @@ def every_function(x: torch.Tensor, group: Any) -> Any:
     dist.all_reduce(tree)
     dist.broadcast([rows, tree["b"]], 1)
     dist.all_reduce_coalesced([part, at_1])
-    return y, mine, outs, stacked, at_1, part, swapped, mixed, received, sender, rows, tree
+    return y, mine, outs, stacked, at_1, part, swapped, mixed, third, received, sender, rows, tree
 
 
 def check_values(group: Any) -> None:

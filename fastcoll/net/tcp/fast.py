@@ -7,7 +7,7 @@ a message of numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...arrays.adopted import Adopted
@@ -84,14 +84,18 @@ def fast_calls(
         return group.all_gather_single(output, input, async_op)
 
     def reduce_scatter_single(
-        output: Any, input: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
+        output: Any,
+        input: Any,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        input_split_sizes: Sequence[int] | None = None,
     ) -> Work | None:
         out, x = headers_for((output, input)) if type(input) in plain_types else (output, input)
-        if not async_op and are_parts(x, out) and folds_once(op):
+        if not async_op and input_split_sizes is None and are_parts(x, out) and folds_once(op):
             key = ("reduce_scatter", x.dtype, op, 0, (out.nbytes,) * size, (), plan_for)
             if run(key, (out, x)):
                 return None
-        return group.reduce_scatter_single(output, input, op, async_op)
+        return group.reduce_scatter_single(output, input, op, async_op, input_split_sizes)
 
     def send(tensor: Any, dst: int, tag: int = 0) -> None:
         if is_ready(tensor, dst, tag):
