@@ -53,8 +53,9 @@ from .numba_types import work as work_type
 _OP_SHIFT, _FOREIGN = signature.OP_SHIFT, rows.FOREIGN
 _SIZE, _RANK, _RANKS = d.SIZE, d.RANK, d.RANKS
 _SPLIT, _SEND, _RECV, _REFUSED, _SPLITS = d.SPLIT, d.SEND, d.RECV, signature.REFUSED, rows.SPLITS
+_REDUCE_SCATTER_SPLIT = d.REDUCE_SCATTER_SPLIT
 _POST_SEND, _POST_RECV, _WAIT, _TEST, _WAIT_ANY = d.POST_SEND, d.POST_RECV, d.WAIT, d.TEST, d.WAIT_ANY
-_BARRIER, _ALL_TO_ALL = signature.code_of("barrier"), signature.code_of("all_to_all")
+_BARRIER = signature.code_of("barrier")
 _BARRIER_WORD = signature.encode("barrier")
 _SUM = ReduceOp.SUM
 
@@ -216,6 +217,39 @@ def _alike(x: Any, y: Any, name: str, other: str) -> None:
         raise TypingError(f"{name} is {x.dtype}, {other} is {y.dtype}; they must be the same")
 
 
+# ---- parts of different sizes -----------------------------------------------------------------------------
+
+
+@register_jitable
+def _split(row, code, table, sizes, rows, nbytes):
+    """Write the bytes of each block into the table; refuse split sizes that do not fit."""
+    total, fits, width = np.int64(0), len(sizes) == len(table), nbytes // max(1, rows)
+    if fits:
+        for k in range(len(table)):
+            size = np.int64(sizes[k])
+            fits &= 0 <= size <= rows
+            total += size
+            table[k] = size * width
+    if not (fits and total == rows) and word(row, _SIZE) > 0:
+        _done(call_door(row, _REFUSED, None, None, total, code | _SPLITS, rows))
+
+
+@register_jitable
+def _split_equally(row, code, table, sizes, rows, nbytes):
+    _split(row, code, table, np.full(len(table), rows // len(table)), rows, nbytes)
+
+
+def _splitting(sizes: Any, name: str, *arrays: Any) -> Any:
+    """What fills a table by split sizes of this type, for a function that cuts these arrays."""
+    if any(array.ndim == 0 for array in arrays):
+        raise TypingError(f"{name} divides arrays along their first dimension; give arrays that have one")
+    if is_none(sizes):
+        return _split_equally
+    if not isinstance(getattr(sizes, "dtype", None), types.Integer) or getattr(sizes, "ndim", 1) != 1:
+        raise TypingError(f"split sizes are of type {sizes}; give a tuple, a list or an array of integers")
+    return _split
+
+
 # ---- reductions -------------------------------------------------------------------------------------------
 
 
@@ -265,13 +299,29 @@ def _reduce(tensor, dst=None, op=_SUM, group=None, async_op=False, group_dst=Non
 
 
 @overload(collectives.reduce_scatter_tensor)
-def _reduce_scatter_tensor(output, input, op=_SUM, group=None, async_op=False):
+def _reduce_scatter_tensor(output, input, op=_SUM, group=None, async_op=False, input_split_sizes=None):
     code, base = _called("reduce_scatter", output, async_op, what="output")
     _array(input, "input", False)
     _alike(output, input, "output", "input")
     (pack, put), (pack_input, _) = _packing(output), _packing(input)
+    if not is_none(input_split_sizes):
+        list_sizes = _splitting(input_split_sizes, "reduce_scatter_tensor", input)
 
-    def impl(output, input, op=_SUM, group=None, async_op=False):
+        def split(output, input, op=_SUM, group=None, async_op=False, input_split_sizes=None):
+            know_dtype(output)
+            length = len(input)
+            (x, nbytes, _), (out, room, back) = pack_input(input), pack(output)
+            row, call = _row(group), base | op_word_of(op) << _OP_SHIFT
+            size = max(1, _size(row))
+            table = np.empty(size + 1, np.int64)
+            list_sizes(row, code, table[:size], input_split_sizes, length, nbytes)
+            table[size] = room
+            _done(call_door(row, _REDUCE_SCATTER_SPLIT, x, out, table, call, 0))
+            put(back, out)
+
+        return split
+
+    def impl(output, input, op=_SUM, group=None, async_op=False, input_split_sizes=None):
         know_dtype(output)
         count, whole = output.size, input.size
         (x, _, _), (out, nbytes, back) = pack_input(input), pack(output)
@@ -391,34 +441,6 @@ def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=
     return impl
 
 
-@register_jitable
-def _split(row, table, sizes, rows, nbytes):
-    """Write the bytes of each block into the table; refuse split sizes that do not fit."""
-    total, fits, width = np.int64(0), len(sizes) == len(table), nbytes // max(1, rows)
-    if fits:
-        for k in range(len(table)):
-            size = np.int64(sizes[k])
-            fits &= 0 <= size <= rows
-            total += size
-            table[k] = size * width
-    if not (fits and total == rows) and word(row, _SIZE) > 0:
-        _done(call_door(row, _REFUSED, None, None, total, _ALL_TO_ALL | _SPLITS, rows))
-
-
-@register_jitable
-def _split_equally(row, table, sizes, rows, nbytes):
-    _split(row, table, np.full(len(table), rows // len(table)), rows, nbytes)
-
-
-def _splitting(sizes: Any) -> Any:
-    """What fills a table by split sizes of this type."""
-    if is_none(sizes):
-        return _split_equally
-    if not isinstance(getattr(sizes, "dtype", None), types.Integer) or getattr(sizes, "ndim", 1) != 1:
-        raise TypingError(f"split sizes are of type {sizes}; give a tuple, a list or an array of integers")
-    return _split
-
-
 @overload(collectives.all_to_all_single)
 def _all_to_all_single(
     output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
@@ -426,13 +448,12 @@ def _all_to_all_single(
     code, base = _called("all_to_all", output, async_op, what="output")
     _array(input, "input", False)
     _alike(output, input, "output", "input")
-    if output.ndim == 0 or input.ndim == 0:
-        raise TypingError(
-            "all_to_all_single divides arrays along their first dimension; give arrays that have one"
-        )
+    outputs, inputs = (
+        _splitting(sizes, "all_to_all_single", output, input)
+        for sizes in (output_split_sizes, input_split_sizes)
+    )
     (pack, put), (pack_input, _) = _packing(output), _packing(input)
     if not (is_none(output_split_sizes) and is_none(input_split_sizes)):
-        outputs, inputs = _splitting(output_split_sizes), _splitting(input_split_sizes)
 
         def split(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
             know_dtype(output)
@@ -441,8 +462,8 @@ def _all_to_all_single(
             row = _row(group)
             size = max(1, _size(row))
             table = np.empty(2 * size, np.int64)
-            inputs(row, table[:size], input_split_sizes, given, nbytes)
-            outputs(row, table[size:], output_split_sizes, taken, room)
+            inputs(row, code, table[:size], input_split_sizes, given, nbytes)
+            outputs(row, code, table[size:], output_split_sizes, taken, room)
             _done(call_door(row, _SPLIT, x, out, table, base, 0))
             put(back, out)
 

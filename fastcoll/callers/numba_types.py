@@ -49,6 +49,7 @@ LAYOUT = zlib.crc32(
             d.SIZE,
             d.RANKS,
             d.DOOR,
+            d.REDUCE_SCATTER_SPLIT,
             d.SPLIT,
             d.SEND,
             d.RECV,

@@ -14,6 +14,8 @@ A compiled caller gets the address of a row (`row`) and calls the C function who
         all_to_all               data and out: a block for each rank; they share no memory
         SPLIT                    the same with blocks of any sizes; nbytes: address of as many words as there are ranks
                                  with the bytes of those in data, and as many for out
+        REDUCE_SCATTER_SPLIT     reduce_scatter with blocks of any sizes; nbytes: address of as many words as there are
+                                 ranks with the bytes of those in data, and one for out
         SEND, RECV               data: the message
         POST_SEND, POST_RECV     the same; out: the array's owner, which the request holds; 0: the caller holds it
         WAIT, TEST               data: the number of a request
@@ -330,15 +332,21 @@ class _Asked:
 
     @property
     def split(self) -> tuple[list[Array], list[Array]]:
-        """What comes out and what goes in, in blocks."""
+        """The blocks that an all_to_all writes, and those that it reads."""
         q, n = self._question, self._size
         sizes = list((ctypes.c_int64 * (2 * n)).from_address(q.nbytes))
+        return self._blocks(q.out, sizes[n:]), self._blocks(q.data, sizes[:n])
 
-        def blocks(address: int, sizes: list[int]) -> list[Array]:
-            starts = accumulate(sizes, initial=address)
-            return [_memory(start, size, self.dtype) for start, size in zip(starts, sizes, strict=False)]
+    @property
+    def reduce_scatter_split(self) -> tuple[Array, list[Array]]:
+        """The output of a reduce_scatter, and the blocks that it reads."""
+        q, n = self._question, self._size
+        *sizes, own = (ctypes.c_int64 * (n + 1)).from_address(q.nbytes)
+        return _memory(q.out, own, self.dtype), self._blocks(q.data, sizes)
 
-        return blocks(q.out, sizes[n:]), blocks(q.data, sizes[:n])
+    def _blocks(self, address: int, sizes: list[int]) -> list[Array]:
+        starts = accumulate(sizes, initial=address)
+        return [_memory(start, size, self.dtype) for start, size in zip(starts, sizes, strict=False)]
 
     @property
     def op(self) -> ReduceOp:
@@ -379,6 +387,10 @@ def _collective(method: str) -> Callable[[ProcessGroup, _Asked], Any]:
 _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
     0: ("", lambda g, a: None),
     d.SPLIT: ("all_to_all", lambda g, a: g.fast.all_to_all(*a.split)),
+    d.REDUCE_SCATTER_SPLIT: (
+        "reduce_scatter",
+        lambda g, a: g.fast.reduce_scatter(*a.reduce_scatter_split, a.op),
+    ),
     d.SEND: ("send", lambda g, a: (g.send_apart if a.is_apart else g.fast.send)(a.x, a.peer, a.tag)),
     d.RECV: ("recv", lambda g, a: (g.recv_apart if a.is_apart else g.fast.recv)(a.x, a.source, a.tag)),
     d.POST_SEND: ("isend", lambda g, a: handles.post(g.fast.isend(a.held, a.peer, a.tag))),

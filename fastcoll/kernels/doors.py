@@ -36,14 +36,14 @@ from .primitives import load_acquire, load_word, store_word, this_thread
 
 CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, AGAIN, WAYS = range(12)
 # Operations in addition to those of core/signature.py.
-SPLIT, SEND, RECV, POST_SEND, POST_RECV, WAIT, TEST, WAIT_ANY = range(29, 37)
+REDUCE_SCATTER_SPLIT, SPLIT, SEND, RECV, POST_SEND, POST_RECV, WAIT, TEST, WAIT_ANY = range(28, 37)
 ROW_WORDS = WAYS + WAIT_ANY + 1
 RAISED = -1  # what the door returns for an exception, which is kept
 
 # The words of a question to Python: the door's arguments, the status so far, and room for the three of an exception.
 QUESTION_WORDS = 8
 
-assert len(OPERATIONS) <= SPLIT
+assert len(OPERATIONS) <= REDUCE_SCATTER_SPLIT
 
 _has_gil = external("PyGILState_Check", "int32()")
 _leave = external("PyEval_SaveThread", "int64()")

@@ -22,7 +22,17 @@ from ..core.operands import Array
 from ..core.operations import OPERATIONS
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
-from ..kernels.doors import POST_RECV, POST_SEND, RECV, SEND, SPLIT, TEST, WAIT, WAIT_ANY
+from ..kernels.doors import (
+    POST_RECV,
+    POST_SEND,
+    RECV,
+    REDUCE_SCATTER_SPLIT,
+    SEND,
+    SPLIT,
+    TEST,
+    WAIT,
+    WAIT_ANY,
+)
 from ..kernels.primitives import load_word
 from ..p2p import handles
 from ..p2p.pipe import ANY
@@ -113,6 +123,29 @@ def reduce_scatter_way(h, data, out, nbytes, call, peer):
     return red.run_reduce_scatter(h, c, out, nbytes, what)
 
 
+@inlined
+def _list_split(c, which, address, sizes):
+    """Fill the tables: blocks of these sizes, one after the other; how many bytes they have."""
+    nbytes = 0
+    for peer in range(load_word(c, at.SIZE)):
+        v.list_one(c, which, peer, address + nbytes, load_word(sizes, peer))
+        nbytes += load_word(sizes, peer)
+    return nbytes
+
+
+def reduce_scatter_split_way(h, data, out, sizes, call, peer):
+    c, what = _begin(h, _REDUCE_SCATTER, call, 0)
+    if c == 0:
+        return LATER
+    _list_split(c, at.GIVES, data, sizes)
+    nbytes = load_word(sizes, load_word(c, at.SIZE))
+    if nbytes != load_word(sizes, load_word(c, at.RANK)) or not v.are_apart(
+        c, h, out, nbytes, at.GIVES, True
+    ):
+        return r.give_up(h)
+    return red.run_reduce_scatter(h, c, out, nbytes, what)
+
+
 def all_gather_way(h, data, out, nbytes, call, peer):
     c, what = _begin(h, _ALL_GATHER, call, 0)
     if c == 0:
@@ -163,16 +196,6 @@ def all_to_all_way(h, data, out, nbytes, call, peer):
     return run_exchange(h, c, _ALL_TO_ALL, what, 0)
 
 
-@inlined
-def _list_split(c, which, address, sizes):
-    """Fill the tables: blocks of these sizes, one after the other; how many bytes they have."""
-    nbytes = 0
-    for peer in range(load_word(c, at.SIZE)):
-        v.list_one(c, which, peer, address + nbytes, load_word(sizes, peer))
-        nbytes += load_word(sizes, peer)
-    return nbytes
-
-
 def all_to_all_split_way(h, data, out, sizes, call, peer):
     c, what = _begin(h, _ALL_TO_ALL, call, 0)
     if c == 0:
@@ -190,8 +213,8 @@ _FUNCTIONS: dict[int, Callable[..., Any]] = {
     signature.code_of("barrier"): barrier_way, _ALL_REDUCE: all_reduce_way, _REDUCE: reduce_way, _SCAN: scan_way,
     _EXSCAN: exscan_way, _BROADCAST: broadcast_way, _REDUCE_SCATTER: reduce_scatter_way, _ALL_GATHER: all_gather_way,
     _GATHER: gather_way, _SCATTER: scatter_way, _ALL_TO_ALL: all_to_all_way,
-    SPLIT: all_to_all_split_way, SEND: send_way, RECV: receive_way, POST_SEND: post_send_way,
-    POST_RECV: post_receive_way, WAIT: wait_way, TEST: test_way, WAIT_ANY: wait_any_way,
+    REDUCE_SCATTER_SPLIT: reduce_scatter_split_way, SPLIT: all_to_all_split_way, SEND: send_way, RECV: receive_way,
+    POST_SEND: post_send_way, POST_RECV: post_receive_way, WAIT: wait_way, TEST: test_way, WAIT_ANY: wait_any_way,
 }  # fmt: skip
 _WORDS = ("int64",) * 6
 WAYS = {op: function.__name__.removesuffix("_way") for op, function in _FUNCTIONS.items()}

@@ -31,7 +31,11 @@ COMPILED: dict[str, Any] = {
     "reduce": compiled(lambda x, dst, op=SUM: dist.reduce(x, dst, op)),
     "scan": compiled(lambda x, op=SUM: dist.scan(x, op)),
     "exscan": compiled(lambda x, op=SUM: dist.exscan(x, op)),
-    "reduce_scatter_single": compiled(lambda out, x, op=SUM: dist.reduce_scatter_single(out, x, op)),
+    "reduce_scatter_single": compiled(
+        lambda out, x, op=SUM, input_split_sizes=None: dist.reduce_scatter_single(
+            out, x, op, input_split_sizes=input_split_sizes
+        )
+    ),
     "broadcast": compiled(lambda x, src: dist.broadcast(x, src)),
     "gather_single": compiled(lambda x, out, dst: dist.gather_single(x, out, dst)),
     "scatter_single": compiled(lambda out, x, src: dist.scatter_single(out, x, src)),
@@ -53,6 +57,7 @@ TESTS = [
     (test_reductions, "test_reduce"),
     (test_reductions, "test_scan_and_exscan"),
     (test_reductions, "test_reduce_scatter_single"),
+    (test_reductions, "test_reduce_scatter_into_parts_of_the_given_sizes"),
     (test_reductions, "test_truth_values"),
     (test_moves, "test_broadcast"),
     (test_moves, "test_gather_and_scatter_of_one_array"),

@@ -229,6 +229,10 @@ def refusals():
         "src and group_src are both given": lambda: dist.broadcast(np.ones(1), 0, group_src=0),
         "they must be the same": lambda: dist.all_gather_into_tensor(np.ones(4), y),
         "split sizes are of type": lambda: dist.all_to_all_single(np.ones(4), x, (2.0, 2.0)),
+        "split sizes are of type float64": lambda: dist.reduce_scatter_tensor(x, x, input_split_sizes=1.0),
+        "reduce_scatter_tensor divides arrays along": lambda: dist.reduce_scatter_tensor(
+            x, np.array(1.0), input_split_sizes=(1,)
+        ),
         "use reduce_scatter_tensor": lambda: dist.reduce_scatter(np.ones(4), [x]),
         "use all_gather_into_tensor": lambda: dist.all_gather((x, x), np.ones(4)),
         "receives into contiguous arrays": lambda: dist.irecv(np.ones((4, 4))[:, 1], 0),
@@ -295,6 +299,42 @@ def test_split_sizes(rank, world_size):
     with pytest.raises(dist.UsageError, match=r"must have the same dtype and number of elements"):
         divide(out, x, even, odd)
     divide(out, x, even, even)
+
+
+@numba.njit(cache=True)
+def reduce_parts(out, x, sizes, op=dist.ReduceOp.SUM):
+    dist.reduce_scatter_tensor(out, x, op, input_split_sizes=sizes)
+
+
+@pytest.mark.ranks(2, 3)  # the first one has a way compiled
+def test_reduce_scatter_of_parts(rank, world_size):
+    sizes = [2 * other for other in range(world_size)]  # rank 0 has none
+    for tail, dtype in (((), np.float64), ((2,), np.int8)):
+        x = np.concatenate([np.full((n, *tail), rank + 10 * to, dtype) for to, n in enumerate(sizes)])
+        for op, number in ((dist.ReduceOp.SUM, sum(range(world_size)) + 10 * rank * world_size),
+                           (dist.ReduceOp.MAX, world_size - 1 + 10 * rank)):  # fmt: skip
+            want = np.full((sizes[rank], *tail), number, dtype)
+            for given in (tuple(sizes), np.array(sizes), sizes):
+                out = np.zeros_like(want)
+                if given is sizes and rank:  # a call from Python meets one from compiled code
+                    dist.reduce_scatter_tensor(out, x, op, input_split_sizes=sizes)
+                else:
+                    reduce_parts(out, x, tuple(given), op)
+                assert_same(out, want, (given, tail))
+    x, even = np.ones(2 * world_size), (2,) * world_size
+    for wrong in ((1,) * world_size, (2,) * (world_size + 1), (-2, 4 + 2 * (world_size - 2), *even[2:])):
+        with pytest.raises(dist.UsageError, match=rf"split sizes must be {world_size} numbers >= 0"):
+            reduce_parts(np.ones(2), x, wrong)
+    with pytest.raises(dist.UsageError, match="must have the same dtype and number of elements"):
+        reduce_parts(np.ones(3), x, even)
+    other = (1, 3, *even[2:]) if rank == 1 else (3, 1, *even[2:])
+    with pytest.raises(
+        dist.MismatchError, match="rank 1 gives 8 bytes for rank 0, expected 24 as rank 0 gives"
+    ):
+        reduce_parts(np.ones(other[rank]), x, other)
+    out = np.ones(2)
+    reduce_parts(out, x, even)
+    assert (out == world_size).all()
 
 
 @numba.njit(cache=True)
