@@ -80,11 +80,6 @@ SETTINGS: dict[str, Setting] = {
         "file with what is known of this machine, read and kept up; default ~/.config/fastcoll/tuning.json; "
         "none: begin anew each time",
     ),
-    "FASTCOLL_LANES": Setting(
-        _from_to(0, 4),
-        0,
-        "threads that share a rank's large calls, 1 to 4; 0: as many as there are cores for, up to 4",
-    ),
     "FASTCOLL_SHM_WAYS": Setting(
         str,
         "",

@@ -55,7 +55,7 @@ def test_a_folder_that_depends_on_where_a_rank_starts_is_ignored(
 def test_what_looks_like_a_setting_and_is_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("FASTCOLL_TIMOUT", "FASTCOLL_BETWEEN_NODE", "FASTCOLL_X", "FASTCOLL_LANES"):
+    for name in ("FASTCOLL_TIMOUT", "FASTCOLL_BETWEEN_NODE", "FASTCOLL_X", "FASTCOLL_TCP_STREAMS"):
         monkeypatch.setenv(name, "1")
     config.warn_of_unknown()
     config.warn_of_unknown()

@@ -16,15 +16,14 @@ class Status(IntEnum):
     WORKED = 2  # it did not wait, but worked for a while: do the same
     LATER = 3  # nothing was done: it needs Python's help, or another thread's call is under way
     MISMATCH = 4  # the ranks' calls differ; all of them see that
-    DIVIDED = 5  # run the call on the lanes, then call again
-    MIXED = 6  # some ranks would divide the call, or go direct, and some would not: make it anew, undivided and staged
-    GONE = 7  # the connection to a peer is over
-    GARBLED = 8  # a peer has sent what no rank of the group sends
-    REFUSED = 9  # a message does not fit the receiver's array; the last ack says what that is
-    OTHER = 10  # a message is of the kind that the progress engine has to go on with
-    UNMINDED = 11  # a send is complete, and somebody should see to it that no answer stays deferred
-    UNREADABLE = 12  # a peer's array, which the call reads where it is, cannot be read
-    UNMAPPED = 13  # a peer's array is in an arena that is not mapped here yet: map it, then call again
+    MIXED = 5  # some ranks read their peers' arrays directly and some do not: make the call anew, through the slots
+    GONE = 6  # the connection to a peer is over
+    GARBLED = 7  # a peer has sent what no rank of the group sends
+    REFUSED = 8  # a message does not fit the receiver's array; the last ack says what that is
+    OTHER = 9  # a message is of the kind that the progress engine has to go on with
+    UNMINDED = 10  # a send is complete, and somebody should see to it that no answer stays deferred
+    UNREADABLE = 11  # a peer's array, which the call reads where it is, cannot be read
+    UNMAPPED = 12  # a peer's array is in an arena that is not mapped here yet: map it, then call again
 
 
 (
@@ -33,7 +32,6 @@ class Status(IntEnum):
     WORKED,
     LATER,
     MISMATCH,
-    DIVIDED,
     MIXED,
     GONE,
     GARBLED,

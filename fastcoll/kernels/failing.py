@@ -64,7 +64,7 @@ def reached(number):
     if action == 0:
         return
     count = load_acquire(row + 8 * fp.COUNT)
-    while not swap_if_equal(row + 8 * fp.COUNT, count, count + 1):  # lanes may come by at the same time
+    while not swap_if_equal(row + 8 * fp.COUNT, count, count + 1):  # threads may come by at the same time
         count = load_acquire(row + 8 * fp.COUNT)
     which = load_word(row, fp.WHICH)
     if which != 0 and which != count + 1:

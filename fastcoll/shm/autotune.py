@@ -28,9 +28,8 @@ so all have the same rows (where ranks give different sizes, they may not).
     ROWS ...               a row for each operation and class: calls so far, best way, ticks a MiB of each way (0: not
                            known), and for each way the number of the call from which on it may be tried again
 
-Whether a large call is divided among lanes (lanes.py) is found out in the same manner: each way has a divided twin,
-WAYS further on. That does concern the peers, as DIRECT does (single_copy.py), so a call's line tells both, and where
-ranks differ, all make the call anew, undivided and through the slots; who wanted it otherwise does not soon again.
+DIRECT does concern the peers (single_copy.py), so a call's line tells of it, and where ranks differ, all make the call
+anew, through the slots; who wanted it otherwise does not soon again.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ WAYS = 6
 NAMES = "close", "past", "ahead", "ahead_out", "past_out", "direct"
 NEVER = 1 << 62  # bytes
 CALLS, BEST, TIMES = range(3)  # words of a row
-AGAIN = TIMES + 2 * WAYS
-ROW_WORDS = AGAIN + 2 * WAYS
+AGAIN = TIMES + WAYS
+ROW_WORDS = AGAIN + WAYS
 CLASSES = 8
 SMALLEST = 8 << 10  # bytes; below, CLOSE. The classes begin here: 8K, 32K, 128K, 512K, 2M, 8M, 32M, 128M
 LARGE = 8 << 20  # bytes; from here outputs may be larger than the last-level cache
@@ -138,7 +137,8 @@ def choose(t, operation, nbytes, ways, phase):
             way = _to_try(row, ways, way, number)
         elif number % LOOK == (phase + 2) % LOOK:  # by now it is known how the try went
             way = _to_try_again(row, ways, way)
-    _go(t, way)
+    store_word(t, WAY, way)
+    store_word(t, LAG, ROUNDS_AHEAD if way in (AHEAD, AHEAD_OUT) else 0)
     store_word(t, ROW, row)
     store_word(t, NBYTES, nbytes)
     store_word(t, SPENT, 0)
@@ -157,7 +157,7 @@ def _best_of(row, ways):
     if ways >> best & 1 and load_word(row, TIMES + best) != 0:
         return best
     found = -1
-    for way in range(2 * WAYS):
+    for way in range(WAYS):
         time = load_word(row, TIMES + way)
         if ways >> way & 1 and time != 0 and (found < 0 or time < load_word(row, TIMES + found)):
             found = way
@@ -174,9 +174,8 @@ def _to_try(row, ways, best, number):
     """The way that may be tried for the longest time, else the best one."""
     found = best
     since = number + 1
-    for turn in range(2 * WAYS):
-        # Of several DIRECT first, which often is the best, and divided ones last: what is as good without lanes stays.
-        way = turn if turn >= WAYS else WAYS - 1 - turn
+    for turn in range(WAYS):
+        way = WAYS - 1 - turn  # of several DIRECT first, which often is the best
         if ways >> way & 1 and way != best and load_word(row, AGAIN + way) < since:
             found = way
             since = load_word(row, AGAIN + way)
@@ -187,34 +186,16 @@ def _to_try(row, ways, best, number):
 def _to_try_again(row, ways, best):
     """The way that was tried for the first time two calls ago, which did not count; else the best one."""
     found = best
-    for way in range(2 * WAYS):
+    for way in range(WAYS):
         if ways >> way & 1 and load_word(row, TIMES + way) == 0 and load_word(row, AGAIN + way) == 1:
             found = way
     return found
 
 
 @inlined
-def is_divided(t):
-    """Whether the call under way goes, or would go, through lanes."""
-    return load_word(t, WAY) >= WAYS
-
-
-@inlined
 def is_direct(t):
     """Whether the ranks of the call under way read one another's arrays."""
     return load_word(t, WAY) == DIRECT
-
-
-@inlined
-def take_way(t, other):
-    """In a lane: go the way that the divided call has chosen in its own table."""
-    _go(t, load_word(other, WAY) - WAYS)
-
-
-@inlined
-def _go(t, way):
-    store_word(t, WAY, way)
-    store_word(t, LAG, ROUNDS_AHEAD if way in (AHEAD, AHEAD_OUT) else 0)
 
 
 @inlined
@@ -260,7 +241,7 @@ def learn(t, took):
 def give_up(t):
     """The others go another way than this one, which concerns them: leave it alone for long."""
     row, way = load_word(t, ROW), load_word(t, WAY)
-    if row and way >= DIRECT:
+    if row and way == DIRECT:
         store_word(row, TIMES + way, HOPELESS)
         store_word(row, AGAIN + way, load_word(row, CALLS) + LONG)
         _take_best(row, way)
@@ -318,7 +299,7 @@ def _take_best(row, way):
     if load_word(row, TIMES + best) == 0:
         best = way
     known = 0
-    for other in range(2 * WAYS):
+    for other in range(WAYS):
         time = load_word(row, TIMES + other)
         known += time != 0
         if time != 0 and time * 16 < load_word(row, TIMES + best) * 15:

@@ -25,7 +25,7 @@ from ..core.operands import Array, refuses
 from ..core.operation import Call, Operation
 from ..core.operations import KINDS, NO_ARRAY
 from ..core.reduce_op import ReduceOp
-from ..core.status import AGAIN, DIVIDED, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
+from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
 from ..errors import ArrayError, GroupError, ResourceError
 from ..failpoints import reach
 from ..kernels import waiting
@@ -43,7 +43,6 @@ from .callers import ShmWays
 from .context import HANDED_OVER, Context, Report, What, changed, kept, patience, words_for
 from .fast import Fast
 from .head_start import HeadStart
-from .lanes import Lanes
 from .layout import PUSHING, STATE
 from .monitor import ShmMonitor
 from .pipe import RingPipe
@@ -58,7 +57,7 @@ _POLL_SECONDS = 1e-4
 _WRITER_SECONDS = 0.2  # to write a piece of 64 KiB takes 10 us; who takes longer was stopped
 _ENDING_SECONDS = 0.2  # from when an ending process has no descriptors any more until it is seen to be dead
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
-_UNDER_WAY = (AGAIN, WORKED, DIVIDED, MIXED, UNREADABLE, UNMAPPED)
+_UNDER_WAY = (AGAIN, WORKED, MIXED, UNREADABLE, UNMAPPED)
 
 
 class ShmBackend(Backend):
@@ -106,9 +105,6 @@ class ShmBackend(Backend):
         self.context = Context(segment.address, segment.layout, rank, cores, self._record.context)
         self.context.words[words.RING] = self._record.ring
         self._c = self.context.address
-        self._lanes = Lanes(
-            gate.name, self.context, segment, cores, self._conditions.lanes, self.monitor, self.fail
-        )
         self._report = Report(segment, self.context, gate)
         self._whats: dict[Any, What] = {}
         modes = patience(gate.size, cores)
@@ -159,23 +155,20 @@ class ShmBackend(Backend):
         wait: Wait | None = None
         limit = self.gate.timeout if timeout is None else timeout
 
-        def look(code: int, context: Context) -> None:
+        def look(code: int) -> None:
             nonlocal wait
-            self.context.words[words.LATE] = context[words.LATE]
             wait = wait or Wait(self.monitor, self._report.doing(entry.name), self._report.late, limit)
             wait.look() if code == AGAIN else wait.worked()
 
         while code in _UNDER_WAY:
-            if code == DIVIDED:
-                self._lanes.run(entry, args, look)
-            elif code == UNREADABLE:
+            if code == UNREADABLE:
                 self._refuse_to_read(entry, look)
             elif code == UNMAPPED:
                 self._map_arena(self.context[words.LATE], look)
             elif code == MIXED:
                 self._record.broken_off("made anew")
             else:
-                look(code, self.context)
+                look(code)
             how = rounds.HELD if code == MIXED else rounds.RESUMED
             code = entry.call(self._c | tags | how, *args)
         if code == MISMATCH:
@@ -187,17 +180,17 @@ class ShmBackend(Backend):
             raise changed(self._report.doing(entry.name))
         return code == DONE
 
-    def _refuse_to_read(self, entry: Entry, look: Callable[[int, Context], None]) -> None:
+    def _refuse_to_read(self, entry: Entry, look: Callable[[int], None]) -> None:
         """A peer's array cannot be read: raise why, first of all that it or another one died, or failed the group."""
-        look(AGAIN, self.context)  # which raises what it has seen twice
+        look(AGAIN)  # which raises what it has seen twice
         deadline = time.monotonic() + _ENDING_SECONDS
         while True:
-            look(AGAIN, self.context)
+            look(AGAIN)
             if time.monotonic() > deadline:
                 raise unreadable(self.monitor, self.context[words.LATE], self._report.doing(entry.name))
             time.sleep(_POLL_SECONDS)
 
-    def _map_arena(self, peer: int, look: Callable[[int, Context], None]) -> None:
+    def _map_arena(self, peer: int, look: Callable[[int], None]) -> None:
         """Map the arena that a peer's call has named; a peer that has ended meanwhile is what `look` raises."""
         base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:6])
         reach("shm.arena.before_mapping")
@@ -207,7 +200,7 @@ class ShmBackend(Backend):
                 mapping = arena.map_peer(self.monitor.members[peer].pid, fd, nonce, nbytes)
                 break
             except ResourceError:
-                look(AGAIN, self.context)
+                look(AGAIN)
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_POLL_SECONDS)
@@ -230,7 +223,6 @@ class ShmBackend(Backend):
                 return
             raise error
         self.interrupted(error, self._report.doing(entry.name))
-        self._lanes.settle()
         self._await_writers()
         self.context.let_go()
         raise error
@@ -372,7 +364,7 @@ class ShmBackend(Backend):
                 self.keep()
             except OSError as error:
                 _log.debug("what the group %s has learned is not kept: %s", self.gate.name, error)
-        if self._lanes.close() and free:
+        if free:
             self._segment.close()
             for mapping in self._arenas:
                 mapping.close()

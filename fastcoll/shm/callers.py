@@ -1,7 +1,7 @@
 """The ways of shared memory for compiled callers: C functions as kernels/doors.py has them, beside the entries.
 
 A way takes the context, finds the call's description by the caller's word, which Python has told it once (`learn`), and
-runs what the entry of the same operation runs: so failpoints, the record, the autotuner's choices, lanes, symmetric and
+runs what the entry of the same operation runs: so failpoints, the record, the autotuner's choices, symmetric and
 shared arrays are the entry's. A call that comes back early is gone on with as an entry's is, by calling the way again:
 `_Way` has an entry's face. A way is compiled, or loaded, when its operation is first called so.
 """
@@ -222,7 +222,7 @@ WAYS = {op: function.__name__.removesuffix("_way") for op, function in _FUNCTION
 
 
 class _Way:
-    """A way as Python goes on with it: what `ShmBackend.resume` and lanes know of an entry."""
+    """A way as Python goes on with it: what `ShmBackend.resume` knows of an entry."""
 
     def __init__(self, op: int) -> None:
         self.name = WAYS[op]

@@ -23,7 +23,7 @@ from ..kernels.allocator import TABLE_WORDS
 from ..kernels.primitives import address_of
 from . import arena, autotune, layout
 from . import context_layout as at
-from .layout import COMBINED, CONTROL, ONE_SHOT_LIMIT, WAYS, Layout
+from .layout import COMBINED, ONE_SHOT_LIMIT, WAYS, Layout
 from .reach import MAPS, READS
 from .segment import Segment
 from .validate import BY_CALL, MEMO_PROBES, memo_place
@@ -93,9 +93,8 @@ class Context:
         self.address, self._base = address_of(words), base
         words[at.RANK], words[at.SIZE] = rank, layout.size
         words[at.SECTIONS], words[at.STRIDE] = base + layout.section(0), layout.stride
-        words[at.SLOTS_AT], words[at.SLOT] = CONTROL, layout.slot
+        words[at.SLOT], words[at.LATE] = layout.slot, -1
         words[at.COMBINED] = base + COMBINED if layout.groups else 0
-        words[at.LATE], words[at.LANES] = -1, 1
         words[at.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
         ways = ctypes.c_int64.from_address(base + 8 * WAYS).value
         words[at.WAYS], words[at.DIRECT_FROM] = ways & ~(1 << autotune.DIRECT), autotune.NEVER

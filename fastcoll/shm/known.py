@@ -4,11 +4,11 @@ Rank 0 gives what it reads to all ranks as they meet, so that all of them begin 
 what the group has found out beside it; `python -m fastcoll.bench --tune` does so for all operations and sizes at once.
 Results are the same bits whatever it says, so no trouble with the file is an error, and no job waits for it.
 
-    format      1; the other fields are of this format, and a file of another one is replaced
+    format      2; the other fields are of this format, and a file of another one is replaced
     sections    a list; each is what was found under the same conditions:
         machine                     "AMD EPYC, family 26, model 2, 2 CPUs"
-        ranks, cores, lanes, slot   of the group: ranks; "own" where each of the job's has a core, else "shared";
-                                    lanes of a rank (lanes.py); bytes of a slot
+        ranks, cores, slot          of the group: ranks; "own" where each of the job's has a core, else "shared";
+                                    bytes of a slot
         command, date, calls        what found it out last, and from how many calls
         ns_per_mib                  {operation: {smallest bytes of a class: {way: nanoseconds a MiB}}} (learned.py)
         one_shot                    bytes up to which all_reduce and reduce go one-shot; only from --tune
@@ -41,7 +41,7 @@ _log = logging.getLogger("fastcoll")
 Times = dict[str, dict[str, dict[str, int]]]
 """How long each way took: {operation: {class: {way: number}}}."""
 
-FORMAT = 1
+FORMAT = 2
 RUNNING = "learned while running"
 _NOTHING = "none"  # FASTCOLL_TUNING: read and keep nothing
 _MOST_SECTIONS = 64  # the oldest leave: 5 KB each
@@ -57,7 +57,6 @@ class Conditions(NamedTuple):
 
     ranks: int
     cores: str
-    lanes: int
     slot: int
 
 
@@ -152,8 +151,7 @@ def _usable(section: Any) -> dict[str, Any] | None:
 
 
 def _conditions(section: Mapping[str, Any]) -> Conditions:
-    ranks, lanes, slot = (int(section[name]) for name in ("ranks", "lanes", "slot"))
-    return Conditions(ranks, str(section["cores"]), lanes, slot)
+    return Conditions(int(section["ranks"]), str(section["cores"]), int(section["slot"]))
 
 
 def _is_number(value: Any, least: int, end: int) -> bool:

@@ -22,24 +22,21 @@ lines, since adjacent-line prefetch makes neighbours share.
     STATE      word 0: 0 in order, 1 left, 2 failed, 3 leaving (release); word 1: length of the reason
     REASON     who is at fault and the reason as UTF-8 (monitor.py), at most REASON_BYTES
     ATTACHED   word 0: the nonce, once this rank has mapped the segment; before: words 1.. its CPUs
-    QUOTA      word 0: cores that its cgroup allows; word 1: what FASTCOLL_LANES says there
+    QUOTA      word 0: cores that its cgroup allows
     REACH      word 0: address of a word in its memory, word 1: how it can reach all others' (reach.py); words 2 to 5:
                the table of its arena (arena.py), there before a call line names that arena; word PUSHING: 1 while it
                writes into peers' arrays (single_copy.py); word REFUGE: the port at which it serves a store for the
                survivors of a failure, 0 for none
-    LANES      for each lane (lanes.py) two call lines, PUBLISHED and CONSUMED, as above. Its slots are a part of the
-               rank's slots, since a call has either lanes or rounds of the rank itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import ResourceError
 
-MAGIC = 0x6661737463_04
+MAGIC = 0x6661737463_05
 ONE_SHOT_LIMIT = 3
 WAYS = 4
 PAGE = 4096
@@ -64,11 +61,6 @@ PUSHING = 6
 REFUGE = 7
 REASON = 7 * LINE
 REASON_BYTES = 1024
-LANES = 16 * LINE
-LANE_CONTROL = 4 * LINE
-# The control page has room for no more; and a quarter of a slot, 64 KiB, is copied in 2 to 8 us, of which a round's
-# waits, 0.2 us for a peer that is there, should stay a small part.
-MAX_LANES = 4
 CONTROL = PAGE
 
 # Words of a call line.
@@ -80,8 +72,6 @@ SLOTS = 8  # rounds take turns; why so many: docs/architecture.md, "Where the da
 RING_HEADER = 1024  # control words of a ring, see rings.py
 _SMALLEST_SLOT = 1024
 _SMALLEST_RING = 2048
-# Bytes that a round of a lane has for each rank: a round's waits take as long as copying them.
-_SMALLEST_PIECE = 4 << 10
 
 
 @dataclass(frozen=True)
@@ -128,14 +118,6 @@ class Layout:
         """Offset of the ring from `src` to `dst`, two different ranks."""
         place = (dst - src) % self.size - 1
         return self.section(src) + self.rings_at + place * (RING_HEADER + self.ring)
-
-    def lane_slot(self, lanes: int) -> int:
-        """Bytes of a slot of one of so many lanes."""
-        return self.slot // lanes & -64
-
-    def lane_slots_at(self, lane: int, lanes: int) -> int:
-        """Offset of a lane's first slot in a section."""
-        return CONTROL + lane * SLOTS * self.lane_slot(lanes)
 
 
 @dataclass(frozen=True)
@@ -187,18 +169,3 @@ def plan(size: int, bytes_per_rank: int) -> Layout:
 def _power_of_two(n: int) -> int:
     """The largest power of two that is at most n (0 for n < 1)."""
     return 1 << n.bit_length() >> 1
-
-
-def lanes_for(layout: Layout, masks: Sequence[int], wanted: Sequence[int], share: int) -> int:
-    """How many lanes (lanes.py) a group has, from what all its ranks know of one another.
-
-    Args:
-        masks: the CPUs that each rank may use, as bits.
-        wanted: what FASTCOLL_LANES says on each rank, 0 for nothing.
-        share: cores for each rank of the job, wherever that is.
-    """
-    # As many ranks as have no other CPUs than a rank compete for its own.
-    crowds = [mask.bit_count() // sum(other & ~mask == 0 for other in masks) for mask in masks]
-    cores = min(share, *crowds) if layout.size > 1 else 1
-    lanes = min(MAX_LANES, *(number or cores for number in wanted))
-    return lanes if lanes > 1 and layout.lane_slot(lanes) // layout.size >= _SMALLEST_PIECE else 1

@@ -25,7 +25,6 @@ from .known import Conditions, Times
 COLLECTIVES = (*OPERATIONS, *(f"shared:{name}" for name in OPERATIONS))
 """The operations of a context's table, on any arrays and on such as lie in arenas (rounds.py)."""
 
-WAYS = (*a.NAMES, *(f"divided:{way}" for way in a.NAMES))
 _CLASSES = tuple(str(a.SMALLEST << 2 * number) for number in range(a.CLASSES))
 
 # Calls from which on a row is worth keeping: all ways have been tried, and the best one often.
@@ -60,13 +59,13 @@ def _ticks_a_nanosecond() -> float:
 def told(ranks: int, slot: int) -> list[list[Any]]:
     """What rank 0 tells all ranks of groups like this one, under whatever other conditions.
 
-    Of each: cores, lanes, ticks, and how much of their rests the ways still have before them, drawn by lot: so
+    Of each: cores, ticks, and how much of their rests the ways still have before them, drawn by lot: so
     programs too short for a rest's end take part in trying the ways, too, and at the same share of the time.
     """
     found = [s for s in known.sections() if (s["ranks"], s["slot"]) == (ranks, slot) and s["ns_per_mib"]]
     rate = _ticks_a_nanosecond() if found else 1.0
     return [
-        [s["cores"], s["lanes"], _each(s["ns_per_mib"], lambda ns: max(1, round(ns * rate))), random.random()]
+        [s["cores"], _each(s["ns_per_mib"], lambda ns: max(1, round(ns * rate))), random.random()]
         for s in found
     ]
 
@@ -80,7 +79,7 @@ def _each(times: Mapping[str, Any], convert: Callable[[int], int]) -> dict[str, 
 
 def heard(sections: Iterable[Sequence[Any]], conditions: Conditions) -> tuple[Times, float]:
     """Ticks for a group, and how much of their rests the ways have before them, of what rank 0 has told."""
-    same = [s[2:] for s in sections if tuple(s[:2]) == (conditions.cores, conditions.lanes)]
+    same = [s[1:] for s in sections if s[0] == conditions.cores]
     return (same[-1][0], same[-1][1]) if same else ({}, 1.0)
 
 
@@ -88,7 +87,7 @@ def fill(table: Array, times: Times, left: float = 1.0) -> None:
     """Begin a table with known times in ticks; `left`: how much of their rests the ways have before them."""
     for row, operation, size in _rows(table):
         ways = times.get(operation, {}).get(size, {})
-        ticks = {WAYS.index(way): ticks for way, ticks in ways.items() if way in WAYS}
+        ticks = {a.NAMES.index(way): ticks for way, ticks in ways.items() if way in a.NAMES}
         if not ticks:
             continue
         best = min(ticks, key=ticks.__getitem__)
@@ -107,7 +106,7 @@ def found(table: Array) -> tuple[Times, int]:
     for row, operation, size in _rows(table):
         if row[a.CALLS] >= _ENOUGH:
             calls += int(row[a.CALLS])
-            ticks = zip(WAYS, row[a.TIMES : a.AGAIN].tolist(), strict=True)
+            ticks = zip(a.NAMES, row[a.TIMES : a.AGAIN].tolist(), strict=True)
             times.setdefault(operation, {})[size] = {
                 way: max(1, round(n / rate)) for way, n in ticks if 0 < n < a.HOPELESS
             }

@@ -15,8 +15,7 @@ from . import context_layout as at
 from . import layout, single_copy
 from . import rounds as r
 from . import validate as v
-from .autotune import hand_out, is_direct, is_divided, stage
-from .lanes import divide, narrow, part_of
+from .autotune import hand_out, is_direct, stage
 
 _BROADCAST = signature.code_of("broadcast")
 _ALL_GATHER = signature.code_of("all_gather")
@@ -45,7 +44,7 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
 def run_broadcast(h, c, data, nbytes, what, root):
     """The call whose context is taken; so are all that begin with `run`: without the GIL, for entries and doors."""
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
-    r.begin(h, _BROADCAST, nbytes, 0, single_copy.kind_of(c, data, nbytes))
+    r.begin(h, _BROADCAST, nbytes, True, single_copy.kind_of(c, data, nbytes))
     if is_direct(r.ways_at(c)):
         v.list_none(c, at.TAKES)
         v.list_none(c, at.GIVES)
@@ -54,10 +53,7 @@ def run_broadcast(h, c, data, nbytes, what, root):
         else:
             v.list_one(c, at.TAKES, root, data, nbytes)
         return single_copy.exchange(c, call, nbytes, 0, 0)
-    if is_divided(r.ways_at(c)):
-        return divide(c, what, call, nbytes, 0)
-    start, nbytes = part_of(c, what, nbytes)
-    return _broadcast(c, data + start, nbytes, call, root)
+    return _broadcast(c, data, nbytes, call, root)
 
 
 @kernel
@@ -215,14 +211,10 @@ def run_exchange(h, c, operation, what, root):
         kind, takes = single_copy.kind_of_blocks(c, at.GIVES), single_copy.kind_of_blocks(c, at.TAKES)
         if takes == 0 or kind == single_copy.NOTHING:
             kind = takes
-    r.begin(h, operation, nbytes, 0, kind)
+    r.begin(h, operation, nbytes, True, kind)
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
     if is_direct(r.ways_at(c)):
         return single_copy.exchange(c, call, _largest(c), _balance_of(c), spread)
-    if is_divided(r.ways_at(c)):
-        return divide(c, what, call, _largest(c), _balance_of(c))
-    narrow(c, at.GIVES, what)
-    narrow(c, at.TAKES, what)
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
     piece = load_word(c, at.SLOT) // max(1, spread) & -64

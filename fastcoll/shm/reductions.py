@@ -20,8 +20,7 @@ from . import context_layout as at
 from . import rounds as r
 from . import single_copy
 from . import validate as v
-from .autotune import is_direct, is_divided, stage
-from .lanes import divide, narrow, part_of
+from .autotune import is_direct, stage
 from .symmetric import SMALLEST as SYMMETRIC_SMALLEST
 from .symmetric import all_reduce_in_place, find_row
 
@@ -63,7 +62,7 @@ def barrier(handle: Index, call: Index) -> int:
 @inlined
 def run_barrier(h, c, call):
     """The call whose context is taken; so are all that begin with `run`: without the GIL, for entries and doors."""
-    r.begin(h, 0, 0, 0, 0)
+    r.begin(h, 0, 0, False, 0)
     if r.may_write(c, 1):
         r.publish(c, call, 0, 0)
     waited = r.meet(c, call, 0, 0)
@@ -151,13 +150,10 @@ def _two_shot(c, dst, src, nbytes, what, call, keep):
 
 @inlined
 def _reduce_arrays(c, dst, src, nbytes, what, call, last, of_all):
-    """Divide the call, or do this lane's part of it: the ranks 0..last-1 into dst; `of_all`: all of them, or none."""
-    if is_divided(r.ways_at(c)):
-        return divide(c, what, call, nbytes, 0)
-    start, nbytes = part_of(c, what, nbytes)
+    """Through the slots: the ranks 0..last-1 into dst; `of_all`: all of them, or none."""
     if of_all and load_word(c, at.SIZE) > 2 and nbytes > load_word(c, at.ONE_SHOT):
-        return _two_shot(c, dst + start, src + start, nbytes, what, call, last > 0)
-    return _one_shot(c, dst + start, src + start, nbytes, what, call, last)
+        return _two_shot(c, dst, src, nbytes, what, call, last > 0)
+    return _one_shot(c, dst, src, nbytes, what, call, last)
 
 
 @locked_entry
@@ -181,9 +177,9 @@ def run_all_reduce(h, c, data, nbytes, what):
     if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
         row = find_row(c, data, nbytes)
         if row != 0:
-            r.begin(h, _ALL_REDUCE, 0, 0, 0)
+            r.begin(h, _ALL_REDUCE, 0, False, 0)
             return all_reduce_in_place(c, data, nbytes, what, call, row)
-    r.begin(h, _ALL_REDUCE, nbytes, load_word(what, v.ITEMSIZE), single_copy.kind_of(c, data, nbytes))
+    r.begin(h, _ALL_REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes))
     if is_direct(r.ways_at(c)):
         return single_copy.all_reduce(c, data, nbytes, what, call)
     return _reduce_arrays(c, data, data, nbytes, what, call, size, True)
@@ -209,7 +205,7 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
 def run_reduce(h, c, out, data, nbytes, what, root):
     call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
     last = load_word(c, at.SIZE) if load_word(c, at.RANK) == root else 0
-    r.begin(h, _REDUCE, nbytes, load_word(what, v.ITEMSIZE), single_copy.kind_of(c, data, nbytes))
+    r.begin(h, _REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes))
     if is_direct(r.ways_at(c)):
         return single_copy.reduce(c, out, data, nbytes, what, call, root)
     return _reduce_arrays(c, out, data, nbytes, what, call, last, True)
@@ -234,7 +230,7 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
 @inlined
 def run_scan(h, c, out, data, nbytes, what, operation):
     last = load_word(c, at.RANK) + (0 if operation == _EXSCAN else 1)
-    r.begin(h, operation, nbytes, load_word(what, v.ITEMSIZE), 0)
+    r.begin(h, operation, nbytes, False, 0)
     return _reduce_arrays(c, out, data, nbytes, what, load_word(what, v.CALL), last, False)
 
 
@@ -266,14 +262,10 @@ def run_reduce_scatter(h, c, data, nbytes, what):
     """Of the blocks in the table GIVES."""
     longest, call = v.largest_of(c, at.GIVES), load_word(what, v.CALL)
     kind = single_copy.kind_of_blocks(c, at.GIVES) if longest >= load_word(c, at.DIRECT_FROM) else 0
-    r.begin(h, _REDUCE_SCATTER, longest, load_word(what, v.ITEMSIZE), kind)
+    r.begin(h, _REDUCE_SCATTER, longest, False, kind)
     if is_direct(r.ways_at(c)):
         return single_copy.reduce_scatter(c, data, nbytes, _shape_of_blocks(c), what, call)
-    if is_divided(r.ways_at(c)):
-        return divide(c, what, call, _shape_of_blocks(c), 0)
-    start, _ = part_of(c, what, nbytes)
-    narrow(c, at.GIVES, what)
-    return _reduce_scatter(c, data + start, what)
+    return _reduce_scatter(c, data, what)
 
 
 @kernel

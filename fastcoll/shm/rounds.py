@@ -57,7 +57,7 @@ from . import context_layout as at
 # An entry takes the context's address with what Python knows about the call in the lowest bits.
 RESUMED = 1  # the call came back with AGAIN before and holds the context
 PREPARED = 2  # the arrays have been adopted, and GIVEN is the call's description
-HELD = 4  # this thread has the context from the call before; and the call is to go undivided, and through the slots
+HELD = 4  # this thread has the context from the call before; and the call is to go through the slots
 TAGS = 7
 
 # Which calls are timed for the record, besides those that wait longer than a few spins: two looks at the clock take
@@ -74,14 +74,8 @@ _MID_CHUNK, _MET = number_of("shm.OPERATION.mid_chunk"), number_of("shm.OPERATIO
 _BEFORE_DONE, _AFTER_DONE = number_of("shm.OPERATION.before_done"), number_of("shm.OPERATION.after_done")
 _BARRIER = signature.code_of("barrier")
 
-# Bytes of a call from which on it may be divided, where a class of autotune.py begins. To hand a call to a lane's
-# thread and to wait for it takes 20 to 50 us, to copy so much 47 to 90 (a rank with two lanes on 2 cores of an EPYC).
-SMALLEST_DIVIDED = 2 << 20
-LARGEST_ITEM = 4 << 10  # bytes of an element of a divided call
-
-# The bits of a line's TIME that are no time: whether the call is divided, or direct, and the sign, where ranks of a
-# group differ.
-_BESIDE_TIME = -(1 << 63) | 3
+# The bits of a line's TIME that are no time: whether the call is direct, and the sign, where ranks of a group differ.
+_BESIDE_TIME = -(1 << 63) | 1
 
 
 @inlined
@@ -106,7 +100,7 @@ def section(c, rank):
 def slot_of(c, rank, step):
     """Address of a rank's slot of round `step` of the call."""
     place = (load_word(c, at.ROUND) + step) % layout.SLOTS
-    return section(c, rank) + load_word(c, at.SLOTS_AT) + place * load_word(c, at.SLOT)
+    return section(c, rank) + layout.CONTROL + place * load_word(c, at.SLOT)
 
 
 @inlined
@@ -165,11 +159,11 @@ def _comes_by(c, place):
 
 
 @inlined
-def begin(handle, operation, nbytes, itemsize, direct):
+def begin(handle, operation, nbytes, moving, direct):
     """The call has the context and its arguments are in order: number it, unless it resumes.
 
-    The rest is for choosing the way of its data (autotune.py): how much there is, the size of its elements, 0 where
-    they are only moved, and whether the call can go direct: 0, ORDINARY or SHARED, by where its arrays are.
+    The rest is for choosing the way of its data (autotune.py): how much there is, whether it is only moved, and
+    whether the call can go direct: 0, ORDINARY or SHARED, by where its arrays are.
     """
     c = handle & ~TAGS
     store_word(c, at.SINCE, 0)
@@ -179,19 +173,16 @@ def begin(handle, operation, nbytes, itemsize, direct):
         store_word(c, at.PATIENCE + IDLE, 0)
         store_word(c, at.PATIENCE + TIMED, 0)
         store_word(c, at.LATE, load_word(c, at.RANK))
-        if load_word(c, at.LANE) == 0:
-            autotune.choose_none(ways_at(c))
-            if nbytes >= min(autotune.SMALLEST, load_word(c, at.DIRECT_FROM)):
-                ways = load_word(c, at.WAYS)
-                ways &= autotune.staged_ways(nbytes, load_word(c, at.SLOT), itemsize == 0)
-                if handle & HELD == 0:
-                    if load_word(c, at.LANES) > 1 and nbytes >= SMALLEST_DIVIDED and itemsize <= LARGEST_ITEM:
-                        ways |= ways << autotune.WAYS
-                    if direct > load_word(c, at.ONLY_SHARED) and nbytes >= load_word(c, at.DIRECT_FROM):
-                        ways |= 1 << autotune.DIRECT
-                if ways:
-                    row = operation + _OPERATIONS if direct == SHARED else operation
-                    autotune.choose(ways_at(c), row, nbytes, ways, 3)
+        autotune.choose_none(ways_at(c))
+        if nbytes >= min(autotune.SMALLEST, load_word(c, at.DIRECT_FROM)):
+            ways = load_word(c, at.WAYS)
+            ways &= autotune.staged_ways(nbytes, load_word(c, at.SLOT), moving)
+            reachable = handle & HELD == 0 and direct > load_word(c, at.ONLY_SHARED)
+            if reachable and nbytes >= load_word(c, at.DIRECT_FROM):
+                ways |= 1 << autotune.DIRECT
+            if ways:
+                row = operation + _OPERATIONS if direct == SHARED else operation
+                autotune.choose(ways_at(c), row, nbytes, ways, 3)
 
 
 @inlined
@@ -270,9 +261,9 @@ def _record_times(c):
 
 @inlined
 def _time_word(c):
-    """What a call line says of time: how long the last call took; bits 0 and 1: this one is divided, or direct."""
+    """What a call line says of time: how long the last call took; bit 0: this one is direct."""
     t = ways_at(c)
-    return load_word(t, autotune.TOOK) << 2 | autotune.is_direct(t) << 1 | autotune.is_divided(t)
+    return load_word(t, autotune.TOOK) << 1 | autotune.is_direct(t)
 
 
 @inlined
@@ -345,7 +336,7 @@ def _meet(c, call, shape, balance):
     same &= balance == 0
     if same and mixed == 0:
         store_word(c, at.MET, 1)
-        autotune.learn(ways_at(c), time >> 2)
+        autotune.learn(ways_at(c), time >> 1)
         autotune.start_clock(ways_at(c))
         _comes_by(c, _MET)
         return DONE

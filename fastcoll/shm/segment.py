@@ -41,7 +41,6 @@ from .layout import (
     REACH_WORDS,
     WAYS,
     Layout,
-    lanes_for,
     plan,
 )
 from .reach import Reach
@@ -309,7 +308,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 _await_all(segment.missing, "attach", members, meeting, timeout)
                 reach.probe()
                 _await_all(reach.unsure, "look at the others' memory", members, meeting, timeout)
-                cores, lanes = _count_cores(segment, neighbours)
+                cores = _count_cores(segment)
             except BaseException:
                 segment.close()
                 raise
@@ -325,7 +324,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
             if name:
                 unlink(name)
     share = cores // max(neighbours, len(members))
-    conditions = Conditions(len(members), "own" if share else "shared", lanes, segment.layout.slot)
+    conditions = Conditions(len(members), "own" if share else "shared", segment.layout.slot)
     return Met(segment, cores, share, conditions, learned.heard(known, conditions), reach.of_all())
 
 
@@ -367,21 +366,19 @@ def _await_all(
 
 
 def _tell_of_cores(segment: Segment, rank: int) -> None:
-    """Write which CPUs this process may use, how many its cgroup allows, and what FASTCOLL_LANES says."""
+    """Write which CPUs this process may use, and how many its cgroup allows."""
     mask = sum(1 << cpu for cpu in os.sched_getaffinity(0) if cpu < 64 * _MASK_WORDS)
     quota = 1 << 30  # none
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
         share, period = map(int, file.read().split())
         quota = max(1, share // period)
     segment.write(rank, ATTACHED + 8, mask.to_bytes(8 * _MASK_WORDS, "little"))
-    word = segment.word(rank, QUOTA)
-    segment.words[word : word + 2] = quota, config.get("FASTCOLL_LANES")
+    segment.words[segment.word(rank, QUOTA)] = quota
 
 
-def _count_cores(segment: Segment, neighbours: int) -> tuple[int, int]:
-    """How many CPUs the members may use together, and how many lanes that allows; the same on all of them."""
+def _count_cores(segment: Segment) -> int:
+    """How many CPUs the members may use together; the same on all of them."""
     ranks = range(segment.layout.size)
     masks = [int.from_bytes(segment.read(r, ATTACHED + 8, 8 * _MASK_WORDS), "little") for r in ranks]
-    quotas, wanted = zip(*(segment.words[segment.word(r, QUOTA) :][:2].tolist() for r in ranks), strict=True)
-    cores = min(functools.reduce(operator.or_, masks).bit_count(), *quotas)
-    return cores, lanes_for(segment.layout, masks, wanted, cores // max(neighbours, len(ranks)))
+    quotas = [int(segment.words[segment.word(r, QUOTA)]) for r in ranks]
+    return min(functools.reduce(operator.or_, masks).bit_count(), *quotas)

@@ -92,23 +92,6 @@ def _share_arrays() -> None:
     dist.shared_arrays.enable()
 
 
-def _have_two_lanes(rank: int) -> None:
-    os.environ["FASTCOLL_LANES"] = "2"
-    os.environ.pop("FASTCOLL_SHM_WAYS", None)
-
-
-def _prefer_lanes() -> None:
-    from fastcoll.shm import autotune
-    from fastcoll.shm import context_layout as at
-
-    context = dist.GroupMember.WORLD.backend.context.words
-    assert context[at.LANES] == 2
-    rows = context[at.CHOOSING + autotune.ROWS : at.MEMO].reshape(-1, autotune.ROW_WORDS)
-    rows[:] = 1 << 40
-    rows[:, autotune.CALLS], rows[:, autotune.BEST] = 4, autotune.WAYS
-    rows[:, autotune.TIMES + autotune.WAYS] = 1
-
-
 def _attach_late(rank: int) -> None:
     """Rank 2 comes to its segment once nobody else needs its name any more, as on a full machine."""
     attach = segment.Segment.attach
@@ -125,7 +108,6 @@ def _attach_late(rank: int) -> None:
 HOW: dict[str, tuple[str, Callable[[int], None], Callable[[], None]]] = {
     "direct": ("shm", _go_direct, lambda: None),
     "shared": ("shm", _go_direct, _share_arrays),
-    "lanes": ("shm", _have_two_lanes, _prefer_lanes),
     "attach late": ("shm", _attach_late, lambda: None),
     "nodes": ("auto", net_victims.live_on_nodes, lambda: None),
 }

@@ -90,10 +90,3 @@ def test_killed_rank_whose_arena_was_named_and_nobody_has_mapped(op: str) -> Non
     late = f"shm.{op}.after_publish:kill@2#1,shm.arena.before_mapping:delay=0.1"
     world = (failing_victims.work_until_failpoint, 3, op, LONG, late, 1, "shared")
     see([world], calls=[(2,)])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("op", LARGE)
-def test_killed_rank_of_a_call_that_lanes_share(op: str) -> None:
-    """Only the lanes reach 50 chunks: the first call, which they do not share, has at most 31."""
-    see([die(op, f"shm.{op}.mid_chunk@50", LONG, victim, "lanes") for victim in (0, 2)])

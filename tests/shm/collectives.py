@@ -8,42 +8,40 @@ from shm.explorer import SHARED, Explorer, load
 
 from fastcoll.core import signature
 from fastcoll.core.monitor import FAILED
-from fastcoll.core.status import AGAIN, DIVIDED, DONE, MISMATCH, MIXED, UNMAPPED, WORKED
+from fastcoll.core.status import AGAIN, DONE, MISMATCH, MIXED, UNMAPPED, WORKED
 
-CONTEXT, LANE, WHAT, ARENA, ARRAYS = (k << 20 for k in range(1, 6))
+CONTEXT, WHAT, ARENA, ARRAYS = (k << 20 for k in range(1, 5))
 SHARED_ARRAYS = SHARED + (1 << 30)
 IN, OUT, ENDING = 0, 1 << 10, -1
-DIRECT, WAYS = 5, 6
+DIRECT = 5
 
 
 class Call(NamedTuple):
-    """A call: how many words a rank gives, its root, how far each rank writes ahead, which ranks divide it, its way."""
+    """A call: how many words a rank gives, its root, how far each rank writes ahead, and which ranks go direct."""
 
     kind: str
     words: int
     root: int
     lags: tuple[int, ...]
-    divided: tuple[bool, ...]
-    direct: bool
+    direct: tuple[bool, ...]
 
     @classmethod
     def parse(cls, text: str) -> Call:
         """Read a call as in "reduce 3 @1 +1", with its words, root and lag; "+1/0" is each rank's own.
 
-        "%1" is one that all ranks divide among lanes, "direct" one whose arrays are read where they are.
+        In a "direct" call all ranks read their peers' arrays; "%1/0" says it for each rank.
         """
         kind, *rest = text.split()
         given = {each[0]: each[1:] for each in rest}
         words = [int(each) for each in rest if each.isdigit()]
         lags = [int(lag) for lag in given.get("+", "0").split("/")]
-        divided = [which == "1" for which in given.get("%", "0").split("/")]
+        direct = [which == "1" for which in given.get("%", str(int("direct" in rest))).split("/")]
         return cls(
             kind,
             *(words or [1]),
             int(given.get("@", "0")),
             tuple(lags * 4),
-            tuple(divided * 4),
-            "direct" in rest,
+            tuple(direct * 4),
         )
 
     def words_of(self, rank: int) -> int:
@@ -80,7 +78,9 @@ class World:
         quitter: int = -1,
         plant: str = "",
     ) -> None:
-        is_direct = "direct" in calls  # then a call line has room for two words, as it always has
+        is_direct = (
+            "direct" in calls or "%" in calls
+        )  # then a call line has room for two words, as it always has
         sizes = {"SLOTS": slots, "INLINE": 8 + 8 * is_direct, "GROUP": group or 8, "FLAT": 1 if group else 16}
         pieces = dict.fromkeys(("PIECE", "REDUCED_AT_ONCE", "PUSHED_AT_ONCE"), 8) | {"_LINE_OF_ELEMENTS": 1}
         self.machine, self.made = load(plant, layout=sizes, single_copy=pieces)
@@ -99,24 +99,15 @@ class World:
 
     def begin(self, rank: int) -> tuple[Any, dict[int, Any]]:
         at, layout, waiting = self.made.context_layout, self.layout, self.made.waiting
-        private = {}
-        for c in (CONTEXT, LANE):
-            words = {
-                at.RANK: rank, at.SIZE: self.size, at.SECTIONS: SHARED + layout.section(0), at.STRIDE: layout.stride,
-                at.SLOTS_AT: self.made.layout.CONTROL, at.SLOT: layout.slot, at.LATE: -1, at.LANES: 1,
-                at.ONE_SHOT: 8, at.DIRECT_FROM: self.made.autotune.NEVER,
-                at.PATIENCE + waiting.BUDGET: -1 if self.hurried else 1,
-            }  # fmt: skip
-            private |= {c + 8 * word: value for word, value in words.items()}
-        private[CONTEXT + 8 * at.COMBINED] = SHARED + self.made.layout.COMBINED if layout.groups else 0
-        private[CONTEXT + 8 * at.LANE_CONTEXTS] = LANE
-        control = self.made.layout.LANES  # the lane's, which has all of the slots (lanes.py)
-        private[LANE + 8 * at.SECTIONS] += control
-        private[LANE + 8 * at.SLOTS_AT] = layout.lane_slots_at(0, 1) - control
-        private[LANE + 8 * at.LANE] = 1
-        private[CONTEXT + 8 * at.ARENA] = ARENA
+        words = {
+            at.RANK: rank, at.SIZE: self.size, at.SECTIONS: SHARED + layout.section(0), at.STRIDE: layout.stride,
+            at.SLOT: layout.slot, at.LATE: -1, at.ONE_SHOT: 8, at.DIRECT_FROM: self.made.autotune.NEVER,
+            at.COMBINED: SHARED + self.made.layout.COMBINED if layout.groups else 0, at.ARENA: ARENA,
+            at.PATIENCE + waiting.BUDGET: -1 if self.hurried else 1,
+        }  # fmt: skip
+        private = {CONTEXT + 8 * word: value for word, value in words.items()}
         private |= {ARENA: self.array(rank, IN), ARENA + 8: 2 * OUT} if self.arena else {}  # BASE, LIMIT
-        return (0, 0, CONTEXT), private
+        return (0, 0), private
 
     def array(self, rank: int, which: int) -> int:
         """The address of a rank's array."""
@@ -125,48 +116,44 @@ class World:
     def section(self, rank: int) -> int:
         return SHARED + self.layout.section(rank)
 
-    def go_on(self, rank: int, at: tuple[int, int, int]) -> tuple[int, int, int] | None:
-        number, how, c = at
+    def go_on(self, rank: int, at: tuple[int, int]) -> tuple[int, int] | None:
+        number, how = at
         r, words, m = self.made.rounds, self.made.context_layout, self.machine
         call = self.calls[number]
         if how == ENDING:
             return self.end(rank, at)
-        self.lag, divided = (0, False) if how & r.HELD else (call.lags[rank], call.divided[rank])
-        self.way = 0 if how & r.HELD else WAYS if divided else DIRECT if call.direct else 0
-        if not how & (r.RESUMED | r.HELD) and c == CONTEXT:
+        self.lag, direct = (0, False) if how & r.HELD else (call.lags[rank], call.direct[rank])
+        self.way = DIRECT if direct else 0
+        if not how & (r.RESUMED | r.HELD):
             given = call.given(number + 1, rank)
             m.store_words(self.array(rank, IN), given)
             m.store_words(
                 self.array(rank, OUT), given if call.kind == "all_reduce" else [0] * self.outputs(call)
             )
-        assert r.take(c | how) == c, "the call before has ended with the context taken"
-        code = self.enter(call, rank, c | how, c)
-        if code == DIVIDED:
-            return number, r.PREPARED, LANE
+        assert r.take(CONTEXT | how) == CONTEXT, "the call before has ended with the context taken"
+        code = self.enter(call, rank, CONTEXT | how)
         if code == UNMAPPED:
-            self.map_arena(m.load(c + 8 * words.LATE))
-            return number, r.RESUMED, c
+            self.map_arena(m.load(CONTEXT + 8 * words.LATE))
+            return number, r.RESUMED
         if code == AGAIN and self.quitter >= 0 and self.must_fail(rank):
             m.store_release(self.section(rank) + self.made.layout.STATE, FAILED)
-            return number, ENDING, c
+            return number, ENDING
         if code in (AGAIN, WORKED):
-            return number, how & ~r.HELD | r.RESUMED, c
+            return number, how & ~r.HELD | r.RESUMED
         if code == MIXED:
-            return number, r.HELD, c
+            return number, r.HELD
         if call.kind.endswith("_differ"):
             assert code == MISMATCH, f"a mismatch is seen as {code}"
             # What is said of it is read from all ranks' own lines.
-            lines = [m.load_words(r.line_of(c, peer), 3) for peer in range(self.size)]
+            lines = [m.load_words(r.line_of(CONTEXT, peer), 3) for peer in range(self.size)]
             expected = [[number + 1, self.word(call, k), 8 * call.words_of(k)] for k in range(self.size)]
             assert lines == expected, f"lines of call {number + 1} are {lines}"
-            m.store(c + 8 * words.BUSY, 0)
+            m.store(CONTEXT + 8 * words.BUSY, 0)
         else:
             assert code == DONE, f"{call} has ended with {code}"
-        if c == LANE:
-            return number, r.RESUMED, CONTEXT
         self.check(call, number + 1, rank)
         number += 1
-        return (number, 0, CONTEXT) if number < len(self.calls) else None
+        return (number, 0) if number < len(self.calls) else None
 
     def outputs(self, call: Call) -> int:
         return self.size * call.words_of(1 - call.root)
@@ -183,7 +170,7 @@ class World:
         states = [self.section(peer) + self.made.layout.STATE for peer in range(self.size) if peer != rank]
         return rank == self.quitter or any(self.machine.load_acquire(state) == FAILED for state in states)
 
-    def end(self, rank: int, at: tuple[int, int, int]) -> tuple[int, int, int] | None:
+    def end(self, rank: int, at: tuple[int, int]) -> tuple[int, int] | None:
         """The group has failed here: once no peer writes into this rank's array, that is the caller's again."""
         m, layout = self.machine, self.made.layout
         if m.load(CONTEXT + 8 * self.made.context_layout.EXPOSED):
@@ -202,8 +189,14 @@ class World:
         kind = "broadcast" if kind.endswith("_differ") else kind
         return signature.encode(kind) | call.root_of(rank) << signature.ROOT_SHIFT
 
-    def enter(self, call: Call, rank: int, h: int, c: int) -> int:
-        made, m, given, taken = self.made, self.machine, self.array(rank, IN), self.array(rank, OUT)
+    def enter(self, call: Call, rank: int, h: int) -> int:
+        c, made, m, given, taken = (
+            CONTEXT,
+            self.made,
+            self.machine,
+            self.array(rank, IN),
+            self.array(rank, OUT),
+        )
         at, v = made.context_layout, made.validate
         nbytes = 8 * call.words_of(rank)
         word, root = self.word(call, rank), call.root_of(rank)

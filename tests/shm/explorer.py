@@ -41,7 +41,7 @@ READ, LOAD, STORE, SWAP, AWAIT, REST, END = "read", "load", "store", "swap", "aw
 
 _FILES = (
     "kernels.primitives kernels.copy kernels.waiting kernels.pyobjects shm.layout shm.autotune shm.context_layout "
-    "shm.rounds shm.validate shm.lanes shm.single_copy shm.movement shm.reductions shm.rings shm.ring_kernels "
+    "shm.rounds shm.validate shm.single_copy shm.movement shm.reductions shm.rings shm.ring_kernels "
     "shm.requests"
 ).split()
 

@@ -19,7 +19,7 @@ from fastcoll.shm import autotune, known, learned
 from fastcoll.shm import context_layout as words
 from fastcoll.shm.known import Conditions
 
-TWO = Conditions(2, "own", 1, 256 << 10)
+TWO = Conditions(2, "own", 256 << 10)
 TIMES = {"all_reduce": {"131072": {"close": 1000, "past": 3000}}}
 
 
@@ -70,7 +70,7 @@ def test_what_is_kept_is_read_with_its_provenance(path: Path):
     assert known.keep(TWO, TIMES, 100) == path
     (section,) = again()
     assert {**section, "date": ""} == {
-        "machine": known.machine(), "ranks": 2, "cores": "own", "lanes": 1, "slot": 256 << 10,
+        "machine": known.machine(), "ranks": 2, "cores": "own", "slot": 256 << 10,
         "command": known.RUNNING, "date": "", "calls": 100, "ns_per_mib": TIMES,
     }  # fmt: skip
     assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
@@ -85,7 +85,7 @@ def test_limits_of_one_shot_are_kept_by_numbers_of_ranks(path: Path):
 
 
 def test_conditions_and_machines_are_kept_apart(path: Path, monkeypatch):
-    for conditions in (TWO, TWO._replace(lanes=2), TWO._replace(cores="shared"), TWO._replace(ranks=3)):
+    for conditions in (TWO, TWO._replace(slot=64 << 10), TWO._replace(cores="shared"), TWO._replace(ranks=3)):
         known.keep(conditions, TIMES, 1)
     assert len(again()) == 4
     monkeypatch.setattr(known, "machine", lambda: "a Cray")
@@ -152,7 +152,7 @@ def test_what_this_version_does_not_know_stays(path: Path):
         "{}",
         "\x00",
         '{"machine": "m", "command": "c", "one_shot": {"4": 1}}',
-        '{"format": 2, "sections": []}',
+        '{"format": 1, "sections": []}',
     ],
 )
 def test_a_file_that_is_none_of_this_format_is_ignored_with_one_warning_and_replaced(
@@ -234,7 +234,7 @@ import contextlib, sys
 from pathlib import Path
 from fastcoll.shm import known
 
-conditions = known.Conditions(int(sys.argv[1]), "own", 1, 256 << 10)
+conditions = known.Conditions(int(sys.argv[1]), "own", 256 << 10)
 number = written = 0
 while number < 50 or not written:  # all 50 times another one may be about it, which is not run meanwhile
     with contextlib.suppress(OSError):  # another one writes
@@ -276,7 +276,7 @@ def test_a_table_of_what_was_found_is_the_same_after_a_file(path: Path):
     assert other[autotune.AGAIN] == autotune.LONG  # of more than twice the best
     assert (begun[autotune.ROWS + autotune.ROW_WORDS :] == 0).all()
     assert learned.heard(learned.told(3, TWO.slot), TWO) == ({}, 1.0)
-    assert learned.heard(learned.told(2, TWO.slot), TWO._replace(lanes=4)) == ({}, 1.0)
+    assert learned.heard(learned.told(2, TWO.slot), TWO._replace(cores="shared")) == ({}, 1.0)
 
 
 def test_rows_of_few_calls_are_not_kept():
@@ -307,9 +307,7 @@ def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monk
     everybody = [None] * world_size
     dist.all_gather_object(everybody, table(group).tolist())
     assert all(each == everybody[0] for each in everybody)
-    assert np.count_nonzero(everybody[0]) == 3 * (
-        1 + 3 + 2 * autotune.WAYS
-    )  # best way, times, when to try again
+    assert np.count_nonzero(everybody[0]) == 3 * (1 + 3 + autotune.WAYS)  # best way, times, when to try again
     x = np.ones(50_000, np.float32)
     went = []
     for _ in range(10):

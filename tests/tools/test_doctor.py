@@ -68,11 +68,11 @@ def test_too_little_for_so_many_ranks_is_a_problem_with_its_cure():
 
 @pytest.mark.long
 def test_a_setting_that_cannot_be_used_is_a_problem(tmp_path):
-    told, code = run(FASTCOLL_LANES="9", FASTCOLL_LANE="1")
+    told, code = run(FASTCOLL_TCP_STREAMS="99", FASTCOLL_TCP_STREAM="1")
     problem, warning = about(told, "settings")
     assert (problem["level"], warning["level"], code) == ("problem", "warning", 1)
-    assert "FASTCOLL_LANES='9'" in problem["text"]
-    assert "did you mean FASTCOLL_LANES?" in warning["cure"]
+    assert "FASTCOLL_TCP_STREAMS='99'" in problem["text"]
+    assert "did you mean FASTCOLL_TCP_STREAMS?" in warning["cure"]
     secret = tmp_path / "secret"
     secret.write_text("for everybody to read")
     secret.chmod(0o644)
