@@ -1,7 +1,6 @@
 """The backend of the ranks of one node, over one shared-memory segment.
 
-The synchronous path is in fast.py. Here is the rarer one: what the other calls are made of, and what happens
-when an entry comes back early (signals, deadlines, dead peers, mismatches).
+The synchronous path is in fast.py, what follows when an entry comes back early in calls.py.
 """
 
 from __future__ import annotations
@@ -20,35 +19,30 @@ from ..core import signature
 from ..core.backend import Backend, Refuge
 from ..core.gate import Gate
 from ..core.group import ProcessGroup
-from ..core.monitor import Wait
-from ..core.operands import Array, refuses
+from ..core.operands import Array
 from ..core.operation import Call, Operation
 from ..core.operations import KINDS, NO_ARRAY
-from ..core.reduce_op import ReduceOp
-from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
-from ..errors import ArrayError, GroupError, ResourceError
-from ..failpoints import reach
+from ..core.status import AGAIN, LATER, MIXED, UNMAPPED, UNREADABLE, WORKED
+from ..errors import GroupError
 from ..kernels import waiting
-from ..kernels.reduce import reducer
 from ..p2p.engine import Engine
 from ..p2p.pipe import Pipe
-from ..p2p.transfers import kind_of
-from ..record import dump
 from ..record.recorder import GroupRecorder
 from ..store import Store
-from ..system.processes import Member, dead_among
-from . import arena, known, learned, movement, reductions, ring_kernels, rounds, symmetric
+from ..system.processes import Member
 from . import context_layout as words
+from . import known, learned, movement, reductions, ring_kernels, symmetric
 from .callers import ShmWays
-from .context import HANDED_OVER, Context, Report, What, changed, kept, patience, words_for
+from .calls import Calls
+from .context import HANDED_OVER, Context, patience, words_for
 from .fast import Fast
 from .head_start import HeadStart
-from .layout import PUSHING, STATE
+from .layout import STATE
+from .meeting import Met, meet
 from .monitor import ShmMonitor
 from .pipe import RingPipe
-from .reach import READS, unreadable
+from .reach import READS
 from .refuge import ShmRefuge
-from .segment import Met, meet
 from .symmetric import ShmMemory, SymmetricArrays
 
 _log = logging.getLogger("fastcoll")
@@ -93,7 +87,7 @@ class ShmBackend(Backend):
         return made
 
     def __init__(self, gate: Gate, members: Sequence[Member], met: Met) -> None:
-        segment, cores, share, self._conditions, already, _ = met
+        segment, cores, share, self.conditions, already, _ = met
         rank = gate.rank
         self.gate = gate
         self.monitor = ShmMonitor(segment, members, rank)
@@ -105,18 +99,14 @@ class ShmBackend(Backend):
         self.context = Context(segment.address, segment.layout, rank, cores, self._record.context)
         self.context.words[words.RING] = self._record.ring
         self._c = self.context.address
-        self._report = Report(segment, self.context, gate)
-        self._whats: dict[Any, What] = {}
+        self.calls = Calls(gate, self.monitor, segment, self.context, self._record, self.interrupted)
         modes = patience(gate.size, cores)
         self.pipe = RingPipe(segment.address, segment.layout, rank, self.monitor, modes, self._c)
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
         learned.fill(self._ways, *already)
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
-        self.head_start = HeadStart(gate, self.context, self.resume, self.torn, share)
-        self._arenas: list[arena.Mapping] = []
+        self.head_start = HeadStart(gate, self.context, self.calls.resume, self.calls.torn, share)
         self._symmetric = SymmetricArrays(gate, self.monitor, self.context, self.fail)
-        for dtype in _SHARED:  # while the memo has room
-            self.what("all_gather", dtype)
         gate.also(
             inside=lambda: self.context.is_mine() or self.head_start.is_handing_over(),
             busy=lambda: self.context[words.BUSY] != 0 or bool(self._symmetric.waits),
@@ -126,10 +116,10 @@ class ShmBackend(Backend):
     @cached_property
     def ways(self) -> ShmWays | None:  # type: ignore[override]  # made when it is first asked for
         """None where the record has where calls come from, which compiled callers cannot say."""
-        return None if self._record.keeps_sites else ShmWays(self)
+        return None if self._record.keeps_sites else ShmWays(self.calls, self.pipe, self.messages)
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
-        return Fast(group, self).table()
+        return Fast(group, self.calls, self.messages, self.pipe.address, self.head_start).table()
 
     def go_direct(self, reach: int) -> None:
         """Let calls and messages be read where they are, as all ranks can do that (reach.py)."""
@@ -143,108 +133,7 @@ class ShmBackend(Backend):
         self.head_start.begin_at_once()
 
     def learn(self, dtype: np.dtype[Any]) -> None:
-        self.what("message", dtype)
-
-    # ---- when an entry comes back early --------------------------------------------------------------
-
-    def resume(
-        self, code: int, entry: Entry, *args: Any, tags: int = 0, timeout: float | None = None
-    ) -> bool:
-        """Call an entry again until it has an end; whether it has done the call, which it may not have begun."""
-        begun = code in _UNDER_WAY
-        wait: Wait | None = None
-        limit = self.gate.timeout if timeout is None else timeout
-
-        def look(code: int) -> None:
-            nonlocal wait
-            wait = wait or Wait(self.monitor, self._report.doing(entry.name), self._report.late, limit)
-            wait.look() if code == AGAIN else wait.worked()
-
-        while code in _UNDER_WAY:
-            if code == UNREADABLE:
-                self._refuse_to_read(entry, look)
-            elif code == UNMAPPED:
-                self._map_arena(self.context[words.LATE], look)
-            elif code == MIXED:
-                self._record.broken_off("made anew")
-            else:
-                look(code)
-            how = rounds.HELD if code == MIXED else rounds.RESUMED
-            code = entry.call(self._c | tags | how, *args)
-        if code == MISMATCH:
-            self._record.broken_off("mismatch")
-            difference = self._report.mismatch(self._gather)
-            self.context.let_go()
-            raise dump.after(difference)
-        if begun and code == LATER:
-            raise changed(self._report.doing(entry.name))
-        return code == DONE
-
-    def _refuse_to_read(self, entry: Entry, look: Callable[[int], None]) -> None:
-        """A peer's array cannot be read: raise why, first of all that it or another one died, or failed the group."""
-        look(AGAIN)  # which raises what it has seen twice
-        deadline = time.monotonic() + _ENDING_SECONDS
-        while True:
-            look(AGAIN)
-            if time.monotonic() > deadline:
-                raise unreadable(self.monitor, self.context[words.LATE], self._report.doing(entry.name))
-            time.sleep(_POLL_SECONDS)
-
-    def _map_arena(self, peer: int, look: Callable[[int], None]) -> None:
-        """Map the arena that a peer's call has named; a peer that has ended meanwhile is what `look` raises."""
-        base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:6])
-        reach("shm.arena.before_mapping")
-        deadline = time.monotonic() + _ENDING_SECONDS
-        while True:
-            try:
-                mapping = arena.map_peer(self.monitor.members[peer].pid, fd, nonce, nbytes)
-                break
-            except ResourceError:
-                look(AGAIN)
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_POLL_SECONDS)
-        reach("shm.arena.after_mapping")
-        self._arenas.append(mapping)
-        self.context.note_arena(peer, base, nbytes, mapping.address)
-
-    def _gather(self, everybody: Array, own: Array) -> None:
-        """Every rank's array, by the thread whose call has the context; its dtype is one of `_SHARED`."""
-        code = movement.all_gather.call(self._c | rounds.HELD, everybody, own)
-        self.resume(code, movement.all_gather, everybody, own, tags=rounds.HELD)
-
-    def torn(self, entry: Entry, error: BaseException, *integers: Any) -> None:
-        """An entry's call was left by an exception, which goes on; where the call was half-way, the group fails.
-
-        Where the entry refused one of the integers it does not, since the general path then says what is wrong.
-        """
-        if not self.context.is_mine():
-            if refuses(error, integers):
-                return
-            raise error
-        self.interrupted(error, self._report.doing(entry.name))
-        self._await_writers()
-        self.context.let_go()
-        raise error
-
-    def _await_writers(self) -> None:
-        """The group has failed: no peer writes into this rank's array any more, or it is withdrawn (single_copy.py)."""
-        address, nbytes = self.context[words.EXPOSED], self.context[words.EXPOSED_BYTES]
-        deadline = time.monotonic() + _WRITER_SECONDS
-        while address and (writers := self._living_writers()):
-            if time.monotonic() > deadline:
-                names = ", ".join(map(str, writers))
-                _log.warning("%s may still write into a shared array: arrays are shared no more", names)
-                arena.withdraw(address, nbytes)
-                break
-            time.sleep(_POLL_SECONDS)
-        self.context.words[words.EXPOSED] = 0
-
-    def _living_writers(self) -> list[Member]:
-        members = self.monitor.members
-        writers = [members[peer] for peer in range(self.gate.size) if self._segment.reach(peer)[PUSHING]]
-        dead = dead_among(writers)
-        return [member for member in writers if member not in dead]
+        self.calls.what("message", dtype)
 
     def refuge(self) -> Refuge:
         return ShmRefuge(self._segment, self.gate.rank)
@@ -252,66 +141,12 @@ class ShmBackend(Backend):
     def stop(self) -> None:
         self.context.words[words.SHUT] = 1  # leave the synchronous path from now on
 
-    # ---- what calls are made of ----------------------------------------------------------------------
-
-    def what(
-        self,
-        operation: str,
-        dtype: np.dtype[Any],
-        op: ReduceOp | None = None,
-        *,
-        pieces: int = 1,
-        parts: Sequence[int] = (),
-    ) -> What:
-        """The description of a call, made at its first use; `op`: of a reducing one.
-
-        Args:
-            pieces: how many pieces, of at least one element each, must fit into a slot of a reducing call.
-            parts: sizes of the arrays of a coalesced call; its description is not kept.
-        """
-        key = (operation, op, dtype)
-        if not parts and key in self._whats:
-            return self._whats[key]
-        nbytes, largest = dtype.itemsize, self._segment.layout.slot // pieces
-        if op is not None and nbytes > largest:
-            raise ArrayError(f"an element of {dtype} has {nbytes} bytes; {operation} takes {largest} here")
-        call = signature.encode(operation, dtype, op=op, parts=parts)
-        if operation == "message":
-            call = kind_of(0, dtype)
-        what = What(call, nbytes, (0, 0) if op is None else reducer(op, dtype)[:2])
-        if not parts and self._whats.setdefault(key, what) is what:
-            self.context.remember(signature.code_of(operation), dtype, op, what)
-        return what
-
-    def _plan(self, entry: Entry, what: What | None, *args: Any, timeout: float | None = None) -> Call:
-        """A call of an entry on prepared arrays."""
-        if what is not None:
-            args = kept(entry.name, args, what.itemsize)
-        tags = rounds.PREPARED
-        handle = self._c | tags
-
-        def call() -> None:
-            self.gate.check_usable()
-            if what is not None:
-                self.context.words[words.GIVEN] = what.address
-            try:
-                while not self.resume(entry.call(handle, *args), entry, *args, tags=tags, timeout=timeout):
-                    # The synchronous call of another thread is under way, which ends within its own timeout.
-                    time.sleep(_POLL_SECONDS)
-                    self.gate.check_usable()
-            except BaseException as error:
-                self.torn(entry, error)
-
-        return call
-
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         kind, outputs, inputs, op, _, parts = operation
         if KINDS[kind].form == NO_ARRAY:
-            return self._plan(reductions.barrier, None, signature.encode(kind), timeout=timeout)
-        pieces = max(1, self.gate.size - 1) if kind == "reduce_scatter" else 1
-        what = self.what(kind, (outputs or inputs)[0].dtype, op, pieces=pieces, parts=parts)
-        entry, arguments = _ENTRIES[kind]
-        return self._plan(entry, what, *arguments(operation), timeout=timeout)
+            return self.calls.prepared(reductions.barrier, None, signature.encode(kind), timeout=timeout)
+        what = self.calls.what(kind, (outputs or inputs)[0].dtype, op, parts=parts)
+        return self.calls.prepared(_ENTRIES[kind], what, *arguments_of(operation), timeout=timeout)
 
     # ---- symmetric arrays ----------------------------------------------------------------------------
 
@@ -322,8 +157,9 @@ class ShmBackend(Backend):
         """Every rank's note."""
 
         def gather(everybody: Array, own: Array) -> None:
-            what = self.what("symmetric.empty", own.dtype)
-            group.run("symmetric.empty", self._plan(movement.all_gather, what, everybody, own), (), False)
+            what = self.calls.what("symmetric.empty", own.dtype)
+            call = self.calls.prepared(movement.all_gather, what, everybody, own)
+            group.run("symmetric.empty", call, (), False)
 
         return signature.tell(note, self.gate.size, gather)
 
@@ -339,7 +175,7 @@ class ShmBackend(Backend):
 
     def keep(self, command: str = known.RUNNING, one_shot: int | None = None) -> Path | None:
         """Write down what this rank has found out; see known.py."""
-        return known.keep(self._conditions, *learned.found(self._ways), command, one_shot)
+        return known.keep(self.conditions, *learned.found(self._ways), command, one_shot)
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -366,8 +202,7 @@ class ShmBackend(Backend):
                 _log.debug("what the group %s has learned is not kept: %s", self.gate.name, error)
         if free:
             self._segment.close()
-            for mapping in self._arenas:
-                mapping.close()
+            self.calls.close()
         self._record.close()
         if turn:
             self.gate.turn.release()
@@ -376,22 +211,30 @@ class ShmBackend(Backend):
         self.stop()  # the segment is the parent's
 
 
-_ENTRIES: dict[str, tuple[Entry, Callable[[Operation], tuple[Any, ...]]]] = {
-    "all_reduce": (reductions.all_reduce, lambda o: (o.outputs[0], o.op)),
-    "reduce": (reductions.reduce, lambda o: (o.outputs[0], o.inputs[0], o.op, o.root)),
-    "scan": (reductions.scan, lambda o: (o.outputs[0], o.inputs[0], o.op, False)),
-    "exscan": (reductions.scan, lambda o: (o.outputs[0], o.inputs[0], o.op, True)),
-    "reduce_scatter": (reductions.reduce_scatter, lambda o: (o.outputs[0], o.inputs, o.op)),
-    "broadcast": (movement.broadcast, lambda o: (o.outputs[0], o.root)),
-    "all_gather": (movement.all_gather, lambda o: (o.outputs, o.inputs[0])),
-    "gather": (movement.gather, lambda o: (o.outputs or None, o.inputs[0], o.root)),
-    "scatter": (movement.scatter, lambda o: (o.outputs[0], o.inputs or None, o.root)),
-    "all_to_all": (movement.all_to_all, lambda o: (o.outputs, o.inputs, o.inputs[0])),
-}
-"""What each kind's entry takes, after the context."""
+def arguments_of(operation: Operation) -> tuple[Any, ...]:
+    """What the entry of an operation's kind takes after the context."""
+    kind = KINDS[operation.kind]
+    outputs = (operation.outputs or None) if kind.takes_blocks else operation.outputs[0]
+    inputs = (operation.inputs or None) if kind.gives_blocks else operation.inputs[0]
+    arrays = (outputs,) if kind.is_in_place else (outputs, inputs)
+    rest: tuple[Any, ...] = ((operation.op,) if kind.reduces else ()) + (
+        (operation.root,) if kind.root else ()
+    )
+    if operation.kind in ("scan", "exscan"):
+        rest = *rest, operation.kind == "exscan"
+    elif operation.kind == "all_to_all":
+        rest = operation.inputs[:1]  # an array with the dtype of all blocks
+    return *arrays, *rest
+
+
+_COLLECTIVES = (
+    reductions.all_reduce, reductions.reduce, reductions.scan, reductions.reduce_scatter,
+    movement.broadcast, movement.all_gather, movement.gather, movement.scatter, movement.all_to_all,
+)  # fmt: skip
+_ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _COLLECTIVES} | {"exscan": reductions.scan}
 
 ENTRIES: tuple[Entry, ...] = (
-    waiting.seize, learned.read_clock, reductions.barrier, *dict.fromkeys(entry for entry, _ in _ENTRIES.values()),
+    waiting.seize, learned.read_clock, reductions.barrier, *_COLLECTIVES,
     ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive, ring_kernels.complete,
     ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance, ring_kernels.claim,
     ring_kernels.retire,

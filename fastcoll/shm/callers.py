@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from ..kernels.doors import (
 )
 from ..kernels.primitives import load_word
 from ..p2p import handles
+from ..p2p.engine import Engine
 from ..p2p.pipe import ANY
 from ..p2p.transfers import Transfer, tag_of
 from . import context_layout as at
@@ -42,7 +43,9 @@ from . import reductions as red
 from . import rings
 from . import rounds as r
 from . import validate as v
+from .calls import Calls
 from .movement import run_broadcast, run_exchange
+from .pipe import RingPipe
 from .requests import (
     BESIDE,
     MAILBOX_AT,
@@ -54,9 +57,6 @@ from .requests import (
     wait_any_way,
     wait_way,
 )
-
-if TYPE_CHECKING:
-    from .backend import ShmBackend
 
 _ALL_REDUCE = signature.code_of("all_reduce")
 _REDUCE = signature.code_of("reduce")
@@ -222,7 +222,7 @@ WAYS = {op: function.__name__.removesuffix("_way") for op, function in _FUNCTION
 
 
 class _Way:
-    """A way as Python goes on with it: what `ShmBackend.resume` knows of an entry."""
+    """A way as Python goes on with it: what `Calls.resume` knows of an entry."""
 
     def __init__(self, op: int) -> None:
         self.name = WAYS[op]
@@ -247,18 +247,18 @@ def way(op: int) -> Any:
 class ShmWays(Ways):
     """The ways of one group."""
 
-    def __init__(self, backend: ShmBackend) -> None:
-        self._backend = backend
-        context, pipe = backend.context, backend.pipe
+    def __init__(self, calls: Calls, pipe: RingPipe, messages: Engine) -> None:
+        self._calls, self._messages = calls, messages
+        context = calls.context
         self.context, self.mailbox = context.address, pipe.address
         self.memory = context.words, pipe.table, pipe.rows
         self._known: set[int] = set()
         self._table = pipe.table[rings.REQUESTS :]
         self._table[rings.NUMBERS] = next(_mailboxes) << MAILBOX_AT
-        backend.messages.adopts = self._adopt
+        messages.adopts = self._adopt
 
     def _adopt(self, number: int, transfer: Transfer) -> None:
-        handles.put(number, self._backend.gate.unheard.note(transfer))
+        handles.put(number, self._calls.gate.unheard.note(transfer))
 
     def open(self, op: int, call: int, dtype: np.dtype[Any] | None, reduce_op: ReduceOp | None) -> int:
         if op > RECV:
@@ -269,18 +269,17 @@ class ShmWays(Ways):
         if dtype is not None and op < SEND and call not in self._known:
             self._known.add(call)
             code = call & 0xFF
-            pieces = max(1, self._backend.gate.size - 1) if code == _REDUCE_SCATTER else 1
-            what = self._backend.what(OPERATIONS[code], dtype, reduce_op, pieces=pieces)
-            self._backend.context.remember_call(code, call, what)
+            what = self._calls.what(OPERATIONS[code], dtype, reduce_op)
+            self._calls.context.remember_call(code, call, what)
         return address
 
     def go_on(self, code: int, op: int, words: tuple[int, ...], x: Callable[[], Array]) -> int:
-        backend, peer = self._backend, words[-1]
+        calls, peer = self._calls, words[-1]
         if code >= BESIDE:
             return self._wait(code - BESIDE)
         if op >= SEND:
             try:
-                messages, tag = backend.messages, tag_of(words[-2])
+                messages, tag = self._messages, tag_of(words[-2])
                 if op == RECV:
                     return messages.resume_receive(code, x(), None if peer == ANY else peer, tag)
                 messages.resume_send(code, x(), peer, tag)
@@ -289,9 +288,9 @@ class ShmWays(Ways):
                 raise
             return DONE
         try:
-            backend.resume(code, _made[op], *words)
+            calls.resume(code, _made[op], *words)
         except BaseException as error:
-            backend.torn(_made[op], error)
+            calls.torn(_made[op], error)
         return DONE
 
     def _wait(self, number: int) -> int:
@@ -301,13 +300,13 @@ class ShmWays(Ways):
         return handles.source_of(number) if work is None else handles.end(number, work)
 
     def take_over(self) -> None:
-        self._backend.messages.take_over()
+        self._messages.take_over()
 
     def stay_awake(self) -> None:
-        self._backend.messages.stay_awake()
+        self._messages.stay_awake()
 
     def torn(self, op: int, error: BaseException) -> None:
         if op >= SEND:
-            self._backend.messages.torn(error, "recv" if op == RECV else "send")
-        elif self._backend.context.is_mine():
-            self._backend.torn(_made[op], error)
+            self._messages.torn(error, "recv" if op == RECV else "send")
+        elif self._calls.context.is_mine():
+            self._calls.torn(_made[op], error)

@@ -10,7 +10,7 @@ A list becomes a tuple, since another thread could take an array out of a list w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +21,13 @@ from ..core.group import ProcessGroup
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
 from ..core.work import Work
+from ..p2p.engine import Engine
 from ..p2p.short_cuts import Entries, short_cuts
 from . import ring_kernels
+from .calls import Calls
+from .head_start import HeadStart
 from .movement import all_gather, all_to_all, broadcast, gather, scatter
 from .reductions import all_reduce, barrier, reduce, reduce_scatter
-
-if TYPE_CHECKING:
-    from .backend import ShmBackend
 
 BARRIER = signature.encode("barrier")
 MESSAGES = Entries(ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive)
@@ -36,12 +36,14 @@ MESSAGES = Entries(ring_kernels.send, ring_kernels.receive, ring_kernels.post_se
 class Fast:
     """What stands in for a group's methods where it runs in shared memory."""
 
-    def __init__(self, group: ProcessGroup, backend: ShmBackend) -> None:
+    def __init__(
+        self, group: ProcessGroup, calls: Calls, messages: Engine, mailbox: int, head_start: HeadStart
+    ) -> None:
         self._group = group
-        self._c = backend.context.address
-        self._messages = short_cuts(group, backend.messages, backend.pipe.address, MESSAGES)
-        self._resume, self._torn = backend.resume, backend.torn
-        self._head_start = backend.head_start
+        self._c = calls.context.address
+        self._messages = short_cuts(group, messages, mailbox, MESSAGES)
+        self._resume, self._torn = calls.resume, calls.torn
+        self._head_start = head_start
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """The methods below and those of messages, by the names of the group's."""

@@ -16,16 +16,13 @@ import operator
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ..core.monitor import Monitor
 from ..errors import AbortedError
 from ..system.processes import Member, in_sight
 from .autotune import DIRECT
 from .layout import WAYS
-
-if TYPE_CHECKING:
-    from .segment import Segment
+from .segment import Segment
 
 _log = logging.getLogger("fastcoll")
 _PR_SET_PTRACER = 0x59616D61

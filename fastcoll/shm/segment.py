@@ -10,48 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import json
 import mmap
-import operator
 import os
 import secrets
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 import posix_ipc
 
-from .. import config, failpoints
-from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
-from ..rendezvous.assemble import GroupMeeting
-from ..store import Store
-from ..system.processes import Member, ProcessId, gone_among, has_ended, session, status_of
-from . import learned
-from .autotune import allowed_ways
-from .known import Conditions, Times, one_shot_limit
+from ..errors import ResourceError
+from ..system.processes import ProcessId, has_ended, session, status_of
 from .layout import (
     ATTACHED,
-    LINE,
     MAGIC,
-    ONE_SHOT_LIMIT,
-    QUOTA,
     REACH,
     REACH_WORDS,
-    WAYS,
     Layout,
-    plan,
 )
-from .reach import Reach
 
 DIRECTORY = "/dev/shm"
 _PREFAULT_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
-_MASK_WORDS = LINE // 8 - 1  # 960 CPUs
-_LOOK_SECONDS = 0.05
-_MOUNT = f"mount a writable tmpfs there (mount -t tmpfs none {DIRECTORY})"
-_DOING = "making a group in shared memory"
+MOUNT = f"mount a writable tmpfs there (mount -t tmpfs none {DIRECTORY})"
 # Pids mean something in their own pid namespace only.
 _PREFIX = f"fastcoll-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
@@ -173,7 +153,7 @@ def _create(name: str) -> posix_ipc.SharedMemory:
         return posix_ipc.SharedMemory("/" + name, posix_ipc.O_CREX, mode=0o600)
     except (OSError, posix_ipc.Error) as error:
         raise ResourceError(
-            f"cannot create shared memory in {DIRECTORY}: {error}; {_MOUNT}, or choose backend='tcp'"
+            f"cannot create shared memory in {DIRECTORY}: {error}; {MOUNT}, or choose backend='tcp'"
         ) from error
 
 
@@ -252,133 +232,3 @@ def shortage(need: int, cure: str = Layout.cure) -> str:
         "(docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; mount -o remount,size=1g /dev/shm), "
         f"or {cure}"
     )
-
-
-# ---- how the members meet in one ---------------------------------------------------------------------------
-
-
-class Met(NamedTuple):
-    """What a meeting has agreed on, the same for all members."""
-
-    segment: Segment
-    cores: int  # that the members share
-    share: int  # cores for each rank of the job
-    conditions: Conditions
-    known: tuple[Times, float]  # what was known of ways under these conditions before this group (learned.py)
-    reach: int  # how they can read one another's memory (reach.py)
-
-
-def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int) -> Met:
-    """The group's segment, mapped by all members, and what concerns all of them.
-
-    Args:
-        neighbours: ranks of the job on this node, members or not.
-    """
-    name = ""
-    with GroupMeeting(store, members, rank, timeout, _DOING) as meeting:
-        try:
-            if rank == 0:
-                sweep()
-                layout = _choose(len(members))
-                name = new_name()
-                known = learned.told(len(members), layout.slot)
-                meeting.say("segment", json.dumps({"name": name, "known": known, **vars(layout)}).encode())
-                segment = Segment.create(name, layout)
-                segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
-                segment.words[WAYS] = allowed_ways()
-                meeting.say("created")
-                failpoints.reach("shm.meeting.after_create")
-            else:
-                announced = json.loads(meeting.hear("segment"))
-                name, known = announced.pop("name"), announced.pop("known")
-                meeting.hear("created")
-                try:
-                    segment = Segment.attach(name, Layout(**announced))
-                except ResourceError:
-                    if name not in os.listdir(DIRECTORY):  # removed by one that has seen the meeting fail
-                        meeting.hear_why()
-                    raise
-                failpoints.reach("shm.meeting.after_attach")
-            try:
-                _tell_of_cores(segment, rank)
-                reach = Reach(segment, members, rank)
-                segment.say_attached(rank)
-                failpoints.reach("shm.meeting.after_proof")
-                segment.prefault(rank)
-                _await_all(segment.missing, "attach", members, meeting, timeout)
-                reach.probe()
-                _await_all(reach.unsure, "look at the others' memory", members, meeting, timeout)
-                cores = _count_cores(segment)
-            except BaseException:
-                segment.close()
-                raise
-        except BaseException:
-            # Rank 0 may have died with the store in which it had announced the name.
-            sweep(
-                member
-                for member in gone_among(members)
-                if member.pid_namespace == members[rank].pid_namespace
-            )
-            raise
-        finally:
-            if name:
-                unlink(name)
-    share = cores // max(neighbours, len(members))
-    conditions = Conditions(len(members), "own" if share else "shared", segment.layout.slot)
-    return Met(segment, cores, share, conditions, learned.heard(known, conditions), reach.of_all())
-
-
-def _choose(size: int) -> Layout:
-    """Sizes that fit into half of what /dev/shm has left, since others need some as well."""
-    wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
-    try:
-        free = free_bytes() // 2 // size
-    except FileNotFoundError as error:
-        raise ResourceError(f"there is no {DIRECTORY}; {_MOUNT}, or choose backend='tcp'") from error
-    if wanted <= free:
-        return plan(size, wanted)
-    try:
-        return plan(size, free)
-    except ResourceError as error:
-        raise ResourceError(shortage(size * wanted, "free what fills it")) from error
-
-
-def _await_all(
-    late: Callable[[], list[int]], do: str, members: Sequence[Member], meeting: GroupMeeting, timeout: float
-) -> None:
-    """Wait until no rank is `late` to do something, and from time to time look for trouble.
-
-    A death counts only if ranks are late still: what the dead did before may be all that this one has waited for.
-    """
-    next_look, dead = time.monotonic() + _LOOK_SECONDS, list[Member]()
-    while missing := [members[r].rank for r in late()]:
-        if dead:
-            raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
-        time.sleep(0.0002)
-        if time.monotonic() < next_look:
-            continue
-        next_look = time.monotonic() + _LOOK_SECONDS
-        meeting.look()
-        dead = gone_among(members)
-        if not meeting.left():
-            who = f"rank {', '.join(map(str, missing))} did not {do} within {timeout:g} s"
-            raise CollectiveTimeoutError(f"{_DOING}: {who}", missing)
-
-
-def _tell_of_cores(segment: Segment, rank: int) -> None:
-    """Write which CPUs this process may use, and how many its cgroup allows."""
-    mask = sum(1 << cpu for cpu in os.sched_getaffinity(0) if cpu < 64 * _MASK_WORDS)
-    quota = 1 << 30  # none
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
-        share, period = map(int, file.read().split())
-        quota = max(1, share // period)
-    segment.write(rank, ATTACHED + 8, mask.to_bytes(8 * _MASK_WORDS, "little"))
-    segment.words[segment.word(rank, QUOTA)] = quota
-
-
-def _count_cores(segment: Segment) -> int:
-    """How many CPUs the members may use together; the same on all of them."""
-    ranks = range(segment.layout.size)
-    masks = [int.from_bytes(segment.read(r, ATTACHED + 8, 8 * _MASK_WORDS), "little") for r in ranks]
-    quotas = [int(segment.words[segment.word(r, QUOTA)]) for r in ranks]
-    return min(functools.reduce(operator.or_, masks).bit_count(), *quotas)

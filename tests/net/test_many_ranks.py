@@ -85,7 +85,7 @@ def refuse(rank: int, n: int, url: str) -> list[str]:
 def put_forward(clock: Clock, backend: Any, over: threading.Event) -> None:
     """Let time fly in the first call of a group once all ranks but one have come to it."""
     while not over.wait(0.05):
-        if backend.context.words[at.CALLS] == 1 and backend._report.late() == [GROUP]:
+        if backend.context.words[at.CALLS] == 1 and backend.calls.report.late() == [GROUP]:
             clock.ahead += 100.0
 
 

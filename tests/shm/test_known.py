@@ -297,7 +297,7 @@ def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monk
     """Whatever each of them would have read; and rank 0 writes it down at the end."""
     use(monkeypatch, tmp_path / f"{rank}.json")
     group = dist.new_group(backend="shm")
-    conditions = group.backend._conditions
+    conditions = group.backend.conditions
     ways = {"close": 3000, "past": 1000 + rank, "ahead": 9000}
     group.close()
     times = {name: {"131072": ways} for name in ("all_reduce", "broadcast", "shared:reduce")}

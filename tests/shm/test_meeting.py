@@ -10,6 +10,7 @@ import fastcoll as dist
 from fastcoll import config
 from fastcoll.errors import PeerDiedError, ResourceError
 from fastcoll.rendezvous.assemble import GroupMeeting
+from fastcoll.shm import meeting as meet
 from fastcoll.shm import segment
 from fastcoll.store import HashStore
 from fastcoll.system.processes import Member
@@ -33,9 +34,10 @@ def test_the_cure_is_for_what_is_too_small(
     wanted: int, free: int, cure: str, no_cure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTCOLL_SHM_BYTES_PER_RANK", str(wanted))
-    monkeypatch.setattr(segment, "free_bytes", lambda: free)
+    for module in (meet, segment):
+        monkeypatch.setattr(module, "free_bytes", lambda: free)
     with pytest.raises(ResourceError, match=cure) as caught:
-        segment._choose(2)
+        meet.choose_layout(2)
     assert no_cure not in str(caught.value)
 
 
@@ -52,7 +54,7 @@ def test_a_death_counts_only_if_a_rank_is_late_still(
         meeting = GroupMeeting(store, members, 0, 20.0, "testing")
 
         def wait() -> None:
-            segment._await_all(lambda: next(looks), "attach", members, meeting, 20.0)
+            meet.await_all(lambda: next(looks), "attach", members, meeting, 20.0)
 
         if late[-1]:
             with pytest.raises(PeerDiedError, match=r"rank 1 \(.*\) died while making a group"):

@@ -67,13 +67,13 @@ def block(src, dst):
 def planned(monkeypatch):
     """The entries of the calls that Python had to prepare."""
     group, names = dist.GroupMember.WORLD, []
-    plan = group.backend._plan
+    plan = group.backend.calls.prepared
 
     def count(entry, *args, **options):
         names.append(entry.name)
         return plan(entry, *args, **options)
 
-    monkeypatch.setattr(group.backend, "_plan", count)
+    monkeypatch.setattr(group.backend.calls, "prepared", count)
     return names
 
 

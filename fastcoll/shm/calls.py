@@ -1,0 +1,224 @@
+"""The compiled calls of a group: their descriptions, and what follows when an entry comes back early.
+
+An entry comes back early for signals, deadlines, dead peers and mismatches, and for what Python alone can do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..compiler.jit import Entry
+from ..core import signature
+from ..core.gate import Gate
+from ..core.monitor import Wait
+from ..core.operands import Array, refuses
+from ..core.operation import Call
+from ..core.reduce_op import ReduceOp
+from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
+from ..errors import ArrayError, ResourceError
+from ..failpoints import reach
+from ..kernels.reduce import reducer
+from ..p2p.transfers import kind_of
+from ..record import dump
+from ..record.recorder import GroupRecorder
+from ..system.processes import Member, dead_among
+from . import arena, movement, rounds
+from . import context_layout as words
+from .context import Context, Report, What, changed, kept
+from .layout import PUSHING
+from .monitor import ShmMonitor
+from .reach import unreadable
+from .segment import Segment
+
+_log = logging.getLogger("fastcoll")
+_POLL_SECONDS = 1e-4
+_WRITER_SECONDS = 0.2  # to write a piece of 64 KiB takes 10 us; who takes longer was stopped
+_ENDING_SECONDS = 0.2  # from when an ending process has no descriptors any more until it is seen to be dead
+_SHARED = np.dtype(np.int64), np.dtype(np.uint8)
+_UNDER_WAY = (AGAIN, WORKED, MIXED, UNREADABLE, UNMAPPED)
+
+
+class Calls:
+    """The calls of one rank of a group.
+
+    Args:
+        interrupted: fails the group, as an exception has left a call.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        monitor: ShmMonitor,
+        segment: Segment,
+        context: Context,
+        record: GroupRecorder,
+        interrupted: Callable[[BaseException, str], None],
+    ) -> None:
+        self.gate, self.monitor, self.context = gate, monitor, context
+        self.report = Report(segment, context, gate)
+        self._segment, self._record, self._interrupted = segment, record, interrupted
+        self._whats: dict[Any, What] = {}
+        self._mapped: list[arena.Mapping] = []
+        for dtype in _SHARED:  # while the memo has room
+            self.what("all_gather", dtype)
+
+    def what(
+        self,
+        operation: str,
+        dtype: np.dtype[Any],
+        op: ReduceOp | None = None,
+        *,
+        parts: Sequence[int] = (),
+    ) -> What:
+        """The description of a call, made at its first use; `op`: of a reducing one.
+
+        Args:
+            parts: sizes of the arrays of a coalesced call; its description is not kept.
+        """
+        key = (operation, op, dtype)
+        if not parts and key in self._whats:
+            return self._whats[key]
+        nbytes, largest = dtype.itemsize, self._segment.layout.slot
+        if operation == "reduce_scatter":  # a slot has an element for each peer
+            largest //= max(1, self.gate.size - 1)
+        if op is not None and nbytes > largest:
+            raise ArrayError(f"an element of {dtype} has {nbytes} bytes; {operation} takes {largest} here")
+        call = signature.encode(operation, dtype, op=op, parts=parts)
+        if operation == "message":
+            call = kind_of(0, dtype)
+        what = What(call, nbytes, (0, 0) if op is None else reducer(op, dtype)[:2])
+        if not parts and self._whats.setdefault(key, what) is what:
+            self.context.remember(signature.code_of(operation), dtype, op, what)
+        return what
+
+    def prepared(self, entry: Entry, what: What | None, *args: Any, timeout: float | None = None) -> Call:
+        """A call of an entry on prepared arrays."""
+        if what is not None:
+            args = kept(entry.name, args, what.itemsize)
+        tags = rounds.PREPARED
+        handle = self.context.address | tags
+
+        def call() -> None:
+            self.gate.check_usable()
+            if what is not None:
+                self.context.words[words.GIVEN] = what.address
+            try:
+                while not self.resume(entry.call(handle, *args), entry, *args, tags=tags, timeout=timeout):
+                    # The synchronous call of another thread is under way, which ends within its own timeout.
+                    time.sleep(_POLL_SECONDS)
+                    self.gate.check_usable()
+            except BaseException as error:
+                self.torn(entry, error)
+
+        return call
+
+    # ---- when an entry comes back early --------------------------------------------------------------
+
+    def resume(
+        self, code: int, entry: Entry, *args: Any, tags: int = 0, timeout: float | None = None
+    ) -> bool:
+        """Call an entry again until it has an end; whether it has done the call, which it may not have begun."""
+        begun = code in _UNDER_WAY
+        wait: Wait | None = None
+        limit = self.gate.timeout if timeout is None else timeout
+
+        def look(code: int) -> None:
+            nonlocal wait
+            wait = wait or Wait(self.monitor, self.report.doing(entry.name), self.report.late, limit)
+            wait.look() if code == AGAIN else wait.worked()
+
+        while code in _UNDER_WAY:
+            if code == UNREADABLE:
+                self._refuse_to_read(entry, look)
+            elif code == UNMAPPED:
+                self._map_arena(self.context[words.LATE], look)
+            elif code == MIXED:
+                self._record.broken_off("made anew")
+            else:
+                look(code)
+            how = rounds.HELD if code == MIXED else rounds.RESUMED
+            code = entry.call(self.context.address | tags | how, *args)
+        if code == MISMATCH:
+            self._record.broken_off("mismatch")
+            difference = self.report.mismatch(self._gather)
+            self.context.let_go()
+            raise dump.after(difference)
+        if begun and code == LATER:
+            raise changed(self.report.doing(entry.name))
+        return code == DONE
+
+    def _refuse_to_read(self, entry: Entry, look: Callable[[int], None]) -> None:
+        """A peer's array cannot be read: raise why, first of all that it or another one died, or failed the group."""
+        look(AGAIN)  # which raises what it has seen twice
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while True:
+            look(AGAIN)
+            if time.monotonic() > deadline:
+                raise unreadable(self.monitor, self.context[words.LATE], self.report.doing(entry.name))
+            time.sleep(_POLL_SECONDS)
+
+    def _map_arena(self, peer: int, look: Callable[[int], None]) -> None:
+        """Map the arena that a peer's call has named; a peer that has ended meanwhile is what `look` raises."""
+        base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:6])
+        reach("shm.arena.before_mapping")
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while True:
+            try:
+                mapping = arena.map_peer(self.monitor.members[peer].pid, fd, nonce, nbytes)
+                break
+            except ResourceError:
+                look(AGAIN)
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_SECONDS)
+        reach("shm.arena.after_mapping")
+        self._mapped.append(mapping)
+        self.context.note_arena(peer, base, nbytes, mapping.address)
+
+    def _gather(self, everybody: Array, own: Array) -> None:
+        """Every rank's array, by the thread whose call has the context; its dtype is one of `_SHARED`."""
+        code = movement.all_gather.call(self.context.address | rounds.HELD, everybody, own)
+        self.resume(code, movement.all_gather, everybody, own, tags=rounds.HELD)
+
+    def torn(self, entry: Entry, error: BaseException, *integers: Any) -> None:
+        """An entry's call was left by an exception, which goes on; where the call was half-way, the group fails.
+
+        Where the entry refused one of the integers it does not, since the general path then says what is wrong.
+        """
+        if not self.context.is_mine():
+            if refuses(error, integers):
+                return
+            raise error
+        self._interrupted(error, self.report.doing(entry.name))
+        self._await_writers()
+        self.context.let_go()
+        raise error
+
+    def _await_writers(self) -> None:
+        """The group has failed: no peer writes into this rank's array any more, or it is withdrawn (single_copy.py)."""
+        address, nbytes = self.context[words.EXPOSED], self.context[words.EXPOSED_BYTES]
+        deadline = time.monotonic() + _WRITER_SECONDS
+        while address and (writers := self._living_writers()):
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, writers))
+                _log.warning("%s may still write into a shared array: arrays are shared no more", names)
+                arena.withdraw(address, nbytes)
+                break
+            time.sleep(_POLL_SECONDS)
+        self.context.words[words.EXPOSED] = 0
+
+    def _living_writers(self) -> list[Member]:
+        members = self.monitor.members
+        writers = [members[peer] for peer in range(self.gate.size) if self._segment.reach(peer)[PUSHING]]
+        dead = dead_among(writers)
+        return [member for member in writers if member not in dead]
+
+    def close(self) -> None:
+        """Unmap peers' arenas. No call may run afterwards."""
+        for mapping in self._mapped:
+            mapping.close()

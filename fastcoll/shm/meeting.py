@@ -1,0 +1,155 @@
+"""How the members of a group meet in a segment, and agree on what holds for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import operator
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .. import config, failpoints
+from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
+from ..rendezvous.assemble import GroupMeeting
+from ..store import Store
+from ..system.processes import Member, gone_among
+from . import learned
+from .autotune import allowed_ways
+from .known import Conditions, Times, one_shot_limit
+from .layout import ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, WAYS, Layout, plan
+from .reach import Reach
+from .segment import DIRECTORY, MOUNT, Segment, free_bytes, new_name, shortage, sweep, unlink
+
+_MASK_WORDS = LINE // 8 - 1  # 960 CPUs
+_LOOK_SECONDS = 0.05
+_DOING = "making a group in shared memory"
+
+
+class Met(NamedTuple):
+    """What a meeting has agreed on, the same for all members."""
+
+    segment: Segment
+    cores: int  # that the members share
+    share: int  # cores for each rank of the job
+    conditions: Conditions
+    known: tuple[Times, float]  # what was known of ways under these conditions before this group (learned.py)
+    reach: int  # how they can read one another's memory (reach.py)
+
+
+def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int) -> Met:
+    """The group's segment, mapped by all members, and what concerns all of them.
+
+    Args:
+        neighbours: ranks of the job on this node, members or not.
+    """
+    name = ""
+    with GroupMeeting(store, members, rank, timeout, _DOING) as meeting:
+        try:
+            if rank == 0:
+                sweep()
+                layout = choose_layout(len(members))
+                name = new_name()
+                known = learned.told(len(members), layout.slot)
+                meeting.say("segment", json.dumps({"name": name, "known": known, **vars(layout)}).encode())
+                segment = Segment.create(name, layout)
+                segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
+                segment.words[WAYS] = allowed_ways()
+                meeting.say("created")
+                failpoints.reach("shm.meeting.after_create")
+            else:
+                announced = json.loads(meeting.hear("segment"))
+                name, known = announced.pop("name"), announced.pop("known")
+                meeting.hear("created")
+                try:
+                    segment = Segment.attach(name, Layout(**announced))
+                except ResourceError:
+                    if name not in os.listdir(DIRECTORY):  # removed by one that has seen the meeting fail
+                        meeting.hear_why()
+                    raise
+                failpoints.reach("shm.meeting.after_attach")
+            try:
+                _tell_of_cores(segment, rank)
+                reach = Reach(segment, members, rank)
+                segment.say_attached(rank)
+                failpoints.reach("shm.meeting.after_proof")
+                segment.prefault(rank)
+                await_all(segment.missing, "attach", members, meeting, timeout)
+                reach.probe()
+                await_all(reach.unsure, "look at the others' memory", members, meeting, timeout)
+                cores = _count_cores(segment)
+            except BaseException:
+                segment.close()
+                raise
+        except BaseException:
+            # Rank 0 may have died with the store in which it had announced the name.
+            sweep(
+                member
+                for member in gone_among(members)
+                if member.pid_namespace == members[rank].pid_namespace
+            )
+            raise
+        finally:
+            if name:
+                unlink(name)
+    share = cores // max(neighbours, len(members))
+    conditions = Conditions(len(members), "own" if share else "shared", segment.layout.slot)
+    return Met(segment, cores, share, conditions, learned.heard(known, conditions), reach.of_all())
+
+
+def choose_layout(size: int) -> Layout:
+    """Sizes that fit into half of what /dev/shm has left, since others need some as well."""
+    wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
+    try:
+        free = free_bytes() // 2 // size
+    except FileNotFoundError as error:
+        raise ResourceError(f"there is no {DIRECTORY}; {MOUNT}, or choose backend='tcp'") from error
+    if wanted <= free:
+        return plan(size, wanted)
+    try:
+        return plan(size, free)
+    except ResourceError as error:
+        raise ResourceError(shortage(size * wanted, "free what fills it")) from error
+
+
+def await_all(
+    late: Callable[[], list[int]], do: str, members: Sequence[Member], meeting: GroupMeeting, timeout: float
+) -> None:
+    """Wait until no rank is `late` to do something, and from time to time look for trouble.
+
+    A death counts only if ranks are late still: what the dead did before may be all that this one has waited for.
+    """
+    next_look, dead = time.monotonic() + _LOOK_SECONDS, list[Member]()
+    while missing := [members[r].rank for r in late()]:
+        if dead:
+            raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
+        time.sleep(0.0002)
+        if time.monotonic() < next_look:
+            continue
+        next_look = time.monotonic() + _LOOK_SECONDS
+        meeting.look()
+        dead = gone_among(members)
+        if not meeting.left():
+            who = f"rank {', '.join(map(str, missing))} did not {do} within {timeout:g} s"
+            raise CollectiveTimeoutError(f"{_DOING}: {who}", missing)
+
+
+def _tell_of_cores(segment: Segment, rank: int) -> None:
+    """Write which CPUs this process may use, and how many its cgroup allows."""
+    mask = sum(1 << cpu for cpu in os.sched_getaffinity(0) if cpu < 64 * _MASK_WORDS)
+    quota = 1 << 30  # none
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
+        share, period = map(int, file.read().split())
+        quota = max(1, share // period)
+    segment.write(rank, ATTACHED + 8, mask.to_bytes(8 * _MASK_WORDS, "little"))
+    segment.words[segment.word(rank, QUOTA)] = quota
+
+
+def _count_cores(segment: Segment) -> int:
+    """How many CPUs the members may use together; the same on all of them."""
+    ranks = range(segment.layout.size)
+    masks = [int.from_bytes(segment.read(r, ATTACHED + 8, 8 * _MASK_WORDS), "little") for r in ranks]
+    quotas = [int(segment.words[segment.word(r, QUOTA)]) for r in ranks]
+    return min(functools.reduce(operator.or_, masks).bit_count(), *quotas)
