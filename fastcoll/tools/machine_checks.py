@@ -39,7 +39,7 @@ except OSError as error:
 
 
 def shared_memory(ranks: int) -> Iterator[Finding]:
-    """A group of so many ranks gets at most half of what is free, as in `segment.meet`."""
+    """A group of so many ranks gets at most half of what is free, as in `meeting.choose_layout`."""
     try:
         fd = segment.nameless()
     except FastcollError as error:
