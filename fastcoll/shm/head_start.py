@@ -1,16 +1,24 @@
-"""A head start: an asynchronous call begins on its caller's thread, where the progress thread has no core of its own.
+"""Inline start: an asynchronous call begins on its caller's thread if the progress thread has no core of its own.
 
-A caller that computes leaves no progress thread time on the core that they share. So the call goes as far as the peers
-let it at once, mostly to its end, since ranks that do the same come to it at about the same time. What has to wait for
-longer is handed over to the progress thread, so no caller is held up by a late peer. Steps of DistributedDataParallel
-(transformer of 3 MB, 2 ranks on 2 cores of an EPYC): 13.0 ms on the progress thread, 10.8 ms with a head start, 9.5 ms
-without communication.
+A caller that computes leaves the progress thread no time on the core that they share. So the caller runs the call as
+far as the peers allow at once. That is mostly to its end, because ranks that run the same program reach the call at
+about the same time. A call that would have to wait longer is handed over to the progress thread, so a late peer does
+not block the caller. Steps of DistributedDataParallel (transformer of 3 MB, 2 ranks on 2 cores of an EPYC): 13.0 ms on
+the progress thread, 10.8 ms with an inline start, 9.5 ms without communication.
 
-BUSY says who goes on with the call: its caller, then nobody (handed over), then the thread that took it over. Both
-changes are made under the queue's lock, so nobody goes on with a call before its caller has let go of it, or after the
-caller was interrupted or the group was closed. A call is queued only where nothing else is: what another thread has
-queued since it began waits for the context, and in front of it would hold up the very call that it waits for. Beside
-such a one the call goes on on a thread of its own. `tests/shm/test_head_start_model.py` explores every schedule.
+BUSY names the thread that runs the call: the caller, then HANDED_OVER, then the thread that takes the call over.
+
+Invariants:
+
+- A thread takes a call over after its caller has released it, because the caller stores HANDED_OVER, and the thread
+  replaces it, under the queue's lock.
+- No thread takes over a call whose caller was interrupted before it handed the call over, or whose group was closed:
+  BUSY is 0 then, and a thread takes a call over only if BUSY is HANDED_OVER.
+- A call is put into the progress queue only if the queue is empty; otherwise it gets a thread of its own. Another
+  thread may have queued an operation since the call began. That operation waits for the context, which this call owns,
+  so the call would wait behind an operation that waits for it.
+
+`tests/shm/test_head_start_model.py` explores every schedule.
 """
 
 from __future__ import annotations
@@ -29,12 +37,12 @@ from . import context_layout as words
 from .context import HANDED_OVER, Context, changed
 from .rounds import RESUMED
 
-# Nanoseconds that one wait of a head start may take. With a core for each rank, that core idles meanwhile: as long as
-# handing over takes. With fewer, the peers compute on it, and it pays to wait until they come.
+# Nanoseconds that one wait of an inline start may take. With a core for each rank, the core idles during the wait, so
+# it may take as long as a hand-over. With fewer cores, peers compute on this core, so it pays to wait for them.
 _DEDICATED = 200_000
 _OVERSUBSCRIBED = 20_000_000
 
-# What a caller does next with its call. BROKEN: an array was changed in the middle of it.
+# Next step of a caller with its call. BROKEN: another thread changed an array during the call.
 FINISHED, NOT_BEGUN, GO_ON, HAND_OVER, BROKEN = range(5)
 
 _COMPLETE = Work()
@@ -42,11 +50,11 @@ _COMPLETE.complete()
 
 
 def next_step(code: int, begun: bool, failed: bool) -> int:
-    """What its caller does with a call whose entry returned `code`.
+    """Return the caller's next step after the call's entry returned `code`.
 
     Args:
-        begun: the call had the context already when the entry was called.
-        failed: the group has; then the progress thread ends the call.
+        begun: the call owned the context before this run of the entry.
+        failed: the group has failed; then the progress thread ends the call.
     """
     if code == DONE:
         return FINISHED
@@ -56,12 +64,12 @@ def next_step(code: int, begun: bool, failed: bool) -> int:
 
 
 def goes_aside(pending: int) -> bool:
-    """Whether a call that is handed over gets a thread of its own; `pending`: operations queued or under way."""
+    """Whether a call that is handed over gets a thread of its own; `pending`: operations queued or running."""
     return pending > 0
 
 
 def may_take_over(busy: int, closed: bool) -> bool:
-    """Whether a call can be gone on with: it was handed over (BUSY is no thread's number), and the group is open."""
+    """Whether a thread may take a call over: BUSY is HANDED_OVER (negative), and the group is open."""
     return busy < 0 and not closed
 
 
@@ -69,7 +77,7 @@ class HeadStart:
     """Begins a group's asynchronous calls on their callers' threads.
 
     Args:
-        resume, torn: what follows an entry that comes back early, or is left by an exception; see ShmBackend.
+        resume, torn: handle an entry that returned early, or was left by an exception; see calls.py.
         share: cores for each rank of the job on this node.
     """
 
@@ -80,7 +88,7 @@ class HeadStart:
         self._context, self._c = context, context.address
         self._resume_entry, self._torn, self._share = resume, torn, share
         self._ahead = 0  # ns that a wait may take; 0: asynchronous calls begin on the progress thread
-        self._handing: set[int] = set()  # threads that hand a call over right now
+        self._handing: set[int] = set()  # threads that are handing a call over
 
     def begin_at_once(self) -> None:
         """See ProcessGroup."""
@@ -88,14 +96,14 @@ class HeadStart:
             self._ahead = _DEDICATED if self._share else _OVERSUBSCRIBED
 
     def is_handing_over(self) -> bool:
-        """Whether this thread has the queue's lock: a signal handler that waited for the progress thread would hang."""
+        """Whether this thread holds the queue's lock: a signal handler must not wait for the progress thread then."""
         return threading.get_ident() in self._handing
 
     def begin(self, entry: Entry, *args: Any, integers: Sequence[Any] = ()) -> Work | None:
-        """Begin a call on this thread; None: leave it to the general path.
+        """Begin a call on this thread and return its Work; None: the general path must make the call.
 
         Args:
-            integers: those arguments that an entry may refuse.
+            integers: the arguments that an entry may reject.
         """
         if not self._ahead:
             return None
@@ -122,7 +130,7 @@ class HeadStart:
         return _COMPLETE if step == FINISHED else None
 
     def _hand_over(self, code: int, entry: Entry, args: tuple[Any, ...], given: tuple[Any, ...]) -> Work:
-        """Leave this thread's call to another one; `given`: what keeps the memory of `args` alive."""
+        """Hand this thread's call over to another thread; `given` keeps the memory of `args` alive."""
         aside: ProgressQueue | None = None
 
         def job(_: Any = given) -> None:
@@ -147,7 +155,7 @@ class HeadStart:
         return work
 
     def _resume(self, code: int, entry: Entry, args: tuple[Any, ...]) -> None:
-        """Go on with a call that was handed over; nobody else can take the context, so this needs no turn."""
+        """Take over a call that was handed over. BUSY is not 0, so no other call can take the context meanwhile."""
         with self._gate.queue.changed:
             if not may_take_over(self._context[words.BUSY], self._gate.closed):
                 self._gate.check_usable()

@@ -1,35 +1,41 @@
-"""The one protocol under all collectives of a segment: rounds over a ring of slots.
+"""The protocol of all collectives in a segment: rounds over a ring of slots.
 
-A collective is a sequence of *rounds*, the same number on every rank, numbered through the life of the
-group. For round t a rank writes its slot t % SLOTS, publishes t, and reads slots of its peers. It may
-write some rounds ahead of what it reads (LAG).
+A collective is a sequence of *rounds*. All ranks run the same number of rounds, and the numbering continues through the
+life of the group. In round t a rank writes its slot t % SLOTS, publishes t, and reads the slots of its peers. It may
+write up to LAG rounds ahead of the round that it reads.
 
     word                  writer    readers   meaning of a value v
-    call line s % 2       rank      all       word 0 = s: call s has begun here, its first round is published
+    call line s % 2       rank      all       word 0 = s: the rank has begun call s and published its first round
     PUBLISHED             rank      all       v: of a call's later rounds, those below v are published
-    CONSUMED              rank      all       v: rounds below v are read
+    CONSUMED              rank      all       v: the rank has read all rounds below v
     combined line s % 2   group     all       word 0 = s: all ranks of the group have begun call s
 
-Why a slot may be written again. Round t reuses the slot of round t - SLOTS, so every peer must have
-read that round: its CONSUMED is at least t - SLOTS + 1, or it has begun a later call. `seen` is the highest
-such bound already known, so that the check is free in the common case: a call's first round waits for
-everybody (`meet`), after which the rounds of all earlier calls are known to be read.
-Why a call line may be written again. Call s + 2 overwrites the line of call s; it begins only after the
-meeting of call s + 1, which no rank attends before it has compared the lines of call s.
-More than layout.FLAT ranks meet in groups. A rank waits for its group's lines; the group's combined line says of all of
-them what one rank's line would say; and a rank waits for the combined lines of all groups. Whoever has read its group's
-lines writes the combined one, unless it is there: a fixed leader would have to be scheduled first where ranks share
-cores. Several may write at once, since they write the same words: these depend on the group's lines only. What a rank
-wrote before its line is visible to all that have met, as one acquire and release follows the other.
-Why all these lines may be written again. Whoever has met for call s + 1 knows that every rank has begun it, and so has
-finished call s: nobody reads a line of call s any more, neither a rank's nor a group's, or is about to write a group's.
-Only then does a rank begin call s + 2, which uses these lines next.
-Why nobody waits for ever. A rank writes at most LAG <= SLOTS - 1 rounds ahead, so whoever has read least
-finds every slot that it and its peers need next free.
+The *meeting* of a call ends when all ranks have begun it. Then each rank compares the lines of all ranks.
+
+Invariants:
+
+- A rank overwrites a slot after every peer has read it. Round t reuses the slot of round t - SLOTS, so the rank first
+  waits until every peer's CONSUMED is at least t - SLOTS + 1. SEEN caches the highest bound that held, and a meeting
+  raises it to the call's first round, because a peer that has begun a call has read all rounds of earlier calls. So
+  this check costs nothing in the common case.
+- A rank overwrites its call line of call s, for call s + 2, after every peer has compared it: the rank begins call
+  s + 2 after the meeting of call s + 1, and a rank begins call s + 1 after it has compared the lines of call s.
+- No rank waits for ever. LAG <= SLOTS - 1, so the rank that has read the fewest rounds finds every slot that it and its
+  peers need next free.
+
+More than layout.FLAT ranks meet in groups. A rank waits for the lines of its own group, then for the combined lines of
+all groups. A combined line has the values that one line would have for the whole group. The first rank that has read
+all lines of its group writes the combined line: a fixed leader would have to be scheduled first where ranks share
+cores. Several ranks may write it at the same time, because they store the same words, which depend only on the group's
+lines.
+A rank's earlier writes are visible to every rank that has met, through a chain of release stores and acquire loads.
+The second invariant holds for these lines as well. A rank that has met for call s + 1 knows that every rank has begun
+it and so has finished call s. No rank reads a line of call s, or writes a combined line of call s, after that.
+
 `tests/shm/test_rounds_model.py` explores the schedules of this protocol.
 
-Every entry is resumable: WROTE, READ and MET say where it stopped, and waiting again is harmless. The context
-belongs to one call at a time, whose thread is named in BUSY from `take` until the call is complete.
+Every entry is resumable: WROTE, READ and MET record how far it got, and a wait can be repeated. One call at a time owns
+the context. BUSY holds the number of its thread from `take` until the call is complete.
 """
 
 from __future__ import annotations
@@ -54,27 +60,27 @@ from ..kernels.waiting import BUDGET, IDLE, TIMED, now, wait_for
 from . import autotune, layout
 from . import context_layout as at
 
-# An entry takes the context's address with what Python knows about the call in the lowest bits.
-RESUMED = 1  # the call came back with AGAIN before and holds the context
-PREPARED = 2  # the arrays have been adopted, and GIVEN is the call's description
-HELD = 4  # this thread has the context from the call before; and the call is to go through the slots
+# An entry's handle is the context's address with these tags in the lowest bits.
+RESUMED = 1  # the entry returned early before, and the call owns the context
+PREPARED = 2  # Python has validated the arrays, and GIVEN is the call's description
+HELD = 4  # this thread owns the context since the previous call; the call must go through the slots
 TAGS = 7
 
-# Which calls are timed for the record, besides those that wait longer than a few spins: two looks at the clock take
-# 50 ns, which is 1 ns a call of 8 bytes so, and 1 % of one of 64 KiB.
+# The record has the times of one call in TIMED_EVERY, of calls from TIMED_FROM bytes on, and of calls that wait longer
+# than a few spins. Two clock reads take 50 ns: 1 ns on average for a call of 8 bytes, 1 % of a call of 64 KiB.
 TIMED_EVERY, TIMED_FROM = 64, 64 << 10
 
-# How a call can go direct: with arrays anywhere in its ranks' memory, or all in arenas that the others can map.
+# Where a rank's arrays are in a call that may read peers' arrays: anywhere in its memory, or all in its arena.
 ORDINARY, SHARED = 1, 2
 _OPERATIONS = len(OPERATIONS)
 
-# Failpoints of every operation, by its number behind the first one's.
+# The first failpoint of each kind; those of the other operations follow, in the order of their numbers.
 _ENTER, _PUBLISHED = number_of("shm.OPERATION.enter"), number_of("shm.OPERATION.after_publish")
 _MID_CHUNK, _MET = number_of("shm.OPERATION.mid_chunk"), number_of("shm.OPERATION.after_meeting")
 _BEFORE_DONE, _AFTER_DONE = number_of("shm.OPERATION.before_done"), number_of("shm.OPERATION.after_done")
 _BARRIER = signature.code_of("barrier")
 
-# The bits of a line's TIME that are no time: whether the call is direct, and the sign, where ranks of a group differ.
+# The bits of a line's TIME beside the time: bit 0 is set for a direct call, the sign bit where ranks of a group differ.
 _BESIDE_TIME = -(1 << 63) | 1
 
 
@@ -86,7 +92,7 @@ def ways_at(c):
 
 @inlined
 def table(c, which):
-    """Address of a table of a word a rank: addresses and bytes of what this rank gives and takes, and SOURCES."""
+    """Address of one of the context's tables with a word for each rank."""
     return c + 8 * (at.TABLES + which * load_word(c, at.SIZE))
 
 
@@ -117,9 +123,9 @@ def combined_of(c, rank):
 
 @inlined
 def place_of(c, rank, step, nbytes, room=layout.INLINE):
-    """Where a round of a payload of nbytes lies: in the call line itself when all of it fits into the room there.
+    """Address of a rank's data of a round: in its call line if the payload of nbytes fits there, else in its slot.
 
-    A peer's payload of a word is in its group's combined line, too, which is in the cache already.
+    A peer's payload of one word is read from its group's combined line, which is in the cache already.
     """
     if nbytes > room:
         return slot_of(c, rank, step)
@@ -130,7 +136,7 @@ def place_of(c, rank, step, nbytes, room=layout.INLINE):
 
 @inlined
 def take(handle):
-    """The context's address, taken for a call unless the call has it already; 0: that can't be now."""
+    """Take the context for a call, unless the call owns it; return its address, or 0 if it cannot be taken now."""
     c = handle & ~TAGS
     if handle & (RESUMED | HELD):
         return c
@@ -141,7 +147,7 @@ def take(handle):
 
 @inlined
 def give_up(handle):
-    """Leave the call to Python, as if it had never been seen."""
+    """Release the context and leave the call to Python."""
     if handle & (RESUMED | HELD) == 0:
         store_release((handle & ~TAGS) + 8 * at.BUSY, 0)
     return LATER
@@ -154,16 +160,18 @@ def _enters(operation):
 
 @failing
 def _comes_by(c, place):
-    """The call under way, whose line is written, comes by a place of its operation."""
+    """Hit a failpoint of the current call's operation; the call's line is written by now."""
     reached(place + (load_word(line_of(c, load_word(c, at.RANK)), layout.CALL) & 0xFF))
 
 
 @inlined
 def begin(handle, operation, nbytes, moving, direct):
-    """The call has the context and its arguments are in order: number it, unless it resumes.
+    """Number a call that owns the context and has valid arguments, and choose its algorithm, unless it resumes.
 
-    The rest is for choosing the way of its data (autotune.py): how much there is, whether it is only moved, and
-    whether the call can go direct: 0, ORDINARY or SHARED, by where its arrays are.
+    Args:
+        nbytes: size of its data, for the choice (autotune.py).
+        moving: True if the call copies data and does not reduce.
+        direct: ORDINARY or SHARED if ranks may read one another's arrays in this call, else 0.
     """
     c = handle & ~TAGS
     store_word(c, at.SINCE, 0)
@@ -187,7 +195,7 @@ def begin(handle, operation, nbytes, moving, direct):
 
 @inlined
 def _await(c, peer, address, want):
-    """Wait until a peer's word is at least `want`: DONE, or AGAIN and the peer is LATE."""
+    """Wait until a peer's word is at least `want`: return DONE, or AGAIN with the peer in LATE."""
     if wait_for(c + 8 * at.PATIENCE, address, want):
         return DONE
     store_word(c, at.LATE, peer)
@@ -196,7 +204,7 @@ def _await(c, peer, address, want):
 
 @kernel
 def _await_all(c, offset, want):
-    """The same for every peer's word at this offset of its section."""
+    """Wait until every peer's word at this offset of its section is at least `want`."""
     for peer in range(load_word(c, at.SIZE)):
         if peer != load_word(c, at.RANK) and _await(c, peer, section(c, peer) + offset, want) != DONE:
             return AGAIN
@@ -205,7 +213,7 @@ def _await_all(c, offset, want):
 
 @inlined
 def open_slot(c):
-    """Wait until the slot of the round to be written next is free."""
+    """Wait until every peer has read the slot that this rank writes next."""
     want = load_word(c, at.ROUND) + load_word(c, at.WROTE) - layout.SLOTS + 1
     if load_word(c, at.SEEN) >= want:
         return DONE
@@ -217,7 +225,7 @@ def open_slot(c):
 
 @inlined
 def publish(c, call, shape, balance):
-    """Make what was written for this round visible to the peers."""
+    """Publish the round that this rank has written."""
     wrote = load_word(c, at.WROTE)
     if wrote == 0:
         line = line_of(c, load_word(c, at.RANK))
@@ -237,7 +245,7 @@ def publish(c, call, shape, balance):
 
 @inlined
 def _record(c, call, shape):
-    """Write the call into the group's record; after it is published, since the peers wait for that."""
+    """Write the call into the group's record, after the call is published, because the peers wait for that."""
     ring, number = load_word(c, at.RING), load_word(c, at.CALLS)
     if ring != 0:
         record_call(ring, number, call, shape, 0)
@@ -247,7 +255,7 @@ def _record(c, call, shape):
 
 @kernel
 def _time(c):
-    """Have the call timed, unless it is already, as it has waited."""
+    """Start timing the call for the record, unless a wait has done so."""
     if load_word(c, at.PATIENCE + TIMED) == 0:
         store_word(c, at.PATIENCE + TIMED, now(c + 8 * at.PATIENCE))
 
@@ -261,17 +269,20 @@ def _record_times(c):
 
 @inlined
 def _time_word(c):
-    """What a call line says of time: how long the last call took; bit 0: this one is direct."""
+    """Value of a call line's TIME: how long the previous call took; bit 0: whether this call is direct."""
     t = ways_at(c)
     return load_word(t, autotune.TOOK) << 1 | autotune.is_direct(t)
 
 
 @inlined
 def _compare(c, lines, stride, first, end, each, own, call, shape, balance):
-    """Wait for the lines first..end-1 of `each` ranks, but not for `own`, and compare them with this rank's call.
+    """Wait for the lines first..end-1 except `own`, and compare them with this rank's call.
 
-    Returns whether all are there; whether the calls are the same; what their balances and `balance` add up to; the
-    largest shape and time; and a number that is not 0 where ranks differ in the bits beside the time.
+    A line is one rank's, or with `each` > 1 the combined line of that many ranks.
+
+    Returns:
+        Whether all lines have arrived; whether all calls match; the sum of all balances; the largest shape; the largest
+        time; and the bits of _BESIDE_TIME in which ranks differ.
     """
     mine = _time_word(c)
     same, largest, time, mixed = True, shape, mine, 0
@@ -292,7 +303,7 @@ def _compare(c, lines, stride, first, end, each, own, call, shape, balance):
 
 @kernel
 def _combine(c, call, shape, balance):
-    """Wait until this rank's group has begun this call, and tell that as if the group were one rank."""
+    """Wait until all ranks of this rank's group have begun this call, and publish the group's combined line."""
     combined = combined_of(c, load_word(c, at.RANK))
     if load_acquire(combined) >= load_word(c, at.CALLS):
         return DONE
@@ -303,8 +314,8 @@ def _combine(c, call, shape, balance):
     )
     if not arrived:
         return AGAIN
-    if load_acquire(combined) < load_word(c, at.CALLS):  # else another one of the group was faster
-        # Where the group's ranks differ, words that no rank's line has, and so differ from each.
+    if load_acquire(combined) < load_word(c, at.CALLS):  # else another rank of the group was faster
+        # If the group's ranks differ, CALL and TIME get values that no single rank's line can have.
         store_word(combined, layout.CALL, call if same else -1)
         store_word(combined, layout.SHAPE, largest)
         store_word(combined, layout.BALANCE, balance)
@@ -317,7 +328,7 @@ def _combine(c, call, shape, balance):
 
 @kernel
 def _meet(c, call, shape, balance):
-    """Wait until every rank has begun this call, and compare the calls."""
+    """Wait until every rank has begun this call, and compare the calls; see `meet`."""
     autotune.stop_clock(ways_at(c))
     size = load_word(c, at.SIZE)
     if load_word(c, at.COMBINED) == 0:
@@ -340,18 +351,22 @@ def _meet(c, call, shape, balance):
         autotune.start_clock(ways_at(c))
         _comes_by(c, _MET)
         return DONE
-    store_word(c, at.READ, layout.SLOTS)  # more rounds than anybody wrote: none is taken for a later call's
+    # Skip more rounds than any rank has written for this call, so that none of them counts for a later call.
+    store_word(c, at.READ, layout.SLOTS)
     if same:
         autotune.give_up(ways_at(c))
     autotune.choose_none(ways_at(c))
     _wind_up(c)
-    # The context stays taken: what Python does next about it belongs to this call.
+    # The call still owns the context: Python reports the mismatch, or repeats the call through the slots.
     return MIXED if same else MISMATCH
 
 
 @inlined
 def meet(c, call, shape, balance):
-    """Wait until every rank has begun this call, and compare the calls, once."""
+    """Wait until every rank has begun this call and compare the calls, unless that is done.
+
+    Return DONE, AGAIN, MISMATCH, or MIXED if the calls match but only some ranks chose the direct algorithm.
+    """
     if load_word(c, at.MET):
         return DONE
     return _meet(c, call, shape, balance)
@@ -359,14 +374,14 @@ def meet(c, call, shape, balance):
 
 @inlined
 def may_write(c, total):
-    """Whether the next thing to do is to write a round, of `total`; else one is to be read."""
+    """Whether this rank writes a round next, of `total`; otherwise it reads one."""
     wrote = load_word(c, at.WROTE)
     return wrote < total and wrote <= load_word(c, at.READ) + load_word(ways_at(c), autotune.LAG)
 
 
 @inlined
 def await_all(c):
-    """Wait until every peer has published the round to be read next."""
+    """Wait until every peer has published the round that this rank reads next."""
     read = load_word(c, at.READ)
     return DONE if read == 0 else _await_all(c, layout.PUBLISHED, load_word(c, at.ROUND) + read + 1)
 
@@ -380,7 +395,7 @@ def await_peer(c, peer, step):
 
 @inlined
 def close_round(c, total):
-    """A round, of `total`, is read: go on to the next; whether that was the last one."""
+    """Count a round, of `total`, as read; return whether it was the last one."""
     read = load_word(c, at.READ) + 1
     store_word(c, at.READ, read)
     if read < total:
@@ -390,7 +405,7 @@ def close_round(c, total):
 
 @inlined
 def finish(c):
-    """The call is complete on this rank."""
+    """Complete the call on this rank and release the context."""
     _comes_by(c, _BEFORE_DONE)
     autotune.measure(ways_at(c))
     if load_word(c, at.PATIENCE + TIMED) != 0:
@@ -404,7 +419,7 @@ def finish(c):
 
 @inlined
 def _wind_up(c):
-    """Make the context ready for the next call."""
+    """Prepare the context for the next call."""
     store_word(c, at.ROUND, load_word(c, at.ROUND) + load_word(c, at.READ))
     store_release(section(c, load_word(c, at.RANK)) + layout.CONSUMED, load_word(c, at.ROUND))
     store_word(c, at.WROTE, 0)
@@ -415,15 +430,15 @@ def _wind_up(c):
 
 @inlined
 def rounds_of(nbytes, chunk):
-    """How many rounds `nbytes` take at `chunk` bytes each: one at least."""
+    """Number of rounds for nbytes at `chunk` bytes each, at least one."""
     return max(1, -(-nbytes // max(1, chunk)))
 
 
 @inlined
 def time_is_up(c):
-    """Whether the kernel has worked long enough and should return WORKED between two rounds.
+    """Whether this run of the entry has used up its time, so that it must return WORKED between two rounds.
 
-    Python then sees signals, the deadline and an abort, though no wait was long.
+    Python then checks signals, the deadline and aborts, which a kernel that never waits long would not do.
     """
     if load_word(c, at.SINCE) == 0:
         store_word(c, at.SINCE, now(c + 8 * at.PATIENCE))
