@@ -2,7 +2,7 @@
 
 A request of a compiled caller has a *record* in the mailbox (rings.py). These functions complete requests without
 Python; a thread that waits for one request makes progress on all of them. They handle the common case only: the engine
-(p2p/engine.py) knows of no operation, the peer is known, and its next message matches a posted receive. They leave
+(p2p/engine.py) has no operation, the peer is known, and its next message matches a posted receive. They leave
 everything else to Python: the engine takes over the pending records when it next takes the rings, and Python completes
 a request without a record.
 
@@ -13,9 +13,9 @@ Invariants:
   which would overtake these, comes here or goes to the engine.
 - A thread that posts through the engine may set BEHIND to BY_PYTHON at any time. `_take` then fails until the engine
   resets it. Functions here change BEHIND by compare-and-swap from 0 or BY_COMPILED, so they never overwrite BY_PYTHON.
-- A record that has ended belongs to the thread that swaps its NUMBER: a wait for the negative number, which shows a
-  second wait that the first one has finished, the engine, which takes the request over, for 0. Only that thread
-  releases the array, so it is released once.
+- A record that has ended belongs to the thread that swaps its NUMBER. A wait swaps it for the negative number, which
+  tells a second wait that the first one has finished; the engine, which takes the request over, swaps it for 0. Only
+  that thread releases the array, so it is released once.
 - No number is used twice. Its bits are the record's index, above it a counter, above that the mailbox's own bits.
 """
 
@@ -115,7 +115,7 @@ def _is_any(kind):
 
 @inlined
 def _take(m):
-    """Take the rings unless the engine knows of operations; True if they were taken."""
+    """Take the rings unless the engine has operations; return whether they were taken."""
     tries = 0
     while not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         if tries == _TRIES:
@@ -168,7 +168,7 @@ def _note(m, place, state, peer, message, kind, nbytes, data, owner):
 
 @kernel
 def _post_send(m, data, owner, nbytes, kind, peer):
-    """Start a send to `peer`; return the request's number, or -1 to leave it to Python."""
+    """Begin a send to `peer`; return the request's number, or -1 to leave it to Python."""
     if not _begin(m, is_kind(kind), peer):
         return -1
     channel = channel_of(m, peer)
@@ -270,7 +270,7 @@ def _push(m, channel, peer):
 
 @kernel
 def _accept(m, channel, peer):
-    """Match the peer's next message, if it has arrived, with a receive."""
+    """Match the header of the peer's next message, if it has arrived, with a receive."""
     idle = load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END)
     if not (idle and r.has_ack_space(channel) and r.sees_header(m, channel)):
         return _IDLE
@@ -340,7 +340,7 @@ def _collect(m, record, number):
 
 @inlined
 def _rests(m, found, turn, rounds):
-    """Return the next idle turn's number after `_progress` returned `found`; -1: return to Python."""
+    """Return the number of the next idle turn after `_progress` returned `found`; -1: return to Python."""
     if found == _MOVED and rounds < _ROUNDS_A_CALL:
         moved(m)
         return 0
@@ -438,7 +438,7 @@ def wait_any_way(m, numbers, out, count, call, peer):
 
 @inlined
 def _finish(m, number):
-    """Wait for a request whose number only this call has."""
+    """Wait for a request whose number no other call has."""
     if number < 0:
         return LATER
     found = _wait(m, number)

@@ -1,10 +1,9 @@
-"""What Python calls to move messages through the rings: compiled functions that run without the GIL.
+"""Compiled functions that move messages through the rings. Python calls them, and they run without the GIL.
 
-`m` is the address of a mailbox's table (rings.py). `send` and `receive` carry one blocking call from begin to
-end, `post_send` and `post_receive` begin one that is posted; they take BUSY. Their `word` is the tag, and `size` -1,
-where they are to look at the array themselves as validate.py has it; else they are its kind and its bytes. `begin`,
-`accept` and `acknowledge` set things going that `advance` then carries on for all peers at once. All come back within
-0.1 s.
+`m` is the address of a mailbox's table (rings.py). `send` and `receive` carry out one blocking call, `post_send` and
+`post_receive` begin a posted one; all four take BUSY. With `size` -1 they validate the array themselves (validate.py),
+and `word` is the tag; otherwise `word` is the message's kind and `size` its bytes. `begin`, `accept` and `acknowledge`
+start transfers, which `advance` then continues for all peers. Every function returns within 0.1 s.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ _SEND, _SENT = number_of("shm.send.enter"), number_of("shm.send.after_done")
 _RECEIVE, _RECEIVED = number_of("shm.recv.enter"), number_of("shm.recv.after_done")
 POSTED_SEND, POSTED_RECEIVE = number_of("shm.isend.after_post"), number_of("shm.irecv.after_post")
 
-NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
+NOTHING, MOVED = 0, 1  # results of `_serve`, besides the events of p2p/pipe.py
 
-_CLOSELY = 256  # looks at one peer alone: some microseconds
-_PIECES_A_CALL = 2048  # at most 128 MiB, 20 ms, between two looks at signals
+_CLOSELY = 256  # polls of one peer alone, some microseconds
+_PIECES_A_CALL = 2048  # at most 128 MiB, 20 ms, between two checks for signals
 
 
 @inlined
@@ -66,21 +65,21 @@ def channel_of(m, peer):
 
 @inlined
 def _ways(m, operation, nbytes, smallest):
-    """The ways that a message may go, as bits; a receiver's are those of copying it out of the ring."""
+    """Algorithms that a message may use, as bits: to write it into the ring, or for a receiver to copy it out."""
     is_direct = operation == r.SENDS and nbytes >= load_word(m, r.DIRECT_FROM)
     return (load_word(m, r.WAYS) if nbytes >= smallest else 0) | (1 << DIRECT if is_direct else 0)
 
 
 @inlined
 def known_way(m, operation, nbytes, smallest):
-    """How a message goes whose time is not measured."""
+    """The fastest known algorithm, for a message whose time is not measured."""
     ways = _ways(m, operation, nbytes, smallest)
     return best_way(m + 8 * r.CHOOSING, operation, nbytes, ways) if ways else CLOSE
 
 
 @inlined
 def _choose(m, operation, nbytes, smallest, phase):
-    """How a message of a blocking call goes: as is best, or as is to be tried."""
+    """Choose the algorithm of a blocking call's message: the fastest known one, or one to try."""
     t = m + 8 * r.CHOOSING
     choose_none(t)
     ways = _ways(m, operation, nbytes, smallest)
@@ -91,7 +90,7 @@ def _choose(m, operation, nbytes, smallest, phase):
 
 @entry
 def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Index) -> int:
-    """Make a message the one that enters the ring to `peer`; `advance` moves the rest of it. None may be entering."""
+    """Begin to write a message into the ring to `peer`; `advance` writes the rest. No other may be entering."""
     m = integer(mailbox)
     channel = channel_of(m, integer(peer))
     way = known_way(m, r.SENDS, integer(nbytes), SMALLEST)
@@ -102,7 +101,7 @@ def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Inde
 
 @entry
 def accept(mailbox: Index, peer: Index, address: Index) -> int:
-    """Let the message whose header `advance` has read arrive at `address` (0: drop its bytes)."""
+    """Begin to receive the message whose header `advance` has read into memory at `address` (0: drop the payload)."""
     m = integer(mailbox)
     channel = channel_of(m, integer(peer))
     r.accept_message(
@@ -115,7 +114,7 @@ def accept(mailbox: Index, peer: Index, address: Index) -> int:
 def acknowledge(
     mailbox: Index, peer: Index, number: Index, verdict: Index, nbytes: Index, kind: Index
 ) -> int:
-    """Answer a message of `peer`, with what the receive asked for; AGAIN: no space."""
+    """Write the ack of a message of `peer`, with the size and kind that the receive expects; AGAIN: no space."""
     channel = channel_of(integer(mailbox), integer(peer))
     if not r.has_ack_space(channel):
         return AGAIN
@@ -125,7 +124,7 @@ def acknowledge(
 
 @inlined
 def is_shut(m, size):
-    """Whether a call that nobody has looked at may not go on."""
+    """Whether the group is shut, for a call that Python has not checked (`size` -1)."""
     return size < 0 and load_word(load_word(m, r.CONTEXT), SHUT) != 0
 
 
@@ -143,7 +142,7 @@ def let_go(m, status):
 
 @inlined
 def _message(m, x, word, size, flags):
-    """The bytes of an array, and the kind of its message; -1 bytes: ask Python."""
+    """Size of an array and kind of its message; size -1: Python must validate the array."""
     if size >= 0:
         return size, word
     c = load_word(m, r.CONTEXT)
@@ -160,12 +159,12 @@ def is_peer(m, rank):
 
 @locked_entry
 def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index) -> int:
-    """Send an array, and wait until it is taken. DONE, AGAIN, REFUSED with the ack in the channel, or LATER.
+    """Send an array and wait until a receive has taken it: DONE, AGAIN, WORKED, LATER, or REFUSED (see the ack).
 
-    Only while no other message to this peer is entering or unacked.
+    No other message to this peer may be entering or unacked.
     """
     m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
-    # Whoever had the rings may have left a message half-way to the engine, which says so by BEHIND.
+    # BEHIND is set if the last holder of the rings has left a message half-way, for the engine to continue.
     if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), 0)
@@ -176,14 +175,14 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
 
 @inlined
 def run_send(m, peer, data, nbytes, kind):
-    """A send that has the rings."""
+    """Carry out a send; the caller holds the rings."""
     status = _send(m, channel_of(m, peer), data, nbytes, kind)
     return let_go(m, DONE) if status == DONE else status
 
 
 @inlined
 def is_kind(kind):
-    """Whether `kind` has a user's tag or a tag of JAX programs."""
+    """Whether `kind` has a tag of users or of JAX programs."""
     return 0 <= kind >> DTYPE_BITS <= LARGEST_TAG or JAX_TAGS <= kind >> DTYPE_BITS <= JAX_TAGS + LARGEST_TAG
 
 
@@ -213,10 +212,10 @@ def _send(m, channel, data, nbytes, kind):
 
 @locked_entry
 def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index) -> int:
-    """Receive the next message of a rank (or of ANY) into an array, and answer it.
+    """Receive the next message of a rank, or of ANY, into an array and write its ack.
 
-    -1 - rank when done, AGAIN, WORKED, OTHER or LATER. Only while no other message of that rank is
-    arriving. If it is not done, word SOURCE holds the rank that was chosen, plus 1.
+    Return -1 - rank if done, else AGAIN, WORKED, OTHER or LATER; then SOURCE is the rank chosen for ANY, plus 1. No
+    other message of that rank may be arriving.
     """
     m, x, source = integer(mailbox), object_at(tensor), integer(src)
     if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
@@ -229,7 +228,7 @@ def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Ind
 
 @inlined
 def run_receive(m, source, data, nbytes, kind):
-    """A receive that has the rings."""
+    """Carry out a receive; the caller holds the rings."""
     if source == ANY:
         event = _advance(m, True, True)
         if event == NO_EVENT:
@@ -254,7 +253,7 @@ def _receive(m, channel, data, nbytes, kind):
                 if load_word(channel, r.IN_KIND) != kind or load_word(channel, r.IN_NBYTES) != nbytes:
                     store_word(m, r.SOURCE, 0)
                     return OTHER
-                # What is read where it is says nothing of how to copy out of the ring.
+                # A direct message is not copied out of the ring, so it is not measured for these algorithms.
                 smallest = r.ENDLESS if load_word(channel, r.IN_FROM) else LARGE
                 r.accept_message(channel, data, _choose(m, r.RECEIVES, nbytes, smallest, 1))
                 continue
@@ -276,7 +275,7 @@ def _receive(m, channel, data, nbytes, kind):
 
 @locked_entry
 def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index) -> int:
-    """Put a small array into the ring at once: the message's number, and BUSY stays taken; or LATER, negative."""
+    """Write a small array into the ring at once; return the message's number and keep BUSY, or return -LATER."""
     m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
     if is_shut(m, integer(size)) or not is_peer(m, peer):
         return -LATER
@@ -290,7 +289,7 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
     if has_requests(m):
         return let_go(m, -LATER)
     channel = channel_of(m, peer)
-    # Behind what enters, and what a peer reads late.
+    # Only if no other message is entering and the peer has read enough of the ring.
     if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END) and r.has_room(m, channel, frame):
         r.begin_message(channel, data_of(x), nbytes, kind, way)
         r.push(m, channel)
@@ -302,9 +301,9 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
 
 @locked_entry
 def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index) -> int:
-    """Receive a small message of a peer if it is there: DONE. Else let `advance` do so: ARMED, and BUSY stays taken.
+    """Receive a small message of a peer that has arrived (DONE), or arm the receive for `advance` (ARMED).
 
-    Or LATER: where an earlier receive, or a message that is stored, may come before it.
+    BUSY stays taken with ARMED. LATER: an earlier receive, or a stored message, may have to be matched first.
     """
     m, x, peer = integer(mailbox), object_at(tensor), integer(src)
     if is_shut(m, integer(size)) or not is_peer(m, peer):
@@ -328,7 +327,7 @@ def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size
 
 @inlined
 def _takes_armed(m, channel):
-    """After a header was seen: receive the message whole, if it is the armed receive's, small, and all here."""
+    """Receive the message whose header was read, if it matches the armed receive, is small and has fully arrived."""
     if load_word(channel, r.IN_KIND) != load_word(channel, r.ARMED_KIND):
         return False
     nbytes = load_word(channel, r.IN_NBYTES)
@@ -339,9 +338,8 @@ def _takes_armed(m, channel):
         return False
     if not r.has_ack_space(channel) or not r.has_arrived(channel, load_word(channel, r.IN_TAIL) + frame):
         return False
-    store_word(
-        channel, r.ARMED_KIND, -1
-    )  # before the ack: the peer may leave with it, which makes armed receives vain
+    # Disarm before the ack: the peer may leave once it has the ack, and the departure fails armed receives from it.
+    store_word(channel, r.ARMED_KIND, -1)
     store_word(channel, r.WATCHED, load_word(channel, r.WATCHED) - 1)
     r.accept_message(channel, load_word(channel, r.ARMED_TO), CLOSE)
     r.pull(m, channel)
@@ -351,7 +349,7 @@ def _takes_armed(m, channel):
 
 @inlined
 def _serve(m, channel, watched):
-    """Move what can move between here and one peer; the first thing that concerns Python, or MOVED."""
+    """Make progress with one peer: return the first event for Python, or MOVED, or NOTHING."""
     event = NOTHING
     if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END) and r.push(m, channel):
         if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END):
@@ -373,20 +371,20 @@ def _serve(m, channel, watched):
 
 @entry
 def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
-    """Take BUSY and `advance`, first of all a send and a receive of one peer that short cuts have posted.
+    """Take BUSY and `advance`; first poll for the end of one peer's send and receive that short cuts have posted.
 
-    A rank that exchanges small messages waits for both in one call: the message comes, and then the ack of its own.
+    A rank that exchanges small messages waits for both in one call: the peer's message arrives, then the ack.
     """
     m = integer(mailbox)
     if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         return NOT_MINE
-    # `handled` was read before this thread had the rings: another one may have dealt with an event since.
+    # Python read `handled` before this thread took the rings; another thread may have handled an event since.
     if load_word(m, r.TOLD) != integer(handled):
         return let_go(m, NOT_MINE)
     channel = channel_of(m, integer(peer))
     event = NOTHING
     turn = 0
-    # Others' messages rest for so long; a send without an ack yet, or a receive, goes on below.
+    # Other peers make no progress during this loop. A send or receive that has not ended continues below.
     while turn < _CLOSELY and event < (BOTH if integer(number) else RECEIVED):
         if load_word(channel, r.ARMED_KIND) >= 0 and _comes_armed(m, channel):
             event = RECEIVED
@@ -405,7 +403,7 @@ def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
 
 @inlined
 def _comes_armed(m, channel):
-    """Receive the message of the armed receive, if it is there."""
+    """Receive the message of the armed receive if it has arrived."""
     idle = load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END)
     return idle and r.sees_header(m, channel) and _takes_armed(m, channel)
 
@@ -420,7 +418,7 @@ def _tell(m, event):
 
 @entry
 def advance(mailbox: Index, handled: Index, wait: Index) -> int:
-    """Move all messages under way until one of them needs a decision, as p2p/pipe.py has it."""
+    """Make progress on all messages until one of them needs a decision of the engine; see p2p/pipe.py."""
     m = integer(mailbox)
     if load_word(m, r.TOLD) > integer(handled):
         return load_word(m, r.EVENT)
@@ -457,14 +455,14 @@ def _advance(m, watch_all, wait):
 
 @entry
 def claim(mailbox: Index, place: Index, number: Index) -> int:
-    """Take the request with this number out of its record: DONE, or AGAIN where a wait has just collected it."""
+    """Claim the request with this number for the engine: DONE, or AGAIN if a wait has collected it first."""
     word = integer(mailbox) + 8 * (r.REQUESTS + r.RECORDS + integer(place) * r.RECORD_WORDS + r.NUMBER)
     return DONE if swap_if_equal(word, integer(number), 0) else AGAIN
 
 
 @entry
 def retire(mailbox: Index) -> int:
-    """Tell all peers that acks are no longer read here."""
+    """Let all peers write any number of acks, since this rank reads no more of them."""
     m = integer(mailbox)
     for peer in range(load_word(m, r.SIZE)):
         if peer != load_word(m, r.RANK):

@@ -1,30 +1,33 @@
 """Point-to-point between ranks of a segment: one byte ring for each ordered pair, in the sender's section.
 
-A message is a *frame*: nbytes, kind (tag and dtype code), the payload, padded to 64 bytes. It enters
-the ring piece by piece, a quarter of the ring at most, so that copying in and copying out overlap; what
-fits into one piece becomes visible with one store. The receiver takes frames in order, into the array
-they are meant for or into memory of its own, and answers each with an *ack* when a receive has matched it.
-Acks may come in any order, so they name the message's number (frames counted from 1).
+A message is a *frame*: nbytes, kind (tag and dtype code) and the payload, padded to 64 bytes. The sender writes it
+into the ring in pieces of at most a quarter of the ring, so that copying in and copying out overlap; a frame that fits
+into one piece becomes visible with one store. The receiver consumes frames in order. It copies the payload into the
+array of the matching receive, or into memory of its own, and writes an *ack* when a receive has matched. Acks may be
+written in any order, so an ack has the message's number (frames are counted from 1).
 
     word of the ring       writer    meaning
-    HEAD                   sender    bytes produced (release: the bytes below it are written)
-    ACKS_TAKEN             sender    acks read, brought up to date now and then (release)
-    TAIL                   receiver  bytes consumed (release: the bytes below it are read)
-    ack k % ACK_SLOTS      receiver  word 0 = k + 1 (release), then message number, verdict, nbytes, kind
+    HEAD                   sender    bytes produced (release: the bytes below are written)
+    ACKS_TAKEN             sender    acks read, updated after every ACK_BATCH acks (release)
+    TAIL                   receiver  bytes consumed (release: the bytes below are read)
+    ack k % ACK_SLOTS      receiver  word 0 = k + 1 (release), then message number, answer, nbytes, kind
 
-A large message may go direct: its frame is one unit that says where the sender's array is, and the receiver reads it
-there before it takes the frame. The array stays as it is until the ack, unless the sender fails the group, or leaves
-it, which the receiver looks for when it has read.
+A large message may be sent directly: its frame is one unit with the address of the sender's array, and the receiver
+reads the array before it consumes the frame. The sender must not change the array before the ack. A sender that fails
+or leaves the group may change it earlier, so the receiver checks the sender's STATE after it has read.
 
-Why no byte is overwritten unread: the sender writes below TAIL + ring size only, having acquired TAIL.
-Why no ack is overwritten unread: the receiver writes ack k only when ACKS_TAKEN > k - ACK_SLOTS. The
-sender publishes it after every ACK_BATCH acks, so it is never more than that behind what was read.
-Why nobody waits for ever: an ack belongs to a send that is not complete, whose owner is polling for it;
-a rank that leaves sets ACKS_TAKEN to its highest value.
+Invariants:
+
+- The sender overwrites a byte after the receiver has read it: it acquires TAIL and writes below TAIL + ring size only.
+- The receiver overwrites an ack after the sender has read it: it writes ack k only if ACKS_TAKEN > k - ACK_SLOTS.
+  ACKS_TAKEN is less than ACK_BATCH behind the acks that the sender has read.
+- Neither end waits for ever: the owner of an incomplete send polls for its ack, and a rank that leaves sets its
+  ACKS_TAKEN to the highest value.
+
 `tests/shm/test_rings_model.py` explores the schedules of this protocol.
 
-Here are the steps of the two ends; ring_kernels.py makes calls of them. A rank's private state is a mailbox, one table,
-and a channel for each peer, from which everything is resumable.
+This file has the steps of both ends, from which ring_kernels.py builds calls. A rank's private state is one table, the
+mailbox, and a channel for each peer. Every step can be resumed from it.
 """
 
 from __future__ import annotations
@@ -55,31 +58,31 @@ NEVER_FULL = ENDLESS = 1 << 62
 FRAME_HEADER = 16
 FRAME_UNIT = 64
 PIECES_A_RING = 4
-IS_DIRECT = 1 << 62  # in the kind of a message
+IS_DIRECT = 1 << 62  # bit in the kind of a message
 _READ_AT_ONCE = 256 << 10  # bytes; 20 us
-_LINES_AHEAD = 4  # of the next message
+_LINES_AHEAD = 4  # cache lines of the next message to prefetch
 
 _PIECE_SENT, _PIECE_READ = number_of("shm.message.piece_sent"), number_of("shm.message.piece_read")
 _BEFORE_ACK = number_of("shm.message.before_ack")
 
 # Words of a mailbox's private table, behind the polling table.
-BELL = POLLING_WORDS  # not 0: somebody wants the kernel back
+BELL = POLLING_WORDS  # not 0: the kernel must return to Python
 CHANNELS = BELL + 1  # address of the channel to rank 0
 SIZE = BELL + 2
 RANK = BELL + 3
 RING = BELL + 4  # bytes of a ring, a power of two
-TURN = BELL + 5  # the rank to serve first, so that nobody starves
-SOURCE = BELL + 6  # receive from any: the rank chosen plus 1, 0 before
+TURN = BELL + 5  # the rank that `advance` serves first, so that no peer starves
+SOURCE = BELL + 6  # of a receive from any rank: the chosen rank plus 1; 0: none was chosen yet
 BUSY = BELL + 7  # not 0: a thread drives the rings
-BEHIND = BELL + 8  # not 0: operations are pending, or the mailbox has ended; blocking calls wait:
-BY_PYTHON, BY_COMPILED = 1, 2  # the engine has operations, or only compiled callers do (requests.py)
-CONTEXT = BELL + 9  # address of the group's context, whose memo knows the dtypes
-STORED = BELL + 10  # not 0: messages wait for a receive, so that none may be armed
-TOLD = BELL + 11  # events that `advance` has told
+BEHIND = BELL + 8  # not 0: operations are pending, or the mailbox has ended, so blocking calls must wait:
+BY_PYTHON, BY_COMPILED = 1, 2  # the engine has operations; only compiled callers have some (requests.py)
+CONTEXT = BELL + 9  # address of the group's context, whose memo has the dtypes
+STORED = BELL + 10  # not 0: stored messages wait for receives, so no receive may be armed
+TOLD = BELL + 11  # events that `advance` has returned
 EVENT = BELL + 12  # the last of them
-DIRECT_FROM = BELL + 13  # bytes from which blocking sends may go direct
-WAYS = BELL + 14  # the ways of autotune.py that others may go, as bits
-VECTORS = BELL + 15  # 15 to 18: for the system call that reads a peer's memory
+DIRECT_FROM = BELL + 13  # bytes from which sends may go direct
+WAYS = BELL + 14  # the algorithms of autotune.py that other messages may use, as bits
+VECTORS = BELL + 15  # 15 to 18: iovecs of the system call that reads a peer's memory
 CHOOSING = BELL + 19  # the table of autotune.py, for the operations SENDS and RECEIVES
 SENDS, RECEIVES = range(2)
 REQUESTS = CHOOSING + table_words(2)  # table of the compiled callers' requests (requests.py)
@@ -116,40 +119,40 @@ MAILBOX_WORDS = REQUESTS + RECORDS + RECORDS_AT_MOST * RECORD_WORDS
 OUT = 0  # address of the ring to the peer
 OUT_HEAD = 1
 OUT_TAIL = 2  # the peer's TAIL as last seen
-OUT_BODY = 3  # position of the payload of the message that enters
-OUT_END = 4  # end of that message; equal to OUT_HEAD when none enters
+OUT_BODY = 3  # position of the payload of the message that is entering
+OUT_END = 4  # end of that message; equal to OUT_HEAD if none is entering
 OUT_FROM = 5  # address of the payload
 OUT_NBYTES = 6
 OUT_KIND = 7
 SENT = 8  # messages begun
 ACKS_READ = 9
-ACK_NUMBER = 11  # the last ack read, whose four fields follow one another
+ACK_NUMBER = 11  # 11 to 14: the four fields of the last ack read
 ACK_VERDICT = 12
 ACK_NBYTES = 13
 ACK_KIND = 14
-ARMED_KIND = 15  # of the receive that the kernels may complete by themselves; -1: none
+ARMED_KIND = 15  # kind of the receive that kernels may complete without Python; -1: none
 IN = 16  # address of the ring from the peer
 IN_HEAD = 17  # the peer's HEAD as last seen
 IN_TAIL = 18
 IN_BODY = 19
-IN_END = 20  # end of the message that arrives; equal to IN_TAIL when none does
-IN_TO = 21  # where its payload goes; 0: nowhere
+IN_END = 20  # end of the message that is arriving; equal to IN_TAIL if none is arriving
+IN_TO = 21  # address for its payload; 0: drop the payload
 IN_NBYTES = 22  # of the last header read
 IN_KIND = 23
 RECEIVED = 24  # messages begun
 ACKS_GIVEN = 25
 IN_ACKS_TAKEN = 26  # the peer's ACKS_TAKEN as last seen
-WATCHED = 27  # how many posted receives may match a message of this peer
-OWED = 28  # acks that wait for space; set from Python
-OUT_WAY = 29  # CLOSE, PAST or DIRECT (autotune.py): how the message that enters is written
-IN_WAY = 30  # and how the one that arrives is
+WATCHED = 27  # posted receives that may match a message of this peer
+OWED = 28  # acks that wait for space; set by Python
+OUT_WAY = 29  # CLOSE, PAST or DIRECT (autotune.py): how the message that is entering is written
+IN_WAY = 30  # CLOSE or PAST: how the arriving message is copied out
 ARMED_TO = 31  # address of the armed receive's array
 ARMED_NBYTES = 32
-IN_FROM = 33  # of the last header read: where the sender's array is, if it goes direct, else 0
-IN_DID = 34  # bytes of it that have been read
-IN_PID = 35  # the peer's
+IN_FROM = 33  # of the last header read: address of the sender's array if the message is direct, else 0
+IN_DID = 34  # bytes of that array that are read
+IN_PID = 35  # the peer's process
 IN_STATE = 36  # address of the peer's STATE
-IN_REFUSED = 37  # not 0: why the peer's array cannot be read (errno)
+IN_REFUSED = 37  # errno with which reading the peer's array has failed; 0: it has not
 CHANNEL_WORDS = 40
 
 
@@ -161,7 +164,7 @@ def frame_of(nbytes):
 
 @inlined
 def _span(m, position, nbytes):
-    """How many of the bytes at `position` lie before the ring's end."""
+    """How many of the nbytes at `position` lie before the end of the ring's memory."""
     ring = load_word(m, RING)
     return min(nbytes, ring - (position & (ring - 1)))
 
@@ -186,7 +189,7 @@ def begin_message(channel, address, nbytes, kind, way):
 
 @inlined
 def _reaches(channel, seen, address, least):
-    """Whether a peer's count is at least `least`: as last seen (word `seen` of the channel), or as it is now."""
+    """Whether a peer's count at `address` is at least `least`; word `seen` of the channel caches the count."""
     if load_word(channel, seen) >= least:
         return True
     store_word(channel, seen, load_acquire(address))
@@ -195,14 +198,14 @@ def _reaches(channel, seen, address, least):
 
 @inlined
 def has_room(m, channel, nbytes):
-    """Whether so many bytes more fit into the ring to the peer."""
+    """Whether nbytes more fit into the ring to the peer."""
     least = load_word(channel, OUT_HEAD) + nbytes - load_word(m, RING)
     return _reaches(channel, OUT_TAIL, load_word(channel, OUT) + TAIL, least)
 
 
 @kernel
 def push(m, channel):
-    """Put the next piece of the entering message into the ring, if there is room."""
+    """Write the next piece of the entering message into the ring; return False if there is no room."""
     head = load_word(channel, OUT_HEAD)
     part = min(load_word(channel, OUT_END) - head, load_word(m, RING) // PIECES_A_RING)
     if not has_room(m, channel, part):
@@ -228,7 +231,8 @@ def push(m, channel):
     store_word(channel, OUT_HEAD, head + part)
     store_release(ring + HEAD, head + part)
     reached(_PIECE_SENT)
-    # The next message's lines come over while this one travels (64 bytes: 0.68 us one way without, 2 cores).
+    # Fetch the lines of the next message now, so that it need not wait for them (64 bytes: 0.68 us one way without
+    # this, 2 cores).
     for line in range(_LINES_AHEAD):
         prefetch_to_write(_place(m, ring, head + part) + FRAME_UNIT * line)
     return True
@@ -236,7 +240,7 @@ def push(m, channel):
 
 @kernel
 def read_ack(channel):
-    """Read the next ack into the channel, if it is there."""
+    """Read the next ack into the channel; return False if there is none."""
     taken = load_word(channel, ACKS_READ)
     ring = load_word(channel, OUT)
     ack = ring + ACKS + ACK_BYTES * (taken % ACK_SLOTS)
@@ -252,7 +256,7 @@ def read_ack(channel):
 
 @inlined
 def is_taken(channel, number):
-    """Whether the next ack is there, and says that message `number` was taken."""
+    """Whether the next ack has arrived and reports that message `number` was taken."""
     taken = load_word(channel, ACKS_READ)
     ack = load_word(channel, OUT) + ACKS + ACK_BYTES * (taken % ACK_SLOTS)
     return load_acquire(ack) == taken + 1 and load_word(ack, 1) == number and load_word(ack, 2) == TAKEN
@@ -260,13 +264,13 @@ def is_taken(channel, number):
 
 @inlined
 def has_arrived(channel, position):
-    """Whether the ring holds bytes up to `position`."""
+    """Whether the peer has written the ring up to `position`."""
     return _reaches(channel, IN_HEAD, load_word(channel, IN) + HEAD, position)
 
 
 @kernel
 def sees_header(m, channel):
-    """Read the header of the next message into the channel, if one is there."""
+    """Read the header of the next message into the channel; return False if there is none."""
     tail = load_word(channel, IN_TAIL)
     if not has_arrived(channel, tail + 1):
         return False
@@ -282,7 +286,7 @@ def sees_header(m, channel):
 
 @inlined
 def accept_message(channel, address, way):
-    """Let the message whose header was read arrive at `address` (0: drop its bytes)."""
+    """Begin to receive the message whose header was read into memory at `address` (0: drop the payload)."""
     tail = load_word(channel, IN_TAIL)
     store_word(channel, IN_BODY, tail + FRAME_HEADER)
     is_direct = load_word(channel, IN_FROM) != 0
@@ -295,14 +299,14 @@ def accept_message(channel, address, way):
 
 @kernel
 def _read(m, channel):
-    """Read the next piece of the arriving message where it is; and take its frame, once everything is here."""
+    """Read the next piece of a direct message from the sender's array; consume its frame after the last piece."""
     did, nbytes = load_word(channel, IN_DID), load_word(channel, IN_NBYTES)
     if load_word(channel, IN_TO) != 0 and did < nbytes:
         part = min(_READ_AT_ONCE, nbytes - did)
         target, source = load_word(channel, IN_TO) + did, load_word(channel, IN_FROM) + did
         moved = copy_from(load_word(channel, IN_PID), m + 8 * VECTORS, target, source, part)
         if moved <= 0:
-            # That the peer has ended, Python will see.
+            # ESRCH: the peer has ended, which Python finds by itself.
             store_word(channel, IN_REFUSED, 0 if moved == -errno.ESRCH else -moved)
             return False
         store_word(channel, IN_DID, did + moved)
@@ -318,14 +322,14 @@ def _read(m, channel):
 
 @inlined
 def _take(channel, position):
-    """The bytes below a position are read."""
+    """Publish that all bytes below `position` are read."""
     store_word(channel, IN_TAIL, position)
     store_release(load_word(channel, IN) + TAIL, position)
 
 
 @kernel
 def pull(m, channel):
-    """Take the next piece of the arriving message out of the ring, or from where it is, if it is there."""
+    """Receive the next piece of the arriving message; return False if it has not arrived."""
     if load_word(channel, IN_FROM) != 0:
         return _read(m, channel)
     tail = load_word(channel, IN_TAIL)

@@ -1,26 +1,30 @@
-"""One copy: ranks read one another's arrays where they are (cross-memory attach), and nothing goes through the slots.
+"""The direct algorithm: ranks read one another's arrays in place (cross-memory attach), without the slots.
 
-A call is two rounds without data, of all_reduce three. The call line of a rank says where its arrays are; after the
-meeting each rank reads what it takes, and publishes its last round when it has read everything. It reads by
-process_vm_readv, or by itself where the array is in an arena of its rank (arena.py), which is mapped when a call first
-needs it. What is reduced is copied to this rank's slots first only if it is not in an arena.
+A call has two rounds without data, an all_reduce three. The call line of a rank has the addresses of its arrays. After
+the meeting each rank reads the data that it receives, and publishes its last round when it has read everything. A rank
+reads by process_vm_readv, or by ordinary loads if the array is in its owner's arena (arena.py), which is mapped when a
+call first needs it. A reduction first copies the data of peers into this rank's slots if it is not in an arena.
 
-Who may return when. A rank whose array others read waits until they have published that they have read it: before,
-it must neither change nor free it. A rank that only reads waits for nobody. In an all_reduce a rank reduces its slice
-of all arrays into its own, which nobody else reads meanwhile, and publishes. It stores it into the arrays of peers that
-are in mapped arenas, too; the other peers read it over their own elements, which it has read by then.
-Why what was read is right. It was read after the meeting, and before its owner's call ended, unless the owner has
-failed the group: after that it may do with its array what it likes. It says FAILED first, and a reader looks for that
-when it has read, and before it publishes or returns. An owner that was killed can be read to the end or not at all,
-since the kernel keeps what it reads from.
-Why nobody writes into an array whose owner's call has failed. A writer says PUSHING, then looks for FAILED, then writes
-a piece, then takes PUSHING back; the owner says FAILED, then looks for PUSHING, and waits. Both first write and then
-look, with a full barrier between (on x86 a locked instruction), so one of them sees the other. A writer that stays in
-the middle of a piece, as it was stopped, is locked out (arena.py, `withdraw`).
+In an all_reduce a rank reduces its slice of all arrays into its own array and then publishes. No other rank accesses
+that slice of that array before. The rank also stores the result into the arrays of peers that are in mapped arenas.
+Every other peer reads the result into its own array, over elements that this rank has read by then.
 
-Reads are of at most PIECE bytes, between which signals, deadlines and peers are seen (`time_is_up`).
+Invariants:
+
+- A rank whose array peers read returns after they have published that they have read it, because the caller may then
+  change or free the array. A rank that only reads waits for no peer.
+- Data that a rank uses was read after the meeting and before the owner's call ended. The exception is an owner that
+  fails the group: its caller may change the array at once. The owner publishes FAILED before it returns, and a reader
+  checks for FAILED after it has read and before it publishes or returns. An owner that was killed is read completely
+  or not at all, because the kernel keeps the memory from which it reads.
+- No rank writes into an array after the owner's failed call has returned. A writer sets PUSHING, then checks for
+  FAILED, then writes a piece, then clears PUSHING. The owner publishes FAILED, then waits until no peer has PUSHING
+  set. Each side stores first and loads second, with a full barrier between (on x86 a locked instruction), so at least
+  one of them sees the other's store. If a writer was stopped inside a piece, the owner withdraws its array from the
+  arena (arena.py, `withdraw`).
+
+Ranks copy at most PIECE bytes at a time and check in between whether they must return to Python (`time_is_up`).
 `tests/shm/test_single_copy_model.py` explores the schedules of this protocol.
-
 """
 
 from __future__ import annotations
@@ -50,18 +54,17 @@ from . import rounds as r
 from . import validate as v
 
 PIECE = 4 << 20  # bytes; a third of a millisecond
-REDUCED_AT_ONCE = 256 << 10  # bytes of a peer that wait in the slots to be reduced: a quarter of an L2
-PUSHED_AT_ONCE = (
-    64 << 10
-)  # bytes reduced before they are stored to the peers; 16 to 256 KiB took the same time
-NOTHING = 3  # no kind of array
+# Bytes of a peer that are copied to the slots before they are reduced: a quarter of an L2.
+REDUCED_AT_ONCE = 256 << 10
+PUSHED_AT_ONCE = 64 << 10  # bytes reduced before they are stored to peers; 16 to 256 KiB took the same time
+NOTHING = 3  # result of `kind_of_blocks`: there is no block
 _READ, _PUSHING = number_of("shm.single_copy.piece_read"), number_of("shm.single_copy.pushing")
-_LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write one cache line
+_LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write to one cache line
 
 
 @inlined
 def _arena_of(c, address, nbytes):
-    """Where this process's arena begins, if these bytes are in it, else 0."""
+    """Base of this process's arena if these bytes are in it and it is not shut, else 0."""
     arena = load_word(c, at.ARENA)
     base = load_word(arena, BASE)
     return (
@@ -75,13 +78,16 @@ def _arena_of(c, address, nbytes):
 
 @kernel
 def kind_of(c, address, nbytes):
-    """Whether an array is ORDINARY or SHARED."""
+    """SHARED if an array is in this process's arena, else ORDINARY."""
     return r.SHARED if _arena_of(c, address, nbytes) else r.ORDINARY
 
 
 @kernel
 def kind_of_blocks(c, which):
-    """The same of all blocks of a table; 0: they differ in size, so other ranks may choose another way; or NOTHING."""
+    """SHARED if all blocks of a table are, else ORDINARY; NOTHING: no blocks; 0: the call cannot be direct.
+
+    Blocks of different sizes give 0, because other ranks, which see other sizes, may choose another algorithm.
+    """
     kind, found = NOTHING, v.NO_MESSAGE
     for peer in range(load_word(c, at.SIZE)):
         nbytes = load_word(r.table(c, which + 1), peer)
@@ -96,16 +102,16 @@ def kind_of_blocks(c, which):
 
 @inlined
 def _line(c, peer, words):
-    """Where a rank says the addresses of its arrays, and behind them its arena's, if some are in it, else 0.
+    """Where a rank publishes the addresses of its arrays, then the base of its arena, or 0 if no array is in it.
 
-    That is in its call line, or in the first slot where they are many.
+    In its call line, or in its first slot if the addresses do not fit into the line.
     """
     return r.place_of(c, peer, 0, 8 * (words + 1))
 
 
 @inlined
 def _name_arena(c, place, words, base):
-    """Have a line name this process's arena; its table is in the section by then."""
+    """Write the base of this process's arena behind the addresses, and copy the arena's table into the section."""
     store_word(place, words, base)
     if base:
         for k in range(4):
@@ -115,7 +121,7 @@ def _name_arena(c, place, words, base):
 
 @inlined
 def _is_mapped(c, peer, base):
-    """Whether the arena that a peer names is mapped here, if it names one: DONE, or UNMAPPED."""
+    """DONE if the peer has published no arena, or one that is mapped here; else UNMAPPED."""
     if base == 0 or base == load_word(r.table(c, at.ARENA_BASES), peer):
         return DONE
     store_word(c, at.LATE, peer)
@@ -124,14 +130,14 @@ def _is_mapped(c, peer, base):
 
 @inlined
 def _here(c, peer, base, address, nbytes):
-    """Where bytes of a peer are in this process, if they are in the arena that it names, else 0."""
+    """Address of a peer's bytes in this process if they are in the arena that it has published, else 0."""
     inside = 0 <= address - base <= load_word(r.table(c, at.ARENA_BYTES), peer) - nbytes
     return address + load_word(r.table(c, at.ARENA_SHIFTS), peer) if base != 0 and inside else 0
 
 
 @kernel
 def _read(c, peer, dst, src, nbytes):
-    """Copy bytes of a peer's memory: DONE, AGAIN (the peer has ended, which Python will see) or UNREADABLE."""
+    """Copy bytes of a peer's memory: DONE, UNREADABLE, or AGAIN if the peer has ended, which Python finds."""
     while nbytes > 0:
         moved = copy_from(load_word(r.table(c, at.PIDS), peer), c + 8 * at.VECTORS, dst, src, nbytes)
         if moved <= 0:
@@ -144,7 +150,7 @@ def _read(c, peer, dst, src, nbytes):
 
 @inlined
 def _await_sound(c, peer):
-    """Whether a peer that was read had not failed by then: DONE, or AGAIN."""
+    """Check that a peer had not failed the group when its array was read: DONE, or AGAIN."""
     if load_acquire(r.section(c, peer) + layout.STATE) != FAILED:
         return DONE
     store_word(c, at.LATE, peer)
@@ -172,7 +178,7 @@ def _go_to(c, turn):
 
 @kernel
 def _fetch(c, peer, dst, src, nbytes, here):
-    """Read what a peer has from DID on, `here` or by the system call; resumable."""
+    """Copy nbytes of a peer, from DID on: from `here` if it is not 0, else by the system call. Resumable."""
     while load_word(c, at.DID) < nbytes:
         did = load_word(c, at.DID)
         part = min(PIECE, nbytes - did)
@@ -191,7 +197,7 @@ def _fetch(c, peer, dst, src, nbytes, here):
 
 @kernel
 def exchange(c, call, shape, balance, spread):
-    """What the tables GIVES give to what TAKES take, as `_exchange` of movement.py has it."""
+    """Copy the blocks that the tables GIVES list to those that TAKES list; see `run_exchange` of movement.py."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     sends, send_sizes = r.table(c, at.GIVES), r.table(c, at.GIVES + 1)
     receives, receive_sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
@@ -242,9 +248,10 @@ def exchange(c, call, shape, balance, spread):
 
 @kernel
 def _locate(c, words, place, nbytes):
-    """Put where the ranks' arrays are into the table TAKES, and into the next one whether they are in this process.
+    """Fill the table TAKES with the addresses of all ranks' arrays, of nbytes each.
 
-    Each array is of nbytes, and word `place` of its rank's line has its address.
+    The next table gets the address in this process, or 0 if the array is not mapped here; TAKES has the same address
+    if it is. Word `place` of a rank's line has the address of its array.
     """
     rank = load_word(c, at.RANK)
     for peer in range(load_word(c, at.SIZE)):
@@ -262,7 +269,7 @@ def _locate(c, words, place, nbytes):
 
 @kernel
 def _push(c, src, offset, nbytes):
-    """Store what is reduced into those peers' arrays that are in this process: DONE, or AGAIN if one has failed."""
+    """Store a result into the peers' arrays that are mapped here: DONE, or AGAIN if a peer has failed."""
     rank = load_word(c, at.RANK)
     pushing = r.section(c, rank) + layout.REACH + 8 * layout.PUSHING
     swap_if_equal(pushing, 0, 1)
@@ -280,10 +287,10 @@ def _push(c, src, offset, nbytes):
 
 @kernel
 def _reduce_slice(c, what, dst, offset, nbytes, push):
-    """Reduce nbytes of all ranks' arrays, `offset` bytes into them, into dst, from DID on; resumable.
+    """Reduce nbytes of all ranks' arrays, from `offset` on, into dst. Resumable at DID.
 
-    `push`: and store it into peers' arrays. What is read waits in this rank's slots, which are free after the meeting,
-    but for the first, where addresses may lie.
+    `push`: store the result into peers' arrays as well. Data that is read by the system call is copied into this rank's
+    slots first. They are free after the meeting, except the first slot, which may have addresses.
     """
     rank, size, itemsize = load_word(c, at.RANK), load_word(c, at.SIZE), load_word(what, v.ITEMSIZE)
     sources = r.table(c, at.SOURCES)
@@ -316,7 +323,7 @@ def _reduce_slice(c, what, dst, offset, nbytes, push):
 
 @kernel
 def _begin_with_one(c, x, nbytes, call, base):
-    """Tell the others where this rank's array is, and in which arena, if in any, and learn where theirs are."""
+    """Publish the address of this rank's array and its arena, meet, and locate the arrays of all ranks."""
     if load_word(c, at.WROTE) == 0:
         place = _line(c, load_word(c, at.RANK), 1)
         store_word(place, 0, x)
@@ -329,7 +336,7 @@ def _begin_with_one(c, x, nbytes, call, base):
 
 @kernel
 def all_reduce(c, x, nbytes, what, call):
-    """Each rank reduces its slice of all arrays into its own, and stores it into the others', or lets them read it."""
+    """Reduce this rank's slice of all arrays, then store it into peers' arrays or let peers read it."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     unit = _LINE_OF_ELEMENTS * load_word(what, v.ITEMSIZE)
     base = 0
@@ -375,7 +382,7 @@ def all_reduce(c, x, nbytes, what, call):
 
 @kernel
 def reduce(c, out, x, nbytes, what, call, root):
-    """The root reads and reduces all arrays."""
+    """Reduce all arrays on the root, which reads them."""
     here = load_word(c, at.RANK) == root
     code = _begin_with_one(c, x, nbytes, call, _arena_of(c, x, nbytes))
     if code != DONE:
@@ -395,7 +402,7 @@ def reduce(c, out, x, nbytes, what, call, root):
 
 @kernel
 def reduce_scatter(c, out, nbytes, shape, what, call):
-    """Each rank reads and reduces its block of all ranks."""
+    """Reduce this rank's block of all ranks."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     if load_word(c, at.WROTE) == 0:
         if r.open_slot(c) != DONE:
