@@ -80,7 +80,7 @@ SETTINGS: dict[str, Setting] = {
         "file with what is known of this machine, read and kept up; default ~/.config/fastcoll/tuning.json; "
         "none: begin anew each time",
     ),
-    "FASTCOLL_SHM_WAYS": Setting(
+    "FASTCOLL_SHM_ALGORITHMS": Setting(
         str,
         "",
         "ways that large calls on a node may go, as in direct,close (docs/benchmark.md); default: all of them",

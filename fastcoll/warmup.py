@@ -80,10 +80,12 @@ def _for_compiled_callers() -> dict[str, Callable[[], object]]:
     """What makes each of the functions that compiled callers call."""
     from .kernels.call_frames import handler_address
     from .kernels.doors import door_address
-    from .shm.callers import WAYS, way
+    from .shm.callers import NATIVE_CALLS, native_call
 
-    ways: dict[str, Callable[[], object]] = {f"njit.{name}": partial(way, op) for op, name in WAYS.items()}
-    return {"njit.door": door_address, "jax.door": handler_address} | ways
+    makers: dict[str, Callable[[], object]] = {
+        f"njit.{name}": partial(native_call, op) for op, name in NATIVE_CALLS.items()
+    }
+    return {"njit.door": door_address, "jax.door": handler_address} | makers
 
 
 def _warm_up(todo: Sequence[str], processes: int) -> int:

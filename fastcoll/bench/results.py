@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..shm import known
+from ..shm import tuning_cache
 from .cases import SHAPES, Case, format_size
 from .measuring import Schedule, Timing, estimate
 
@@ -165,7 +165,7 @@ def machine(usable_cores: int) -> dict[str, Any]:
     """Facts about this machine and its software, ready for JSON; the measured processes share `usable_cores`."""
     return {
         "hostname": os.uname().nodename,
-        "cpu": known.machine().rpartition(", ")[0],
+        "cpu": tuning_cache.machine().rpartition(", ")[0],
         "caches": _caches(),
         "cores": os.cpu_count(),
         "usable_cores": usable_cores,

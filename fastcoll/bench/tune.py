@@ -1,7 +1,7 @@
 """`python -m fastcoll.bench --tune`: find out what is fast on this machine, for all collectives and sizes, and keep it.
 
 Which way a call's data goes (shm/autotune.py), and from 3 ranks on up to which size one-shot beats two-shot; both into
-the file of shm/known.py, from where all later groups of so many ranks begin with it.
+the file of shm/tuning_cache.py, from where all later groups of so many ranks begin with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import fastcoll as dist
 
 from ..errors import UsageError
 from ..rendezvous.detect import detect
-from ..shm import known
+from ..shm import tuning_cache
 from ..shm.backend import ShmBackend
 from .cases import SHAPES, cases, format_size
 from .command import count_ranks, make_parser, run_ranks
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
         ranks = count_ranks(given.ranks, launched)
         if ranks < 2:
             raise UsageError("--tune compares ways of data between ranks; give -n, as in --tune -n 4")
-        if known.path() is None:
+        if tuning_cache.path() is None:
             raise UsageError(
                 "--tune keeps what it finds in the file that FASTCOLL_TUNING names, and that is none"
             )
@@ -77,7 +77,7 @@ def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command:
     tell: Callable[[str], None] = partial(print, flush=True) if group.rank == 0 else lambda text: None
     try:
         limit = _one_shot(group, tell) if group.size > 2 else None
-        group.backend.forget()
+        group.backend.reset_tuning()
         tell(f"{group.size} ranks, float32, us a call")
         for case in cases(list(OPERATIONS), ["float32"], ["sum"], list(CLASSES), 0, group.size):
             name, nbytes = case.operation, case.size
@@ -86,7 +86,7 @@ def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command:
             tell(f"{name:>15} {format_size(nbytes):>5} {timing.median * 1e6:10.2f}")
         if group.rank != 0:
             return OK
-        path = group.backend.keep(command, limit)
+        path = group.backend.save_tuning(command, limit)
     except OSError as error:
         tell(f"what was found is not kept: {error}")
         return FAILED

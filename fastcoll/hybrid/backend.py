@@ -183,7 +183,7 @@ class HybridBackend(Backend):
             try:
                 meeting()
                 reach("hybrid.OPERATION.after_meeting", operation.kind)
-                _WAYS[operation.kind](self, operation)
+                _ALGORITHMS[operation.kind](self, operation)
                 reach("hybrid.OPERATION.before_done", operation.kind)
             except BaseException as error:
                 if isinstance(error, MismatchError) or calls[words.CALLS] == before:
@@ -207,7 +207,7 @@ class HybridBackend(Backend):
     def _goes_through_nodes(self, operation: Operation) -> bool:
         """Whether the groups of this node and rail carry it out after the meeting; else all ranks go the direct way."""
         kind, outputs, inputs, op, _, _ = operation
-        if kind not in _WAYS:
+        if kind not in _ALGORITHMS:
             return False
         sizes = [x.nbytes for x in (inputs if KINDS[kind].gives_blocks else outputs)]
         if max(sizes) <= self._direct:
@@ -335,7 +335,7 @@ class HybridBackend(Backend):
             part.disown(error)
 
 
-_WAYS: dict[str, Callable[[HybridBackend, Operation], None]] = {
+_ALGORITHMS: dict[str, Callable[[HybridBackend, Operation], None]] = {
     "all_reduce": HybridBackend._all_reduce,
     "reduce": HybridBackend._reduce,
     "reduce_scatter": HybridBackend._reduce_scatter,

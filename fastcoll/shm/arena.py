@@ -132,7 +132,7 @@ def _address_of_function(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
-def _say_that_it_is_full(_: int | None) -> int:
+def _warn_of_full(_: int | None) -> int:
     """Say once that there is no room. The C functions cannot: they have Python call this when it comes to it."""
     _log.warning(
         "shared arrays are made in ordinary memory from now on where %s is full: %d KiB of it are shared arrays, "
@@ -144,7 +144,7 @@ def _say_that_it_is_full(_: int | None) -> int:
     return 0
 
 
-_tell = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_say_that_it_is_full)
+_tell = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_warn_of_full)
 
 
 def _new(limit: int) -> tuple[int, int, int]:

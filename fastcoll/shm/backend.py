@@ -31,7 +31,7 @@ from ..record.recorder import GroupRecorder
 from ..store import Store
 from ..system.processes import Member
 from . import context_layout as words
-from . import known, learned, movement, reductions, ring_kernels, symmetric
+from . import movement, reductions, ring_kernels, symmetric, tuning_cache, tuning_table
 from .callers import ShmWays
 from .calls import Calls
 from .context import HANDED_OVER, Context, patience, words_for
@@ -103,7 +103,7 @@ class ShmBackend(Backend):
         modes = patience(gate.size, cores)
         self.pipe = RingPipe(segment.address, segment.layout, rank, self.monitor, modes, self._c)
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
-        learned.fill(self._ways, *already)
+        tuning_table.fill(self._tuning, *already)
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
         self.head_start = HeadStart(gate, self.context, self.calls.resume, self.calls.torn, share)
         self._symmetric = SymmetricArrays(gate, self.monitor, self.context, self.fail)
@@ -124,16 +124,16 @@ class ShmBackend(Backend):
     def go_direct(self, reach: int) -> None:
         """Let calls and messages be read where they are, as all ranks can do that (reach.py)."""
         pids = [member.pid for member in self.monitor.members]
-        ways = self.context.go_direct(pids, reach)
+        algorithms = self.context.go_direct(pids, reach)
         if reach & READS:
             sections = map(self._segment.layout.section, range(self.gate.size))
-            self.pipe.go_direct(ways, pids, [self._segment.address + at + STATE for at in sections])
+            self.pipe.go_direct(algorithms, pids, [self._segment.address + at + STATE for at in sections])
 
     def begin_at_once(self) -> None:
         self.head_start.begin_at_once()
 
     def learn(self, dtype: np.dtype[Any]) -> None:
-        self.calls.what("message", dtype)
+        self.calls.spec("message", dtype)
 
     def refuge(self) -> Refuge:
         return ShmRefuge(self._segment, self.gate.rank)
@@ -145,8 +145,8 @@ class ShmBackend(Backend):
         kind, outputs, inputs, op, _, parts = operation
         if KINDS[kind].form == NO_ARRAY:
             return self.calls.prepared(reductions.barrier, None, signature.encode(kind), timeout=timeout)
-        what = self.calls.what(kind, (outputs or inputs)[0].dtype, op, parts=parts)
-        return self.calls.prepared(_ENTRIES[kind], what, *arguments_of(operation), timeout=timeout)
+        spec = self.calls.spec(kind, (outputs or inputs)[0].dtype, op, parts=parts)
+        return self.calls.prepared(_ENTRIES[kind], spec, *arguments_of(operation), timeout=timeout)
 
     # ---- symmetric arrays ----------------------------------------------------------------------------
 
@@ -157,8 +157,8 @@ class ShmBackend(Backend):
         """Every rank's note."""
 
         def gather(everybody: Array, own: Array) -> None:
-            what = self.calls.what("symmetric.empty", own.dtype)
-            call = self.calls.prepared(movement.all_gather, what, everybody, own)
+            spec = self.calls.spec("symmetric.empty", own.dtype)
+            call = self.calls.prepared(movement.all_gather, spec, everybody, own)
             group.run("symmetric.empty", call, (), False)
 
         return signature.tell(note, self.gate.size, gather)
@@ -166,16 +166,16 @@ class ShmBackend(Backend):
     # ---- what the group finds out --------------------------------------------------------------------
 
     @property
-    def _ways(self) -> Array:
+    def _tuning(self) -> Array:
         return self.context.words[words.CHOOSING : words.MEMO]
 
-    def forget(self) -> None:
+    def reset_tuning(self) -> None:
         """Begin anew to find out what is fast; on all ranks between the same two calls."""
-        self._ways[:] = 0
+        self._tuning[:] = 0
 
-    def keep(self, command: str = known.RUNNING, one_shot: int | None = None) -> Path | None:
-        """Write down what this rank has found out; see known.py."""
-        return known.keep(self.conditions, *learned.found(self._ways), command, one_shot)
+    def save_tuning(self, command: str = tuning_cache.RUNNING, one_shot: int | None = None) -> Path | None:
+        """Write down what this rank has found out; see tuning_cache.py."""
+        return tuning_cache.save(self.conditions, *tuning_table.results(self._tuning), command, one_shot)
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class ShmBackend(Backend):
         self.monitor.leave()
         if self.gate.rank == 0 and free and reason is None:
             try:
-                self.keep()
+                self.save_tuning()
             except OSError as error:
                 _log.debug("what the group %s has learned is not kept: %s", self.gate.name, error)
         if free:
@@ -234,7 +234,7 @@ _COLLECTIVES = (
 _ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _COLLECTIVES} | {"exscan": reductions.scan}
 
 ENTRIES: tuple[Entry, ...] = (
-    waiting.seize, learned.read_clock, reductions.barrier, *_COLLECTIVES,
+    waiting.seize, tuning_table.read_clock, reductions.barrier, *_COLLECTIVES,
     ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive, ring_kernels.complete,
     ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance, ring_kernels.claim,
     ring_kernels.retire,

@@ -49,13 +49,13 @@ from .pipe import RingPipe
 from .requests import (
     BESIDE,
     MAILBOX_AT,
-    post_receive_way,
-    post_send_way,
-    receive_way,
-    send_way,
-    test_way,
-    wait_any_way,
-    wait_way,
+    post_receive_call,
+    post_send_call,
+    receive_call,
+    send_call,
+    test_call,
+    wait_any_call,
+    wait_call,
 )
 
 _ALL_REDUCE = signature.code_of("all_reduce")
@@ -76,51 +76,51 @@ def _begin(h, operation, call, root):
     c = r.take(h)
     if c == 0:
         return 0, 0
-    what = v.description_by_call(c, h, operation, call)
-    if what == 0 or not v.is_rank(c, root):
+    spec = v.description_by_call(c, h, operation, call)
+    if spec == 0 or not v.is_rank(c, root):
         r.give_up(h)
         return 0, 0
-    return c, what
+    return c, spec
 
 
-def barrier_way(h, data, out, nbytes, call, peer):
+def barrier_call(h, data, out, nbytes, call, peer):
     c = r.take(h)
     return LATER if c == 0 else red.run_barrier(h, c, call)
 
 
-def all_reduce_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _ALL_REDUCE, call, 0)
-    return LATER if c == 0 else red.run_all_reduce(h, c, data, nbytes, what)
+def all_reduce_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _ALL_REDUCE, call, 0)
+    return LATER if c == 0 else red.run_all_reduce(h, c, data, nbytes, spec)
 
 
-def reduce_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _REDUCE, call, peer)
-    return LATER if c == 0 else red.run_reduce(h, c, data, data, nbytes, what, peer)
+def reduce_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _REDUCE, call, peer)
+    return LATER if c == 0 else red.run_reduce(h, c, data, data, nbytes, spec, peer)
 
 
-def scan_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _SCAN, call, 0)
-    return LATER if c == 0 else red.run_scan(h, c, data, data, nbytes, what, _SCAN)
+def scan_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _SCAN, call, 0)
+    return LATER if c == 0 else red.run_scan(h, c, data, data, nbytes, spec, _SCAN)
 
 
-def exscan_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _EXSCAN, call, 0)
-    return LATER if c == 0 else red.run_scan(h, c, data, data, nbytes, what, _EXSCAN)
+def exscan_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _EXSCAN, call, 0)
+    return LATER if c == 0 else red.run_scan(h, c, data, data, nbytes, spec, _EXSCAN)
 
 
-def broadcast_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _BROADCAST, call, peer)
-    return LATER if c == 0 else run_broadcast(h, c, data, nbytes, what, peer)
+def broadcast_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _BROADCAST, call, peer)
+    return LATER if c == 0 else run_broadcast(h, c, data, nbytes, spec, peer)
 
 
-def reduce_scatter_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _REDUCE_SCATTER, call, 0)
+def reduce_scatter_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _REDUCE_SCATTER, call, 0)
     if c == 0:
         return LATER
-    v.list_parts(c, at.GIVES, data, nbytes)
+    v.list_equal(c, at.GIVES, data, nbytes)
     if not v.are_apart(c, h, out, nbytes, at.GIVES, True):
         return r.give_up(h)
-    return red.run_reduce_scatter(h, c, out, nbytes, what)
+    return red.run_reduce_scatter(h, c, out, nbytes, spec)
 
 
 @inlined
@@ -133,8 +133,8 @@ def _list_split(c, which, address, sizes):
     return nbytes
 
 
-def reduce_scatter_split_way(h, data, out, sizes, call, peer):
-    c, what = _begin(h, _REDUCE_SCATTER, call, 0)
+def reduce_scatter_split_call(h, data, out, sizes, call, peer):
+    c, spec = _begin(h, _REDUCE_SCATTER, call, 0)
     if c == 0:
         return LATER
     _list_split(c, at.GIVES, data, sizes)
@@ -143,61 +143,61 @@ def reduce_scatter_split_way(h, data, out, sizes, call, peer):
         c, h, out, nbytes, at.GIVES, True
     ):
         return r.give_up(h)
-    return red.run_reduce_scatter(h, c, out, nbytes, what)
+    return red.run_reduce_scatter(h, c, out, nbytes, spec)
 
 
-def all_gather_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _ALL_GATHER, call, 0)
+def all_gather_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _ALL_GATHER, call, 0)
     if c == 0:
         return LATER
-    v.list_parts(c, at.TAKES, out, nbytes)
+    v.list_equal(c, at.TAKES, out, nbytes)
     if not v.are_apart(c, h, data, nbytes, at.TAKES, True):
         return r.give_up(h)
     v.list_same(c, at.GIVES, data, nbytes)
-    return run_exchange(h, c, _ALL_GATHER, what, 0)
+    return run_exchange(h, c, _ALL_GATHER, spec, 0)
 
 
-def gather_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _GATHER, call, peer)
+def gather_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _GATHER, call, peer)
     if c == 0:
         return LATER
     v.list_none(c, at.GIVES)
     v.list_none(c, at.TAKES)
     v.list_one(c, at.GIVES, peer, data, nbytes)
     if load_word(c, at.RANK) == peer:
-        v.list_parts(c, at.TAKES, out, nbytes)
+        v.list_equal(c, at.TAKES, out, nbytes)
         if not v.are_apart(c, h, data, nbytes, at.TAKES, True):
             return r.give_up(h)
-    return run_exchange(h, c, _GATHER, what, peer)
+    return run_exchange(h, c, _GATHER, spec, peer)
 
 
-def scatter_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _SCATTER, call, peer)
+def scatter_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _SCATTER, call, peer)
     if c == 0:
         return LATER
     v.list_none(c, at.GIVES)
     v.list_none(c, at.TAKES)
     v.list_one(c, at.TAKES, peer, out, nbytes)
     if load_word(c, at.RANK) == peer:
-        v.list_parts(c, at.GIVES, data, nbytes)
+        v.list_equal(c, at.GIVES, data, nbytes)
         if not v.are_apart(c, h, out, nbytes, at.GIVES, True):
             return r.give_up(h)
-    return run_exchange(h, c, _SCATTER, what, peer)
+    return run_exchange(h, c, _SCATTER, spec, peer)
 
 
-def all_to_all_way(h, data, out, nbytes, call, peer):
-    c, what = _begin(h, _ALL_TO_ALL, call, 0)
+def all_to_all_call(h, data, out, nbytes, call, peer):
+    c, spec = _begin(h, _ALL_TO_ALL, call, 0)
     if c == 0:
         return LATER
-    v.list_parts(c, at.GIVES, data, nbytes)
-    v.list_parts(c, at.TAKES, out, nbytes)
+    v.list_equal(c, at.GIVES, data, nbytes)
+    v.list_equal(c, at.TAKES, out, nbytes)
     if not v.are_apart(c, h, data, nbytes * load_word(c, at.SIZE), at.TAKES, False):
         return r.give_up(h)
-    return run_exchange(h, c, _ALL_TO_ALL, what, 0)
+    return run_exchange(h, c, _ALL_TO_ALL, spec, 0)
 
 
-def all_to_all_split_way(h, data, out, sizes, call, peer):
-    c, what = _begin(h, _ALL_TO_ALL, call, 0)
+def all_to_all_split_call(h, data, out, sizes, call, peer):
+    c, spec = _begin(h, _ALL_TO_ALL, call, 0)
     if c == 0:
         return LATER
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
@@ -206,26 +206,26 @@ def all_to_all_split_way(h, data, out, sizes, call, peer):
     own_fits = load_word(sizes, rank) == load_word(sizes, size + rank)
     if not own_fits or not v.are_apart(c, h, data, nbytes, at.TAKES, False):
         return r.give_up(h)
-    return run_exchange(h, c, _ALL_TO_ALL, what, 0)
+    return run_exchange(h, c, _ALL_TO_ALL, spec, 0)
 
 
 _FUNCTIONS: dict[int, Callable[..., Any]] = {
-    signature.code_of("barrier"): barrier_way, _ALL_REDUCE: all_reduce_way, _REDUCE: reduce_way, _SCAN: scan_way,
-    _EXSCAN: exscan_way, _BROADCAST: broadcast_way, _REDUCE_SCATTER: reduce_scatter_way, _ALL_GATHER: all_gather_way,
-    _GATHER: gather_way, _SCATTER: scatter_way, _ALL_TO_ALL: all_to_all_way,
-    REDUCE_SCATTER_SPLIT: reduce_scatter_split_way, SPLIT: all_to_all_split_way, SEND: send_way, RECV: receive_way,
-    POST_SEND: post_send_way, POST_RECV: post_receive_way, WAIT: wait_way, TEST: test_way, WAIT_ANY: wait_any_way,
+    signature.code_of("barrier"): barrier_call, _ALL_REDUCE: all_reduce_call, _REDUCE: reduce_call, _SCAN: scan_call,
+    _EXSCAN: exscan_call, _BROADCAST: broadcast_call, _REDUCE_SCATTER: reduce_scatter_call,
+    _ALL_GATHER: all_gather_call, _GATHER: gather_call, _SCATTER: scatter_call, _ALL_TO_ALL: all_to_all_call,
+    REDUCE_SCATTER_SPLIT: reduce_scatter_split_call, SPLIT: all_to_all_split_call, SEND: send_call, RECV: receive_call, POST_SEND: post_send_call,
+    POST_RECV: post_receive_call, WAIT: wait_call, TEST: test_call, WAIT_ANY: wait_any_call,
 }  # fmt: skip
 _WORDS = ("int64",) * 6
-WAYS = {op: function.__name__.removesuffix("_way") for op, function in _FUNCTIONS.items()}
+NATIVE_CALLS = {op: function.__name__.removesuffix("_call") for op, function in _FUNCTIONS.items()}
 """The ways' names, by what the door calls their operations."""
 
 
-class _Way:
+class _NativeCall:
     """A way as Python goes on with it: what `Calls.resume` knows of an entry."""
 
     def __init__(self, op: int) -> None:
-        self.name = WAYS[op]
+        self.name = NATIVE_CALLS[op]
         signature = f"int64({', '.join(_WORDS)})"
         self.address = c_function(
             _FUNCTIONS[op], signature, f"{self.name} for compiled callers", NJIT, failing=True
@@ -237,10 +237,10 @@ _made: dict[int, Any] = {}
 _mailboxes = count(1)
 
 
-def way(op: int) -> Any:
+def native_call(op: int) -> Any:
     """The way of an operation, compiled or loaded."""
     if op not in _made:
-        _made[op] = _Way(op)
+        _made[op] = _NativeCall(op)
     return _made[op]
 
 
@@ -265,12 +265,12 @@ class ShmWays(Ways):
             self._table[rings.RELEASE] = handles.release_address
             if self._table[rings.NUMBERS] >= BESIDE or not handles.release_address:
                 return 0
-        address = way(op).address
+        address = native_call(op).address
         if dtype is not None and op < SEND and call not in self._known:
             self._known.add(call)
             code = call & 0xFF
-            what = self._calls.what(OPERATIONS[code], dtype, reduce_op)
-            self._calls.context.remember_call(code, call, what)
+            spec = self._calls.spec(OPERATIONS[code], dtype, reduce_op)
+            self._calls.context.remember_call(code, call, spec)
         return address
 
     def go_on(self, code: int, op: int, words: tuple[int, ...], x: Callable[[], Array]) -> int:
@@ -294,7 +294,7 @@ class ShmWays(Ways):
         return DONE
 
     def _wait(self, number: int) -> int:
-        """Wait for the request that `send_way` or `receive_way` has posted."""
+        """Wait for the request that `send_call` or `receive_call` has posted."""
         self.take_over()
         work = handles.find(number)
         return handles.source_of(number) if work is None else handles.end(number, work)

@@ -29,7 +29,7 @@ from ..record.recorder import GroupRecorder
 from ..system.processes import Member, dead_among
 from . import arena, movement, rounds
 from . import context_layout as words
-from .context import Context, Report, What, changed, kept
+from .context import CallSpec, Context, Report, changed, pinned
 from .layout import PUSHING
 from .monitor import ShmMonitor
 from .reach import unreadable
@@ -40,7 +40,7 @@ _POLL_SECONDS = 1e-4
 _WRITER_SECONDS = 0.2  # to write a piece of 64 KiB takes 10 us; who takes longer was stopped
 _ENDING_SECONDS = 0.2  # from when an ending process has no descriptors any more until it is seen to be dead
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
-_UNDER_WAY = (AGAIN, WORKED, MIXED, UNREADABLE, UNMAPPED)
+_RETURNED_EARLY = (AGAIN, WORKED, MIXED, UNREADABLE, UNMAPPED)
 
 
 class Calls:
@@ -62,27 +62,27 @@ class Calls:
         self.gate, self.monitor, self.context = gate, monitor, context
         self.report = Report(segment, context, gate)
         self._segment, self._record, self._interrupted = segment, record, interrupted
-        self._whats: dict[Any, What] = {}
+        self._specs: dict[Any, CallSpec] = {}
         self._mapped: list[arena.Mapping] = []
         for dtype in _SHARED:  # while the memo has room
-            self.what("all_gather", dtype)
+            self.spec("all_gather", dtype)
 
-    def what(
+    def spec(
         self,
         operation: str,
         dtype: np.dtype[Any],
         op: ReduceOp | None = None,
         *,
         parts: Sequence[int] = (),
-    ) -> What:
+    ) -> CallSpec:
         """The description of a call, made at its first use; `op`: of a reducing one.
 
         Args:
             parts: sizes of the arrays of a coalesced call; its description is not kept.
         """
         key = (operation, op, dtype)
-        if not parts and key in self._whats:
-            return self._whats[key]
+        if not parts and key in self._specs:
+            return self._specs[key]
         nbytes, largest = dtype.itemsize, self._segment.layout.slot
         if operation == "reduce_scatter":  # a slot has an element for each peer
             largest //= max(1, self.gate.size - 1)
@@ -91,22 +91,22 @@ class Calls:
         call = signature.encode(operation, dtype, op=op, parts=parts)
         if operation == "message":
             call = kind_of(0, dtype)
-        what = What(call, nbytes, (0, 0) if op is None else reducer(op, dtype)[:2])
-        if not parts and self._whats.setdefault(key, what) is what:
-            self.context.remember(signature.code_of(operation), dtype, op, what)
-        return what
+        spec = CallSpec(call, nbytes, (0, 0) if op is None else reducer(op, dtype)[:2])
+        if not parts and self._specs.setdefault(key, spec) is spec:
+            self.context.remember(signature.code_of(operation), dtype, op, spec)
+        return spec
 
-    def prepared(self, entry: Entry, what: What | None, *args: Any, timeout: float | None = None) -> Call:
+    def prepared(self, entry: Entry, spec: CallSpec | None, *args: Any, timeout: float | None = None) -> Call:
         """A call of an entry on prepared arrays."""
-        if what is not None:
-            args = kept(entry.name, args, what.itemsize)
+        if spec is not None:
+            args = pinned(entry.name, args, spec.itemsize)
         tags = rounds.PREPARED
         handle = self.context.address | tags
 
         def call() -> None:
             self.gate.check_usable()
-            if what is not None:
-                self.context.words[words.GIVEN] = what.address
+            if spec is not None:
+                self.context.words[words.GIVEN] = spec.address
             try:
                 while not self.resume(entry.call(handle, *args), entry, *args, tags=tags, timeout=timeout):
                     # The synchronous call of another thread is under way, which ends within its own timeout.
@@ -123,7 +123,7 @@ class Calls:
         self, code: int, entry: Entry, *args: Any, tags: int = 0, timeout: float | None = None
     ) -> bool:
         """Call an entry again until it has an end; whether it has done the call, which it may not have begun."""
-        begun = code in _UNDER_WAY
+        begun = code in _RETURNED_EARLY
         wait: Wait | None = None
         limit = self.gate.timeout if timeout is None else timeout
 
@@ -132,7 +132,7 @@ class Calls:
             wait = wait or Wait(self.monitor, self.report.doing(entry.name), self.report.late, limit)
             wait.look() if code == AGAIN else wait.worked()
 
-        while code in _UNDER_WAY:
+        while code in _RETURNED_EARLY:
             if code == UNREADABLE:
                 self._refuse_to_read(entry, look)
             elif code == UNMAPPED:

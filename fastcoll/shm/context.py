@@ -23,10 +23,10 @@ from ..kernels.allocator import TABLE_WORDS
 from ..kernels.primitives import address_of
 from . import arena, autotune, layout
 from . import context_layout as at
-from .layout import COMBINED, ONE_SHOT_LIMIT, WAYS, Layout
+from .layout import ALGORITHMS, COMBINED, ONE_SHOT_LIMIT, Layout
 from .reach import MAPS, READS
 from .segment import Segment
-from .validate import BY_CALL, MEMO_PROBES, memo_place
+from .validate import BY_CALL, MEMO_PROBES, memo_slot
 
 BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
 
@@ -47,7 +47,7 @@ def patience(ranks: int, cores: int) -> tuple[int, int]:
 _NO_ARENA = np.zeros(TABLE_WORDS, np.int64)
 
 
-class What:
+class CallSpec:
     """The description of a call that depends on its operation, dtype and reduce operation only.
 
     Its `address` is of the words that entries read, and valid while this object lives.
@@ -64,7 +64,7 @@ def changed(name: str) -> AbortedError:
     return AbortedError(f"{name}: an array was changed meanwhile")
 
 
-def kept(name: str, args: tuple[Any, ...], itemsize: int) -> tuple[Any, ...]:
+def pinned(name: str, args: tuple[Any, ...], itemsize: int) -> tuple[Any, ...]:
     """Arguments that no other thread can change: the arrays' bytes are as many as the call's description says."""
 
     def keep(x: Any) -> Any:
@@ -96,13 +96,13 @@ class Context:
         words[at.SLOT], words[at.LATE] = layout.slot, -1
         words[at.COMBINED] = base + COMBINED if layout.groups else 0
         words[at.ONE_SHOT] = ctypes.c_int64.from_address(base + 8 * ONE_SHOT_LIMIT).value
-        ways = ctypes.c_int64.from_address(base + 8 * WAYS).value
-        words[at.WAYS], words[at.DIRECT_FROM] = ways & ~(1 << autotune.DIRECT), autotune.NEVER
+        algorithms = ctypes.c_int64.from_address(base + 8 * ALGORITHMS).value
+        words[at.ALGORITHMS], words[at.DIRECT_FROM] = algorithms & ~(1 << autotune.DIRECT), autotune.NEVER
         words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
         words[at.PATIENCE + waiting.SPINS], words[at.PATIENCE + waiting.YIELDS] = patience(layout.size, cores)
         words[at.PATIENCE + waiting.BUDGET] = BUDGET
         words[at.ARENA] = address_of(_NO_ARENA)
-        self._kept: list[Any] = []
+        self._alive: list[Any] = []
         self._memo_lock = threading.Lock()
 
     def __getitem__(self, index: int) -> int:
@@ -122,16 +122,16 @@ class Context:
 
         Returns the ways of autotune.py that calls may go, as bits.
         """
-        ways = ctypes.c_int64.from_address(self._base + 8 * WAYS).value
+        algorithms = ctypes.c_int64.from_address(self._base + 8 * ALGORITHMS).value
         # A call tells an address a rank and one more, in a slot at most.
         if reach & (READS | MAPS) and len(pids) > 1 and 8 * (len(pids) + 1) <= self[at.SLOT]:
-            self.words[at.DIRECT_FROM] = autotune.direct_from(ways)
+            self.words[at.DIRECT_FROM] = autotune.direct_from(algorithms)
         self.words[at.ONLY_SHARED] = 0 if reach & READS else 1
         if reach & MAPS:
             self.words[at.ARENA] = arena.STATE_ADDRESS
         start = at.TABLES + at.PIDS * len(pids)
         self.words[start : start + len(pids)] = pids
-        return ways
+        return algorithms
 
     def note_arena(self, peer: int, base: int, nbytes: int, here: int) -> None:
         """A peer's arena, of nbytes from `base` on there, is mapped `here`."""
@@ -151,26 +151,26 @@ class Context:
         if self[at.BUSY] == (threading.get_ident() if whose is None else whose):
             self.words[at.BUSY] = 0
 
-    def remember(self, operation: int, dtype: np.dtype[Any], op: Any, what: What) -> None:
+    def remember(self, operation: int, dtype: np.dtype[Any], op: Any, spec: CallSpec) -> None:
         """Let entries find a description by themselves, unless the memo is full; None for `op`: a moving operation.
 
         The memo goes by identity, so it keeps the objects alive.
         """
-        self._kept.append((dtype, op))
-        self._remember((id(dtype), 0 if op is None else id(op), operation), what)
+        self._alive.append((dtype, op))
+        self._remember((id(dtype), 0 if op is None else id(op), operation), spec)
 
-    def remember_call(self, operation: int, call: int, what: What) -> None:
+    def remember_call(self, operation: int, call: int, spec: CallSpec) -> None:
         """The same by a word that doors are given, for ever."""
-        self._remember((call, BY_CALL, operation), what)
+        self._remember((call, BY_CALL, operation), spec)
 
-    def _remember(self, key: tuple[int, int, int], what: What) -> None:
+    def _remember(self, key: tuple[int, int, int], spec: CallSpec) -> None:
         with self._memo_lock:
-            self._kept.append(what)
+            self._alive.append(spec)
             for probe in range(MEMO_PROBES):
-                start = at.MEMO + at.MEMO_WORDS * memo_place.py_func(*key, probe)
+                start = at.MEMO + at.MEMO_WORDS * memo_slot.py_func(*key, probe)
                 entry = self.words[start : start + at.MEMO_WORDS]
                 if entry[3] == 0:
-                    entry[3] = what.address
+                    entry[3] = spec.address
                     entry[1], entry[2], entry[0] = key[1], key[2], key[0]
                     return
 
@@ -185,9 +185,9 @@ class Report:
         """The call under way, for messages; `entry` is its name while it has not been published."""
         number = self._context[at.CALLS]
         line = self._line(self._gate.rank)
-        told = line[layout.SEQUENCE] == number
-        what = signature.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if told else entry
-        return self._gate.name_of(what, number)
+        published = line[layout.SEQUENCE] == number
+        call = signature.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if published else entry
+        return self._gate.name_of(call, number)
 
     def late(self) -> list[int]:
         """The group ranks that have not arrived at the call under way, or else whom the kernel waits for."""
@@ -203,7 +203,7 @@ class Report:
         lines = map(self._line, range(self._gate.size))
         heads = [(int(line[layout.CALL]), int(line[layout.SHAPE])) for line in lines]
         in_symmetric = OPERATIONS[heads[0][0] & 0xFF].startswith("symmetric:")
-        describe = describe_places if in_symmetric else signature.describe_sizes
+        describe = describe_symmetric if in_symmetric else signature.describe_sizes
         return signature.difference(heads, self._gate, number, gather, sizes, describe)
 
     def _line(self, rank: int) -> Array:
@@ -212,7 +212,7 @@ class Report:
         return self._segment.words[start : start + layout.PAYLOAD]
 
 
-def describe_places(tables: Sequence[signature.Sizes], ranks: Sequence[int]) -> str:
+def describe_symmetric(tables: Sequence[signature.Sizes], ranks: Sequence[int]) -> str:
     """Where in symmetric memory each rank's array lies, which it says instead of sizes (symmetric.py)."""
     places = [(gives[0], gives[1]) for gives, _ in tables]
     names = {memory: f"array {number}" for number, memory in enumerate(dict.fromkeys(m for m, _ in places))}

@@ -7,8 +7,8 @@ Header: words that the creator writes before anybody attaches, and that are then
     word 0   MAGIC
     word 1   nonce, proves that two ranks mapped the same segment
     word 2   number of ranks
-    word 3   ONE_SHOT_LIMIT, rank 0's number for all (known.py)
-    word 4   WAYS, those of autotune.py that rank 0's FASTCOLL_SHM_WAYS allows, as bits, for all
+    word 3   ONE_SHOT_LIMIT, rank 0's number for all (tuning_cache.py)
+    word 4   WAYS, those of autotune.py that rank 0's FASTCOLL_SHM_ALGORITHMS allows, as bits, for all
 and behind it, from COMBINED on, where there are groups: for each group of GROUP ranks two combined lines by parity of
 the call's number, written by any of its ranks (rounds.py); like call lines, with the first word of each rank's payload
 
@@ -38,7 +38,7 @@ from ..errors import ResourceError
 
 MAGIC = 0x6661737463_05
 ONE_SHOT_LIMIT = 3
-WAYS = 4
+ALGORITHMS = 4
 PAGE = 4096
 LINE = 128
 

@@ -16,12 +16,12 @@ from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous.assemble import GroupMeeting
 from ..store import Store
 from ..system.processes import Member, gone_among
-from . import learned
-from .autotune import allowed_ways
-from .known import Conditions, Times, one_shot_limit
-from .layout import ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, WAYS, Layout, plan
+from . import tuning_table
+from .autotune import allowed_algorithms
+from .layout import ALGORITHMS, ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, Layout, plan
 from .reach import Reach
 from .segment import DIRECTORY, MOUNT, Segment, free_bytes, new_name, shortage, sweep, unlink
+from .tuning_cache import Conditions, Times, one_shot_limit
 
 _MASK_WORDS = LINE // 8 - 1  # 960 CPUs
 _LOOK_SECONDS = 0.05
@@ -35,7 +35,7 @@ class Met(NamedTuple):
     cores: int  # that the members share
     share: int  # cores for each rank of the job
     conditions: Conditions
-    known: tuple[Times, float]  # what was known of ways under these conditions before this group (learned.py)
+    known: tuple[Times, float]  # earlier measurements under these conditions, see `tuning_table.matching`
     reach: int  # how they can read one another's memory (reach.py)
 
 
@@ -52,11 +52,11 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 sweep()
                 layout = choose_layout(len(members))
                 name = new_name()
-                known = learned.told(len(members), layout.slot)
+                known = tuning_table.to_publish(len(members), layout.slot)
                 meeting.say("segment", json.dumps({"name": name, "known": known, **vars(layout)}).encode())
                 segment = Segment.create(name, layout)
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
-                segment.words[WAYS] = allowed_ways()
+                segment.words[ALGORITHMS] = allowed_algorithms()
                 meeting.say("created")
                 failpoints.reach("shm.meeting.after_create")
             else:
@@ -71,9 +71,9 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                     raise
                 failpoints.reach("shm.meeting.after_attach")
             try:
-                _tell_of_cores(segment, rank)
+                _publish_cores(segment, rank)
                 reach = Reach(segment, members, rank)
-                segment.say_attached(rank)
+                segment.publish_attached(rank)
                 failpoints.reach("shm.meeting.after_proof")
                 segment.prefault(rank)
                 await_all(segment.missing, "attach", members, meeting, timeout)
@@ -96,7 +96,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 unlink(name)
     share = cores // max(neighbours, len(members))
     conditions = Conditions(len(members), "own" if share else "shared", segment.layout.slot)
-    return Met(segment, cores, share, conditions, learned.heard(known, conditions), reach.of_all())
+    return Met(segment, cores, share, conditions, tuning_table.matching(known, conditions), reach.of_all())
 
 
 def choose_layout(size: int) -> Layout:
@@ -136,7 +136,7 @@ def await_all(
             raise CollectiveTimeoutError(f"{_DOING}: {who}", missing)
 
 
-def _tell_of_cores(segment: Segment, rank: int) -> None:
+def _publish_cores(segment: Segment, rank: int) -> None:
     """Write which CPUs this process may use, and how many its cgroup allows."""
     mask = sum(1 << cpu for cpu in os.sched_getaffinity(0) if cpu < 64 * _MASK_WORDS)
     quota = 1 << 30  # none

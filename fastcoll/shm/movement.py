@@ -32,20 +32,20 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     if c == 0:
         return LATER
     x, root = object_at(tensor), integer(src)
-    what = v.description(c, h, _BROADCAST, x, 0)
+    spec = v.description(c, h, _BROADCAST, x, 0)
     here = load_word(c, at.RANK) == root
-    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, 0 if here else WRITEABLE):
+    if spec == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, 0 if here else WRITEABLE):
         return r.give_up(h)
-    data, nbytes = v.data_of(x), v.nbytes_of(x, what)
-    return take_gil(release_gil(), run_broadcast(h, c, data, nbytes, what, root))
+    data, nbytes = v.data_of(x), v.nbytes_of(x, spec)
+    return take_gil(release_gil(), run_broadcast(h, c, data, nbytes, spec, root))
 
 
 @inlined
-def run_broadcast(h, c, data, nbytes, what, root):
+def run_broadcast(h, c, data, nbytes, spec, root):
     """The call whose context is taken; so are all that begin with `run`: without the GIL, for entries and doors."""
-    call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
+    call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     r.begin(h, _BROADCAST, nbytes, True, single_copy.kind_of(c, data, nbytes))
-    if is_direct(r.ways_at(c)):
+    if is_direct(r.tuning_at(c)):
         v.list_none(c, at.TAKES)
         v.list_none(c, at.GIVES)
         if load_word(c, at.RANK) == root:
@@ -68,7 +68,7 @@ def _broadcast(c, x, nbytes, call, root):
                     return AGAIN
                 step = load_word(c, at.WROTE)
                 left = nbytes - step * chunk
-                stage(r.ways_at(c), r.place_of(c, root, step, nbytes), x + step * chunk, left, chunk)
+                stage(r.tuning_at(c), r.payload_of(c, root, step, nbytes), x + step * chunk, left, chunk)
             r.publish(c, call, nbytes, 0)
             continue
         waited = r.meet(c, call, nbytes, 0)
@@ -79,8 +79,8 @@ def _broadcast(c, x, nbytes, call, root):
             if r.await_peer(c, root, step) != DONE:
                 return AGAIN
             start = step * chunk
-            place = r.place_of(c, root, step, nbytes)
-            hand_out(r.ways_at(c), x + start, place, min(chunk, nbytes - start))
+            place = r.payload_of(c, root, step, nbytes)
+            hand_out(r.tuning_at(c), x + start, place, min(chunk, nbytes - start))
         if r.close_round(c, total):
             return r.finish(c)
         if r.time_is_up(c):
@@ -95,16 +95,16 @@ def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
     if c == 0:
         return LATER
     x = object_at(tensor)
-    what = v.description(c, h, _ALL_GATHER, x, 0)
-    if what == 0 or not v.is_plain(c, h, x, 0):
+    spec = v.description(c, h, _ALL_GATHER, x, 0)
+    if spec == 0 or not v.is_plain(c, h, x, 0):
         return r.give_up(h)
-    if not v.list_blocks(c, h, at.TAKES, object_at(outputs), x, what, WRITEABLE):
+    if not v.list_blocks(c, h, at.TAKES, object_at(outputs), x, spec, WRITEABLE):
         return r.give_up(h)
-    nbytes = v.nbytes_of(x, what)
+    nbytes = v.nbytes_of(x, spec)
     v.list_same(c, at.GIVES, v.data_of(x), nbytes)
     if not _own_fits(c) or not v.are_apart(c, h, v.data_of(x), nbytes, at.TAKES, True):
         return r.give_up(h)
-    return take_gil(release_gil(), run_exchange(h, c, _ALL_GATHER, what, 0))
+    return take_gil(release_gil(), run_exchange(h, c, _ALL_GATHER, spec, 0))
 
 
 @inlined
@@ -127,22 +127,22 @@ def _rooted(h, operation, x, holder, root, one, many):
     if c == 0:
         return LATER
     here = load_word(c, at.RANK) == root
-    what = v.description(c, h, operation, x, 0)
+    spec = v.description(c, h, operation, x, 0)
     flags = WRITEABLE if one == at.TAKES else 0
-    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, flags):
+    if spec == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, flags):
         return r.give_up(h)
     if here == (holder == load_word(c, at.NONE)):
         return r.give_up(h)
-    data, nbytes = v.data_of(x), v.nbytes_of(x, what)
+    data, nbytes = v.data_of(x), v.nbytes_of(x, spec)
     v.list_none(c, one)
     v.list_one(c, one, root, data, nbytes)
     if not here:
         v.list_none(c, many)
     else:
-        fits = v.list_blocks(c, h, many, holder, x, what, WRITEABLE - flags) and _own_fits(c)
+        fits = v.list_blocks(c, h, many, holder, x, spec, WRITEABLE - flags) and _own_fits(c)
         if not fits or not v.are_apart(c, h, data, nbytes, many, True):
             return r.give_up(h)
-    return take_gil(release_gil(), run_exchange(h, c, operation, what, root))
+    return take_gil(release_gil(), run_exchange(h, c, operation, spec, root))
 
 
 @locked_entry
@@ -167,16 +167,16 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
     if c == 0:
         return LATER
     x = object_at(like)
-    what = v.description(c, h, _ALL_TO_ALL, x, 0)
-    if what == 0 or not v.list_blocks(c, h, at.GIVES, object_at(blocks), x, what, 0):
+    spec = v.description(c, h, _ALL_TO_ALL, x, 0)
+    if spec == 0 or not v.list_blocks(c, h, at.GIVES, object_at(blocks), x, spec, 0):
         return r.give_up(h)
-    if not v.list_blocks(c, h, at.TAKES, object_at(outputs), x, what, WRITEABLE) or not _own_fits(c):
+    if not v.list_blocks(c, h, at.TAKES, object_at(outputs), x, spec, WRITEABLE) or not _own_fits(c):
         return r.give_up(h)
     for peer in range(load_word(c, at.SIZE)):
         given, nbytes = load_word(r.table(c, at.GIVES), peer), load_word(r.table(c, at.GIVES + 1), peer)
         if not v.are_apart(c, h, given, nbytes, at.TAKES, False):
             return r.give_up(h)
-    return take_gil(release_gil(), run_exchange(h, c, _ALL_TO_ALL, what, 0))
+    return take_gil(release_gil(), run_exchange(h, c, _ALL_TO_ALL, spec, 0))
 
 
 @inlined
@@ -190,11 +190,11 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
     """Where in src's slot, or in its call line if it fits, the piece for rank dst lies."""
     place = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
     room = layout.INLINE // max(1, spread) & -8
-    return r.place_of(c, src, step, nbytes, room) + place * (room if nbytes <= room else piece)
+    return r.payload_of(c, src, step, nbytes, room) + place * (room if nbytes <= room else piece)
 
 
 @inlined
-def run_exchange(h, c, operation, what, root):
+def run_exchange(h, c, operation, spec, root):
     """Copy what the tables give to what the tables take; all sizes are free.
 
     `spread` pieces share a slot: 0 when a rank sends all the same, 1 when it sends to one rank only, else the number
@@ -212,8 +212,8 @@ def run_exchange(h, c, operation, what, root):
         if takes == 0 or kind == single_copy.NOTHING:
             kind = takes
     r.begin(h, operation, nbytes, True, kind)
-    call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
-    if is_direct(r.ways_at(c)):
+    call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
+    if is_direct(r.tuning_at(c)):
         return single_copy.exchange(c, call, _largest(c), _balance_of(c), spread)
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
@@ -234,7 +234,7 @@ def run_exchange(h, c, operation, what, root):
                 left = nbytes - step * piece
                 if peer != rank and left > 0:
                     place = _piece_of(c, rank, peer, step, nbytes, spread, piece)
-                    stage(r.ways_at(c), place, load_word(sends, peer) + step * piece, left, piece)
+                    stage(r.tuning_at(c), place, load_word(sends, peer) + step * piece, left, piece)
                     if spread == 0:
                         break
             r.publish(c, call, largest, balance)
@@ -247,19 +247,19 @@ def run_exchange(h, c, operation, what, root):
             continue  # there may be more rounds than this rank knew of
         step = load_word(c, at.READ)
         start = step * piece
-        for turn in range(size):
-            peer = (rank + turn) % size
+        for shift in range(size):
+            peer = (rank + shift) % size
             nbytes = load_word(receive_sizes, peer)
             part = min(piece, nbytes - start)
             if part <= 0:
                 continue
             out = load_word(receives, peer) + start
             if peer == rank:
-                hand_out(r.ways_at(c), out, load_word(sends, peer) + start, part)
+                hand_out(r.tuning_at(c), out, load_word(sends, peer) + start, part)
                 continue
             if r.await_peer(c, peer, step) != DONE:
                 return AGAIN
-            hand_out(r.ways_at(c), out, _piece_of(c, peer, rank, step, nbytes, spread, piece), part)
+            hand_out(r.tuning_at(c), out, _piece_of(c, peer, rank, step, nbytes, spread, piece), part)
         if r.close_round(c, total):
             return r.finish(c)
         if r.time_is_up(c):

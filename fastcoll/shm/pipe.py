@@ -48,19 +48,19 @@ class RingPipe(WordPipe):
         self.table[words.RING] = layout.ring
         self.table[words.CONTEXT] = context
         self.table[words.DIRECT_FROM] = autotune.NEVER
-        self.table[words.WAYS] = 1 << autotune.CLOSE | 1 << autotune.PAST
+        self.table[words.ALGORITHMS] = 1 << autotune.CLOSE | 1 << autotune.PAST
         for peer in [peer for peer in range(layout.size) if peer != rank]:
             self.rows[peer, words.OUT] = base + layout.ring_of(rank, peer)
             self.rows[peer, words.IN] = base + layout.ring_of(peer, rank)
 
-    def go_direct(self, ways: int, pids: Sequence[int], states: Sequence[int]) -> None:
+    def go_direct(self, algorithms: int, pids: Sequence[int], states: Sequence[int]) -> None:
         """Let messages go direct from now on, between these processes, whose STATE words are at these addresses.
 
         Args:
             ways: those of autotune.py that messages may go, as bits.
         """
-        self.table[words.DIRECT_FROM] = autotune.direct_from(ways)
-        self.table[words.WAYS] &= ways
+        self.table[words.DIRECT_FROM] = autotune.direct_from(algorithms)
+        self.table[words.ALGORITHMS] &= algorithms
         self.rows[:, words.IN_PID], self.rows[:, words.IN_STATE] = pids, states
 
     # ---- whose turn it is ------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ..core.monitor import Monitor
 from ..errors import AbortedError
 from ..system.processes import Member, in_sight
 from .autotune import DIRECT
-from .layout import WAYS
+from .layout import ALGORITHMS
 from .segment import Segment
 
 _log = logging.getLogger("fastcoll")
@@ -49,7 +49,7 @@ class Reach:
     def __init__(self, segment: Segment, members: Sequence[Member], rank: int) -> None:
         self._segment, self._members, self._rank = segment, members, rank
         self._word = ctypes.c_int64(segment.nonce ^ rank)
-        self._wanted = bool(segment.words[WAYS] >> DIRECT & 1)
+        self._wanted = bool(segment.words[ALGORITHMS] >> DIRECT & 1)
         if self._wanted:
             let_peers_read()
         segment.reach(rank)[0] = ctypes.addressof(self._word)

@@ -32,10 +32,10 @@ _REDUCE_SCATTER = signature.code_of("reduce_scatter")
 
 
 @inlined
-def _reduce(c, what, dst, n, nbytes):
+def _reduce(c, spec, dst, n, nbytes):
     """dst = the first n sources, reduced."""
-    count = nbytes // load_word(what, v.ITEMSIZE)
-    call_reducer(load_word(what, v.REDUCER), load_word(what, v.CODE), dst, r.table(c, at.SOURCES), n, count)
+    count = nbytes // load_word(spec, v.ITEMSIZE)
+    call_reducer(load_word(spec, v.REDUCER), load_word(spec, v.CODE), dst, r.table(c, at.SOURCES), n, count)
 
 
 @inlined
@@ -73,10 +73,10 @@ def run_barrier(h, c, call):
 
 
 @kernel
-def _one_shot(c, dst, src, nbytes, what, call, last):
+def _one_shot(c, dst, src, nbytes, spec, call, last):
     """Everybody publishes src; each reduces the ranks 0..last-1 into dst."""
     rank = load_word(c, at.RANK)
-    chunk = _whole(load_word(c, at.SLOT), load_word(what, v.ITEMSIZE))
+    chunk = _whole(load_word(c, at.SLOT), load_word(spec, v.ITEMSIZE))
     total = r.rounds_of(nbytes, chunk)
     while True:
         if r.may_write(c, total):
@@ -84,7 +84,7 @@ def _one_shot(c, dst, src, nbytes, what, call, last):
                 return AGAIN
             step = load_word(c, at.WROTE)
             start = step * chunk
-            stage(r.ways_at(c), r.place_of(c, rank, step, nbytes), src + start, nbytes - start, chunk)
+            stage(r.tuning_at(c), r.payload_of(c, rank, step, nbytes), src + start, nbytes - start, chunk)
             r.publish(c, call, nbytes, 0)
             continue
         waited = r.meet(c, call, nbytes, 0)
@@ -96,9 +96,9 @@ def _one_shot(c, dst, src, nbytes, what, call, last):
             step = load_word(c, at.READ)
             start = step * chunk
             for peer in range(last):
-                place = src + start if peer == rank else r.place_of(c, peer, step, nbytes)
+                place = src + start if peer == rank else r.payload_of(c, peer, step, nbytes)
                 store_word(r.table(c, at.SOURCES), peer, place)
-            _reduce(c, what, dst + start, last, min(chunk, nbytes - start))
+            _reduce(c, spec, dst + start, last, min(chunk, nbytes - start))
         if r.close_round(c, total):
             return r.finish(c)
         if r.time_is_up(c):
@@ -106,11 +106,11 @@ def _one_shot(c, dst, src, nbytes, what, call, last):
 
 
 @kernel
-def _two_shot(c, dst, src, nbytes, what, call, keep):
+def _two_shot(c, dst, src, nbytes, spec, call, keep):
     """Rounds in pairs: each rank reduces its slice of a chunk, then ranks with `keep` gather all slices."""
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
-    itemsize = load_word(what, v.ITEMSIZE)
+    itemsize = load_word(spec, v.ITEMSIZE)
     chunk = _whole(load_word(c, at.SLOT), itemsize)
     total = 2 * r.rounds_of(nbytes, chunk)
     while True:
@@ -124,13 +124,13 @@ def _two_shot(c, dst, src, nbytes, what, call, keep):
             if r.open_slot(c) != DONE:
                 return AGAIN
             if step % 2 == 0:
-                stage(r.ways_at(c), mine, src + start, low, low)
-                stage(r.ways_at(c), mine + high, src + start + high, part - high, part - high)
+                stage(r.tuning_at(c), mine, src + start, low, low)
+                stage(r.tuning_at(c), mine + high, src + start + high, part - high, part - high)
             else:
                 for peer in range(size):
                     place = src + start if peer == rank else r.slot_of(c, peer, step - 1)
                     store_word(r.table(c, at.SOURCES), peer, place + low)
-                _reduce(c, what, mine + low, size, high - low)
+                _reduce(c, spec, mine + low, size, high - low)
             r.publish(c, call, nbytes, 0)
         waited = r.meet(c, call, nbytes, 0)
         if waited != DONE:
@@ -149,11 +149,11 @@ def _two_shot(c, dst, src, nbytes, what, call, keep):
 
 
 @inlined
-def _reduce_arrays(c, dst, src, nbytes, what, call, last, of_all):
+def _reduce_arrays(c, dst, src, nbytes, spec, call, last, of_all):
     """Through the slots: the ranks 0..last-1 into dst; `of_all`: all of them, or none."""
     if of_all and load_word(c, at.SIZE) > 2 and nbytes > load_word(c, at.ONE_SHOT):
-        return _two_shot(c, dst, src, nbytes, what, call, last > 0)
-    return _one_shot(c, dst, src, nbytes, what, call, last)
+        return _two_shot(c, dst, src, nbytes, spec, call, last > 0)
+    return _one_shot(c, dst, src, nbytes, spec, call, last)
 
 
 @locked_entry
@@ -164,25 +164,25 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     if c == 0:
         return LATER
     x = object_at(tensor)
-    what = v.description(c, h, _ALL_REDUCE, x, object_at(op))
-    if what == 0 or not v.is_plain(c, h, x, WRITEABLE):
+    spec = v.description(c, h, _ALL_REDUCE, x, object_at(op))
+    if spec == 0 or not v.is_plain(c, h, x, WRITEABLE):
         return r.give_up(h)
-    data, nbytes = v.data_of(x), v.nbytes_of(x, what)
-    return take_gil(release_gil(), run_all_reduce(h, c, data, nbytes, what))
+    data, nbytes = v.data_of(x), v.nbytes_of(x, spec)
+    return take_gil(release_gil(), run_all_reduce(h, c, data, nbytes, spec))
 
 
 @inlined
-def run_all_reduce(h, c, data, nbytes, what):
-    call, size = load_word(what, v.CALL), load_word(c, at.SIZE)
+def run_all_reduce(h, c, data, nbytes, spec):
+    call, size = load_word(spec, v.CALL), load_word(c, at.SIZE)
     if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
         row = find_row(c, data, nbytes)
         if row != 0:
             r.begin(h, _ALL_REDUCE, 0, False, 0)
-            return all_reduce_in_place(c, data, nbytes, what, call, row)
+            return all_reduce_in_place(c, data, nbytes, spec, call, row)
     r.begin(h, _ALL_REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes))
-    if is_direct(r.ways_at(c)):
-        return single_copy.all_reduce(c, data, nbytes, what, call)
-    return _reduce_arrays(c, data, data, nbytes, what, call, size, True)
+    if is_direct(r.tuning_at(c)):
+        return single_copy.all_reduce(c, data, nbytes, spec, call)
+    return _reduce_arrays(c, data, data, nbytes, spec, call, size, True)
 
 
 @locked_entry
@@ -194,21 +194,21 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
         return LATER
     x, root = object_at(tensor), integer(dst)
     here = load_word(c, at.RANK) == root
-    what = v.description(c, h, _REDUCE, x, object_at(op))
-    if what == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, WRITEABLE if here else 0):
+    spec = v.description(c, h, _REDUCE, x, object_at(op))
+    if spec == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, WRITEABLE if here else 0):
         return r.give_up(h)
-    out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
-    return take_gil(release_gil(), run_reduce(h, c, out, data, nbytes, what, root))
+    out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, spec)
+    return take_gil(release_gil(), run_reduce(h, c, out, data, nbytes, spec, root))
 
 
 @inlined
-def run_reduce(h, c, out, data, nbytes, what, root):
-    call = load_word(what, v.CALL) | root << signature.ROOT_SHIFT
+def run_reduce(h, c, out, data, nbytes, spec, root):
+    call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     last = load_word(c, at.SIZE) if load_word(c, at.RANK) == root else 0
     r.begin(h, _REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes))
-    if is_direct(r.ways_at(c)):
-        return single_copy.reduce(c, out, data, nbytes, what, call, root)
-    return _reduce_arrays(c, out, data, nbytes, what, call, last, True)
+    if is_direct(r.tuning_at(c)):
+        return single_copy.reduce(c, out, data, nbytes, spec, call, root)
+    return _reduce_arrays(c, out, data, nbytes, spec, call, last, True)
 
 
 @locked_entry
@@ -220,18 +220,18 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
         return LATER
     x = object_at(tensor)
     operation = _EXSCAN if integer(exclusive) else _SCAN
-    what = v.description(c, h, operation, x, object_at(op))
-    if what == 0 or not v.is_plain(c, h, x, WRITEABLE):
+    spec = v.description(c, h, operation, x, object_at(op))
+    if spec == 0 or not v.is_plain(c, h, x, WRITEABLE):
         return r.give_up(h)
-    out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, what)
-    return take_gil(release_gil(), run_scan(h, c, out, data, nbytes, what, operation))
+    out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, spec)
+    return take_gil(release_gil(), run_scan(h, c, out, data, nbytes, spec, operation))
 
 
 @inlined
-def run_scan(h, c, out, data, nbytes, what, operation):
+def run_scan(h, c, out, data, nbytes, spec, operation):
     last = load_word(c, at.RANK) + (0 if operation == _EXSCAN else 1)
     r.begin(h, operation, nbytes, False, 0)
-    return _reduce_arrays(c, out, data, nbytes, what, load_word(what, v.CALL), last, False)
+    return _reduce_arrays(c, out, data, nbytes, spec, load_word(spec, v.CALL), last, False)
 
 
 @locked_entry
@@ -245,39 +245,39 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
     if c == 0:
         return LATER
     out = object_at(output)
-    what = v.description(c, h, _REDUCE_SCATTER, out, object_at(op))
-    if what == 0 or not v.is_plain(c, h, out, WRITEABLE):
+    spec = v.description(c, h, _REDUCE_SCATTER, out, object_at(op))
+    if spec == 0 or not v.is_plain(c, h, out, WRITEABLE):
         return r.give_up(h)
-    if not v.list_blocks(c, h, at.GIVES, object_at(blocks), out, what, 0):
+    if not v.list_blocks(c, h, at.GIVES, object_at(blocks), out, spec, 0):
         return r.give_up(h)
-    data, nbytes = v.data_of(out), v.nbytes_of(out, what)
+    data, nbytes = v.data_of(out), v.nbytes_of(out, spec)
     own = load_word(r.table(c, at.GIVES + 1), load_word(c, at.RANK))
     if nbytes != own or not v.are_apart(c, h, data, nbytes, at.GIVES, True):
         return r.give_up(h)
-    return take_gil(release_gil(), run_reduce_scatter(h, c, data, nbytes, what))
+    return take_gil(release_gil(), run_reduce_scatter(h, c, data, nbytes, spec))
 
 
 @inlined
-def run_reduce_scatter(h, c, data, nbytes, what):
+def run_reduce_scatter(h, c, data, nbytes, spec):
     """Of the blocks in the table GIVES."""
-    longest, call = v.largest_of(c, at.GIVES), load_word(what, v.CALL)
+    longest, call = v.largest_of(c, at.GIVES), load_word(spec, v.CALL)
     kind = single_copy.kind_of_blocks(c, at.GIVES) if longest >= load_word(c, at.DIRECT_FROM) else 0
     r.begin(h, _REDUCE_SCATTER, longest, False, kind)
-    if is_direct(r.ways_at(c)):
-        return single_copy.reduce_scatter(c, data, nbytes, _shape_of_blocks(c), what, call)
-    return _reduce_scatter(c, data, what)
+    if is_direct(r.tuning_at(c)):
+        return single_copy.reduce_scatter(c, data, nbytes, _shape_of_blocks(c), spec, call)
+    return _reduce_scatter(c, data, spec)
 
 
 @kernel
-def _reduce_scatter(c, dst, what):
+def _reduce_scatter(c, dst, spec):
     """A slot holds a piece for each of the other ranks."""
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
-    call = load_word(what, v.CALL)
+    call = load_word(spec, v.CALL)
     blocks, sizes = r.table(c, at.GIVES), r.table(c, at.GIVES + 1)
     shape = _shape_of_blocks(c)
     longest = v.largest_of(c, at.GIVES)
-    piece = _whole(load_word(c, at.SLOT) // max(1, size - 1), load_word(what, v.ITEMSIZE))
+    piece = _whole(load_word(c, at.SLOT) // max(1, size - 1), load_word(spec, v.ITEMSIZE))
     total = r.rounds_of(longest, piece)
     while True:
         if r.may_write(c, total):
@@ -286,10 +286,12 @@ def _reduce_scatter(c, dst, what):
             step = load_word(c, at.WROTE)
             start = step * piece
             mine = r.slot_of(c, rank, step)
-            for turn in range(1, size):
-                peer = (rank + turn) % size
+            for shift in range(1, size):
+                peer = (rank + shift) % size
                 left = load_word(sizes, peer) - start
-                stage(r.ways_at(c), mine + (turn - 1) * piece, load_word(blocks, peer) + start, left, piece)
+                stage(
+                    r.tuning_at(c), mine + (shift - 1) * piece, load_word(blocks, peer) + start, left, piece
+                )
             r.publish(c, call, shape, 0)
             continue
         waited = r.meet(c, call, shape, 0)
@@ -305,7 +307,7 @@ def _reduce_scatter(c, dst, what):
                 place = r.slot_of(c, peer, step) + ((rank - peer) % size - 1) * piece
                 own = load_word(blocks, rank) + start
                 store_word(r.table(c, at.SOURCES), peer, own if peer == rank else place)
-            _reduce(c, what, dst + start, size, part)
+            _reduce(c, spec, dst + start, size, part)
         if r.close_round(c, total):
             return r.finish(c)
         if r.time_is_up(c):

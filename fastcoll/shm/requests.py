@@ -44,17 +44,17 @@ from .ring_kernels import (
     POSTED_RECEIVE,
     POSTED_SEND,
     channel_of,
+    fastest_known,
     is_kind,
     is_peer,
     is_shut,
-    known_way,
     let_go,
     run_receive,
     run_send,
 )
 
 BESIDE = 1 << 60
-"""Added by `send_way` and `receive_way` to the number of a request that they leave to Python; numbers are lower."""
+"""Added by `send_call` and `receive_call` to the number of a request that they leave to Python; numbers are lower."""
 
 COUNT_AT, MAILBOX_AT = 5, 48  # positions of bit fields in a number
 _FIRST = 1 << COUNT_AT
@@ -80,8 +80,8 @@ def _table(m):
 
 
 @inlined
-def _record(m, place):
-    return _table(m) + 8 * (r.RECORDS + place * r.RECORD_WORDS)
+def _record(m, index):
+    return _table(m) + 8 * (r.RECORDS + index * r.RECORD_WORDS)
 
 
 @inlined
@@ -137,20 +137,20 @@ def _free_record(m):
     while used > 0 and load_acquire(_record(m, used - 1) + 8 * r.NUMBER) <= 0:
         used -= 1
     store_word(t, r.USED, used)
-    for place in range(min(used + 1, r.RECORDS_AT_MOST)):
-        if load_acquire(_record(m, place) + 8 * r.NUMBER) <= 0:
-            store_word(t, r.USED, max(used, place + 1))
-            return place
+    for index in range(min(used + 1, r.RECORDS_AT_MOST)):
+        if load_acquire(_record(m, index) + 8 * r.NUMBER) <= 0:
+            store_word(t, r.USED, max(used, index + 1))
+            return index
     return -1
 
 
 @kernel
-def _note(m, place, state, peer, message, kind, nbytes, data, owner):
+def _note(m, index, state, peer, message, kind, nbytes, data, owner):
     """Fill a record, release the rings, and return the request's number."""
     t = _table(m)
-    record = _record(m, place)
+    record = _record(m, index)
     count = load_word(t, r.COUNT) + 1
-    number = load_word(t, r.NUMBERS) + (count << COUNT_AT) + place
+    number = load_word(t, r.NUMBERS) + (count << COUNT_AT) + index
     store_word(t, r.COUNT, count)
     store_word(record, r.STATE, state)
     store_word(record, r.PEER, peer)
@@ -174,8 +174,8 @@ def _post_send(m, data, owner, nbytes, kind, peer):
     channel = channel_of(m, peer)
     if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END):
         _progress(m)
-    way = known_way(m, r.SENDS, nbytes, SMALLEST)
-    frame = r.FRAME_UNIT if way == DIRECT else r.frame_of(nbytes)
+    algorithm = fastest_known(m, r.SENDS, nbytes, SMALLEST)
+    frame = r.FRAME_UNIT if algorithm == DIRECT else r.frame_of(nbytes)
     is_free = load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END)
     # Unread acks must fit into their slots, because no thread may read them while this rank does other work.
     unread = load_word(channel, r.SENT) - load_word(channel, r.ACKS_READ)
@@ -184,13 +184,13 @@ def _post_send(m, data, owner, nbytes, kind, peer):
     is_safe = enters or load_word(_table(m), r.AWAKE) != 0
     if not (is_free and is_safe and unread < r.ACK_SLOTS - r.ACK_BATCH):
         return let_go(m, -1)
-    place = _free_record(m)
-    if place < 0:
+    index = _free_record(m)
+    if index < 0:
         return let_go(m, -1)
-    r.begin_message(channel, data, nbytes, kind, way)
+    r.begin_message(channel, data, nbytes, kind, algorithm)
     r.push(m, channel)
     reached(POSTED_SEND)
-    return _note(m, place, r.SENDING, peer, load_word(channel, r.SENT), kind, nbytes, data, owner)
+    return _note(m, index, r.SENDING, peer, load_word(channel, r.SENT), kind, nbytes, data, owner)
 
 
 @kernel
@@ -198,20 +198,20 @@ def _post_receive(m, data, owner, nbytes, kind, peer, waits):
     """Post a receive; return the request's number, or -1 to leave it to Python. `waits`: this call waits for it."""
     if not _begin(m, is_kind(kind) or _is_any(kind), peer):
         return -1
-    place = _free_record(m)
+    index = _free_record(m)
     # The sender blocks until the message is read. If no thread waits here, only the engine's thread can read it.
-    if place < 0 or not (waits or load_word(_table(m), r.AWAKE) != 0):
+    if index < 0 or not (waits or load_word(_table(m), r.AWAKE) != 0):
         return let_go(m, -1)
     reached(POSTED_RECEIVE)
-    return _note(m, place, r.RECEIVING, peer, 0, kind, nbytes, data, owner)
+    return _note(m, index, r.RECEIVING, peer, 0, kind, nbytes, data, owner)
 
 
-def post_send_way(m, data, owner, nbytes, kind, peer):
+def post_send_call(m, data, owner, nbytes, kind, peer):
     number = _post_send(m, data, owner, nbytes, kind, peer)
     return LATER if number < 0 else -1 - number
 
 
-def post_receive_way(m, data, owner, nbytes, kind, peer):
+def post_receive_call(m, data, owner, nbytes, kind, peer):
     number = _post_receive(m, data, owner, nbytes, kind, peer, False)
     return LATER if number < 0 else -1 - number
 
@@ -237,8 +237,8 @@ def _find(m, peer, state, message, kind):
     SENDING: the record of the message with number `message`. RECEIVING: the first that takes a message of `kind`.
     """
     found = 0
-    for place in range(load_word(_table(m), r.USED)):
-        record = _record(m, place)
+    for index in range(load_word(_table(m), r.USED)):
+        record = _record(m, index)
         number = load_acquire(record + 8 * r.NUMBER)
         if number <= 0 or load_word(record, r.STATE) != state or load_word(record, r.PEER) != peer:
             continue
@@ -282,7 +282,7 @@ def _accept(m, channel, peer):
         or (load_word(record, r.KIND) ^ kind) & _DTYPES != 0
     ):
         return _STUCK
-    r.accept_message(channel, load_word(record, r.DATA), known_way(m, r.RECEIVES, nbytes, LARGE))
+    r.accept_message(channel, load_word(record, r.DATA), fastest_known(m, r.RECEIVES, nbytes, LARGE))
     store_word(record, r.STATE, r.ARRIVING)
     return _MOVED
 
@@ -303,8 +303,8 @@ def _pull(m, channel, record):
 def _progress(m):
     """Progress all requests."""
     progress = _IDLE
-    for place in range(load_word(_table(m), r.USED)):
-        record = _record(m, place)
+    for index in range(load_word(_table(m), r.USED)):
+        record = _record(m, index)
         if load_acquire(record + 8 * r.NUMBER) <= 0:
             continue
         state, peer = load_acquire(record + 8 * r.STATE), load_word(record, r.PEER)
@@ -339,14 +339,14 @@ def _collect(m, record, number):
 
 
 @inlined
-def _rests(m, found, turn, rounds):
+def _idle_or_return(m, found, idle, rounds):
     """Return the number of the next idle turn after `_progress` returned `found`; -1: return to Python."""
     if found == _MOVED and rounds < _ROUNDS_A_CALL:
         moved(m)
         return 0
-    if found != _IDLE or load_acquire(m + 8 * r.BELL) != 0 or not rest(m, turn):
+    if found != _IDLE or load_acquire(m + 8 * r.BELL) != 0 or not rest(m, idle):
         return -1
-    return turn + 1
+    return idle + 1
 
 
 @kernel
@@ -360,22 +360,22 @@ def _wait(m, number):
     if load_acquire(record + 8 * r.STATE) != r.ENDED:
         if not _take(m):
             return LATER
-        turn = rounds = 0
+        idle = rounds = 0
         # Another thread may collect the record meanwhile.
-        while turn >= 0 and _record_of(m, number) != 0 and load_word(record, r.STATE) < r.MISFIT:
-            turn = _rests(m, _progress(m), turn, rounds)
-            rounds += 1 if turn == 0 else 0
+        while idle >= 0 and _record_of(m, number) != 0 and load_word(record, r.STATE) < r.MISFIT:
+            idle = _idle_or_return(m, _progress(m), idle, rounds)
+            rounds += 1 if idle == 0 else 0
         let_go(m, DONE)
         if _record_of(m, number) == 0 or load_acquire(record + 8 * r.STATE) != r.ENDED:
             return LATER
     return _collect(m, record, number)
 
 
-def wait_way(m, number, out, nbytes, call, peer):
+def wait_call(m, number, out, nbytes, call, peer):
     return _wait(m, number)
 
 
-def test_way(m, number, out, nbytes, call, peer):
+def test_call(m, number, out, nbytes, call, peer):
     """Return -2 if the request has ended, -1 if it has not."""
     if _is_over(m, number):
         return -2
@@ -413,15 +413,15 @@ def _ended_one(m, numbers, count):
     return -1
 
 
-def wait_any_way(m, numbers, out, count, call, peer):
+def wait_any_call(m, numbers, out, count, call, peer):
     """Wait until one of these requests has ended; return -1 - its index."""
     if not _take(m):
         return LATER
-    turn = rounds = 0
+    idle = rounds = 0
     index = _ended_one(m, numbers, count)
-    while index == -1 and turn >= 0:
-        turn = _rests(m, _progress(m), turn, rounds)
-        rounds += 1 if turn == 0 else 0
+    while index == -1 and idle >= 0:
+        idle = _idle_or_return(m, _progress(m), idle, rounds)
+        rounds += 1 if idle == 0 else 0
         index = _ended_one(m, numbers, count)
     let_go(m, DONE)
     if index < 0:
@@ -445,7 +445,7 @@ def _finish(m, number):
     return BESIDE + number if found == LATER else found
 
 
-def send_way(m, data, out, nbytes, kind, peer):
+def send_call(m, data, out, nbytes, kind, peer):
     """Send as `send` of ring_kernels.py does; while requests are pending, post a request and wait."""
     if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED:
         found = _finish(m, _post_send(m, data, 0, nbytes, kind, peer))
@@ -457,7 +457,7 @@ def send_way(m, data, out, nbytes, kind, peer):
     return run_send(m, peer, data, nbytes, kind)
 
 
-def receive_way(m, data, out, nbytes, kind, source):
+def receive_call(m, data, out, nbytes, kind, source):
     """Receive as `receive` of ring_kernels.py does; while requests are pending, or for ANY_TAG, post and wait."""
     if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED or _is_any(kind):
         return _finish(m, _post_receive(m, data, 0, nbytes, kind, source, True))

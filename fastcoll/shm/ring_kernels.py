@@ -42,7 +42,7 @@ from ..p2p.pipe import (
 from ..p2p.pipe import NOTHING as NO_EVENT
 from ..p2p.transfers import DTYPE_BITS
 from . import rings as r
-from .autotune import CLOSE, DIRECT, LARGE, SMALLEST, WAY, best_way, choose, choose_none, conclude
+from .autotune import ALGORITHM, CLOSE, DIRECT, LARGE, SMALLEST, best_algorithm, choose, choose_none, conclude
 from .context_layout import SHUT
 from .validate import CALL, data_of, description, is_plain, nbytes_of
 
@@ -64,17 +64,17 @@ def channel_of(m, peer):
 
 
 @inlined
-def _ways(m, operation, nbytes, smallest):
+def _algorithms(m, operation, nbytes, smallest):
     """Algorithms that a message may use, as bits: to write it into the ring, or for a receiver to copy it out."""
     is_direct = operation == r.SENDS and nbytes >= load_word(m, r.DIRECT_FROM)
-    return (load_word(m, r.WAYS) if nbytes >= smallest else 0) | (1 << DIRECT if is_direct else 0)
+    return (load_word(m, r.ALGORITHMS) if nbytes >= smallest else 0) | (1 << DIRECT if is_direct else 0)
 
 
 @inlined
-def known_way(m, operation, nbytes, smallest):
+def fastest_known(m, operation, nbytes, smallest):
     """The fastest known algorithm, for a message whose time is not measured."""
-    ways = _ways(m, operation, nbytes, smallest)
-    return best_way(m + 8 * r.CHOOSING, operation, nbytes, ways) if ways else CLOSE
+    algorithms = _algorithms(m, operation, nbytes, smallest)
+    return best_algorithm(m + 8 * r.CHOOSING, operation, nbytes, algorithms) if algorithms else CLOSE
 
 
 @inlined
@@ -82,10 +82,10 @@ def _choose(m, operation, nbytes, smallest, phase):
     """Choose the algorithm of a blocking call's message: the fastest known one, or one to try."""
     t = m + 8 * r.CHOOSING
     choose_none(t)
-    ways = _ways(m, operation, nbytes, smallest)
-    if ways:
-        choose(t, operation, nbytes, ways, phase)
-    return load_word(t, WAY)
+    algorithms = _algorithms(m, operation, nbytes, smallest)
+    if algorithms:
+        choose(t, operation, nbytes, algorithms, phase)
+    return load_word(t, ALGORITHM)
 
 
 @entry
@@ -93,8 +93,8 @@ def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Inde
     """Begin to write a message into the ring to `peer`; `advance` writes the rest. No other may be entering."""
     m = integer(mailbox)
     channel = channel_of(m, integer(peer))
-    way = known_way(m, r.SENDS, integer(nbytes), SMALLEST)
-    r.begin_message(channel, integer(address), integer(nbytes), integer(kind), way)
+    algorithm = fastest_known(m, r.SENDS, integer(nbytes), SMALLEST)
+    r.begin_message(channel, integer(address), integer(nbytes), integer(kind), algorithm)
     r.push(m, channel)
     return DONE
 
@@ -105,7 +105,7 @@ def accept(mailbox: Index, peer: Index, address: Index) -> int:
     m = integer(mailbox)
     channel = channel_of(m, integer(peer))
     r.accept_message(
-        channel, integer(address), known_way(m, r.RECEIVES, load_word(channel, r.IN_NBYTES), LARGE)
+        channel, integer(address), fastest_known(m, r.RECEIVES, load_word(channel, r.IN_NBYTES), LARGE)
     )
     return DONE
 
@@ -146,10 +146,10 @@ def _message(m, x, word, size, flags):
     if size >= 0:
         return size, word
     c = load_word(m, r.CONTEXT)
-    what = description(c, 0, _MESSAGE, x, 0)
-    if what == 0 or word < 0 or word > LARGEST_TAG or not is_plain(c, 0, x, flags):
+    spec = description(c, 0, _MESSAGE, x, 0)
+    if spec == 0 or word < 0 or word > LARGEST_TAG or not is_plain(c, 0, x, flags):
         return -1, word
-    return nbytes_of(x, what), word << DTYPE_BITS | load_word(what, CALL)
+    return nbytes_of(x, spec), word << DTYPE_BITS | load_word(spec, CALL)
 
 
 @inlined
@@ -190,12 +190,12 @@ def is_kind(kind):
 def _send(m, channel, data, nbytes, kind):
     reached(_SEND)
     r.begin_message(channel, data, nbytes, kind, _choose(m, r.SENDS, nbytes, SMALLEST, 0))
-    turn = 0
+    idle = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
         if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END):
             if r.push(m, channel):
-                turn = 0
+                idle = 0
                 pieces += 1
                 moved(m)
                 continue
@@ -204,9 +204,9 @@ def _send(m, channel, data, nbytes, kind):
             moved(m)
             reached(_SENT)
             return DONE if load_word(channel, r.ACK_VERDICT) == TAKEN else REFUSED
-        if load_acquire(m + 8 * r.BELL) != 0 or not rest(m, turn):
+        if load_acquire(m + 8 * r.BELL) != 0 or not rest(m, idle):
             return AGAIN
-        turn += 1
+        idle += 1
     return WORKED
 
 
@@ -245,7 +245,7 @@ def run_receive(m, source, data, nbytes, kind):
 @kernel
 def _receive(m, channel, data, nbytes, kind):
     reached(_RECEIVE)
-    turn = 0
+    idle = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
         if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):
@@ -264,12 +264,12 @@ def _receive(m, channel, data, nbytes, kind):
                 r.write_ack(channel, load_word(channel, r.RECEIVED), TAKEN, nbytes, kind)
                 reached(_RECEIVED)
                 return DONE
-            turn = 0
+            idle = 0
             pieces += 1
             continue
-        if load_acquire(m + 8 * r.BELL) != 0 or not rest(m, turn):
+        if load_acquire(m + 8 * r.BELL) != 0 or not rest(m, idle):
             return AGAIN
-        turn += 1
+        idle += 1
     return WORKED
 
 
@@ -280,8 +280,8 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
     if is_shut(m, integer(size)) or not is_peer(m, peer):
         return -LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), 0)
-    way = known_way(m, r.SENDS, nbytes, SMALLEST)
-    frame = r.FRAME_UNIT if way == DIRECT else r.frame_of(nbytes)
+    algorithm = fastest_known(m, r.SENDS, nbytes, SMALLEST)
+    frame = r.FRAME_UNIT if algorithm == DIRECT else r.frame_of(nbytes)
     if nbytes < 0 or frame > load_word(m, r.RING) // r.PIECES_A_RING:
         return -LATER
     if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
@@ -291,7 +291,7 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
     channel = channel_of(m, peer)
     # Only if no other message is entering and the peer has read enough of the ring.
     if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END) and r.has_room(m, channel, frame):
-        r.begin_message(channel, data_of(x), nbytes, kind, way)
+        r.begin_message(channel, data_of(x), nbytes, kind, algorithm)
         r.push(m, channel)
         store_word(m, r.BEHIND, 1)
         reached(POSTED_SEND)
@@ -318,7 +318,7 @@ def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size
     store_word(channel, r.ARMED_TO, data_of(x))
     store_word(channel, r.ARMED_NBYTES, nbytes)
     store_word(channel, r.WATCHED, 1)
-    if _comes_armed(m, channel):
+    if _receive_armed(m, channel):
         return let_go(m, DONE)
     store_word(m, r.BEHIND, 1)
     reached(POSTED_RECEIVE)
@@ -379,40 +379,40 @@ def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
     if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         return NOT_MINE
     # Python read `handled` before this thread took the rings; another thread may have handled an event since.
-    if load_word(m, r.TOLD) != integer(handled):
+    if load_word(m, r.RETURNED) != integer(handled):
         return let_go(m, NOT_MINE)
     channel = channel_of(m, integer(peer))
     event = NOTHING
-    turn = 0
+    idle = 0
     # Other peers make no progress during this loop. A send or receive that has not ended continues below.
-    while turn < _CLOSELY and event < (BOTH if integer(number) else RECEIVED):
-        if load_word(channel, r.ARMED_KIND) >= 0 and _comes_armed(m, channel):
+    while idle < _CLOSELY and event < (BOTH if integer(number) else RECEIVED):
+        if load_word(channel, r.ARMED_KIND) >= 0 and _receive_armed(m, channel):
             event = RECEIVED
         if integer(number) and r.is_taken(channel, integer(number)) and r.read_ack(channel):
             event = BOTH if event == RECEIVED else ACKED
             break
         pause()
-        turn += 1
+        idle += 1
     if event == NOTHING:
         event = _advance(m, False, True)
     else:
         event += integer(peer) * EVENTS
         moved(m)
-    return _tell(m, event)
+    return _return_event(m, event)
 
 
 @inlined
-def _comes_armed(m, channel):
+def _receive_armed(m, channel):
     """Receive the message of the armed receive if it has arrived."""
     idle = load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END)
     return idle and r.sees_header(m, channel) and _takes_armed(m, channel)
 
 
 @inlined
-def _tell(m, event):
+def _return_event(m, event):
     if event != NO_EVENT:
         store_word(m, r.EVENT, event)
-        store_word(m, r.TOLD, load_word(m, r.TOLD) + 1)
+        store_word(m, r.RETURNED, load_word(m, r.RETURNED) + 1)
     return event
 
 
@@ -420,36 +420,36 @@ def _tell(m, event):
 def advance(mailbox: Index, handled: Index, wait: Index) -> int:
     """Make progress on all messages until one of them needs a decision of the engine; see p2p/pipe.py."""
     m = integer(mailbox)
-    if load_word(m, r.TOLD) > integer(handled):
+    if load_word(m, r.RETURNED) > integer(handled):
         return load_word(m, r.EVENT)
-    return _tell(m, _advance(m, False, integer(wait) != 0))
+    return _return_event(m, _advance(m, False, integer(wait) != 0))
 
 
 @kernel
 def _advance(m, watch_all, wait):
     size = load_word(m, r.SIZE)
-    turn = 0
+    idle = 0
     rounds = 0
     while rounds < _PIECES_A_CALL:
         progress = False
         for step in range(size):
-            peer = (load_word(m, r.TURN) + step) % size
+            peer = (load_word(m, r.NEXT) + step) % size
             if peer == load_word(m, r.RANK):
                 continue
             event = _serve(m, channel_of(m, peer), watch_all)
             if event > MOVED:
-                store_word(m, r.TURN, peer + 1)
+                store_word(m, r.NEXT, peer + 1)
                 moved(m)
                 return peer * EVENTS + event
             progress |= event == MOVED
         if progress:
-            turn = 0
+            idle = 0
             rounds += 1
             moved(m)
             continue
-        if not wait or load_acquire(m + 8 * r.BELL) != 0 or not rest(m, turn):
+        if not wait or load_acquire(m + 8 * r.BELL) != 0 or not rest(m, idle):
             return NO_EVENT
-        turn += 1
+        idle += 1
     return NO_EVENT
 
 

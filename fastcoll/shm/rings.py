@@ -71,17 +71,17 @@ CHANNELS = BELL + 1  # address of the channel to rank 0
 SIZE = BELL + 2
 RANK = BELL + 3
 RING = BELL + 4  # bytes of a ring, a power of two
-TURN = BELL + 5  # the rank that `advance` serves first, so that no peer starves
+NEXT = BELL + 5  # the rank that `advance` serves first, so that no peer starves
 SOURCE = BELL + 6  # of a receive from any rank: the chosen rank plus 1; 0: none was chosen yet
 BUSY = BELL + 7  # not 0: a thread drives the rings
 BEHIND = BELL + 8  # not 0: operations are pending, or the mailbox has ended, so blocking calls must wait:
 BY_PYTHON, BY_COMPILED = 1, 2  # the engine has operations; only compiled callers have some (requests.py)
 CONTEXT = BELL + 9  # address of the group's context, whose memo has the dtypes
 STORED = BELL + 10  # not 0: stored messages wait for receives, so no receive may be armed
-TOLD = BELL + 11  # events that `advance` has returned
+RETURNED = BELL + 11  # events that `advance` has returned
 EVENT = BELL + 12  # the last of them
 DIRECT_FROM = BELL + 13  # bytes from which sends may go direct
-WAYS = BELL + 14  # the algorithms of autotune.py that other messages may use, as bits
+ALGORITHMS = BELL + 14  # the algorithms of autotune.py that other messages may use, as bits
 VECTORS = BELL + 15  # 15 to 18: iovecs of the system call that reads a peer's memory
 CHOOSING = BELL + 19  # the table of autotune.py, for the operations SENDS and RECEIVES
 SENDS, RECEIVES = range(2)
@@ -144,8 +144,8 @@ ACKS_GIVEN = 25
 IN_ACKS_TAKEN = 26  # the peer's ACKS_TAKEN as last seen
 WATCHED = 27  # posted receives that may match a message of this peer
 OWED = 28  # acks that wait for space; set by Python
-OUT_WAY = 29  # CLOSE, PAST or DIRECT (autotune.py): how the message that is entering is written
-IN_WAY = 30  # CLOSE or PAST: how the arriving message is copied out
+OUT_ALGORITHM = 29  # CLOSE, PAST or DIRECT (autotune.py): how the message that is entering is written
+IN_ALGORITHM = 30  # CLOSE or PAST: how the arriving message is copied out
 ARMED_TO = 31  # address of the armed receive's array
 ARMED_NBYTES = 32
 IN_FROM = 33  # of the last header read: address of the sender's array if the message is direct, else 0
@@ -170,20 +170,20 @@ def _span(m, position, nbytes):
 
 
 @inlined
-def _place(m, ring, position):
+def _address(m, ring, position):
     """The address of the byte at `position`."""
     return ring + RING_HEADER + (position & (load_word(m, RING) - 1))
 
 
 @inlined
-def begin_message(channel, address, nbytes, kind, way):
+def begin_message(channel, address, nbytes, kind, algorithm):
     head = load_word(channel, OUT_HEAD)
     store_word(channel, OUT_BODY, head + FRAME_HEADER)
-    store_word(channel, OUT_END, head + (FRAME_UNIT if way == DIRECT else frame_of(nbytes)))
+    store_word(channel, OUT_END, head + (FRAME_UNIT if algorithm == DIRECT else frame_of(nbytes)))
     store_word(channel, OUT_FROM, address)
     store_word(channel, OUT_NBYTES, nbytes)
     store_word(channel, OUT_KIND, kind)
-    store_word(channel, OUT_WAY, way)
+    store_word(channel, OUT_ALGORITHM, algorithm)
     store_word(channel, SENT, load_word(channel, SENT) + 1)
 
 
@@ -213,11 +213,11 @@ def push(m, channel):
     ring = load_word(channel, OUT)
     body = load_word(channel, OUT_BODY)
     if head < body:
-        place = _place(m, ring, head)
+        place = _address(m, ring, head)
         store_word(place, 0, load_word(channel, OUT_NBYTES))
         store_word(place, 1, load_word(channel, OUT_KIND))
-    if load_word(channel, OUT_WAY) == DIRECT:
-        place = _place(m, ring, head)
+    if load_word(channel, OUT_ALGORITHM) == DIRECT:
+        place = _address(m, ring, head)
         store_word(place, 1, load_word(channel, OUT_KIND) | IS_DIRECT)
         store_word(place, 2, load_word(channel, OUT_FROM))
     else:
@@ -225,8 +225,8 @@ def push(m, channel):
         nbytes = min(head + part, body + load_word(channel, OUT_NBYTES)) - start
         source = load_word(channel, OUT_FROM) + start - body
         first = _span(m, start, nbytes)
-        past = load_word(channel, OUT_WAY) == PAST
-        copy_or_stream(past, _place(m, ring, start), source, first)
+        past = load_word(channel, OUT_ALGORITHM) == PAST
+        copy_or_stream(past, _address(m, ring, start), source, first)
         copy_or_stream(past, ring + RING_HEADER, source + first, nbytes - first)
     store_word(channel, OUT_HEAD, head + part)
     store_release(ring + HEAD, head + part)
@@ -234,7 +234,7 @@ def push(m, channel):
     # Fetch the lines of the next message now, so that it need not wait for them (64 bytes: 0.68 us one way without
     # this, 2 cores).
     for line in range(_LINES_AHEAD):
-        prefetch_to_write(_place(m, ring, head + part) + FRAME_UNIT * line)
+        prefetch_to_write(_address(m, ring, head + part) + FRAME_UNIT * line)
     return True
 
 
@@ -274,7 +274,7 @@ def sees_header(m, channel):
     tail = load_word(channel, IN_TAIL)
     if not has_arrived(channel, tail + 1):
         return False
-    place = _place(m, load_word(channel, IN), tail)
+    place = _address(m, load_word(channel, IN), tail)
     for line in range(_LINES_AHEAD):
         prefetch(place + FRAME_UNIT * line)
     kind = load_word(place, 1)
@@ -285,7 +285,7 @@ def sees_header(m, channel):
 
 
 @inlined
-def accept_message(channel, address, way):
+def accept_message(channel, address, algorithm):
     """Begin to receive the message whose header was read into memory at `address` (0: drop the payload)."""
     tail = load_word(channel, IN_TAIL)
     store_word(channel, IN_BODY, tail + FRAME_HEADER)
@@ -293,7 +293,7 @@ def accept_message(channel, address, way):
     store_word(channel, IN_END, tail + (FRAME_UNIT if is_direct else frame_of(load_word(channel, IN_NBYTES))))
     store_word(channel, IN_DID, 0)
     store_word(channel, IN_TO, address)
-    store_word(channel, IN_WAY, way)
+    store_word(channel, IN_ALGORITHM, algorithm)
     store_word(channel, RECEIVED, load_word(channel, RECEIVED) + 1)
 
 
@@ -343,8 +343,8 @@ def pull(m, channel):
     if load_word(channel, IN_TO) != 0:
         target = load_word(channel, IN_TO) + start - body
         first = _span(m, start, nbytes)
-        past = load_word(channel, IN_WAY) == PAST
-        copy_or_stream(past, target, _place(m, ring, start), first)
+        past = load_word(channel, IN_ALGORITHM) == PAST
+        copy_or_stream(past, target, _address(m, ring, start), first)
         copy_or_stream(past, target + first, ring + RING_HEADER, nbytes - first)
     reached(_PIECE_READ)
     _take(channel, tail + part)

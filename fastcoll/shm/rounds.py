@@ -85,7 +85,7 @@ _BESIDE_TIME = -(1 << 63) | 1
 
 
 @inlined
-def ways_at(c):
+def tuning_at(c):
     """Address of the table of autotune.py."""
     return c + 8 * at.CHOOSING
 
@@ -122,7 +122,7 @@ def combined_of(c, rank):
 
 
 @inlined
-def place_of(c, rank, step, nbytes, room=layout.INLINE):
+def payload_of(c, rank, step, nbytes, room=layout.INLINE):
     """Address of a rank's data of a round: in its call line if the payload of nbytes fits there, else in its slot.
 
     A peer's payload of one word is read from its group's combined line, which is in the cache already.
@@ -181,16 +181,16 @@ def begin(handle, operation, nbytes, moving, direct):
         store_word(c, at.PATIENCE + IDLE, 0)
         store_word(c, at.PATIENCE + TIMED, 0)
         store_word(c, at.LATE, load_word(c, at.RANK))
-        autotune.choose_none(ways_at(c))
+        autotune.choose_none(tuning_at(c))
         if nbytes >= min(autotune.SMALLEST, load_word(c, at.DIRECT_FROM)):
-            ways = load_word(c, at.WAYS)
-            ways &= autotune.staged_ways(nbytes, load_word(c, at.SLOT), moving)
+            algorithms = load_word(c, at.ALGORITHMS)
+            algorithms &= autotune.staged_algorithms(nbytes, load_word(c, at.SLOT), moving)
             reachable = handle & HELD == 0 and direct > load_word(c, at.ONLY_SHARED)
             if reachable and nbytes >= load_word(c, at.DIRECT_FROM):
-                ways |= 1 << autotune.DIRECT
-            if ways:
+                algorithms |= 1 << autotune.DIRECT
+            if algorithms:
                 row = operation + _OPERATIONS if direct == SHARED else operation
-                autotune.choose(ways_at(c), row, nbytes, ways, 3)
+                autotune.choose(tuning_at(c), row, nbytes, algorithms, 3)
 
 
 @inlined
@@ -270,7 +270,7 @@ def _record_times(c):
 @inlined
 def _time_word(c):
     """Value of a call line's TIME: how long the previous call took; bit 0: whether this call is direct."""
-    t = ways_at(c)
+    t = tuning_at(c)
     return load_word(t, autotune.TOOK) << 1 | autotune.is_direct(t)
 
 
@@ -329,7 +329,7 @@ def _combine(c, call, shape, balance):
 @kernel
 def _meet(c, call, shape, balance):
     """Wait until every rank has begun this call, and compare the calls; see `meet`."""
-    autotune.stop_clock(ways_at(c))
+    autotune.stop_clock(tuning_at(c))
     size = load_word(c, at.SIZE)
     if load_word(c, at.COMBINED) == 0:
         lines, stride, rank = line_of(c, 0), load_word(c, at.STRIDE), load_word(c, at.RANK)
@@ -347,15 +347,15 @@ def _meet(c, call, shape, balance):
     same &= balance == 0
     if same and mixed == 0:
         store_word(c, at.MET, 1)
-        autotune.learn(ways_at(c), time >> 1)
-        autotune.start_clock(ways_at(c))
+        autotune.learn(tuning_at(c), time >> 1)
+        autotune.start_clock(tuning_at(c))
         _comes_by(c, _MET)
         return DONE
     # Skip more rounds than any rank has written for this call, so that none of them counts for a later call.
     store_word(c, at.READ, layout.SLOTS)
     if same:
-        autotune.give_up(ways_at(c))
-    autotune.choose_none(ways_at(c))
+        autotune.give_up(tuning_at(c))
+    autotune.choose_none(tuning_at(c))
     _wind_up(c)
     # The call still owns the context: Python reports the mismatch, or repeats the call through the slots.
     return MIXED if same else MISMATCH
@@ -376,7 +376,7 @@ def meet(c, call, shape, balance):
 def may_write(c, total):
     """Whether this rank writes a round next, of `total`; otherwise it reads one."""
     wrote = load_word(c, at.WROTE)
-    return wrote < total and wrote <= load_word(c, at.READ) + load_word(ways_at(c), autotune.LAG)
+    return wrote < total and wrote <= load_word(c, at.READ) + load_word(tuning_at(c), autotune.LAG)
 
 
 @inlined
@@ -407,7 +407,7 @@ def close_round(c, total):
 def finish(c):
     """Complete the call on this rank and release the context."""
     _comes_by(c, _BEFORE_DONE)
-    autotune.measure(ways_at(c))
+    autotune.measure(tuning_at(c))
     if load_word(c, at.PATIENCE + TIMED) != 0:
         _record_times(c)
     _wind_up(c)

@@ -121,7 +121,7 @@ class Segment:
         with contextlib.suppress(OSError):  # before Linux 5.14
             self._mapping.madvise(_MADV_POPULATE_WRITE, start, nbytes)
 
-    def say_attached(self, rank: int) -> None:
+    def publish_attached(self, rank: int) -> None:
         """Tell the others that this rank has mapped the segment."""
         self.words[self.word(rank, ATTACHED)] = self.nonce
 

@@ -106,7 +106,7 @@ def _line(c, peer, words):
 
     In its call line, or in its first slot if the addresses do not fit into the line.
     """
-    return r.place_of(c, peer, 0, 8 * (words + 1))
+    return r.payload_of(c, peer, 0, 8 * (words + 1))
 
 
 @inlined
@@ -149,7 +149,7 @@ def _read(c, peer, dst, src, nbytes):
 
 
 @inlined
-def _await_sound(c, peer):
+def _check_sound(c, peer):
     """Check that a peer had not failed the group when its array was read: DONE, or AGAIN."""
     if load_acquire(r.section(c, peer) + layout.STATE) != FAILED:
         return DONE
@@ -158,21 +158,21 @@ def _await_sound(c, peer):
 
 
 @kernel
-def _await_all_sound(c):
+def _check_all_sound(c):
     for peer in range(load_word(c, at.SIZE)):
-        if peer != load_word(c, at.RANK) and _await_sound(c, peer) != DONE:
+        if peer != load_word(c, at.RANK) and _check_sound(c, peer) != DONE:
             return AGAIN
     return DONE
 
 
 @inlined
-def _next_peer(c, turn):
-    return (load_word(c, at.RANK) + turn) % load_word(c, at.SIZE)
+def _peer_after(c, shift):
+    return (load_word(c, at.RANK) + shift) % load_word(c, at.SIZE)
 
 
 @inlined
-def _go_to(c, turn):
-    store_word(c, at.TURN, turn)
+def _go_to(c, shift):
+    store_word(c, at.NEXT, shift)
     store_word(c, at.DID, 0)
 
 
@@ -191,8 +191,8 @@ def _fetch(c, peer, dst, src, nbytes, here):
         store_word(c, at.DID, did + part)
         reached(_READ)
         if did + part < nbytes and r.time_is_up(c):
-            return WORKED if _await_sound(c, peer) == DONE else AGAIN
-    return _await_sound(c, peer)
+            return WORKED if _check_sound(c, peer) == DONE else AGAIN
+    return _check_sound(c, peer)
 
 
 @kernel
@@ -218,8 +218,8 @@ def exchange(c, call, shape, balance, spread):
     met = r.meet(c, call, shape, balance)
     if met != DONE:
         return met
-    while load_word(c, at.TURN) < size:
-        peer = _next_peer(c, load_word(c, at.TURN))
+    while load_word(c, at.NEXT) < size:
+        peer = _peer_after(c, load_word(c, at.NEXT))
         nbytes = load_word(receive_sizes, peer)
         if nbytes > 0:
             here = load_word(sends, peer)
@@ -234,7 +234,7 @@ def exchange(c, call, shape, balance, spread):
             code = _fetch(c, peer, load_word(receives, peer), src, nbytes, here)
             if code != DONE:
                 return code
-        _go_to(c, load_word(c, at.TURN) + 1)
+        _go_to(c, load_word(c, at.NEXT) + 1)
     if load_word(c, at.WROTE) == 1:
         r.close_round(c, 2)
         r.publish(c, call, shape, balance)
@@ -273,10 +273,10 @@ def _push(c, src, offset, nbytes):
     rank = load_word(c, at.RANK)
     pushing = r.section(c, rank) + layout.REACH + 8 * layout.PUSHING
     swap_if_equal(pushing, 0, 1)
-    for turn in range(1, load_word(c, at.SIZE)):
-        peer = _next_peer(c, turn)
+    for shift in range(1, load_word(c, at.SIZE)):
+        peer = _peer_after(c, shift)
         if load_word(r.table(c, at.TAKES + 1), peer) != 0:
-            if _await_sound(c, peer) != DONE:
+            if _check_sound(c, peer) != DONE:
                 store_release(pushing, 0)
                 return AGAIN
             reached(_PUSHING)
@@ -286,13 +286,13 @@ def _push(c, src, offset, nbytes):
 
 
 @kernel
-def _reduce_slice(c, what, dst, offset, nbytes, push):
+def _reduce_slice(c, spec, dst, offset, nbytes, push):
     """Reduce nbytes of all ranks' arrays, from `offset` on, into dst. Resumable at DID.
 
     `push`: store the result into peers' arrays as well. Data that is read by the system call is copied into this rank's
     slots first. They are free after the meeting, except the first slot, which may have addresses.
     """
-    rank, size, itemsize = load_word(c, at.RANK), load_word(c, at.SIZE), load_word(what, v.ITEMSIZE)
+    rank, size, itemsize = load_word(c, at.RANK), load_word(c, at.SIZE), load_word(spec, v.ITEMSIZE)
     sources = r.table(c, at.SOURCES)
     a_slot = -(-(size - 1) // (layout.SLOTS - 1))
     room = load_word(c, at.SLOT) // a_slot
@@ -300,25 +300,25 @@ def _reduce_slice(c, what, dst, offset, nbytes, push):
     while load_word(c, at.DID) < nbytes:
         did = load_word(c, at.DID)
         part = min(piece, nbytes - did)
-        for turn in range(size):
-            peer = (rank + turn) % size
+        for shift in range(size):
+            peer = (rank + shift) % size
             place = load_word(r.table(c, at.TAKES), peer) + offset + did
             if load_word(r.table(c, at.TAKES + 1), peer) == 0:
-                scratch = r.slot_of(c, rank, 1 + (turn - 1) // a_slot) + (turn - 1) % a_slot * room
+                scratch = r.slot_of(c, rank, 1 + (shift - 1) // a_slot) + (shift - 1) % a_slot * room
                 code = _read(c, peer, scratch, place, part)
                 if code != DONE:
                     return code
                 place = scratch
                 reached(_READ)
             store_word(sources, peer, place)
-        reducer, code = load_word(what, v.REDUCER), load_word(what, v.CODE)
+        reducer, code = load_word(spec, v.REDUCER), load_word(spec, v.CODE)
         call_reducer(reducer, code, dst + did, sources, size, part // itemsize)
         if push and _push(c, dst + did, offset + did, part) != DONE:
             return AGAIN
         store_word(c, at.DID, did + part)
         if did + part < nbytes and r.time_is_up(c):
-            return WORKED if _await_all_sound(c) == DONE else AGAIN
-    return _await_all_sound(c)
+            return WORKED if _check_all_sound(c) == DONE else AGAIN
+    return _check_all_sound(c)
 
 
 @kernel
@@ -335,10 +335,10 @@ def _begin_with_one(c, x, nbytes, call, base):
 
 
 @kernel
-def all_reduce(c, x, nbytes, what, call):
+def all_reduce(c, x, nbytes, spec, call):
     """Reduce this rank's slice of all arrays, then store it into peers' arrays or let peers read it."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
-    unit = _LINE_OF_ELEMENTS * load_word(what, v.ITEMSIZE)
+    unit = _LINE_OF_ELEMENTS * load_word(spec, v.ITEMSIZE)
     base = 0
     if load_word(c, at.WROTE) == 0:
         base = _arena_of(c, x, nbytes)
@@ -349,14 +349,14 @@ def all_reduce(c, x, nbytes, what, call):
         return code
     if load_word(c, at.WROTE) == 1:
         low = start_of(nbytes, size, rank, unit)
-        code = _reduce_slice(c, what, x + low, low, start_of(nbytes, size, rank + 1, unit) - low, True)
+        code = _reduce_slice(c, spec, x + low, low, start_of(nbytes, size, rank + 1, unit) - low, True)
         if code != DONE:
             return code
         r.close_round(c, 3)
         _go_to(c, 1)
         r.publish(c, call, nbytes, 0)
-    while load_word(c, at.TURN) < size:
-        peer = _next_peer(c, load_word(c, at.TURN))
+    while load_word(c, at.NEXT) < size:
+        peer = _peer_after(c, load_word(c, at.NEXT))
         if r.await_peer(c, peer, 1) != DONE:
             return AGAIN
         if load_word(c, at.EXPOSED) == 0:
@@ -367,7 +367,7 @@ def all_reduce(c, x, nbytes, what, call):
             code = _fetch(c, peer, x + low, place, part, here)
             if code != DONE:
                 return code
-        _go_to(c, load_word(c, at.TURN) + 1)
+        _go_to(c, load_word(c, at.NEXT) + 1)
     if load_word(c, at.WROTE) == 2:
         r.close_round(c, 3)
         r.publish(c, call, nbytes, 0)
@@ -381,7 +381,7 @@ def all_reduce(c, x, nbytes, what, call):
 
 
 @kernel
-def reduce(c, out, x, nbytes, what, call, root):
+def reduce(c, out, x, nbytes, spec, call, root):
     """Reduce all arrays on the root, which reads them."""
     here = load_word(c, at.RANK) == root
     code = _begin_with_one(c, x, nbytes, call, _arena_of(c, x, nbytes))
@@ -389,7 +389,7 @@ def reduce(c, out, x, nbytes, what, call, root):
         return code
     if load_word(c, at.WROTE) == 1:
         if here:
-            code = _reduce_slice(c, what, out, 0, nbytes, False)
+            code = _reduce_slice(c, spec, out, 0, nbytes, False)
             if code != DONE:
                 return code
         r.close_round(c, 2)
@@ -401,7 +401,7 @@ def reduce(c, out, x, nbytes, what, call, root):
 
 
 @kernel
-def reduce_scatter(c, out, nbytes, shape, what, call):
+def reduce_scatter(c, out, nbytes, shape, spec, call):
     """Reduce this rank's block of all ranks."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     if load_word(c, at.WROTE) == 0:
@@ -421,7 +421,7 @@ def reduce_scatter(c, out, nbytes, shape, what, call):
     if code != DONE:
         return code
     if load_word(c, at.WROTE) == 1:
-        code = _reduce_slice(c, what, out, 0, nbytes, False)
+        code = _reduce_slice(c, spec, out, 0, nbytes, False)
         if code != DONE:
             return code
         r.close_round(c, 2)

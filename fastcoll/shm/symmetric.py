@@ -134,10 +134,10 @@ def _balance_of(c, place):
 
 
 @kernel
-def all_reduce_in_place(c, x, nbytes, what, call, row):
+def all_reduce_in_place(c, x, nbytes, spec, call, row):
     """all_reduce of nbytes at x, which are part of the symmetric array of `row`."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
-    itemsize, stride = load_word(what, v.ITEMSIZE), load_word(row, STRIDE)
+    itemsize, stride = load_word(spec, v.ITEMSIZE), load_word(row, STRIDE)
     call += OPERATION - _ORDINARY
     balance = _balance_of(c, load_word(row, ID) + x - load_word(row, START))
     if load_word(c, at.WROTE) == 0:
@@ -160,10 +160,10 @@ def all_reduce_in_place(c, x, nbytes, what, call, row):
         mine = x + start
         for peer in range(size):
             store_word(r.table(c, at.SOURCES), peer, mine + (peer - rank) * stride)
-        reducer, code = load_word(what, v.REDUCER), load_word(what, v.CODE)
+        reducer, code = load_word(spec, v.REDUCER), load_word(spec, v.CODE)
         call_reducer(reducer, code, mine, r.table(c, at.SOURCES), size, part // itemsize)
-        for turn in range(1, size):
-            copy(mine + ((rank + turn) % size - rank) * stride, mine, part)
+        for shift in range(1, size):
+            copy(mine + ((rank + shift) % size - rank) * stride, mine, part)
         reached(_STORED)
         store_word(c, at.DID, load_word(c, at.DID) + part)
         if r.time_is_up(c):

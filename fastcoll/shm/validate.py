@@ -27,7 +27,7 @@ BY_CALL = (
 
 
 @inlined
-def memo_place(dtype, op, operation, probe):
+def memo_slot(dtype, op, operation, probe):
     """The entry to look at first, second, ... for a dtype and a reduce operation at these addresses."""
     return ((dtype >> 4) + (op >> 4) * 7 + operation * 37 + probe) & (at.MEMO_ENTRIES - 1)
 
@@ -36,7 +36,7 @@ def memo_place(dtype, op, operation, probe):
 def _recall(c, operation, dtype, op):
     """The address of the description of a call; 0 if it is not known."""
     for probe in range(MEMO_PROBES):
-        entry = c + 8 * (at.MEMO + at.MEMO_WORDS * memo_place(dtype, op, operation, probe))
+        entry = c + 8 * (at.MEMO + at.MEMO_WORDS * memo_slot(dtype, op, operation, probe))
         if load_word(entry, 0) == dtype and load_word(entry, 1) == op and load_word(entry, 2) == operation:
             return load_word(entry, 3)
     return 0
@@ -87,9 +87,9 @@ def data_of(x):
 
 
 @inlined
-def nbytes_of(x, what):
+def nbytes_of(x, spec):
     """The bytes of an array."""
-    nbytes = load_word(what, ITEMSIZE)
+    nbytes = load_word(spec, ITEMSIZE)
     shape = word_at(x + py.SHAPE)
     for k in range(half_word_at(x + py.NDIM)):
         nbytes *= word_at(shape + 8 * k)
@@ -97,7 +97,7 @@ def nbytes_of(x, what):
 
 
 @kernel
-def list_blocks(c, handle, which, holder, like, what, flags):
+def list_blocks(c, handle, which, holder, like, spec, flags):
     """Fill the tables `which` and `which + 1` from a tuple of arrays, or the equal parts of one array along rows.
 
     `like` is an array of the same dtype. False: ask Python. None in a PREPARED tuple is no message.
@@ -114,7 +114,7 @@ def list_blocks(c, handle, which, holder, like, what, flags):
             if not (is_plain(c, handle, item, flags) and is_like(handle, item, like)):
                 return False
             store_word(r.table(c, which), peer, data_of(item))
-            store_word(r.table(c, which + 1), peer, nbytes_of(item, what))
+            store_word(r.table(c, which + 1), peer, nbytes_of(item, spec))
         if handle & r.PREPARED == 0 and flags & py.WRITEABLE != 0:
             # No two blocks may share memory. 64 ranks: 2,016 comparisons, some 1 us.
             for peer in range(1, size):
@@ -124,10 +124,10 @@ def list_blocks(c, handle, which, holder, like, what, flags):
         return True
     if not (is_plain(c, handle, holder, flags) and is_like(handle, holder, like)):
         return False
-    nbytes = nbytes_of(holder, what)
+    nbytes = nbytes_of(holder, spec)
     if half_word_at(holder + py.NDIM) == 0 or word_at(word_at(holder + py.SHAPE)) % size != 0:
         return False
-    list_parts(c, which, data_of(holder), nbytes // size)
+    list_equal(c, which, data_of(holder), nbytes // size)
     return True
 
 
@@ -173,7 +173,7 @@ def list_one(c, which, peer, address, nbytes):
 
 
 @inlined
-def list_parts(c, which, address, nbytes):
+def list_equal(c, which, address, nbytes):
     """Fill the tables: blocks of nbytes, one after the other."""
     for peer in range(load_word(c, at.SIZE)):
         list_one(c, which, peer, address + peer * nbytes, nbytes)

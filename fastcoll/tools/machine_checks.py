@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import config
 from ..errors import FastcollError, ResourceError
 from ..shm import segment
-from ..shm.autotune import DIRECT, allowed_ways
+from ..shm.autotune import DIRECT, allowed_algorithms
 from ..shm.layout import plan
 from ..shm.reach import let_peers_read
 from ..system.address import CURE, FOR_OTHERS
@@ -159,9 +159,9 @@ def limits(ranks: int) -> Iterator[Finding]:
 
 def memory_of_peers(ranks: int) -> Iterator[Finding]:
     """Whether a process of this user that is no ancestor may read this one's memory, tried as ranks do."""
-    if not allowed_ways() >> DIRECT & 1:
+    if not allowed_algorithms() >> DIRECT & 1:
         yield Finding(
-            "none", "peers' memory", "FASTCOLL_SHM_WAYS keeps ranks from reading it; they copy twice"
+            "none", "peers' memory", "FASTCOLL_SHM_ALGORITHMS keeps ranks from reading it; they copy twice"
         )
         return
     let_peers_read()

@@ -11,7 +11,7 @@ import pytest
 from fastcoll import config
 from fastcoll.bench import tune
 from fastcoll.bench.tune import SIZES, Measured, best_limit
-from fastcoll.shm import known
+from fastcoll.shm import tuning_cache
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_run_writes_what_it_has_found_out(tmp_path, ranks):
     words = [sys.executable, "-m", "fastcoll.bench", "--tune", "-n", str(ranks)]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    (section,) = known.parse(path.read_text())
+    (section,) = tuning_cache.parse(path.read_text())
     assert (section["ranks"], section.get("one_shot") in (None, 0, *SIZES[:4])) == (ranks, True)
     assert ("one_shot" in section) == (ranks > 2)
     assert section["command"] == f"python -m fastcoll.bench --tune -n {ranks}"

@@ -65,7 +65,11 @@ def test_what_compiled_callers_call_is_compiled_where_it_is_asked_for(monkeypatc
     monkeypatch.setattr(warmup, "_warm_up", lambda names, processes: todo.append(set(names)) or 0)
     for arguments in ([], NJIT.split()):
         assert warmup.main(arguments) == 0
-    assert todo[1] - todo[0] == {"njit.door", "jax.door", *(f"njit.{name}" for name in callers.WAYS.values())}
+    assert todo[1] - todo[0] == {
+        "njit.door",
+        "jax.door",
+        *(f"njit.{name}" for name in callers.NATIVE_CALLS.values()),
+    }
     where = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")

@@ -85,7 +85,7 @@ def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others:
 
 
 def _go_direct(rank: int) -> None:
-    os.environ["FASTCOLL_SHM_WAYS"] = "direct"
+    os.environ["FASTCOLL_SHM_ALGORITHMS"] = "direct"
 
 
 def _share_arrays() -> None:

@@ -136,7 +136,7 @@ def test_who_is_done_with_a_call_may_leave_before_others_have_heard_of_it() -> N
 
 def disagree(rank: int, n: int, url: str) -> list[int]:
     """How many calls it took to reduce where one rank would go through the slots, and the others direct."""
-    os.environ["FASTCOLL_SHM_WAYS"] = "direct"
+    os.environ["FASTCOLL_SHM_ALGORITHMS"] = "direct"
     config.forget()
     dist.init_process_group("shm", init_method=url, rank=rank, world_size=n, timeout=60)
     words = dist.group.WORLD.backend.context.words

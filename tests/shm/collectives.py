@@ -88,12 +88,12 @@ class World:
         self.calls = [Call.parse(each) for each in calls.split(", ")]
         self.layout = self.made.layout.Layout(size, max(slot, 8 * (size + 1)) if is_direct else slot)
         self.arrays = SHARED_ARRAYS if is_direct else ARRAYS
-        self.lag = self.way = 0
+        self.lag = self.algorithm = 0
         plain = self.made.autotune.choose_none
 
         def choose(t: int) -> None:
             plain(t)
-            self.machine.store_words(t, (self.lag, self.way))  # LAG, WAY
+            self.machine.store_words(t, (self.lag, self.algorithm))  # LAG, WAY
 
         self.made.autotune.choose_none = choose
 
@@ -123,7 +123,7 @@ class World:
         if how == ENDING:
             return self.end(rank, at)
         self.lag, direct = (0, False) if how & r.HELD else (call.lags[rank], call.direct[rank])
-        self.way = DIRECT if direct else 0
+        self.algorithm = DIRECT if direct else 0
         if not how & (r.RESUMED | r.HELD):
             given = call.given(number + 1, rank)
             m.store_words(self.array(rank, IN), given)
@@ -210,24 +210,24 @@ class World:
         if call.kind == "reduce":
             return made.reductions.run_reduce(h, c, taken, given, nbytes, WHAT, call.root)
         if call.kind == "reduce_scatter":
-            v.list_parts(c, at.GIVES, given, nbytes // self.size)
+            v.list_equal(c, at.GIVES, given, nbytes // self.size)
             return made.reductions.run_reduce_scatter(h, c, taken, nbytes // self.size, WHAT)
         v.list_none(c, at.GIVES)
         v.list_none(c, at.TAKES)
         if call.kind == "all_gather":
             v.list_same(c, at.GIVES, given, nbytes)
-            v.list_parts(c, at.TAKES, taken, nbytes)
+            v.list_equal(c, at.TAKES, taken, nbytes)
         elif call.kind == "blocks_differ":  # the root takes a word more from the last rank than that gives
             v.list_same(c, at.GIVES, given, 8 * call.words)
-            v.list_parts(c, at.TAKES, taken, 8 * call.words)
+            v.list_equal(c, at.TAKES, taken, 8 * call.words)
             v.list_one(c, at.TAKES, self.size - 1, taken, nbytes)
         elif call.kind == "all_to_all":
-            v.list_parts(c, at.GIVES, given, nbytes // self.size)
-            v.list_parts(c, at.TAKES, taken, nbytes // self.size)
+            v.list_equal(c, at.GIVES, given, nbytes // self.size)
+            v.list_equal(c, at.TAKES, taken, nbytes // self.size)
         else:
             v.list_one(c, at.GIVES, call.root, given, nbytes)
             if rank == call.root:
-                v.list_parts(c, at.TAKES, taken, nbytes)
+                v.list_equal(c, at.TAKES, taken, nbytes)
         return made.movement.run_exchange(h, c, word & 0xFF, WHAT, call.root)
 
     def check(self, call: Call, number: int, rank: int) -> None:

@@ -50,14 +50,14 @@ def test_every_collective(rank, world_size, algorithm):
     with staged() as group:
         prefer(group, algorithm)
         rows.run(rank, world_size, LARGE, lambda name, function: partial(function, group=group))
-        assert group.backend.context[at.CHOOSING + autotune.LAST_WAY] == algorithm
+        assert group.backend.context[at.CHOOSING + autotune.LAST_ALGORITHM] == algorithm
 
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
 def test_the_largest_moves(rank, world_size):
     every = oracle.values(0, autotune.LARGE // 4 + 1009, np.dtype("f4"))
-    assert autotune.staged_ways.py_func(every.nbytes, SLOT, True) == sum(1 << k for k in ALGORITHMS)
+    assert autotune.staged_algorithms.py_func(every.nbytes, SLOT, True) == sum(1 << k for k in ALGORITHMS)
     with staged() as group:
         for algorithm in ALGORITHMS:
             prefer(group, algorithm)
@@ -67,7 +67,7 @@ def test_the_largest_moves(rank, world_size):
             outs = [np.zeros_like(every) for _ in range(2)]
             group.fast.all_gather(outs, every + rank)
             oracle.assert_same(outs[1 - rank], every + (1 - rank))
-            assert group.backend.context[at.CHOOSING + autotune.WAY] == algorithm
+            assert group.backend.context[at.CHOOSING + autotune.ALGORITHM] == algorithm
 
 
 @pytest.mark.ranks(2, 3)

@@ -13,7 +13,7 @@ from fastcoll.compiler.jit import entry
 from fastcoll.core import signature
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, integer
-from fastcoll.shm import autotune, learned
+from fastcoll.shm import autotune, tuning_table
 from fastcoll.shm import context_layout as at
 
 SLOT = 256 << 10
@@ -22,8 +22,8 @@ ALL_REDUCE = signature.code_of("all_reduce")
 
 
 @entry
-def choose(t: Index, operation: Index, nbytes: Index, ways: Index) -> int:
-    autotune.choose(integer(t), integer(operation), integer(nbytes), integer(ways), 3)
+def choose(t: Index, operation: Index, nbytes: Index, algorithms: Index) -> int:
+    autotune.choose(integer(t), integer(operation), integer(nbytes), integer(algorithms), 3)
     return 0
 
 
@@ -36,14 +36,14 @@ def learn(t: Index, took: Index) -> int:
 
 
 class Learner:
-    """A rank that chooses ways for calls whose times are made up; `known`: what it begins with (learned.py)."""
+    """A rank that chooses ways for calls whose times are made up; `known`: what it begins with (tuning_table.py)."""
 
     def __init__(self, known=None, left=1.0):
-        self.table = np.zeros(autotune.table_words(len(learned.COLLECTIVES)), np.int64)
+        self.table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
         if known:
-            ways = dict(zip(autotune.NAMES, known, strict=False))
+            algorithms = dict(zip(autotune.NAMES, known, strict=False))
             size = str(autotune.SMALLEST << 2 * autotune._class_of.py_func(LARGE))
-            learned.fill(self.table, {"all_reduce": {size: ways}}, left)
+            tuning_table.fill(self.table, {"all_reduce": {size: algorithms}}, left)
         self.took = 0
 
     def call(self, times, nbytes=LARGE, operation=ALL_REDUCE):
@@ -51,27 +51,27 @@ class Learner:
         at = address_of(self.table)
         choose.call(at, operation, nbytes, (1 << len(times)) - 1)
         learn.call(at, self.took)
-        way = int(self.table[autotune.WAY])
-        self.took = times[way] if self.table[autotune.ROW] else 0
-        return way
+        algorithm = int(self.table[autotune.ALGORITHM])
+        self.took = times[algorithm] if self.table[autotune.ROW] else 0
+        return algorithm
 
     def run(self, number, times, **options):
         return [self.call(times, **options) for _ in range(number)]
 
 
-@pytest.mark.parametrize("ways", [2, 3, autotune.WAYS])
-def test_every_way_is_tried_at_the_beginning_and_the_fastest_is_found(ways):
-    for fastest in range(ways):
-        times = [1000 + 100 * way for way in range(ways)]
+@pytest.mark.parametrize("ways", [2, 3, autotune.ALGORITHMS])
+def test_every_way_is_tried_at_the_beginning_and_the_fastest_is_found(algorithms):
+    for fastest in range(algorithms):
+        times = [1000 + 100 * algorithm for algorithm in range(algorithms)]
         times[fastest] = 500
         went = Learner().run(2 * autotune.LONG, times)
-        early = went[: autotune.WARM + 2 * autotune.LOOK * (ways + 1)]
-        assert set(early) == set(range(ways))
+        early = went[: autotune.WARM + 2 * autotune.LOOK * (algorithms + 1)]
+        assert set(early) == set(range(algorithms))
         # One try at a time, and the best way known in between.
-        assert sum(way != after for way, after in pairwise(early)) <= 4 * ways
-        after = went[autotune.WARM + 2 * autotune.LOOK * (ways + 1) :]
+        assert sum(algorithm != after for algorithm, after in pairwise(early)) <= 4 * algorithms
+        after = went[autotune.WARM + 2 * autotune.LOOK * (algorithms + 1) :]
         assert after.count(fastest) > len(after) * 0.97
-        assert set(after) == set(range(ways))  # the others are tried now and then
+        assert set(after) == set(range(algorithms))  # the others are tried now and then
 
 
 @pytest.mark.parametrize("times", [[900, 1000, 1300], [1000, 800, 900, 5000, 1100], [500, 2000, 600]])
@@ -98,8 +98,8 @@ def test_trying_others_costs_at_most_a_fiftieth(times, noise):
     for _ in range(20_000):
         # One call in a hundred loses its core for as long as ten calls take.
         factor = random.lognormal(0, noise) + (10 if noise and random.random() < 0.01 else 0)
-        way = learner.call([int(time * factor) for time in times])
-        spent += times[way] * factor
+        algorithm = learner.call([int(time * factor) for time in times])
+        spent += times[algorithm] * factor
         least += min(times) * factor
     assert spent < least * 1.02
 
@@ -107,19 +107,19 @@ def test_trying_others_costs_at_most_a_fiftieth(times, noise):
 def test_the_first_time_of_a_way_does_not_count():
     learner, seen = Learner(), set()
     for _ in range(100):
-        way = learner.call([1000, 800, 500])
-        if way not in seen:
+        algorithm = learner.call([1000, 800, 500])
+        if algorithm not in seen:
             learner.took = 100_000
-        seen.add(way)
+        seen.add(algorithm)
     assert learner.run(100, [1000, 800, 500]).count(2) > 95
 
 
 def test_short_programs_try_others_too_and_at_the_same_share():
     random = np.random.default_rng(3)
     times = [1000, 1500, 1900, 1200]
-    went = [way for _ in range(500) for way in Learner(times, random.random()).run(60, times)]
+    went = [algorithm for _ in range(500) for algorithm in Learner(times, random.random()).run(60, times)]
     assert set(went) == {0, 1, 2, 3}
-    assert sum(times[way] for way in went) < len(went) * times[0] * 1.02
+    assert sum(times[algorithm] for algorithm in went) < len(went) * times[0] * 1.02
 
 
 def test_a_way_of_more_than_twice_the_best_is_left_alone_for_long():
@@ -155,7 +155,7 @@ def test_a_call_that_cannot_go_the_best_way_goes_the_best_one_that_it_can():
     for _ in range(200):
         learner.call([1000, 900, 1000, 500])
     choose.call(address_of(learner.table), ALL_REDUCE, LARGE, 0b111)
-    assert learner.table[autotune.WAY] == 1
+    assert learner.table[autotune.ALGORITHM] == 1
 
 
 def test_one_disturbed_call_or_a_small_difference_is_no_reason_to_change():

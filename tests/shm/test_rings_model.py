@@ -61,7 +61,7 @@ class World:
         r, peer = self.made.rings, 1 - rank
         mailbox = {
             r.CHANNELS: CHANNELS, r.SIZE: 2, r.RANK: rank, r.RING: 128, r.CONTEXT: CONTEXT,
-            r.DIRECT_FROM: 0 if self.direct else 1 << 60, r.WAYS: 1,
+            r.DIRECT_FROM: 0 if self.direct else 1 << 60, r.ALGORITHMS: 1,
         }  # fmt: skip
         channel = {
             r.ARMED_KIND: -1, r.OUT: SHARED + (rank << 16), r.IN: SHARED + (peer << 16),

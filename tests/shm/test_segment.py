@@ -44,9 +44,9 @@ def test_two_mappings_are_one_memory(name: str) -> None:
     theirs = Segment.attach(name, LAYOUT)
     shared.unlink(name)
     assert theirs.nonce == ours.nonce != 0
-    theirs.say_attached(1)
+    theirs.publish_attached(1)
     assert ours.missing() == [0]
-    ours.say_attached(0)
+    ours.publish_attached(0)
     assert ours.missing() == theirs.missing() == []
     theirs.close()
     ours.close()

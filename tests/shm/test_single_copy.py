@@ -27,14 +27,14 @@ LARGE = 2 * PIECE // 4 + 1009  # float32 of three pieces
 
 
 @contextmanager
-def direct_group(ways="direct"):
+def direct_group(algorithms="direct"):
     """A group of all ranks whose calls go these ways."""
-    os.environ["FASTCOLL_SHM_WAYS"] = ways
+    os.environ["FASTCOLL_SHM_ALGORITHMS"] = algorithms
     config.forget()
     try:
         group = dist.new_group()
     finally:
-        del os.environ["FASTCOLL_SHM_WAYS"]
+        del os.environ["FASTCOLL_SHM_ALGORITHMS"]
         config.forget()
     try:
         yield group
@@ -44,7 +44,7 @@ def direct_group(ways="direct"):
 
 def way_of(group):
     """How the last call went."""
-    return int(group.backend.context[at.CHOOSING + autotune.WAY])
+    return int(group.backend.context[at.CHOOSING + autotune.ALGORITHM])
 
 
 @pytest.mark.ranks(2, 3)

@@ -50,16 +50,16 @@ PLANTS = [
     (2, REDUCED, "    met = r.meet(c, call, nbytes, 0)\n =>     met = DONE\n"),
     (2, REDUCED, "if load_word(c, at.EXPOSED) == 0: => if False:"),
     (2, "broadcast 2 direct, broadcast 3 direct", "store_word(c, at.DID, 0) => 0"),
-    (3, BLOCKS, "r.slot_of(c, rank, 1 + (turn - 1) => r.slot_of(c, rank, (turn - 1)"),
+    (3, BLOCKS, "r.slot_of(c, rank, 1 + (shift - 1) => r.slot_of(c, rank, (shift - 1)"),
     (3, BLOCKS, "if r.open_slot(c) != DONE:\n            return AGAIN\n        place, base = _line(c, rank, words), 0"
      " => place, base = _line(c, rank, words), 0"),
 ]  # fmt: skip
 WITH_A_QUITTER = [
     # Nobody sees that the owner of an array has failed.
-    (0, BROADCASTS, "_await_sound(c, peer)\n\n\n@kernel\ndef exchange => DONE\n\n\n@kernel\ndef exchange"),
-    (0, "reduce 2 @1 direct", "    return _await_all_sound(c)\n\n =>     return DONE\n\n"),
+    (0, BROADCASTS, "_check_sound(c, peer)\n\n\n@kernel\ndef exchange => DONE\n\n\n@kernel\ndef exchange"),
+    (0, "reduce 2 @1 direct", "    return _check_all_sound(c)\n\n =>     return DONE\n\n"),
     # A rank writes into the array of one that has failed.
-    (1, REDUCED, "if _await_sound(c, peer) != DONE:\n                store => if False:\n                store"),
+    (1, REDUCED, "if _check_sound(c, peer) != DONE:\n                store => if False:\n                store"),
     (1, REDUCED, "swap_if_equal(pushing, 0, 1) => 0"),
     (1, REDUCED, "reached(_PUSHING) => store_release(pushing, 0)"),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 from fastcoll.shm import context_layout as at
 from fastcoll.shm.context import Context, What
 from fastcoll.shm.layout import PAGE, Layout
-from fastcoll.shm.validate import MEMO_PROBES, description, memo_place
+from fastcoll.shm.validate import MEMO_PROBES, description, memo_slot
 
 N = 6  # elements of a block
 HEADER = np.zeros(PAGE // 8, np.int64)  # of a segment without sections
@@ -297,8 +297,8 @@ def test_the_memo_finds_what_it_was_told_and_nothing_else():
 def test_entries_that_share_their_places():
     context = Context(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
     dtype, ops = np.dtype("f8"), [Op() for _ in range(4000)]
-    place = memo_place.py_func(id(dtype), id(ops[0]), 1, 0)
-    same = [op for op in ops if memo_place.py_func(id(dtype), id(op), 1, 0) == place]
+    place = memo_slot.py_func(id(dtype), id(ops[0]), 1, 0)
+    same = [op for op in ops if memo_slot.py_func(id(dtype), id(op), 1, 0) == place]
     assert len(same) > MEMO_PROBES
     whats = [What(n, 8) for n in range(len(same))]
     for op, what in zip(same, whats, strict=True):

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fastcoll.shm.known import Conditions
 
 import fastcoll as dist
 from fastcoll import config
-from fastcoll.shm import autotune, known, learned
+from fastcoll.shm import autotune, tuning_cache, tuning_table
 from fastcoll.shm import context_layout as words
-from fastcoll.shm.known import Conditions
 
 TWO = Conditions(2, "own", 256 << 10)
 TIMES = {"all_reduce": {"131072": {"close": 1000, "past": 3000}}}
@@ -39,58 +39,58 @@ def use(monkeypatch, path):
 
 def again():
     """As another process would: read the file anew."""
-    known._known.clear()
-    return known.sections()
+    tuning_cache._read_files.clear()
+    return tuning_cache.sections()
 
 
 def test_where_the_file_is(monkeypatch, tmp_path):
     monkeypatch.delenv("FASTCOLL_TUNING", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     config.forget()
-    assert known.path() == tmp_path / "fastcoll" / "tuning.json"
+    assert tuning_cache.path() == tmp_path / "fastcoll" / "tuning.json"
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert known.path() == tmp_path / ".config" / "fastcoll" / "tuning.json"
+    assert tuning_cache.path() == tmp_path / ".config" / "fastcoll" / "tuning.json"
     use(monkeypatch, "none")
-    assert known.path() is None
-    assert known.sections() == []
-    assert known.keep(TWO, TIMES, 100) is None
+    assert tuning_cache.path() is None
+    assert tuning_cache.sections() == []
+    assert tuning_cache.save(TWO, TIMES, 100) is None
     config.forget()
 
 
 def test_built_in_limits_hold_up_to_so_many_ranks(path: Path, caplog):
-    limits = [known.one_shot_limit(size) for size in (1, 2, 3, 4, 5, 8, 9, 33, 1000)]
-    table = known.ONE_SHOT
+    limits = [tuning_cache.one_shot_limit(size) for size in (1, 2, 3, 4, 5, 8, 9, 33, 1000)]
+    table = tuning_cache.ONE_SHOT
     assert limits == [table[4]] * 4 + [table[8]] * 2 + [table[16]] + [table[32]] * 2
     assert not caplog.text
     assert not path.exists()
 
 
 def test_what_is_kept_is_read_with_its_provenance(path: Path):
-    assert known.keep(TWO, TIMES, 100) == path
+    assert tuning_cache.save(TWO, TIMES, 100) == path
     (section,) = again()
     assert {**section, "date": ""} == {
-        "machine": known.machine(), "ranks": 2, "cores": "own", "slot": 256 << 10,
-        "command": known.RUNNING, "date": "", "calls": 100, "ns_per_mib": TIMES,
+        "machine": tuning_cache.machine(), "ranks": 2, "cores": "own", "slot": 256 << 10,
+        "command": tuning_cache.RUNNING, "date": "", "calls": 100, "ns_per_mib": TIMES,
     }  # fmt: skip
     assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
 
 
 def test_limits_of_one_shot_are_kept_by_numbers_of_ranks(path: Path):
-    known.keep(TWO._replace(ranks=4), {}, 0, "first", 12345)
-    known.keep(TWO._replace(ranks=6), TIMES, 9, "second", 999)
-    known.keep(TWO._replace(ranks=6), {"reduce": {"8192": {"close": 1}}}, 9)
+    tuning_cache.save(TWO._replace(ranks=4), {}, 0, "first", 12345)
+    tuning_cache.save(TWO._replace(ranks=6), TIMES, 9, "second", 999)
+    tuning_cache.save(TWO._replace(ranks=6), {"reduce": {"8192": {"close": 1}}}, 9)
     again()
-    assert [known.one_shot_limit(size) for size in (3, 4, 5, 6, 7)][:4] == [12345, 12345, 999, 999]
+    assert [tuning_cache.one_shot_limit(size) for size in (3, 4, 5, 6, 7)][:4] == [12345, 12345, 999, 999]
 
 
 def test_conditions_and_machines_are_kept_apart(path: Path, monkeypatch):
     for conditions in (TWO, TWO._replace(slot=64 << 10), TWO._replace(cores="shared"), TWO._replace(ranks=3)):
-        known.keep(conditions, TIMES, 1)
+        tuning_cache.save(conditions, TIMES, 1)
     assert len(again()) == 4
-    monkeypatch.setattr(known, "machine", lambda: "a Cray")
+    monkeypatch.setattr(tuning_cache, "machine", lambda: "a Cray")
     assert again() == []
-    known.keep(TWO, TIMES, 1)
+    tuning_cache.save(TWO, TIMES, 1)
     assert len(again()) == 1
     monkeypatch.undo()
     use(monkeypatch, path)
@@ -99,48 +99,48 @@ def test_conditions_and_machines_are_kept_apart(path: Path, monkeypatch):
 
 def test_good_news_is_believed_at_once_and_bad_news_slowly():
     news = {"all_reduce": {"131072": {"close": 500, "past": 5000}}, "reduce": {"8192": {"past": 1}}}
-    slowly = known.merged(TIMES, news, fresh=False)
+    slowly = tuning_cache.merged(TIMES, news, fresh=False)
     assert slowly["all_reduce"]["131072"] == {"close": 500, "past": 3500}
     assert slowly["reduce"] == news["reduce"]
-    assert known.merged(TIMES, news, fresh=True) == news
+    assert tuning_cache.merged(TIMES, news, fresh=True) == news
     assert TIMES["all_reduce"]["131072"]["close"] == 1000
 
 
 def test_nothing_is_written_when_there_is_nothing_new(path: Path):
-    known.keep(TWO, TIMES, 100)
+    tuning_cache.save(TWO, TIMES, 100)
     before = path.stat()
     for times in ({}, TIMES, {"all_reduce": {"131072": {"close": 950, "past": 3300}}}):
-        assert known.keep(TWO, times, 100) is None
+        assert tuning_cache.save(TWO, times, 100) is None
     after = path.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert known.keep(TWO, {"all_reduce": {"131072": {"close": 500}}}, 100) == path
+    assert tuning_cache.save(TWO, {"all_reduce": {"131072": {"close": 500}}}, 100) == path
 
 
 def test_what_others_have_written_meanwhile_stays(path: Path):
-    known.keep(TWO, TIMES, 100)
+    tuning_cache.save(TWO, TIMES, 100)
     text = path.read_text()
-    known.keep(TWO._replace(ranks=3), TIMES, 100)
+    tuning_cache.save(TWO._replace(ranks=3), TIMES, 100)
     written = path.read_text()
     path.write_text(text)
     again()  # this process knows of two ranks only
     path.write_text(written)
-    known.keep(TWO._replace(ranks=4), TIMES, 100)
+    tuning_cache.save(TWO._replace(ranks=4), TIMES, 100)
     assert [section["ranks"] for section in again()] == [2, 3, 4]
 
 
 def test_what_this_version_does_not_know_stays(path: Path):
-    known.keep(TWO, TIMES, 100)
+    tuning_cache.save(TWO, TIMES, 100)
     text = json.loads(path.read_text())
     text["sections"][0]["ns_per_mib"]["all_reduce"]["131072"]["teleport"] = 7
     text["sections"][0]["moon"] = "full"
     path.write_text(json.dumps(text))
     again()
-    known.keep(TWO, {"reduce": TIMES["all_reduce"]}, 100)
+    tuning_cache.save(TWO, {"reduce": TIMES["all_reduce"]}, 100)
     (section,) = again()
     assert section["moon"] == "full"
     assert section["ns_per_mib"]["all_reduce"]["131072"] == {"close": 1000, "past": 3000, "teleport": 7}
-    table = np.zeros(autotune.table_words(len(learned.COLLECTIVES)), np.int64)
-    learned.fill(table, section["ns_per_mib"])
+    table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
+    tuning_table.fill(table, section["ns_per_mib"])
     assert np.count_nonzero(table[table > 0] == 7) == 0
 
 
@@ -161,9 +161,9 @@ def test_a_file_that_is_none_of_this_format_is_ignored_with_one_warning_and_repl
     path.parent.mkdir()
     path.write_text(text)
     assert again() == []
-    assert known.one_shot_limit(4) == known.ONE_SHOT[4]
+    assert tuning_cache.one_shot_limit(4) == tuning_cache.ONE_SHOT[4]
     assert caplog.text.count("cannot be used") == 1
-    assert known.keep(TWO, TIMES, 100) == path
+    assert tuning_cache.save(TWO, TIMES, 100) == path
     assert len(again()) == 1
 
 
@@ -173,7 +173,7 @@ def test_a_file_that_is_none_of_this_format_is_ignored_with_one_warning_and_repl
      ("one_shot", "many")],
 )  # fmt: skip
 def test_impossible_numbers_are_left_out(path: Path, field, value):
-    known.keep(TWO, TIMES, 100, "command", 77)
+    tuning_cache.save(TWO, TIMES, 100, "command", 77)
     text = json.loads(path.read_text())
     text["sections"] += [3, {"machine": "m"}, {**text["sections"][0], "ranks": "two"}]
     text["sections"][0][field] = value
@@ -188,8 +188,8 @@ def test_a_place_that_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     use(monkeypatch, tmp_path / "file" / "tuning.json")
     with pytest.raises(OSError, match="exists"):
-        known.keep(TWO, TIMES, 100)
-    assert known.sections()[0]["ns_per_mib"] == TIMES  # in this process it is known
+        tuning_cache.save(TWO, TIMES, 100)
+    assert tuning_cache.sections()[0]["ns_per_mib"] == TIMES  # in this process it is known
     config.forget()
 
 
@@ -201,11 +201,11 @@ def test_only_one_process_writes_and_what_a_killed_one_left_is_written_over(path
         other.write("half a fi" * 1000)
         other.flush()
         with pytest.raises(BlockingIOError):
-            known.keep(TWO, TIMES, 100)
+            tuning_cache.save(TWO, TIMES, 100)
         assert not path.exists()
     assert part.exists()
-    known._known.clear()
-    assert known.keep(TWO, TIMES, 100) == path
+    tuning_cache._read_files.clear()
+    assert tuning_cache.save(TWO, TIMES, 100) == path
     assert len(again()) == 1
     assert not part.exists()
 
@@ -217,7 +217,7 @@ def test_what_somebody_else_has_put_in_the_place_of_the_draft_is_left_alone(path
     precious.write_text("of this user")
     plant(path.with_name("tuning.json.new"), precious)
     with pytest.raises(OSError, match=r"links|link, or no file of this user"):
-        known.keep(TWO, TIMES, 100)
+        tuning_cache.save(TWO, TIMES, 100)
     assert precious.read_text() == "of this user"
     assert not path.exists()
 
@@ -232,20 +232,20 @@ def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(path: Path, caplog):
 WRITE_OFTEN = """
 import contextlib, sys
 from pathlib import Path
-from fastcoll.shm import known
+from fastcoll.shm import tuning_cache
 
-conditions = known.Conditions(int(sys.argv[1]), "own", 256 << 10)
+conditions = tuning_cache.Conditions(int(sys.argv[1]), "own", 256 << 10)
 number = written = 0
 while number < 50 or not written:  # all 50 times another one may be about it, which is not run meanwhile
     with contextlib.suppress(OSError):  # another one writes
-        written += known.keep(conditions, {"reduce": {"8192": {"close": 1 << number % 30}}}, 1, "c") is not None
-    known.parse(Path(sys.argv[2]).read_text())
+        written += tuning_cache.save(conditions, {"reduce": {"8192": {"close": 1 << number % 30}}}, 1, "c") is not None
+    tuning_cache.parse(Path(sys.argv[2]).read_text())
     number += 1
 """
 
 
 def test_processes_that_write_at_the_same_time_leave_a_whole_file(path: Path):
-    known.keep(TWO, TIMES, 100)  # for which FASTCOLL_TUNING names the path, for them too
+    tuning_cache.save(TWO, TIMES, 100)  # for which FASTCOLL_TUNING names the path, for them too
     writers = [subprocess.Popen([sys.executable, "-c", WRITE_OFTEN, str(n), str(path)]) for n in (3, 4, 5)]
     assert [writer.wait(600) for writer in writers] == [0, 0, 0]
     assert {section["ranks"] for section in again()} == {2, 3, 4, 5}
@@ -255,17 +255,17 @@ def test_processes_that_write_at_the_same_time_leave_a_whole_file(path: Path):
 
 
 def test_a_table_of_what_was_found_is_the_same_after_a_file(path: Path):
-    table = np.zeros(autotune.table_words(len(learned.COLLECTIVES)), np.int64)
+    table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
     row = table[autotune.ROWS :][: autotune.ROW_WORDS]
     row[autotune.CALLS], row[autotune.BEST] = 1000, 1
     row[autotune.TIMES : autotune.TIMES + 3] = 3_000_000, 1_000_000, 2_500_000
-    times, calls = learned.found(table)
-    known.keep(TWO, times, calls)
+    times, calls = tuning_table.results(table)
+    tuning_cache.save(TWO, times, calls)
     again()
-    heard, left = learned.heard(json.loads(json.dumps(learned.told(2, TWO.slot))), TWO)
+    heard, left = tuning_table.matching(json.loads(json.dumps(tuning_table.to_publish(2, TWO.slot))), TWO)
     assert 0 <= left < 1
     begun = np.zeros_like(table)
-    learned.fill(begun, heard)
+    tuning_table.fill(begun, heard)
     other = begun[autotune.ROWS :][: autotune.ROW_WORDS]
     assert calls == 1000
     assert other[autotune.CALLS] == 0
@@ -275,14 +275,17 @@ def test_a_table_of_what_was_found_is_the_same_after_a_file(path: Path):
     )
     assert other[autotune.AGAIN] == autotune.LONG  # of more than twice the best
     assert (begun[autotune.ROWS + autotune.ROW_WORDS :] == 0).all()
-    assert learned.heard(learned.told(3, TWO.slot), TWO) == ({}, 1.0)
-    assert learned.heard(learned.told(2, TWO.slot), TWO._replace(cores="shared")) == ({}, 1.0)
+    assert tuning_table.matching(tuning_table.to_publish(3, TWO.slot), TWO) == ({}, 1.0)
+    assert tuning_table.matching(tuning_table.to_publish(2, TWO.slot), TWO._replace(cores="shared")) == (
+        {},
+        1.0,
+    )
 
 
 def test_rows_of_few_calls_are_not_kept():
-    table = np.zeros(autotune.table_words(len(learned.COLLECTIVES)), np.int64)
+    table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
     table[autotune.ROWS], table[autotune.ROWS + autotune.TIMES] = 10, 5
-    assert learned.found(table) == ({}, 0)
+    assert tuning_table.results(table) == ({}, 0)
 
 
 # ---- in real groups --------------------------------------------------------------------------------------
@@ -298,27 +301,29 @@ def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monk
     use(monkeypatch, tmp_path / f"{rank}.json")
     group = dist.new_group(backend="shm")
     conditions = group.backend.conditions
-    ways = {"close": 3000, "past": 1000 + rank, "ahead": 9000}
+    algorithms = {"close": 3000, "past": 1000 + rank, "ahead": 9000}
     group.close()
-    times = {name: {"131072": ways} for name in ("all_reduce", "broadcast", "shared:reduce")}
-    known.keep(conditions, times, 100, "test", 1000 + rank)
+    times = {name: {"131072": algorithms} for name in ("all_reduce", "broadcast", "shared:reduce")}
+    tuning_cache.save(conditions, times, 100, "test", 1000 + rank)
     group = dist.new_group(backend="shm")
     assert group.backend.context[words.ONE_SHOT] == 1000
     everybody = [None] * world_size
     dist.all_gather_object(everybody, table(group).tolist())
     assert all(each == everybody[0] for each in everybody)
-    assert np.count_nonzero(everybody[0]) == 3 * (1 + 3 + autotune.WAYS)  # best way, times, when to try again
+    assert np.count_nonzero(everybody[0]) == 3 * (
+        1 + 3 + autotune.ALGORITHMS
+    )  # best way, times, when to try again
     x = np.ones(50_000, np.float32)
     went = []
     for _ in range(10):
         group.fast.all_reduce(x)
-        went.append(int(group.backend.context.words[words.CHOOSING + autotune.LAST_WAY]))
+        went.append(int(group.backend.context.words[words.CHOOSING + autotune.LAST_ALGORITHM]))
     assert went == [autotune.PAST] * 10
     for _ in range(70):
         group.fast.reduce(x, 0)
     group.close()
     again()
-    mine = [s["ns_per_mib"] for s in known.sections() if s["command"] == known.RUNNING]
+    mine = [s["ns_per_mib"] for s in tuning_cache.sections() if s["command"] == tuning_cache.RUNNING]
     assert [list(m) for m in mine] == (
         [["all_reduce", "broadcast", "shared:reduce", "reduce"]] if rank == 0 else []
     )

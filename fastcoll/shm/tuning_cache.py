@@ -10,7 +10,7 @@ Results are the same bits whatever it says, so no trouble with the file is an er
         ranks, cores, slot          of the group: ranks; "own" where each of the job's has a core, else "shared";
                                     bytes of a slot
         command, date, calls        what found it out last, and from how many calls
-        ns_per_mib                  {operation: {smallest bytes of a class: {way: nanoseconds a MiB}}} (learned.py)
+        ns_per_mib                  {operation: {smallest bytes of a class: {way: nanoseconds a MiB}}} (tuning_table.py)
         one_shot                    bytes up to which all_reduce and reduce go one-shot; only from --tune
 
 Names that this version does not know stay as they are.
@@ -89,7 +89,7 @@ def machine() -> str:
 
 # ---- what is known -----------------------------------------------------------------------------------------
 
-_known: dict[Path, list[dict[str, Any]]] = {}
+_read_files: dict[Path, list[dict[str, Any]]] = {}
 
 
 def sections() -> list[dict[str, Any]]:
@@ -97,15 +97,15 @@ def sections() -> list[dict[str, Any]]:
     file = path()
     if file is None:
         return []
-    if file not in _known:
+    if file not in _read_files:
         try:
-            _known[file] = parse(_read(file))
+            _read_files[file] = parse(_read(file))
         except FileNotFoundError:
-            _known[file] = []
+            _read_files[file] = []
         except (OSError, ValueError) as error:
-            _known[file] = []
+            _read_files[file] = []
             _log.warning("what is known of this machine, in %s, cannot be used: %s", file, error)
-    return [section for section in _known[file] if section["machine"] == machine()]
+    return [section for section in _read_files[file] if section["machine"] == machine()]
 
 
 def _read(file: Path) -> str:
@@ -169,7 +169,7 @@ def _numbers_in(table: Any, depth: int) -> dict[str, Any]:
 # ---- what is learned ---------------------------------------------------------------------------------------
 
 
-def keep(
+def save(
     conditions: Conditions, times: Times, calls: int, command: str = RUNNING, one_shot: int | None = None
 ) -> Path | None:
     """Put what was found out here into the file; where it was written, or None: there is nothing new in it.
@@ -187,9 +187,9 @@ def keep(
     mine = put(sections())
     if file is None or mine is None:
         return None
-    _known[file] = mine
+    _read_files[file] = mine
     # Into the file's own sections: other processes have written since this one has read it.
-    _known[file] = _write(file, put)
+    _read_files[file] = _write(file, put)
     return file
 
 
@@ -253,21 +253,24 @@ def with_section(
 
 def merged(known: Times, times: Times, fresh: bool) -> Times:
     """What was known with what was found out: quick to believe good news, slow to believe bad, but for `fresh` ones."""
-    updated = {operation: {size: {**ways} for size, ways in known[operation].items()} for operation in known}
+    updated = {
+        operation: {size: {**algorithms} for size, algorithms in known[operation].items()}
+        for operation in known
+    }
     for operation, classes in times.items():
-        for size, ways in classes.items():
+        for size, algorithms in classes.items():
             row = updated.setdefault(operation, {}).setdefault(size, {})
-            for way, time in ways.items():
-                before = row.get(way, time)
-                row[way] = time if fresh or time < before else before + (time - before) // 4
+            for algorithm, time in algorithms.items():
+                before = row.get(algorithm, time)
+                row[algorithm] = time if fresh or time < before else before + (time - before) // 4
     return updated
 
 
 def _differs(known: Times, updated: Times) -> bool:
     """Whether a time is new, or an eighth off what was known: less is no reason to write a file."""
     return any(
-        8 * abs(time - known.get(operation, {}).get(size, {}).get(way, 0)) > time
+        8 * abs(time - known.get(operation, {}).get(size, {}).get(algorithm, 0)) > time
         for operation, classes in updated.items()
-        for size, ways in classes.items()
-        for way, time in ways.items()
+        for size, algorithms in classes.items()
+        for algorithm, time in algorithms.items()
     )
