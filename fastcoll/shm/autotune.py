@@ -1,35 +1,35 @@
-"""How a call's data goes through the slots: found out by trying, while the program runs.
+"""The tuner: it measures, while the program runs, which algorithm is fastest for a call's data.
 
-What is fastest differs by a factor of ten between machines, sizes and operations, and on virtual machines from
-minute to minute: to read lines that another core has just written takes 0.12 ns a byte where the two share a
-last-level cache and 0.45 ns where they do not, to read them once they have moved to the shared cache 0.025 ns, and
+The fastest algorithm differs by a factor of ten between machines, sizes and operations, and on virtual machines from
+minute to minute. To read lines that another core has just written takes 0.12 ns a byte if the two cores share a
+last-level cache and 0.45 ns if they do not; to read them after they have moved to the shared cache takes 0.025 ns; and
 through memory, past all caches, 0.06 ns (2 vCPUs of an AMD EPYC, family 25; docs/architecture.md, "Where the data
-lies"). So each rank keeps, for each operation and class of sizes, how long the *ways* took it, uses the best one,
-and tries the others now and then. It begins with what is known of the machine (tuning_table.py).
+lies"). So each rank keeps a row for each operation and class of sizes, with the time of each algorithm. It uses the
+fastest one, and tries the others now and then. A group begins with the times in the machine's tuning cache
+(tuning_table.py).
 
-Trying others costs at most 1 / SHARE of a row's time: after a try a way rests for as many calls as make up for what
-it takes longer than the best, times the number of ways that are tried. One that takes more than twice the best
-rests for LONG calls at least; but one bad time alone, which may be somebody else's doing, is soon looked at again.
-In a row of which nothing is known, each way is tried at the beginning, every LOOK-th call from call WARM on, and
-once more two calls later, as its first time does not count: caches, pages and clocks that are cold make any way
-look slow (all_gather of 4 MiB on 2 CPUs of an AMD EPYC, family 26: DIRECT takes 217 us in a row's second call and
-157, 147, 126, 156, 97, 95, 87, 85 in the next ones).
+Trying other algorithms costs at most 1 / SHARE of a row's time: after a try an algorithm backs off for as many calls as
+make up for the time that it took longer than the best, times the number of algorithms tried. One that takes more than
+twice the time of the best backs off for LONG calls at least. A single such time may have another cause, so the
+algorithm is tried once more soon. In a row without any times, each algorithm is tried at the beginning, every LOOK-th
+call from call WARM on, and again two calls later, because its first time does not count: with cold caches, pages and
+clocks any algorithm looks slow (all_gather of 4 MiB on 2 CPUs of an AMD EPYC, family 26: DIRECT takes 217 us in a
+row's second call and 157, 147, 126, 156, 97, 95, 87, 85 in the next ones).
 
-Most ways concern only how and when a rank copies: results do not depend on them, and peers need not take the same one.
-But they do: a call's time is that of the rank that it took longest, which all learn with the next call's lines, and
-so all have the same rows (where ranks give different sizes, they may not).
+Most algorithms concern only how and when a rank copies: the results are the same, and peers need not use the same one.
+They do, though. The time of a call is that of its slowest rank, which all ranks read in the lines of the next call, so
+all ranks have the same rows. (They may differ if ranks contribute different sizes.) DIRECT concerns the peers as well
+(single_copy.py), so a call's line has a bit for it. If ranks differ in that bit, all of them repeat the call through
+the slots, and those that chose DIRECT avoid it for a while.
 
     word of the table
-    LAG, WAY               of the call under way: rounds that it writes ahead, and how its data goes
-    ROW, NBYTES            of the call under way: address of the row to learn from it (0: none), and its size
-    STARTED, SPENT         ticks: the clock's last start (0: it stands), and what it showed when it stopped
-    TOOK                   ticks a MiB that the last call took here; 0: not measured
-    LAST_ROW, LAST_ALGORITHM     of the last call, for when all ranks' TOOK are known
-    ROWS ...               a row for each operation and class: calls so far, best way, ticks a MiB of each way (0: not
-                           known), and for each way the number of the call from which on it may be tried again
-
-DIRECT does concern the peers (single_copy.py), so a call's line tells of it, and where ranks differ, all make the call
-anew, through the slots; who wanted it otherwise does not soon again.
+    LAG, ALGORITHM         of the current call: rounds that it writes ahead, and its algorithm
+    ROW, NBYTES            of the current call: address of the row that gets its time (0: none), and its size
+    STARTED, SPENT         ticks: when the clock was last started (0: it is stopped), and the time up to the last stop
+    TOOK                   ticks a MiB of the last call on this rank; 0: not measured
+    LAST_ROW, LAST_ALGORITHM   of the last call, for when TOOK of all ranks is known
+    ROWS ...               a row for each operation and class: number of calls, best algorithm, ticks a MiB of each
+                           algorithm (0: not known), and for each the number of the call from which it may be tried
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from ..kernels.primitives import load_word, store_word, ticks
 
 LAG, ALGORITHM, ROW, NBYTES, STARTED, SPENT, TOOK, LAST_ROW, LAST_ALGORITHM, ROWS = range(10)
 
-# The ways. CLOSE: write a round, read a round. PAST: the same, past the caches. AHEAD: write some rounds ahead,
-# so that what is read has left its writer's own cache. ..._OUT: and write the outputs past the caches. DIRECT: through
-# no slots at all, each rank reads the others' arrays.
+# The algorithms. CLOSE: write a round, read a round. PAST: the same, with stores past the caches. AHEAD: write some
+# rounds ahead, so that data has left its writer's own cache when it is read. ..._OUT: also write the outputs past the
+# caches. DIRECT: no slots, each rank reads the other ranks' arrays.
 CLOSE, PAST, AHEAD, AHEAD_OUT, PAST_OUT, DIRECT = range(6)
 ALGORITHMS = 6
 NAMES = "close", "past", "ahead", "ahead_out", "past_out", "direct"
@@ -56,27 +56,27 @@ CLASSES = 8
 SMALLEST = 8 << 10  # bytes; below, CLOSE. The classes begin here: 8K, 32K, 128K, 512K, 2M, 8M, 32M, 128M
 LARGE = 8 << 20  # bytes; from here outputs may be larger than the last-level cache
 ROUNDS_AHEAD = 4
-# Bytes; the system call and a second meeting take some 2 us, to copy so much twice takes 3.
+# Bytes. The system call and a second meeting take some 2 us; to copy this much twice takes 3.
 SMALLEST_DIRECT = 32 << 10
-LOOK = 4  # calls between two looks for a way to try
-WARM = 7  # calls of a row before the first look
-SHARE = 50
-SOON = 64  # calls that a way rests for at least
-UNSURE = 128  # calls until a way that was slow once is tried again
-LONG = 4096
+LOOK = 4  # calls between two possible tries
+WARM = 7  # calls of a row before the first try
+SHARE = 50  # tries may take 1 / SHARE of a row's time
+SOON = 64  # calls that an algorithm backs off for at least
+UNSURE = 128  # calls until an algorithm that was slow once is tried again
+LONG = 4096  # calls that an algorithm backs off for if it takes more than twice the time of the best
 HOPELESS = 1 << 40  # ticks a MiB
 
 
 def table_words(operations: int) -> int:
-    """Words of a table for so many operations."""
+    """Number of words of a table for this many operations."""
     return ROWS + ROW_WORDS * CLASSES * operations
 
 
 def allowed_algorithms() -> int:
-    """The ways that FASTCOLL_SHM_ALGORITHMS names, as bits; all of them where it is not set.
+    """Algorithms that FASTCOLL_SHM_ALGORITHMS names, as bits; all of them if it is not set.
 
     Raises:
-        UsageError: it names one that there is not.
+        UsageError: it names an algorithm that does not exist.
     """
     named = [name for name in config.get("FASTCOLL_SHM_ALGORITHMS").split(",") if name] or NAMES
     if unknown := [name for name in named if name not in NAMES]:
@@ -85,7 +85,7 @@ def allowed_algorithms() -> int:
 
 
 def direct_from(algorithms: int) -> int:
-    """Bytes from which calls may go direct: all of them where they may go no other way."""
+    """Smallest size of a DIRECT call, in bytes; 1 if no other algorithm is allowed."""
     if not algorithms >> DIRECT & 1:
         return NEVER
     return SMALLEST_DIRECT if algorithms & ~(1 << DIRECT) else 1
@@ -103,7 +103,7 @@ def _class_of(nbytes):
 
 @inlined
 def staged_algorithms(nbytes, slot, moving):
-    """The ways through the slots that a call has, as bits; `moving`: it copies its outputs, and computes none."""
+    """Algorithms through the slots that a call may use, as bits; `moving`: the call copies data and reduces none."""
     both = 1 << CLOSE | 1 << PAST
     if nbytes <= slot:
         return both
@@ -116,7 +116,7 @@ def staged_algorithms(nbytes, slot, moving):
 
 @inlined
 def choose_none(t):
-    """The call is too small to choose."""
+    """Use CLOSE, and do not measure the call."""
     store_word(t, ALGORITHM, CLOSE)
     store_word(t, LAG, 0)
     store_word(t, ROW, 0)
@@ -125,9 +125,9 @@ def choose_none(t):
 
 @kernel
 def choose(t, operation, nbytes, algorithms, phase):
-    """Choose one of the ways, given as bits, for a call, and start the clock.
+    """Choose one of `algorithms`, given as bits, for a call, and start the clock.
 
-    `phase`: of LOOK; two sides that choose by themselves, and have different ones, try nothing in the same call.
+    `phase`, below LOOK: two sides with different phases choose independently and never try in the same call.
     """
     row = _row(t, operation, nbytes)
     number = load_word(row, CALLS)
@@ -135,7 +135,7 @@ def choose(t, operation, nbytes, algorithms, phase):
     if number >= WARM:
         if number % LOOK == phase:
             algorithm = _to_try(row, algorithms, algorithm, number)
-        elif number % LOOK == (phase + 2) % LOOK:  # by now it is known how the try went
+        elif number % LOOK == (phase + 2) % LOOK:  # the first time of the last try is recorded by now
             algorithm = _to_try_again(row, algorithms, algorithm)
     store_word(t, ALGORITHM, algorithm)
     store_word(t, LAG, ROUNDS_AHEAD if algorithm in (AHEAD, AHEAD_OUT) else 0)
@@ -152,7 +152,7 @@ def _row(t, operation, nbytes):
 
 @kernel
 def _best_of(row, algorithms):
-    """The best of these ways, as far as is known."""
+    """The fastest of `algorithms` by the times in the row."""
     best = load_word(row, BEST)
     if algorithms >> best & 1 and load_word(row, TIMES + best) != 0:
         return best
@@ -162,7 +162,7 @@ def _best_of(row, algorithms):
         if algorithms >> algorithm & 1 and time != 0 and (found < 0 or time < load_word(row, TIMES + found)):
             found = algorithm
     if found < 0:
-        # Nothing is known: to write ahead is seldom much worse than the best.
+        # No times yet: AHEAD is seldom much slower than the best.
         found = AHEAD if algorithms >> AHEAD & 1 else CLOSE
         while algorithms >> found & 1 == 0:
             found += 1
@@ -171,11 +171,11 @@ def _best_of(row, algorithms):
 
 @kernel
 def _to_try(row, algorithms, best, number):
-    """The way that may be tried for the longest time, else the best one."""
+    """The algorithm whose back-off ended first, or the best one if none may be tried."""
     found = best
     since = number + 1
     for turn in range(ALGORITHMS):
-        algorithm = ALGORITHMS - 1 - turn  # of several DIRECT first, which often is the best
+        algorithm = ALGORITHMS - 1 - turn  # DIRECT comes first, as it is often the best
         if algorithms >> algorithm & 1 and algorithm != best and load_word(row, AGAIN + algorithm) < since:
             found = algorithm
             since = load_word(row, AGAIN + algorithm)
@@ -184,7 +184,7 @@ def _to_try(row, algorithms, best, number):
 
 @inlined
 def _to_try_again(row, algorithms, best):
-    """The way that was tried for the first time two calls ago, which did not count; else the best one."""
+    """The algorithm that was first tried two calls ago, whose time did not count; else the best one."""
     found = best
     for algorithm in range(ALGORITHMS):
         if (
@@ -198,13 +198,13 @@ def _to_try_again(row, algorithms, best):
 
 @inlined
 def is_direct(t):
-    """Whether the ranks of the call under way read one another's arrays."""
+    """Whether the current call uses DIRECT."""
     return load_word(t, ALGORITHM) == DIRECT
 
 
 @inlined
 def stop_clock(t):
-    """The call waits for the others to begin theirs, which says nothing of its way."""
+    """Stop the clock: waiting for other ranks to begin the call is not the algorithm's time."""
     if load_word(t, STARTED):
         store_word(t, SPENT, load_word(t, SPENT) + ticks() - load_word(t, STARTED))
         store_word(t, STARTED, 0)
@@ -212,7 +212,7 @@ def stop_clock(t):
 
 @inlined
 def start_clock(t):
-    """All have begun the call."""
+    """Start the clock again, as all ranks have begun the call, and count the call in its row."""
     row = load_word(t, ROW)
     if row:
         store_word(row, CALLS, load_word(row, CALLS) + 1)
@@ -221,11 +221,11 @@ def start_clock(t):
 
 @inlined
 def measure(t):
-    """The call is complete here: its time goes to the others with the next call."""
+    """Set TOOK at the end of a call on this rank; the line of the next call publishes it."""
     took = 0
     if load_word(t, STARTED):
         stop_clock(t)
-        # A row's first call touches its arrays and the slots for the first time, and says nothing.
+        # The first call of a row touches its arrays and the slots for the first time, so its time does not count.
         if load_word(load_word(t, ROW), CALLS) > 1:
             took = max(1, (load_word(t, SPENT) << 20) // load_word(t, NBYTES))
     store_word(t, TOOK, took)
@@ -233,7 +233,7 @@ def measure(t):
 
 @kernel
 def learn(t, took):
-    """The rank that the last call took longest needed `took` ticks a MiB; 0: it was not measured."""
+    """Record the time of the last call: `took` ticks a MiB on its slowest rank; 0: it was not measured."""
     row = load_word(t, LAST_ROW)
     if row != 0 and took != 0:
         _remember(row, load_word(t, LAST_ALGORITHM), took)
@@ -243,7 +243,7 @@ def learn(t, took):
 
 @inlined
 def give_up(t):
-    """The others go another way than this one, which concerns them: leave it alone for long."""
+    """Avoid DIRECT for LONG calls if this rank chose it, because other ranks did not."""
     row, algorithm = load_word(t, ROW), load_word(t, ALGORITHM)
     if row and algorithm == DIRECT:
         store_word(row, TIMES + algorithm, HOPELESS)
@@ -253,7 +253,7 @@ def give_up(t):
 
 @inlined
 def conclude(t):
-    """The call is complete, and concerned this rank only: learn from it at once."""
+    """Record the time of a completed operation that concerned only this rank."""
     row = load_word(t, ROW)
     if row:
         store_word(row, CALLS, load_word(row, CALLS) + 1)
@@ -264,18 +264,18 @@ def conclude(t):
 
 @inlined
 def best_algorithm(t, operation, nbytes, algorithms):
-    """The best of these ways, for a call that is not measured."""
+    """The fastest of `algorithms` for an operation that is not measured."""
     return _best_of(_row(t, operation, nbytes), algorithms)
 
 
 @kernel
 def _remember(row, algorithm, took):
-    """A call took so many ticks a MiB: which way is best, and when may this one be tried again?"""
+    """Enter the time of a call, then update the best algorithm and this one's back-off."""
     before = load_word(row, TIMES + algorithm)
     if load_word(row, AGAIN + algorithm) == 0:
         store_word(row, AGAIN + algorithm, 1)
         return
-    # Quick to believe good news, slow to believe bad ones: what a call takes longer is often somebody else's doing.
+    # A shorter time counts at once, a longer one by an eighth: a call is often slowed down by other programs.
     time = took if before == 0 or took < before else before + (min(took, 2 * before) - before) // 8
     store_word(row, TIMES + algorithm, time)
     known = _take_best(row, algorithm)
@@ -287,7 +287,13 @@ def _remember(row, algorithm, took):
 
 @inlined
 def rest_of(before, time, best, known):
-    """For how many calls a way rests; its times before the try (0: none) and after, and that of the best of `known`."""
+    """Number of calls that an algorithm backs off for after a try.
+
+    Args:
+        before, time: its time before the try (0: none) and after.
+        best: the time of the best algorithm.
+        known: number of algorithms with a time.
+    """
     if time > 2 * best and before <= 2 * best:
         return UNSURE
     return max(LONG if time > 2 * best else SOON, SHARE * known * (time - best) // best)
@@ -295,9 +301,9 @@ def rest_of(before, time, best, known):
 
 @inlined
 def _take_best(row, algorithm):
-    """Now that a way's time is known: the best one, which is better than the last one by a sixteenth at least.
+    """Update the best algorithm of a row; return the number of algorithms with a time.
 
-    Returns of how many ways times are known.
+    Another algorithm replaces the best one if it is faster by a sixteenth at least.
     """
     best = load_word(row, BEST)
     if load_word(row, TIMES + best) == 0:
@@ -314,11 +320,11 @@ def _take_best(row, algorithm):
 
 @inlined
 def stage(t, place, src, left, most):
-    """Write the next `most` of `left` bytes to a slot."""
+    """Write the next bytes to a slot: `left`, but `most` at the most."""
     copy_or_stream(load_word(t, ALGORITHM) in (PAST, PAST_OUT), place, src, min(left, most))
 
 
 @inlined
 def hand_out(t, dst, place, nbytes):
-    """Copy bytes of a slot to where they are wanted."""
+    """Copy bytes from a slot to an output."""
     copy_or_stream(load_word(t, ALGORITHM) >= AHEAD_OUT, dst, place, nbytes)

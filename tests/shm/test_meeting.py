@@ -47,8 +47,8 @@ def test_a_death_counts_only_if_a_rank_is_late_still(
 ) -> None:
     """A rank may do its part, be through with the meeting and end while another one waits for a core."""
     members = [Member.here(rank, 2, "shm") for rank in range(2)]
-    monkeypatch.setattr(segment, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(segment, "gone_among", lambda _: members[1:])
+    monkeypatch.setattr(meet, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(meet, "gone_among", lambda _: members[1:])
     looks = iter(late)
     with HashStore() as store:
         meeting = GroupMeeting(store, members, 0, 20.0, "testing")
