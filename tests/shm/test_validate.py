@@ -16,7 +16,7 @@ from fastcoll.compiler.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 from fastcoll.shm import context_layout as at
-from fastcoll.shm.context import Context, What
+from fastcoll.shm.context import CallSpec, Context
 from fastcoll.shm.layout import PAGE, Layout
 from fastcoll.shm.validate import MEMO_PROBES, description, memo_slot
 
@@ -59,7 +59,7 @@ QUICK = ("plain", "matrix of one row")
 
 
 def block(src, dst):
-    """What rank src gives rank dst."""
+    """CallSpec rank src gives rank dst."""
     return np.arange(6.0) + 10 * src + 3 * dst
 
 
@@ -242,7 +242,7 @@ def test_arrays_that_overlap(rank, world_size):
 
 @pytest.mark.ranks(2)
 def test_more_dtypes_and_operations_than_the_memo_holds(rank, world_size):
-    """What has no place goes through Python, with the same result."""
+    """CallSpec has no place goes through Python, with the same result."""
     kinds = [np.dtype((np.void, n)) for n in range(1, at.MEMO_ENTRIES + 40)]
     for _ in range(2):
         for dtype in kinds:
@@ -278,7 +278,7 @@ def test_the_memo_finds_what_it_was_told_and_nothing_else():
     for operation in (1, 2, 5):
         for n, dtype in enumerate(dtypes[::2]):
             op = ops[n % 2]
-            told[operation, dtype, op] = what = What(n, dtype.itemsize)
+            told[operation, dtype, op] = what = CallSpec(n, dtype.itemsize)
             context.remember(operation, dtype, op, what)
     found = 0
     for operation in (1, 2, 3, 5):
@@ -300,7 +300,7 @@ def test_entries_that_share_their_places():
     place = memo_slot.py_func(id(dtype), id(ops[0]), 1, 0)
     same = [op for op in ops if memo_slot.py_func(id(dtype), id(op), 1, 0) == place]
     assert len(same) > MEMO_PROBES
-    whats = [What(n, 8) for n in range(len(same))]
+    whats = [CallSpec(n, 8) for n in range(len(same))]
     for op, what in zip(same, whats, strict=True):
         context.remember(1, dtype, op, what)
     found = [recall.call(context.address, 1, np.zeros(1), op) for op in same]
