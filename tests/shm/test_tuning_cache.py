@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fastcoll.shm.known import Conditions
 
 import fastcoll as dist
 from fastcoll import config
 from fastcoll.shm import autotune, tuning_cache, tuning_table
 from fastcoll.shm import context_layout as words
+from fastcoll.shm.tuning_cache import Conditions
 
 TWO = Conditions(2, "own", 256 << 10)
 TIMES = {"all_reduce": {"131072": {"close": 1000, "past": 3000}}}

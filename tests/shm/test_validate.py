@@ -59,7 +59,7 @@ QUICK = ("plain", "matrix of one row")
 
 
 def block(src, dst):
-    """CallSpec rank src gives rank dst."""
+    """The array that rank src gives rank dst."""
     return np.arange(6.0) + 10 * src + 3 * dst
 
 
@@ -242,7 +242,7 @@ def test_arrays_that_overlap(rank, world_size):
 
 @pytest.mark.ranks(2)
 def test_more_dtypes_and_operations_than_the_memo_holds(rank, world_size):
-    """CallSpec has no place goes through Python, with the same result."""
+    """A dtype that the memo has no slot for goes through Python, with the same result."""
     kinds = [np.dtype((np.void, n)) for n in range(1, at.MEMO_ENTRIES + 40)]
     for _ in range(2):
         for dtype in kinds:
