@@ -195,10 +195,10 @@ class Meeting:
     def __getitem__(self, word: int) -> int:
         return int(self._words[word])
 
-    def end(self) -> None:
-        """The call is over."""
+    def end(self, how: str = "done") -> None:
+        """The call has ended so, one of record.ENDS."""
         self._words[c.UNDER_WAY] = 0
-        self._record.end(self[c.CALLS])
+        self._record.end(self[c.CALLS], how)
 
     def meet(self, said: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]) -> int:
         """Begin a call; DONE or MISMATCH once all rows are here; `look` is as for Requests.finish.

@@ -19,25 +19,22 @@ from typing import Any
 
 import numpy as np
 
-from ...core import signature
 from ...core.backend import Backend
+from ...core.collective import Collective
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
-from ...core.monitor import Wait
-from ...core.operands import Array, is_plain
+from ...core.operands import Array
 from ...core.operation import Call, Operation
-from ...core.operations import KINDS
-from ...core.prepared import PreparedCalls
+from ...core.operations import BLOCKS_TO_BLOCKS, BLOCKS_TO_ONE, KINDS, NO_ARRAY, WORD
+from ...core.prepared import CallKey, PreparedCalls, fast_methods
 from ...core.reduce_op import ReduceOp
 from ...core.sizes import sized, sizes_of
 from ...core.status import DONE
-from ...core.work import Work
 from ...errors import AbortedError, GroupError
 from ...failpoints import reach
 from ...kernels.reduce import Reducer
 from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
-from ...record import dump
 from ...record.recorder import GroupRecorder
 from ...rendezvous.control import NetMonitor
 from ...store import Store
@@ -102,41 +99,23 @@ class MpiBackend(Backend):
         self._host = self._execution(HostMemory(gate.size))
         self._gpus: Execution | None = None
         room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
-        self._most_attached = {"all_reduce": room, "scan": room, "exscan": room, "broadcast": room}
-        self._most_attached |= {"all_gather": room, "reduce": little, "gather": little}
+        # Kinds of which a rank gives one array, and how large it may be to be attached.
+        self._most_attached = {
+            name: little if kind.root == "dst" else room
+            for name, kind in KINDS.items()
+            if kind.form not in (WORD, NO_ARRAY, BLOCKS_TO_ONE, BLOCKS_TO_BLOCKS) and not kind.made_of
+        }
         self._prepared: PreparedCalls[Prepared] = PreparedCalls()
-        self._wait: Wait | None = None
-        self._limit = gate.timeout
+        self._collective = Collective(gate, self.monitor, self._head, self._late, self._gather)
+        self._wait = self._collective.wait(None)
         self._moving = False
         self.pipe = MpiPipe(library, comm, _MAIL, dedicated)
         routes: list[tuple[Pipe, int]] = [(self.pipe, rank) for rank in range(comm.size)]
         self.messages: Engine = Engine(routes, comm.rank, self.monitor, gate.timeout)
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
-        at_once = self._at_once
-
-        def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
-            if not async_op and type(op) is ReduceOp and at_once("all_reduce", tensor, tensor, op):
-                return None
-            return group.all_reduce(tensor, op, async_op)
-
-        def broadcast(tensor: Any, root: int, async_op: bool = False) -> Any:
-            if not async_op and type(root) is int and at_once("broadcast", tensor, tensor, None, root):
-                return None
-            return group.broadcast(tensor, root, async_op)
-
-        def all_gather_single(output: Any, input: Any, async_op: bool = False) -> Work | None:
-            if not async_op and at_once("all_gather", output, input):
-                return None
-            return group.all_gather_single(output, input, async_op)
-
-        def barrier(async_op: bool = False, timeout: float | None = None) -> Work | None:
-            if not async_op and timeout is None and at_once("barrier"):
-                return None
-            return group.barrier(async_op, timeout)
-
-        methods = (all_reduce, broadcast, all_gather_single, barrier)
-        return {method.__name__: method for method in methods}
+        kinds = "all_reduce", "broadcast", "all_gather", "barrier"
+        return fast_methods(group, kinds, self._at_once, lambda op: type(op) is ReduceOp, False)
 
     # ---- calls -------------------------------------------------------------------------------------
 
@@ -154,8 +133,8 @@ class MpiBackend(Backend):
         how = None if op is None else execution.memory.reducer(op, arrays[0].dtype, [*takes, *gives])
         ready = Addressed(kind, takes, gives, how, root)
         nbytes = tuple([size for _, size in sized(kind, takes, gives)])
-        key = (kind, dtype, op, root, nbytes, tuple(parts), on_gpu)
-        said = self._prepared.get_or_make(key, lambda: self._prepare(key, how))
+        key = CallKey(kind, dtype, op, root, nbytes, tuple(parts), on_gpu)
+        said = self._prepared.get_or_make(key, lambda key: self._prepare(key, how))
         most = -1 if on_gpu else self._most_attached.get(kind, -1)
         fits = bool(gives) and gives[0][1] <= most
         attached = gives[0] if fits and (kind != "broadcast" or self.gate.rank == root) else (0, 0)
@@ -167,7 +146,7 @@ class MpiBackend(Backend):
             self.gate.check_usable()
             try:
                 reach("mpi.OPERATION.enter", kind)
-                self._begin(timeout)
+                self._wait, self._moving = self._collective.wait(timeout), False
                 if self._meeting.meet(said, near and able, attached, self._look) != DONE:
                     raise self._mismatch(said)
                 self._moving = True
@@ -185,13 +164,12 @@ class MpiBackend(Backend):
 
         return call
 
-    def _prepare(self, key: tuple[Any, ...], how: Reducer | None) -> Prepared:
+    def _prepare(self, key: CallKey, how: Reducer | None) -> Prepared:
         """What this rank says of a call, and what is left to do of it where all data is attached.
 
-        The key is kind, dtype, reduce operation, root, bytes, parts, and whether the arrays are on GPUs.
+        The variant of the key is whether the arrays are on GPUs.
         """
-        kind, dtype, op, root, nbytes, parts, on_gpu = key
-        code = signature.encode(kind, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
+        kind, _, _, root, nbytes, _, on_gpu = key
         sizes = sizes_of(kind, self.gate.size, self.gate.rank, nbytes, root)
         own = nbytes[0] if nbytes else 0
         finish: tuple[int, ...] = ()
@@ -204,24 +182,16 @@ class MpiBackend(Backend):
                 finish = (c.FROM_ALL, own)
             elif kind == "all_reduce" and how is not None:
                 finish = (c.REDUCE, own, root, how.address, how.code, own // how.itemsize)
-        return Prepared(code | c.ON_GPU * on_gpu, sizes, self.gate.rank, finish)
-
-    def _begin(self, timeout: float | None = None) -> None:
-        """A call begins, as far as waiting is concerned."""
-        self._wait, self._limit = None, self.gate.timeout if timeout is None else timeout
-        self._moving = False
+        return Prepared(key.word | c.ON_GPU * on_gpu, sizes, self.gate.rank, finish)
 
     def _look(self) -> None:
         """Every 50 ms of a call: raise if going on is hopeless."""
-        if self._wait is None:
-            self._wait = Wait(self.monitor, self._doing(), self._late, self._limit)
         self._wait.look()
 
-    def _doing(self) -> str:
-        """The call under way, for messages."""
+    def _head(self) -> tuple[int, int, int]:
+        """Number, call word and shape of the call under way."""
         _, code, shape = self._meeting.rows[self.gate.rank, : c.ROW_BALANCE].tolist()
-        what = signature.describe(code & ~c.ON_GPU, shape)
-        return self.gate.name_of(what, self._meeting[c.CALLS])
+        return self._meeting[c.CALLS], code & ~c.ON_GPU, shape
 
     def _late(self) -> list[int]:
         """The group ranks that have not come; once all have, those that may still be in the call."""
@@ -237,12 +207,12 @@ class MpiBackend(Backend):
         on_gpus = [self.gate.ranks[rank] for rank, (code, _) in enumerate(rows) if code & c.ON_GPU]
         some = 0 < len(on_gpus) < self.gate.size
         also = f"the arrays of {on_gpus} are on GPUs, those of the others are not" if some else ""
-        sizes = said.sizes.gives, said.sizes.takes
-        error = signature.difference(heads, self.gate, self._meeting[c.CALLS], self._gather, sizes, also=also)
-        number = self._meeting[c.CALLS]
-        self._meeting.end()
-        self._record.did_not_match(number)
-        return dump.after(error)
+        self._record.broken_off("mismatch")
+        error = self._collective.mismatch(
+            self._meeting[c.CALLS], heads, (said.sizes.gives, said.sizes.takes), also
+        )
+        self._meeting.end("mismatch")
+        return error
 
     def _gather(self, everybody: Array, own: Array) -> None:
         """Every rank's array; all of them ask, since all have seen that something does not fit."""
@@ -252,31 +222,22 @@ class MpiBackend(Backend):
     def _torn(self, error: BaseException) -> BaseException:
         """What to raise for an exception; the group fails if it was half-way, since the peers go on with it."""
         if isinstance(error, self._library.MPI.Exception):
-            error = AbortedError(f"{self._doing()}: the MPI library says: {error}")
+            error = AbortedError(f"{self._collective.doing()}: the MPI library says: {error}")
         if isinstance(error, GroupError) or self._meeting[c.UNDER_WAY]:
-            self.interrupted(error, self._doing())
+            self.interrupted(error, self._collective.doing())
         return error
 
     # ---- small plain arrays, in one compiled call ------------------------------------------------------
 
-    def _at_once(self, kind: str, out: Any = None, x: Any = None, op: Any = None, root: int = 0) -> bool:
+    def _at_once(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """Do a synchronous call that was seen before, so what was prepared for it is known to be right.
 
         Only with nothing before it, and where MPI was initialised for many threads. False: it takes the general way.
         """
-        dtype = None
-        nbytes: tuple[int, ...] = ()
-        if kind != "barrier":
-            if not is_plain(x):
-                return False
-            dtype, nbytes = x.dtype, (x.nbytes,)
-            if out is not x:
-                nbytes *= self.gate.size
-                if not is_plain(out) or out.dtype != dtype or out.nbytes != sum(nbytes):
-                    return False
-        said = self._prepared.get((kind, dtype, op, root, nbytes, (), False))
+        said = self._prepared.get(key)
         if said is None or not said.finishes or self._library.serial or not self.gate.is_clear():
             return False
+        out, x = (arrays[0], arrays[-1]) if arrays else (None, None)
         self.gate.in_turn(self._carry_out, said, out, x)
         return True
 
@@ -288,7 +249,7 @@ class MpiBackend(Backend):
             code = c.carry_out.call(context, call, out, x)
             if code == DONE:
                 return
-            self._begin()
+            self._wait, self._moving = self._collective.wait(None), False
             again = partial(c.carry_out.call, context | c.RESUMED, call, out, x)
             if self._meeting.resume(code, again, self._look) != DONE:
                 raise self._mismatch(said)

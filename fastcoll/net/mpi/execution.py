@@ -1,4 +1,4 @@
-"""How each kind of operation is carried out once all ranks have agreed on it: KINDS says by which function.
+"""How each kind of operation is carried out once all ranks have agreed on it: EXECUTED says by which function.
 
 MPI's collective operations move blocks, an address and a number of bytes each. They take counts and displacements of 31
 bits, so a rank's blocks must lie *near* one another, within 2 GiB of address space; otherwise all ranks exchange
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ...core import partition
+from ...core.operations import KINDS, NO_ARRAY
 from ...core.reduce_op import ReduceOp
 from ...kernels.primitives import address_of
 from ...kernels.reduce import Reducer, reducer
@@ -142,13 +143,13 @@ class Execution:
         self._scratch: Any = None
 
     def run(self, call: Addressed, near: bool, keep: Any) -> None:
-        """Carry out a call of any kind in KINDS; `near`: whether the blocks of all ranks are.
+        """Carry out a call of any kind in EXECUTED; `near`: whether the blocks of all ranks are.
 
         If it is broken off, MPI may use the arrays, `keep`, until it is finalized.
         """
         self._keep = keep
         try:
-            KINDS[call.kind](self, call, near)
+            EXECUTED[call.kind](self, call, near)
         finally:
             self._keep = None
 
@@ -312,7 +313,7 @@ class Execution:
         return room
 
 
-KINDS: dict[str, Callable[[Execution, Addressed, bool], None]] = {
+EXECUTED: dict[str, Callable[[Execution, Addressed, bool], None]] = {
     "all_reduce": Execution.all_reduce,
     "reduce": Execution.all_reduce,
     "scan": Execution.scan,
@@ -323,11 +324,9 @@ KINDS: dict[str, Callable[[Execution, Addressed, bool], None]] = {
     "gather": lambda e, call, near: e.gather(call.gives[0], call.takes, call.root, near),
     "scatter": Execution.scatter,
     "all_to_all": lambda e, call, near: e.all_to_all(call.gives, call.takes, near),
-    "barrier": lambda e, call, near: None,
-    "monitored_barrier": lambda e, call, near: None,
-    "refused": lambda e, call, near: None,
+    **{name: lambda e, call, near: None for name, kind in KINDS.items() if kind.form == NO_ARRAY},
 }
-"""What does a call of each kind; the meeting alone is all of the last three."""
+"""What does a call of each kind that all backends do; of one without arrays, the meeting is all."""
 
 
 def are_near(blocks: Sequence[Block]) -> bool:

@@ -16,20 +16,20 @@ import numpy as np
 
 from ...core import signature
 from ...core.backend import Backend, Refuge
+from ...core.collective import Collective
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
-from ...core.monitor import Wait
 from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
-from ...core.prepared import PreparedCalls
+from ...core.operations import KINDS
+from ...core.prepared import CallKey, PreparedCalls
 from ...core.sizes import sized
-from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH, WORKED
+from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, MismatchError
 from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
 from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
-from ...record import dump
 from ...record.recorder import GroupRecorder
 from ...rendezvous.control import NetMonitor
 from ...store import Store
@@ -101,6 +101,7 @@ class TcpBackend(Backend):
         self.messages: Engine
         self.route({})
         self._prepared: PreparedCalls[Prepared] = PreparedCalls()
+        self._collective = Collective(gate, self.monitor, self.context.head, self._late, self._gather)
         self._releases_later = False  # closed in the middle of a call
 
     def route(self, near: Mapping[int, tuple[Pipe, int]]) -> None:
@@ -140,21 +141,20 @@ class TcpBackend(Backend):
             if self._releases_later:
                 self._release()
 
-    def _prepare(self, key: tuple[Any, ...]) -> Prepared:
-        """The key is kind, dtype, reduction, root, sizes in bytes, parts, and what makes the plan."""
-        operation, dtype, op, root, nbytes, parts, choose = key
+    def _prepare(self, key: CallKey) -> Prepared:
+        """The variant of the key is the function that chooses the plan."""
+        operation, dtype, op, root, nbytes, _, choose = key
         itemsize = dtype.itemsize if dtype is not None else 1
         if op is not None and itemsize > engine.PIECE:
             raise ArrayError(
                 f"an element of {dtype} has {itemsize} bytes; {operation} takes {engine.PIECE} here"
             )
-        code = signature.encode(operation, dtype, op=op, parts=parts) | root << signature.ROOT_SHIFT
         folds, ordered = (0, 0), False
         if op is not None and dtype is not None:
             folds = reducer(folded(op, self.gate.size), dtype)[:2]
             ordered = op.function is not None or dtype.name in HALVES
         call = Shape(operation, self.gate.size, self.gate.rank, nbytes, self._limits, itemsize, root, ordered)
-        return Prepared(code, call, choose(call), folds)
+        return Prepared(key.word, call, choose(call), folds)
 
     def _connect(self, prepared: Prepared, timeout: float | None) -> None:
         """Before a call's first time, by the thread that has the turn: room, and connections to all its peers."""
@@ -192,22 +192,19 @@ class TcpBackend(Backend):
         self, code: int, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None
     ) -> None:
         """What follows when the engine comes back early."""
-        doing = self.doing()
-        wait = Wait(self.monitor, doing, self._late, self.gate.timeout if timeout is None else timeout)
-        while code in (AGAIN, WORKED):
-            wait.look() if code == AGAIN else wait.worked()
-            code = engine.collective.call(self.context.address | words.RESUMED, prepared.address, arrays)
+        context, call = self.context.address | words.RESUMED, prepared.address
+        wait = self._collective.wait(timeout)
+        code = wait.resume(code, lambda: engine.collective.call(context, call, arrays))
         if code == MISMATCH:
             if not self.context.under_way:
                 raise self._told() or AssertionError("all headers of a call that did not match are here")
             self._record.broken_off("mismatch")
             number, heads, notes = self.context.heads()
             engine.after_mismatch.call(self.context.address)
-            sizes = prepared.sizes
-            raise dump.after(
-                signature.difference(heads, self.gate, number, self._gather, sizes, notes=self._heard(notes))
-            )
-        peer = self.context[words.PEER]
+            notes[self.gate.rank] = self.gate.refusal
+            with_headers = notes if self.gate.size <= MEET_RANKS else None  # else ranks gather the texts
+            raise self._collective.mismatch(number, heads, prepared.sizes, notes=with_headers)
+        peer, doing = self.context[words.PEER], self.doing()
         if code == GARBLED:
             raise AbortedError(
                 f"{self.monitor.name(peer)} sent what no rank sends in {doing}; the ranks' libraries or settings "
@@ -231,20 +228,11 @@ class TcpBackend(Backend):
             return None
         number, heads, notes = found
         self._record.did_not_match(number)
-        return dump.after(signature.difference(heads, self.gate, number, self._gather, ((), ()), notes=notes))
-
-    def _heard(self, notes: list[str]) -> list[str] | None:
-        """The texts of refused calls, this rank's own among them, where they came with the headers."""
-        if self.gate.size > MEET_RANKS:
-            return None
-        notes[self.gate.rank] = self.gate.refusal
-        return notes
+        return self._collective.mismatch(number, heads, notes=notes)
 
     def doing(self) -> str:
         """The call under way, for messages."""
-        number, head = self.context[words.CALLS], self.context.headers()[self.gate.rank]
-        what = signature.describe(int(head[words.HEAD_CALL]), int(head[words.HEAD_SHAPE]))
-        return self.gate.name_of(what, number)
+        return self._collective.doing()
 
     def _late(self) -> list[int]:
         """The group ranks whose headers have not come, or else all that the plan waits for.
@@ -268,16 +256,15 @@ class TcpBackend(Backend):
     ) -> Call:
         """See Backend; `choose` makes the plan. With `nothing` ranks only make sure that all of them make the call."""
         kind, outputs, inputs, op, root, parts = operation
-        # In the order of plans/plan.py; an all_reduce and a broadcast have one array.
-        arrays = outputs if kind in ("all_reduce", "broadcast") else (*outputs, *inputs)
+        arrays = outputs if KINDS[kind].is_in_place else (*outputs, *inputs)  # in the order of plans/plan.py
         if kind == "refused" and self.gate.size <= MEET_RANKS:
             # Others may be ahead, and take no part in a further call for the text: it travels with the headers.
             outputs = arrays = (np.zeros(signature.NOTE_BYTES, np.uint8),)
             choose = plan_for
         dtype = arrays[0].dtype if arrays and kind != "refused" else None
         nbytes = tuple(x.nbytes for x in sized(kind, outputs, inputs))
-        key = (kind, dtype, op, root, nbytes, parts, choose)
-        prepared = self._prepared.get_or_make(key, lambda: self._prepare(key))
+        key = CallKey(kind, dtype, op, root, nbytes, tuple(parts), choose)
+        prepared = self._prepared.get_or_make(key, self._prepare)
 
         def call() -> None:
             if kind == "refused" and arrays:

@@ -149,6 +149,11 @@ class NetContext:
             self._scratch = np.empty(prepared.plan.scratch, np.uint8)
             self._buffers[t.SCRATCH] = address_of(self._scratch)
 
+    def head(self) -> tuple[int, int, int]:
+        """Number, call word and shape of the call under way, as this rank's header has them."""
+        header = self.headers()[self.rank]
+        return self[w.CALLS], int(header[w.HEAD_CALL]), int(header[w.HEAD_SHAPE])
+
     def headers(self) -> Array:
         """The headers of the call under way, a row of words a rank; what has not come is of an earlier call."""
         return self._inbox.reshape(self.size, -1)[:, : HEADER_BYTES // 8]
