@@ -80,7 +80,7 @@ class Exchange:
         self.peers = [Peer(*route) for route in routes]
         self.live: dict[Transfer, None] = {}
         self.ended: deque[tuple[Receive, int]] = deque()
-        self._rank = rank
+        self.rank = rank
         self._queues = MatchQueues()
         self._probes: list[Probe] = []
         self.on_event: list[Callable[[int], None]] = [self._on_entered] * events.EVENTS
@@ -127,7 +127,7 @@ class Exchange:
             if message is not None:
                 self.end_probe(transfer, message)
         elif isinstance(transfer, Send):
-            if transfer.peer == self._rank:
+            if transfer.peer == self.rank:
                 self._send_here(transfer)
             else:
                 self.peers[transfer.peer].queued.append(transfer)
@@ -196,7 +196,7 @@ class Exchange:
             return
         self.live[receive] = None
         route = (pipe, begun.peer)
-        rank = next(r for r, p in enumerate(self.peers) if r != self._rank and (p.pipe, p.number) == route)
+        rank = next(r for r, p in enumerate(self.peers) if r != self.rank and (p.pipe, p.number) == route)
         self._resume(receive, rank, begun)
 
     def _resume(self, receive: Receive, source: int, begun: events.Begun) -> None:
@@ -216,7 +216,7 @@ class Exchange:
             self._owe(message, TAKEN)
 
     def _send_here(self, send: Send) -> None:
-        message = Message(self._rank, send.kind, send.nbytes, attached=send.nbytes, address=send.address)
+        message = Message(self.rank, send.kind, send.nbytes, attached=send.nbytes, address=send.address)
         message.keep, message.arrived = send.array, True
         self._end(send)
         receive = self._match(message)
@@ -293,7 +293,7 @@ class Exchange:
     def _count(self, wanting: Receive | Probe, change: int) -> None:
         """Add `change` to the interest in each peer that could send to this receive or probe."""
         for rank in range(len(self.peers)) if wanting.peer is None else (wanting.peer,):
-            if rank != self._rank:
+            if rank != self.rank:
                 peer = self.peers[rank]
                 peer.interest += change
                 peer.pipe.watch(peer.number, peer.interest)
@@ -364,7 +364,7 @@ class Exchange:
 
     def _give(self, message: Message, receive: Receive) -> None:
         """A message that was kept has its receive."""
-        if message.source != self._rank:
+        if message.source != self.rank:
             self._keep(self.peers[message.source], -message.attached, -1)
             self._ask(message, receive)
         message.receive = receive
@@ -409,7 +409,7 @@ class Exchange:
             message.address, message.keep = 0, None
         if fits and message.attached < message.nbytes and not message.complete:
             return  # its rest was asked for
-        if message.source != self._rank:
+        if message.source != self.rank:
             self._owe(message, TAKEN if fits else MISFIT)
             return
         self._conclude(message, receive)

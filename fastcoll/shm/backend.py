@@ -184,7 +184,7 @@ class ShmBackend(Backend):
         self.context.let_go(HANDED_OVER)
         # A signal handler that closes the group whose call it interrupted would wait for itself; one that interrupted a
         # message would have it go on in memory that is gone. Closed messages keep their pipe, so look before.
-        inside = self.gate.is_inside() or self.messages.has_turn()
+        inside = self.gate.is_inside() or self.messages.has_lock()
         self.messages.close(reason)
         # A call under way was aborted and ends within moments. One that a killed thread has left behind is
         # not worth waiting for: then the mapping stays until the process ends.

@@ -209,7 +209,7 @@ def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_pa
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_handler_may_close_the_group(rank, world_size, alarm, monkeypatch, outer, step):
     """As handlers of SIGTERM do: the call under way ends with an error, and closing does not wait for it."""
-    monkeypatch.setattr("fastcoll.p2p.engine._CLOSE_SECONDS", 600)
+    monkeypatch.setattr("fastcoll.p2p.progress._CLOSE_SECONDS", 600)
     group = dist.new_group()
     group.all_reduce(np.ones(4))
     for _ in range(2):

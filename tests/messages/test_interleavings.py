@@ -1,4 +1,4 @@
-"""The engine's threads, made to change places between any two steps of its code: engine.py, exchange.py and the pipe.
+"""The threads of the engine (p2p/), made to change places between any two steps of its code and of the pipes'.
 
 They are callers, and the engines' own threads. What it finds is shown by planted faults.
 """
@@ -19,14 +19,16 @@ from together import together
 from fastcoll.core.status import LATER
 from fastcoll.kernels import waiting
 from fastcoll.net.tcp import pipe as tcp_pipe
-from fastcoll.p2p import engine, exchange
+from fastcoll.p2p import checks, engine, events, exchange, lock, progress, thread
+from fastcoll.p2p.pipe import NOT_MINE
 from fastcoll.shm import pipe, ring_kernels
 from fastcoll.shm import rings as words
 from fastcoll.shm.pipe import RingPipe
 
 from .worlds import Rank, RingWorld, WireWorld, World
 
-FILES = {engine.__file__, exchange.__file__, pipe.__file__, tcp_pipe.__file__, __file__}
+ENGINE = (checks, engine, events, exchange, lock, progress, thread, pipe, tcp_pipe)
+FILES = {*(module.__file__ for module in ENGINE), __file__}
 ROUNDS = 40
 
 
@@ -86,7 +88,7 @@ def completes_twice(self: RingPipe, handled: int, peer: int, number: int) -> int
     """Tells the last event to a thread whose count is late, as `advance` does, which is called with the turn."""
     time.sleep(5e-4)
     if waiting.seize.call(self.address + 8 * words.BUSY) != 0:
-        return engine.NOT_MINE
+        return NOT_MINE
     return ring_kernels.advance.call(self.address, handled, True)
 
 

@@ -530,7 +530,7 @@ def test_from_any_goes_on_while_somebody_is_left(worlds) -> None:
     gone.vigil.leave()
     got = np.zeros(1)
     work = me.irecv(got, None, 1)
-    until(lambda: me.mailbox._next_look > 0)
+    until(lambda: me.mailbox._progress.checks.next > 0)
     there.send(np.ones(1), 0, 1)
     assert work.result() == 2
     there.vigil.leave()
@@ -635,7 +635,7 @@ def test_a_dead_peer_is_named(worlds) -> None:
     peer.isend(np.array([6.0]), 0)
     peer.await_on_the_way(0, 1)
     posted = me.irecv(np.zeros(1), 1, 8)
-    until(lambda: me.mailbox._next_look > 0)
+    until(lambda: me.mailbox._progress.checks.next > 0)
     child.kill()
     with pytest.raises(PeerDiedError, match=f"rank 1 .*{child.pid}.*died.*recv from rank 1.*tag 8"):
         posted.wait(DEADLINE)

@@ -1,0 +1,71 @@
+"""What makes going on with messages hopeless: deadlines, dead peers, the group's failure. And the record of who waits.
+
+Only the holder of the lock (lock.py) checks. Recording needs no lock, except that one thread at a time does it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ..core.monitor import Monitor
+from ..record.record import WAITS
+from .events import BUDGET
+from .exchange import Exchange
+from .pipe import Pipe
+
+
+class Checks:
+    """The checks of the operations under way.
+
+    Attributes:
+        next: when the operations are to be checked again, by time.monotonic.
+        recorded: how many waiting operations are in the group's record.
+    """
+
+    def __init__(self, exchange: Exchange, routes: list[tuple[Pipe, int]], vigil: Monitor) -> None:
+        self.next = 0.0
+        self.recorded = 0
+        self._exchange, self._routes, self._vigil = exchange, routes, vigil
+        self._pipes = list(dict.fromkeys(pipe for pipe, _ in routes))
+
+    def check(self) -> None:
+        """Check the oldest operation of each kind with each peer, at most every BUDGET seconds.
+
+        The other operations of that kind and peer wait for the same rank, with later deadlines.
+
+        Raises:
+            GroupError: the group has failed, an operation is late, or no live peer can complete it.
+        """
+        now = time.monotonic()
+        if self._vigil.failure is not None:
+            raise self._vigil.failure.with_traceback(None)
+        if now < self.next:
+            return
+        self.next = now + BUDGET
+        self.record(now - BUDGET)
+        seen = set()
+        for transfer in list(self._exchange.live):
+            key = (type(transfer), transfer.peer)
+            if key not in seen:
+                seen.add(key)
+                transfer.watch.look()
+                if transfer.peer is None:
+                    for pipe in self._pipes:
+                        pipe.check(None)
+                elif transfer.peer != self._exchange.rank:
+                    pipe, number = self._routes[transfer.peer]
+                    pipe.check(number)
+
+    def record(self, before: float) -> None:
+        """Write the oldest operations that were posted before a time, and still wait, to the group's record."""
+        record = self._vigil.record
+        if record is None:
+            return
+        waiting = [transfer for transfer in list(self._exchange.live) if transfer.posted <= before]
+        for slot in range(1, WAITS):
+            if slot <= len(waiting):
+                transfer = waiting[slot - 1]
+                record.waits(slot, transfer.describe, transfer.needed(), transfer.posted, message=True)
+            elif slot <= self.recorded:
+                record.waits_no_more(slot)
+        self.recorded = min(len(waiting), WAITS - 1)

@@ -1,0 +1,100 @@
+"""The lock of a rank's messages, which only the thread that moves messages holds.
+
+Rules:
+
+- A thread holds the lock when it has set the word BUSY of every pipe. A compiled short cut sets BUSY of one pipe, for
+  one call, and needs no lock. No thread ever waits while it tries to set BUSY: it gets the word at once or goes away.
+- The holder alone touches the Exchange (exchange.py) and drives the pipes. Any thread may append to the inbox
+  (progress.py) and to `waiters`.
+- No post is lost. The poster appends to the inbox before it tries to take the lock; the holder releases the lock before
+  it checks the inbox. So at least one of the two sees the other and begins the operation.
+- No short cut overtakes a posted operation, because short cuts return without effect while the word BEHIND is set. The
+  poster sets BEHIND after it appends to the inbox. The holder clears BEHIND before it checks the inbox for the last
+  time, and sets it again if it finds a post.
+- A signal handler may run, and raise, between any two bytecodes of the holder. Almost always that is when a pipe's
+  `advance` returns. `is_consistent` is True then: no event is half-handled, the pipe returns the same event again, and
+  the handler may itself wait for messages. An exception while `is_consistent` is False leaves the Exchange
+  inconsistent, so it fails the group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from .pipe import Pipe
+
+NAP = 1e-3  # seconds that a thread waits for the lock before it tries again
+
+
+class ProgressLock:
+    """The lock over all pipes of a rank.
+
+    Attributes:
+        pipes: one or two.
+        waiters: an event for each thread that waits for the lock.
+        is_driven: the holder is a thread that drives; False while a short cut holds a pipe.
+        is_consistent: no event is half-handled.
+        nested: how many times a signal handler has driven while its own thread held the lock.
+        is_closed: no thread may take the lock any more, except to close the pipes.
+    """
+
+    def __init__(self, pipes: list[Pipe]) -> None:
+        self.pipes = pipes
+        self.waiters: deque[threading.Event] = deque()
+        self.is_driven = False
+        self.is_consistent = True
+        self.nested = 0
+        self.is_closed = False
+
+    def acquire(self) -> bool:
+        """Take the lock unless another thread holds it or a pipe. Never blocks."""
+        first = self.pipes[0]
+        if not first.seize():
+            return False
+        if len(self.pipes) == 2 and not self.pipes[1].seize():
+            first.let_go()
+            return False
+        self.is_driven, self.is_consistent = True, False
+        return True
+
+    def release(self) -> None:
+        """Release the lock. The caller checks the inbox afterwards."""
+        self.is_driven, self.is_consistent = False, True
+        for pipe in self.pipes:
+            pipe.let_go()
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread holds a pipe: then this is a signal handler, or a callback of an array."""
+        return any(pipe.is_mine() for pipe in self.pipes)
+
+    def wait(self, end: float | None) -> None:
+        """Wait until the lock may be free, until `end` (time.monotonic) or for a millisecond."""
+        waiter = threading.Event()
+        self.waiters.append(waiter)
+        try:
+            self.ring_bells()
+            waiter.wait(NAP if end is None else max(0.0, min(NAP, end - time.monotonic())))
+        finally:
+            self.waiters.remove(waiter)
+
+    def wake_one(self) -> None:
+        """Wake the thread that has waited longest; it may leave meanwhile."""
+        for waiter in list(self.waiters)[:1]:
+            waiter.set()
+
+    def wake_all(self) -> None:
+        """Wake every thread that waits for the lock."""
+        for waiter in list(self.waiters):
+            waiter.set()
+
+    def ring_bells(self) -> None:
+        """Have the thread that drives return from its pipe at once."""
+        for pipe in self.pipes:
+            pipe.ring_bell()
+
+    def set_behind(self, behind: bool) -> None:
+        """Forbid or allow short cuts on every pipe."""
+        for pipe in self.pipes:
+            pipe.set_behind(behind)

@@ -1,0 +1,443 @@
+"""Progress of messages: which thread drives the pipes, and for how long.
+
+A thread that posts an operation takes the lock (lock.py) if it is free, does all that can be done at once, and releases
+it. A thread that waits for an operation takes the lock and drives everything under way, its own operations and others,
+until that operation has ended. The progress thread (thread.py) drives only when operations are under way and no thread
+has driven for a millisecond; it gives the lock to a waiting thread at once.
+
+What is shared: the inbox, which any thread may append to and only the holder of the lock takes from; the rest of the
+state belongs to the holder. lock.py has the order in which they are written and read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..core.monitor import Monitor
+from ..core.work import ENDLESS, forks
+from ..errors import AbortedError, GroupError, UsageError
+from .checks import Checks
+from .events import BUDGET, POLL, Events
+from .exchange import Exchange
+from .lock import ProgressLock
+from .pipe import NOT_MINE, Pipe
+from .thread import ProgressThread
+from .transfers import Probe, Receive, Send, Transfer
+
+_CLOSE_SECONDS = (
+    5.0  # kernels return within 0.1 s; longer means that a thread was killed while it held the lock
+)
+
+
+class Progress:
+    """Moves a rank's messages; the Driver of its transfers.
+
+    Args:
+        routes: by rank, the pipe to it and its number there; any pipe for this rank.
+        adopt: continues the requests that compiled callers have posted to a pipe; called by the holder of the lock.
+            Its second argument says whether requests that have ended without an error are included.
+
+    Attributes:
+        exchange: the operations under way.
+        inbox: posted operations that have not begun, in their order.
+        drives: counts how often a thread has begun to drive.
+    """
+
+    def __init__(
+        self,
+        routes: list[tuple[Pipe, int]],
+        rank: int,
+        vigil: Monitor,
+        timeout: float,
+        adopt: Callable[[Pipe, bool], None],
+    ) -> None:
+        self.rank, self.vigil, self.timeout = rank, vigil, timeout
+        self.forks = forks()
+        self.exchange = Exchange(routes, rank)
+        self.inbox: deque[Transfer] = deque()
+        self.lock = ProgressLock(list(dict.fromkeys(pipe for pipe, _ in routes)))
+        self.checks = Checks(self.exchange, routes, vigil)
+        self.events = Events(self.lock, self.exchange, routes, self.checks.check, self._is_wanted)
+        self.thread = ProgressThread(self.lock, self)
+        self.drives = 0
+        self._routes, self._adopt = routes, adopt
+        self._pipes = self.lock.pipes
+        self._polled = False  # a thread has polled while the progress thread drove
+        self._given_up: BaseException | None = (
+            None  # why a signal handler of the thread that drives has closed
+        )
+
+    def has_operations(self) -> bool:
+        """Whether operations are under way or posted."""
+        return bool(self.exchange.live or self.inbox)
+
+    # ---- the lock ---------------------------------------------------------------------------------
+
+    def acquire(self) -> bool:
+        """Take the lock unless another thread holds it, and adopt what compiled callers have posted."""
+        if not self.lock.acquire():
+            return False
+        try:
+            for pipe in self._pipes:
+                if pipe.has_posted():
+                    self.adopt_posted(ended=False)
+        except BaseException:
+            self.release()
+            raise
+        return True
+
+    def adopt_posted(self, ended: bool) -> None:
+        """Continue the requests of compiled callers; needs the lock. An interrupt fails the group."""
+        for pipe in self._pipes:
+            self.step(self._adopt, pipe, ended)
+
+    def step(self, step: Callable[..., object], *args: Any) -> None:
+        """Do something with the lock. An error ends every operation, unless it is a signal handler's between events."""
+        try:
+            step(*args)
+        except BaseException as error:
+            if self.lock.is_consistent and not isinstance(error, GroupError):
+                raise
+            self.blame(error, "carrying messages")
+            self.end_all(self.vigil.failure or error)
+            if not isinstance(error, Exception):
+                raise
+
+    def release(self) -> None:
+        """Release the lock, and begin what was posted meanwhile."""
+        if self.checks.recorded and not self.exchange.live:  # no thread may drive again
+            self.checks.record(0.0)
+        lock = self.lock
+        if not self.exchange.is_busy() and not lock.is_closed:
+            for pipe in self._pipes:
+                pipe.set_behind(False)
+            if self.inbox or lock.is_closed:
+                lock.set_behind(True)
+        lock.release()
+        if self.exchange.ended:
+            self._finish_received()
+        if self.inbox or lock.waiters or self.thread.is_asleep:
+            self._after_release()
+
+    def let_go(self, pipe: Pipe) -> None:
+        """As `release`, for the one pipe that a short cut has left taken."""
+        pipe.let_go()
+        if self.inbox or self.lock.waiters or self.thread.is_asleep:
+            self._after_release()
+
+    def _after_release(self) -> None:
+        """Begin what was posted while the lock was held, and wake the next thread that waits for the lock."""
+        while self._next_is_ready() is True and not self.lock.is_closed and self.acquire():
+            try:
+                self.step(self._admit_posts)
+            finally:
+                self.lock.release()
+        self.lock.wake_one()
+        if self.thread.is_asleep and self.has_operations():
+            self.thread.wake()
+
+    def _finish_received(self) -> None:
+        """Complete received arrays that need a copy-back or the like. Without the lock, since it may take long."""
+        ended = self.exchange.ended
+        while ended:
+            try:
+                receive, source = ended.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                receive.finish()
+            except Exception as error:
+                receive.complete(None, error)
+            else:
+                receive.complete(source)
+            self.lock.ring_bells()  # the thread that drives may wait for this receive
+
+    # ---- posted operations ------------------------------------------------------------------------
+
+    def post(self, transfer: Transfer) -> None:
+        """Begin an operation now if the lock is free and its peer is connected, else leave it in the inbox."""
+        if not self.inbox and self.is_ready(transfer) and self.acquire():
+            try:
+                self.lock.set_behind(True)
+                self.step(self._begin, transfer)
+            finally:
+                self.release()
+            return
+        self.inbox.append(transfer)
+        self.lock.set_behind(True)
+        self.lock.ring_bells()
+        if self.lock.is_closed:  # meanwhile, perhaps after the inbox was emptied
+            self.end_all(destroyed(transfer))
+        self._after_release()
+        if not self.is_ready(transfer):
+            self.thread.wake()
+
+    def _begin(self, transfer: Transfer) -> None:
+        """Admit an operation, and do what can be done at once."""
+        self.drives += 1
+        self.exchange.admit(transfer)
+        self.lock.is_consistent = True
+        if isinstance(transfer, Probe) and transfer.at_once:
+            self._look_for(transfer)
+        elif isinstance(transfer, Receive) or self.exchange.is_entering(transfer):
+            while not transfer.ended and self.events.advance(False):
+                pass
+
+    def _admit_posts(self) -> None:
+        while self.inbox and self.is_ready(self.inbox[0]):
+            self.lock.is_consistent = False
+            self.exchange.admit(self.inbox[0])
+            transfer = self.inbox.popleft()  # after `admit`: `is_in_vain` reads both queues without the lock
+            if isinstance(transfer, Probe) and transfer.at_once:
+                self._look_for(transfer)
+        self.lock.is_consistent = True
+
+    def _look_for(self, probe: Probe) -> None:
+        """Complete a probe that does not wait: with a message that has arrived, or with none."""
+        self.lock.is_consistent = True
+        while not probe.ended and self.events.advance(False):
+            pass
+        self.lock.is_consistent = False
+        if not probe.ended:
+            self.exchange.end_probe(probe)
+        self.lock.is_consistent = True
+
+    # ---- connections ------------------------------------------------------------------------------
+
+    def is_ready(self, transfer: Transfer) -> bool:
+        """Whether the operation's peer is connected; receives need no connection."""
+        if not isinstance(transfer, Send) or transfer.peer == self.rank:
+            return True
+        pipe, number = self._routes[transfer.peer]
+        return pipe.is_ready(number)
+
+    def _next_is_ready(self) -> bool | None:
+        """Whether the first posted operation can begin; None: there is none. Other threads may take it meanwhile."""
+        first = list(self.inbox)[:1]
+        return self.is_ready(first[0]) if first else None
+
+    def connect(self, dst: int) -> None:
+        """Connect to a rank; blocks."""
+        pipe, number = self._routes[dst]
+        if not pipe.is_ready(number):
+            try:
+                pipe.prepare(number)
+            except BaseException as error:
+                self.blame(error, f"reaching {self.vigil.name(dst)}")
+                raise
+
+    def connect_posts(self) -> None:
+        """Connect to the peer that the first posted send needs, if it is not connected yet; blocks."""
+        if self._next_is_ready() is False:
+            self._connect_all()
+            self._after_release()
+
+    def _connect_all(self) -> None:
+        """Connect to what all posted sends need. If that fails, the group has failed, which ends what was posted."""
+        for transfer in tuple(self.inbox):
+            if isinstance(transfer, Send) and not self.is_ready(transfer) and self.vigil.failure is None:
+                try:
+                    self.connect(transfer.peer)
+                except Exception:
+                    break
+        if self.vigil.failure is not None and self.acquire():
+            try:
+                self.end_all(self.vigil.failure)
+            finally:
+                self.release()
+
+    # ---- driving ----------------------------------------------------------------------------------
+
+    def await_end(self, transfer: Transfer, limit: float) -> bool:
+        """Block until a transfer has ended, for at most `limit` seconds; return whether it has."""
+        if self.thread.is_current():
+            raise UsageError(f"waiting for {transfer.describe}: a Work's callback may not wait for messages")
+        if transfer.is_small and len(self._pipes) == 1 and limit >= ENDLESS and not self.inbox:
+            self._complete_small(transfer)
+        return transfer.ended or self.drive_until(transfer, limit)
+
+    def _complete_small(self, transfer: Transfer) -> None:
+        """Drive by one call of the pipe, for an operation of its short cut, which mostly ends at once."""
+        assert transfer.peer is not None
+        lock, (pipe, number) = self.lock, self._routes[transfer.peer]
+        nested = lock.nested
+        try:
+            event = pipe.complete(self.events.handled[0], number, transfer.number)
+        except BaseException:  # a signal handler's
+            if pipe.is_mine() and not lock.is_driven:
+                self.release()
+            raise
+        if event == NOT_MINE:
+            return
+        lock.is_driven = True
+        try:
+            self.step(self.events.handle, 0, event, nested)
+        finally:
+            self.release()
+
+    def drive_until(self, transfer: Transfer, limit: float) -> bool:
+        """Drive, or wait while another thread drives, until a transfer has ended or `limit` seconds have passed."""
+        end = None if limit >= ENDLESS else time.monotonic() + limit
+        while not transfer.ended:
+            if not self.lock.is_closed and self.acquire():
+                try:
+                    self.step(self._drive, transfer, end)
+                finally:
+                    self.release()
+            elif self.lock.is_mine():
+                self._drive_nested(transfer, end)
+            elif self._given_up is not None:
+                self.end_all(self._given_up)
+            else:
+                self.lock.wait(end)
+            if self.inbox and not transfer.ended:
+                self._connect_all()
+            if end is not None and not transfer.ended and time.monotonic() >= end:
+                return False
+        if self.checks.recorded:
+            self.checks.record(time.monotonic() - BUDGET)
+        return True
+
+    def _drive(self, transfer: Transfer, end: float | None) -> None:
+        """Drive until a transfer has ended, `end` has passed, or something needs to be done without the lock."""
+        self.drives += 1
+        self.lock.is_consistent = True
+        while not transfer.ended and not self.exchange.ended and not self.lock.is_closed:
+            if self.inbox:
+                if not self.is_ready(self.inbox[0]):
+                    return
+                self._admit_posts()
+            near = end is not None and end - time.monotonic() < BUDGET
+            if not self.events.advance(not near):
+                self.checks.check()
+                if near:
+                    assert end is not None
+                    if time.monotonic() >= end:
+                        return
+                    time.sleep(POLL)
+
+    def _drive_nested(self, transfer: Transfer, end: float | None) -> None:
+        """Drive in a signal handler whose thread holds the lock, unless it interrupted an event or a blocking call."""
+        if not self.lock.is_consistent:
+            raise UsageError(
+                f"waiting for {transfer.describe}: a signal handler may not wait for messages while its thread does"
+            )
+        self.lock.nested += 1
+        try:
+            self.step(self._drive, transfer, end)
+            self._finish_received()
+        finally:
+            self.lock.is_consistent = True
+
+    def poll(self) -> None:
+        """Progress messages as far as possible without waiting."""
+        if self.lock.is_closed or self.forks != forks() or self.thread.is_current():
+            return
+        if self.acquire():
+            try:
+                self.step(self._drive_at_once)
+            finally:
+                self.release()
+        elif not self.lock.is_mine():
+            self._polled = True
+            self.lock.ring_bells()
+
+    def _drive_at_once(self) -> None:
+        self.drives += 1
+        self._admit_posts()
+        while self.exchange.live and self.events.advance(False):
+            pass
+        if time.monotonic() >= self.checks.next:
+            self.checks.check()
+
+    def drive_unattended(self) -> bool:
+        """Drive until another thread wants the lock or nothing is left; False: another thread holds the lock."""
+        if not self.acquire():
+            return False
+        try:
+            self.step(self._drive_others)
+        finally:
+            self.release()
+        return True
+
+    def _drive_others(self) -> None:
+        self._polled = False
+        self.lock.is_consistent = True
+        while self.has_operations():
+            if self.inbox:
+                if not self.is_ready(self.inbox[0]):
+                    break
+                self._admit_posts()
+            if (
+                self.lock.waiters
+                or self._polled
+                or self.lock.is_closed
+                or self.exchange.ended
+                or self.thread.callbacks
+            ):
+                break
+            if not self.events.advance(True):
+                self.checks.check()
+        self.drives += 1
+
+    def _is_wanted(self) -> bool:
+        """Whether the thread that waits for events of two pipes has to return."""
+        return bool(self.inbox or self.lock.waiters or self.lock.is_closed or self.vigil.failure is not None)
+
+    # ---- errors and the end -----------------------------------------------------------------------
+
+    def blame(self, error: BaseException, doing: str) -> None:
+        """Fail the group after an error in the middle of a message, which leaves the streams of bytes torn."""
+        if isinstance(error, UsageError):
+            return
+        if not isinstance(error, GroupError):
+            error = AbortedError(f"{doing} was interrupted by {error!r}")
+        self.vigil.fail(error)
+        self.abort()
+
+    def end_all(self, error: BaseException) -> None:
+        """End every operation, under way or only posted, with an error."""
+        while self.inbox:
+            self.exchange.live[self.inbox.popleft()] = None
+        self.exchange.fail(error)
+
+    def abort(self) -> None:
+        """Have everything under way check the group's state at once. From any thread."""
+        self.lock.ring_bells()
+        self.thread.wake()
+
+    def call_back(self, transfer: Transfer) -> None:
+        """Have the callbacks of a transfer that has ended called on the progress thread."""
+        self.thread.call_back(transfer)
+
+    def close(self, error: GroupError | None) -> None:
+        """End what is under way with `error`, and retire the pipes. Closing twice is fine."""
+        if not self.thread.close():
+            return
+        self.abort()
+        self.thread.join(_CLOSE_SECONDS)
+        end = error or AbortedError("the group was destroyed before the operation was complete")
+        held, deadline = False, time.monotonic() + _CLOSE_SECONDS
+        nested = self.lock.is_mine()  # a signal handler, which would wait for the call that it interrupted
+        while not nested and not (held := self.acquire()) and time.monotonic() < deadline:
+            self.lock.ring_bells()
+            time.sleep(POLL)
+        if nested:
+            self._given_up = end
+        elif held:
+            self.adopt_posted(ended=True)
+            self.end_all(end)
+        if nested or held:
+            for pipe in self._pipes:
+                pipe.retire()
+            self.lock.wake_all()
+        self._finish_received()
+        self.thread.run_callbacks()
+
+
+def destroyed(transfer: Transfer) -> AbortedError:
+    """The error for an operation whose group was destroyed."""
+    return AbortedError(f"{transfer.describe}: the group was destroyed before the operation was complete")
