@@ -53,12 +53,12 @@ class Engine:
     def __init__(self, routes: list[tuple[Pipe, int]], rank: int, vigil: Monitor, timeout: float) -> None:
         self.rank, self.vigil = rank, vigil
         self.adopts: Callable[[int, Transfer], object] = lambda number, transfer: None
-        self._progress = progress = Progress(routes, rank, vigil, timeout, self._adopt_posted)
+        self._progress = progress = Progress(routes, rank, vigil, timeout, self._take_over_posted)
         self._exchange, self._lock = progress.exchange, progress.lock
         self._routes, self._pipes = routes, progress.lock.pipes
         self.inbox: deque[Transfer] = progress.inbox
         self.queued = {other: peer.queued for other, peer in enumerate(self._exchange.peers)}
-        self._adopting = threading.RLock()
+        self._handing_over = threading.RLock()
 
     @property
     def timeout(self) -> float:
@@ -161,7 +161,7 @@ class Engine:
         """Go on with a blocking receive whose short cut came back with `status`, at least DONE; the sender."""
         return int(self._finish_blocking(Receive(self._progress, array, src, tag, adopted), status))
 
-    def _adopt(self, transfer: Transfer, pipe: Pipe) -> None:
+    def _hand_over(self, transfer: Transfer, pipe: Pipe) -> None:
         """Go on with what a short cut has left half-way, which still has its pipe.
 
         Another thread may do so at the same time with another pipe; nobody has the turn then.
@@ -169,11 +169,11 @@ class Engine:
         try:
             if self._lock.is_closed:
                 raise destroyed(transfer)
-            with self._adopting:
+            with self._handing_over:
                 if isinstance(transfer, Send):
-                    self._exchange.adopt_send(transfer)
+                    self._exchange.resume_send(transfer)
                 elif isinstance(transfer, Receive):
-                    self._exchange.adopt_receive(transfer, pipe)
+                    self._exchange.resume_receive(transfer, pipe)
             for other in self._pipes:
                 other.set_behind(True)
         finally:
@@ -187,7 +187,7 @@ class Engine:
                 self._post(transfer)
             else:
                 pipe = self._pipes[0] if transfer.peer is None else self._routes[transfer.peer][0]
-                self._adopt(transfer, pipe)
+                self._hand_over(transfer, pipe)
             self._progress.drive_until(transfer, ENDLESS)
             return transfer.result()
         except BaseException as error:
@@ -270,7 +270,7 @@ class Engine:
 
     # ---- requests of compiled callers -------------------------------------------------------------
 
-    def _adopt_posted(self, pipe: Pipe, ended: bool) -> None:
+    def _take_over_posted(self, pipe: Pipe, ended: bool) -> None:
         pipe.set_behind(True)
         for posted in pipe.take_posted(ended):
             kind = Send if posted.sends else Receive
@@ -285,7 +285,7 @@ class Engine:
         while not self._lock.is_closed and not self.has_lock():
             if self._progress.acquire():
                 try:
-                    self._progress.adopt_posted(ended=True)
+                    self._progress.take_over_posted(ended=True)
                 finally:
                     self._progress.release()
                 return

@@ -162,7 +162,7 @@ class Exchange:
         peer.interest += 1
         return peer.pipe
 
-    def adopt_send(self, send: Send) -> None:
+    def resume_send(self, send: Send) -> None:
         """Go on with a blocking send that has begun."""
         peer = self.peers[send.peer]
         number, entering, resting = peer.pipe.leave_send(peer.number)
@@ -183,11 +183,11 @@ class Exchange:
         elif isinstance(transfer, Send):
             self.note_sent(transfer, posted.message, posted.under_way)
         elif isinstance(transfer, Receive) and transfer.peer is not None and posted.under_way:
-            self.adopt_receive(transfer, self.peers[transfer.peer].pipe)
+            self.resume_receive(transfer, self.peers[transfer.peer].pipe)
         else:
             self.admit(transfer)
 
-    def adopt_receive(self, receive: Receive, pipe: Pipe) -> None:
+    def resume_receive(self, receive: Receive, pipe: Pipe) -> None:
         """Go on with a blocking receive that has begun in a pipe, or not even that."""
         source = events.ANY if receive.peer is None else self.peers[receive.peer].number
         begun = pipe.leave_receive(source)
@@ -211,9 +211,9 @@ class Exchange:
         if message.attached < message.nbytes and not message.complete:
             self._grant(peer, message)
         if begun.asking:
-            self._owe(message, GO)
+            self._send_ack(message, GO)
         if begun.whole and not begun.arriving:
-            self._owe(message, TAKEN)
+            self._send_ack(message, TAKEN)
 
     def _send_here(self, send: Send) -> None:
         message = Message(self.rank, send.kind, send.nbytes, attached=send.nbytes, address=send.address)
@@ -376,7 +376,7 @@ class Exchange:
         if message.attached < message.nbytes and receive.fits(message.kind, message.nbytes):
             message.receive = receive
             self._grant(self.peers[message.source], message)
-            self._owe(message, GO)
+            self._send_ack(message, GO)
 
     def _grant(self, peer: Peer, message: Message) -> None:
         peer.granted[message.number] = message
@@ -410,11 +410,11 @@ class Exchange:
         if fits and message.attached < message.nbytes and not message.complete:
             return  # its rest was asked for
         if message.source != self.rank:
-            self._owe(message, TAKEN if fits else MISFIT)
+            self._send_ack(message, TAKEN if fits else MISFIT)
             return
         self._conclude(message, receive)
 
-    def _owe(self, message: Message, verdict: int) -> None:
+    def _send_ack(self, message: Message, verdict: int) -> None:
         """Answer a message, now or when there is space."""
         peer = self.peers[message.source]
         if peer.owed or not self._say(peer, message, verdict):

@@ -37,7 +37,7 @@ class Progress:
 
     Args:
         routes: by rank, the pipe to it and its number there; any pipe for this rank.
-        adopt: continues the requests that compiled callers have posted to a pipe; called by the holder of the lock.
+        take_over: continues the requests that compiled callers have posted to a pipe; called by the holder of the lock.
             Its second argument says whether requests that have ended without an error are included.
 
     Attributes:
@@ -52,7 +52,7 @@ class Progress:
         rank: int,
         vigil: Monitor,
         timeout: float,
-        adopt: Callable[[Pipe, bool], None],
+        take_over: Callable[[Pipe, bool], None],
     ) -> None:
         self.rank, self.vigil, self.timeout = rank, vigil, timeout
         self.forks = forks()
@@ -63,7 +63,7 @@ class Progress:
         self.events = Events(self.lock, self.exchange, routes, self.checks.check, self._is_wanted)
         self.thread = ProgressThread(self.lock, self)
         self.drives = 0
-        self._routes, self._adopt = routes, adopt
+        self._routes, self._take_over = routes, take_over
         self._pipes = self.lock.pipes
         self._polled = False  # a thread has polled while the progress thread drove
         self._given_up: BaseException | None = (
@@ -77,22 +77,22 @@ class Progress:
     # ---- the lock ---------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
-        """Take the lock unless another thread holds it, and adopt what compiled callers have posted."""
+        """Take the lock unless another thread holds it, and take over what compiled callers have posted."""
         if not self.lock.acquire():
             return False
         try:
             for pipe in self._pipes:
                 if pipe.has_posted():
-                    self.adopt_posted(ended=False)
+                    self.take_over_posted(ended=False)
         except BaseException:
             self.release()
             raise
         return True
 
-    def adopt_posted(self, ended: bool) -> None:
+    def take_over_posted(self, ended: bool) -> None:
         """Continue the requests of compiled callers; needs the lock. An interrupt fails the group."""
         for pipe in self._pipes:
-            self.step(self._adopt, pipe, ended)
+            self.step(self._take_over, pipe, ended)
 
     def step(self, step: Callable[..., object], *args: Any) -> None:
         """Do something with the lock. An error ends every operation, unless it is a signal handler's between events."""
@@ -428,7 +428,7 @@ class Progress:
         if nested:
             self._given_up = end
         elif held:
-            self.adopt_posted(ended=True)
+            self.take_over_posted(ended=True)
             self.end_all(end)
         if nested or held:
             for pipe in self._pipes:
