@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..system.processes import status_of
+from ..system.processes import living_thread, status_of
 
 NAME = "fastcoll-record"
 JOINING = "fastcoll-joining"  # an empty memfd, while a process that is in no group meets others
@@ -248,8 +248,8 @@ def joining_since(pid: int) -> float | None:
 
 def _files(pid: int, name: str) -> Iterator[str]:
     """The memfds of this name that a process has."""
-    folder = f"/proc/{pid}/fd"
     with suppress(FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        folder = f"/proc/{living_thread(pid)}/fd"
         for fd in os.listdir(folder):
             with suppress(FileNotFoundError):
                 if os.readlink(f"{folder}/{fd}").startswith(f"/memfd:{name}"):

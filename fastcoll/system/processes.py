@@ -234,6 +234,21 @@ def status_of(pid: int) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()  # the command may hold spaces and parentheses
 
 
+def living_thread(pid: int) -> int:
+    """Return the pid, or the id of a thread that runs on if the process's first thread alone has ended.
+
+    /proc/PID shows no files, command, environment or state once the first thread has ended; /proc/ID of another
+    thread does. OSError: the process cannot be read.
+    """
+    status = status_of(pid)
+    if status[0] in (b"Z", b"X") and not has_ended(status):
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            with suppress(OSError):  # it has ended meanwhile
+                if status_of(thread)[0] not in (b"Z", b"X"):
+                    return thread
+    return pid
+
+
 @functools.cache
 def _boot_id() -> str:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

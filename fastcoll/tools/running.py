@@ -19,7 +19,7 @@ from typing import Any
 from .._version import __version__
 from ..core.signature import describe
 from ..record.record import GroupRecord, Peer, Record, joining_since, read
-from ..system.processes import has_ended, status_of
+from ..system.processes import has_ended, living_thread, status_of
 from .blame import (
     ELSEWHERE,
     GONE,
@@ -265,7 +265,7 @@ def _launched(pid: int) -> str | None:
 
 
 def _environ(pid: int) -> dict[bytes, bytes]:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    entries = Path(f"/proc/{living_thread(pid)}/environ").read_bytes().split(b"\0")
     return {name: value for name, _, value in (entry.partition(b"=") for entry in entries)}
 
 
@@ -280,10 +280,10 @@ def processes(pids: Iterable[int]) -> list[Process]:
     found = []
     for pid, used in before.items():
         with suppress(OSError):
-            status, now = status_of(pid), _ticks(pid)
+            thread, now = living_thread(pid), _ticks(pid)
             cores = ((now or used) - used) / _TICKS / took
-            about = _place(pid), round(cores, 2), _command(pid), _dumps(pid)
-            found.append(Process(pid, status[0].decode(), *about))
+            about = _place(thread), round(cores, 2), _command(pid), _dumps(pid)
+            found.append(Process(pid, status_of(thread)[0].decode(), *about))
     return found
 
 
@@ -316,7 +316,8 @@ def _dumps(pid: int) -> bool:
 def _command(pid: int) -> str:
     """The command line, its program without the folder."""
     with suppress(OSError):
-        program, *words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        line = Path(f"/proc/{living_thread(pid)}/cmdline").read_bytes().decode(errors="replace")
+        program, *words = line.split("\0")
         return " ".join(" ".join([os.path.basename(program), *words]).split())[:_MOST_COMMAND]
     return ""
 

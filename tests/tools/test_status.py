@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from fastcoll.record.record import Peer, Record
+from fastcoll.system.processes import status_of
 from fastcoll.tools import running
 from fastcoll.tools.blame import ELSEWHERE, GONE, LEFT, Process, Rank, condition
+from fastcoll.tools.waits import state_of
 
 BEGIN = """
 import os, signal, sys, time
@@ -243,6 +245,31 @@ def test_a_rank_that_nobody_has_launched_is_listed_while_it_joins(tmp_path):
             assert first.pid not in [each["pid"] for each in told["in_no_group"]]
             for rank in (first, other):
                 rank.stdin.close()
+
+
+WITHOUT_FIRST_THREAD = """
+import ctypes, sys, threading
+import fastcoll as dist
+dist.init_process_group("shm", f"file://{sys.argv[1]}", world_size=1, rank=0)
+threading.Thread(target=sys.stdin.read).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_rank_whose_first_thread_alone_has_ended_is_shown_as_running_on(tmp_path):
+    command = [sys.executable, "-c", WITHOUT_FIRST_THREAD, str(tmp_path / "meet")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline() == b"up\n"
+        end = time.monotonic() + LIMIT
+        while status_of(rank.pid)[0] != b"Z" and time.monotonic() < end:
+            pass
+        jobs = running.find_jobs()[0]
+        ((job, process),) = ((job, each) for job in jobs for each in job.processes if each.pid == rank.pid)
+        assert state_of(process.state).name == "sleeping"
+        assert str(tmp_path / "meet") in process.command
+        assert job.verdicts(time.time()) == []
+        rank.kill()
 
 
 def test_without_a_job_nothing_is_found():
