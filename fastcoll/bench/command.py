@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..arrays.dtypes import parse_dtype
 from ..errors import UnavailableError, UsageError, install
@@ -144,6 +144,38 @@ def make_parser() -> argparse.ArgumentParser:
     drawn += "a run of all operations draws fastcoll-bench.png"
     add("--plot", type=Path, action="append", default=[], metavar="FILE", help=drawn)
     return parser
+
+
+class Study(NamedTuple):
+    """The command line of a study, and the ranks that it asks for."""
+
+    parser: argparse.ArgumentParser
+    given: argparse.Namespace
+    launched: Detected
+    ranks: int
+
+
+def read_study(
+    words: Sequence[str], option: str, about: str = "this study", starts_ranks: bool = False, **defaults: Any
+) -> Study:
+    """Read the command line of a study, which is asked for by an option; exit with a usage error if it cannot run.
+
+    Args:
+        about: the help on the option.
+        starts_ranks: the study starts its own ranks, so it is refused under a launcher.
+        defaults: of the options where the study has others.
+    """
+    parser = make_parser()
+    parser.add_argument(option, action="store_true", help=about)
+    parser.set_defaults(**defaults)
+    given = parser.parse_args(words)
+    try:
+        launched = detect(os.environ)
+        if starts_ranks and launched.world_size is not None:
+            raise UsageError(f"{option} starts its own ranks, but {launched.source} has started this one")
+        return Study(parser, given, launched, count_ranks(given.ranks, launched))
+    except UsageError as error:
+        parser.error(str(error))
 
 
 def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> None:

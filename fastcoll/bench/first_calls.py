@@ -26,7 +26,7 @@ import fastcoll as dist
 from ..errors import UsageError
 from ..launch.spawn import spawn
 from .cases import Case, cases, format_size, parse_operation
-from .command import make_parser
+from .command import read_study
 from .measuring import no_collector, pin
 from .rank import Host, prepare
 from .results import describe, digits, machine
@@ -44,16 +44,13 @@ Row = dict[str, Any]
 
 def main(words: Sequence[str]) -> int:
     """Measure the cells that the words of a command line ask for; returns the exit code."""
-    parser = make_parser()
-    parser.add_argument("--first-calls", action="store_true", help="this study")
-    parser.set_defaults(cores=sorted(os.sched_getaffinity(0)), seconds=0.5)
-    given = parser.parse_args(words)
-    ranks = given.ranks or 2
+    cores = sorted(os.sched_getaffinity(0))
+    parser, given, _, ranks = read_study(words, "--first-calls", starts_ranks=True, cores=cores, seconds=0.5)
     try:
         operations = [parse_operation(name) for name in given.operations] or list(OPERATIONS)
     except UsageError as error:
         parser.error(str(error))
-    facts = machine(len(os.sched_getaffinity(0)))
+    facts = machine(len(cores))
     print(f"{ranks} ranks, {STARTS} starts a cell, us of the slowest rank; {describe(facts)}")
     print(_HEADING)
     rows = []

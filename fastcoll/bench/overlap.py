@@ -7,7 +7,6 @@ many ranks as cores both together cannot take less than their sum, less what the
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,9 +15,7 @@ import numpy as np
 
 import fastcoll as dist
 
-from ..errors import UsageError
-from ..rendezvous.detect import detect
-from .command import count_ranks, make_parser, run_ranks
+from .command import read_study, run_ranks
 
 NBYTES = 16 << 20
 IN_FLIGHT = 4
@@ -27,14 +24,7 @@ _ROUNDS = 15
 
 def main(words: Sequence[str]) -> int:
     """Run it on the ranks that the words of a command line ask for; returns the exit code."""
-    parser = make_parser()
-    parser.add_argument("--overlap", action="store_true", help="this study")
-    given = parser.parse_args(words)
-    try:
-        launched = detect(os.environ)
-        ranks = count_ranks(given.ranks, launched)
-    except UsageError as error:
-        parser.error(str(error))
+    _, _, launched, ranks = read_study(words, "--overlap")
     return run_ranks(run, launched, ranks)
 
 

@@ -6,7 +6,6 @@ From the start of their interpreters to a group, and to their first all_reduce.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -17,8 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..errors import UsageError
-from ..rendezvous.detect import detect
-from .command import count_ranks, make_parser
+from .command import read_study
 
 _RANK = """
 import json, sys, time
@@ -41,14 +39,9 @@ STEPS = ("interpreter", "import", "init_process_group", "all three", "first all_
 
 def main(words: Sequence[str]) -> int:
     """Time the starts of as many ranks as the words of a command line ask for; returns the exit code."""
-    parser = make_parser()
-    parser.add_argument("--start", action="store_true", help="this study")
-    given = parser.parse_args(words)
+    parser, _, _, ranks = read_study(words, "--start", starts_ranks=True)
     try:
-        launched = detect(os.environ)
-        if launched.world_size is not None:
-            raise UsageError(f"--start starts its own ranks, but {launched.source} has started this one")
-        run(count_ranks(given.ranks, launched))
+        run(ranks)
     except UsageError as error:
         parser.error(str(error))
     return 0

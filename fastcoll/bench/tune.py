@@ -6,7 +6,6 @@ the file of shm/tuning_cache.py, from where all later groups of so many ranks be
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,20 +15,17 @@ import numpy as np
 
 import fastcoll as dist
 
-from ..errors import UsageError
-from ..rendezvous.detect import detect
+from ..core.operations import KINDS
 from ..shm import tuning_cache
 from ..shm.backend import ShmBackend
 from .cases import SHAPES, cases, format_size
-from .command import count_ranks, make_parser, run_ranks
+from .command import read_study, run_ranks
 from .measuring import pin
 from .rank import FAILED, OK, Host, prepare, timed
 
 SIZES = tuple(1 << k for k in range(10, 20))
 CLASSES = tuple(16 << 10 << 2 * k for k in range(7))  # a size of each class from 8 KiB to 128 MiB
-OPERATIONS = tuple(
-    name for name, shape in SHAPES.items() if shape.moves and name[:6] not in ("sendre", "update")
-)
+OPERATIONS = tuple(name for name, shape in SHAPES.items() if shape.moves and name in KINDS)
 _ROUNDS = 7
 _SECONDS = 0.02  # a round of one size and way
 _CALLS, _SECONDS_A_CLASS = 160, 0.3  # calls at least: all ways are tried, and slow ones once more
@@ -46,22 +42,13 @@ class Measured(NamedTuple):
 
 def main(words: Sequence[str]) -> int:
     """Tune for as many ranks as the words of a command line ask for; returns the exit code."""
-    parser = make_parser()
-    parser.add_argument(
-        "--tune", action="store_true", help="find out what is fast on this machine, and keep it"
+    parser, given, launched, ranks = read_study(
+        words, "--tune", "find out what is fast on this machine, and keep it"
     )
-    given = parser.parse_args(words)
-    try:
-        launched = detect(os.environ)
-        ranks = count_ranks(given.ranks, launched)
-        if ranks < 2:
-            raise UsageError("--tune compares ways of data between ranks; give -n, as in --tune -n 4")
-        if tuning_cache.path() is None:
-            raise UsageError(
-                "--tune keeps what it finds in the file that FASTCOLL_TUNING names, and that is none"
-            )
-    except UsageError as error:
-        parser.error(str(error))
+    if ranks < 2:
+        parser.error("--tune compares ways of data between ranks; give -n, as in --tune -n 4")
+    if tuning_cache.path() is None:
+        parser.error("--tune keeps what it finds in the file that FASTCOLL_TUNING names, and that is none")
     return run_ranks(
         run, launched, ranks, given.cores, shlex.join(["python", "-m", "fastcoll.bench", *words])
     )
