@@ -17,10 +17,11 @@ from .._version import __version__
 from ..errors import FastcollError
 from ..store import HashStore
 from .console import Console
+from .failures import NodeFailures
 from .gathering import Gathering, agree, open_store
 from .generations import Node, Rules
 from .lifeline import adopt_orphans
-from .nodes import Job, Nodes, default_port, free_port
+from .nodes import Job, default_port, free_port
 from .options import read
 from .restarts import Restarts
 from .supervisor import Supervisor
@@ -68,10 +69,10 @@ def _run_once(
     port = options.nodes_port
     nodes = None
     if job.nodes > 1 and port != 0:
-        nodes = Nodes(job.nodes, job.node_rank, job.master_addr, port or default_port(job.master_port))
+        nodes = NodeFailures(job.nodes, job.node_rank, job.master_addr, port or default_port(job.master_port))
     elif job.nodes == 1 and goes_on:
         os.environ.update(job.secret(os.environ))  # for the store that is served here
-        nodes = Nodes(1, 0, "127.0.0.1", 0)
+        nodes = NodeFailures(1, 0, "127.0.0.1", 0)
     with nodes or nullcontext():
         if nodes and goes_on:
             if job.nodes > 1 and not nodes.address:  # the ranks of the other nodes would meet there

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import FastcollError, ResourceError, StoreError, StoreTimeoutError, UsageError
 from ..store import HashStore
 from ..store.secret import job_secret
+from .failures import Failure
 from .generations import End, Generations, Node, Order, Over, Phase, Rules, Start
-from .nodes import Failure
 
 if TYPE_CHECKING:
     from ..store import TCPStore
@@ -44,7 +44,7 @@ _LOOK_SECONDS = 20.0
 _SILENT_SECONDS = 30.0  # after which a leader that does not answer is lost
 _LAST_SECONDS = 5.0  # for the last order to reach the others, as the leader ends
 _THREAD = "fastcoll-gathering"
-_GONE = "ended without a word, or is out of reach"
+_GONE = "ended unexpectedly, or is unreachable"
 
 
 def encode(order: Order) -> str:
@@ -199,18 +199,18 @@ class Gathering:
 
     def _lead(self) -> None:
         job = Generations(self._rules, time.monotonic())
-        heard = dict[str, int]()  # how much each launcher has told that is here
+        applied = dict[str, int]()  # how much each launcher has told that is here
         queue = self._store.clone()
         queue.set_timeout(self._tick)
         number = 0
         with contextlib.suppress(StoreError):  # it was closed
             while job.phase is not Phase.OVER:
                 with contextlib.suppress(StoreTimeoutError):
-                    self._apply(job, heard, json.loads(queue.queue_pop("events")))
-                wills = self._store.peek([f"gone/{key}" for key in heard]) if heard else []
-                for key, will in zip(tuple(heard), wills, strict=True):
+                    self._apply(job, applied, json.loads(queue.queue_pop("events")))
+                wills = self._store.peek([f"gone/{key}" for key in applied]) if applied else []
+                for key, will in zip(tuple(applied), wills, strict=True):
                     if will is not None:
-                        del heard[key]
+                        del applied[key]
                         job.left(key, 1, will.decode(), time.monotonic())
                 job.tick(time.monotonic())
                 for order in job.orders:
@@ -219,14 +219,14 @@ class Gathering:
                 job.orders.clear()
         queue.close()
 
-    def _apply(self, job: Generations, heard: dict[str, int], event: list[Any]) -> None:
+    def _apply(self, job: Generations, applied: dict[str, int], event: list[Any]) -> None:
         """Tell the state machine what a launcher has told."""
         now = time.monotonic()
-        key, number, *said = event
-        if number <= heard.get(key, 0):
+        key, number, *content = event
+        if number <= applied.get(key, 0):
             return
-        heard[key] = number
-        match said:
+        applied[key] = number
+        match content:
             case ["ready", fields]:
                 job.ready(Node(**fields), now)
             case ["failed", generation, code, text]:

@@ -121,7 +121,7 @@ class Generations:
         """A launcher has come, or has ended its ranks of the last generation."""
         if self.phase is Phase.OVER:
             return
-        others = [other for other in self._known() if other.key != node.key]
+        others = [other for other in self._present() if other.key != node.key]
         if any(other.place == node.place is not None for other in others):
             self._order(Over(1, f"another launcher is {node}; give each --node_rank once", only=node.key))
             return
@@ -129,7 +129,7 @@ class Generations:
         self._ready[node.key] = node
         self._seniority.setdefault(node.key, len(self._seniority))
         if self.phase is Phase.RUNNING and is_new and len(self.members) < self.rules.most and not self._done:
-            self._end(0, f"{node} has come: the ranks start anew with its own", now)
+            self._end(0, f"{node} has joined: the ranks restart with its own", now)
         self.tick(now)
 
     def failed(self, key: str, generation: int, code: int, text: str, now: float) -> None:
@@ -157,13 +157,13 @@ class Generations:
         is_spare = self.phase is Phase.RUNNING and (not is_member or key in self._done)
         if self.phase is Phase.OVER or not (is_member or was_ready) or is_spare:
             return
-        left = {node.key for node in self._known()} - {key}
+        left = {node.key for node in self._present()} - {key}
         was_asked = code > 128 and len(left) < self.rules.least and self.generation >= 0
         if self.rules.fixed or was_asked:
             self.over(code, text)
             return
         if self.phase is Phase.RUNNING:
-            self._end(0, f"{text}: the ranks start anew without its own", now)
+            self._end(0, f"{text}: the ranks restart without its own", now)
         self.members = tuple(node for node in self.members if node.key != key)
         self.tick(now)
 
@@ -180,7 +180,7 @@ class Generations:
             if late and now < self._end_by:
                 return
             if late and self.rules.fixed:
-                self.over(1, f"{late[0]} does not end its ranks: it is stopped or out of reach")
+                self.over(1, f"{late[0]} does not end its ranks: it is stopped or unreachable")
                 return
             self.phase, self.members = Phase.GATHERING, ()
             self._give_up = max(now, self._not_before) + self.rules.join
@@ -190,15 +190,15 @@ class Generations:
     # ---- what follows -------------------------------------------------------------------------------------------
 
     def _gather(self, now: float) -> None:
-        come, rules = len(self._ready), self.rules
-        if come >= rules.least:
+        joined, rules = len(self._ready), self.rules
+        if joined >= rules.least:
             self._last_call = min(self._last_call, now + (rules.last_call if self.generation < 0 else 0.0))
         else:
             self._last_call = math.inf
             if now >= self._give_up:
-                self.over(1, f"{come} of at least {rules.least} nodes came within {rules.join:g} s")
+                self.over(1, f"{joined} of at least {rules.least} nodes joined within {rules.join:g} s")
             return
-        if now >= self._not_before and (come >= rules.most or now >= self._last_call):
+        if now >= self._not_before and (joined >= rules.most or now >= self._last_call):
             self._start(now)
 
     def _start(self, now: float) -> None:
@@ -224,7 +224,7 @@ class Generations:
     def _is_member(self, key: str) -> bool:
         return any(node.key == key for node in self.members)
 
-    def _known(self) -> Iterator[Node]:
+    def _present(self) -> Iterator[Node]:
         yield from self.members
         yield from self._ready.values()
 

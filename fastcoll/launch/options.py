@@ -292,7 +292,7 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
         port,
         tuple(options.args),
         options.pass_local_rank,
-        told={
+        variables={
             "ROLE_NAME": options.role,
             "TORCHELASTIC_RUN_ID": options.rdzv_id,
             "TORCHELASTIC_RESTART_COUNT": "0",

@@ -40,7 +40,7 @@ class Outputs:
     tee: Mapping[int | None, int] = field(default_factory=dict)
     shown: frozenset[int] | None = None  # local ranks; None: all
 
-    def way(self, local_rank: int, stream: str) -> Way:
+    def mode(self, local_rank: int, stream: str) -> Way:
         """Where a rank's `stdout` or `stderr` goes."""
         moved, copied = (
             bool(each.get(local_rank, each.get(None, 0)) & _BITS[stream])

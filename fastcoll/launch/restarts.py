@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from .console import Console
+from .failures import Failure, left
 from .gathering import Gathering, secret_of
 from .generations import End, Over, Start, share_of
-from .nodes import Failure, Job, left
+from .nodes import Job
 from .supervisor import Supervisor
 
 
@@ -25,16 +26,16 @@ class _Generation:
     def __init__(self, gathering: Gathering, number: int) -> None:
         self._gathering, self._number = gathering, number
         self.has_failed = False
-        self.known = ""  # what has been said of its end here
+        self.logged = ""  # what has been said of its end here
 
     def failure(self) -> Failure | None:
         failure = self._gathering.failure()
         if failure is not None:
-            self.known = failure.text
+            self.logged = failure.text
         return failure
 
-    def tell(self, failure: Failure) -> None:
-        self.has_failed, self.known = True, failure.text
+    def publish(self, failure: Failure) -> None:
+        self.has_failed, self.logged = True, failure.text
         if failure.leaves:
             self._gathering.leave(failure)
         else:
@@ -61,8 +62,8 @@ class Restarts:
         self._gathering, self._job, self._supervise, self._logs = gathering, job, supervise, logs
         self._console, self._signals, self._tick = console, console.signals, tick
         self._say = partial(console.say, has_to_act=lambda: gathering.failure() is not None)
-        self._mine: Start | None = None  # the generation that ran here last
-        self._known = ""  # why it ended, as has been said
+        self._last: Start | None = None  # the generation that ran here last
+        self._logged = ""  # why it ended, as has been said
         self._waits = False  # whether the job runs without this node
 
     def run(self) -> int:
@@ -79,10 +80,10 @@ class Restarts:
                 if number:
                     return 128 + number
             elif isinstance(order, End):
-                if self._mine is not None and self._mine.generation == order.generation:
+                if self._last is not None and self._last.generation == order.generation:
                     self._gathering.ready()
             elif isinstance(order, Over) and order.only in ("", self._gathering.key):
-                if order.text not in ("", self._known):
+                if order.text not in ("", self._logged):
                     self._console.say(order.text, lambda: True)
                 return order.code
             elif order is None:
@@ -93,21 +94,21 @@ class Restarts:
         share = share_of(order.members, self._gathering.key)
         if share is None:
             if not self._waits:
-                self._say(f"generation {order.generation} runs without this node, which waits for a place")
+                self._say(f"generation {order.generation} runs without this node, which waits for room")
             self._waits = True
             return 0
         self._waits = False
-        self._mine = order
-        run_id = self._job.told["TORCHELASTIC_RUN_ID"]
+        self._last = order
+        run_id = self._job.variables["TORCHELASTIC_RUN_ID"]
         job = replace(
             self._job,
             nodes=len(order.members),
             node_rank=share.node_rank,
-            given=share,
+            assigned=share,
             master_addr=order.members[0].address,
             master_port=order.members[0].port,
-            told={
-                **self._job.told,
+            variables={
+                **self._job.variables,
                 "TORCHELASTIC_RESTART_COUNT": str(order.restarts),
                 "FASTCOLL_SECRET": secret_of(order.generation, run_id),
             },
@@ -120,7 +121,7 @@ class Restarts:
             self._say(
                 f"generation {order.generation} starts: {share.world_size} ranks on {len(order.members)} "
                 f"node{'s' * (len(order.members) > 1)}, {order.restarts} of "
-                f"{self._job.told['TORCHELASTIC_MAX_RESTARTS']} restarts used"
+                f"{self._job.variables['TORCHELASTIC_MAX_RESTARTS']} restarts used"
             )
         link = _Generation(self._gathering, order.generation)
         code, interrupted = 1, 0
@@ -130,8 +131,8 @@ class Restarts:
         except OSError as error:  # there is no room for a process, or for what it writes
             text = f"the ranks on {os.uname().nodename} cannot be run: {error.strerror or error}"
             self._say(text)
-            link.tell(Failure(1, text))
-        self._known = link.known
+            link.publish(Failure(1, text))
+        self._logged = link.logged
         if code == 0 and not link.has_failed:
             self._gathering.done(order.generation)
         return interrupted

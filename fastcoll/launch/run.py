@@ -25,8 +25,9 @@ from ..core.work import Timeout
 from ..errors import GroupError, UsageError
 from .lifeline import GRACE_SECONDS
 from .nodes import Job, free_port, python_main
+from .ranks import RankProcess
 from .spawn import ProcessExitedError, ProcessRaisedError, check_args
-from .supervisor import RankProcess, Supervisor
+from .supervisor import Supervisor
 
 
 def run(
@@ -100,7 +101,7 @@ def run(
             prefix,
             sinks=(_writer(sys.stdout), _writer(sys.stderr)),
             is_guest=True,
-            followed=lambda rank: isinstance(told := _read(files[1 + rank.rank]), _Raised) and told.follows,
+            followed=lambda rank: isinstance(end := _read(files[1 + rank.rank]), _Raised) and end.follows,
         )
         supervisor.run()
         return _results(supervisor.ranks, files[1:], supervisor.first.rank if supervisor.first else None)
@@ -115,19 +116,19 @@ def _is_importable(module: ModuleType) -> bool:
 
 def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int | None) -> list[Any]:
     """Every rank's result, or the error of the one at fault: the first that failed, but not because of another one."""
-    told = [_read(outcome) for outcome in outcomes]
-    order = sorted(range(len(told)), key=lambda rank: (rank != first, rank))
+    ends = [_read(outcome) for outcome in outcomes]
+    order = sorted(range(len(ends)), key=lambda rank: (rank != first, rank))
     for follower in (False, True):
         for rank in order:
-            if isinstance(outcome := told[rank], _Raised) and outcome.follows is follower:
+            if isinstance(outcome := ends[rank], _Raised) and outcome.follows is follower:
                 raise ProcessRaisedError(rank, ranks[rank].process.pid, outcome.text) from outcome.error
         for rank in order:
-            process, outcome = ranks[rank].process, told[rank]
+            process, outcome = ranks[rank].process, ends[rank]
             # The others were ended because of the first, which may have failed behind its result.
             failed = rank == first and not isinstance(outcome, _Raised)
             if failed or (outcome is None and process.returncode == 0):
                 raise ProcessExitedError(rank, process.pid, process.returncode)
-    return [outcome[0] for outcome in told]
+    return [outcome[0] for outcome in ends]
 
 
 def _cloudpickle() -> Any:
@@ -167,7 +168,7 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
     return write
 
 
-def _tell(file: int, outcome: Any) -> None:
+def _write(file: int, outcome: Any) -> None:
     """Write what came of a rank, unless it has told of an error before."""
     if not os.fstat(file).st_size:
         try:
@@ -205,10 +206,10 @@ def main(task: int, *outcomes: int) -> int:
             try:
                 result = fn(*args, **kwargs)
             except Exception as error:
-                _tell(outcome, _Raised(error))  # before the others fail because of it
+                _write(outcome, _Raised(error))  # before the others fail because of it
                 raise
         try:
-            _tell(outcome, (result,))
+            _write(outcome, (result,))
         except Exception as error:
             raise UsageError(
                 f"run: the result, a {type(result).__name__}, cannot be pickled: {error}"
@@ -216,6 +217,6 @@ def main(task: int, *outcomes: int) -> int:
     except KeyboardInterrupt:
         return 130  # the caller has it too, and speaks
     except Exception as error:
-        _tell(outcome, _Raised(error))
+        _write(outcome, _Raised(error))
         return 1
     return 0

@@ -176,8 +176,8 @@ def spawn(
         for rank in range(nprocs):
             ours, theirs = context.Pipe(duplex=False)
             with theirs:
-                told = fn, rank, tuple(args), theirs, tied_to
-                process = context.Process(target=_child, args=told, name=f"rank-{rank}", daemon=daemon)
+                arguments = fn, rank, tuple(args), theirs, tied_to
+                process = context.Process(target=_child, args=arguments, name=f"rank-{rank}", daemon=daemon)
                 process.start()
             children.processes.append(process)
             children.errors.append(ours)

@@ -6,52 +6,37 @@ its own. What outlives its rank is adopted and killed at the end, so nothing is 
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
 import math
 import os
-import re
-import select
 import selectors
 import signal
-import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from .. import config, failpoints
 from ..record import dump
 from ..rendezvous.attempts import Loss, Standing
-from ..system.own_files import open_anew
 from . import lifeline
-from .console import Console, is_ready
-from .nodes import Failure, Job, left
+from .console import Console
+from .failures import Failure, left
+from .nodes import Job
 from .outputs import Outputs
 from .pauses import Pauses
+from .ranks import RankProcess, Relay, Sink, follows
 
-_logger = logging.getLogger("fastcoll")
 CAUSE_SECONDS = 1.0
 """For the rank at fault to end too, after one that failed because of it: it lets go of its groups on its way out, which
 makes the others fail, and they may be gone before it is."""
 
-_FOLLOWED = re.compile(
-    r"^fastcoll\.errors\.(?:GroupError|PeerDiedError|CollectiveTimeoutError|AbortedError)\b", re.MULTILINE
-)
-
 TICK_SECONDS = 0.1
 _INTERRUPTED_SECONDS = 0.5  # for ranks of a guest to end by themselves after Ctrl-C, before they are killed
 _LEFTOVER_SECONDS = 1.0  # for what outlives its rank to end by itself, such as multiprocessing's tracker
-_READ_BYTES = 64 << 10
-_PIPE_BYTES = 1 << 20  # that a pipe holds at most (/proc/sys/fs/pipe-max-size)
-_LONGEST_LINE = 1 << 20  # a longer one is cut, so that output without line ends takes no more memory
-_REMEMBERED = 40  # lines
 _MOST_SHOWN = 8  # ranks that failed besides the first
 _NOT_MET = "; the ranks had not all met, and no restart is left"
 
@@ -62,160 +47,8 @@ class Others(Protocol):
     def failure(self) -> Failure | None:
         """Why the ranks here are to end, once there is a reason elsewhere."""
 
-    def tell(self, failure: Failure) -> None:
+    def publish(self, failure: Failure) -> None:
         """Let the others know of a failure here, or that this launcher ends."""
-
-
-Sink = Callable[[bytes], None]
-"""What takes the lines of one write; may raise BrokenPipeError when nobody reads them."""
-
-
-class Relay:
-    """Passes one stream of one rank on line by line, each with the rank in front, so that ranks never share a line.
-
-    It owns `source`, the pipe's reading end, and `log`, a file that gets the stream as it is.
-    """
-
-    def __init__(self, source: int, sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:
-        os.set_blocking(source, False)
-        self.source = source
-        self._sink, self._prefix, self._log = sink, prefix, log
-        self._partial = b""
-        self._last: deque[bytes] = deque(maxlen=_REMEMBERED)
-
-    def pump(self) -> bool:
-        """Pass on what is there now; False when the stream has ended. BrokenPipeError: nobody reads the sink."""
-        try:
-            data = os.read(self.source, _READ_BYTES)
-        except BlockingIOError:
-            return True
-        self._keep(data)
-        lines = (self._partial + data).splitlines(
-            keepends=True
-        )  # progress bars end theirs with a carriage return
-        self._partial = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
-        if len(self._partial) > _LONGEST_LINE:
-            lines.append(self._partial + b"\n")
-            self._partial = b""
-        self._write(lines)
-        return bool(data)
-
-    def pump_all(self) -> None:
-        """Pass on all that is there now; what a rank has left running may write on for ever."""
-        for _ in range(_PIPE_BYTES // _READ_BYTES):
-            if self.source < 0 or not is_ready(self.source, select.POLLIN, 0) or not self.pump():
-                return
-
-    def finish(self) -> None:
-        """Pass on what is left, with a last line that has no end, and close. Twice is fine."""
-        if self.source < 0:
-            return
-        try:
-            self.pump_all()
-            if self._partial:
-                self._write([self._partial + b"\n"])
-        finally:
-            os.close(self.source)
-            self.source = -1
-            self._keep(b"", is_end=True)
-
-    def _keep(self, data: bytes, is_end: bool = False) -> None:
-        """Write to the log; a failed write does not end the job."""
-        if self._log is None:
-            return
-        try:
-            self._log.write(data)
-            if is_end:
-                self._log.close()
-        except OSError as error:
-            log, self._log = self._log, None
-            _logger.warning("no more is written to %s: %s", log.name, error.strerror)
-            with contextlib.suppress(OSError):
-                log.close()
-
-    def last_lines(self) -> str:
-        """The end of what was read."""
-        return b"".join([*self._last, self._partial]).decode(errors="replace")
-
-    def _write(self, lines: list[bytes]) -> None:
-        if lines:
-            self._last.extend(lines)
-            self._sink(b"".join(self._prefix + line for line in lines))
-
-
-class RankProcess:
-    """One rank: its process and its two streams. `newcomer` numbers those that take the place of one; 0: it is none."""
-
-    def __init__(
-        self,
-        job: Job,
-        local_rank: int,
-        prefix: bool,
-        logs: Path | None,
-        sinks: tuple[Sink, Sink],
-        outputs: Outputs,
-        newcomer: int = 0,
-    ) -> None:
-        self.rank, self.local_rank = job.rank(local_rank), local_rank
-        self.place = job.place(local_rank, newcomer)
-        self.started, self.is_newcomer = time.monotonic(), newcomer > 0
-        self.name = f"newcomer {newcomer}" if newcomer else f"rank {self.rank}"
-        label = f"new {newcomer}" if newcomer else str(self.rank)
-        tether = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
-        self._said = b""
-        relays: list[Relay] = []
-        with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
-            # Of which nothing is left, whatever is killed.
-            self._error = os.memfd_create("fastcoll-error")
-            undo.callback(os.close, self._error)
-            error = {"TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{self._error}"}
-            ends = []
-            for name, sink in zip(("stdout", "stderr"), sinks, strict=True):
-                way = outputs.way(local_rank, name)
-                file = logs / f"{self.name.replace(' ', '-')}.{name}" if logs and way.to_file else None
-                log = open_anew(file) if file else None
-                source, end = os.pipe()
-                ends.append(end)
-                theirs.callback(os.close, end)
-                start = f"[{label}] ".encode() if prefix else b""
-                relays.append(Relay(source, sink if way.to_console else _nowhere, start, log))
-                undo.callback(relays[-1].finish)
-            self.out, self.err = relays
-            self.process = subprocess.Popen(
-                [*tether, *job.command(local_rank)],
-                stdin=None if local_rank == 0 and not newcomer else subprocess.DEVNULL,
-                stdout=ends[0],
-                stderr=ends[1],
-                env={**job.environment(local_rank, os.environ, newcomer), **error},
-                pass_fds=job.descriptors,
-                start_new_session=True,
-            )
-            undo.callback(self.process.wait)
-            undo.callback(self.process.kill)
-            self.pidfd = os.pidfd_open(self.process.pid)
-            undo.pop_all()
-
-    def reap(self) -> int:
-        """Its exit code, as soon as it has ended."""
-        code = self.process.wait()
-        self._said = os.pread(self._error, _LONGEST_LINE, 0)
-        for file in (self.pidfd, self._error):
-            os.close(file)
-        return code
-
-    def last_words(self) -> str:
-        """The traceback in its error file, where it has left one as torch's `record` does; else its last lines."""
-        try:
-            said = json.loads(self._said)["message"]
-            return str(said if isinstance(said, str) else said["extraInfo"]["py_callstack"])
-        except (ValueError, KeyError, TypeError):
-            return self.err.last_lines()
-
-    def close(self) -> None:
-        """Pass on what its streams still hold, and let go of them."""
-        for relay in (self.out, self.err):
-            with contextlib.suppress(BrokenPipeError):
-                relay.finish()
 
 
 @dataclass(eq=False)
@@ -223,7 +56,7 @@ class _Lost:
     """A rank that failed while the job may go on without it."""
 
     rank: RankProcess
-    said: str  # description of the failure
+    description: str  # description of the failure
     newcomer: tuple[float, int] | None  # pause before its replacement starts, and the replacement's number
     report: Future[Standing | None] | None
 
@@ -366,10 +199,10 @@ class Supervisor:
             self._restarts += 1
             newcomer = self._pauses.after(time.monotonic() - rank.started), self._restarts
         end = lifeline.describe_exit(rank.process.returncode)
-        said = f"{rank.name} (pid {rank.process.pid}) failed: {end}"
-        loss = Loss(rank.place.name, rank.rank, f"{said}, before all had met", newcomer is None)
+        description = f"{rank.name} (pid {rank.process.pid}) failed: {end}"
+        loss = Loss(rank.place.name, rank.rank, f"{description}, before all had met", newcomer is None)
         report = None if self._report is None else self._report(loss)
-        self._lost.append(_Lost(rank, said, newcomer, report))
+        self._lost.append(_Lost(rank, description, newcomer, report))
         self._settle_losses()
 
     def _settle_losses(self) -> None:
@@ -396,16 +229,16 @@ class Supervisor:
             rank for rank in self._running if met and rank.is_newcomer and rank.place.name not in joined
         ]
         left = len(self._running) - len(waiting)
-        said = f"{lost.said}; {left} {'goes' if left == 1 else 'go'} on here"
+        text = f"{lost.description}; {left} {'goes' if left == 1 else 'go'} on here"
         if waiting:
-            said += f", {len(waiting)} {'waits' if len(waiting) == 1 else 'wait'} to be taken in"
+            text += f", {len(waiting)} {'waits' if len(waiting) == 1 else 'wait'} to be admitted"
         if lost.newcomer is not None:
             pause, number = lost.newcomer
             self._newcomers.append((time.monotonic() + pause, lost.rank.local_rank, number))
-            said += f"; newcomer {number} of {self._max_restarts} " + (
-                f"comes in {pause:g} s" if pause else "comes"
+            text += f"; newcomer {number} of {self._max_restarts} " + (
+                f"starts in {pause:g} s" if pause else "starts"
             )
-        self._say(said)
+        self._say(text)
 
     def _start_newcomers(self) -> None:
         """Start those whose time has come, unless the others are ending."""
@@ -443,10 +276,10 @@ class Supervisor:
         exit_code = code if code > 0 else 128 - code
         if not self._is_guest:
             where = f"{rank.name} (pid {rank.process.pid} on {os.uname().nodename})"
-            said = f"{where} failed first: {lifeline.describe_exit(code)}{self._why}"
+            text = f"{where} failed first: {lifeline.describe_exit(code)}{self._why}"
             if self._nodes is not None:
-                self._nodes.tell(Failure(exit_code, said))
-            self._say(f"{said}{_quoted(rank)}")
+                self._nodes.publish(Failure(exit_code, text))
+            self._say(f"{text}{_quoted(rank)}")
             for other in [other for other in self._others_failed if other is not rank][:_MOST_SHOWN]:
                 how = lifeline.describe_exit(other.process.returncode)
                 self._say(f"{other.name} (pid {other.process.pid}) failed, too: {how}{_quoted(other)}")
@@ -455,7 +288,9 @@ class Supervisor:
     def _pass_on(self, number: int) -> None:
         if number == signal.SIGPIPE and self._kill_at is not None:  # as of tee, which Ctrl-C has ended, too
             return
-        self._tell_nodes_of_end(number)
+        self.interrupted = number
+        if self._nodes is not None:
+            self._nodes.publish(left(number))
         if number == signal.SIGPIPE:  # Python's ranks ignore it
             self._ask_to_end(signal.SIGTERM, 128 + number)
             return
@@ -465,12 +300,6 @@ class Supervisor:
         # The first one may come after another launcher's, as all get a signal at about the same time.
         self._hurries = True
         self._ask_to_end(number, 128 + number)
-
-    def _tell_nodes_of_end(self, number: int) -> None:
-        """Let the other nodes' launchers know that a signal ends this one."""
-        self.interrupted = number
-        if self._nodes is not None:
-            self._nodes.tell(left(number))
 
     def _ask_to_end(self, number: int, exit_code: int) -> None:
         self._exit_code = exit_code
@@ -531,12 +360,3 @@ def _quoted(rank: RankProcess) -> str:
     """The end of a message about a rank that has failed: what it said last."""
     quoted = "".join(f"\n    {line}" for line in rank.last_words().splitlines())
     return f"; its last lines on stderr:{quoted}" if quoted else "; it wrote nothing on stderr"
-
-
-def follows(lines: str) -> bool:
-    """Whether a rank that ended with these lines on stderr shows the failure of a group (`GroupError`)."""
-    return _FOLLOWED.search(lines) is not None
-
-
-def _nowhere(data: bytes) -> None:
-    """Where what is for a file only goes."""

@@ -31,7 +31,7 @@ def test_the_program_of_the_page(tmp_path: Path) -> None:
     said = re.sub(r"\b\d+ steps", "400 steps", done.stdout)  # more where the newcomer is slow
     assert sorted(said.splitlines()) == sorted(shown), done.stderr
     assert re.search(
-        r"rank 2 \(pid \d+\) failed: signal SIGKILL \(9\); 3 go on here; newcomer 1 of 1 comes", done.stderr
+        r"rank 2 \(pid \d+\) failed: signal SIGKILL \(9\); 3 go on here; newcomer 1 of 1 starts", done.stderr
     )
 
 

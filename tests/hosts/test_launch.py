@@ -190,7 +190,7 @@ def test_a_node_whose_ranks_end_well_leaves_the_others_alone(join_hosts: Join, s
         assert (code, out[4:], err) == (0, "done\n", "")
 
 
-@pytest.mark.long  # test_nodes.py has, in short, launchers that do not reach one another, on node 0 and on others
+@pytest.mark.long  # test_failures.py has, in short, launchers that do not reach one another, on node 0 and on others
 def test_a_failure_on_a_host_that_is_out_of_reach_ends_that_host(
     join_hosts: Join, script: Script, tmp_path: Path
 ) -> None:

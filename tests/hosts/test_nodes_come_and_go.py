@@ -68,7 +68,7 @@ def test_hosts_come_and_go(join_hosts: Join, begin: Begin, tmp_path: Path) -> No
     (tmp_path / "go").touch()
     finish([nodes[0], nodes[2], nodes[3]])
     assert [node.code for node in (nodes[0], *nodes[2:])] == [0, 0, 0], told(nodes)
-    assert re.search(r"the launcher on host2 \(pid \d+\) ended without a word", nodes[0].err), told(nodes)
+    assert re.search(r"the launcher on host2 \(pid \d+\) ended unexpectedly", nodes[0].err), told(nodes)
 
 
 @pytest.mark.long
@@ -79,7 +79,7 @@ def test_the_loss_of_the_host_that_leads_ends_the_job(join_hosts: Join, begin: B
     nodes[0].end()
     finish(nodes[1:])
     assert nodes[1].code == 1, told(nodes)
-    assert "the launcher that leads the job ended without a word" in nodes[1].err
+    assert "the launcher that leads the job ended unexpectedly" in nodes[1].err
 
 
 @pytest.mark.long  # the others learn by a call that fails after some 10 s
@@ -93,4 +93,4 @@ def test_a_host_that_is_cut_off_is_left_out(join_hosts: Join, begin: Begin, tmp_
     (tmp_path / "go").touch()
     finish(nodes)
     assert [node.code for node in nodes] == [0, 0, 1], told(nodes)
-    assert "the launcher that leads the job ended without a word, or is out of reach" in nodes[2].err
+    assert "the launcher that leads the job ended unexpectedly, or is unreachable" in nodes[2].err

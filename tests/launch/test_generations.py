@@ -66,7 +66,7 @@ def test_it_waits_for_the_least_number_and_not_for_ever() -> None:
     job.tick(599.0)
     assert not taken(job)
     job.tick(600.0)
-    assert taken(job) == [Over(1, "1 of at least 2 nodes came within 600 s")]
+    assert taken(job) == [Over(1, "1 of at least 2 nodes joined within 600 s")]
 
 
 def test_a_failure_ends_the_generation_and_starts_the_next_one() -> None:
@@ -120,7 +120,7 @@ def test_a_launcher_that_comes_where_there_is_room_starts_the_ranks_anew() -> No
     job = started("ab")
     job.ready(node("c"), 40.0)
     [end] = taken(job)
-    assert end == End(0, 0, "the launcher on host-c has come: the ranks start anew with its own")
+    assert end == End(0, 0, "the launcher on host-c has joined: the ranks restart with its own")
     job.ready(node("b"), 40.0)
     job.ready(node("a"), 40.0)
     [start] = taken(job)
@@ -199,7 +199,7 @@ def test_nodes_with_numbers_are_each_needed_and_each_there_once() -> None:
     job.failed("a", 0, 1, "", 1.0)
     job.ready(node("a", 0), 1.0)
     job.tick(11.0)
-    assert taken(job)[-1] == Over(1, "node 1 (host-b) does not end its ranks: it is stopped or out of reach")
+    assert taken(job)[-1] == Over(1, "node 1 (host-b) does not end its ranks: it is stopped or unreachable")
 
 
 def test_shares_of_nodes_with_other_sizes_and_roles() -> None:

@@ -61,7 +61,7 @@ print(store.get("new"))
         "[new 1] False False 1",
         "[new 1] b'1'",
     ]
-    said = r"rank 1 \(pid \d+\) failed: signal SIGKILL \(9\); 2 go on here; newcomer 1 of 1 comes\n"
+    said = r"rank 1 \(pid \d+\) failed: signal SIGKILL \(9\); 2 go on here; newcomer 1 of 1 starts\n"
     assert re.search(said, done.stderr)
     assert (tmp_path / "logs" / "newcomer-1.stdout").read_text() == "False False 1\nb'1'\n"
 
@@ -80,8 +80,8 @@ store.wait(["ended-3"])
         r"fastcoll.launch: (.*) \(pid \d+\) failed: exit code 3; (?:1 goes|0 go) on here(.*)", done.stderr
     )
     assert names[:2] == [
-        ("rank 1", "; newcomer 1 of 2 comes"),
-        ("newcomer 1", "; newcomer 2 of 2 comes in 1 s"),
+        ("rank 1", "; newcomer 1 of 2 starts"),
+        ("newcomer 1", "; newcomer 2 of 2 starts in 1 s"),
     ]
     assert names[2:] in ([], [("newcomer 2", "")])
 
@@ -102,7 +102,7 @@ while "newcomer 2 of 9" not in open("said").read():
         said.seek(0)
         lines = said.read()
     assert done.returncode == 0, lines
-    assert "newcomer 2 of 9 comes in 600 s" in lines
+    assert "newcomer 2 of 9 starts in 600 s" in lines
     assert "newcomer 3" not in lines
 
 

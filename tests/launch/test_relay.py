@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from fastcoll import errors
-from fastcoll.launch import supervisor as relay
-from fastcoll.launch.supervisor import Relay, follows
+from fastcoll.launch import ranks
+from fastcoll.launch.ranks import Relay, follows
 
 
 class Stream:
@@ -81,7 +81,7 @@ def test_the_end_of_the_source() -> None:
 
 
 def test_very_long_lines_are_cut(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "_LONGEST_LINE", 10)
+    monkeypatch.setattr(ranks, "_LONGEST_LINE", 10)
     assert stream.write(b"0123456789A") == b"[3] 0123456789A\n"
     assert stream.write(b"B\n") == b"[3] 0123456789A\n[3] B\n"
 

@@ -21,9 +21,10 @@ from launch.launching import LIMIT, Script, Starter, end, has_ended, next_line, 
 from fastcoll import config
 from fastcoll.errors import StoreTimeoutError
 from fastcoll.launch.console import Console
+from fastcoll.launch.failures import Failure
 from fastcoll.launch.gathering import Gathering
 from fastcoll.launch.generations import End, Node, Order, Over, Rules, Start
-from fastcoll.launch.nodes import Failure, Job, free_port
+from fastcoll.launch.nodes import Job, free_port
 from fastcoll.launch.options import read
 from fastcoll.launch.restarts import Restarts
 from fastcoll.launch.supervisor import Supervisor
@@ -148,7 +149,7 @@ def test_nodes_join_and_leave(script: Script, start: Starter) -> None:
     code, _, err = end(first)
     assert code == 0, err
     assert "generation 4 starts: 2 ranks on 1 node, 0 of 0 restarts used" in err
-    assert "ended without a word, or is out of reach: the ranks start anew without its own" in err
+    assert "ended unexpectedly, or is unreachable: the ranks restart without its own" in err
 
 
 def test_a_failure_on_one_node_starts_both_anew(script: Script, start: Starter) -> None:
@@ -186,7 +187,7 @@ def test_the_end_of_the_launcher_that_leads_ends_the_others(script: Script, star
     leader.kill()
     code, _, err = end(other)
     assert code == 1
-    assert "the launcher that leads the job ended without a word, or is out of reach" in err
+    assert "the launcher that leads the job ended unexpectedly, or is unreachable" in err
     assert all(map(has_ended, pids))
 
 
@@ -213,7 +214,7 @@ def test_of_two_jobs_with_one_name_the_second_waits(script: Script, start: Start
     second = start(*options)
     assert second.stderr is not None
     assert second.stderr.readline() == (
-        "fastcoll.launch: generation 0 runs without this node, which waits for a place\n"
+        "fastcoll.launch: generation 0 runs without this node, which waits for room\n"
     )
     Path("go").touch()
     assert [end(process) for process in (first, second)] == [(0, "", "")] * 2
@@ -243,8 +244,8 @@ def test_ranks_for_which_there_is_no_room_count_as_failed(capfd: pytest.CaptureF
 
     node = Node("key", "host", 1, "default", "127.0.0.1", 0)
     rules = Rules(1, 1, max_restarts=1, last_call=0.0, join=60.0, end=5.0, fixed=True)
-    told = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "1"}
-    job = Job(("program",), 1, 1, 0, "127.0.0.1", 1234, told=told)
+    variables = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "1"}
+    job = Job(("program",), 1, 1, 0, "127.0.0.1", 1234, variables=variables)
     with Gathering(HashStore(), node, lambda: 1234, rules, leads=True, tick=0.01) as gathering:
         assert Restarts(gathering, job, refuse, None, Console(), 0.01).run() == 1
     assert capfd.readouterr().err.count("cannot be run: Resource temporarily unavailable") == 2
@@ -377,8 +378,8 @@ def test_torchruns_variables_are_defaults(script: Script, monkeypatch: pytest.Mo
         monkeypatch.setenv(f"PET_{name}", value)
     options, job = read(["--max-restarts", "3", "script.py"])
     assert (options.nnodes, options.rdzv_endpoint, options.grace) == ((2, 4), ("::1", 29400), 7.0)
-    assert job.told["TORCHELASTIC_MAX_RESTARTS"] == "3"
-    assert job.told["TORCHELASTIC_RUN_ID"] == "none"
+    assert job.variables["TORCHELASTIC_MAX_RESTARTS"] == "3"
+    assert job.variables["TORCHELASTIC_RUN_ID"] == "none"
 
 
 def test_a_job_of_one_node_has_a_name_of_its_own_and_brackets_are_for_the_option_alone(
@@ -388,7 +389,7 @@ def test_a_job_of_one_node_has_a_name_of_its_own_and_brackets_are_for_the_option
     script("")
     given = ["--master-addr=[::1]"], [], ["--rdzv-id=x"]
     jobs = [read([*options, "script.py"])[1] for options in given]
-    names = [job.told["TORCHELASTIC_RUN_ID"] for job in jobs]
+    names = [job.variables["TORCHELASTIC_RUN_ID"] for job in jobs]
     assert len({*names}) == 3
     assert names[2] == "x"
     assert jobs[0].master_addr == "::1"

@@ -13,24 +13,25 @@ from contextlib import ExitStack
 import pytest
 from launch.launching import LIMIT, patched
 
-from fastcoll.launch import nodes as job
-from fastcoll.launch.nodes import Failure, Nodes, default_port, free_port
+from fastcoll.launch import failures as job
+from fastcoll.launch.failures import Failure, NodeFailures
+from fastcoll.launch.nodes import default_port, free_port
 
 FIRST, SECOND = Failure(3, "rank 1 failed"), Failure(4, "rank 2 failed")
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Nodes]]:
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeFailures]]:
     """The launchers of three nodes. One that has not met node 0 when that leaves tries in vain for a moment only."""
     monkeypatch.setattr(job, "_TRY_SECONDS", 0.2)
     for name in ("_FIRST_SECONDS", "_LAST_SECONDS"):
         monkeypatch.setattr(job, name, LIMIT)
     port = free_port()
     with ExitStack() as stack:
-        yield [stack.enter_context(Nodes(3, rank, "127.0.0.1", port)) for rank in range(3)]
+        yield [stack.enter_context(NodeFailures(3, rank, "127.0.0.1", port)) for rank in range(3)]
 
 
-def known(node: Nodes) -> Failure | None:
+def known(node: NodeFailures) -> Failure | None:
     """What a node knows after a while."""
     end = time.monotonic() + LIMIT
     while node.failure() is None and time.monotonic() < end:
@@ -39,14 +40,14 @@ def known(node: Nodes) -> Failure | None:
 
 
 @pytest.mark.parametrize("teller", [0, 1, 2])
-def test_all_know_of_the_first_failure(joined: list[Nodes], teller: int) -> None:
-    joined[teller].tell(FIRST)
+def test_all_know_of_the_first_failure(joined: list[NodeFailures], teller: int) -> None:
+    joined[teller].publish(FIRST)
     assert [known(node) for node in joined] == [FIRST] * 3
-    joined[teller - 1].tell(SECOND)
+    joined[teller - 1].publish(SECOND)
     assert [node.failure() for node in joined] == [FIRST] * 3
 
 
-def test_nobody_fails_when_all_end_well(joined: list[Nodes]) -> None:
+def test_nobody_fails_when_all_end_well(joined: list[NodeFailures]) -> None:
     joined[0].__exit__()
     joined[1].__exit__()
     assert [node.failure() for node in joined] == [None] * 3
@@ -56,9 +57,9 @@ def test_a_failure_reaches_a_node_that_starts_later(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(job, "_FIRST_SECONDS", 0.0)
     port = free_port()
     with ExitStack() as stack:
-        later = Nodes(2, 0, "127.0.0.1", port)
-        first = stack.enter_context(Nodes(2, 1, "127.0.0.1", port))
-        first.tell(FIRST)
+        later = NodeFailures(2, 0, "127.0.0.1", port)
+        first = stack.enter_context(NodeFailures(2, 1, "127.0.0.1", port))
+        first.publish(FIRST)
         stack.enter_context(later)
         assert known(later) == known(first) == FIRST
 
@@ -67,8 +68,8 @@ def test_a_launcher_that_never_met_node_0_leaves_nothing(monkeypatch: pytest.Mon
     for name in ("_FIRST_SECONDS", "_TRY_SECONDS", "_LAST_SECONDS"):
         monkeypatch.setattr(job, name, 0.1)
     before = set(threading.enumerate())
-    with Nodes(2, 1, "127.0.0.1", free_port()) as node:
-        node.tell(FIRST)
+    with NodeFailures(2, 1, "127.0.0.1", free_port()) as node:
+        node.publish(FIRST)
     for thread in set(threading.enumerate()) - before:
         thread.join(LIMIT)
         assert not thread.is_alive()
@@ -88,8 +89,8 @@ class Clock:
 
 def test_a_node_out_of_reach_is_not_waited_for_longer_than_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure that it cannot be told of ends this launcher all the same."""
-    with Nodes(2, 0, "127.0.0.1", free_port()) as node:
-        node.tell(FIRST)
+    with NodeFailures(2, 0, "127.0.0.1", free_port()) as node:
+        node.publish(FIRST)
         assert known(node) == FIRST
         clock = Clock()
         monkeypatch.setattr(job, "time", clock)
@@ -98,8 +99,8 @@ def test_a_node_out_of_reach_is_not_waited_for_longer_than_promised(monkeypatch:
 
 
 def test_what_is_in_the_way_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with Nodes(2, 0, "192.0.2.1", 1234) as node:
-        node.tell(FIRST)
+    with NodeFailures(2, 0, "192.0.2.1", 1234) as node:
+        node.publish(FIRST)
         assert node.failure() is None
     text = capsys.readouterr().err
     assert text.startswith(
@@ -112,16 +113,16 @@ def test_a_launcher_that_is_killed_as_its_ranks_have_started_is_missed() -> None
     """Its last will is late: it would be killed before that if its ranks did not wait for it."""
     port = free_port()
     # Its ranks may wait for long: two seconds are the promise, and might be over before a loaded machine has connected.
-    command = patched("nodes._FIRST_SECONDS = 60.0")
+    command = patched("failures._FIRST_SECONDS = 60.0")
     where = ["--nnodes=2", "--node_rank=1", "--master_addr=127.0.0.1", f"--nodes_port={port}"]
     env = {**os.environ, "FASTCOLL_FAILPOINT": "launch.before_will:delay=1, launch.after_start:kill"}
-    with Nodes(2, 0, "127.0.0.1", port) as node:
+    with NodeFailures(2, 0, "127.0.0.1", port) as node:
         killed = subprocess.run([*command, *where, "--no-python", "sleep", "600"], env=env, timeout=LIMIT)
         assert killed.returncode == -signal.SIGKILL
         failure = known(node)
     assert failure is not None
     assert "the launcher of node 1 (pid" in failure.text
-    assert "ended without a word" in failure.text
+    assert "ended unexpectedly" in failure.text
 
 
 def test_ports_of_jobs_that_count_up_stay_apart() -> None:

@@ -1,0 +1,188 @@
+"""One rank of a job: its process, and the two relays that pass its output on line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from ..system.own_files import open_anew
+from . import lifeline
+from .console import is_ready
+from .nodes import Job
+from .outputs import Outputs
+
+_logger = logging.getLogger("fastcoll")
+_FOLLOWED = re.compile(
+    r"^fastcoll\.errors\.(?:GroupError|PeerDiedError|CollectiveTimeoutError|AbortedError)\b", re.MULTILINE
+)
+_READ_BYTES = 64 << 10
+_PIPE_BYTES = 1 << 20  # that a pipe holds at most (/proc/sys/fs/pipe-max-size)
+_LONGEST_LINE = 1 << 20  # a longer one is cut, so that output without line ends takes no more memory
+_REMEMBERED = 40  # lines
+
+Sink = Callable[[bytes], None]
+"""What takes the lines of one write; may raise BrokenPipeError when nobody reads them."""
+
+
+class Relay:
+    """Passes one stream of one rank on line by line, each with the rank in front, so that ranks never share a line.
+
+    It owns `source`, the pipe's reading end, and `log`, a file that gets the stream as it is.
+    """
+
+    def __init__(self, source: int, sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:
+        os.set_blocking(source, False)
+        self.source = source
+        self._sink, self._prefix, self._log = sink, prefix, log
+        self._partial = b""
+        self._last: deque[bytes] = deque(maxlen=_REMEMBERED)
+
+    def pump(self) -> bool:
+        """Pass on what is there now; False when the stream has ended. BrokenPipeError: nobody reads the sink."""
+        try:
+            data = os.read(self.source, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._keep(data)
+        lines = (self._partial + data).splitlines(
+            keepends=True
+        )  # progress bars end theirs with a carriage return
+        self._partial = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        if len(self._partial) > _LONGEST_LINE:
+            lines.append(self._partial + b"\n")
+            self._partial = b""
+        self._write(lines)
+        return bool(data)
+
+    def pump_all(self) -> None:
+        """Pass on all that is there now; what a rank has left running may write on for ever."""
+        for _ in range(_PIPE_BYTES // _READ_BYTES):
+            if self.source < 0 or not is_ready(self.source, select.POLLIN, 0) or not self.pump():
+                return
+
+    def finish(self) -> None:
+        """Pass on what is left, with a last line that has no end, and close. Twice is fine."""
+        if self.source < 0:
+            return
+        try:
+            self.pump_all()
+            if self._partial:
+                self._write([self._partial + b"\n"])
+        finally:
+            os.close(self.source)
+            self.source = -1
+            self._keep(b"", is_end=True)
+
+    def _keep(self, data: bytes, is_end: bool = False) -> None:
+        """Write to the log; a failed write does not end the job."""
+        if self._log is None:
+            return
+        try:
+            self._log.write(data)
+            if is_end:
+                self._log.close()
+        except OSError as error:
+            log, self._log = self._log, None
+            _logger.warning("no more is written to %s: %s", log.name, error.strerror)
+            with contextlib.suppress(OSError):
+                log.close()
+
+    def last_lines(self) -> str:
+        """The end of what was read."""
+        return b"".join([*self._last, self._partial]).decode(errors="replace")
+
+    def _write(self, lines: list[bytes]) -> None:
+        if lines:
+            self._last.extend(lines)
+            self._sink(b"".join(self._prefix + line for line in lines))
+
+
+class RankProcess:
+    """One rank: its process and its two streams. `newcomer` numbers those that take the place of one; 0: it is none."""
+
+    def __init__(
+        self,
+        job: Job,
+        local_rank: int,
+        prefix: bool,
+        logs: Path | None,
+        sinks: tuple[Sink, Sink],
+        outputs: Outputs,
+        newcomer: int = 0,
+    ) -> None:
+        self.rank, self.local_rank = job.rank(local_rank), local_rank
+        self.place = job.place(local_rank, newcomer)
+        self.started, self.is_newcomer = time.monotonic(), newcomer > 0
+        self.name = f"newcomer {newcomer}" if newcomer else f"rank {self.rank}"
+        label = f"new {newcomer}" if newcomer else str(self.rank)
+        tether = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
+        self._error_text = b""
+        relays: list[Relay] = []
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
+            # Of which nothing is left, whatever is killed.
+            self._error = os.memfd_create("fastcoll-error")
+            undo.callback(os.close, self._error)
+            error = {"TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{self._error}"}
+            ends = []
+            for name, sink in zip(("stdout", "stderr"), sinks, strict=True):
+                mode = outputs.mode(local_rank, name)
+                file = logs / f"{self.name.replace(' ', '-')}.{name}" if logs and mode.to_file else None
+                log = open_anew(file) if file else None
+                source, end = os.pipe()
+                ends.append(end)
+                theirs.callback(os.close, end)
+                start = f"[{label}] ".encode() if prefix else b""
+                relays.append(Relay(source, sink if mode.to_console else lambda data: None, start, log))
+                undo.callback(relays[-1].finish)
+            self.out, self.err = relays
+            self.process = subprocess.Popen(
+                [*tether, *job.command(local_rank)],
+                stdin=None if local_rank == 0 and not newcomer else subprocess.DEVNULL,
+                stdout=ends[0],
+                stderr=ends[1],
+                env={**job.environment(local_rank, os.environ, newcomer), **error},
+                pass_fds=job.descriptors,
+                start_new_session=True,
+            )
+            undo.callback(self.process.wait)
+            undo.callback(self.process.kill)
+            self.pidfd = os.pidfd_open(self.process.pid)
+            undo.pop_all()
+
+    def reap(self) -> int:
+        """Its exit code, as soon as it has ended."""
+        code = self.process.wait()
+        self._error_text = os.pread(self._error, _LONGEST_LINE, 0)
+        for file in (self.pidfd, self._error):
+            os.close(file)
+        return code
+
+    def last_words(self) -> str:
+        """The traceback in its error file, where it has left one as torch's `record` does; else its last lines."""
+        try:
+            message = json.loads(self._error_text)["message"]
+            return str(message if isinstance(message, str) else message["extraInfo"]["py_callstack"])
+        except (ValueError, KeyError, TypeError):
+            return self.err.last_lines()
+
+    def close(self) -> None:
+        """Pass on what its streams still hold, and let go of them."""
+        for relay in (self.out, self.err):
+            with contextlib.suppress(BrokenPipeError):
+                relay.finish()
+
+
+def follows(lines: str) -> bool:
+    """Whether a rank that ended with these lines on stderr shows the failure of a group (`GroupError`)."""
+    return _FOLLOWED.search(lines) is not None
