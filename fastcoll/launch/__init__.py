@@ -1,5 +1,5 @@
 """Starting ranks: `python -m fastcoll.launch` (command.py, supervisor.py), `run` and `spawn`.
 
-nodes.py is what is to be started and how nodes end together, lifeline.py ties a process to its parent.
-console.py is what the launcher hears and says.
+A node's share of a job is in nodes.py, its processes are in ranks.py, and failures.py ends all nodes together.
+lifeline.py ties a process to its parent. console.py has the launcher's signals and its output.
 """

@@ -3,7 +3,7 @@
 import signal
 import sys
 
-# A KeyboardInterrupt that comes during an import may be lost (importlib's callbacks have nobody to raise it to).
+# A KeyboardInterrupt during an import may be lost: an exception in a callback of importlib has no caller to reach.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -1,4 +1,12 @@
-"""How the launchers of a job's nodes publish that a rank has failed, so that all of them end."""
+"""How the launchers of a job without generations publish failures, so that the ranks of all nodes end.
+
+The launchers connect to a store that node 0's launcher serves on a port of its own, with the job's secret. The first
+failure is set there as `failed`. A launcher that ends unexpectedly, as by SIGKILL, is a failure as well: each launcher
+leaves a will with the store, and the server carries it out when the connection is lost. If the store disappears before
+it holds the end of the job, node 0's launcher is lost. A launcher that cannot reach the store goes on without it; its
+ranks then end when their groups fail. Node 0 serves the store until its ranks have ended and, after a failure, until
+the launchers of all nodes have read it, including those that start a little later.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +29,24 @@ if TYPE_CHECKING:
     from ..store import TCPStore
 
 _FAILED, _READERS = "failed", "readers"
-_OVER = "null"  # in the place of a failure: node 0's ranks have ended well
+_OVER = "null"  # instead of a failure: node 0's ranks have ended successfully
 _GONE = "ended unexpectedly, or is unreachable"
-_CONNECT_SECONDS = 600.0  # for node 0's launcher to be started
-_TRY_SECONDS = 2.0  # of them at a time: so long goes a thread on that is to end
-_FIRST_SECONDS = 2.0  # that ranks wait for their launcher to meet the others
-_LOOK_SECONDS = 5.0  # a wait for the key; the server answers at its end
-_LAST_SECONDS = 5.0  # for a failure to reach the others, as this launcher ends
+_CONNECT_SECONDS = 600.0  # for node 0's launcher to start
+_TRY_SECONDS = 2.0  # per attempt to connect, and so the longest delay before the thread sees that it must end
+_FIRST_SECONDS = 2.0  # ranks start after this time even if their launcher has not connected
+_LOOK_SECONDS = 5.0  # per request for the key; the server answers when this time is over
+_LAST_SECONDS = 5.0  # for a failure to reach the other launchers while this one exits
 _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's failure or a launcher's, on any node: the launchers' exit code, and what to say of it.
+    """The failure of a rank or a launcher on any node.
 
-    0 stands for a reason to end ranks that is no failure. `leaves`: the launcher itself ends.
+    Attributes:
+        code: the launchers' exit code; 0 if the ranks must end for another reason than a failure.
+        text: the line that launchers log.
+        leaves: whether the launcher itself ends.
     """
 
     code: int
@@ -44,7 +55,7 @@ class Failure:
 
 
 def left(number: int) -> Failure:
-    """What the others are to know of this launcher, which a signal ends."""
+    """Return what this launcher publishes when a signal ends it."""
     how = describe_exit(-number)
     return Failure(128 + number, f"the launcher on host {os.uname().nodename} was ended: {how}", leaves=True)
 
@@ -54,7 +65,14 @@ def _text(failure: Failure) -> str:
 
 
 class NodeFailures:
-    """This node's part, of so many; a thread connects and waits for news. A context manager: leaves the others."""
+    """One launcher's connection to the store of failures.
+
+    A thread connects and waits for the first failure. As a context manager it disconnects at the end.
+
+    Args:
+        count: the number of nodes.
+        address, port: where node 0's launcher serves the store.
+    """
 
     def __init__(self, count: int, node_rank: int, address: str, port: int) -> None:
         self._count, self._rank, self._address, self._port = count, node_rank, address, port
@@ -63,15 +81,15 @@ class NodeFailures:
         self._own: Failure | None = None
         self._first: Failure | None = None
         self._closed = False
-        self._has_met = threading.Event()  # or cannot
+        self._has_met = threading.Event()  # set when the launcher has connected, or cannot
         self._thread = threading.Thread(target=self._follow, name="fastcoll-nodes", daemon=True)
 
     def __enter__(self) -> NodeFailures:
-        # Node 0 listens before its ranks start, so that nothing of the job takes the port.
+        # Node 0 listens before its ranks start, so that no process of the job takes the port.
         if self._rank == 0:
             self._open()
         self._thread.start()
-        self._has_met.wait(_FIRST_SECONDS)  # a death before that is seen by nobody
+        self._has_met.wait(_FIRST_SECONDS)  # no launcher notices if this one dies before it has connected
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
@@ -79,21 +97,23 @@ class NodeFailures:
         if kind is not None:
             self.publish(self._end(f"was ended by {kind.__name__}"))
         if self._own is not None:
-            self._thread.join(_LAST_SECONDS)  # it ends when it has read what was told, or cannot
+            self._thread.join(_LAST_SECONDS)  # it ends when it has read the failure, or cannot
         with self._lock:
             self._closed, store, self._store = True, self._store, None
         if store is not None and self._rank == 0:
-            # Until all know of a failure, also those that are being started.
+            # Wait until all launchers have read the failure, including those that are starting.
             while self._first is not None and store.add(_READERS, 0) < self._count and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
             store.compare_set(_FAILED, "", _OVER)
         if store is not None:
-            store.close(max(0.0, end - time.monotonic()))  # node 0's is left by all others first
-        self._thread.join(_LAST_SECONDS)  # a name that is looked up may take longer
+            store.close(
+                max(0.0, end - time.monotonic())
+            )  # node 0's server waits for the others to disconnect
+        self._thread.join(_LAST_SECONDS)  # it may still be resolving a host name, which takes longer
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the store; empty where node 0's launcher could not make it."""
+        """HOST:PORT of the store; empty if node 0's launcher could not serve it."""
         from ..system.address import shown
 
         if self._rank != 0:
@@ -101,20 +121,20 @@ class NodeFailures:
         return "" if self._store is None else shown(self._address, self._store.port)
 
     def failure(self) -> Failure | None:
-        """The first failure of any node that has told of one. Never blocks."""
+        """Return the first failure that a launcher of the job has published, or None. Never blocks."""
         return self._first
 
     def publish(self, failure: Failure) -> None:
-        """Let the others know of a failure here, unless one was told before. Never blocks."""
+        """Publish a failure of this node; only the first failure of the job is kept. Never blocks."""
         with self._lock:
             self._own, store = self._own or failure, self._store
-        if store is not None:  # on a thread, as node 0 may be out of reach by now
+        if store is not None:  # on a thread, because node 0 may be unreachable by now
             threading.Thread(target=self._write, args=(store, failure), daemon=True).start()
 
     def report(self, loss: Loss) -> Future[Standing | None]:
-        """Publish a loss on this node to all processes of an elastic job. Never blocks.
+        """Publish the loss of a process of this node to an elastic job. Never blocks.
 
-        The result is the job's state at that time; None if the store cannot be reached.
+        The future's result is the job's state after the loss; None if the store cannot be reached.
         """
         answer = Future[Standing | None]()
 
@@ -130,8 +150,13 @@ class NodeFailures:
         return answer
 
     def _open(self) -> None:
-        """Reach the store, once node 0 serves it, unless this launcher ends before."""
-        from ..store import TCPStore  # sockets and all that, for jobs of one node in vain
+        """Connect to the store as soon as node 0 serves it, and publish what has failed here meanwhile.
+
+        Give up when this launcher ends, or after 600 s.
+        """
+        from ..store import (
+            TCPStore,
+        )  # imported here, because it imports sockets and jobs of one node need none
 
         end, store = time.monotonic() + _CONNECT_SECONDS, None
         while store is None and not self._closed:
@@ -155,11 +180,11 @@ class NodeFailures:
             self._write(store, own)
 
     def _write(self, store: TCPStore, failure: Failure) -> None:
-        with contextlib.suppress(StoreError):  # node 0 has ended, and cannot tell the others any more
+        with contextlib.suppress(StoreError):  # node 0 has ended, so no launcher can read it
             store.compare_set(_FAILED, "", _text(failure))
 
     def _follow(self) -> None:
-        """Wait for the first failure; ends with it, or when node 0's launcher or this one ends."""
+        """Wait for the first failure, or until node 0's launcher or this one ends."""
         if self._rank != 0:
             self._open()
         with contextlib.ExitStack() as leaving:
@@ -168,19 +193,19 @@ class NodeFailures:
                 return
             try:
                 if self._rank != 0:
-                    leaving.callback(store.close)  # node 0's waits for that
+                    leaving.callback(store.close)  # node 0's server waits for that
                     failpoints.reach("launch.before_will")
                     leaving.callback(store.bequeath(_FAILED, _text(self._end(_GONE))))
                 self._has_met.set()
                 store.add(_READERS, 1)
                 self._first = self._await_failure(store)
-            except ConnectionError:  # the store is gone, and did not say that the job is over
+            except ConnectionError:  # the store disappeared before it held the end of the job
                 self._first = Failure(1, f"the launcher of node 0 ({self._address}) {_GONE}")
             except (StoreError, ValueError, TypeError):
-                pass  # it was closed, or holds something else
+                pass  # the store was closed, or holds something else
 
     def _await_failure(self, store: TCPStore) -> Failure | None:
-        """The first failure, or None when the job is over without one."""
+        """Return the first failure, or None when the job ends without one."""
         while not self._closed:
             with contextlib.suppress(StoreTimeoutError):
                 fields = json.loads(store.fetch([_FAILED], _LOOK_SECONDS)[0])
@@ -188,6 +213,6 @@ class NodeFailures:
         return None
 
     def _end(self, how: str) -> Failure:
-        """What the others are to know if this launcher ends before its ranks have."""
+        """Return what the other launchers log if this one ends before its ranks."""
         where = f"node {self._rank} (pid {os.getpid()} on {os.uname().nodename})"
         return Failure(1, f"the launcher of {where} {how}")

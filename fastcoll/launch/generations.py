@@ -1,16 +1,16 @@
-"""What happens to the generations of a job: a state machine that is told what launchers do and gives them orders.
+"""The state machine of a job with generations: events of launchers go in, orders to launchers come out.
 
-A generation is one set of ranks that meet. Each launcher is ready, runs its ranks of the current generation, or has
-run them to a good end. One launcher leads: it has the only `Generations`, so there is one opinion.
+A generation is one set of ranks that meet. A launcher is ready, runs its ranks of the current generation, or has run
+them successfully. Only the launcher that leads has a `Generations`, so the state exists once.
 
-    GATHERING  until enough launchers are ready: as many as may be, or after a last call as many as must be
-    RUNNING    until all are done (the job is over), or something ends the generation
-    ENDING     until each of its launchers has ended its ranks and is ready again, or is late and counts as lost
-    OVER       for good
+    GATHERING  until `most` launchers are ready, or `least` launchers are and the last call is over
+    RUNNING    until the ranks of all members have succeeded (the job is over), or an event ends the generation
+    ENDING     until each member has ended its ranks and is ready again; a member that is late counts as lost
+    OVER       final
 
-A failed rank ends its generation and uses up a restart; without one left the job is over. A launcher that comes while
-there is room, or that is lost, ends the generation as well, and costs none. What is told of an earlier generation is
-left aside, so that no late word of it can end a later one.
+A failed rank ends its generation and uses one restart; without a restart left the job is over. A launcher that joins
+while there is room, or that is lost, also ends the generation, but uses no restart. Events of an earlier generation
+are ignored, so a late event cannot end a later generation.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .pauses import Pauses
 
 @dataclass(frozen=True)
 class Node:
-    """What a launcher tells of itself when it is ready to run ranks."""
+    """What a launcher publishes about itself when it is ready to run ranks."""
 
-    key: str  # of this launcher alone
-    host: str  # for people
-    size: int  # its ranks
+    key: str  # unique to the launcher
+    host: str  # its name, for log lines
+    size: int  # the number of its ranks
     role: str
-    address: str  # where the job's rank 0 listens, if it is one of its ranks
+    address: str  # where rank 0 of the job listens, if it runs on this node
     port: int
-    place: int | None = None  # its --node_rank, where that counts
+    place: int | None = None  # its --node_rank; None: nodes are numbered as they join
 
     def __str__(self) -> str:
         return f"the launcher on {self.host}" if self.place is None else f"node {self.place} ({self.host})"
@@ -41,29 +41,32 @@ class Node:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the job's launchers have agreed on; times in seconds."""
+    """The options that all launchers of the job share; times in seconds."""
 
-    least: int  # nodes of a generation
+    least: int  # the least number of nodes in a generation
     most: int
     max_restarts: int
-    last_call: float  # for more nodes than the least to come to the first generation
-    join: float  # for the least number of nodes to come
-    end: float  # for a launcher to end its ranks
-    fixed: bool = False  # nodes have numbers, and none is replaced
+    last_call: float  # how long the first generation waits for more than `least` nodes
+    join: float  # how long a generation waits for `least` nodes
+    end: float  # how long a launcher may take to end its ranks
+    fixed: bool = False  # nodes have numbers, and a lost node is not replaced
 
 
 @dataclass(frozen=True)
 class Start:
-    """The members of a generation start their ranks, numbered in this order."""
+    """Order the members of a generation to start their ranks, which are numbered in this order."""
 
     generation: int
-    restarts: int  # those that failures have led to, until now
+    restarts: int  # how many restarts failures have used so far
     members: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class End:
-    """The members of a generation end their ranks, and say when they are ready. `code`: of what failed, or 0."""
+    """Order the members of a generation to end their ranks and to publish when they are ready again.
+
+    `code` is the exit code of the rank that failed, or 0.
+    """
 
     generation: int
     code: int
@@ -72,7 +75,10 @@ class End:
 
 @dataclass(frozen=True)
 class Over:
-    """The launchers end their ranks and themselves, with this exit code. `only`: this one alone, which cannot join."""
+    """Order the launchers to end their ranks and to exit with this code.
+
+    `only` is the key of the one launcher that the order is for, because it cannot join; empty: it is for all.
+    """
 
     code: int
     text: str
@@ -83,7 +89,7 @@ Order = Start | End | Over
 
 
 class Phase(Enum):
-    """Where a job is."""
+    """The phase of a job."""
 
     GATHERING = auto()
     RUNNING = auto()
@@ -93,7 +99,10 @@ class Phase(Enum):
 
 @dataclass
 class Generations:
-    """The state of a job. `orders` is emptied by the driver, which tells the time, of one clock, with each event."""
+    """The state of a job.
+
+    The driver passes the time of one clock with each event, and takes the orders out of `orders` afterwards.
+    """
 
     rules: Rules
     now: float
@@ -107,18 +116,18 @@ class Generations:
         self._ready: dict[str, Node] = {}
         self._seniority: dict[
             str, int
-        ] = {}  # which launcher came first: ranks keep their order, as far as they can
-        self._done: set[str] = set()  # members whose ranks have ended well
+        ] = {}  # launchers in the order in which they joined, so that ranks keep their order where they can
+        self._done: set[str] = set()  # members whose ranks have succeeded
         self._pauses = Pauses()
         self._started = self.now
         self._not_before = self._end_by = self.now
         self._give_up = self.now + self.rules.join
         self._last_call = math.inf
 
-    # ---- what launchers tell ------------------------------------------------------------------------------------
+    # ---- events of launchers ------------------------------------------------------------------------------------
 
     def ready(self, node: Node, now: float) -> None:
-        """A launcher has come, or has ended its ranks of the last generation."""
+        """Handle a launcher that has joined, or has ended its ranks of the last generation."""
         if self.phase is Phase.OVER:
             return
         others = [other for other in self._present() if other.key != node.key]
@@ -133,7 +142,7 @@ class Generations:
         self.tick(now)
 
     def failed(self, key: str, generation: int, code: int, text: str, now: float) -> None:
-        """A rank of a member has failed."""
+        """Handle the failure of a member's rank."""
         if not self._counts(key, generation):
             return
         if self.restarts >= self.rules.max_restarts:
@@ -145,14 +154,14 @@ class Generations:
         self.tick(now)
 
     def done(self, key: str, generation: int, now: float) -> None:
-        """All ranks of a member have ended well."""
+        """Handle the success of all ranks of a member."""
         if self._counts(key, generation):
             self._done.add(key)
             if self._done >= {node.key for node in self.members}:
                 self.over(0, "")
 
     def left(self, key: str, code: int, text: str, now: float) -> None:
-        """A launcher ends, and its ranks with it: by a signal, or without a word."""
+        """Handle the end of a launcher and its ranks: by a signal, or unexpected."""
         is_member, was_ready = self._is_member(key), self._ready.pop(key, None) is not None
         is_spare = self.phase is Phase.RUNNING and (not is_member or key in self._done)
         if self.phase is Phase.OVER or not (is_member or was_ready) or is_spare:
@@ -168,13 +177,13 @@ class Generations:
         self.tick(now)
 
     def over(self, code: int, text: str) -> None:
-        """The job ends, for good."""
+        """End the job."""
         if self.phase is not Phase.OVER:
             self.phase = Phase.OVER
             self._order(Over(code, text))
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Do what depends on the time alone. The driver calls this at least once per tick."""
         if self.phase is Phase.ENDING:
             late = [node for node in self.members if node.key not in self._ready]
             if late and now < self._end_by:
@@ -187,7 +196,7 @@ class Generations:
         if self.phase is Phase.GATHERING:
             self._gather(now)
 
-    # ---- what follows -------------------------------------------------------------------------------------------
+    # ---- transitions --------------------------------------------------------------------------------------------
 
     def _gather(self, now: float) -> None:
         joined, rules = len(self._ready), self.rules
@@ -231,17 +240,17 @@ class Generations:
 
 @dataclass(frozen=True)
 class Share:
-    """What one node has of a generation: the numbers of its ranks."""
+    """The ranks of one node in a generation."""
 
     node_rank: int
-    first: int  # its first rank, and those of all
+    first: int  # the node's first rank
     world_size: int
-    role_first: int  # the same among the ranks of its role
+    role_first: int  # the first rank among the ranks with the node's role
     role_size: int
 
 
 def share_of(members: Sequence[Node], key: str) -> Share | None:
-    """The share of the launcher with this key; None: it has none."""
+    """Return the share of the launcher with this key, or None if it is no member."""
     keys = [node.key for node in members]
     if key not in keys:
         return None

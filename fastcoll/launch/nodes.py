@@ -1,24 +1,17 @@
-"""What is to be started on this node, the environment of each rank, the port of a job, and how its nodes end together.
+"""One node's share of a job: what the launcher starts, the environment of each rank, and free ports.
 
 | variable | meaning |
 |---|---|
-| RANK, WORLD_SIZE | among all ranks of the job |
-| LOCAL_RANK, LOCAL_WORLD_SIZE | among those of this node |
+| RANK, WORLD_SIZE | the rank, and the number of ranks in the job |
+| LOCAL_RANK, LOCAL_WORLD_SIZE | the same among the ranks of this node |
 | GROUP_RANK | the node's number |
 | MASTER_ADDR, MASTER_PORT | where rank 0 listens |
 | ROLE_*, GROUP_WORLD_SIZE, TORCHELASTIC_* | as torchrun sets them (command.py), for programs made for it |
-| FASTCOLL_SECRET | the job's secret, which the launcher makes for a job of one node that was given none |
-| OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 when several ranks share the node, unless set already |
-| FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks, where some may fail and others go on |
-| FASTCOLL_NEWCOMER | 1 for a process in the place of a rank that has failed; it has no RANK and no WORLD_SIZE |
-| FASTCOLL_PLACE | with FASTCOLL_ELASTIC: the process's name, and the rank it has if the ranks have not met yet |
-
-The launchers of a job's nodes tell one another that a rank has failed, so that all of them end. They meet in a store,
-as ranks do, which node 0's launcher serves on a port of its own, with the job's secret. The first failure is set there.
-A launcher that ends without a word, as by SIGKILL, is a failure as well: each leaves a last will with the store; and
-where the store goes without saying that the job is over, it went with node 0's launcher. A launcher that cannot reach
-the store goes on without: its ranks then end when their groups fail. The store is served until node 0's ranks have
-ended, and after a failure until all nodes have read it, those included that are started a little later.
+| FASTCOLL_SECRET | the job's secret; the launcher makes one for a job of one node that was given none |
+| OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 if several ranks share the node, unless set already |
+| FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks, if ranks may fail while others go on |
+| FASTCOLL_NEWCOMER | 1 for a process that replaces a failed rank; it has no RANK and no WORLD_SIZE |
+| FASTCOLL_PLACE | with FASTCOLL_ELASTIC: the process's name, and the rank it gets if the ranks have not met yet |
 """
 
 from __future__ import annotations
@@ -52,7 +45,10 @@ _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 def python_main(module: str) -> tuple[str, ...]:
-    """The command of a new interpreter with this one's sys.path: `main` of a module, with whole numbers to follow."""
+    """Return the command that calls `main` of a module in a new interpreter with this one's sys.path.
+
+    The caller appends integers, which are the arguments of `main`.
+    """
     boot = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
         f"from {module} import main; sys.exit(main(*map(int, sys.argv[2:])))"
@@ -64,53 +60,57 @@ def python_main(module: str) -> tuple[str, ...]:
 class Job:
     """One node's share of a job."""
 
-    program: tuple[str, ...]  # what every rank runs
-    local_size: int  # the ranks on this node
-    nodes: int  # how many there are, each with as many ranks
-    node_rank: int  # which one this is
+    program: tuple[str, ...]  # the command that every rank runs
+    local_size: int  # the number of ranks on this node
+    nodes: int  # the number of nodes, each with as many ranks unless `assigned` says otherwise
+    node_rank: int  # this node's number
     master_addr: str  # where rank 0 listens
     master_port: int
     arguments: tuple[str, ...] = ()  # the program's own
-    pass_local_rank: bool = False  # whether `--local_rank=N` comes before them
+    pass_local_rank: bool = False  # whether `--local_rank=N` precedes them
     descriptors: tuple[int, ...] = ()  # of files that the ranks inherit
-    elastic: str = ""  # where the store is that outlives the ranks
-    assigned: Share | None = None  # the numbers of its ranks; None: all nodes have as many
-    variables: Mapping[str, str] = field(default_factory=dict)  # further variables, torchrun's among them
+    elastic: str = ""  # HOST:PORT of the store that outlives the ranks
+    assigned: Share | None = (
+        None  # the ranks of this node in a generation; None: all nodes have as many ranks
+    )
+    variables: Mapping[str, str] = field(default_factory=dict)  # further variables, including torchrun's
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property
     def share(self) -> Share:
-        """The numbers of this node's ranks."""
+        """The ranks of this node."""
         first, size = self.node_rank * self.local_size, self.nodes * self.local_size
         return self.assigned or Share(self.node_rank, first, size, first, size)
 
     def rank(self, local_rank: int) -> int:
-        """The rank in the whole job of one of this node's ranks."""
+        """Return the global rank of a local rank."""
         return self.share.first + local_rank
 
     def place(self, local_rank: int, newcomer: int) -> Place:
-        """Return the name in an elastic job of one of this node's ranks, or of its replacement, and the rank."""
+        """Return the name and rank of a local rank, or of its replacement, in an elastic job."""
         name = f"{self.node_rank}.new{newcomer}" if newcomer else f"{self.node_rank}.{local_rank}"
         return Place(name, self.rank(local_rank), self.share.world_size)
 
     def command(self, local_rank: int) -> list[str]:
-        """The command line of one of this node's ranks."""
+        """Return the command line of a local rank."""
         option = [f"--local_rank={local_rank}"] if self.pass_local_rank else []
         return [*self.program, *option, *self.arguments]
 
     def single_threaded(self, inherited: Mapping[str, str]) -> list[str]:
-        """The variables that are set to 1, so that the ranks of this node do not crowd its cores."""
+        """Return the variables that are set to 1, so that the ranks of this node do not oversubscribe its cores."""
         return [name for name in _THREADS if self.local_size > 1 and name not in inherited]
 
     def secret(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The variable with the secret that is made for the job, if one is. Launchers of several nodes could not agree
-        on one, so they and their ranks take the user's own where none is given.
+        """Return the variable with the secret that is made for the job, if one is.
+
+        Launchers of several nodes could not agree on a new secret. Without a given one, they and their ranks use the
+        secret of the user.
         """
         has_one = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
         return {} if has_one or self.nodes > 1 else {"FASTCOLL_SECRET": self._secret}
 
     def environment(self, local_rank: int, inherited: Mapping[str, str], newcomer: int = 0) -> dict[str, str]:
-        """Return the whole environment of one rank, or of its replacement number `newcomer`."""
+        """Return the complete environment of one rank, or of its replacement number `newcomer`."""
         elastic = {"FASTCOLL_ELASTIC": self.elastic, "FASTCOLL_PLACE": str(self.place(local_rank, newcomer))}
         made = {
             **{name: value for name, value in inherited.items() if name not in _OF_LAUNCHERS},
@@ -138,21 +138,24 @@ class Job:
 
 
 def free_port() -> int:
-    """A random port that no socket of this machine uses now, nor the port beside it, for fastcoll's store."""
+    """Return a random port that is free now, as is the port beside it, which fastcoll's store uses."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """As free_port, so many, or ResourceError.
+    """Return several ports as of `free_port`.
 
-    They are below the kernel's range for outgoing connections: none of those can take one before rank 0 listens.
-    Two jobs may still draw the same one: rank 0 then says who holds it.
+    The ports are below the kernel's range for outgoing connections, so no connection takes one before rank 0 listens.
+    Two jobs may still draw the same port; the error of rank 0 then names the process that holds it.
+
+    Raises:
+        ResourceError: too few ports are free.
     """
     from ..system.address import tcp_sockets  # with sockets
 
     used = {port for port, _, _ in tcp_sockets()}
     highest = _first_outgoing_port()
-    pick = random.SystemRandom()  # a seeded `random` would give every job the same port
+    pick = random.SystemRandom()  # a `random` that the program has seeded would give every job the same port
     ports: list[int] = []
     for _ in range(_ATTEMPTS * count):
         port = pick.randrange(_LOWEST, highest)
@@ -175,5 +178,5 @@ def _first_outgoing_port() -> int:
 
 
 def default_port(master_port: int) -> int:
-    """Where launchers meet by default."""
+    """Return the port at which launchers meet by default."""
     return port_beside(master_port, away=10000)
