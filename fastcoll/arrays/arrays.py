@@ -17,7 +17,17 @@ from ..errors import ArrayError, UsageError
 from . import columns, jax_arrays, tensors
 from .adopted import Adopted, Array, OnDeviceError, Renewed, finish_all
 
-__all__ = ["Adopted", "Array", "OnDeviceError", "Renewed", "adopt", "adopt_list", "finish_all", "room_like"]
+__all__ = [
+    "Adopted",
+    "Array",
+    "OnDeviceError",
+    "Renewed",
+    "adopt",
+    "adopt_list",
+    "finish_all",
+    "may_overlap",
+    "room_like",
+]
 
 _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost (dlpack.h)
 _NEVER_COPY: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
@@ -63,7 +73,7 @@ def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) 
         return Adopted(array)
     if not writable:
         return Adopted(array.copy(order="C"))
-    if _may_overlap(array):
+    if may_overlap(array.shape, array.strides, array.itemsize):
         raise ArrayError(
             f"{what} is a {_describe(array)} with strides {array.strides}, so that elements share memory, "
             "and the result goes there; give a copy of it"
@@ -165,10 +175,13 @@ def _cure(x: Any) -> str:
     return "give a NumPy array, or use the object collectives"
 
 
-def _may_overlap(x: Array) -> bool:
-    """Whether two elements may share memory: some stride does not step over all of the smaller ones' extent."""
-    extent = x.itemsize
-    for stride, length in sorted(zip(map(abs, x.strides), x.shape, strict=True)):
+def may_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Return whether two elements may share memory, from the shape and the strides in bytes.
+
+    True if some stride is smaller than the extent of all dimensions with smaller strides.
+    """
+    extent = itemsize
+    for stride, length in sorted(zip(map(abs, strides), shape, strict=True)):
         if length > 1:
             if stride < extent:
                 return True

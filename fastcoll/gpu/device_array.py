@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.arrays import Adopted
+from ..arrays.arrays import Adopted, may_overlap
 from ..arrays.dtypes import dtype_of
 from ..errors import ArrayError
 from .runtime import cupy, runtime, waited_stream
@@ -191,16 +191,18 @@ def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:
         raise ArrayError(
             f"{what} is a read-only {array}, and the result goes there; give a writable copy of it"
         )
-    if strides is None or array.size == 0 or strides == _dense_strides(array.shape, array.dtype.itemsize):
+    shape, itemsize = array.shape, array.dtype.itemsize
+    dense = tuple(itemsize * prod(shape[k + 1 :]) for k in range(len(shape)))
+    if strides is None or array.size == 0 or strides == dense:
         return OnDevice(array)
-    if writable and _may_overlap(array.shape, strides, array.dtype.itemsize):
+    if writable and may_overlap(shape, strides, itemsize):
         raise ArrayError(
             f"{what} is a {array} with strides {strides}, so that elements share memory, and the result goes "
             "there; give a copy of it"
         )
     from ..kernels.cuda.packing import Strided, pack
 
-    strided = Strided(array.address, array.shape, strides, array.dtype.itemsize)
+    strided = Strided(array.address, shape, strides, itemsize)
     memory = runtime().allocate(array.nbytes, array.device, array.stream)
     with runtime().on(array.device):
         pack(memory.ptr, strided, array.stream)
@@ -208,22 +210,6 @@ def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:
     owner = (memory, array.owner)
     packed = DeviceArray(memory.ptr, array.dtype, array.shape, array.device, array.stream, owner)
     return OnDevice(packed, strided if writable else None)
-
-
-def _dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides in bytes of an array in C order."""
-    return tuple(itemsize * prod(shape[k + 1 :]) for k in range(len(shape)))
-
-
-def _may_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether two elements may share memory: some stride does not step over all of the smaller ones' extent."""
-    extent = itemsize
-    for stride, length in sorted((abs(step), n) for step, n in zip(strides, shape, strict=True)):
-        if length > 1:
-            if stride < extent:
-                return True
-            extent += (length - 1) * stride
-    return False
 
 
 def scratch(size: int, dtype: np.dtype[Any], device: int, stream: int, owner: Any = None) -> DeviceArray:
