@@ -34,31 +34,32 @@ from .messages import NcclMessages
 _MOST_KINDS = 10_000
 
 
-def _all_reduce_each(moves: Moves, o: Operation, how: Any) -> None:
+def _all_reduce(moves: Moves, o: Operation, how: Any) -> None:
     for x in o.outputs:
         how.all_reduce(moves, x)
 
 
-def _all_gather_each(moves: Moves, o: Operation, how: Any) -> None:
+def _all_gather(moves: Moves, o: Operation, how: Any) -> None:
     for k, x in enumerate(o.inputs):
         moves.all_gather(o.outputs[k * moves.size :][: moves.size], x)
 
 
 _QUEUES: dict[str, Callable[[Moves, Operation, Any], None]] = {
-    "all_reduce": _all_reduce_each,
+    "all_reduce": _all_reduce,
     "reduce": lambda moves, o, how: how.reduce(moves, o.outputs[0], o.inputs[0], o.root),
     "scan": lambda moves, o, how: how.scan(moves, o.outputs[0], o.inputs[0], False),
     "exscan": lambda moves, o, how: how.scan(moves, o.outputs[0], o.inputs[0], True),
     "reduce_scatter": lambda moves, o, how: how.reduce_scatter(moves, o.outputs[0], o.inputs),
     "broadcast": lambda moves, o, how: moves.broadcast(o.outputs[0], o.root),
-    "all_gather": _all_gather_each,
+    "all_gather": _all_gather,
     "gather": lambda moves, o, how: moves.gather(o.outputs or None, o.inputs[0], o.root),
     "scatter": lambda moves, o, how: moves.scatter(o.outputs[0], o.inputs or None, o.root),
     "all_to_all": lambda moves, o, how: moves.all_to_all(o.outputs, o.inputs),
-    "all_reduce_coalesced": _all_reduce_each,
-    "all_gather_coalesced": _all_gather_each,
 }
-"""What queues an operation on flat arrays; the last argument is how a reducing one reduces."""
+"""The function that queues an operation on flat arrays, for each kind that is no composition. `how` reduces.
+
+A composition of all_reduce or all_gather is queued by the function of that kind, for each of its arrays.
+"""
 
 
 class NcclCarrier(StreamCarrier):
@@ -200,7 +201,9 @@ class _NcclCall(QueuedCall):
         group = self.carrier.group
         doing = _doing(self._said.call, self._said.shape, group.name)
         moves = Moves(self._nccl.communicator(self.arrays), turn, group.rank, group.size, doing)
-        _QUEUES[self._operation.kind](moves, self._operation, self._how)
+        _QUEUES[KINDS[self._operation.kind].made_of or self._operation.kind](
+            moves, self._operation, self._how
+        )
 
 
 @lru_cache(maxsize=1024)
