@@ -1,15 +1,19 @@
-"""Operations on arrays of GPUs: what describes such an array, CUDA's runtime, and what carries the operations out.
+"""Operations on arrays in GPU memory.
 
-    device_array         DeviceArray, and how any library's array becomes one
-    runtime              memory, streams, events: CUDA's runtime as CuPy binds it, imported when a GPU array first comes
-    auto                 which carrier serves a group, and the carrier that finds out
+    device_array         DeviceArray, and the import of arrays of any library
+    runtime              memory, streams and events through CuPy, imported when the first GPU array is passed
+    auto                 the choice of a group's carrier, and the carrier that makes this choice
     staged, transit
-                         any group's CPU backend, through pinned host memory
-    streams, stream_work what the carriers share that queue work on streams
+                         the group's CPU backend, through pinned host memory
+    streams, stream_work shared code of the carriers that queue work on streams
     nccl/                NCCL
-    ipc/                 kernels over the memory of the other ranks of a node
+    ipc/                 kernels that read the memory of the node's other ranks
     cuda_aware_mpi       a CUDA-aware MPI library
-    several              several arrays of one process, on one GPU or many
+    several              several arrays of one process, on one GPU or on several
 
-A group's carrier of GPU arrays is made when the first one comes. Nothing here is imported before.
+A *carrier* executes a group's operations on GPU arrays. A group creates its carrier when it gets its first GPU array.
+Nothing in this room is imported before.
+
+No code in this room has run on a GPU yet. The tests run it on fakes of CUDA's runtime, of CuPy and of NCCL, and run
+the kernels in Numba's CUDA simulator.
 """

@@ -1,18 +1,18 @@
-"""The carriers of GPU arrays for a group: which one it is, and AutoCarrier, which finds out with the first call.
+"""The choice between the carriers of GPU arrays, and AutoCarrier, which makes it.
 
 | backend       | the ranks                                                      | carrier |
 |---------------|----------------------------------------------------------------|---------|
 | nccl          | any                                                            | NCCL    |
-| shm, auto     | on one node, each can map the memory of all the others' GPUs   | IPC     |
+| shm, auto     | on one node, each can map the memory of all others' GPUs       | IPC     |
 | shm, auto     | otherwise, each with a GPU of its own, and all with NCCL       | NCCL    |
 | shm, auto     | otherwise                                                      | staging |
 | mpi           | each with an MPI library that is CUDA-aware                    | MPI     |
 | mpi, others   | otherwise                                                      | staging |
 
-Only ranks that have an array know their GPU, so with shm and auto the first collective call on arrays of GPUs begins
-with an agreement over the CPU backend. It and what is called before it has ended block the host until the result is on
-the GPU; later calls are the chosen carrier's own. Messages always go through the host: they are no calls of all ranks,
-so nobody could know whether the peer has chosen already.
+A rank knows its GPU only when it has an array. So with shm and auto the first collective call on GPU arrays begins with
+an exchange over the CPU backend. This call, and calls made before it has ended, block the host until the result is on
+the GPU; later calls behave as the chosen carrier's. Messages are always staged through the host: a message does not
+involve all ranks, so a sender cannot know whether its peer has chosen a carrier yet.
 """
 
 from __future__ import annotations
@@ -40,23 +40,26 @@ IPC, NCCL, STAGED = "ipc", "nccl", "staged"
 
 
 class Facts(NamedTuple):
-    """What a rank knows of its GPU."""
+    """What one rank knows about its GPU."""
 
-    gpu: bytes  # its UUID; equal for ranks that share a GPU
-    nccl: bool  # whether NCCL can be used
-    kernels: bool  # whether our kernels can be used
-    reaches_all: bool = False  # whether it can map the memory of every other rank's GPU
+    gpu: bytes  # UUID of the GPU; equal for ranks that share a GPU
+    nccl: bool  # NCCL can be used
+    kernels: bool  # fastcoll's kernels can be used
+    reaches_all: bool = False  # the rank can map the memory of every other rank's GPU
 
 
 def choose(facts: Sequence[Facts], one_node: bool) -> str:
-    """The carrier for the backends shm and auto: IPC, NCCL or STAGED; the same on all ranks."""
+    """Return the carrier for the backends shm and auto: IPC, NCCL or STAGED.
+
+    The result is the same on all ranks.
+    """
     if one_node and all(rank.kernels and rank.reaches_all for rank in facts):
         return IPC
     return NCCL if suits_nccl(facts) else STAGED
 
 
 def suits_nccl(facts: Sequence[Facts]) -> bool:
-    """Whether each rank has a GPU of its own, as NCCL wants it, and NCCL."""
+    """Return whether all ranks have NCCL, and each a GPU of its own, as NCCL requires."""
     return all(rank.nccl for rank in facts) and len({rank.gpu for rank in facts}) == len(facts)
 
 
@@ -64,13 +67,16 @@ def suits_nccl(facts: Sequence[Facts]) -> bool:
 
 
 def agree(group: ProcessGroup, device: int) -> list[Facts]:
-    """What every rank knows of the GPU that its first array is on; collective, inside a call of the group."""
+    """Exchange what every rank knows about the GPU of its first array.
+
+    Collective; runs inside a call of the group.
+    """
     from .nccl.bindings import why_unavailable
 
     uuid = runtime().uuid(device)
     rows = group.rows_of_all(np.array([why_unavailable() is None, has_kernels(), *uuid], np.uint8))
     facts = [Facts(row[2:].tobytes(), bool(row[0]), bool(row[1])) for row in rows]
-    # A GPU that CUDA_VISIBLE_DEVICES hides is not reached.
+    # This rank cannot reach a GPU that CUDA_VISIBLE_DEVICES hides.
     visible = {runtime().uuid(number): number for number in range(runtime().count())}
     reaches = all(f.gpu in visible and runtime().can_reach(device, visible[f.gpu]) for f in facts)
     answers = group.rows_of_all(np.array([reaches], np.uint8))
@@ -78,33 +84,33 @@ def agree(group: ProcessGroup, device: int) -> list[Facts]:
 
 
 def on_one_node(group: ProcessGroup) -> bool:
-    """Whether all ranks of a group share a node."""
+    """Return whether all ranks of a group share a node."""
     members = group.monitor.members
     return all(member.same_node(members[0]) for member in members)
 
 
 @cache
 def has_kernels() -> bool:
-    """Whether our kernels can be used; if not, the log says why, once."""
+    """Return whether fastcoll's kernels can be used; log the reason once if not."""
 
     def load() -> None:
         from ..kernels.cuda import kernel  # noqa: F401
 
     try:
         undisturbed(load)
-    except (UnavailableError, ImportError) as error:  # the second: another thread was told why
+    except (UnavailableError, ImportError) as error:  # ImportError: another thread's import has failed before
         _log.info("no kernels for arrays on GPUs: %s", error)
         return False
     return True
 
 
 class AutoCarrier(DeviceCarrier):
-    """See this module's docstring."""
+    """The carrier that chooses another one at the first call; see the module docstring."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._staged = StagedCarrier(group)
-        self._carriers: list[DeviceCarrier] = [self._staged]  # what builds on others first
+        self._carriers: list[DeviceCarrier] = [self._staged]  # a carrier precedes the ones it uses
         self.messages = self._staged.messages
         self.chosen: DeviceCarrier | None = None
         self._lock = threading.Lock()
@@ -112,7 +118,7 @@ class AutoCarrier(DeviceCarrier):
     adopt = staticmethod(adopt)
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        # What is queued began before the choice, and must stay ahead.
+        # Calls in the queue were made before the choice, and must be executed first.
         if self.chosen is not None and not self._group.gate.queue.pending:
             return self.chosen.plan(operation, timeout)
         name, arrays = operation.kind, [*operation.inputs, *operation.outputs]
@@ -124,14 +130,14 @@ class AutoCarrier(DeviceCarrier):
                 self._staged.transit.await_marks(marks, name)
                 planned = chosen.plan(operation, timeout)
                 if isinstance(planned, StreamCall):
-                    planned.start(name, ()).join()  # may be on the progress thread
+                    planned.start(name, ()).join()  # this code may run on the progress thread
                 else:
                     planned()
 
         return call
 
     def _choose(self, name: str, device: int) -> DeviceCarrier:
-        """Agree with all ranks; collective, inside a call of the group."""
+        """Choose the carrier with all ranks; collective, inside a call of the group."""
         group = self._group
         try:
             facts = agree(group, device)
@@ -148,7 +154,7 @@ class AutoCarrier(DeviceCarrier):
             from .ipc.backend import IpcCarrier
 
             carrier = IpcCarrier(group, chosen)
-            if reason := carrier.meet(device):  # on all ranks alike
+            if reason := carrier.meet(device):  # the same on all ranks
                 carrier.close(None)
                 _log.info("arrays on GPUs of group %r cannot be shared: %s", group.name, reason)
             else:

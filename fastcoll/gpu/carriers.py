@@ -1,4 +1,4 @@
-"""Which carrier takes the arrays on GPUs of a group."""
+"""The choice of the carrier that executes a group's operations on GPU arrays."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ _log = logging.getLogger("fastcoll")
 
 
 def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
-    """The carrier of GPU arrays for a group and the backend that was asked for: that of "cuda", or else of "cpu"."""
+    """Return the carrier of a group's GPU arrays.
+
+    Args:
+        backend: the backend requested for "cuda", or else the one for "cpu".
+    """
     if backend == "nccl":
-        from .nccl.backend import NcclCarrier  # and its library
+        from .nccl.backend import NcclCarrier  # loads NCCL
 
         return NcclCarrier(group)
     if backend in ("shm", "auto"):

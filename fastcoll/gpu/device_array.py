@@ -1,8 +1,9 @@
-"""DeviceArray: an array in the memory of a GPU as the carriers use it, whichever library made it; and `adopt`.
+"""DeviceArray, an array in GPU memory as the carriers use it, and its import.
 
-A DeviceArray stands where ndarrays do in core: dtype, shape, size, nbytes, reshape(-1) and slices of what is flat.
-Views keep the caller's array alive. Any library's array becomes one, or is refused with the cure. A strided array is
-packed by a kernel on its own stream, into memory of CuPy's pool; `finish` writes it back where the call had to write.
+In core, a DeviceArray replaces an ndarray: it has dtype, shape, size, nbytes, reshape(-1), and slices if it is flat.
+Views keep the caller's array alive. `adopt` converts an array of any library without a copy, or raises an error that
+says what to do. A kernel packs a strided array on the array's stream into memory of CuPy's pool; `finish` copies it
+back if the call writes into the array.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged (dlpack.h)
 
 
 class DeviceArray:
-    """A dense array on a GPU, in C order, with `dtype`, `shape`, `size` and `nbytes` as an ndarray's.
+    """A dense array on a GPU, in C order, with an ndarray's `dtype`, `shape`, `size`, `nbytes`.
 
     Attributes:
         device: the GPU's number in this process.
-        stream: the handle of the stream that the caller's library works on there; what wrote the array precedes on it.
-        owner: what keeps the memory alive: the caller's array, or memory of the runtime.
+        stream: the handle of the stream that the caller's library uses on the GPU. Work that wrote the array precedes
+            on this stream.
+        owner: the object that keeps the memory alive: the caller's array, or memory of the runtime.
     """
 
     __slots__ = ("address", "device", "dtype", "nbytes", "owner", "shape", "size", "stream")
@@ -46,12 +48,12 @@ class DeviceArray:
         return len(self.shape)
 
     def reshape(self, length: int) -> DeviceArray:
-        """All elements in a row; -1 is the only length."""
+        """Return a flat view of all elements; `length` must be -1."""
         assert length == -1
         return self._view(self.address, self.size)
 
     def __getitem__(self, part: slice) -> DeviceArray:
-        """Elements of a flat array, one after the other."""
+        """Return a view of consecutive elements of a flat array."""
         start, stop, step = part.indices(self.size)
         assert step == 1
         return self._view(self.address + start * self.dtype.itemsize, max(stop - start, 0))
@@ -60,7 +62,7 @@ class DeviceArray:
         return DeviceArray(address, self.dtype, (size,), self.device, self.stream, self.owner)
 
     def overlaps(self, other: DeviceArray) -> bool:
-        """Whether the two share memory."""
+        """Return whether two arrays share memory."""
         return (
             self.device == other.device
             and self.address < other.address + other.nbytes
@@ -72,7 +74,10 @@ class DeviceArray:
 
 
 def joined(arrays: Sequence[DeviceArray]) -> DeviceArray | None:
-    """The arrays as one, if each begins where the one before ends."""
+    """Return one flat array over all `arrays`, or None.
+
+    None if an array does not begin where the one before ends.
+    """
     first, end = arrays[0], arrays[0].address
     for x in arrays:
         if x.address != end:
@@ -83,13 +88,16 @@ def joined(arrays: Sequence[DeviceArray]) -> DeviceArray | None:
 
 
 def parts(whole: DeviceArray, like: Sequence[DeviceArray]) -> list[DeviceArray]:
-    """Parts of a flat array, one after the other, as large as others are."""
+    """Cut a flat array into consecutive parts with the sizes of the arrays `like`."""
     end = 0
     return [whole[end : (end := end + x.size)] for x in like]
 
 
 class Described(NamedTuple):
-    """What a library says of its array, before anything is packed; `strides` are in bytes, None of a dense one."""
+    """A library's description of its array, before anything is packed.
+
+    `strides` are in bytes, None for a dense array.
+    """
 
     array: DeviceArray
     strides: tuple[int, ...] | None
@@ -97,11 +105,11 @@ class Described(NamedTuple):
 
 
 def describe(x: Any, what: str, device_at: Any) -> Described:
-    """What is known of a GPU array, without touching its data; `strides` also of a dense one.
+    """Return the description of a GPU array without touching its data.
 
     Args:
-        x: a torch.Tensor, or anything with `__cuda_array_interface__` or DLPack, which CuPy reads.
-        device_at: tells the number of the GPU that an address belongs to.
+        x: a torch.Tensor, or any object with `__cuda_array_interface__` or DLPack, which CuPy imports.
+        device_at: returns the number of the GPU whose memory contains an address.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -120,9 +128,9 @@ def describe(x: Any, what: str, device_at: Any) -> Described:
     address, read_only = said["data"]
     dtype = x.dtype if isinstance(getattr(x, "dtype", None), np.dtype) else np.dtype(said["typestr"])
     shape = tuple(said["shape"])
-    # An empty array has no memory, and so no GPU to ask for; CuPy's has one all the same.
+    # An empty array has no address to look up; CuPy's arrays name a GPU all the same.
     device = device_at(address) if prod(shape) else int(getattr(getattr(x, "device", None), "id", 0))
-    # CuPy is asked: it names the stream of the current GPU, which need not be that of the array.
+    # For CuPy's arrays the interface names the stream of the current GPU, which may not be the array's GPU; ask CuPy.
     stream = current_stream(x, device, said.get("stream") or 0)
     return Described(DeviceArray(address, dtype, shape, device, stream, x), said.get("strides"), read_only)
 
@@ -142,7 +150,11 @@ def _of_torch(torch: Any, x: Any, what: str) -> Described:
 
 
 def current_stream(x: Any, device: int, unknown: int = 0) -> int:
-    """The handle of the stream that the library of `x` works on now on a GPU; `unknown` for other libraries."""
+    """Return the handle of the stream that the library of `x` uses now on a GPU.
+
+    Args:
+        unknown: the result for libraries other than torch and CuPy.
+    """
     library = type(x).__module__.partition(".")[0]
     if library == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
@@ -152,18 +164,24 @@ def current_stream(x: Any, device: int, unknown: int = 0) -> int:
 
 
 class OnDevice(Adopted):
-    """An array of a GPU as the carriers use it: the caller's own memory, or a packed copy of it."""
+    """A GPU array of a call: the caller's own memory, or a packed copy of it."""
 
     __slots__ = ("_strided",)
 
-    array: Any  # a dense DeviceArray, where that of a host array is an ndarray
+    array: Any  # a dense DeviceArray; a host array has an ndarray here
 
     def __init__(self, array: DeviceArray, strided: Any = None) -> None:
         super().__init__(array)  # type: ignore[arg-type]
-        self._strided = strided  # of kernels/cuda/packing.py: where a packed copy is written back to
+        self._strided = strided  # the target of the copy back, a Strided of kernels/cuda/packing.py
 
     def unpack(self, stream: int) -> None:
-        """Queue, on a stream of the array's GPU, the copy of a packed writable array back; nothing for any other."""
+        """Queue the copy of a packed writable array back to the caller's array.
+
+        Does nothing for any other array.
+
+        Args:
+            stream: of the array's GPU.
+        """
         if self._strided is not None:
             from ..kernels.cuda.packing import pack
 
@@ -171,17 +189,17 @@ class OnDevice(Adopted):
                 pack(self.array.address, self._strided, stream, back=True)
 
     def finish(self) -> None:
-        """As `unpack`, and wait for it."""
+        """Do what `unpack` does, and wait for it."""
         if self._strided is None:
             return
-        # Not on the array's own stream, whose later work may wait for what this thread is to do next.
+        # Not on the array's stream: work queued there later may wait for an action of this thread.
         device = self.array.device
         with runtime().on(device), waited_stream(runtime(), device) as stream:
             self.unpack(stream)
 
 
 def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:
-    """Take an array on a GPU in, as `DeviceCarrier.adopt`."""
+    """Import a GPU array; see `DeviceCarrier.adopt`."""
     array, strides, read_only = describe(x, what, runtime().device_at)
     if array.dtype.hasobject:
         raise ArrayError(
@@ -206,13 +224,17 @@ def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:
     memory = runtime().allocate(array.nbytes, array.device, array.stream)
     with runtime().on(array.device):
         pack(memory.ptr, strided, array.stream)
-    # The caller's array stays too: the kernel that reads it is only queued.
+    # The caller's array must stay alive: the kernel that reads it is only queued.
     owner = (memory, array.owner)
     packed = DeviceArray(memory.ptr, array.dtype, array.shape, array.device, array.stream, owner)
     return OnDevice(packed, strided if writable else None)
 
 
 def scratch(size: int, dtype: np.dtype[Any], device: int, stream: int, owner: Any = None) -> DeviceArray:
-    """GPU memory for a stream; `owner` is the array that tells its library."""
+    """Return a flat array in GPU memory, for use on a stream.
+
+    Args:
+        owner: an array of the library whose current stream the StreamWork orders.
+    """
     memory = runtime().allocate(size * dtype.itemsize, device, stream)
     return DeviceArray(memory.ptr, dtype, (size,), device, stream, (memory, owner))

@@ -1,6 +1,7 @@
-"""CUDA's runtime as CuPy binds it: the few calls that the carriers make, in one place, so that tests can stand in.
+"""The calls of CUDA's runtime that the carriers make, through CuPy.
 
-Addresses, streams and events are integers. `stream` 0 is the legacy default stream.
+Tests replace this module's Runtime with a fake. Addresses, streams and events are integers. `stream` 0 is the legacy
+default stream.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 @cache
 def cupy() -> Any:
-    """The module; UnavailableError where it is not installed, or finds no GPU."""
+    """Return the module CuPy.
+
+    Raises:
+        UnavailableError: CuPy is not installed or finds no GPU.
+    """
     try:
         import cupy as module
     except ImportError as error:
         raise UnavailableError(f"arrays on GPUs need CuPy ({error}): {INSTALL}") from error
     try:
         module.cuda.runtime.getDeviceCount()
-    except Exception as error:  # CUDARuntimeError, which is CuPy's own
+    except Exception as error:  # CuPy raises its own CUDARuntimeError
         raise UnavailableError(
             f"CuPy finds no GPU: {error}; see nvidia-smi and CUDA_VISIBLE_DEVICES"
         ) from error
@@ -43,7 +48,7 @@ def cupy() -> Any:
 
 
 class _Foreign(NamedTuple):
-    """A stream by its handle, in CUDA's protocol for streams."""
+    """A stream handle, wrapped in CUDA's stream protocol."""
 
     handle: int
 
@@ -52,7 +57,7 @@ class _Foreign(NamedTuple):
 
 
 class Runtime:
-    """The calls. Errors of CUDA are raised as FastcollError, with what was being done."""
+    """CUDA's runtime. Its errors are raised as FastcollError and name the failed action."""
 
     def __init__(self) -> None:
         self._cupy = cupy()
@@ -60,9 +65,10 @@ class Runtime:
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Make a GPU this thread's current one, and then the earlier one again.
+        """Make a GPU this thread's current one for the duration of a `with` block.
 
-        A thread that has used none stays there: turning to number 0 would make a context on it (CUDA 12), some 300 MB.
+        A thread that has not used a GPU stays on this one: a switch back to GPU 0 would create a context there (CUDA
+        12), of some 300 MB.
         """
         fresh = not self._cupy.cuda.driver.ctxGetCurrent()
         before = self._do("asking for the current GPU", self._calls.getDevice)
@@ -77,39 +83,48 @@ class Runtime:
     # ---- devices -------------------------------------------------------------------------------------
 
     def count(self) -> int:
-        """How many GPUs this process sees."""
+        """Return the number of GPUs that this process sees."""
         return int(self._do("counting GPUs", self._calls.getDeviceCount))
 
     def device_at(self, address: int) -> int:
-        """The number of the GPU that an address belongs to."""
+        """Return the number of the GPU whose memory contains an address."""
         return int(self._do("asking for an array's GPU", self._calls.pointerGetAttributes, address).device)
 
     def uuid(self, device: int) -> bytes:
-        """A GPU's name of 16 bytes, the same in all processes, whatever CUDA_VISIBLE_DEVICES makes its number."""
-        return driver().uuid(device)  # CuPy's ends at the first zero byte
+        """Return a GPU's 16-byte UUID.
+
+        It is the same in all processes, also if CUDA_VISIBLE_DEVICES gives the GPU different numbers.
+        """
+        return driver().uuid(device)  # CuPy truncates the UUID at its first zero byte
 
     def can_reach(self, device: int, peer: int) -> bool:
-        """Whether kernels on one GPU may use the memory of another of this process."""
+        """Return whether kernels on GPU `device` can use the memory of GPU `peer`.
+
+        Both are GPUs of this process.
+        """
         ask = self._calls.deviceCanAccessPeer
         return device == peer or bool(self._do("asking for peer access", ask, device, peer))
 
     # ---- memory --------------------------------------------------------------------------------------
 
     def pinned(self, nbytes: int) -> Array:
-        """Pinned host memory, as bytes; released with the last view of it."""
+        """Return pinned host memory as bytes; it is freed with the last view of it."""
         memory = self._do("pinning host memory", self._cupy.cuda.PinnedMemory, max(nbytes, 1), _PORTABLE)
         flat: Array = np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
         return flat
 
     def allocate(self, nbytes: int, device: int, stream: int | None = None) -> Any:
-        """GPU memory from CuPy's pool, for use on one stream (None: CuPy's current one); `.ptr` is its address.
+        """Return GPU memory from CuPy's pool, for use on one stream; `.ptr` is the address.
 
-        It goes to the stream's next user when the last reference has gone, although what was queued on the stream may
-        still use it. Other streams that use it must be through by then.
+        The pool may give the memory to the next user of the same stream as soon as the last reference is dropped, even
+        if work queued on this stream still uses it. Other streams must have finished with the memory by then.
+
+        Args:
+            stream: None: CuPy's current stream.
         """
         with self.on(device), ExitStack() as ends:
             if stream is not None:
-                # Not `with` a stream: at its end CuPy forgets a current one that was chosen by use().
+                # Not `with stream`: at its end CuPy forgets a current stream that use() has set.
                 ends.callback(self._cupy.cuda.get_current_stream().use)
                 self._stream(stream).use()
             return self._do("allocating GPU memory", self._cupy.cuda.alloc, max(nbytes, 1))
@@ -121,24 +136,28 @@ class Runtime:
         return streams.ptds if handle == 2 else streams.from_external(_Foreign(handle))
 
     def allocate_shareable(self, nbytes: int, device: int) -> int:
-        """GPU memory of its own, which `export` takes, zeroed; it is never freed (ipc/regions.py)."""
+        """Return the address of zeroed GPU memory for `export`.
+
+        The memory is never freed (ipc/regions.py).
+        """
         with self.on(device):
             address = self._do("allocating GPU memory", self._calls.malloc, nbytes)
             with waited_stream(self, device) as stream:
-                # Not cudaMemset: it is queued behind the caller's work on the default stream, and the host goes on.
+                # Not cudaMemset: it is ordered behind the caller's work on the default stream, and the host does not
+                # wait for it.
                 self._do("clearing GPU memory", self._calls.memsetAsync, address, 0, nbytes, stream)
         return int(address)
 
     def to_host(self, host: Array, address: int, stream: int) -> None:
-        """Copy from a GPU into pinned host memory; does not wait."""
+        """Queue a copy from a GPU to pinned host memory; does not wait."""
         self._copy(host.ctypes.data, address, host.nbytes, _DEVICE_TO_HOST, stream)
 
     def to_device(self, address: int, host: Array, stream: int) -> None:
-        """Copy pinned host memory to a GPU; does not wait."""
+        """Queue a copy from pinned host memory to a GPU; does not wait."""
         self._copy(address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, stream)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Copy inside a GPU, or between two that reach each other; does not wait."""
+        """Queue a copy inside a GPU, or between two that can reach each other; does not wait."""
         self._copy(dst, src, nbytes, _DEVICE_TO_DEVICE, stream)
 
     def _copy(self, dst: int, src: int, nbytes: int, kind: int, stream: int) -> None:
@@ -148,7 +167,7 @@ class Runtime:
     # ---- streams and events --------------------------------------------------------------------------
 
     def new_stream(self, device: int) -> int:
-        """A stream that is not ordered with any other; for `end_stream`."""
+        """Create a stream that is not ordered with any other; free it with `end_stream`."""
         with self.on(device):
             return int(self._do("making a stream", self._calls.streamCreateWithFlags, _NON_BLOCKING))
 
@@ -156,11 +175,11 @@ class Runtime:
         self._do("ending a stream", self._calls.streamDestroy, stream)
 
     def wait_stream(self, stream: int) -> None:
-        """Block until all that is queued on a stream is done."""
+        """Block until all work queued on a stream is done."""
         self._do("waiting for a stream", self._calls.streamSynchronize, stream)
 
     def new_event(self, device: int) -> int:
-        """An event, for `end_event`."""
+        """Create an event; free it with `end_event`."""
         with self.on(device):
             return int(self._do("making an event", self._calls.eventCreateWithFlags, _NO_TIMING))
 
@@ -168,15 +187,15 @@ class Runtime:
         self._do("ending an event", self._calls.eventDestroy, event)
 
     def record(self, event: int, stream: int) -> None:
-        """Make the event stand for what is queued on the stream up to here."""
+        """Record an event behind the work that the stream holds now."""
         self._do("recording an event", self._calls.eventRecord, event, stream)
 
     def order(self, stream: int, event: int) -> None:
-        """Make what is queued on a stream from here on wait for the event; the host does not."""
+        """Make work queued on a stream from now on wait for the event; the host does not wait."""
         self._do("ordering streams", self._calls.streamWaitEvent, stream, event)
 
     def is_past(self, event: int) -> bool:
-        """Whether what the event stands for is done. Never blocks."""
+        """Return whether the work before the recorded event is done. Never blocks."""
         status = self._calls.eventQuery(event)
         if status not in (0, _NOT_READY):
             raise FastcollError(f"CUDA: what was queued on a stream failed with status {status}")
@@ -185,11 +204,15 @@ class Runtime:
     # ---- memory of other processes -------------------------------------------------------------------
 
     def export(self, address: int) -> bytes:
-        """What another process of the node opens to map memory of `allocate_shareable`."""
+        """Return the handle by which another process maps memory of `allocate_shareable`."""
         return bytes(self._do("exporting GPU memory", self._calls.ipcGetMemHandle, address))
 
     def open(self, handle: bytes, device: int) -> int:
-        """The address here of what another process exported; for `shut`."""
+        """Map memory that another process has exported; unmap it with `shut`.
+
+        Returns:
+            its address in this process.
+        """
         call = self._calls.ipcOpenMemHandle
         with self.on(device):
             return int(self._do("mapping a peer's GPU memory", call, handle, _LAZY_PEER_ACCESS))
@@ -206,7 +229,7 @@ class Runtime:
 
 @contextmanager
 def waited_stream(runtime: Runtime, device: int) -> Iterator[int]:
-    """A stream of its own, whose end the host waits for."""
+    """Create a stream whose work the host waits for at the end of the `with` block."""
     stream = runtime.new_stream(device)
     try:
         yield stream
@@ -217,5 +240,9 @@ def waited_stream(runtime: Runtime, device: int) -> Iterator[int]:
 
 @cache
 def runtime() -> Runtime:
-    """This process's; UnavailableError where there is no CuPy, or no GPU."""
+    """Return this process's Runtime.
+
+    Raises:
+        UnavailableError: there is no CuPy, or no GPU.
+    """
     return Runtime()
