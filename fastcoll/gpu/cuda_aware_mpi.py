@@ -1,13 +1,14 @@
-"""MpiCarrier: GPU arrays handed to a CUDA-aware MPI library as they are, for groups of the backend mpi.
+"""MpiCarrier: passes GPU arrays to a CUDA-aware MPI library, for groups of the backend mpi.
 
-The group itself does the work: it meets the other ranks, and gives MPI addresses on GPUs instead of the host's. A
-call waits until the arrays' streams have done what was queued on them when it was made, and returns when its result is
-on the GPU, as a staged one does. Reductions are our kernels', in rank order. What cannot be done so is staged, on all
-ranks alike: scan and exscan, functions of the user's, many ranks, and reductions where a rank has no kernels.
+The group's own backend meets the other ranks, and passes MPI addresses in GPU memory instead of host memory. A call
+waits until the arrays' streams have done the work that they held when the call was made, and returns when its result is
+on the GPU, as a staged call does. fastcoll's kernels do the reductions, in rank order. Some calls are staged, on all
+ranks alike: scan and exscan, reductions by a user's function, reductions among more than MOST_SOURCES ranks, and
+reductions where a rank has no kernels.
 
-Messages go as they are too, where they are not small: small ones travel inside the letters of net/mpi/pipe.py, which
-the host writes, and so are staged, as is what a rank sends itself. Nothing of this shows on the other side: a message
-may come from a GPU and go to the host's memory.
+MPI also gets the address of a message's array, unless the message is small: small messages travel inside the control
+messages of net/mpi/pipe.py, which the host writes. These, and messages of a rank to itself, are staged. The other side
+sees no difference: a message may be sent from a GPU and received into host memory.
 """
 
 from __future__ import annotations
@@ -35,31 +36,31 @@ from .streams import Turn
 from .transit import Transit, laid_out
 
 MOST_SOURCES = 64
-"""Arrays that a kernel reduces (kernels/cuda/reducers.py)."""
+"""Most arrays that one kernel can reduce (kernels/cuda/reducers.py)."""
 
 Arrays = Sequence[DeviceArray]
 Block = tuple[int, int]
-"""Address and bytes."""
+"""Address and number of bytes."""
 
 
 @runtime_checkable
 class TakesGpus(Protocol):
-    """A backend of net/mpi."""
+    """A backend of net/mpi, which can take GPU arrays."""
 
-    cuda_aware: bool  # whether the MPI library of every rank says that it takes memory of GPUs
+    cuda_aware: bool  # the MPI library of every rank reports that it takes GPU memory
 
     def take_gpus(self, memory: Any, current: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let its `plan` take arrays on GPUs."""
+        """Make `plan` accept GPU arrays from now on."""
 
 
 class MpiCarrier(StagedCarrier):
-    """See this module's docstring; the group's backend TakesGpus, and its library does."""
+    """The carrier of the module docstring; the backend is a TakesGpus with a CUDA-aware library."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         assert isinstance(group.backend, TakesGpus)
         self._memory = DeviceMemory(self.transit)
-        self._direct: Any = group.backend  # what it takes of GPUs, its annotations do not say
+        self._direct: Any = group.backend  # its annotations do not include GPU arrays
         self.messages = messages = MpiMessages(group, self.transit)
         group.backend.take_gpus(self._memory, lambda: runtime().on(messages.device))
 
@@ -87,10 +88,14 @@ class MpiCarrier(StagedCarrier):
         return call
 
     def _carry_out(self, operation: Operation, outputs: Arrays, plain: ReduceOp | None) -> bool:
-        """Have the group do it, `plain` once inputs are scaled; False, on all ranks, where one of them can't."""
+        """Execute the operation by the group's backend; False, on all ranks, if one of them cannot.
+
+        Args:
+            plain: the reduction that remains once the inputs are scaled.
+        """
         kind, inputs, op = operation.kind, operation.inputs, operation.op
         memory, turn = self._memory, self._memory.turn
-        by = op if auto.has_kernels() else plain  # without kernels nothing is scaled, and nothing reduced
+        by = op if auto.has_kernels() else plain  # without kernels this call neither scales nor reduces
         if KINDS[kind].made_of or (kind == "all_reduce" and plain is not op):
             one, finish = turn.as_one(operation._replace(op=by), self._group.size)
             memory.settle()
@@ -109,7 +114,7 @@ class MpiCarrier(StagedCarrier):
 
 
 class MpiMessages:
-    """Messages of arrays on GPUs: as they are, where they are large, else staged."""
+    """Messages of GPU arrays: large ones by MPI from GPU memory, small ones staged."""
 
     def __init__(self, group: ProcessGroup, transit: Transit) -> None:
         self._group, self._transit, self._staged = group, transit, StagedMessages(group, transit)
@@ -117,7 +122,11 @@ class MpiMessages:
         self.device = 0  # the GPU of the last message
 
     def _suits(self, x: Adopted, peer: int | None) -> bool:
-        """Whether a message, to rank `peer` or to be received, may go without the host."""
+        """Return whether MPI can carry a message directly from or to GPU memory.
+
+        Args:
+            peer: the destination, or the source; None: any.
+        """
         return bool(x.array.nbytes > self._direct.least_on_gpus) and peer != self._group.rank
 
     def send(self, x: Adopted, dst: int, tag: int) -> None:
@@ -133,7 +142,8 @@ class MpiMessages:
         with self._transit.in_use([array_of(x)]):
             return self._group.post_send(Adopted(self._ready(x.array, "isend")), dst, tag)
 
-    # With `status` the message may be shorter; its sender may have staged it, so the receive is staged, too.
+    # With `status` the message may be shorter than the array. Its sender may have staged it, so the receive is staged,
+    # too.
     def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
         if status is not None or not self._suits(x, src):
             return self._staged.recv(x, src, tag, status)
@@ -147,7 +157,10 @@ class MpiMessages:
             return self._group.post_receive(self._landing(x), src, tag)
 
     def _ready(self, x: Any, name: str) -> Array:
-        """An ndarray that stands for an array, once its stream has come here; its elements may not be touched."""
+        """Return an ndarray that has the array's GPU address, once its stream has reached this call.
+
+        Nobody may access its elements on the host.
+        """
         self.device = x.device
         self._transit.await_marks(self._transit.mark([x]), name)
         place = {"version": 3, "typestr": "|u1", "shape": (x.nbytes,), "data": (x.address, False)}
@@ -159,10 +172,11 @@ class MpiMessages:
 
 
 class _Landing(Adopted):
-    """An array on a GPU that a message is received into: MPI writes there, but the host, which carries it, may not.
+    """A GPU array that receives a message.
 
-    A message that comes before its receive is posted, or from this rank itself, lies in the host's memory already.
-    It is kept, and brought to the GPU when the receive is finished, which is on a thread that may wait for a GPU.
+    MPI writes to it; the host, which drives the receive, must not. A message that arrived before its receive was
+    posted, or that this rank sent to itself, is in host memory already. It is kept, and copied to the GPU when the
+    receive is finished, by a thread that may wait for a GPU.
     """
 
     __slots__ = ("_came", "_of", "_transit")
@@ -174,7 +188,7 @@ class _Landing(Adopted):
         self._of, self._transit = of, transit
 
     def put(self, address: int, nbytes: int) -> None:
-        """Keep the message at an address of the host; it has the size of the array."""
+        """Keep the message at a host address; it has the size of the array."""
         self._came = np.empty(self.array.shape, self.array.dtype)
         ctypes.memmove(self._came.ctypes.data, address, nbytes)
 
@@ -194,10 +208,11 @@ class _Landing(Adopted):
 
 
 class DeviceMemory:
-    """The memory of the GPU that is in use, that of the arrays of the call under way, as net/mpi/execution.py wants it.
+    """The memory interface of net/mpi/execution.py, for arrays on a GPU.
 
-    Copies and reductions are queued on a stream of the group's and waited for: MPI, which comes next, knows no streams.
-    `turn` is that stream, and memory of the call's own.
+    The GPU is that of the current call. Copies and reductions are queued on a stream of the group, and the host waits
+    for them, because MPI, which is called next, knows nothing of streams. `turn` has this stream, and the call's
+    scratch memory.
     """
 
     on_gpu = True
@@ -208,7 +223,7 @@ class DeviceMemory:
 
     @contextmanager
     def use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
-        """Work on the arrays' GPU; one call at a time."""
+        """Work on the arrays' GPU for the duration of a `with` block; one call at a time."""
         with self._transit.in_use(arrays):
             device = next((x.device for x in arrays if x.size), arrays[0].device)
             self.turn = Turn(runtime(), device, self._transit.stream(device, "own"))
@@ -218,7 +233,7 @@ class DeviceMemory:
                 del self.turn
 
     def settle(self) -> None:
-        """Wait for what is queued on the stream of `turn`."""
+        """Wait for the work queued on the stream of `turn`."""
         runtime().wait_stream(self.turn.stream)
 
     def blocks(self, arrays: Sequence[DeviceArray]) -> list[Block]:

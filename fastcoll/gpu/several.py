@@ -1,9 +1,9 @@
-"""Collectives on several arrays of each rank: on several GPUs, on one, or on the host; see api/multigpu.py.
+"""Collectives on several arrays of each rank, on GPUs or on the host; see api/multigpu.py.
 
-A rank reduces its arrays in the order of the list into memory of its own, makes one ordinary call of its group with
-that, and hands out the result. What a rank does alone comes before and after the group's call. On the host both are
-part of the call. On GPUs the first part is queued on the first array's stream, when the call is made; the last one on
-the carrier's stream, or on one that the host waits for, if that is how the carrier works.
+A rank reduces its arrays, in the order of the list, into scratch memory, makes one ordinary call of its group with the
+result, and distributes the outcome to its arrays. On the host, these local parts run inside the call. On GPUs, the part
+before the group's call is queued on the first array's stream when the call is made. The part after it is queued on the
+carrier's stream, or, if the carrier works synchronously, on a stream that the host waits for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _reduced(
 ) -> Any:
     mine = Several(group, tensors, "tensor_list", written)
     total, outputs = mine.room(mine.arrays[0].size), mine.written
-    left = scaled(np.empty(0, total.dtype), op)[1] if mine.on_host else op  # what `Mover.fold` has not done
+    left = scaled(np.empty(0, total.dtype), op)[1] if mine.on_host else op  # the rest, after `Mover.fold`
 
     def after(mover: Mover) -> None:
         if op.code == AVG and outputs:
@@ -143,12 +143,16 @@ def _index(name: str, index: int, length: int) -> int:
 
 
 class OnHost:
-    """What a rank does with its own arrays in host memory. Arrays of a call have one dtype."""
+    """The local parts of a call on host arrays. All arrays of a call have one dtype."""
 
     def fold(self, out: Array, xs: Sequence[Array], op: ReduceOp) -> None:
-        """out = reduction of xs, in their order, with which the ranks' reduction begins; out is apart from them.
+        """Reduce `xs`, in their order, into `out`: this rank's contribution to the ranks' reduction.
 
-        An average is a sum, to be divided later. What PREMUL_SUM scales is scaled here; on a GPU by its carrier.
+        For an average this is a sum, divided later. PREMUL_SUM's factor is applied here; on a GPU the carrier applies
+        it.
+
+        Args:
+            out: shares no memory with `xs`.
         """
         from ..kernels.reduce import reducer
 
@@ -161,7 +165,7 @@ class OnHost:
             out[...] = source
 
     def divide(self, x: Array, n: int) -> None:
-        """x /= n, as AVG divides."""
+        """Divide x by n in place, as AVG divides."""
         divide(x, n)
 
     def copy(self, out: Array, x: Array) -> None:
@@ -169,13 +173,16 @@ class OnHost:
 
 
 class OnStream(Turn):
-    """The same on a GPU, which is current. Scratch memory goes to what is queued later on the stream."""
+    """The local parts of a call on a GPU, which is current.
+
+    Later work on the stream may reuse the scratch memory.
+    """
 
     def fold(self, out: DeviceArray, xs: Sequence[DeviceArray], op: ReduceOp) -> None:
         self._reduce(_local(op), out, [x if x.device == self.device else self.copied([x]) for x in xs])
 
     def divide(self, x: DeviceArray, n: int) -> None:
-        """The average of x and zeros, which are x ^ x."""
+        """Divide x by n in place: replace x by the average of x and n - 1 arrays of zeros (x ^ x)."""
         bits = DeviceArray(x.address, np.dtype(np.uint8), (x.nbytes,), x.device, x.stream, x.owner)
         zero = self.scratch_like([bits])
         self._reduce(ReduceOp.BXOR, zero, [bits, bits])
@@ -197,9 +204,10 @@ def _local(op: ReduceOp) -> ReduceOp:
 
 
 class Several:
-    """The arrays that one rank gives to a call, adopted.
+    """The imported arrays that one rank passes to a call.
 
-    `places` are of those that the call writes, `written`; None for all, which must be apart then.
+    Args:
+        places: indices of the arrays that the call writes, `written`; None: all of them, which must not overlap then.
     """
 
     def __init__(
@@ -218,7 +226,7 @@ class Several:
         check_alike(what, items, self.arrays[0], f"{what}[0]")
 
     def room(self, size: int) -> Any:
-        """Memory of the call's own where the first array is."""
+        """Return scratch memory on the device of the first array."""
         x = self.arrays[0]
         if self.on_host:
             return np.empty(size, x.dtype)
@@ -233,7 +241,11 @@ class Several:
         outputs: Sequence[Adopted],
         async_op: bool,
     ) -> Work | None:
-        """Carry a call out; `before` and `after` are this rank's own, and only `after` writes `outputs`."""
+        """Execute a call.
+
+        Args:
+            before, after: the local parts; only `after` writes `outputs`.
+        """
         first = self.arrays[0]
         if not self.on_host:
             with runtime().on(first.device):
@@ -258,7 +270,7 @@ class Several:
 
 
 def check_alike(what: str, items: Sequence[Adopted], y: Any, other: str) -> None:
-    """Arrays that stand for the same data must be in one kind of memory, of one dtype and size."""
+    """Raise an error unless all arrays are in one kind of memory, and have one dtype and size."""
     for index, item in enumerate(items):
         x: Any = item.array
         if type(x) is not type(y):
@@ -271,7 +283,7 @@ def check_alike(what: str, items: Sequence[Adopted], y: Any, other: str) -> None
 
 
 class _Ends(OnDevice):
-    """A rank's last part, in the place of an output that a carrier unpacks on its stream."""
+    """The local part after the call, as an output that a carrier unpacks on its stream."""
 
     __slots__ = ("_after", "_targets")
 
@@ -287,14 +299,17 @@ class _Ends(OnDevice):
             target.unpack(target.array.stream)
 
     def now(self) -> None:
-        """On a stream that the host waits for; what is packed stays so."""
+        """Run the local part on a stream that the host waits for; packed arrays are not unpacked."""
         device = self.array.device
         with runtime().on(device), waited_stream(runtime(), device) as stream:
             self._after(OnStream(runtime(), device, stream))
 
 
 def _follow(x: DeviceArray, stream: int, other: DeviceArray, other_stream: int) -> None:
-    """What is queued from here on on a stream of one array's GPU waits for what a stream of the other's holds now."""
+    """Make one array's stream wait for another's.
+
+    Work queued on the first stream from now on waits for the work that the other one holds.
+    """
     if (x.device, stream) != (other.device, other_stream):
         event = runtime().new_event(other.device)
         with runtime().on(other.device):

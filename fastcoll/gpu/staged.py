@@ -1,21 +1,21 @@
 """StagedCarrier: GPU arrays over any CPU backend, through pinned host memory.
 
-A call waits until the arrays' streams have done what was queued on them when it was made, copies the inputs to the
-host, has the group's CPU backend do the operation there, copies the results back, and returns when they are on the GPU.
-An asynchronous one does so on the group's progress thread. A large one goes in segments, so that copies and the CPU
-backend work at the same time:
+A call waits until the arrays' streams have done the work that they held when the call was made. It then copies the
+inputs to the host, executes the operation there by the group's CPU backend, copies the results back, and returns when
+they are on the GPU. An asynchronous call does so on the group's progress thread. A large array is split into segments,
+so that copies and the CPU backend overlap:
 
     down   segment k+1 to the host, on one stream
     CPU    segment k, by the group's CPU backend
     up     segment k-1 to the GPU, on another stream
 
-Three buffers take turns. A segment's buffer is filled again when its copy up is past: the GPU waits for that, or the
-host, where nothing comes down. Before the first segment all ranks tell each other what they call, since a rank with
-an array of another size would go through other segments.
+The segments use three buffers in rotation. A buffer is refilled only after its copy up is complete: the stream that
+copies down waits for that copy; if nothing is copied down, the host waits. Before the first segment all ranks compare
+their calls, because a rank with an array of another size would have other segments.
 
-A message's send waits for the array's stream and copies the array to the host; the message goes on from there, and the
-array is free again when it is said to be sent, as with any. A receive is posted with host memory; whoever completes it
-waits for the array's stream and copies the message to the GPU, before the receive is complete.
+The send of a message waits for the array's stream and copies the array to the host. The message is sent from there, and
+the caller may reuse the array when the send is complete, as with host arrays. A receive is posted with host memory. The
+thread that completes it waits for the array's stream and copies the message to the GPU before the receive is complete.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ from .transit import Marks, Transit, laid_out
 Arrays = Sequence[DeviceArray]
 
 SEGMENT = 4 << 20
-"""Bytes of a segment; smaller arrays go in one piece. The copy of 4 MiB over PCIe takes some 0.2 ms, many times what
-starting it takes; not measured on hardware."""
+"""Bytes of a segment; smaller arrays are not split.
+
+A copy of 4 MiB over PCIe takes about 0.2 ms, many times its start-up cost. This is an estimate, not measured on
+hardware.
+"""
 _BUFFERS = 3
 
 
@@ -95,15 +98,18 @@ class StagedCarrier(DeviceCarrier):
 
     @contextmanager
     def whole(self, name: str, arrays: Sequence[DeviceArray]) -> Iterator[None]:
-        """A call on this rank; the group fails if it ends half-way, as the peers count on it."""
+        """Execute a call, and fail the group if it ends half-way.
+
+        The peers wait for this rank.
+        """
         with self.transit.in_use(arrays):
             try:
                 yield
             except UsageError:
-                raise  # all ranks have the same
+                raise  # all ranks raise the same error
             except BaseException as error:
                 self._group.abort(f"{name} of arrays on a GPU ended with {type(error).__name__}: {error}")
-                # Before the memory of copies that are queued is free.
+                # The queued copies must end before their memory is freed.
                 with suppress(FastcollError):
                     self.transit.settle()
                 raise
@@ -111,7 +117,11 @@ class StagedCarrier(DeviceCarrier):
     # ---- large arrays --------------------------------------------------------------------------------
 
     def _in_segments(self, operation: Operation, down: Arrays, up: Arrays, op: ReduceOp | None) -> Call:
-        """A call whose arrays come down and go up one after the other, as one; `op` before its inputs are scaled."""
+        """Return a call on arrays that are copied down and up as if they were one array.
+
+        Args:
+            op: the reduction before its inputs are scaled.
+        """
         kind = KINDS[operation.kind].made_of or operation.kind
         arrays = operation.inputs
         said = Compared.of(operation, self._group.size)
@@ -128,7 +138,7 @@ class StagedCarrier(DeviceCarrier):
                 buffer = ends.enter_context(self.transit.pool.lent(room))
                 pipeline = _Pipeline(self.transit, kind, down, up, spans, buffer)
                 ends.callback(pipeline.close)
-                # Whatever happens, the copies end before their memory is free.
+                # On any exit, the copies must end before their memory is freed.
                 ends.callback(self.transit.settle)
                 pipeline.fetch(0)
                 for k in range(len(spans)):
@@ -143,7 +153,11 @@ class StagedCarrier(DeviceCarrier):
         return call
 
     def _agree(self, said: int, nbytes: int) -> None:
-        """Compare the ranks' calls; MismatchError on all ranks where they differ."""
+        """Compare the ranks' calls.
+
+        Raises:
+            MismatchError: on all ranks, if the calls differ.
+        """
         group = self._group
         rows = group.rows_of_all(np.array([said, nbytes], np.int64))
         everybody = [(call, shape) for call, shape in rows.tolist()]
@@ -157,14 +171,14 @@ class StagedCarrier(DeviceCarrier):
     # ---- the end -------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Nothing to do: calls see that the group has failed, and copies end by themselves."""
+        """Do nothing: calls see that the group has failed, and copies end by themselves."""
 
     def close(self, reason: GroupError | None) -> None:
         self.transit.close()
 
 
 class _Pipeline:
-    """The copies of one call: for each buffer, events behind its last copies down and up."""
+    """The copies of one call, with events behind each buffer's last copies down and up."""
 
     def __init__(
         self, transit: Transit, name: str, down: Arrays, up: Arrays, spans: Sequence[Span], buffer: Array
@@ -179,7 +193,7 @@ class _Pipeline:
         self._ups = [transit.events.take(device) for _ in self._slots]
 
     def fetch(self, k: int) -> None:
-        """Queue the copy of segment k to its buffer, if anything comes down."""
+        """Queue the copy of segment k to its buffer, if the call copies anything down."""
         down, slot = self._arrays[0], k % _BUFFERS
         if down:
             if k >= _BUFFERS:
@@ -189,7 +203,7 @@ class _Pipeline:
             self._record(self._downs[slot], self._down)
 
     def ready(self, k: int) -> Array:
-        """Segment k in its buffer, once the CPU may use it."""
+        """Wait until the CPU may use segment k's buffer, and return it."""
         slot = k % _BUFFERS
         if self._arrays[0] or k >= _BUFFERS:
             self._transit.until((self._downs if self._arrays[0] else self._ups)[slot], self._name)
@@ -203,7 +217,10 @@ class _Pipeline:
         self._record(self._ups[k % _BUFFERS], self._up)
 
     def _pieces(self, arrays: Arrays, k: int) -> Iterator[tuple[int, Array]]:
-        """Where the elements of segment k lie in arrays, one after the other: addresses, and places in the buffer."""
+        """Yield the GPU addresses of segment k's elements, each with its slice of the buffer.
+
+        The arrays count as one, each after the one before.
+        """
         (start, length), begin = self._spans[k], 0
         for x in arrays:
             first, last = max(start - begin, 0), min(start + length - begin, x.size)
@@ -226,14 +243,14 @@ def _bytes(arrays: Arrays) -> int:
 
 
 def checked(op: ReduceOp, dtype: np.dtype[Any]) -> ReduceOp:
-    """The operation that the CPU backend does, after `_scale`; raises what is wrong with it."""
+    """Return the reduction that the CPU backend executes after `_scale`, or raise its error."""
     _, plain = scaled(np.empty(0, dtype), op)
     reducer(plain, dtype)
     return plain
 
 
 def _scale(host: Array, op: ReduceOp | None) -> None:
-    """PREMUL_SUM's factor, in place."""
+    """Apply PREMUL_SUM's factor in place."""
     assert op is not None
     host[...] = scaled(host, op)[0]
 
@@ -244,7 +261,9 @@ def _scale(host: Array, op: ReduceOp | None) -> None:
 class StagedMessages:
     """The messages of one group; arguments, results and errors are those of the group's own.
 
-    `marks`: where the array's stream was when it was given, if not now. A receive then waits for it when it is posted.
+    Args of isend and irecv:
+        marks: events behind the work that the array's stream held earlier; None: the stream is marked now. With marks,
+            a receive waits for them when it is posted.
     """
 
     def __init__(self, group: ProcessGroup, transit: Transit) -> None:
@@ -260,7 +279,7 @@ class StagedMessages:
         work = self._group.post_send(Adopted(host), dst, tag)
 
         def give(work: Work) -> None:
-            # After an error channels may still know the memory; it goes when they do.
+            # After an error, channels may still refer to the memory; it is freed with the last reference.
             if work.is_success():
                 self._transit.pool.give(buffer)
 
@@ -268,7 +287,7 @@ class StagedMessages:
         return work
 
     def _fetched(self, adopted: Adopted, name: str, marks: Marks | None) -> tuple[Array, Array]:
-        """A buffer, and in it what an array holds once its stream has come here."""
+        """Return a buffer, and in it the content of an array once its stream has reached this call."""
         x = array_of(adopted)
         with self._transit.in_use([x]):
             buffer = self._transit.pool.take(x.nbytes)
@@ -296,7 +315,7 @@ class StagedMessages:
 
 
 class _Incoming(Adopted):
-    """Host memory that a message is received into; `finish` brings it to the GPU."""
+    """Host memory that receives a message; `finish` copies it to the GPU."""
 
     __slots__ = ("_buffer", "_count", "_marks", "_target", "_transit")
     owes = True
@@ -324,6 +343,6 @@ class _Incoming(Adopted):
 
 
 def array_of(item: Adopted) -> DeviceArray:
-    """The array on a GPU that a carrier has adopted."""
+    """Return the GPU array of an imported argument."""
     x: DeviceArray = cast(OnDevice, item).array
     return x

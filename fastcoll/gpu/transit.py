@@ -1,9 +1,9 @@
-"""Transit: what moves between a GPU and pinned host memory, on streams of its own, for one group.
+"""Copies between a GPU and pinned host memory, on streams of their own, for one group.
 
-Pinned memory and events are used again: pinning costs more than a copy of the same size.
+Pinned memory and events are reused, because pinning costs more than a copy of the same size.
 
-The host waits for an array's stream before it copies anything, and gives up like any other wait: at the group's
-timeout, or when the group fails. So copies, once queued, end by themselves, and their memory can be used again.
+Before the host queues a copy it waits for the array's stream. It gives up like any other wait: at the group's timeout,
+or when the group fails. So queued copies end by themselves, and their memory can be reused.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from .device_array import DeviceArray
 from .runtime import Runtime, runtime
 
 _SPINS = 50
-_NAPS = (1e-5, 1e-3)  # seconds between two looks at an event: the first, and at most
+_NAPS = (1e-5, 1e-3)  # seconds between two polls of an event: the first, and the longest
 _CLOSE_SECONDS = 5.0
 
 LEAST = 4096
 KEPT = 64 << 20
-"""Bytes that a pool keeps for later; what is larger is pinned for one call. Not measured on hardware."""
+"""Bytes that a pool keeps; larger buffers are pinned for one call. Not measured on hardware."""
 
 Marks = list[tuple[int, int]]
-"""Events, each behind its GPU."""
+"""Pairs of a GPU and an event on it."""
 
 
 class Events:
-    """Events that are used again. Thread-safe, as lists are."""
+    """A pool of events. Thread-safe, because list operations are."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._all: Marks = []
 
     def take(self, device: int) -> int:
-        """An event of a GPU, for `give`."""
+        """Return an event of a GPU; give it back with `give`."""
         try:
             return self._free[device].pop()
         except IndexError:
@@ -55,7 +55,7 @@ class Events:
         self._free[device].extend(events)
 
     def close(self) -> None:
-        """End all of them, also those that nobody gave back."""
+        """Destroy all events, also those that were not given back."""
         ended, self._all = self._all, []
         self._free.clear()
         for device, event in ended:
@@ -64,17 +64,17 @@ class Events:
 
 
 class PinnedPool:
-    """Buffers by size, of powers of two. Thread-safe."""
+    """A pool of pinned buffers, by size; sizes are powers of two. Thread-safe."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.kept = 0  # bytes that nobody uses now
+        self.kept = 0  # bytes in free buffers
         self._runtime = runtime
         self._free: dict[int, list[Array]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
     def take(self, nbytes: int) -> Array:
-        """A buffer of at least so many bytes; for `give`, or to be dropped."""
+        """Return a buffer of at least `nbytes`; give it back with `give`, or drop it."""
         size = max(LEAST, 1 << (nbytes - 1).bit_length()) if nbytes else LEAST
         with self._lock:
             if free := self._free.get(size):
@@ -83,7 +83,7 @@ class PinnedPool:
         return self._runtime.pinned(size)
 
     def give(self, buffer: Array) -> None:
-        """Take a buffer back that nothing uses any more."""
+        """Take back a buffer that is no longer in use."""
         with self._lock:
             if not self._closed and self.kept + buffer.nbytes <= KEPT:
                 self.kept += buffer.nbytes
@@ -91,13 +91,16 @@ class PinnedPool:
 
     @contextmanager
     def lent(self, nbytes: int) -> Iterator[Array]:
-        """A buffer for a block of code that has ended its copies when it ends; after an error it is dropped."""
+        """Lend a buffer for a `with` block; after an error the buffer is dropped.
+
+        The block waits for its copies itself.
+        """
         buffer = self.take(nbytes)
         yield buffer
         self.give(buffer)
 
     def close(self) -> None:
-        """Release what is free, and keep nothing from now on."""
+        """Release the free buffers, and keep none from now on."""
         with self._lock:
             self._closed = True
             self._free.clear()
@@ -120,7 +123,10 @@ class Transit:
     # ---- when arrays are ready -----------------------------------------------------------------------
 
     def mark(self, arrays: Sequence[DeviceArray]) -> Marks:
-        """Events behind what the arrays' streams hold now; for `await_marks`. In the thread whose streams they are."""
+        """Record events behind the work that the arrays' streams hold now; for `await_marks`.
+
+        Runs in the thread that uses these streams.
+        """
         marks: Marks = []
         with self.in_use(arrays):
             for device, stream in dict.fromkeys((x.device, x.stream) for x in arrays if x.size):
@@ -131,13 +137,17 @@ class Transit:
         return marks
 
     def await_marks(self, marks: Marks, doing: str) -> None:
-        """Block until what the arrays' streams held is done; GroupError where the group has failed or timed out."""
+        """Block until the work before the marks is done.
+
+        Raises:
+            GroupError: the group has failed, or its timeout has passed.
+        """
         for device, event in marks:
             self.until(event, doing)
             self.events.give(device, [event])
 
     def until(self, event: int, doing: str) -> None:
-        """Block until an event is past; raises as `await_marks`."""
+        """Block until an event is complete; raises as `await_marks`."""
         limit = self._group.timeout
         deadline, nap, looks = time.monotonic() + limit, _NAPS[0], 0
         while not runtime().is_past(event):
@@ -155,14 +165,14 @@ class Transit:
     # ---- copies ----------------------------------------------------------------------------------------
 
     def stream(self, device: int, way: str) -> int:
-        """The stream of a GPU for one way, "down" or "up"."""
+        """Return the stream of a GPU for one direction, "down" or "up"."""
         with self._changed:
             if (device, way) not in self._streams:
                 self._streams[device, way] = runtime().new_stream(device)
             return self._streams[device, way]
 
     def copy(self, way: str, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
-        """Copy arrays of one GPU that are ready to pinned host memory ("down"), or from there ("up"); blocks."""
+        """Copy arrays that are ready to pinned host memory ("down"), or from there ("up"); blocks."""
         for device in {x.device for x in arrays if x.size}:
             stream = self.stream(device, way)
             for x, host in zip(arrays, hosts, strict=True):
@@ -176,9 +186,9 @@ class Transit:
 
     @contextmanager
     def in_use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
-        """While this lasts the streams stay, and the arrays' GPU is current.
+        """Keep the streams alive, and the arrays' GPU current, for the duration of a `with` block.
 
-        Otherwise CUDA would make a context on GPU 0, of some 300 MB, in a thread that has not chosen one.
+        In a thread that has not chosen a GPU, CUDA would otherwise create a context on GPU 0, of some 300 MB.
         """
         with self._changed:
             if self._closed:
@@ -195,15 +205,15 @@ class Transit:
                 self._changed.notify_all()
 
     def settle(self) -> None:
-        """Block until all copies that are queued have ended."""
+        """Block until all queued copies have ended."""
         for stream in list(self._streams.values()):
             runtime().wait_stream(stream)
 
     def close(self) -> None:
-        """Release everything, when the calls that are under way have ended. Closing twice is fine."""
+        """Release everything once the calls in progress have ended. Closing twice is fine."""
         with self._changed:
             self._closed = True
-            own = getattr(self._here, "depth", 0)  # a signal handler's thread would wait for itself
+            own = getattr(self._here, "depth", 0)  # waiting for these would block a signal handler
             unused = self._changed.wait_for(lambda: self._users <= own, _CLOSE_SECONDS) and not own
         self.pool.close()
         if unused:
@@ -215,7 +225,7 @@ class Transit:
 
 
 def laid_out(buffer: Array, arrays: Sequence[DeviceArray]) -> list[Array]:
-    """Host arrays like these, one after the other in pinned memory."""
+    """Return host arrays like `arrays`, one after the other in pinned memory."""
     hosts, end = [], 0
     for x in arrays:
         start, end = end, end + x.nbytes
