@@ -7,7 +7,7 @@ takes 25 ns to make instead of 250, and leaves every call that was not prepared,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np

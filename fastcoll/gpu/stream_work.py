@@ -1,8 +1,9 @@
-"""StreamWork, the handle of what was queued on a GPU; Own, the stream where it is queued; Watcher, which ends it.
+"""StreamWork, the handle of work on a GPU; Own, a stream; Watcher, a thread.
 
-A StreamWork ends when its event is past; until then it keeps alive what the GPU uses. Everybody may ask the event, but
-only the Watcher ends a StreamWork, which calls its callbacks, and asks whether the rest can still end: dead peers,
-errors, the deadline. The thread starts with the first Work and ends some seconds after the last one.
+A StreamWork ends when its event is complete. Until then it keeps alive the memory that the GPU uses. Any thread may
+query the event, but only the Watcher's thread completes a StreamWork and runs its callbacks. It also checks whether the
+outstanding Works can still end: dead peers, errors, the deadline. The thread starts with the first Work and ends some
+seconds after the last one.
 """
 
 from __future__ import annotations
@@ -19,22 +20,28 @@ from ..errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupE
 from .device_array import DeviceArray, current_stream
 
 _ASK = 0.0005
-"""Seconds between two questions of a thread that waits for the GPU."""
+"""Seconds between two polls by a thread that waits for the GPU."""
 _NAP, _LONG_NAP = 0.0005, 0.01
-"""Seconds between two looks at the events: while the oldest Work is younger than _YOUNG, and later."""
+"""Seconds between two polls of the events: while the oldest Work is younger than _YOUNG, and later."""
 _YOUNG = 0.1
 _LOOK = 0.05
-"""Seconds between two looks at peers and errors, as elsewhere (core/monitor.py)."""
+"""Seconds between two checks for dead peers and errors, as elsewhere (core/monitor.py)."""
 _MOST = 64
-"""Works outstanding before a call waits: the driver's queue takes some 1024 launches, and whoever finds it full blocks
-inside CUDA, where the watcher may block behind it. An estimate: a small call queues about ten."""
+"""Outstanding Works from which a call waits.
+
+The driver's queue holds some 1024 launches. A thread that finds it full blocks inside CUDA, and the watcher may block
+behind it. The number is an estimate: a small call queues about ten launches.
+"""
 _IDLE = 5.0
 _GIVE_UP = 5.0
-"""Seconds that the GPU has to end what was broken off; then its memory is kept until the group is closed."""
+"""Seconds for the GPU to end cancelled work.
+
+After that its memory is kept until the group is closed.
+"""
 
 
 class Own:
-    """The carrier's own stream on one GPU. Events are kept for the next Work."""
+    """The carrier's own stream on one GPU. It reuses events."""
 
     def __init__(self, runtime: Any, device: int) -> None:
         self.runtime = runtime
@@ -43,9 +50,9 @@ class Own:
         self._free: list[int] = []
 
     def event(self) -> int:
-        """An event; give it to `put_back`."""
+        """Return an event; give it back with `put_back`."""
         try:
-            return self._free.pop()  # lists are safe for threads
+            return self._free.pop()  # list operations are thread-safe
         except IndexError:
             return int(self.runtime.new_event(self.device))
 
@@ -53,15 +60,22 @@ class Own:
         self._free.append(event)
 
     def follow(self, streams: Iterable[int]) -> None:
-        """What is queued here from now on waits for what the streams hold now; the GPU must be current."""
+        """Make work queued here from now on wait for the work that `streams` hold now.
+
+        The GPU must be current.
+        """
         for stream in streams:
             event = self.event()
             self.runtime.record(event, stream)
             self.runtime.order(self.stream, event)
-            self.put_back(event)  # what waits for an event waits for its record of that moment
+            self.put_back(event)  # a wait refers to the record that the event had at that moment
 
     def end(self, failed: bool = False) -> None:
-        """Give all back; the GPU ends what is queued first. One that `failed` gives nothing back."""
+        """Destroy the stream and the events; the GPU completes queued work first.
+
+        Args:
+            failed: ignore errors.
+        """
         with suppress(FastcollError) if failed else nullcontext(), self.runtime.on(self.device):
             for event in self._free:
                 self.runtime.end_event(event)
@@ -70,9 +84,12 @@ class Own:
 
 
 class StreamWork(Work):
-    """A Work that ends on a GPU. `wait()` orders the arrays' libraries' current streams, and the host goes on.
+    """A Work that ends on a GPU.
 
-    `judge` is called when the GPU is past it, before it says that it is over; it may fail the group.
+    `wait()` orders the libraries' current streams behind it; the host does not wait.
+
+    Args:
+        judge: called once the GPU has finished the work, before the Work reports completion; it may fail the group.
     """
 
     def __init__(
@@ -85,22 +102,22 @@ class StreamWork(Work):
         self._arrays: Sequence[DeviceArray] = arrays
         self._kept: Any = None
         self.event: int | None = None
-        self._users = 0  # of the event; the Work itself is one
+        self._users = 0  # users of the event, the Work among them
         self._settled = False
         self._judge = judge
         self._result: Any = None
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Make the libraries' current streams wait for the result; with a timeout, block until it is there.
+        """Make the libraries' current streams wait for the result; with a timeout, block the host.
 
         Args:
-            timeout: seconds or timedelta; None: the host does not wait, and a failure that comes later is raised by
-                the next call on the group.
+            timeout: seconds or timedelta; None: the host does not wait, and the next call on the group raises a failure
+                that happens later.
 
         Raises:
             CollectiveTimeoutError: not complete within `timeout` (the operation goes on).
             UsageError: with a timeout, in a Work's callback before this operation is complete.
-            FastcollError: whatever ended the operation.
+            FastcollError: the error that ended the operation.
         """
         if timeout is None:
             self._order()
@@ -118,11 +135,11 @@ class StreamWork(Work):
         return True
 
     def _order(self) -> None:
-        """Make the streams wait that must before the arrays' libraries use them again."""
+        """Order the streams on which the arrays' libraries may use the arrays next."""
         with self._event_in_use() as event:
             if event is not None:
-                # A packed copy has two owners: its memory and the array. Of a library that is not known, the stream
-                # that the array came with is the best that is.
+                # The owner of a packed copy is a tuple: its memory and the caller's array. For an unknown library, the
+                # best guess is the stream that the array was passed with.
                 owners = [
                     (x.owner[1] if isinstance(x.owner, tuple) else x.owner, x.stream) for x in self._arrays
                 ]
@@ -130,27 +147,31 @@ class StreamWork(Work):
                     self._own.runtime.order(stream, event)  # blocks while the stream's queue is full
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not. Asks the GPU; never blocks."""
+        """Return whether the operation has ended, also with an error. Queries the GPU; never blocks."""
         if self.ended:
             return True
-        # An error of CUDA is the watcher's to tell.
+        # The watcher reports an error of CUDA.
         with suppress(FastcollError):
             return self.is_past()
         return False
 
     def is_success(self) -> bool:
-        """Whether the operation has ended well. Asks the GPU; never blocks."""
+        """Return whether the operation has ended without an error. Queries the GPU; never blocks."""
         return self.is_completed() and self.error is None
 
     def queued(self, own: Own, event: int, kept: Any, error: BaseException | None) -> None:
-        """The event stands for all of it, or for a part after an error; `kept` stays alive until it is past."""
+        """Record the event behind the queued work, or behind a part of it after an error.
+
+        `kept` stays alive until the event is complete.
+        """
         self._own, self.event, self._kept, self._users = own, event, kept, 1
 
     @contextmanager
     def _event_in_use(self) -> Iterator[int | None]:
-        """The event, which no other Work gets meanwhile, and its GPU current; None: there is none yet, or no more.
+        """Yield the event with its GPU current, and keep it from being reused meanwhile.
 
-        Calls of CUDA may block, and so are not under the lock, which the watcher needs.
+        Yields None if there is no event yet, or no longer. Calls of CUDA may block, so they run without the lock, which
+        the watcher needs.
         """
         with self._condition:
             event = self.event
@@ -165,7 +186,7 @@ class StreamWork(Work):
             self._leave(event)
 
     def _leave(self, event: int) -> None:
-        """The last user of an event gives it back."""
+        """Stop using an event; its last user gives it back."""
         with self._condition:
             self._users -= 1
             unused = not self._users
@@ -173,7 +194,7 @@ class StreamWork(Work):
             self._own.put_back(event)
 
     def is_past(self) -> bool:
-        """Whether the GPU is past it."""
+        """Return whether the GPU has finished the work."""
         with self._event_in_use() as event:
             past = event is None or bool(self._own.runtime.is_past(event))
         if past and self._judge is not None and not self.ended:
@@ -181,7 +202,7 @@ class StreamWork(Work):
         return past
 
     def let_go(self) -> None:
-        """The GPU is past it: its memory and event are free."""
+        """Release the memory and the event: the GPU has finished the work."""
         with self._condition:
             event, self.event = self.event, None
         if event is not None:
@@ -189,23 +210,23 @@ class StreamWork(Work):
         self._arrays, self._kept = (), None
 
     def settle(self, error: BaseException | None = None) -> None:
-        """End the Work, unless it has ended."""
+        """Complete the Work, unless it is complete."""
         with self._condition:
             if self._settled:
                 return
-            # The error already now, for who sees the GPU past it before `complete` has run in this thread.
+            # Set the error now: another thread may see the event complete before `complete` has run in this one.
             self._settled, self.error = True, error
         self.complete(self._result, error)
 
 
 class Watcher:
-    """Looks after the Works of one carrier, oldest first, as their stream ends them.
+    """Watches the Works of one carrier, oldest first, because the stream completes them in order.
 
     Args:
-        timeout: tells how many seconds a Work may take once those before it have ended.
-        look: why waiting is in vain, or None; gets the oldest Work's description. An error that a Work may still
-            outrun counts when it is seen twice.
-        fail: fails the group, and with it all outstanding Works by `break_off`.
+        timeout: returns the seconds that a Work may take once those before it have ended.
+        look: returns why waiting is useless, or None; gets the oldest Work's description. An error counts only if a
+            second check returns one too, because the Work may end in between.
+        fail: fails the group, and by `break_off` all outstanding Works.
     """
 
     def __init__(
@@ -228,7 +249,7 @@ class Watcher:
         return len(self._works)
 
     def add(self, work: StreamWork) -> None:
-        """Look after a Work from now on."""
+        """Watch a Work from now on."""
         with self._changed:
             idle = not self._works
             self._works.append(work)
@@ -241,7 +262,10 @@ class Watcher:
                 self._changed.notify_all()
 
     def await_room(self) -> None:
-        """Block while too much is outstanding, and not broken off; never on a thread that carries operations out."""
+        """Block while too many Works are outstanding and the group has not failed.
+
+        Never blocks a thread that executes operations.
+        """
         if len(self._works) >= _MOST and not is_progressing():
             with self._changed:
                 self._changed.wait_for(
@@ -250,7 +274,10 @@ class Watcher:
                 )
 
     def break_off(self, error: GroupError) -> None:
-        """All outstanding Works end with `error`; their memory stays until the GPU is past them."""
+        """Complete all outstanding Works with `error`.
+
+        Their memory stays until the GPU has finished them.
+        """
         with self._changed:
             self._broken_at = self._broken_at or time.monotonic()
             works = list(self._works)
@@ -259,13 +286,13 @@ class Watcher:
             work.settle(error)
 
     def drain(self) -> None:
-        """Block until nothing is outstanding; what hangs is ended by its timeout."""
+        """Block until no Work is outstanding; a Work that hangs ends at its timeout."""
         if threading.current_thread() is not self._thread:
             with self._changed:
                 self._changed.wait_for(lambda: not self._works or self._thread is None, ENDLESS)
 
     def close(self) -> None:
-        """End the thread, and let go of what was given up. Closing twice is fine."""
+        """End the thread, and release the Works that were given up. Closing twice is fine."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -298,7 +325,7 @@ class Watcher:
                 if now >= next_look and self._broken_at is None:
                     next_look = now + _LOOK
                     suspect = self._judge(oldest, now, suspect)
-            except FastcollError as error:  # of CUDA, which has no way back
+            except FastcollError as error:  # an error of CUDA is final
                 self._fail(AbortedError(f"{oldest.describe}: {error}"))
                 return
             time.sleep(_NAP if time.monotonic() - oldest.began < _YOUNG else _LONG_NAP)
@@ -321,7 +348,11 @@ class Watcher:
         work.settle()
 
     def _judge(self, work: StreamWork, now: float, suspect: StreamWork | None) -> StreamWork | None:
-        """Fail the group if the Work cannot end; the Work if it is to be seen so once more."""
+        """Fail the group if the oldest Work cannot end.
+
+        Returns:
+            the Work if it looks so for the first time; the next check fails the group if it still does.
+        """
         found = self._look(work.describe)
         if found is None and now - work.began >= (limit := self._timeout()):
             found = CollectiveTimeoutError(

@@ -1,16 +1,17 @@
-"""StreamCarrier: what carriers share that only queue work on a GPU. NCCL's and that of CUDA IPC build on it.
+"""StreamCarrier: the base of the carriers that only queue work on a GPU.
 
-A carrier works on one GPU, that of its group's first array, and has a stream of its own there. A call is queued so:
+NCCL's carrier and that of CUDA IPC derive from it. A carrier works on one GPU, that of its group's first array, and has
+its own stream there. It queues a call so:
 
     prepare()     may block: the first call meets the peers here; nothing is queued yet
-    own stream    waits for what the streams of the call's arrays hold
-    work(turn)    queues the work on `turn.stream`
-    outputs       that were packed are unpacked there
-    event         what the StreamWork, and through it the arrays' streams, wait for
+    own stream    waits for the work that the streams of the call's arrays hold
+    work(turn)    queues the call on `turn.stream`
+    outputs       if packed, are unpacked there
+    event         recorded last: the StreamWork, and through it the arrays' streams, wait for it
 
-An error of `work` or `prepare` other than a UsageError fails the group, as the peers count on this rank. A UsageError
-must be one that all ranks raise. The watcher fails the group (`fail`, which tells the peers) when a peer is dead, a
-call takes longer than the group's timeout, or `trouble` says so; then `break_off` is called.
+An error of `work` or `prepare` fails the group, because the peers wait for this rank. Only a UsageError does not; all
+ranks must raise it alike. The watcher fails the group (`fail`, which notifies the peers) when a peer is dead, when a
+call takes longer than the group's timeout, or when `trouble` returns an error; then `break_off` is called.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from .device_array import DeviceArray, OnDevice, adopt, parts, scratch
 from .runtime import Runtime, runtime
 from .stream_work import Own, StreamWork, Watcher
 
-_name = cache(str)  # of a dtype, which takes NumPy 5 us
+_name = cache(str)  # the name of a dtype, which takes NumPy 5 us
 
 
 class Compared(NamedTuple):
-    """What the ranks compare of a call: its words, as core/signature.py says, and bytes for each rank and from each.
+    """The values of a call that the ranks compare.
 
-    These are -1 for no message, and there are none where `shape` says it all.
+    `call` and `shape` are as in core/signature.py. `gives` and `takes` are the bytes sent to and received from each
+    rank, -1 where there is no message; they are empty if `shape` suffices.
     """
 
     call: int
@@ -52,7 +54,7 @@ class Compared(NamedTuple):
 
     @classmethod
     def of(cls, operation: Operation, size: int) -> Compared:
-        """An operation's, in a group of some size."""
+        """Return an operation's values in a group of `size` ranks."""
         kind, outs, ins, op, root, parts = operation
         given, taken, absent = sizes_of(ins), sizes_of(outs), (-1,) * size
         coalesced = KINDS[kind].made_of
@@ -81,16 +83,16 @@ def _word(kind: str, dtype: np.dtype[Any], parts: tuple[int, ...]) -> int:
 
 
 def sizes_of(arrays: Sequence[DeviceArray]) -> tuple[int, ...]:
-    """Bytes of each."""
+    """Return the bytes of each array."""
     return tuple(x.nbytes for x in arrays)
 
 
 class Turn:
-    """Memory and copies of one call, on a stream.
+    """Scratch memory and copies of one call, on a stream.
 
     Attributes:
-        runtime, device, stream: the runtime, the GPU, which is current, and a stream there that is not the caller's.
-        kept: what stays alive until the GPU is past the call.
+        runtime, device, stream: the runtime; the GPU, which is current; a stream there, which is not the caller's.
+        kept: objects that must stay alive until the GPU has finished the call.
     """
 
     def __init__(self, runtime: Runtime, device: int, stream: int, kept: Sequence[Any] = ()) -> None:
@@ -98,17 +100,17 @@ class Turn:
         self.kept = [*kept]
 
     def scratch(self, size: int, dtype: np.dtype[Any]) -> DeviceArray:
-        """A flat array for this call alone."""
+        """Return a flat array for this call only."""
         x = scratch(size, dtype, self.device, self.stream)
         self.kept.append(x)
         return x
 
     def scratch_like(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        """As `scratch`, for copies of arrays of one dtype, one after the other."""
+        """Return a flat array with room for copies of arrays of one dtype, one after the other."""
         return self.scratch(sum(x.size for x in arrays), arrays[0].dtype)
 
     def copied(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        """Copies of arrays, one after the other."""
+        """Return copies of arrays, one after the other."""
         whole = self.scratch_like(arrays)
         self.copy_each(parts(whole, arrays), arrays)
         return whole
@@ -116,7 +118,10 @@ class Turn:
     def apart(
         self, ins: Sequence[DeviceArray], outs: Sequence[DeviceArray], rank: int = 0
     ) -> list[DeviceArray]:
-        """The inputs, copied where they share memory with an output; a rank's own two, or the only ones, may be one."""
+        """Return the inputs; copies of those that share memory with an output.
+
+        A rank's own input may be its own output, or the only input the only output.
+        """
 
         def extent(arrays: Sequence[DeviceArray]) -> tuple[int, int]:
             ends = [(x.address, x.address + x.nbytes) for x in arrays if x.nbytes] or [(0, 0)]
@@ -130,12 +135,16 @@ class Turn:
             )
 
         (start, end), (other_start, other_end) = extent(ins), extent(outs)
-        if start >= other_end or other_start >= end:  # no need to compare every two
+        if start >= other_end or other_start >= end:  # the two ranges do not overlap
             return [*ins]
         return [self.copied([x]) if clashes(k, x) else x for k, x in enumerate(ins)]
 
     def as_one(self, operation: Operation, size: int) -> tuple[Operation, Callable[[], None]]:
-        """An all_reduce or a coalesced operation on single arrays, scaled, and what brings their results to its own."""
+        """Merge an all_reduce or a coalesced operation into an operation on single arrays, scaled.
+
+        Returns:
+            the operation, and a function that copies its results to the original outputs.
+        """
         kind, outs, ins, op, _, sizes = operation
         flat = self.scaled(ins[0] if len(ins) == 1 else self.copied(ins), op)
         lists = [outs] if op is not None else [outs[rank::size] for rank in range(size)]
@@ -150,7 +159,7 @@ class Turn:
         return operation._replace(kind=kind, outputs=flats, inputs=(flat,), parts=sizes), finish
 
     def scaled(self, x: DeviceArray, op: ReduceOp | None) -> DeviceArray:
-        """x; for PREMUL_SUM x times its factor, in memory of the call's own."""
+        """Return x; for PREMUL_SUM, x times its factor, in scratch memory."""
         if op is None or op.code != PREMUL_SUM or not x.size:
             return x
         from ..kernels.cuda.packing import scale
@@ -164,7 +173,10 @@ class Turn:
             self.copy(dst, src)
 
     def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
-        """Copy an array to another of its size, also to where it overlaps; nothing to do for the same memory."""
+        """Copy an array to one of its size, which may overlap it.
+
+        Does nothing if both begin at the same address.
+        """
         if dst.address != src.address:
             if dst.overlaps(src):
                 src = self.copied([src])
@@ -172,21 +184,25 @@ class Turn:
 
 
 class QueuedCall(StreamCall):
-    """A call that is queued; `arrays` are all that it reads or writes, one at least."""
+    """A call that is queued.
+
+    Args:
+        arrays: all arrays that it reads or writes, at least one.
+    """
 
     def __init__(self, carrier: StreamCarrier, arrays: Sequence[DeviceArray]) -> None:
         self.carrier, self.arrays = carrier, arrays
 
     @abstractmethod
     def prepare(self, name: str) -> None:
-        """What comes before, and may block."""
+        """Do the part of the call that may block, before anything is queued."""
 
     @abstractmethod
     def work(self, turn: Turn) -> None:
-        """Queue the call on the turn's stream; an error of it fails the group, if it is no UsageError."""
+        """Queue the call on the turn's stream; any error but a UsageError fails the group."""
 
     def handle(self, describe: str, own: Own) -> StreamWork:
-        """The call's Work, after `prepare`."""
+        """Return the call's Work; called after `prepare`."""
         return StreamWork(describe, own, self.arrays)
 
     def start(self, name: str, owners: Sequence[Adopted]) -> StreamWork:
@@ -204,14 +220,14 @@ class QueuedCall(StreamCall):
 
 
 class StreamCarrier(DeviceCarrier):
-    """See this module's docstring; the group's CPU backend tells of dead peers."""
+    """The base class of the module docstring; the group's CPU backend detects dead peers."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.runtime = runtime()
         self.watcher = Watcher(group.name, lambda: group.timeout, self.look, self.fail)
-        self.lane: Own | None = None  # its stream on its GPU, once there is one
-        self.broken = False  # whether the group has failed, and what runs on the GPU was ended
+        self.lane: Own | None = None  # its stream; None before the first array
+        self.broken = False  # the group has failed, and work on the GPU was cancelled
         self._lane_lock = threading.Lock()
         self._turn = threading.RLock()
         self._inside = False
@@ -220,15 +236,18 @@ class StreamCarrier(DeviceCarrier):
 
     @abstractmethod
     def trouble(self) -> GroupError | None:
-        """Why what is outstanding cannot end, as the carrier sees it; asked every 50 ms meanwhile."""
+        """Return the carrier's reason why outstanding work cannot end, or None; called every 50 ms."""
 
     @abstractmethod
     def break_off(self) -> None:
-        """The group has failed: end what runs on the GPU, without waiting for it; from any thread, at most once."""
+        """Cancel the work on the GPU after the group has failed, without waiting for it.
+
+        Called from any thread, at most once.
+        """
 
     @abstractmethod
     def release(self) -> None:
-        """The group is closed, and nothing runs any more: give everything back. `break_off` may have been called."""
+        """Free everything: the group is closed and no work runs. `break_off` may have been called."""
 
     # ---- arrays --------------------------------------------------------------------------------------
 
@@ -238,7 +257,10 @@ class StreamCarrier(DeviceCarrier):
         return adopted
 
     def _device_of(self, arrays: Sequence[DeviceArray]) -> int:
-        """The GPU that arrays are on, which must be that of the group's earlier ones; empty ones are anywhere."""
+        """Return the GPU of the arrays, which must be that of the group's earlier arrays.
+
+        Empty arrays may be anywhere.
+        """
         device = next((x.device for x in arrays if x.size), None)
         if self.lane is None:
             return arrays[0].device if device is None else device
@@ -252,24 +274,24 @@ class StreamCarrier(DeviceCarrier):
     # ---- queueing ------------------------------------------------------------------------------------
 
     def own(self, arrays: Sequence[DeviceArray]) -> Own:
-        """The carrier's stream on the arrays' GPU; made with the first ones."""
+        """Return the carrier's stream; the first arrays determine its GPU."""
         device = self._device_of(arrays)
-        with self._lane_lock:  # not in turn, as messages are not
+        with self._lane_lock:  # messages also come here, without `in_turn`
             if self.lane is None:
                 self.lane = Own(self.runtime, device)
             return self.lane
 
     def describe(self, name: str, arrays: Sequence[DeviceArray]) -> str:
-        """The next call, for messages."""
+        """Count a call, and return its description for messages."""
         self._count += 1
         x = arrays[0]
         return f"{name}({_name(x.dtype)}, {x.size} elements) on GPU {self._device_of(arrays)}, call {self._count}"
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """Calls are queued one after the other; a signal handler cannot come in between."""
+        """Queue calls one after the other, and keep signal handlers from calling in between."""
         self.watcher.await_room()
-        self.group.gate.check_usable()  # which may have ended meanwhile
+        self.group.gate.check_usable()  # the group may have failed during the wait
         with self._turn:
             if self._inside:
                 raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
@@ -283,7 +305,7 @@ class StreamCarrier(DeviceCarrier):
     def queueing(
         self, works: Sequence[StreamWork], own: Own, watcher: Watcher, kept: Sequence[Any] = ()
     ) -> Iterator[Turn]:
-        """Queue what ends some Works, on a stream; an error fails the group."""
+        """Queue the work that completes `works` on a stream; an error fails the group."""
         turn, error = Turn(own.runtime, own.device, own.stream, kept), None
         with own.runtime.on(own.device):
             try:
@@ -293,7 +315,7 @@ class StreamCarrier(DeviceCarrier):
                 error = problem
                 raise
             finally:
-                # Also what was queued in part uses memory.
+                # After an error, the part that was queued still uses memory.
                 for work in works:
                     event = own.event()
                     own.runtime.record(event, own.stream)
@@ -302,7 +324,7 @@ class StreamCarrier(DeviceCarrier):
 
     @contextmanager
     def failing(self, name: str) -> Iterator[None]:
-        """An error that the peers know nothing of fails the group."""
+        """Fail the group on an error that the peers do not see by themselves."""
         try:
             yield
         except UsageError:
@@ -321,17 +343,17 @@ class StreamCarrier(DeviceCarrier):
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
     def look(self, doing: str) -> GroupError | None:
-        """Why waiting is in vain, or None."""
+        """Return why waiting is useless, or None."""
         group = self.group
         return group.failure or self.trouble() or group.monitor.verdict([], doing)
 
     def fail(self, error: GroupError) -> None:
-        """Fail the group with what is under way here, and tell the peers."""
+        """Fail the group and its outstanding work, and notify the peers."""
         self.group.fail(error)
         self.abort()
 
     def fail_with(self, name: str, error: BaseException) -> None:
-        """As `fail`, with any error of an operation."""
+        """Fail the group with any error of an operation."""
         here = self.group.ranks[self.group.rank]
         self.fail(AbortedError(f"{name} failed on rank {here}: {type(error).__name__}: {error}", [here]))
 
@@ -343,7 +365,7 @@ class StreamCarrier(DeviceCarrier):
         self.watcher.break_off(self.why_broken())
 
     def why_broken(self) -> GroupError:
-        """What ends the Works of a group that has failed."""
+        """Return the error that completes the Works of a failed group."""
         return self.group.failure or AbortedError(f"the group {self.group.name} was aborted")
 
     def close(self, reason: GroupError | None) -> None:

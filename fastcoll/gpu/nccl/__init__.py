@@ -1,1 +1,1 @@
-"""Arrays on GPUs, by NCCL."""
+"""Operations on GPU arrays by NCCL."""

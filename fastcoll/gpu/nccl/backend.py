@@ -1,13 +1,13 @@
-"""NcclCarrier: GPU arrays by NCCL, one GPU a rank.
+"""NcclCarrier: GPU arrays by NCCL, one GPU per rank.
 
-The communicator is made with the first collective call, over the group's CPU backend. Calls are queued (streams.py) and
-the host goes on. What NCCL lacks is put together from what it has (blocks.py). Messages are matched by the CPU backend,
-and go by communicators of their own (messages.py).
+The first collective call creates the communicator, over the group's CPU backend. Calls are queued (streams.py), and the
+host does not wait. Operations that NCCL lacks are composed of those that it has (blocks.py). The CPU backend matches
+messages; they use communicators of their own (messages.py).
 
-NCCL compares nothing: calls that do not match hang, or end with wrong data. A comparison meets all ranks on the host,
-which a call on GPUs otherwise does not; so each rank makes it where a call is the first of its kind: operation, dtype,
-sizes, reduction and root. All ranks take a call for new alike, if their calls match. In gather, scatter and all_to_all
-a rank does not know others' sizes, so there the kind is without them.
+NCCL compares nothing: calls that do not match hang, or end with wrong data. A comparison makes all ranks meet on the
+host, which a call on GPUs does not do otherwise. So a rank compares a call only if it is the first of its kind:
+operation, dtype, sizes, reduction and root. If the ranks' calls match, all ranks see the same call as new. In gather,
+scatter and all_to_all a rank does not know the others' sizes, so there a kind does not include sizes.
 """
 
 from __future__ import annotations
@@ -56,14 +56,19 @@ _QUEUES: dict[str, Callable[[Moves, Operation, Any], None]] = {
     "scatter": lambda moves, o, how: moves.scatter(o.outputs[0], o.inputs or None, o.root),
     "all_to_all": lambda moves, o, how: moves.all_to_all(o.outputs, o.inputs),
 }
-"""The function that queues an operation on flat arrays, for each kind that is no composition. `how` reduces.
+"""The function that queues an operation on flat arrays, for each kind that is no composition.
 
-A composition of all_reduce or all_gather is queued by the function of that kind, for each of its arrays.
+Its last argument does the reduction. A composition of all_reduce or all_gather is queued by the function of that kind,
+for each of its arrays.
 """
 
 
 class NcclCarrier(StreamCarrier):
-    """See this module's docstring; UnavailableError where there is no NCCL, or no GPU."""
+    """The carrier of the module docstring.
+
+    Raises:
+        UnavailableError: there is no NCCL, or no GPU.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._library = bindings.library()
@@ -81,13 +86,13 @@ class NcclCarrier(StreamCarrier):
         return _NcclCall(self, operation._replace(outputs=outs, inputs=ins), self._how(operation))
 
     def _how(self, operation: Operation) -> Native | Kernels | None:
-        """How a reducing operation reduces."""
+        """Return the object that does an operation's reduction."""
         op = operation.op
         if op is None:
             return None
         dtype, scans = operation.outputs[0].dtype, operation.kind in ("scan", "exscan")
         make = Kernels if scans else reductions
-        if op.factor is not None:  # each call may have another
+        if op.factor is not None:  # each call may have another factor
             return make(op, dtype, self.group.size)
         key = (op, dtype, scans)
         if key not in self._hows:
@@ -95,7 +100,11 @@ class NcclCarrier(StreamCarrier):
         return self._hows[key]
 
     def compare(self, operation: Operation, said: Compared) -> None:
-        """Compare the ranks' calls, if this one is the first of its kind; blocks then. MismatchError on all ranks."""
+        """Compare the ranks' calls if this call is the first of its kind; blocks then.
+
+        Raises:
+            MismatchError: on all ranks, if the calls differ.
+        """
         self._compared += 1
         kind = KINDS[operation.kind]
         all_know_sizes = kind.made_of or (kind.takes_blocks and not kind.is_by_pair)
@@ -120,8 +129,11 @@ class NcclCarrier(StreamCarrier):
                 f"{signature.describe(*heads[0])} is {text}: a rank has left out a call before"
             )
         if rows[:, 3].sum():
+<<<<<<< HEAD
             raise self._mismatch(signature.describe_mismatch(heads, group.ranks, tables))
         if len(self._kinds) < _MOST_KINDS:  # the same on all ranks
+=======
+        if len(self._kinds) < _MOST_KINDS:  # all ranks have the same number of kinds
             self._kinds.add(seen)
 
     def _mismatch(self, text: str) -> MismatchError:
@@ -130,7 +142,10 @@ class NcclCarrier(StreamCarrier):
     # ---- the communicator ----------------------------------------------------------------------------
 
     def communicator(self, arrays: Sequence[DeviceArray]) -> Communicator:
-        """The group's; made with the first collective call, on the arrays' GPU: then this blocks."""
+        """Return the group's communicator.
+
+        The first collective call creates it, on the arrays' GPU, and blocks.
+        """
         if self._comm is None:
             group, library, device = self.group, self._library, self.own(arrays).device
             identity = library.unique_id() if group.rank == 0 else b""
@@ -143,8 +158,8 @@ class NcclCarrier(StreamCarrier):
         return self._comm
 
     def _exchanged(self, row: np.ndarray) -> np.ndarray:
-        """Every rank's array, one after the other; over the CPU backend."""
-        if self.group.gate.is_inside():  # the call is part of one of the group's own
+        """Return every rank's `row`, in rank order, over the CPU backend."""
+        if self.group.gate.is_inside():  # this call runs inside another call of the group
             return self.group.rows_of_all(row)
         everybody = np.empty((self.group.size, *row.shape), row.dtype)
         self.group.fast.all_gather(list(everybody), row)
@@ -158,7 +173,7 @@ class NcclCarrier(StreamCarrier):
         assert self._comm is not None
         assert self.lane is not None
         with self.in_turn("new_group"), self.failing("new_group"):
-            self.watcher.drain()  # NCCL might deadlock if anything were under way
+            self.watcher.drain()  # NCCL may deadlock if work is outstanding
             with self.runtime.on(self.lane.device):
                 comm = self._comm.split(None if group is None else group.rank)
         if group is None or comm is None:

@@ -1,7 +1,7 @@
-"""NCCL's library, libnccl.so.2, through ctypes: finding it, its functions, and what their results mean.
+"""NCCL's library, libnccl.so.2, through ctypes: how it is found, its functions and its results.
 
 CuPy's binding and nccl4py lack calls that are needed here (a scaled sum, the text of the last error, the end of a
-communicator in two steps), and differ between their versions; nccl.h has kept these signatures since NCCL 2.18.
+communicator in two steps), and differ between their versions. nccl.h has kept these signatures since NCCL 2.18.
 
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
 """
@@ -22,20 +22,20 @@ from ...kernels.cuda import INSTALL
 from ..runtime import cupy
 
 OLDEST = 21800
-"""NCCL_VERSION_CODE of 2.18, the oldest whose header these calls were compared with."""
+"""NCCL_VERSION_CODE of 2.18, the oldest version whose header these signatures were compared with."""
 _TOO_OLD = f"NCCL 2.18 or later is needed: {INSTALL}"
 
 SUCCESS, IN_PROGRESS = 0, 7
 """ncclResult_t."""
 BYTES = 1
-"""ncclDataType_t ncclUint8: what is only moved travels as bytes."""
+"""ncclDataType_t ncclUint8: data that NCCL only moves is sent as bytes."""
 
 _DTYPES = {
     "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
     "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
 _OPS = {SUM: 0, PRODUCT: 1, MAX: 2, MIN: 3, AVG: 4}
-_OPS_OF_BOOL = {SUM: 2, MAX: 2, BOR: 2, PRODUCT: 3, MIN: 3, BAND: 3}  # of bytes that are 0 or 1
+_OPS_OF_BOOL = {SUM: 2, MAX: 2, BOR: 2, PRODUCT: 3, MIN: 3, BAND: 3}  # the elements are bytes of 0 or 1
 
 UNIQUE_ID_BYTES = 128
 _SONAME = "libnccl.so.2"
@@ -48,7 +48,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t as of NCCL 2.14, which later versions still take and fill up with their defaults."""
+    """ncclConfig_t of NCCL 2.14; later versions accept it and use defaults for their newer fields."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -59,7 +59,7 @@ class Config(ctypes.Structure):
 
     @classmethod
     def non_blocking(cls) -> Config:
-        """For communicators whose calls return at once, to be asked until they are through."""
+        """Return the configuration of communicators whose calls return at once, and are then polled."""
         return cls(ctypes.sizeof(cls), 0xCAFEBEEF, 21400, 0)
 
 
@@ -93,16 +93,19 @@ _TEXTS: dict[str, list[Any]] = {"ncclGetErrorString": [_int], "ncclGetLastError"
 
 
 class NcclError(FastcollError):
-    """NCCL refused a call, or reports that communication failed."""
+    """NCCL has refused a call, or reports a failure of communication."""
 
 
 class Library:
-    """The functions of a loaded library; UnavailableError where it is too old.
+    """The functions of a loaded NCCL.
 
     Attributes:
         version: NCCL_VERSION_CODE: 22005 is 2.20.5.
-        calls: the library, whose functions return an ncclResult_t, for `check`.
-        operations: of these what moves data, by name.
+        calls: the library; its functions return an ncclResult_t, for `check`.
+        operations: the functions that move data, by name.
+
+    Raises:
+        UnavailableError: the library is too old.
     """
 
     def __init__(self, library: Any) -> None:
@@ -126,13 +129,13 @@ class Library:
         return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
 
     def unique_id(self) -> bytes:
-        """What all ranks of a new communicator must be given; made by one of them."""
+        """Return a new communicator's id. One rank makes it, and all ranks use it."""
         made = UniqueId()
         self.check(self.calls.ncclGetUniqueId(ctypes.byref(made)), "making a communicator's id")
         return ctypes.string_at(ctypes.addressof(made), UNIQUE_ID_BYTES)
 
     def check(self, status: int, doing: str, handle: Any = None) -> None:
-        """Raise what an ncclResult_t means, unless the call was successful or goes on."""
+        """Raise an NcclError for an ncclResult_t other than success or in progress."""
         if status in (SUCCESS, IN_PROGRESS):
             return
         texts = (self.calls.ncclGetErrorString(status), self.calls.ncclGetLastError(handle))
@@ -144,15 +147,15 @@ class Library:
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int | None:
-    """ncclDataType_t of a dtype that NCCL reduces; None for any other."""
+    """Return the ncclDataType_t of a dtype that NCCL reduces; None for any other."""
     return _DTYPES.get(dtype.name) if dtype.isnative else None
 
 
 def reduction(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[int, int, int] | None:
-    """How NCCL does a reduction: its datatype, operation, and numbers in an element; None where it can't.
+    """Return NCCL's datatype and operation of a reduction, and the numbers in an element.
 
-    NCCL's MIN and MAX of floats lose NaN where numpy.minimum hands it on (fminf in its reduce_kernel.h): they are not
-    taken. PREMUL_SUM is SUM here.
+    None if NCCL cannot do it. NCCL's MIN and MAX of floats are not used, because they ignore a NaN that numpy.minimum
+    would return (fminf in its reduce_kernel.h). PREMUL_SUM is SUM here.
     """
     if op.function is not None:
         return None
@@ -169,9 +172,13 @@ def reduction(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[int, int, int] | None
 
 @cache
 def library() -> Library:
-    """This process's NCCL; UnavailableError where there is none, or it is too old."""
+    """Return this process's NCCL.
+
+    Raises:
+        UnavailableError: there is none, or it is too old.
+    """
     failures = []
-    # One that is loaded already, as by torch or CuPy, must not get a twin.
+    # A library that torch or CuPy has loaded must be reused: a process must not have two copies of NCCL.
     for name, mode in ((_SONAME, os.RTLD_NOLOAD), (_in_wheel(), 0), (_SONAME, 0)):
         if name is not None:
             try:
@@ -182,7 +189,7 @@ def library() -> Library:
 
 
 def _in_wheel() -> str | None:
-    """Where the wheels nvidia-nccl-cu12 and nvidia-nccl-cu13 have it."""
+    """Return the path of the library in the wheel nvidia-nccl-cu12 or nvidia-nccl-cu13, or None."""
     try:
         found = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -192,7 +199,7 @@ def _in_wheel() -> str | None:
 
 
 def why_unavailable() -> str | None:
-    """Why arrays on GPUs cannot travel by NCCL here, with the cure; None when they can."""
+    """Return why NCCL cannot be used here, and the cure; None if it can."""
     try:
         library()
         cupy()

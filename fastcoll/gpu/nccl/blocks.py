@@ -1,14 +1,15 @@
-"""Blocks between the ranks of a NCCL communicator, on a stream: Moves of bytes, and reductions.
+"""Moves and reductions of blocks between the ranks of an NCCL communicator, on a stream.
 
-NCCL's own operations are taken where they fit. All ranks must choose the same ones, so a choice depends on the sizes,
-which all know, and never on where this rank's arrays lie: what does not lie as NCCL wants it goes through scratch
-memory. Arrays are flat; inputs and outputs may overlap. Empty blocks are left out, on both sides. Reductions are by
+NCCL's own operations are used where they fit. All ranks must choose the same operations. So a choice depends on the
+sizes, which all ranks know, and never on the addresses of this rank's arrays: arrays without the layout that NCCL needs
+are copied through scratch memory. Arrays are flat; inputs and outputs may overlap. Empty blocks are left out on both
+sides. Reductions are done by
 
-    Native    NCCL's own: it adds in an order of its own, float16 and bfloat16 rounded at each step
-    Kernels   every operation and dtype, in rank order: what all ranks have is gathered, and reduced on each GPU
+    Native    NCCL's own: its order of additions differs, and float16 and bfloat16 are rounded at each step
+    Kernels   every operation and dtype, in rank order: all ranks' arrays are gathered, and reduced on each GPU
 
-Large arrays go by Kernels in pieces, so that scratch memory stays bounded; each rank reduces its part of a piece, and
-the parts are gathered. Both are made when a call is planned, and refuse there what means nothing.
+Kernels splits large arrays, so that scratch memory stays bounded; each rank reduces its block of a segment, and the
+blocks are gathered. Both are created when a call is planned, and reject undefined reductions there.
 """
 
 from __future__ import annotations
@@ -32,26 +33,32 @@ from .communicator import Communicator
 Arrays = Sequence[DeviceArray]
 
 SCRATCH = 64 << 20
-"""Bytes of the pieces of all ranks that are gathered at a time. Not measured."""
+"""Bytes that are gathered at a time, over all ranks. Not measured."""
 DIVIDED = 256 << 10
-"""Bytes from which each rank reduces a part, in groups of more than two: that moves 2/n of the bytes, in two rounds
-instead of one. Not measured."""
+"""Bytes from which each rank reduces a block, in groups of more than two.
+
+That moves 2/n of the bytes, in two rounds instead of one. Not measured.
+"""
 
 
 class Moves:
-    """The moves of one call; `doing` describes it in messages."""
+    """The moves of one call.
+
+    Args:
+        doing: the description of the call in messages.
+    """
 
     def __init__(self, comm: Communicator, turn: Turn, rank: int, size: int, doing: str) -> None:
         self.comm, self.turn, self.rank, self.size, self.doing = comm, turn, rank, size, doing
 
     def broadcast(self, x: DeviceArray, root: int) -> None:
-        """x = the root's x."""
+        """Copy the root's x to every rank's x."""
         if x.nbytes:
             with self.comm.group(self.doing):
                 self.queue("broadcast", x.address, x.address, x.nbytes, BYTES, root)
 
     def all_gather(self, outs: Arrays, x: DeviceArray) -> None:
-        """outs[r] = rank r's x, of any sizes."""
+        """Copy rank r's x to outs[r], of any sizes."""
         if len({out.nbytes for out in outs}) > 1:
             (x,) = self.turn.apart([x], outs, self.rank)
             with self.comm.group(self.doing):
@@ -70,18 +77,18 @@ class Moves:
                 self.turn.copy_each(outs, parts(target, outs))
 
     def gather(self, outs: Arrays | None, x: DeviceArray, root: int) -> None:
-        """On the root outs[r] = rank r's x."""
+        """Copy rank r's x to outs[r] on the root."""
         if outs is None:
             with self.comm.group(self.doing):
                 self._send(x, root)
             return
-        self.turn.copy(outs[root], x)  # before others' arrive, which may overlap x
+        self.turn.copy(outs[root], x)  # before the others' blocks arrive, which may overlap x
         with self.comm.group(self.doing):
             for peer in self._peers():
                 self._recv(outs[peer], peer)
 
     def scatter(self, out: DeviceArray, blocks: Arrays | None, root: int) -> None:
-        """out = the root's blocks[rank]."""
+        """Copy the root's blocks[rank] to out."""
         with self.comm.group(self.doing):
             if blocks is None:
                 self._recv(out, root)
@@ -89,10 +96,10 @@ class Moves:
                 for peer in self._peers():
                     self._send(blocks[peer], peer)
         if blocks is not None:
-            self.turn.copy(out, blocks[root])  # after all are sent, which may overlap out
+            self.turn.copy(out, blocks[root])  # after all blocks are sent, which may overlap out
 
     def all_to_all(self, outs: Arrays, blocks: Arrays) -> None:
-        """outs[r] = rank r's blocks[rank], of any sizes."""
+        """Copy rank r's blocks[rank] to outs[r], of any sizes."""
         blocks = self.turn.apart(blocks, outs, self.rank)
         with self.comm.group(self.doing):
             for peer in self._peers():
@@ -101,7 +108,7 @@ class Moves:
         self.turn.copy(outs[self.rank], blocks[self.rank])
 
     def _peers(self) -> list[int]:
-        """The others, beginning after this rank, so that not all turn to one."""
+        """Return the other ranks, starting after this one, so that not all ranks start with the same peer."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _send(self, x: DeviceArray, peer: int) -> None:
@@ -113,14 +120,16 @@ class Moves:
             self.queue("recv", x.address, x.nbytes, BYTES, peer)
 
     def queue(self, operation: str, *args: int) -> None:
-        """As the communicator's, on the call's stream."""
+        """Queue an operation of the communicator on the call's stream."""
         self.comm.queue(operation, self.turn.stream, *args)
 
 
 def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernels:
-    """How `size` ranks reduce arrays of a dtype, or ArrayError; takes some 30 us: keep it.
+    """Return how `size` ranks reduce arrays of a dtype; takes some 30 us, so keep it.
 
-    UnavailableError where our kernels are needed, and an extra is missing, or the group is too large for them.
+    Raises:
+        ArrayError: the reduction is not defined for this dtype.
+        UnavailableError: fastcoll's kernels are needed, and an extra is missing or the group is too large for them.
     """
     plain = scaled(np.empty(0, dtype), op)[1]
     refuse_undefined(plain, dtype)
@@ -131,7 +140,11 @@ def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernel
 
 
 class Native:
-    """NCCL's own reductions; `how` as `bindings.reduction` says."""
+    """NCCL's own reductions.
+
+    Args:
+        how: the result of `bindings.reduction`.
+    """
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any], how: tuple[int, int, int]) -> None:
         self._op, self._dtype = op, dtype
@@ -169,7 +182,7 @@ class Native:
 
     @contextmanager
     def _group(self, moves: Moves) -> Iterator[tuple[int, int]]:
-        """An operation of NCCL's; its datatype and operation."""
+        """Group calls into one operation of NCCL; yields its datatype and operation."""
         with ExitStack() as ends:
             code = self._code
             if self._op.code == PREMUL_SUM:
@@ -183,7 +196,7 @@ class Native:
 
 
 class Kernels:
-    """Reductions by our kernels; see this module's docstring."""
+    """Reductions by fastcoll's kernels; see the module docstring."""
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any], size: int) -> None:
         from ...kernels.cuda.reducers import MOST_SOURCES, cuda_reducer
@@ -219,7 +232,10 @@ class Kernels:
                 self._fold(moves.turn, to, room)
 
     def scan(self, moves: Moves, out: DeviceArray, x: DeviceArray, exclusive: bool) -> None:
-        """out = reduction of x over ranks 0..rank, or 0..rank-1, where rank 0's out stays."""
+        """Reduce x over ranks 0..rank, or 0..rank-1, into out.
+
+        In an exclusive scan rank 0's out is not changed.
+        """
         x = moves.turn.scaled(x, self._op)
         (x,) = moves.turn.apart([x], [out])
         count = moves.rank + (not exclusive)
@@ -232,13 +248,13 @@ class Kernels:
         self._exchange(moves, out, [moves.turn.scaled(block, self._op) for block in blocks])
 
     def _exchange(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
-        """out = reduction of all ranks' blocks[rank], which are scaled."""
+        """Reduce all ranks' blocks[rank], which are scaled, into out."""
         room = self._room(moves, [out] * moves.size)
         moves.all_to_all(room, blocks)
         self._fold(moves.turn, out, room)
 
     def _gathered(self, moves: Moves, x: DeviceArray) -> list[DeviceArray]:
-        """Every rank's x, in scratch memory."""
+        """Return every rank's x, in scratch memory."""
         room = self._room(moves, [x] * moves.size)
         moves.all_gather(room, x)
         return room
@@ -247,7 +263,7 @@ class Kernels:
         return parts(moves.turn.scratch_like(like), like)
 
     def _fold(self, turn: Turn, out: DeviceArray, srcs: Arrays) -> None:
-        """out = reduction of the sources, which are apart from it, in rank order."""
+        """Reduce the sources in rank order into out, which shares no memory with them."""
         launch: Callable[..., None] = self._reducer.launch
         addresses = [x.address for x in srcs]
         launch(out.address, addresses[: self._most], out.size, turn.stream)
@@ -257,13 +273,16 @@ class Kernels:
 
 
 def _pieces(x: DeviceArray, size: int) -> list[DeviceArray]:
-    """Parts of a flat array of which all ranks' fit into SCRATCH."""
+    """Split a flat array so that all ranks' segments fit into SCRATCH together."""
     return cut(x, max(SCRATCH // (size * x.dtype.itemsize) // size * size, size))
 
 
 @contextmanager
 def _apart(moves: Moves, out: DeviceArray, inputs: Arrays, place: int) -> Iterator[DeviceArray]:
-    """Where a result can be written: `out`, or scratch memory for it where it overlaps inputs but not at `place`."""
+    """Yield the array to write a result to: `out`, or scratch memory that is copied to it.
+
+    Scratch memory is used where `out` overlaps inputs, unless it lies exactly at `place`.
+    """
     if out.address == place or not any(out.overlaps(x) for x in inputs):
         yield out
         return
