@@ -1,1 +1,1 @@
-"""Arrays on the GPUs of one node, through CUDA's inter-process memory."""
+"""Operations on arrays on the GPUs of one node, through CUDA's inter-process memory."""

@@ -1,13 +1,14 @@
-"""IpcCarrier: GPU arrays of ranks on one node, by kernels over memory that all of them map (CUDA IPC).
+"""IpcCarrier: GPU arrays of ranks on one node, by kernels over shared memory (CUDA IPC).
 
-Ranks may share a GPU, or have GPUs that reach each other. A call is queued as its schedule says (schedules.py): copies
-into this rank's slots, kernels that say so and wait for the peers (kernels/cuda/steps.py), reductions straight from
-the peers' slots, in rank order. The host waits for nobody. So a mismatch is found when the host has gone on, and fails
-the group.
+All ranks map each other's memory. They may share a GPU, or have GPUs that can reach each other. A call is queued
+according to its schedule (schedules.py): copies into this rank's slots, kernels that publish progress and wait for the
+peers (kernels/cuda/steps.py), and reductions that read the peers' slots directly, in rank order. The host waits for
+nobody. So a mismatch is found after the host has returned from the call, and fails the group.
 
-Where ranks share a GPU, only one of their processes runs there at a time, and a kernel that polls uses up its
-process's time slice. So there, if the driver can, the stream waits for the word before the kernel does: nothing runs
-then, and the GPU can turn to another process. The kernel finds the word there; it alone orders memory.
+On a GPU that ranks share, only one of their processes runs at a time, and a kernel that polls uses up its process's
+time slice. There, if the driver supports it, the stream waits for the peer's word before the kernel starts: nothing
+runs meanwhile, and the GPU can switch to another process. The kernel then finds the word at its first poll. The kernel
+is still needed: only its acquire orders memory.
 """
 
 from __future__ import annotations
@@ -36,18 +37,23 @@ from .regions import Shared
 Arrays = Sequence[DeviceArray]
 
 HAND_OVER_ABOVE = 8 << 20
-"""Bytes of a call that NCCL does better where each rank has a GPU of its own: vLLM's default (max_size of
-CustomAllreduce, vllm/distributed/device_communicators/custom_all_reduce.py)."""
+"""Bytes above which a call is handed to NCCL if each rank has a GPU of its own.
+
+This is vLLM's default (max_size of CustomAllreduce, vllm/distributed/device_communicators/custom_all_reduce.py).
+"""
 
 SLOT = 16 << 20
-"""Bytes of a slot, of which a rank and group have four. Each slot filled costs an exchange: some 10 us where ranks have
-a GPU each, but a change of processes where they share one, 50 us to a time slice of about 2 ms."""
+"""Bytes of a slot; each rank has four in a group.
+
+Each filled slot costs an exchange. By estimate that takes some 10 us where ranks have a GPU each, and a switch of
+processes where they share one, 50 us to a time slice of about 2 ms.
+"""
 
 _HANDED_OVER = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
 
 
 class _Facts:
-    """What a schedule is made of: bytes of an operation's arrays, and who takes part."""
+    """The values that determine a schedule: the bytes of an operation's arrays, rank, size, root."""
 
     def __init__(self, operation: Operation, rank: int, size: int) -> None:
         self.kind = KINDS[operation.kind].made_of or operation.kind
@@ -61,7 +67,10 @@ class _Facts:
 
     @property
     def parts(self) -> int:
-        """Parts of a slot, each of which holds an element at least; 0 where nothing is reduced."""
+        """The number of blocks that a slot is divided into for a reduction; 0 if nothing is reduced.
+
+        Each block must hold at least one element.
+        """
         if self.kind in ("reduce", "scan", "exscan") or (self.kind == "all_reduce" and self.one_shot):
             return 1
         return self.size if self.kind in ("all_reduce", "reduce_scatter") else 0
@@ -81,13 +90,14 @@ _SCHEDULES: dict[str, Callable[[_Facts, int], schedules.Schedule]] = {
     "scatter": lambda f, slot: schedules.scatter(f.rank, f.size, f.given or f.taken, slot, f.root),
     "all_to_all": lambda f, slot: schedules.all_to_all(f.rank, f.size, f.given, f.taken, slot),
 }
-"""For slots of so many bytes."""
+"""The schedule of each kind, for slots of a given size in bytes."""
 
 
 class IpcCarrier(StreamCarrier):
-    """See this module's docstring; for ranks on one node, at most MOST_RANKS. The smallest `slot` of any rank is taken.
+    """The carrier of the module docstring, for at most MOST_RANKS ranks on one node.
 
-    The `fallback` carries messages; and large calls, if it queues on streams too (NCCL).
+    The slot size is the smallest `slot` of any rank. The `fallback` carries messages, and also large calls if it queues
+    on streams too (NCCL).
     """
 
     def __init__(self, group: ProcessGroup, fallback: DeviceCarrier, slot: int = SLOT) -> None:
@@ -95,11 +105,15 @@ class IpcCarrier(StreamCarrier):
         self._fallback, self.messages = fallback, fallback.messages
         self._hand_over_above = HAND_OVER_ABOVE if isinstance(fallback, StreamCarrier) else None
         self._slot_wanted = slot
-        self.shared: Shared | None = None  # once the ranks have met
+        self.shared: Shared | None = None  # None until the ranks have met
         self.calls = 0  # queued
 
     def meet(self, device: int) -> str:
-        """Map the peers' memory, as the first call would; collective. Says why that fails, on all ranks alike."""
+        """Map the peers' memory; collective. The first call does it otherwise.
+
+        Returns:
+            why this fails, the same on all ranks; empty: it has succeeded.
+        """
         if self.group.size > at.MOST_RANKS:
             return f"{self.group.size} ranks are more than {at.MOST_RANKS}"
         self.shared, reason = Shared.meet(self.group, self.runtime, device, self._slot_wanted)
@@ -124,7 +138,7 @@ class IpcCarrier(StreamCarrier):
         return IpcCall(self, operation, facts)
 
     def slot(self, arrays: Arrays) -> int:
-        """Bytes of a slot; the first call meets the peers here."""
+        """Return the bytes of a slot; the first call meets the peers here."""
         if self.shared is not None:
             return self.shared.slot
         with self.failing("mapping the memory of the peers' GPUs"):
@@ -139,10 +153,10 @@ class IpcCarrier(StreamCarrier):
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
     def judge(self, number: int) -> None:
-        """The GPU is past a call: fail the group if the call has not gone as it should.
+        """Fail the group if a call that the GPU has finished has gone wrong.
 
-        A rank that fails the group tells the peers before its streams go on (`abort`), so what it wrote over meanwhile
-        is seen here as its failure.
+        A rank that fails the group notifies its peers before its streams continue (`abort`). So if it has overwritten a
+        slot that this call read, this rank sees the failure here.
         """
         monitor = self.group.monitor
         error = self.group.failure or self._stopped(number)
@@ -152,7 +166,7 @@ class IpcCarrier(StreamCarrier):
             self.fail(error)
 
     def _stopped(self, number: int) -> GroupError | None:
-        """Why nothing is said any more since a call up to this one."""
+        """Return why the kernels stopped publishing in or before call `number`, or None."""
         if self.shared is None:
             return None
         words = self.shared.control
@@ -197,7 +211,11 @@ class IpcCarrier(StreamCarrier):
 
 
 class IpcCall(QueuedCall):
-    """A collective; ArrayError where its arrays cannot be reduced."""
+    """A collective call.
+
+    Raises:
+        ArrayError: its arrays cannot be reduced.
+    """
 
     def __init__(self, carrier: IpcCarrier, operation: Operation, facts: _Facts) -> None:
         super().__init__(carrier, [*operation.inputs, *operation.outputs])
@@ -218,7 +236,7 @@ class IpcCall(QueuedCall):
 
     def prepare(self, name: str) -> None:
         self._schedule = _SCHEDULES[self._facts.kind](self._facts, self._ipc.slot(self.arrays))
-        # Before anything is queued, as a function that cannot be compiled is refused; on all ranks alike.
+        # Compile before anything is queued: a function that cannot be compiled is rejected, on all ranks alike.
         if self._reducer is not None:
             sources = {len(item.srcs) for item in self._schedule if isinstance(item, schedules.Fold)}
             with self._ipc.runtime.on(self._ipc.own(self.arrays).device):

@@ -1,8 +1,8 @@
-"""The memory of GPUs that the ranks of one node share, mapped by all of them (CUDA IPC), and what is queued on it.
+"""GPU memory that the ranks of a node share and map (CUDA IPC), and the work queued on it.
 
-Each rank's region is a page of words (kernels/cuda/page.py) and SLOTS slots. Freeing memory that a peer has still
-mapped is undefined (CUDA Runtime API, cudaIpcOpenMemHandle), and that a peer has unmapped it cannot be said in that
-memory. So a region is never freed: when all ranks have said BYE, the process's next group on this GPU takes it.
+Each rank's region is a page of words (kernels/cuda/page.py) and SLOTS slots. Freeing memory that a peer still maps is
+undefined (CUDA Runtime API, cudaIpcOpenMemHandle), and a peer cannot report in this memory that it has unmapped it. So
+a region is never freed. Once all ranks have set BYE, the process's next group on this GPU reuses it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from .schedules import IN, SLOT, SLOTS, Fold, Move, Place, Schedule, Step, slot_
 Array = np.ndarray[Any, Any]
 WaitValue = Callable[[int, int, int], None]
 
-# CUDA shares whole blocks of 2 MiB; memory that is no multiple of it might lie in one with somebody else's.
+# CUDA shares memory in blocks of 2 MiB. An allocation of another size might share a block with other memory.
 _BLOCK = 2 << 20
 _BYE_SECONDS, _BYE_NAP = 5.0, 0.001
 _HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 _NOTE = np.dtype([("handle", f"V{_HANDLE}"), ("gpu", "V16"), ("slot", "i8"), ("error", "S256")])
-_POISON_EVERY = 0.005  # seconds: what a slow peer writes meanwhile is written over again
+_POISON_EVERY = 0.005  # seconds: a slow peer may overwrite the poison, so it is written repeatedly
 _POISON_SECONDS = 60.0
 
 
 class Region(NamedTuple):
-    """Memory that `export` takes, of one GPU, used by a group of `size` ranks."""
+    """Memory of one GPU for `export`, used by a group of `size` ranks."""
 
     device: int
     nbytes: int
@@ -49,7 +49,7 @@ class Region(NamedTuple):
     size: int
 
     def is_free(self, runtime: Any) -> bool:
-        """Whether all ranks that used it have said BYE."""
+        """Return whether all ranks that used the region have set BYE."""
         words = runtime.pinned(at.PAGE)
         with waited_stream(runtime, self.device) as stream:
             runtime.to_host(words, self.address, stream)
@@ -62,7 +62,7 @@ _turn = threading.Lock()
 
 
 def _region(runtime: Any, device: int, nbytes: int, size: int) -> Region:
-    """One that all ranks of an earlier group have left, or a new one."""
+    """Return a region that all ranks of an earlier group have left, or a new one."""
     with _turn:
         for old in _kept:
             if (old.device, old.nbytes) == (device, nbytes) and old.is_free(runtime):
@@ -72,11 +72,11 @@ def _region(runtime: Any, device: int, nbytes: int, size: int) -> Region:
 
 
 class Shared:
-    """One rank's region and its peers', and what it queues on them.
+    """One rank's region and its peers', and the work that this rank queues on them.
 
     Args:
         slot: bytes of a slot.
-        wait: what lets a stream wait for a word, if the driver has it; for ranks that share a GPU. Else kernels poll.
+        wait: makes a stream wait for a word, if the driver can; used only if ranks share a GPU. Otherwise kernels poll.
     """
 
     def __init__(
@@ -91,16 +91,20 @@ class Shared:
         self._meet, self._announce = kernels.compiled(kernels.meet), kernels.compiled(kernels.announce)
         self._step, self._say = kernels.compiled(kernels.step), kernels.compiled(kernels.say)
         if self._wait is not None:
-            # Made now: pinning memory or making a stream may wait for the GPU, and that for the poison.
+            # Allocated now: later, pinning memory or creating a stream might wait for the GPU, which waits for the
+            # poison.
             self._poisoned: Array = runtime.pinned(at.RANK_BYTES * region.size)
             self._poisoned.view(np.int64)[:] = POISON
             self._poisoning: int = runtime.new_stream(region.device)
 
     @classmethod
     def meet(cls, group: ProcessGroup, runtime: Any, device: int, slot: int) -> tuple[Shared | None, str]:
-        """Make a region, and map those of all ranks; collective. Or None, and why it cannot be had, on all ranks alike.
+        """Allocate a region, and map those of all ranks; collective.
 
-        Slots have the smallest of the ranks' sizes.
+        The slot size is the smallest of the ranks'.
+
+        Returns:
+            the regions, or None and why they cannot be had; the same on all ranks.
         """
         wait, lacking = ready(device)
         note = np.zeros(1, _NOTE)
@@ -119,7 +123,7 @@ class Shared:
             shares_gpu = len(set(notes["gpu"].tolist())) < group.size
             with runtime.on(device):
                 shared = cls(runtime, group.rank, int(notes["slot"].min()), region, shares_gpu, wait)
-                # What a peer may write comes after its next message.
+                # A peer writes to this rank's page only after this exchange. So the page is initialised before.
                 _, reason = _told(group, shared._mapped(notes["handle"]))
                 if not reason:
                     return shared, ""
@@ -130,7 +134,7 @@ class Shared:
         return None, reason
 
     def _mapped(self, handles: Array) -> Array:
-        """Map the peers' regions and fill this rank's page; a note of what went wrong."""
+        """Map the peers' regions and initialise this rank's page; return a note of an error."""
         note, size, words = np.zeros(1, _NOTE), self._region.size, self._header
         try:
             self._bases[self._rank] = self._page
@@ -149,9 +153,10 @@ class Shared:
         return note
 
     def close(self, is_vain: Callable[[], bool]) -> None:
-        """Unmap the peers' regions. This rank has said BYE, and no kernel of it uses them.
+        """Unmap the peers' regions. This rank has set BYE, and none of its kernels uses them.
 
-        Waits a while for the peers' BYE, unless that `is_vain`: the memory ends with this process, which may end next.
+        Waits some seconds for the peers' BYE, unless `is_vain` returns True: this process may exit next, and with it
+        the memory ends that the peers use.
         """
         end = time.monotonic() + _BYE_SECONDS
         while not (self._region.is_free(self._runtime) or is_vain() or time.monotonic() > end):
@@ -161,7 +166,7 @@ class Shared:
         _keep(self._region)
 
     def lose(self) -> None:
-        """Kernels that hang may still use all of it, the pinned words too: keep it until the process ends."""
+        """Keep all memory, the pinned words too, until the process ends: hanging kernels may use it."""
         _lost.append(self)
 
     def _unmap(self) -> None:
@@ -183,12 +188,12 @@ class Shared:
         outs: Sequence[DeviceArray],
         reducer: CudaReducer | None,
     ) -> None:
-        """Queue what a schedule says, of call `number`, from 1; the GPU is the current one.
+        """Queue the work of a schedule, for call `number` (from 1); the GPU is the current one.
 
         Args:
-            said: what is compared at the meeting.
-            ins, outs: the arrays that the schedule's places name.
-            reducer: for its folds.
+            said: the values that the ranks compare at the meeting.
+            ins, outs: the arrays that the schedule refers to.
+            reducer: for the schedule's folds.
         """
 
         def address(place: Place) -> int:
@@ -230,7 +235,10 @@ class Shared:
             self._step(1, stream, page, word)
 
     def say_bye(self, stream: int) -> None:
-        """This rank uses its peers' memory no more; blocks until that is said. Nothing may be queued here after it."""
+        """Set BYE: this rank no longer uses its peers' memory. Blocks until the peers can see it.
+
+        Nothing may be queued here afterwards.
+        """
         with self._runtime.on(self._region.device):
             self._say(1, stream, self._page, at.BYE, 1)
             self._runtime.wait_stream(stream)
@@ -241,12 +249,16 @@ class Shared:
             self._runtime.end_stream(self._poisoning)
 
     def stop(self, is_over: Callable[[], bool]) -> None:
-        """End all waiting on this rank's streams, until it `is_over`, without waiting for it; from any thread."""
+        """End all waits on this rank's streams, without blocking; from any thread.
+
+        Args:
+            is_over: returns whether no work is left on the streams; until then waits are ended.
+        """
         self.control[at.STOP // 8] = 1
         if self._wait is None:
             return
 
-        def poison() -> None:  # streams that wait look at nothing but their words
+        def poison() -> None:  # a stream that waits looks at its word only
             end = time.monotonic() + _POISON_SECONDS
             with self._runtime.on(self._region.device):
                 while not is_over() and time.monotonic() < end:
@@ -267,7 +279,11 @@ def _keep(region: Region) -> None:
 
 
 def _told(group: ProcessGroup, note: Array) -> tuple[Array, str]:
-    """Every rank's note, and what a rank could not do, or nothing."""
+    """Exchange the ranks' notes.
+
+    Returns:
+        all notes, and the error of the first rank that reports one, or an empty text.
+    """
     notes: Array = group.rows_of_all(note.view(np.uint8)).reshape(-1).view(_NOTE)
     for rank, error in zip(group.ranks, notes["error"].tolist(), strict=True):
         if error:
@@ -276,17 +292,21 @@ def _told(group: ProcessGroup, note: Array) -> tuple[Array, str]:
 
 
 def ready(device: int) -> tuple[WaitValue | None, str]:
-    """Compile the kernels, before any rank counts on this one; what `waits_of_streams` has, and why there are none."""
+    """Compile the kernels before any rank depends on this one.
+
+    Returns:
+        the result of `waits_of_streams`, and why there are no kernels; empty: there are.
+    """
     try:
         for kernel in (kernels.meet, kernels.announce, kernels.step, kernels.say):
             kernels.compiled(kernel)
         return waits_of_streams(device), ""
-    except Exception as error:  # Numba lets errors of many kinds through
+    except Exception as error:  # Numba raises errors of many kinds
         return None, f"{type(error).__name__}: {error}"
 
 
 def waits_of_streams(device: int) -> WaitValue | None:
-    """`wait(stream, address, value)` of the driver, if it has it for a GPU."""
+    """Return the driver's `wait(stream, address, value)`, or None if it does not support a GPU."""
     if SIMULATED or not driver().can_wait(device):
         return None
     return driver().wait_value

@@ -1,24 +1,31 @@
-"""What a rank does in a collective over shared GPU memory, as data: moves, folds, and when it waits for all ranks.
+"""Schedules: a rank's moves, folds and waits in a collective over shared GPU memory, as data.
 
-A call is a sequence of *steps*. Before step k a rank writes its slot of step k; at the step it says so and waits until
-every rank has; after it, it reads its peers' slots of step k. Step 0 is the meeting, where the calls are compared.
+A call is a sequence of *steps*. Before step k a rank writes its slot of step k. At the step it publishes that, and
+waits until every rank has done so. After the step it reads its peers' slots of step k. Step 0 is the meeting, where the
+calls are compared.
 
-Slots. A rank has four: step 0 of calls of even and of odd number, later steps of even and of odd number.
-Why a slot may be written again. What is written after step k is read after step k + 1 or later, so a rank may write
-what no peer reads between steps k and k + 1. Between these a peer reads slots of step k, and the next one to be written
-is that of step k + 1, another one. The next call's step 0 is written by whoever has ended a call, while peers may still
-read any slot of that call, but none of the other parity's step 0.
-Where ranks take different numbers of steps, one that has taken its last says LAST, which counts as every later step.
-`tests/gpu/simulated_ipc_model.py` runs them in every order of steps, `tests/gpu/test_ipc_schedules.py` every one.
+Slots. A rank has four: for step 0 of calls with an even number and with an odd number, and for later steps with an even
+number and with an odd number.
 
-Places are (kind, which, offset in bytes): input or output array `which`, or `SLOT + step`'s slot of rank `which`.
-Addresses come in when a schedule is queued. Sizes and offsets are bytes.
+Invariant: no rank writes a slot that a peer still reads. A rank publishes step k only after it has read the slots of
+step k - 1. After step k all ranks have published step k, so peers read only slots of step k until they publish step k +
+1. The slot of step k + 1, which is written meanwhile, is another one. After its last step, a rank writes the slot of
+step 0 of the next call. Peers may still read any slot of the current call, but its step 0 has the other parity. The
+slot that is written was last read in the call before, and all ranks have left that call, because they have met in the
+current one.
 
-One-shot: every rank reads all inputs, one exchange. Two-shot: each reduces its slice, then all gather; two exchanges,
-2/size of the bytes. No size here is measured by fastcoll on hardware. vLLM (csrc/custom_all_reduce.cuh, for GPUs that
-all reach one another) takes one-shot with 2 ranks always, with up to 4 below 512 KiB, with up to 8 below 256 KiB;
-TensorRT-LLM's customAllReduceKernels choose alike. More than 8 ranks are no case of theirs: 128 KiB goes on with their
-series.
+If ranks take different numbers of steps, a rank that has taken its last step publishes LAST, which counts as every
+later step. `tests/gpu/simulated_ipc_model.py` runs schedules in every order of steps, and
+`tests/gpu/test_ipc_schedules.py` runs every schedule.
+
+A place is (kind, which, offset in bytes): of input or output array `which`, or of the slot of step kind - SLOT of rank
+`which`. Addresses are filled in when a schedule is queued. Sizes and offsets are in bytes.
+
+One-shot: every rank reads all inputs; one exchange. Two-shot: each rank reduces its block, then all gather the blocks;
+two exchanges, 2/size of the bytes. None of these sizes was measured by fastcoll on hardware. vLLM
+(csrc/custom_all_reduce.cuh, for GPUs that all reach one another) uses one-shot always with 2 ranks, below 512 KiB with
+up to 4, and below 256 KiB with up to 8; TensorRT-LLM's customAllReduceKernels choose alike. They do not support more
+than 8 ranks; 128 KiB continues their series.
 """
 
 from __future__ import annotations
@@ -34,10 +41,10 @@ IN, OUT, SLOT = 0, 1, 2
 SLOTS = 4
 
 ONE_SHOT_BELOW = ((4, 512 << 10), (8, 256 << 10), (64, 128 << 10))
-"""(ranks at most, bytes)."""
+"""Pairs of the most ranks and a number of bytes: the limit of one-shot."""
 
 ALIGNMENT = 128
-"""Of parts of a slot, where elements allow it: whole cache lines, and the 16 bytes of the kernels' accesses."""
+"""Alignment of blocks in a slot, if elements allow it: cache lines, and the kernels' 16-byte accesses."""
 
 
 class Place(NamedTuple):
@@ -63,53 +70,60 @@ class Fold(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Go on to a step; 0 is the meeting."""
+    """Publish a step and wait for all ranks; step 0 is the meeting."""
 
     number: int
 
 
 class Last(NamedTuple):
-    """Take no more steps in this call."""
+    """Publish that this rank takes no more steps in this call."""
 
 
 Schedule = tuple[Move | Fold | Step | Last, ...]
 
 
 def slot_of(call: int, step: int) -> int:
-    """Which slot a step of a call uses."""
+    """Return the index of the slot that a step of a call uses."""
     return call % 2 if step == 0 else 2 + step % 2
 
 
 def share_of(slot: int, parts: int, itemsize: int) -> int:
-    """Bytes of each of `parts` equal parts of a slot: whole elements; 0 if not one fits."""
+    """Return the bytes of each of `parts` equal blocks of a slot.
+
+    A block holds complete elements; 0 if not even one fits.
+    """
     most = slot // parts
     unit = lcm(itemsize, ALIGNMENT)
     return most // unit * unit or most // itemsize * itemsize
 
 
 def is_one_shot(size: int, nbytes: int) -> bool:
-    """Whether an all_reduce of so many bytes among so many ranks goes one-shot."""
+    """Return whether an all_reduce of `nbytes` bytes among `size` ranks is one-shot."""
     return size <= 2 or any(size <= most and nbytes < limit for most, limit in ONE_SHOT_BELOW)
 
 
 def _chunks(nbytes: int, most: int) -> list[Span]:
-    """One at least, as a call without data meets too."""
+    """Split `nbytes` into segments; at least one, because a call without data meets too."""
     return segments(nbytes, most) or [Span(0, 0)]
 
 
 class _Part(NamedTuple):
-    """An input put into this rank's slot, or a part of some ranks' slots, moved or reduced into an output."""
+    """An input that this rank puts into its slot, or data of ranks' slots for an output.
 
-    array: int  # number of the input or output; of the own input where slots are reduced, into output 0
-    offset: int  # in the slots
-    nbytes: int  # of the whole array
-    ranks: Sequence[int] = ()  # whose slots; one where they are moved
+    Data from slots is moved, or reduced with the rank's own input.
+    """
+
+    # Index of the input or output; in a reduction, of the rank's own input; the result goes to output 0.
+    array: int
+    offset: int  # offset in the slots
+    nbytes: int  # bytes of the complete array
+    ranks: Sequence[int] = ()  # the ranks whose slots are read; exactly one in a move
 
 
 def _in_chunks(
     rank: int, chunk: int, puts: Sequence[_Part], moved: Sequence[_Part] = (), reduced: Sequence[_Part] = ()
 ) -> Schedule:
-    """Before step k chunk k of each put, after it chunk k of what is moved and reduced."""
+    """Split a call into steps: put segment k before step k, then move and reduce it."""
     items: list[Move | Fold | Step] = []
     longest = max((x.nbytes for x in (*puts, *moved, *reduced)), default=0)
     for k, (at, _) in enumerate(_chunks(longest, chunk)):
@@ -127,19 +141,19 @@ def _in_chunks(
 
 
 def _sources(rank: int, ranks: Sequence[int], step: int, offset: int, own: Place) -> tuple[Place, ...]:
-    """The same part of some ranks' slots, but this rank's input where it lies."""
+    """Return the same block of some ranks' slots; for this rank, its input instead."""
     return tuple(own if r == rank else Place(SLOT + step, r, offset) for r in ranks)
 
 
 def _filled(items: Sequence[Move | Fold | Step]) -> Schedule:
-    """Without what moves nothing."""
+    """Drop moves and folds of no data."""
     return tuple(
         x for x in items if isinstance(x, Step) or (x.nbytes > 0 and (isinstance(x, Move) or x.srcs))
     )
 
 
 def _own(out: int, block: int, nbytes: int) -> Schedule:
-    """A rank's block for itself."""
+    """Return the move of a rank's own block."""
     return _filled([Move(Place(OUT, out, 0), Place(IN, block, 0), nbytes)])
 
 
@@ -150,7 +164,7 @@ def _peers(rank: int, size: int) -> list[int]:
 def one_shot(
     rank: int, size: int, nbytes: int, itemsize: int, slot: int, readers: Sequence[int] | None = None
 ) -> Schedule:
-    """All_reduce or reduce: every rank, or `readers`, folds the slots of all."""
+    """Return the schedule of an all_reduce or reduce: every rank, or `readers`, folds all slots."""
     readers = range(size) if readers is None else readers
     puts = [_Part(0, 0, nbytes)] * any(reader != rank for reader in readers)
     reduced = [_Part(0, 0, nbytes, range(size))] * (rank in readers)
@@ -158,7 +172,10 @@ def one_shot(
 
 
 def two_shot(rank: int, size: int, nbytes: int, itemsize: int, slot: int) -> Schedule:
-    """All_reduce: each rank folds its slice of every chunk into its slot, from where all take it."""
+    """Return the schedule of an all_reduce in two exchanges.
+
+    Each rank folds its block of every segment into its slot; all ranks copy it from there.
+    """
     items: list[Move | Fold | Step] = []
     unit = lcm(itemsize, ALIGNMENT)
     for k, (at, part) in enumerate(_chunks(nbytes, share_of(slot, size, itemsize) * size)):
@@ -178,38 +195,50 @@ def two_shot(rank: int, size: int, nbytes: int, itemsize: int, slot: int) -> Sch
 
 
 def reduce_scatter(rank: int, size: int, sizes: Sequence[int], itemsize: int, slot: int) -> Schedule:
-    """Rank r folds part r of all ranks' slots; `sizes` are those of the blocks."""
+    """Return the schedule: rank r folds block r of all ranks' slots.
+
+    Args:
+        sizes: bytes of the blocks.
+    """
     share = share_of(slot, size, itemsize)
     puts = [_Part(r, r * share, sizes[r]) for r in _peers(rank, size)]
     return _in_chunks(rank, share, puts, (), [_Part(rank, rank * share, sizes[rank], range(size))])
 
 
 def scan(rank: int, size: int, nbytes: int, itemsize: int, slot: int, exclusive: bool) -> Schedule:
-    """Rank r folds the slots of ranks 0..r, or 0..r-1."""
+    """Return the schedule: rank r folds the slots of ranks 0..r, or 0..r-1."""
     puts = [_Part(0, 0, nbytes)] * (rank < size - 1)
     reduced = [_Part(0, 0, nbytes, range(rank if exclusive else rank + 1))]
     return _in_chunks(rank, share_of(slot, 1, itemsize), puts, (), reduced)
 
 
 def broadcast(rank: int, size: int, nbytes: int, slot: int, root: int) -> Schedule:
-    """All take the root's slot."""
+    """Return the schedule: all ranks copy the root's slot."""
     if rank == root:
         return _in_chunks(rank, slot, [_Part(0, 0, nbytes)] * (size > 1))
     return _in_chunks(rank, slot, (), [_Part(0, 0, nbytes, (root,))])
 
 
 def all_gather(rank: int, size: int, sizes: Sequence[int], slot: int) -> Schedule:
-    """All take the slots of all; `sizes` are those of the outputs."""
+    """Return the schedule: all ranks copy the slots of all.
+
+    Args:
+        sizes: bytes of the outputs.
+    """
     puts = [_Part(0, 0, sizes[rank])] * (size > 1)
     moved = [_Part(r, 0, sizes[r], (r,)) for r in _peers(rank, size)]
     return *_own(rank, 0, sizes[rank]), *_in_chunks(rank, slot, puts, moved)
 
 
-# In the next three a rank knows its own sizes alone, so ranks may take different numbers of steps.
+# In the next three kinds a rank knows only its own sizes, so ranks may take different numbers of steps.
 
 
 def gather(rank: int, size: int, sizes: Sequence[int], slot: int, root: int) -> Schedule:
-    """The root takes the slots of all; `sizes` are those of its outputs, or of this rank's input alone."""
+    """Return the schedule: the root copies the slots of all.
+
+    Args:
+        sizes: bytes of the root's outputs; on other ranks, of the input alone.
+    """
     if rank != root:
         return *_in_chunks(rank, slot, [_Part(0, 0, sizes[0])]), Last()
     moved = [_Part(r, 0, sizes[r], (r,)) for r in _peers(rank, size)]
@@ -217,7 +246,11 @@ def gather(rank: int, size: int, sizes: Sequence[int], slot: int, root: int) -> 
 
 
 def scatter(rank: int, size: int, sizes: Sequence[int], slot: int, root: int) -> Schedule:
-    """Rank r takes part r of the root's slot; `sizes` are those of its blocks, or of this rank's output alone."""
+    """Return the schedule: rank r copies block r of the root's slot.
+
+    Args:
+        sizes: bytes of the root's blocks; on other ranks, of the output alone.
+    """
     share = share_of(slot, size, 1)
     if rank != root:
         return *_in_chunks(rank, share, (), [_Part(0, rank * share, sizes[0], (root,))]), Last()
@@ -226,7 +259,11 @@ def scatter(rank: int, size: int, sizes: Sequence[int], slot: int, root: int) ->
 
 
 def all_to_all(rank: int, size: int, gives: Sequence[int], takes: Sequence[int], slot: int) -> Schedule:
-    """Rank r takes part r of all slots; `gives` and `takes` are the sizes of its blocks and outputs."""
+    """Return the schedule: rank r copies block r of all slots.
+
+    Args:
+        gives, takes: bytes of the rank's blocks and of its outputs.
+    """
     share, peers = share_of(slot, size, 1), _peers(rank, size)
     puts = [_Part(r, r * share, gives[r]) for r in peers]
     moved = [_Part(r, rank * share, takes[r], (r,)) for r in peers]

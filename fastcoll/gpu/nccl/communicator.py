@@ -1,12 +1,13 @@
-"""Communicator: one rank's end of a NCCL communicator, made non-blocking, so that nothing of NCCL can hang the host.
+"""Communicator: one rank's end of an NCCL communicator.
 
-Before one is made, its ranks tell each other on the host who sits on which GPU (Seat).
+It is created non-blocking, so that no NCCL call can hang the host. Before the creation, the ranks exchange on the host
+which rank uses which GPU (Seat).
 
     begun -> ready -> (grouped -> ready)* -> ended | aborted
 
-A call that goes on is asked for until it is through; meanwhile `look` may raise. All calls between `group()`'s begin
-and end are one operation of NCCL's: they start together, and none waits for another. Any thread may ask for `trouble`
-or abort; after that no function of NCCL is called any more.
+While a call is in progress, the host polls its state, and `look` may raise between two polls. All calls inside a
+`group()` block are one NCCL operation: they start together, and none waits for another. Any thread may call `trouble`
+or `abort`. After an abort, this object calls no NCCL function on its communicator.
 """
 
 from __future__ import annotations
@@ -28,35 +29,40 @@ from ...errors import AbortedError, CollectiveTimeoutError, GroupError, Unavaila
 from .bindings import SUCCESS, UNIQUE_ID_BYTES, Config, Library, NcclError, UniqueId, dtype_code
 
 _ASKED = 100
-"""Questions whether a call is through before the first nap. A group is queued by a thread of NCCL's, within tens of
-microseconds if all is connected; a question takes about two."""
+"""Polls of a call in progress before the first nap.
+
+A thread of NCCL queues a group, within tens of microseconds once all ranks are connected; a poll takes about two.
+"""
 _NAPS = (0.00002, 0.002)
-"""Seconds between two more questions: at first, and at most."""
+"""Seconds between two later polls: the first nap, and the longest."""
 _ABORT_SECONDS = 1.0
-"""How long an abort waits for a call that another thread is in: NCCL_COMM_BLOCKING=1 makes it block there."""
+"""Seconds that an abort waits for a call in another thread.
+
+NCCL_COMM_BLOCKING=1 makes such calls block.
+"""
 _FINALIZE_SECONDS = 10.0
 _HOST = 1  # ncclScalarHostImmediate
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 
 _LOOK = 0.05
-"""Seconds between two looks at peers, as elsewhere."""
+"""Seconds between two checks for dead peers, as elsewhere."""
 _SHARED_GPU = 23000
-"""NCCL 2.30, from which NCCL_MULTI_RANK_GPU_ENABLE is known."""
+"""NCCL 2.30, the first version that knows NCCL_MULTI_RANK_GPU_ENABLE."""
 
 _SEAT = struct.Struct(f"<16s8sII{UNIQUE_ID_BYTES}s")
 
 Look = Callable[[str, float], None]
-"""`look(doing, seconds)`: raises when waiting on is in vain."""
+"""`look(doing, seconds)` raises if waiting is useless."""
 
 
 class Seat(NamedTuple):
-    """What a rank tells when a communicator is made."""
+    """The facts that a rank publishes before a communicator is created."""
 
-    gpu: bytes  # its GPU's UUID
-    host: bytes  # what NCCL_HOSTID makes of its host; NCCL lets ranks share a GPU if they seem to be on two hosts
-    version: int  # of its NCCL
-    shares: bool  # whether NCCL_MULTI_RANK_GPU_ENABLE lets it share a GPU
-    identity: bytes  # the communicator's id, from group rank 0
+    gpu: bytes  # UUID of its GPU
+    host: bytes  # hash of NCCL_HOSTID; NCCL lets ranks share a GPU if they seem to be on two hosts
+    version: int  # NCCL_VERSION_CODE
+    shares: bool  # NCCL_MULTI_RANK_GPU_ENABLE lets it share a GPU
+    identity: bytes  # id of the communicator, from group rank 0
 
     @classmethod
     def here(cls, gpu: bytes, version: int, identity: bytes) -> Seat:
@@ -65,7 +71,7 @@ class Seat(NamedTuple):
         return cls(gpu, host, version, shares, identity)
 
     def to_row(self) -> np.ndarray:
-        """As bytes of one length."""
+        """Return the fields as bytes of a fixed length."""
         packed = _SEAT.pack(self.gpu, self.host, self.version, self.shares, self.identity)
         return np.frombuffer(packed, np.uint8)
 
@@ -76,7 +82,11 @@ class Seat(NamedTuple):
 
 
 def check_seats(seats: Sequence[Seat], ranks: Sequence[int], group: str) -> None:
-    """Refuse what NCCL would hang or fail with; all ranks come to the same."""
+    """Reject ranks with which NCCL would hang or fail; all ranks decide alike.
+
+    Raises:
+        UnavailableError: versions differ, or two ranks share a GPU.
+    """
     versions = {seat.version // 100 for seat in seats}
     if len(versions) > 1:
         text = ", ".join(f"rank {r} {seat.version}" for r, seat in zip(ranks, seats, strict=True))
@@ -95,26 +105,35 @@ def check_seats(seats: Sequence[Seat], ranks: Sequence[int], group: str) -> None
 
 
 class Communicator:
-    """See this module's docstring; `look` is asked while a call goes on."""
+    """One rank's end of a communicator; see the module docstring.
+
+    Args:
+        look: called while a call is in progress.
+    """
 
     def __init__(self, library: Library, handle: Any, look: Look) -> None:
         self._library, self._calls, self._handle, self._look = library, library.calls, handle, look
         self._lock = threading.RLock()
         self._ended = False
-        self._splitting = ctypes.c_void_p()  # written to by NCCL, even if nobody waits for it any more
+        # NCCL may write to it even after the wait for the split has ended.
+        self._splitting = ctypes.c_void_p()
 
     @classmethod
     def make(cls, library: Library, size: int, rank: int, identity: bytes, look: Look) -> Communicator:
-        """Meet the other ranks, on the current GPU; collective, and blocks; aborted if `look` raises."""
+        """Create the communicator on the current GPU, with the other ranks.
+
+        Collective, and blocks. The communicator is aborted if `look` raises.
+        """
         handle, config = ctypes.c_void_p(), ctypes.byref(Config.non_blocking())
         unique, make = UniqueId.from_buffer_copy(identity), library.calls.ncclCommInitRankConfig
         status = make(ctypes.byref(handle), size, unique, rank, config)
         return cls._begun(library, handle, look, status, "making a communicator")
 
     def split(self, place: int | None) -> Communicator | None:
-        """A communicator of those ranks that give their `place` in it, None on others; collective over all ranks.
+        """Create a communicator of the ranks that pass their `place` in it; None on the other ranks.
 
-        Nothing may be under way on the GPU. The new one asks as this one does, until it is told to `ask` another.
+        Collective over all ranks. No work may be outstanding on the GPU. The new communicator uses this one's `look`
+        until `ask` replaces it.
         """
         doing, config = "splitting a communicator", ctypes.byref(Config.non_blocking())
         color, made = _NO_COLOR if place is None else 0, ctypes.c_void_p()
@@ -122,11 +141,11 @@ class Communicator:
         with self._lock:
             self._check_open()
             status = self._calls.ncclCommSplit(self._handle, color, place or 0, ctypes.byref(made), config)
-        self._settle(status, doing)  # only then is there a handle
+        self._settle(status, doing)  # NCCL sets the handle only when the call is complete
         return None if place is None else self._begun(self._library, made, self._look, SUCCESS, doing)
 
     def ask(self, look: Look) -> None:
-        """Ask `look` from now on."""
+        """Replace `look`."""
         self._look = look
 
     @classmethod
@@ -145,7 +164,7 @@ class Communicator:
 
     @contextmanager
     def group(self, doing: str) -> Iterator[None]:
-        """What is called inside is queued as one operation when this ends; blocks until it is queued."""
+        """Queue the calls of a `with` block as one operation; block until it is queued."""
         with self._lock:
             self._check_open()
             self._check(self._calls.ncclGroupStart(), doing)
@@ -156,18 +175,18 @@ class Communicator:
         self._settle(status, doing)
 
     def queue(self, operation: str, stream: int, *args: int) -> None:
-        """Queue an operation of NCCL's, with what nccl.h says stands before the communicator:
+        """Queue an NCCL operation; `args` are nccl.h's arguments before the communicator:
 
         all_reduce, reduce_scatter  src, dst, count, datatype, operation     `count` numbers of the result
         reduce                      src, dst, count, datatype, operation, root
-        broadcast, all_gather       src, dst, nbytes, BYTES[, root]          `dst` may be, or hold, `src`
+        broadcast, all_gather       src, dst, nbytes, BYTES[, root]          `dst` may be, or contain, `src`
         send, recv                  address, nbytes, BYTES, peer
         """
         self._check(self._library.operations[operation](*args, self._handle, stream), operation)
 
     @contextmanager
     def premultiplied_sum(self, factor: Any, dtype: np.dtype[Any]) -> Iterator[int]:
-        """An operation that multiplies this rank's numbers by `factor` before it adds; for use inside."""
+        """Yield an NCCL operation that multiplies this rank's numbers by `factor` and adds."""
         made, scalar = ctypes.c_int(), np.array(factor, dtype)
         with self._lock:
             self._check_open()
@@ -183,9 +202,9 @@ class Communicator:
     # ---- waiting, errors and the end -----------------------------------------------------------------
 
     def trouble(self) -> NcclError | None:
-        """What went wrong on the network or in a peer since, if anything. Never blocks."""
+        """Return an error of the network or of a peer, or None. Never blocks."""
         if not self._lock.acquire(blocking=False):
-            return None  # a call is being made, which tells for itself
+            return None  # another thread is in a call, which reports its errors itself
         try:
             if not self._ended:
                 self._check(self._state(), "communication")
@@ -196,18 +215,18 @@ class Communicator:
         return None
 
     def abort(self) -> None:
-        """End what is under way on the GPU, and the communicator. Twice is fine."""
+        """Cancel the work on the GPU and end the communicator. Twice is fine."""
         held = self._lock.acquire(timeout=_ABORT_SECONDS)
         try:
             first, self._ended = not self._ended, True
             if first:
-                self._calls.ncclCommAbort(self._handle)  # which has nothing more to tell
+                self._calls.ncclCommAbort(self._handle)  # its result does not matter
         finally:
             if held:
                 self._lock.release()
 
     def close(self) -> None:
-        """End the communicator in order; nothing may be under way here. Twice is fine."""
+        """End the communicator in order; this rank must have no work outstanding. Twice is fine."""
         try:
             with self._lock:
                 if self._ended:
@@ -219,10 +238,10 @@ class Communicator:
                     self._ended = True
                     self._check(self._calls.ncclCommDestroy(self._handle), "ending a communicator")
         except (NcclError, GroupError):
-            self.abort()  # a peer is gone: nothing is lost by not waiting for it
+            self.abort()  # a peer is gone, so there is nothing to wait for
 
     def _settle(self, status: int, doing: str, limit: float = float("inf")) -> None:
-        """Wait until the call that returned `status` is through."""
+        """Wait until the call that returned `status` is complete."""
         started, nap, asked = time.monotonic(), _NAPS[0], 0
         while True:
             self._check(status, doing)
@@ -240,7 +259,7 @@ class Communicator:
                 nap = min(2 * nap, _NAPS[1])
 
     def _state(self) -> int:
-        """ncclSuccess, ncclInProgress, or what went wrong."""
+        """Return ncclSuccess or ncclInProgress, or raise the communicator's error."""
         state = ctypes.c_int()
         status = self._calls.ncclCommGetAsyncError(self._handle, ctypes.byref(state))
         self._check(status, "asking for its state")
@@ -255,7 +274,7 @@ class Communicator:
 
 
 class Patience:
-    """What is asked while NCCL is busy with a call on the host: raises what `look` has found twice in a row."""
+    """The `look` of a group: raises an error that its check has returned twice in a row."""
 
     def __init__(self, group: ProcessGroup, look: Callable[[str], GroupError | None]) -> None:
         self._group, self._look = group, look

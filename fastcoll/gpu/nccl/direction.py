@@ -1,12 +1,12 @@
-"""Direction: this rank's end of the messages from one rank to another, with a communicator and a stream of its own.
+"""Direction: this rank's end of the messages from one rank to another.
 
-Its jobs run one after the other on a thread of its own, and may block there: nothing but this direction waits for them.
-Message is the Work of one of these messages, from when it is posted:
+A direction has a communicator, a stream and a thread of its own. The thread runs the direction's jobs one after the
+other. A job may block, because only this direction waits for it. Message is the Work of one message:
 
-    posted -> claimed by whoever carries it on -> queued on a GPU -> over
-                                               -> over (an error, nothing to move, or moved through the host)
+    posted -> claimed by the code that carries it on -> queued on a GPU -> over
+                                                     -> over (an error, empty, or moved through the host)
 
-What is posted can be claimed once (messages.py), and only who has claimed it queues or ends it.
+A posted message can be claimed once (messages.py), and only its claimer queues or ends it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from ..transit import Events, Marks
 from .bindings import BYTES, Library
 from .communicator import Communicator, Patience
 
-_SENDER, _RECEIVER = 0, 1  # ranks of the communicator
+_SENDER, _RECEIVER = 0, 1  # ranks in the communicator
 
 
 class Message(StreamWork):
-    """A send or a receive. Until it is queued `wait()` blocks the host; then it orders streams, as any StreamWork's.
+    """A send or a receive.
+
+    `wait()` blocks the host until the message is queued, and then orders streams, as any StreamWork does.
 
     Args:
         own: a stream on the array's GPU.
-        item: the array, adopted; let go when the message is over.
+        item: the imported array; released when the message is over.
         kind: tag and dtype, as in p2p/.
-        marks: where its stream was when the message was posted.
+        marks: events behind the work that its stream held when the message was posted.
 
     Attributes:
         status: filled at completion, if the receive has one.
@@ -54,22 +56,22 @@ class Message(StreamWork):
 
     @property
     def array(self) -> DeviceArray:
-        """What is moved, until it is over."""
+        """The array that is moved, until the message is over."""
         array: DeviceArray = self.item.array
         return array
 
     @property
     def held(self) -> tuple[int, int]:
-        """Kind and bytes."""
+        """Kind and bytes of the array."""
         return self.kind, self.array.nbytes
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is queued, or over."""
+        """The message is queued, or over."""
         return self._begun.is_set() or self.ended
 
     def comes_from(self, source: int, tag: int, nbytes: int) -> None:
-        """Record the message that a receive takes; called before it is queued or ends."""
+        """Record the message that a receive gets; called before it is queued or ends."""
         self._result, self.nbytes = source, nbytes
         if self.status is not None:
             self.status.fill(source, tag, nbytes // (self.array.dtype.itemsize or 1), nbytes)
@@ -102,7 +104,10 @@ class Message(StreamWork):
 
 
 class Direction:
-    """See this module's docstring; to oneself, which is a `peer` too, it needs no communicator."""
+    """One direction of one peer; see the module docstring.
+
+    The peer may be this rank; then no communicator is needed.
+    """
 
     def __init__(
         self, carrier: StreamCarrier, library: Library, peer: int, sending: bool, events: Events
@@ -120,7 +125,7 @@ class Direction:
         self._ending: Work | None = None
 
     def submit(self, message: Message, job: Callable[[], None]) -> None:
-        """Do a job on the direction's thread."""
+        """Run a job on the direction's thread."""
         self._jobs.submit(message.describe, job)
 
     # ---- on the direction's thread -------------------------------------------------------------------
@@ -130,13 +135,16 @@ class Direction:
         return self._comm is not None
 
     def move(self, message: Message, identity: bytes) -> None:
-        """Queue a message, after its peer has agreed; the first time make the communicator, which blocks."""
+        """Queue a message that its peer has agreed to.
+
+        The first call creates the communicator, and blocks.
+        """
         if self._comm is None:
             place = _SENDER if self._sending else _RECEIVER
             patience = Patience(self._group, lambda doing: self._group.monitor.verdict([self._peer], doing))
             with self._carrier.runtime.on(self._device):
                 self._comm = Communicator.make(self._library, 2, place, identity, patience)
-            if self._carrier.broken:  # meanwhile, when there was nothing to abort yet
+            if self._carrier.broken:  # the group failed while there was no communicator to abort
                 self._comm.abort()
         comm, x = self._comm, message.array
 
@@ -150,7 +158,7 @@ class Direction:
         self._queue([message], work)
 
     def copy(self, sent: Message, received: Message) -> None:
-        """Queue a message to oneself."""
+        """Queue a message to this rank itself."""
 
         def work(turn: Turn) -> None:
             turn.copy(received.array, sent.array)
@@ -159,13 +167,20 @@ class Direction:
         self._queue([sent, received], work)
 
     def buffer(self, message: Message, take: Callable[[DeviceArray], None]) -> None:
-        """Queue a copy of an array, in memory of its own, which `take` gets before the message counts as queued."""
+        """Queue a copy of an array to scratch memory.
+
+        `take` gets the copy before the message counts as queued.
+        """
         self._queue([message], lambda turn: take(turn.copied([message.array])))
 
     def _queue(self, messages: Sequence[Message], work: Callable[[Turn], None]) -> None:
-        """Queue work behind what the arrays' streams held when the messages were posted; its end is theirs."""
+        """Queue work behind the work that the arrays' streams held when the messages were posted.
+
+        Its end completes the messages.
+        """
         if self._lane is None:
-            self._lane = Own(self._carrier.runtime, self._device)  # here, as making one may wait for the GPU
+            # On this thread, because its creation may wait for the GPU.
+            self._lane = Own(self._carrier.runtime, self._device)
         own = self._lane
         with self._carrier.queueing(messages, own, self._watcher) as turn:
             for message in messages:
@@ -184,23 +199,26 @@ class Direction:
         return self._group.failure or self._group.monitor.verdict([], doing)
 
     def break_off(self, error: GroupError) -> None:
-        """End what runs on the GPU, and its Works with `error`; from any thread."""
+        """Cancel the work on the GPU, and complete its Works with `error`; from any thread."""
         if self._comm is not None:
             self._comm.abort()
         self._watcher.break_off(error)
 
     def finish(self) -> None:
-        """Block until all jobs are done and the GPU is through."""
+        """Block until all jobs are done and the GPU has finished."""
         self._jobs.submit("the end of messages", lambda: None).join()
         self._watcher.drain()
 
     def disconnect(self) -> None:
-        """Begin to end the communicator. It waits for the peer, which does the same, for some seconds at most."""
+        """Begin to end the communicator.
+
+        That waits some seconds at most for the peer, which does the same.
+        """
         if self._comm is not None:
             self._ending = self._jobs.submit("the end", self._comm.close)
 
     def close(self) -> None:
-        """Give everything back, after `finish` and `disconnect`."""
+        """Free everything, after `finish` and `disconnect`."""
         if self._ending is not None:
             self._ending.join()
         self._jobs.close()

@@ -1,29 +1,32 @@
-"""NcclMessages: messages between GPUs by NCCL's send and recv, matched by the messages of the group's CPU backend.
+"""NcclMessages: messages between GPUs by NCCL's send and recv.
 
-NCCL has neither tags nor "from any rank", and pairs what two ranks queue on a communicator in order, so that two ranks
-which both send first wait for ever. Hence, in letters:
+The messages of the group's CPU backend match them. NCCL has neither tags nor "any source", and pairs the operations of
+two ranks on a communicator in the order in which they are queued: two ranks that both queue a send first wait forever.
+Hence a protocol of control messages on the host:
 
     sender                                          receiver
-    an envelope on the user's tag           ->      matches it, like any message
+    a header with the user's tag            ->      matches it, like any message
                                                     compares sizes and dtypes
-    takes the next answer                   <-      answers, on a tag of the library's own
+    takes the next answer                   <-      answers, with a tag of the library's own
     ncclSend of the message it names                ncclRecv
 
-Only what is matched is queued, so tags, order and any source are the CPU backend's. Each *direction*, from one rank to
-another, has a communicator of two ranks, made with its first message, a stream and a thread of its own on both sides.
+Only matched messages are queued, so the CPU backend defines tags, order and "any source". A *direction* is a pair of a
+sending and a receiving rank. Each has a communicator of two ranks, created with its first message, and on both sides a
+stream and a thread.
 
-**Why both sides queue in one order.** The receiver's thread answers and then queues, message by message; the answers of
-a rank, on one tag, arrive in order; the sender's thread takes one, queues what it names, and takes the next.
+**Both sides queue in the same order.** The receiver's thread answers and then queues, message by message. The answers
+of a rank have one tag, so they arrive in order. The sender's thread takes an answer, queues the message that it names,
+and takes the next answer.
 
-**Why nothing waits in a circle.** A direction's thread waits for its peer's thread of the same direction only: an
-answer is on its way once an envelope was taken, and both make the communicator right after the first answer. On the GPU
-a message waits for its other side, for those before it in its direction, and for what the arrays' streams held when it
-was posted. Whoever makes a stream wait for a message (`wait()`) has waited on the host until it was queued; so what
-comes behind that, on any rank, is queued later in every direction, and what is queued waits for earlier things only.
-tests/gpu/test_nccl_messages_model.py runs this code under every schedule of small programs.
+**No cycle of waits.** A direction's thread waits only for the peer's thread of the same direction: an answer is sent
+once a header is matched, and both threads create the communicator right after the first answer. On the GPU a message
+waits for its other side, for the earlier messages of its direction, and for the work that the arrays' streams held when
+it was posted. A thread that makes a stream wait for a message (`wait()`) first waits on the host until the message is
+queued. So work behind this wait is queued later, on every rank and in every direction, and queued work waits only for
+earlier work. tests/gpu/test_nccl_messages_model.py runs this code under every schedule of small programs.
 
-Messages go through the host where NCCL refuses the two GPUs (ranks that share one), decided message by message by the
-receiver; empty ones end with the answer. To oneself they are copied on the GPU.
+Messages go through the host where NCCL rejects the two GPUs (ranks that share one); the receiver decides it for each
+message. Empty messages end with the answer. Messages of a rank to itself are copied on the GPU.
 """
 
 from __future__ import annotations
@@ -53,25 +56,25 @@ from .communicator import Seat, check_seats
 from .direction import Direction, Message
 
 ANSWER, DATA = LARGEST_TAG + 1, LARGEST_TAG + 2
-"""Tags that no user has: of answers, and of messages that go through the host all the same."""
+"""Tags that no user can give: of answers, and of messages that are staged through the host."""
 
 MISFIT, NOTHING, STAGED, NCCL = range(1, 5)
-"""Verdicts: another size or dtype; both arrays are empty; through the host; by NCCL."""
+"""Decisions: sizes or dtypes differ; both arrays are empty; move through the host; move by NCCL."""
 
 _HEAD = struct.Struct("<4q")
 
 
 class Letter(NamedTuple):
-    """What two ranks tell each other on the host about one message between their GPUs."""
+    """A control message between two ranks' hosts, about one message between their GPUs."""
 
-    number: int  # of the message, the sender's own
+    number: int  # number of the message at its sender
     kind: int  # tag and dtype of the array on this side, as in p2p/
     nbytes: int  # of the array on this side
-    seat: Seat  # this side's; in the first answer that says NCCL with the communicator's id
-    verdict: int = 0  # of an answer
+    seat: Seat  # this side's; the first answer NCCL also has the communicator's id
+    verdict: int = 0  # the decision, in an answer
 
     def to_array(self) -> Array:
-        """As a host array that can be sent."""
+        """Return a host array that can be sent."""
         array = blank()
         head = _HEAD.pack(self.number, self.verdict, self.kind, self.nbytes)
         packed = np.concatenate([np.frombuffer(head, np.uint8), self.seat.to_row()])
@@ -86,7 +89,7 @@ class Letter(NamedTuple):
 
 
 def blank() -> Array:
-    """An array to receive a letter into."""
+    """Return an array that receives a control message."""
     return np.zeros(1, LETTER)
 
 
@@ -99,7 +102,7 @@ class NcclMessages:
         self._transit = Transit(self._group)
         self._staged = StagedMessages(self._group, self._transit)
         self._numbers = itertools.count()
-        self._posted: dict[int, Message] = {}  # what nobody has claimed
+        self._posted: dict[int, Message] = {}  # messages that are not claimed
         self._directions: dict[tuple[int, bool], Direction] = {}
         self._seat: Seat | None = None
         self._lock = threading.RLock()
@@ -110,10 +113,10 @@ class NcclMessages:
     def isend(self, x: Adopted, dst: int, tag: int) -> Work:
         message = self._new(x, f"send to {self._name(dst)}, tag {tag}", tag)
 
-        def on_taken(work: Work) -> None:  # on the CPU backend's thread, as what follows
+        def on_taken(work: Work) -> None:  # runs on the CPU backend's thread, as `on_matched` does
             if (error := work.exception()) is not None:
                 self._end(message, error)
-            elif dst != self._group.rank:  # an envelope has found its receive, and an answer comes
+            elif dst != self._group.rank:  # the header is matched, so the peer will answer
                 self._submit(message, dst, True, partial(self._take_answer, dst))
 
         with self._posting(message):
@@ -139,7 +142,7 @@ class NcclMessages:
         return message
 
     def send(self, x: Adopted, dst: int, tag: int) -> None:
-        """Returns once the message is matched and queued; to oneself, once a copy is queued."""
+        """Return once the message is matched and queued; to this rank itself, once a copy is queued."""
         if dst != self._group.rank:
             refuse_to_block("send")
             self._await(self.isend(x, dst, tag))
@@ -160,19 +163,23 @@ class NcclMessages:
             self._group.messages.send(self._envelope(message), dst, tag)
 
     def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
-        """Returns once the message is matched and queued."""
+        """Return once the message is matched and queued."""
         refuse_to_block("recv")
         return int(self._await(self.irecv(x, src, tag, status)))
 
     def _await(self, work: Work) -> Any:
-        """Wait on the host until a message is queued, and on the stream until it is there; its result."""
+        """Wait on the host until a message is queued, and make the stream wait for it.
+
+        Returns:
+            the message's result.
+        """
         message = cast(Message, work)
         try:
             return message.result()
         except FastcollError:
             raise
         except BaseException as error:
-            if not message.has_begun:  # the peer counts on it
+            if not message.has_begun:  # the peer waits for this message
                 self._carrier.fail_with(message.describe, error)
             raise
 
@@ -191,7 +198,7 @@ class NcclMessages:
 
     @contextmanager
     def _posting(self, message: Message) -> Iterator[None]:
-        """A message that cannot be posted is none; after half of it the group has failed."""
+        """End a message that cannot be posted; a partial post fails the group."""
         try:
             with self._carrier.failing(message.describe):
                 yield
@@ -203,7 +210,7 @@ class NcclMessages:
         return self._group.monitor.name(rank)
 
     def _here(self, identity: bytes = b"") -> Seat:
-        """This rank's seat, with a communicator's id."""
+        """Return this rank's info, with a communicator's id."""
         if self._seat is None:
             assert self._carrier.lane is not None
             gpu = self._carrier.runtime.uuid(self._carrier.lane.device)
@@ -211,7 +218,7 @@ class NcclMessages:
         return self._seat._replace(identity=identity)
 
     def _submit(self, message: Message, peer: int, sending: bool, job: Callable[[Direction], None]) -> None:
-        """Have a direction's thread go on with a message."""
+        """Let the thread of a direction carry a message on."""
         try:
             with self._lock:
                 if self._closed:
@@ -228,7 +235,7 @@ class NcclMessages:
                 self._carrier.fail_with(message.describe, error)
 
     # ---- jobs, on a direction's thread ---------------------------------------------------------------
-    # An error other than that of a message which does not fit fails the group.
+    # Any error fails the group, except a mismatch of a single message.
 
     def _run(self, direction: Direction, describe: str, job: Callable[[Direction], None]) -> None:
         try:
@@ -238,7 +245,7 @@ class NcclMessages:
             self._end_all(self._group.failure or error)
 
     def _take_answer(self, dst: int, direction: Direction) -> None:
-        """Take the next answer of a peer, and send the message that it names."""
+        """Receive the next answer of a peer, and send the message that it names."""
         array = blank()
         self._group.post_receive(Adopted(array), dst, ANSWER).join()
         answer = Letter.from_array(array)
@@ -251,7 +258,7 @@ class NcclMessages:
                 self._over(message, answer.verdict, refused, dst, answer)
 
     def _answer(self, number: int, envelope: Letter, source: int, direction: Direction) -> None:
-        """Tell the sender what comes next, and receive the message."""
+        """Send the sender an answer that says how the message is moved, and receive the message."""
         with self._claimed(number) as message:
             verdict = self._verdict(message, envelope, source)
             first = verdict == NCCL and not direction.is_connected
@@ -261,7 +268,8 @@ class NcclMessages:
             if verdict == NCCL:
                 direction.move(message, identity)
             elif verdict == STAGED:
-                # Waits for the array's stream here: the CPU backend's thread must not, as that may wait for messages.
+                # This wait for the array's stream is done here, not on the CPU backend's thread, because the stream may
+                # wait for other messages.
                 status = message.status and Status()
                 self._go_staged(message, partial(self._staged.irecv, status=status), source)
             else:
@@ -280,13 +288,13 @@ class NcclMessages:
         return NCCL
 
     def _go_staged(self, message: Message, move: Callable[..., Work], peer: int) -> None:
-        """Through the host."""
+        """Move a message through the host."""
         marks, message.marks = message.marks, []
         work = move(message.item, peer, DATA, marks=marks)
         work.add_done_callback(lambda work: message.settle(work.exception()))
 
     def _copy(self, number: int, envelope: Letter, source: int, direction: Direction) -> None:
-        """Carry a message to oneself out."""
+        """Execute a message of this rank to itself."""
         with self._claimed(envelope.number) as sent, self._claimed(number) as received:
             verdict = self._verdict(received, envelope, source)
             if verdict in (MISFIT, NOTHING):
@@ -300,7 +308,10 @@ class NcclMessages:
 
     @contextmanager
     def _claimed(self, number: int) -> Iterator[Message]:
-        """A message, for one caller; whatever goes wrong ends it, and the group, as the peer counts on it."""
+        """Claim a message for a `with` block.
+
+        An error in the block ends the message and fails the group, because the peer waits for the message.
+        """
         message = self._posted.pop(number, None)
         if message is None:
             raise AbortedError(f"the group {self._group.name} has failed before the message was complete")
@@ -314,7 +325,7 @@ class NcclMessages:
     def _over(
         self, message: Message, verdict: int, misfit: Callable[..., FastcollError], peer: int, letter: Letter
     ) -> None:
-        """End a claimed message with a verdict for which nothing is queued; `letter` is the peer's."""
+        """End a claimed message that moves no data; `letter` is the peer's control message."""
         error = None
         if verdict == MISFIT:
             here, there = self._name(self._group.rank), self._name(peer)
@@ -328,7 +339,7 @@ class NcclMessages:
         message.settle(error)
 
     def _end(self, message: Message, error: BaseException) -> None:
-        """End a message, unless it was claimed."""
+        """End a message unless it has been claimed."""
         if self._posted.pop(message.number, None) is not None:
             self._settle(message, error)
 
@@ -340,7 +351,7 @@ class NcclMessages:
         return AbortedError(f"the group {self._group.name} was destroyed before the message was complete")
 
     def break_off(self, error: GroupError) -> None:
-        """The group has failed: end everything, from any thread, without waiting."""
+        """End all messages after the group has failed, from any thread, without waiting."""
         with self._lock:
             directions = list(self._directions.values())
         for direction in directions:
@@ -348,13 +359,13 @@ class NcclMessages:
         self._end_all(error)
 
     def close(self) -> None:
-        """Block until what is matched is done, end the rest, and give everything back."""
+        """Block until the matched messages are done, end the others, and free everything."""
         with self._lock:
             self._closed = True
             directions = list(self._directions.values())
         for direction in directions:
             direction.finish()
-        # All at once, as each waits for its peer, which may be busy with another.
+        # All directions disconnect at once: each waits for its peer, which may be busy with another one.
         for direction in directions:
             direction.disconnect()
         for direction in directions:
