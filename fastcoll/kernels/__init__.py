@@ -1,1 +1,1 @@
-"""Everything that is compiled for every backend: memory, waiting, sockets, reductions."""
+"""Compiled code that several rooms share."""

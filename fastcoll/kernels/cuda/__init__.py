@@ -1,8 +1,10 @@
-"""The element-wise kernels for CUDA: reductions, copies, and packing of strided arrays, compiled by numba-cuda.
+"""Element-wise CUDA kernels: reductions, copies, and packing of strided arrays, compiled by numba-cuda.
 
-Importing this package imports `numba.cuda`, so nothing imports it until an array lies on a GPU. What a kernel does to
-elements and addresses is plain Python, which Numba's simulator runs too (NUMBA_ENABLE_CUDASIM=1); the few machine
-instructions (accesses.py, steps.py) have twins for it, chosen in kernel.py.
+Importing this package imports `numba.cuda`, so nothing imports it until there is an array on a GPU. The code that
+computes elements and addresses is plain Python, which Numba's simulator also runs (NUMBA_ENABLE_CUDASIM=1). The few
+machine instructions (accesses.py, steps.py) have Python versions for the simulator; kernel.py chooses.
+
+These kernels have never run on a GPU. The tests run them in the simulator, and compile them to PTX.
 """
 
 from ...errors import install

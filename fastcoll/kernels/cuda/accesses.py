@@ -1,13 +1,14 @@
-"""Loads and stores at addresses of device memory, a tuple of lanes at a time; and the bits of floats.
+"""Loads and stores of several lanes at addresses of device memory; and the bits of floats.
 
     load(address) -> lanes          store(address, lanes)
 
-`accesses` makes them for a lane's type. Those of 16 bytes are one instruction, `ld.global.v4.u32` or `v2.u64`, and
-need an address that is a multiple of 16. It is written in PTX: LLVM takes vectors of small integers apart. The loads
-may move and be merged, as no kernel writes what it reads again; so they do not serve to wait for a word of a peer.
+`accesses` makes them for a lane's type. An access of 16 bytes is one instruction, `ld.global.v4.u32` or `v2.u64`, and
+needs an address that is a multiple of 16. It is written in PTX, because LLVM splits vectors of small integers. The
+compiler may move and merge the loads, because no kernel reads what it has written; so they cannot wait for a peer's
+word.
 
-float16 is converted by the processor, bfloat16 by integers; products are not fused. Every NaN is rounded to one quiet
-NaN, as on the CPU (compiler/elements.py).
+The processor converts float16, integer instructions convert bfloat16; products are not fused. Every NaN is rounded to
+one quiet NaN, as on the CPU (compiler/elements.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ADDRESS = "{{ .reg .u64 a; cvta.to.global.u64 a, ${}; "
 
 
 def size_of(kind: Any) -> int:
-    """Bytes of a lane of a Numba number type."""
+    """Return the bytes of a lane of a Numba number type."""
     return int(kind.bitwidth) // 8
 
 
@@ -47,7 +48,11 @@ def _llvm_type(kind: Any) -> Any:
 
 @cache
 def accesses(kind: Any, lanes: int, whole: bool) -> Accesses:
-    """`load` and `store` of `lanes` successive numbers of a type; `whole`: as one access of VECTOR bytes."""
+    """Return `load` and `store` of `lanes` successive numbers of a type.
+
+    Args:
+        whole: access all of them, VECTOR bytes, with one instruction.
+    """
     if SIMULATED:
         return _simulated(kind, lanes, whole)
     return _compiled(kind, lanes, _Words(kind) if whole else _Scalars(kind))
@@ -87,7 +92,7 @@ def _compiled(kind: Any, lanes: int, memory: _Words | _Scalars) -> Accesses:
 
 
 class _Scalars:
-    """Numbers, one access each."""
+    """Numbers, accessed one by one."""
 
     def __init__(self, kind: Any) -> None:
         self._lane, self._size = _llvm_type(kind), size_of(kind)
@@ -104,7 +109,7 @@ class _Scalars:
 
 
 class _Words:
-    """VECTOR bytes in registers: two of 64 bits for numbers of 8 bytes, else four of 32."""
+    """VECTOR bytes in registers: two of 64 bits for 8-byte numbers, else four of 32 bits."""
 
     def __init__(self, kind: Any) -> None:
         self._kind, self._lane = _llvm_type(kind), ir.IntType(int(kind.bitwidth))
@@ -168,6 +173,7 @@ if SIMULATED:
     product64 = product32
 
     def lane_of(kind):
+        """Return a function that converts the low bits of a word to a Numba type: uint16 or a float."""
         dtype = np.dtype(str(kind))
         return lambda word: np.int64(word).reshape(1).view(dtype)[0]
 
@@ -209,18 +215,18 @@ else:
 
 @device
 def round_float16(x):
-    """The nearest float16, ties to even, as bits."""
+    """Round to the nearest float16, ties to even; return its bits."""
     return _round_float16(x) if x == x else types.uint16(_HALF_NAN)
 
 
 @device
 def widen_bfloat16(bits):
-    """A bfloat16 as a float32."""
+    """Convert bfloat16 bits to float32."""
     return _float(types.uint32(types.uint32(bits) << 16))
 
 
 @device
 def round_bfloat16(x):
-    """The nearest bfloat16, ties to even, as bits."""
+    """Round to the nearest bfloat16, ties to even; return its bits."""
     bits = _bits(x)
     return types.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) if x == x else types.uint16(_BFLOAT_NAN)

@@ -1,4 +1,4 @@
-"""How a dtype's elements lie in device memory and in registers, and what operations, also users' own, do to them.
+"""The layout of a dtype's elements in device memory and registers, and the operations on them.
 
 | dtype             | lanes in memory      | computed as           |
 |-------------------|----------------------|-----------------------|
@@ -7,8 +7,9 @@
 | bool              | a uint8              | 0 or 1                |
 | float16, bfloat16 | a uint16             | float32, rounded once |
 
-A *group* is the tuple of an element's lanes; every function here takes and returns groups, as operations of one lane
-and of two are put together alike (reducers.py). Elements of structured dtypes have a kernel of their own.
+A *group* is the tuple of an element's lanes. Every function here takes and returns groups, so that reducers.py can
+build operations on one lane and on two alike. Operations may be users' functions. Structured dtypes have a kernel of
+their own.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ from .kernel import SIMULATED, cuda, device
 
 
 class Element(NamedTuple):
-    """What kernels need to know of a dtype; `widen` and `narrow` go from memory to registers, and back."""
+    """The facts about a dtype that kernels need.
+
+    `widen` converts a group from memory to registers, `narrow` converts it back; None: no conversion.
+    """
 
     lane: Any  # Numba's type of a lane in memory
-    computed: Any  # and in registers
-    lanes: int = 1  # of an element
-    widen: Callable[..., Any] | None = None  # where anything changes
+    computed: Any  # Numba's type of a lane in registers
+    lanes: int = 1  # lanes of an element
+    widen: Callable[..., Any] | None = None  # from memory to registers
     narrow: Callable[..., Any] | None = None
 
 
 def element_of(dtype: np.dtype[Any]) -> Element:
-    """The lanes of a numeric dtype."""
+    """Return the lanes of a numeric dtype."""
     if dtype.name in _HALVES:
         widen, narrow = (_each(function) for function in _HALVES[dtype.name])
         return Element(types.uint16, types.float32, 1, widen, narrow)
@@ -63,14 +67,17 @@ def _each(function: Callable[..., Any]) -> Any:
 
 @device
 def _truth(a):
-    """1 for any byte but 0."""
+    """Return 1 for any byte except 0."""
     return (types.uint8(1 if a[0] != 0 else 0),)
 
 
 def combination(code: int, element: Element, kind: str) -> Any:
-    """What a predefined operation does to two groups; a code that names no other (as PREMUL_SUM's) means SUM.
+    """Return the function that combines two groups by a predefined operation.
 
-    `kind` is the dtype's, "f" for bfloat16.
+    A code that names no other operation, such as PREMUL_SUM's, means SUM.
+
+    Args:
+        kind: the dtype's kind; "f" for bfloat16.
     """
     if kind == "c":
         if code == PRODUCT:
@@ -99,7 +106,7 @@ def _both(a, b):
     return a & b
 
 
-# MIN and MAX are as `numpy.minimum`: the first of equals, and a NaN rather than a number.
+# MIN and MAX are as `numpy.minimum`: of equal numbers the first; a NaN rather than a number.
 _NUMBERS: dict[int, Callable[..., Any]] = {
     SUM: lambda a, b: a + b,
     PRODUCT: lambda a, b: a * b,
@@ -120,7 +127,7 @@ _BOOL: dict[int, Callable[..., Any]] = {
 
 
 def ending(code: int, element: Element, n: int) -> Any:
-    """What is done to the combined group at the end: AVG divides by n; None where nothing is."""
+    """Return the last step, applied to the combined group: AVG divides by n; None for others."""
     if code != AVG:
         return None
     kind = element.computed
@@ -132,7 +139,7 @@ def ending(code: int, element: Element, n: int) -> Any:
     wide = types.int64 if kind.signed else types.uint64
     number, up = wide(n), wide(n - 1 if kind.signed else 0)
     none = wide(0)
-    # Truncated towards zero: the floor, but of negative numbers the ceiling.
+    # Truncate towards zero: the floor for positive numbers, the ceiling for negative ones.
     return device(lambda a: (kind((wide(a[0]) + (up if a[0] < 0 else none)) // number),))
 
 
@@ -140,9 +147,10 @@ def ending(code: int, element: Element, n: int) -> Any:
 
 
 def combination_by(function: Callable[[Any, Any], Any], element: Element, kind: str) -> Any:
-    """A function of two scalars for groups of lanes; what it returns is converted as by an assignment.
+    """Return the function that combines two groups by a user's function of two scalars.
 
-    It gets booleans for bool (`kind` "b"), complex numbers for complex ("c"), float32 for float16 and bfloat16.
+    The function gets booleans for bool (`kind` "b"), complex numbers for complex ("c"), float32 for float16 and
+    bfloat16. Its result is converted as in an assignment.
     """
     scalar, part = device(plain_function(function)), element.computed
     if kind == "b":
@@ -158,16 +166,16 @@ def combination_by(function: Callable[[Any, Any], Any], element: Element, kind: 
     else:
         combine = device(lambda a, b: (part(scalar(a[0], b[0])),))
     if not SIMULATED:
-        # Before it is nested: Numba tries twice at each level until it reports an error, for a minute in all.
+        # Compile it before it is nested: on an error Numba tries twice at each level, and reports it after a minute.
         combine.compile_device((types.UniTuple(part, element.lanes),) * 2)
     return combine
 
 
 def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) -> Any:
-    """As the kernels of reducers.py, one record at a time.
+    """Return a kernel like those of reducers.py that reduces one record at a time.
 
-    The function gets private copies, which it may write to. Their fields are aligned, also where those in memory are
-    not, as numba-cuda compiles nothing else. (Numba's own simulator knows no alignment of local arrays.)
+    The user's function gets private copies, which it may modify. Their fields are aligned even if those in memory are
+    not, because numba-cuda compiles only aligned ones. (Numba's simulator has no alignment of local arrays.)
     """
     aligned = np.dtype([(name, field[0]) for name, field in (dtype.fields or {}).items()], align=True)
     record, size = from_dtype(aligned), dtype.itemsize
@@ -178,7 +186,7 @@ def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) ->
         for i in range(there[0].itemsize)
     ]
     read, write = _copy(bytes_of, True), _copy(bytes_of, False)
-    # The fields as attributes, which Numba's arrays of records have.
+    # Numba's arrays of records have the fields as attributes; make NumPy's have them too.
     named = (lambda array: array.view(np.recarray)) if SIMULATED else device(lambda array: array)
 
     def reduce(dst, head, packs, count, srcs):
@@ -198,7 +206,10 @@ def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) ->
 
 
 def _copy(bytes_of: list[tuple[int, int]], inwards: bool) -> Any:
-    """A copy of single bytes between an address and an array of one record, which lie at such places there and here."""
+    """Return a function that copies single bytes between an address and an array of one record.
+
+    `bytes_of` has each byte's offset at the address and in the array.
+    """
     if SIMULATED:
 
         def copy_simulated(array, address):

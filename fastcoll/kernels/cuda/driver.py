@@ -1,7 +1,7 @@
-"""CUDA's driver library: loading compiled code and launching it, with as little between as there can be.
+"""CUDA's driver library: loads compiled code and launches it with little overhead.
 
-A kernel is loaded as a context-independent CUkernel (CUDA 12), so one serves every device of the process; it runs in
-the context that is current in the calling thread. numba-cuda's own launch looks at all arguments' types each time.
+A kernel is loaded as a context-independent CUkernel (CUDA 12), so one handle works on every device of the process; it
+runs in the calling thread's current context. numba-cuda's own launch inspects all arguments' types each time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuLibraryGetKernel": [_void, _void, ctypes.c_char_p],
     "cuLaunchKernel": [_void, *[_unsigned] * 7, _void, _void, _void],
 }
-_WAIT = "cuStreamWaitValue64_v2"  # which drivers may lack
+_WAIT = "cuStreamWaitValue64_v2"  # some drivers lack it
 _WAIT_SIGNATURE = [_void, ctypes.c_uint64, ctypes.c_uint64, _unsigned]
 
 
@@ -38,7 +38,7 @@ class Driver:
 
     Attributes:
         capabilities: the devices' different compute capabilities, as (major, minor), the lowest first.
-        multiprocessors: the most of any device.
+        multiprocessors: the largest number of multiprocessors of any device.
         launch_kernel: cuLaunchKernel; returns a CUresult, for `check`.
 
     Raises:
@@ -69,28 +69,32 @@ class Driver:
             self._wait.argtypes, self._wait.restype = _WAIT_SIGNATURE, _int
 
     def uuid(self, device: int) -> bytes:
-        """The 16 bytes that name a device, or a MIG instance of it, in all processes."""
+        """Return the 16 bytes that identify a device, or a MIG instance of it, in all processes."""
         name = ctypes.create_string_buffer(16)
         status = self._library.cuDeviceGetUuid_v2(name, self._number("cuDeviceGet", device))
         self.check(status, "asking a GPU's name")
         return name.raw
 
     def can_wait(self, device: int) -> bool:
-        """Whether `wait_value` is there for a device of this process."""
+        """Return whether a device of this process supports `wait_value`."""
         number = self._number("cuDeviceGet", device)
         return self._wait is not None and bool(self._attribute(number, _WAITS_OF_STREAMS))
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
-        """Let what is queued on a stream from here on wait until a word of device memory is at least `value`.
+        """Make later work on a stream wait until a word of device memory is at least `value`.
 
-        No multiprocessor is busy meanwhile. It orders no memory: a kernel must read the word with an acquire.
+        No multiprocessor is busy meanwhile. The wait orders no memory: a kernel must read the word with an acquire.
         """
         assert self._wait is not None
         if status := self._wait(stream, address, value, 0):  # CU_STREAM_WAIT_VALUE_GEQ
             self.check(status, "queueing a wait")
 
     def load(self, code: bytes, name: str) -> int:
-        """A handle of the kernel `name` in a cubin, or in PTX with a final zero; it stays until the process ends."""
+        """Load the kernel `name` from a cubin, or from PTX with a final zero.
+
+        Returns:
+            its handle, valid until the process ends.
+        """
         loaded, kernel = ctypes.c_void_p(), ctypes.c_void_p()
         status = self._library.cuLibraryLoadData(ctypes.byref(loaded), code, None, None, 0, None, None, 0)
         self.check(status, "loading a kernel")
@@ -100,7 +104,7 @@ class Driver:
         return kernel.value
 
     def check(self, status: int, doing: str) -> None:
-        """Raise what a CUresult other than success means."""
+        """Raise an error for a CUresult other than success."""
         if status in (_NO_CONTEXT, _WRONG_CONTEXT):
             raise UsageError(
                 f"CUDA: {doing} failed: {self._describe(status)}; the arrays' device must be the current one of this "
@@ -128,7 +132,11 @@ class Driver:
 
 @cache
 def driver() -> Driver:
-    """This machine's; UnavailableError where there is no driver or device, or the driver is too old."""
+    """Return this machine's driver.
+
+    Raises:
+        UnavailableError: there is no driver or no device, or the driver is too old.
+    """
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -1,9 +1,9 @@
 """Kernels that can be launched: compiled for the driver, or run by the simulator.
 
-This is the one place that imports `numba.cuda` and knows whether it is the simulator. On a GPU it must be numba-cuda's:
-the target inside Numba is deprecated. Either has a simulator, which needs no extra.
+This is the only file that imports `numba.cuda` and distinguishes the simulator. On a GPU it must be numba-cuda's,
+because the target inside Numba is deprecated. Both have a simulator, which needs no extra.
 
-A kernel's parameters are int64 words and, behind them, tuples of words; a launch gives all words in a row.
+A kernel's parameters are int64 words, followed by tuples of words; a launch passes all words one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from . import INSTALL
 from .driver import driver
 
 SIMULATED = bool(numba.config.ENABLE_CUDASIM)
-"""Whether kernels run in Python threads, on arrays in host memory."""
+"""Kernels run in Python threads, on arrays in host memory."""
 
 
 def _import_cuda() -> Any:
@@ -46,9 +46,10 @@ def _import_cuda() -> Any:
     from numba.cuda.descriptor import cuda_target
 
     try:
-        # Import what the first compilation would, as numba-cuda does not look whether NumPy is too new for it.
+        # Import the modules that the first compilation would import: numba-cuda does not check whether NumPy is too
+        # new.
         cuda_target.target_context.refresh()
-    except Exception as error:  # an AttributeError, for what NumPy no longer has
+    except Exception as error:  # an AttributeError for a name that NumPy has removed
         raise UnavailableError(
             f"numba-cuda {numba_cuda.__version__} does not work with NumPy {np.__version__} "
             f"({type(error).__name__}: {error}): {INSTALL}, which installs versions that fit"
@@ -57,31 +58,31 @@ def _import_cuda() -> Any:
 
 
 with warnings.catch_warnings():
-    # What numba-cuda uses of NumPy that is to go is no fault of who has warnings as errors.
+    # numba-cuda uses deprecated names of NumPy; that must not fail for users who turn warnings into errors.
     warnings.simplefilter("ignore", DeprecationWarning)
     cuda: Any = _import_cuda()
 
 
 def device(function: Callable[..., Any]) -> Any:
-    """A function for kernels to call."""
+    """Return a function that kernels can call."""
     return function if SIMULATED else cuda.jit(device=True)(function)
 
 
 def instruction(returns: types.Type, *kinds: Any) -> Any:
-    """As that of compiler/jit.py, for kernels here; there are none in the simulator."""
+    """Return a decorator like that of compiler/jit.py for CUDA kernels; not for the simulator."""
     from numba.cuda.extending import intrinsic
 
     return lambda emit: compiling.instruction(emit, returns, *kinds, by=intrinsic)
 
 
 THREADS = 4 if SIMULATED else 256
-"""Of a block."""
+"""Threads of a block."""
 
 _BLOCKS = 3
-"""In the simulator: few, so that its threads go round."""
+"""Most blocks in the simulator: few, so that a thread processes several items."""
 
 _RESIDENT = 2048
-"""Threads that a multiprocessor holds at most; more blocks than fit would begin late and find no more to do."""
+"""Most threads that a multiprocessor holds. Blocks beyond that would start late and find no items left."""
 
 
 class CompilationError(UnavailableError):
@@ -104,7 +105,7 @@ class _Simulated:
 
 
 class _Frame(threading.local):
-    """A thread's place for the words of a launch, which the driver copies before it returns."""
+    """A thread's buffer for the words of a launch; the driver copies them before it returns."""
 
     def __init__(self, count: int) -> None:
         self.words: Any = (ctypes.c_int64 * count)()
@@ -118,11 +119,11 @@ class _Compiled:
         lowest, *others = self._driver.capabilities
         try:
             ptx, name = undisturbed(lambda: compile_ptx(function, words, tuples, lowest))
-        except Exception as error:  # Numba lets errors of many kinds through
+        except Exception as error:  # Numba raises errors of many kinds
             raise CompilationError(
                 f"numba-cuda cannot compile a kernel ({type(error).__name__}: {error}): {INSTALL}"
             ) from error
-        # Different devices need the driver's own compiler, which may be too old for this PTX.
+        # Devices of different capabilities need the driver's compiler, which may be too old for this PTX.
         code = ptx.encode() + b"\0" if others else assemble(ptx, lowest)
         self._kernel = self._driver.load(code, name)
         self._launch, self._frame = self._driver.launch_kernel, _Frame(words + sum(tuples))
@@ -138,15 +139,15 @@ class _Compiled:
 
 
 Kernel: Any = _Simulated if SIMULATED else _Compiled
-"""Kernel(function, words, tuples)(items, stream, *words): a thread for each of `items`, or all the device holds."""
+"""Kernel(function, words, tuples)(items, stream, *words): a thread for each item, as many as the device holds."""
 
 
 def compile_ptx(
     function: Callable[..., None], words: int, tuples: Sequence[int], capability: tuple[int, int]
 ) -> tuple[str, str]:
-    """A kernel's PTX and its name there."""
+    """Return a kernel's PTX and its name there."""
     parameters = [types.int64] * words + [types.UniTuple(types.int64, length) for length in tuples]
-    # Numba's ABI passes a tuple as so many words.
+    # Numba's ABI passes a tuple as separate words.
     ptx, _ = cuda.compile(
         function, types.void(*parameters), cc=capability, device=False, abi="numba", output="ptx"
     )
@@ -156,7 +157,10 @@ def compile_ptx(
 
 
 def assemble(ptx: str, capability: tuple[int, int]) -> bytes:
-    """PTX as a cubin for devices of one capability, which drivers older than the PTX's version can load."""
+    """Assemble PTX to a cubin for devices of one capability.
+
+    Drivers that are older than the PTX's version can load a cubin.
+    """
     from cuda.bindings import nvjitlink
 
     code, major_minor = ptx.encode(), "".join(map(str, capability))

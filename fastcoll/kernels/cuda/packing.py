@@ -1,4 +1,4 @@
-"""Strided arrays on a GPU packed into contiguous ones and unpacked again, and scaled copies."""
+"""Packing of strided arrays on a GPU into contiguous ones and back, and scaled copies."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ class Strided(NamedTuple):
 
 
 def pack(dense: int, x: Strided, stream: int, back: bool = False) -> None:
-    """Copy a strided array to contiguous memory at an address, in C order; does not wait.
+    """Copy a strided array to contiguous memory at `dense`, in C order; does not wait.
 
-    With `back` the other way; then the array's elements do not overlap. The stream is one of the current device.
+    Args:
+        stream: of the current device.
+        back: copy in the other direction; the array's elements must not overlap.
     """
     nbytes = x.itemsize * prod(x.shape)
     if nbytes == 0:
         return
     extents, steps = coalesced((*x.shape, x.itemsize), (*x.strides, 1))
-    if steps[-1] != 1:  # then the last dimension is to be a run of bytes all the same
+    if steps[-1] != 1:  # the last dimension must be consecutive bytes
         extents, steps = (*extents, 1), (*steps, 1)
     word = gcd(VECTOR, extents[-1], dense, x.address, *steps[:-1])
     extents, steps = coalesced((*extents[:-1], extents[-1] // word), (*steps[:-1], word))
@@ -45,7 +47,7 @@ def pack(dense: int, x: Strided, stream: int, back: bool = False) -> None:
 
 
 def coalesced(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same elements in the same order with as few dimensions as there can be, and one at least."""
+    """Return the same elements in the same order with as few dimensions as possible, at least one."""
     extents: list[int] = []
     steps: list[int] = []
     for extent, step in zip(shape, strides, strict=True):
@@ -66,7 +68,7 @@ def _mover(word: int, dimensions: int, packing: bool) -> Any:
 
 
 def mover(word: int, dimensions: int, packing: bool) -> Callable[..., None]:
-    """The kernel, as Python, that moves words of some bytes, a thread one after another."""
+    """Return the kernel, as Python, that moves words of `word` bytes, one per thread at a time."""
     if word == VECTOR:
         load, store = accesses(types.uint64, 2, True)
     else:
@@ -88,7 +90,7 @@ def mover(word: int, dimensions: int, packing: bool) -> Callable[..., None]:
 
 @cache
 def _offset(dimensions: int) -> Any:
-    """A function for an element's offset in bytes from its number in C order."""
+    """Return a function that computes an element's byte offset from its number in C order."""
     if dimensions == 1:
         return device(lambda index, extents, steps: index * steps[0])
     outer, last = _offset(dimensions - 1), dimensions - 1
@@ -102,9 +104,10 @@ def _offset(dimensions: int) -> Any:
 
 
 def scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: Any, stream: int) -> None:
-    """dst = src * factor, of float or complex elements, at addresses that are the same or apart; does not wait.
+    """Write src * factor to dst, for float or complex elements; does not wait.
 
-    The factor goes with the launch: pinned memory for it would be released on a thread that may not wait.
+    The two addresses are equal, or the arrays do not overlap. The factor is passed as launch arguments: pinned memory
+    for it would be freed on a thread that must not wait.
     """
     if count:
         number = np.zeros(1, dtype)
@@ -119,7 +122,10 @@ def _scaler(dtype: np.dtype[Any]) -> Any:
 
 
 def scaler(dtype: np.dtype[Any]) -> Callable[..., None]:
-    """The kernel, as Python, an element at a time; `factor` is a tuple of words, one a lane."""
+    """Return the kernel, as Python, that scales one element at a time.
+
+    Its argument `factor` is a tuple of words, one per lane.
+    """
     element = element_of(dtype)
     load, store = accesses(element.lane, element.lanes, False)
     size = size_of(element.lane) * element.lanes

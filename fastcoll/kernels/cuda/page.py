@@ -1,26 +1,26 @@
-"""Where everything lies in the memory that a rank shares with the ranks of its node: a page of words, then slots.
+"""The layout of the memory that a rank shares with the ranks of its node: a page of words, then slots.
 
     offset in the page       bytes   writer      reader
     LINES + 384 * r          128     rank r      this rank   line of r's calls of even number
-    LINES + 384 * r + 128    128     rank r      this rank   and of those of odd number
-    LINES + 384 * r + 256    8       rank r      this rank   STEP: how far r is in its call
-    LINES + 384 * r + 264    8       rank r      this rank   BYE: r uses this memory no more
-    DEAD                     8       this rank   this rank   a wait was given up, or a mismatch
+    LINES + 384 * r + 128    128     rank r      this rank   line of r's calls of odd number
+    LINES + 384 * r + 256    8       rank r      this rank   STEP: r's progress in its call
+    LINES + 384 * r + 264    8       rank r      this rank   BYE: r no longer uses this memory
+    DEAD                     8       this rank   this rank   a wait was given up, or a mismatch was found
     SIZE, RANK, CONTROL      8       the host    this rank   written once, before the first call
-    PEERS + 8 * r            8       the host    this rank   where r's page is mapped here
+    PEERS + 8 * r            8       the host    this rank   address of r's page in this rank's mappings
 
-A rank writes its own state into every rank's page, so that everybody waits in memory of its own GPU. A line is
+A rank writes its own state into every rank's page, so that each rank waits on memory of its own GPU. A line is
 
     SEQUENCE  the call's number, written last        CALL, SHAPE  of core/signature.py
     BALANCE   a sum over what the rank gives less one over what it expects; over all ranks it is 0 if these match
 
-CONTROL is the address of pinned host memory, by which kernels and the host of one rank talk:
+CONTROL is the address of pinned host memory, through which one rank's kernels and host communicate:
 
     STOP              host to kernels: end waiting
     STOPPED           kernels to host: the number of the call in which DEAD was set
     WHY               kernels to host, before STOPPED: GAVE_UP or MISMATCH
     ARRIVED + 8 * r   kernels to host: the last call that r has begun
-    SAID + 32 * r     kernels to host: r's line, where WHY is MISMATCH
+    SAID + 32 * r     kernels to host: r's line, if WHY is MISMATCH
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ LINE_WORDS = 4
 BALANCE_MASK = (1 << 48) - 1
 """Balances are compared modulo 2**48, so that their sum over all ranks fits into a word."""
 
-# Of the words of one rank.
+# Offsets in the words of one rank.
 STEP, BYE = 2 * LINE, 2 * LINE + 8
 RANK_BYTES = 3 * LINE
 
-# Of the page.
+# Offsets in the page.
 DEAD, SIZE, RANK, CONTROL = 0, 8, 16, 24
 PEERS = LINE
 LINES = PEERS + 8 * MOST_RANKS
 PAGE = 1 << 16
 assert LINES + MOST_RANKS * RANK_BYTES <= PAGE
 
-# Of the control words.
+# Offsets in the control words.
 STOP, STOPPED, WHY = 0, 8, 16
 ARRIVED = LINE
 SAID = ARRIVED + 8 * MOST_RANKS
@@ -53,16 +53,16 @@ CONTROL_BYTES = SAID + 8 * LINE_WORDS * MOST_RANKS
 GAVE_UP, MISMATCH = 1, 2
 
 STEP_BITS = 16
-"""Of a STEP word: the step in its call; the call's number is above, and has 46 bits, which last for ten years."""
+"""Bits of a STEP word for the step in its call. The other 46 bits have the call's number, enough for ten years."""
 LAST_STEP = (1 << STEP_BITS) - 1
-"""Of a rank that takes no more steps in its call, where ranks may differ in how many they take."""
+"""The step of a rank that takes no more steps in its call, where ranks may take different numbers of steps."""
 
 
 def rank_words(rank: int) -> int:
-    """Where a rank's words lie in a page."""
+    """Return the offset of a rank's words in a page."""
     return LINES + RANK_BYTES * rank
 
 
 def line(rank: int, number: int) -> int:
-    """Where a rank's line of a call lies in a page."""
+    """Return the offset of a rank's line of a call in a page."""
     return rank_words(rank) + LINE * (number % 2)

@@ -1,18 +1,18 @@
-"""Reducers for arrays on a GPU: the operations and dtypes of kernels/reduce.py, in rank order and in one pass.
+"""Reducers for arrays on a GPU: the operations and dtypes of kernels/reduce.py.
 
-The bits are those of the CPU's reducers, but for two things. A NaN that SUM, AVG or PRODUCT makes of float32, float64
-or complex numbers has another sign and payload (MIN and MAX hand on its bits, float16 and bfloat16 have one NaN).
-And in a custom operation's function NVVM fuses a * b + c, which rounds once.
+They reduce in rank order and in one pass. The result has the bits of the CPU's reducers, with two exceptions. A NaN
+that SUM, AVG or PRODUCT of float32, float64 or complex numbers produces has another sign and payload (MIN and MAX keep
+its bits; float16 and bfloat16 have one NaN). In a custom operation's function, NVVM fuses a * b + c, which rounds once.
 
-A reduction is a kernel, each thread of which takes 16 bytes of every source through registers:
+A reduction is a kernel. Each of its threads moves 16 bytes of every source through registers:
 
     kernel(dst, head, packs, count, srcs)
 
-`srcs` is a tuple of n addresses. The first `head` elements and those after the packs are taken one by one. `dst` is one
-of the sources or apart from all: a thread reads all sources' elements before it writes any.
+`srcs` is a tuple of n addresses. The first `head` elements and those after the packs are processed one by one. `dst` is
+one of the sources or does not overlap them: a thread reads all sources' elements before it writes any.
 
-Functions over many lanes and over many sources are put together from two of half the size, so that the code that
-results has no loop over either and stays in registers, and the simulator runs the same.
+Functions over many lanes and over many sources are built recursively from two functions of half the size. So the
+generated code has no loops over lanes or sources and stays in registers, and the simulator runs the same code.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from .combining import Element, combination, combination_by, element_of, ending,
 from .kernel import CompilationError, Kernel, cuda, device
 
 MOST_SOURCES = 64
-"""More make the straight-line code of a kernel, and so its compilation, long; a node has fewer GPUs."""
+"""More sources would make a kernel's straight-line code, and so its compilation, long; a node has fewer GPUs."""
 
 _compiling = threading.Lock()
 
 
 class CudaReducer:
-    """A reduction of one operation and dtype; its kernels are compiled at the first launch with so many sources."""
+    """A reduction of one operation and dtype.
+
+    The kernel for n sources is compiled at the first launch with n sources.
+    """
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self._op, self._dtype = op, dtype
@@ -51,11 +54,13 @@ class CudaReducer:
         self._kernels: dict[int, Callable[..., None]] = {}
 
     def launch(self, dst: int, srcs: Sequence[int], count: int, stream: int = 0) -> None:
-        """Reduce n arrays of `count` elements into `dst`, one of them or apart from all; does not wait.
+        """Reduce n arrays of `count` elements into `dst`; does not wait.
 
         Args:
-            dst, srcs: device addresses, the sources' in rank order.
-            stream: the handle of a CUDA stream of the current device; what wrote the sources must precede on it.
+            dst: device address; equal to a source, or not overlapping any.
+            srcs: device addresses, in rank order.
+            stream: the handle of a CUDA stream of the current device; the work that writes the sources must precede on
+                it.
 
         Raises:
             ArrayError: an array is not aligned to its elements.
@@ -86,7 +91,7 @@ class CudaReducer:
         kernel(items, stream, dst, head, packs, count, *srcs)
 
     def prepare(self, n: int) -> Callable[..., None]:
-        """The kernel for n sources, compiled; raises what `launch` would."""
+        """Return the kernel for n sources, compiled; raises the errors of `launch`."""
         if not 0 < n <= MOST_SOURCES:
             raise UsageError(f"a reduction on a GPU takes 1 to {MOST_SOURCES} arrays, got {n}")
         op = self._op
@@ -94,7 +99,7 @@ class CudaReducer:
             if n not in self._kernels:
                 try:
                     self._kernels[n] = Kernel(self.kernel(n), 4, (n,))
-                except Exception as error:  # Numba lets errors of many kinds through
+                except Exception as error:  # Numba raises errors of many kinds
                     failed = isinstance(error, CompilationError)
                     if op.function is None or (isinstance(error, UsageError) and not failed):
                         raise
@@ -106,7 +111,7 @@ class CudaReducer:
             return self._kernels[n]
 
     def kernel(self, n: int) -> Callable[..., None]:
-        """The kernel for n sources, as Python; see above."""
+        """Return the kernel for n sources, as Python; see the module docstring."""
         op, dtype, kind = self._op, self._dtype, kind_of(self._dtype)
         if dtype.names is not None:
             assert op.function is not None
@@ -120,9 +125,10 @@ class CudaReducer:
 
 
 def cuda_reducer(op: ReduceOp, dtype: np.dtype[Any]) -> CudaReducer:
-    """The reduction by `op` of arrays of `dtype` on a GPU, or ArrayError; PREMUL_SUM adds what was multiplied before.
+    """Return the reduction by `op` of arrays of `dtype` on a GPU, or raise ArrayError.
 
-    A custom operation stays compiled, and its ReduceOp alive, until the process ends.
+    PREMUL_SUM adds arrays that are scaled already. A custom operation stays compiled, and its ReduceOp alive, until the
+    process ends.
     """
     return _made(_PREDEFINED[op.code] if op.function is None else op, dtype)
 
@@ -135,7 +141,7 @@ _made = cache(CudaReducer)
 
 
 class Fold(NamedTuple):
-    """What is done to elements: `combine` to two groups, `end` to the combined group."""
+    """The functions of a reduction: `combine` of two groups, and `end`, applied to the result."""
 
     element: Element
     combine: Callable[..., Any]
@@ -143,12 +149,15 @@ class Fold(NamedTuple):
 
 
 def unroll(n: int) -> int:
-    """Packs of every source that a thread has in flight. Unmeasured: it keeps 64 bytes a thread on their way."""
+    """Return how many packs of every source a thread loads at once.
+
+    Unmeasured: a thread has 64 bytes of loads in flight.
+    """
     return max(1, 4 // n)
 
 
 def kernel_of(fold: Fold, n: int) -> Callable[..., None]:
-    """The kernel for n sources, as Python."""
+    """Return the kernel for n sources, as Python."""
     element = fold.element
     lanes, group = VECTOR // size_of(element.lane), element.lanes
     size, per_pack = size_of(element.lane) * group, lanes // group
@@ -177,9 +186,9 @@ def kernel_of(fold: Fold, n: int) -> Callable[..., None]:
 
 
 def _transfer(fold: Fold, n: int, lanes: int, whole: bool, ahead: int) -> Any:
-    """A function that reduces lanes at some bytes from the arrays' beginnings, at `ahead` places a gap apart.
+    """Return a function that reduces `lanes` lanes at `ahead` offsets, `gap` bytes apart.
 
-    What is at all places is read before any is written, so that the loads are under way together.
+    It reads all of them before it writes any, so that the loads are in flight together.
     """
     load, store = accesses(fold.element.lane, lanes, whole)
     value = _reduction(fold, n, lanes, load)
@@ -210,7 +219,7 @@ def _writes(store: Any, lanes: int, ahead: int) -> Any:
 
 
 def _reduction(fold: Fold, n: int, lanes: int, load: Any) -> Any:
-    """A function that combines lanes of all sources, some bytes from their beginnings."""
+    """Return a function that combines `lanes` lanes of all sources at one offset."""
     group = fold.element.lanes
     widen, parts = _chain(lanes, group, fold.element.widen), lanes // group
     finish = _chain(lanes, group, fold.end, fold.element.narrow)
@@ -220,7 +229,7 @@ def _reduction(fold: Fold, n: int, lanes: int, load: Any) -> Any:
 
     @cache
     def take(sources: int) -> Any:
-        """A function that combines what was taken with some more sources, in order."""
+        """Return a function that combines a value with some more sources, in order."""
         if sources == 1:
             return device(lambda taken, srcs, at: combine(taken, widen(load(srcs[0] + at))))
         half = sources // 2
@@ -232,7 +241,7 @@ def _reduction(fold: Fold, n: int, lanes: int, load: Any) -> Any:
 
 
 def _lanewise(combine: Any, parts: int, group: int) -> Any:
-    """`combine` for tuples of `parts` groups."""
+    """Return `combine` for tuples of `parts` groups."""
     if parts == 1:
         return combine
     half = parts // 2 * group
@@ -241,7 +250,7 @@ def _lanewise(combine: Any, parts: int, group: int) -> Any:
 
 
 def _chain(lanes: int, group: int, *functions: Callable[..., Any] | None) -> Any:
-    """Functions of a group one after another, for tuples of lanes."""
+    """Return the composition of functions of a group, for tuples of lanes."""
 
     def after(first: Any, second: Any) -> Any:
         return device(lambda a: second(first(a)))
@@ -254,7 +263,7 @@ def _chain(lanes: int, group: int, *functions: Callable[..., Any] | None) -> Any
 
 
 def _mapped(function: Any, parts: int, group: int) -> Any:
-    """`function` for tuples of `parts` groups."""
+    """Return `function` for tuples of `parts` groups."""
     if parts == 1:
         return function
     half = parts // 2 * group

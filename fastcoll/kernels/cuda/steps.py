@@ -1,21 +1,23 @@
-"""How ranks that share memory of GPUs keep in step: kernels of one block, between those that move and reduce data.
+"""Synchronisation of ranks that share GPU memory: kernels of one block.
 
-Every rank runs the same, each in a stream of its own:
+They run between the kernels that move and reduce data. Every rank runs the same ones, each on a stream of its own:
 
-    meet(page, number, call, shape, balance)      begin a call: say what it is, wait for all ranks, compare
-    announce(page, number, call, shape, balance)  the first part of it alone
-    step(page, word)                              say that the next part is written, wait for all ranks
-    say(page, offset, value)                      write a word into every rank's page, wait for nobody
+    meet(page, number, call, shape, balance)      begin a call: publish its signature, wait for all ranks, compare
+    announce(page, number, call, shape, balance)  only the first part of `meet`
+    step(page, word)                              publish that the next slot is written, wait for all ranks
+    say(page, offset, value)                      write a word into every rank's page, without waiting
 
-`word` is call number << STEP_BITS | step. A thread serves a peer; more peers than threads take turns. page.py has
-the words. After a wait that was given up (STOP) and after a mismatch, which all ranks find alike, nothing is said any
-more: so no peer takes for complete what is not.
+`word` is call number << STEP_BITS | step. Each thread serves a peer; with more peers than threads, a thread serves
+several in turn. page.py describes the words.
 
-What precedes a kernel in its stream is visible to what follows a peer's kernel that has waited for it. PTX's memory
-model (PTX ISA, "Memory Consistency Model") orders what a thread wrote before a release of system scope, or what happens
-before it in its stream, before whatever reads the word with an acquire of system scope, and before what follows that in
-the reader's stream. NVVM and ptxas move neither: both are volatile and clobber memory. Addresses are of device memory,
-also a peer's that is mapped here, or of pinned host memory; multiples of 8.
+Invariant: after a wait was given up (STOP), and after a mismatch, which all ranks find alike, a rank publishes nothing.
+So no peer takes incomplete data for complete.
+
+Memory written before a kernel in its stream is visible to work that follows a peer's kernel which has waited for the
+kernel's word. PTX's memory model (PTX ISA, "Memory Consistency Model") guarantees it: writes before a release of system
+scope, in the thread or earlier in its stream, happen before reads that follow an acquire of system scope of the same
+word, in the thread or later in its stream. NVVM and ptxas move neither instruction: both are volatile and clobber
+memory. Addresses are of device memory, also of a peer's mapped here, or of pinned host memory; multiples of 8.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from . import page as at
 from .kernel import SIMULATED, Kernel, cuda, device, instruction
 
 POISON = 1 << 62
-"""More than any word says; the host writes it where nobody shall wait any more."""
+"""More than any published value; the host writes it to words to end the waits for them."""
 
 _SPINS = 64
-"""Polls of a word before the one of the stop word, which lies in host memory and takes a microsecond or two."""
+"""Polls of a word before one of the stop word, which is in host memory and takes a microsecond or two."""
 
 _NAP_NANOSECONDS = 100
-"""Between two polls of a word in the GPU's own memory."""
+"""Sleep between two polls of a word in the GPU's own memory."""
 
 if SIMULATED:
     # Python reads and writes 8 bytes at once, and x86 keeps the order of stores.
@@ -83,7 +85,11 @@ else:
 
 @device
 def wait_for(address, want, stop):
-    """Wait until the word is at least `want`; False: it is POISON, or has not come and the word at `stop` is not 0."""
+    """Wait until the word is at least `want`.
+
+    Returns:
+        False if the word is POISON, or if the word at `stop` is not 0 before the wait has ended.
+    """
     polls = 0
     word = load_acquire(address)
     while word < want:
@@ -102,7 +108,7 @@ def _line(page, rank, number):
 
 @device
 def _mine_at(page, peer):
-    """Where this rank's words lie in a peer's page."""
+    """Return the address of this rank's words in a peer's page."""
     return load_relaxed(page + at.PEERS + 8 * peer) + at.LINES + at.RANK_BYTES * load_relaxed(page + at.RANK)
 
 
@@ -117,7 +123,7 @@ def _tell_line(page, peer, number, call, shape, balance):
 
 @device
 def _wait(page, word, want):
-    """Wait for a word that a peer writes into this page; False: in vain."""
+    """Wait for a word that a peer writes into this page; False if the wait was given up."""
     if wait_for(word, want, load_relaxed(page + at.CONTROL) + at.STOP):
         return True
     store_relaxed(page + at.DEAD, 1)
@@ -133,7 +139,7 @@ def _tell_host(page, number, why):
 
 @device
 def _agree(page, number, call, shape):
-    """Whether all ranks' lines of a call match."""
+    """Return whether all ranks' lines of a call match."""
     same, balance = True, 0
     for peer in range(load_relaxed(page + at.SIZE)):
         line = _line(page, peer, number)
@@ -145,7 +151,7 @@ def _agree(page, number, call, shape):
 
 @device
 def _mismatch(page, number):
-    """Say nothing any more, and tell the host what every rank called."""
+    """Stop publishing, and report every rank's call to the host."""
     store_relaxed(page + at.DEAD, 1)
     said = load_relaxed(page + at.CONTROL) + at.SAID
     for peer in range(load_relaxed(page + at.SIZE)):
@@ -159,7 +165,7 @@ def meet(page, number, call, shape, balance):
     """Begin a call."""
     thread, size = cuda.threadIdx.x, load_relaxed(page + at.SIZE)
     dead = load_relaxed(page + at.DEAD)
-    cuda.syncthreads()  # every thread has read DEAD before one writes it
+    cuda.syncthreads()  # every thread has read DEAD before any thread writes it
     peer = thread
     while dead == 0 and peer < size:
         _tell_line(page, peer, number, call, shape, balance)
@@ -178,7 +184,7 @@ def meet(page, number, call, shape, balance):
 
 
 def announce(page, number, call, shape, balance):
-    """Say what the call is, which `meet` repeats."""
+    """Publish the call's signature, as `meet` does again later."""
     dead, size = load_relaxed(page + at.DEAD), load_relaxed(page + at.SIZE)
     peer = cuda.threadIdx.x
     while dead == 0 and peer < size:
@@ -187,7 +193,7 @@ def announce(page, number, call, shape, balance):
 
 
 def step(page, word):
-    """Go on to the next step of a call."""
+    """Proceed to the next step of a call."""
     thread, size = cuda.threadIdx.x, load_relaxed(page + at.SIZE)
     dead = load_relaxed(page + at.DEAD)
     cuda.syncthreads()
@@ -205,7 +211,7 @@ def step(page, word):
 
 
 def say(page, offset, value):
-    """Write a word of this rank's in every rank's page."""
+    """Write a word of this rank into every rank's page."""
     dead, size = load_relaxed(page + at.DEAD), load_relaxed(page + at.SIZE)
     peer = cuda.threadIdx.x
     while dead == 0 and peer < size:
@@ -215,5 +221,5 @@ def say(page, offset, value):
 
 @cache
 def compiled(kernel: Callable[..., None]) -> Any:
-    """One of the kernels above, for launches of one block: `compiled(step)(1, stream, page, word)`."""
+    """Return one of the kernels above, launched with one block: `compiled(step)(1, stream, page, word)`."""
     return Kernel(kernel, kernel.__code__.co_argcount, ())
