@@ -1,15 +1,15 @@
-"""XLA's call frames: how a compiled program of JAX calls into this package (xla/ffi/api/c_api.h, version 0).
+"""XLA's call frames: how a compiled JAX program calls this package (xla/ffi/api/c_api.h, version 0).
 
-XLA calls one C function, `handle`, for all calls. A call has a number, the one attribute in the frame, and a line of
-words in `LINES`, that Python fills (jax/xla_frames.py) once it has carried the call out itself:
+XLA calls one C function, `handle`, for all calls. A call has a number, the only attribute in the frame, and a line of
+words in `LINES`. Python writes the line (jax/xla_frames.py) once it has executed the call itself:
 
-    ROW       address of the group's row (doors.py); 0: the call is Python's
-    OP, CALL, PEER    the door's arguments
-    ITEM      bytes of an element, divided into as many blocks as BLOCKS says
-    FORM      which of the arrays in the frame the door gets: one of the forms below
+    ROW       address of the group descriptor (doors.py); 0: Python executes the call
+    OP, CALL, PEER    arguments of the C entry point
+    ITEM      bytes of an element, divided by the number of blocks, BLOCKS
+    FORM      the arrays of the frame that the entry point gets: one of the forms below
 
-What has no line is for Python's function ASK, which gets the frame; TOLD gets it where the door has kept an exception,
-TORN where one of them has raised. Offsets are in bytes:
+A call without a line goes to Python's function ASK, which gets the frame. TOLD gets the frame if the entry point has
+kept an exception, TORN if one of these functions has raised. Offsets are in bytes:
 
     XLA_FFI_CallFrame   size, extension, api, context, stage, args (5 words), rets (5 words), attrs (6 words), future
     args, rets          size, extension, count, types, pointers to buffers
@@ -42,19 +42,19 @@ from .doors import (
 from .primitives import address_of, load_acquire, load_word, word_at
 
 EXTENSION, API, STAGE, ARGS, RETS, ATTRS = 8, 16, 32, 40, 80, 120
-COUNT, POINTERS = 16, 32  # of args and rets
-NAMES, VALUES = 32, 40  # of attrs
+COUNT, POINTERS = 16, 32  # in args and rets
+NAMES, VALUES = 32, 40  # in attrs
 DTYPE, DATA, NDIM, DIMS = 16, 24, 32, 40
-SCALAR = 8  # of a value
+SCALAR = 8  # in a value
 
 ROW, OP, CALL, PEER, ITEM, BLOCKS, FORM, _SPARE = range(8)
 IN_PLACE, APART, GIVEN, TAKEN, NO_ARRAY = range(5)
 """What comes out, after a copy of what goes in; both; what goes in; what comes out; none."""
 
 MOST = 1 << 14
-"""Calls that get lines; those with larger numbers are Python's. The pages of those that are not used take no memory."""
+"""Calls that get lines; Python executes those with larger numbers. The pages of unused lines take no memory."""
 LINES = np.zeros((1 + MOST, 8), np.int64)
-"""The line of call k is LINES[1 + k]. LINES[0] is of Python: functions for ASK, TOLD and TORN, and a dict, ERRORS."""
+"""The line of call k is LINES[1 + k]. LINES[0] has Python's functions ASK, TOLD and TORN, and a dict, ERRORS."""
 ASK, TOLD, TORN, ERRORS = range(4)
 _SYMBOL = "fastcoll.lines"
 OWN_SYMBOLS[_SYMBOL] = address_of(LINES)
@@ -73,10 +73,10 @@ def _enter(builder, door, row, op, data, out, nbytes, call, peer):
 
 @kernel
 def _ask(lines, which, frame):
-    """What one of Python's functions makes of a frame: 0, or the address of an error.
+    """Call one of Python's functions with a frame; return 0, or the address of an error.
 
-    A signal's handler may raise before a function's first line, or after its last: that is no answer to XLA, which
-    would take the result as it is. So TORN makes an error of it, and of what interrupts that.
+    A signal handler may raise before the function's first line or after its last one. Then there is no answer, and XLA
+    would take the result as it is. So TORN makes an error of this exception, and of any that interrupts TORN.
     """
     state, room = ensure(), own_words()
     given = new_integer(frame)
@@ -93,18 +93,18 @@ def _ask(lines, which, frame):
 
 @inlined
 def _buffer(arguments):
-    """The first buffer."""
+    """Return the first buffer."""
     return word_at(word_at(arguments + POINTERS))
 
 
 @inlined
 def _number(frame):
-    """The number of the call."""
+    """Return the number of the call."""
     return word_at(word_at(word_at(word_at(frame + ATTRS + VALUES)) + SCALAR))
 
 
 def handle(frame):
-    """Carry a call out; what it returns, and the frame, are XLA's: 0, or the address of an error."""
+    """Execute a call. The frame and the result are defined by XLA: 0, or the address of an error."""
     lines = _lines()
     if word_at(frame + EXTENSION) != 0:
         return _ask(lines, ASK, frame)
@@ -138,5 +138,5 @@ def handle(frame):
 
 @cache
 def handler_address() -> int:
-    """The address of `handle`, compiled or loaded."""
+    """Return the address of `handle`, compiled or loaded."""
     return c_function(handle, "int64(int64)", "calls from JAX", NJIT)

@@ -1,8 +1,8 @@
 """Moving bytes between addresses: through the caches, or past them.
 
-`copy` is libc's memcpy, which element loops cannot match (up to 4 times slower). `stream` writes with
-non-temporal stores, which leave nothing in this core's caches: good for what another core reads next where
-reading another core's dirty lines is slow, and for arrays that are larger than the last-level cache.
+`copy` is libc's memcpy, which loops over elements cannot match (up to 4 times slower). `stream` writes with
+non-temporal stores, which leave nothing in this core's caches. That helps where another core reads the data next and
+reading another core's dirty lines is slow, and for arrays larger than the last-level cache.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _memmove = external("memmove", "int64(int64, int64, int64)")
 
 @inlined
 def copy(dst, src, nbytes):
-    """Copy `nbytes` bytes from address `src` to address `dst`; the two ranges are equal or disjoint."""
+    """Copy `nbytes` bytes from address `src` to `dst`; the two ranges are equal or disjoint."""
     if nbytes > 0 and dst != src:
         _memcpy(dst, src, nbytes)
 
 
 @inlined
 def move(dst, src, nbytes):
-    """As `copy`, for ranges that may overlap."""
+    """Copy bytes between ranges that may overlap."""
     _memmove(dst, src, nbytes)
 
 
@@ -42,19 +42,19 @@ def _emit_prefetch(builder, address, write):
 
 @instruction("void")
 def prefetch(builder, address):
-    """Begin to fetch the cache line at an address, any address, which will be read soon."""
+    """Start to fetch the cache line at an address, any address, for a read."""
     _emit_prefetch(builder, address, 0)
 
 
 @instruction("void")
 def prefetch_to_write(builder, address):
-    """Begin to take the cache line at an address, any address, from other cores: it will be written soon."""
+    """Start to fetch the cache line at an address, any address, for exclusive use: a write."""
     _emit_prefetch(builder, address, 1)
 
 
 @instruction("void")
 def _stream_line(builder, dst, src):
-    """Copy LINE bytes past the caches to `dst`, a multiple of LINE."""
+    """Copy LINE bytes to `dst`, a multiple of LINE, past the caches."""
     vector = llvm.ir.VectorType(llvm.WORD, LINE // 8)
     line = builder.load(pointer(builder, src, vector))
     line.align = 1
@@ -65,7 +65,7 @@ def _stream_line(builder, dst, src):
 
 @instruction("void")
 def _order_streamed(builder):
-    """Order non-temporal stores before all later ones, which on x86 a release store alone does not."""
+    """Order non-temporal stores before later stores; on x86 a release store does not."""
     if IS_X86:
         builder.call(llvm.function(builder, "llvm.x86.sse.sfence", llvm.VOID), [])
     else:
@@ -74,7 +74,7 @@ def _order_streamed(builder):
 
 @kernel
 def stream(dst, src, nbytes):
-    """As `copy`, past the caches."""
+    """Copy bytes past the caches; the two ranges are equal or disjoint."""
     head = min(nbytes, -dst % LINE)
     copy(dst, src, head)
     end = head + (nbytes - head) // LINE * LINE
@@ -86,7 +86,14 @@ def stream(dst, src, nbytes):
 
 @inlined
 def copy_from(pid, vectors, dst, src, nbytes):
-    """Copy bytes at address `src` of another process: how many it were, or -errno. `vectors`: room for four words."""
+    """Copy bytes from address `src` of another process.
+
+    Args:
+        vectors: address of four words of scratch memory.
+
+    Returns:
+        the number of bytes, or -errno.
+    """
     store_word(vectors, 0, dst)
     store_word(vectors, 1, nbytes)
     store_word(vectors, 2, src)
@@ -97,7 +104,7 @@ def copy_from(pid, vectors, dst, src, nbytes):
 
 @inlined
 def copy_or_stream(past, dst, src, nbytes):
-    """The one or, if `past`, the other."""
+    """Copy bytes, past the caches if `past`."""
     if past:
         stream(dst, src, nbytes)
     else:

@@ -1,4 +1,4 @@
-"""A user's own elementwise function f(a, b), in the loops of fold.py: compiled by Numba, in each process anew."""
+"""A user's elementwise function f(a, b) in the loops of fold.py, compiled by Numba in each process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .fold import Combine, Operands, Registers, Shape, Tile, shapes, stream
 
 
 def plain_function(function: Callable[[Any, Any], Any]) -> Any:
-    """The function as Python wrote it, also of one that is jitted; a ufunc or builtin through a lambda."""
+    """Return the Python function, also of a jitted one; wrap a ufunc or builtin in a lambda."""
     python = getattr(function, "py_func", function)
     return python if isinstance(python, FunctionType) else lambda a, b: function(a, b)
 
 
 def memory_type(dtype: np.dtype[Any]) -> types.Type:
-    """Numba's type of an element in memory."""
+    """Return Numba's type of an element in memory."""
     if dtype.name in CONVERSIONS:
         return Half(dtype.name)
     try:
@@ -42,12 +42,12 @@ def memory_type(dtype: np.dtype[Any]) -> types.Type:
         ) from error
 
 
-@cache  # which keeps the code alive
+@cache  # the cache keeps the code alive
 def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
-    """Compile a reducer for a custom operation, or raise UsageError; its `address` is valid while it lives.
+    """Compile a reducer for a custom operation, or raise UsageError.
 
-    The function gets scalars of the dtype (float32 for float16 and bfloat16), or private records it may write
-    to. What it returns is converted as by an assignment. It must not raise.
+    Its `address` is valid as long as the result lives. The function gets scalars of the dtype (float32 for float16 and
+    bfloat16), or private records, which it may modify. Its result is converted as in an assignment. It must not raise.
     """
     function: Any = op.function
     if not is_jitted(function):
@@ -62,7 +62,7 @@ def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
     try:
         with no_collection(), Telling(f"{op!r} of {dtype}"):
             compiled.compile()
-    except Exception as error:  # Numba lets errors of many kinds through
+    except Exception as error:  # Numba raises errors of many kinds
         raise UsageError(
             f"{op!r}: Numba cannot compile the function {op.name!r} for elements of dtype {dtype}; "
             f"it must take two of them and return one. Numba says: {error}"
@@ -72,7 +72,7 @@ def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
 
 @intrinsic
 def _fold_by(typing_context, function, dst, srcs, n, count):
-    """Reduce `n` arrays of `count` elements, whose addresses are at `srcs`, into `dst` by a jitted function."""
+    """Reduce `n` arrays of `count` elements, at the addresses in `srcs`, into `dst` by a jitted function."""
     kind = dst.dtype
     operand = computed_as(kind)
     call = function.get_call_type(typing_context, (operand, operand), {})
@@ -97,9 +97,10 @@ def _fold_by(typing_context, function, dst, srcs, n, count):
 
 
 class _OneByOne(Registers):
-    """Registers that are combined element by element, in a loop of fixed length that LLVM vectorises: it touches two
-    private arrays and nothing else, so there is no overlap to check; where the function is simple they end up in
-    registers.
+    """Registers that are combined element by element, in a loop of fixed length that LLVM vectorises.
+
+    The loop accesses two private arrays and nothing else, so there is no overlap to check. If the function is simple,
+    LLVM keeps them in registers.
     """
 
     def __init__(
@@ -123,7 +124,10 @@ class _OneByOne(Registers):
 
 
 class _Record:
-    """A structured element: private copies keep a function that writes into its arguments off a peer's data."""
+    """A structured element.
+
+    Private copies ensure that a function that modifies its arguments does not modify a peer's data.
+    """
 
     def __init__(self, context: Any, builder: ir.IRBuilder, record: types.Record, combine: Combine) -> None:
         self.nbytes = max(1, record.size)  # a dtype without fields has no bytes, and loops divide by this
@@ -131,7 +135,7 @@ class _Record:
         self._size, kind = WORD(record.size), context.get_data_type(record)
         self._taken, self._new = (cgutils.alloca_once(builder, kind) for _ in range(2))
         for private in (self._taken, self._new):
-            private.align = 16  # Numba takes the fields of an aligned dtype to be aligned
+            private.align = 16  # Numba assumes that the fields of an aligned dtype are aligned
 
     def _copy(self, builder: ir.IRBuilder, dst: ir.Value, src: ir.Value) -> None:
         cgutils.raw_memcpy(builder, dst, src, self._size, 1)

@@ -1,27 +1,28 @@
-"""The door: how compiled callers, which have addresses and numbers, call the operations of a group.
+"""The C entry point: compiled callers, which have addresses and numbers, call a group's operations.
 
-A group has a *row*, a table of words in memory that stays where it is and is never used for another group:
+A group has a *descriptor*, a table of words at a fixed address, which is never reused for another group:
 
-    word           what
-    CONTEXT        handle of the ways of collectives (shm: the context, rounds.py), 0: none
-    MAILBOX        handle of the ways of messages (shm: the mailbox, rings.py), 0: none
-    RANK, SIZE     this process's rank in the group and how many there are; SIZE is 0 where nobody has asked yet or the
-                   group is gone; both are -1 where this process is not in the group
+    word           content
+    CONTEXT        handle of the native calls of collectives (shm: the context, rounds.py), 0: none
+    MAILBOX        handle of the native calls of messages (shm: the mailbox, rings.py), 0: none
+    RANK, SIZE     this process's rank in the group and the number of ranks; SIZE is 0 before the first use and after
+                   the end of the group; both are -1 if this process is not in the group
     RANKS          address of a word for each rank, its global rank; 0: they are the same
-    NUMBER         which row it is (callers/rows.py)
-    DOOR           address of `door`
-    ASK, TORN      Python's functions that do what no way can, and that are told of an exception
-    ERRORS         a dict of what they raised, by thread
-    AGAIN          an object whose truth raises what is in ERRORS, if no handler of compiled code may end that
-    WAYS + op      of each operation the address of a *way*, a C function that does the plain case of it alone; 0: none
+    NUMBER         number of the descriptor (callers/rows.py)
+    DOOR           address of `door`, the entry point
+    ASK, TORN      Python's functions: ASK executes what no native call can, TORN handles an exception
+    ERRORS         a dict of their exceptions, by thread
+    AGAIN          an object whose truth value raises the exceptions in ERRORS that no handler of compiled code may end
+    WAYS + op      address of an operation's *native call*, a C function that does only its plain case; 0: none
 
     int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
     int64 way(int64 handle, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
-A way returns a status (core/status.py); one that has a result, such as a receive (the sender's rank), returns -1 -
-result on success. Every status except DONE leaves the operation to Python. Threads
-write rows with Python's lock, and compiled callers read them without: each word has a value at any time that does no
-harm beside those that the other words had or will have.
+A native call returns a status (core/status.py). One that has a result, such as a receive (the sender's rank), returns
+-1 - result on success. For every status except DONE, Python executes the operation.
+
+Threads write descriptors with the GIL, and compiled callers read them without it. Invariant: every value of a word is
+harmless beside every earlier or later value of the other words.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, AGAIN, WAY
 # Operations in addition to those of core/signature.py.
 REDUCE_SCATTER_SPLIT, SPLIT, SEND, RECV, POST_SEND, POST_RECV, WAIT, TEST, WAIT_ANY = range(28, 37)
 ROW_WORDS = WAYS + WAIT_ANY + 1
-RAISED = -1  # what the door returns for an exception, which is kept
+RAISED = -1  # result of the entry point for an exception, which is kept
 
-# The words of a question to Python: the door's arguments, the status so far, and room for the three of an exception.
+# The words of a request to Python: the entry point's arguments, the status so far, room for the three of an exception.
 QUESTION_WORDS = 8
 
 assert len(OPERATIONS) <= REDUCE_SCATTER_SPLIT
@@ -66,7 +67,7 @@ _set_item = external("PyDict_SetItem", "int32(int64, int64, int64)")
 
 @instruction("int64")
 def own_words(builder):
-    """The address of some words of this function's own: room for a question, or for an exception."""
+    """Return the address of words on the caller's stack: room for a request, or for an exception."""
     with builder.goto_entry_block():
         place = builder.alloca(llvm.ir.ArrayType(llvm.WORD, QUESTION_WORDS + 3))
     return builder.ptrtoint(place, llvm.WORD)
@@ -80,7 +81,10 @@ def _go(builder, way, handle, data, out, nbytes, call, peer):
 
 @inlined
 def call_with(function, given):
-    """Call a Python function with one object; return a new reference, or 0. (3.10 has no PyObject_CallOneArg.)"""
+    """Call a Python function with one object; return a new reference, or 0.
+
+    Python 3.10 has no PyObject_CallOneArg.
+    """
     arguments = _new_tuple(1)
     _keep(given)
     _set_element(arguments, 0, given)
@@ -91,7 +95,10 @@ def call_with(function, given):
 
 @inlined
 def keep_error(errors, words):
-    """Put the exception that is under way into a dict; nothing of this runs Python code, where a signal could come."""
+    """Move the current exception into a dict.
+
+    Nothing here runs Python code, so no signal handler can interrupt it.
+    """
     kind = words + 8 * QUESTION_WORDS
     error, trace = kind + 8, kind + 16
     _fetch(kind, error, trace)
@@ -108,20 +115,20 @@ def keep_error(errors, words):
 
 @instruction("int64")
 def _truth(builder):
-    """The address of what asks an object for its truth, as a pending call: -1, if that raises an exception."""
+    """Return the address of PyObject_IsTrue, as a pending call: -1 if it raises an exception."""
     function = llvm.function(builder, "PyObject_IsTrue", llvm.HALF_WORD, llvm.BYTE.as_pointer())
     return builder.ptrtoint(function, llvm.WORD)
 
 
 @kernel
 def _ask(row, question):
-    """What Python's function makes of the question: a number from 0 on, or RAISED.
+    """Let Python's function execute a request; return a number from 0 on, or RAISED.
 
-    A signal's handler may raise before the function's first line, or after its last: so what it raised is taken here,
-    and the group is told of it by a second call (TORN), which raises what is right for the caller.
+    A signal handler may raise before the function's first line or after its last one. So the exception is taken here,
+    and a second call (TORN) reports it to the group and raises the right exception for the caller.
 
-    The caller may catch it, and Numba knows no handler but `except Exception`: so Python's main thread looks at it once
-    more (AGAIN) as it runs Python code next, where the caller returns at the latest.
+    The caller may catch that one, and Numba knows no handler but `except Exception`. So Python's main thread checks
+    again (AGAIN) when it next runs Python code, at the latest when the caller returns.
     """
     state = ensure()
     given = new_integer(question)
@@ -144,7 +151,7 @@ def _ask(row, question):
 
 
 def door(row, op, data, out, nbytes, call, peer):
-    """Carry an operation out; see callers/rows.py for callers."""
+    """Execute an operation; see callers/rows.py for the callers."""
     code = LATER
     way, handle = load_acquire(row + 8 * (WAYS + op)), load_word(row, MAILBOX if op >= SEND else CONTEXT)
     if way != 0 and handle != 0:
@@ -168,5 +175,5 @@ def door(row, op, data, out, nbytes, call, peer):
 
 @cache
 def door_address() -> int:
-    """The address of `door`, compiled or loaded."""
+    """Return the address of `door`, compiled or loaded."""
     return c_function(door, f"int64({', '.join(['int64'] * 7)})", "the door", NJIT)

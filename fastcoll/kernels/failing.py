@@ -1,7 +1,7 @@
-"""Failpoints of kernels: a place is `reached(NUMBER)`, which is nothing at all where FASTCOLL_FAILPOINT is empty.
+"""Failpoints in kernels: `reached(NUMBER)`, compiled only if FASTCOLL_FAILPOINT is set.
 
-failpoints.py has the table of what is to be done, which code finds by the name TABLE_SYMBOL. Everything here is
-libc's or CPython's and needs neither the GIL nor Python, so a place can be where the GIL is not held.
+failpoints.py has the table of actions, which compiled code finds by the name TABLE_SYMBOL. This code calls only libc
+and CPython, and needs neither the GIL nor Python, so a failpoint may be in code without the GIL.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _table(builder):
 
 
 def failing(function: Callable[..., Any]) -> Any:
-    """A kernel that is compiled where there are failpoints; elsewhere a call of it is nothing, not even LLVM's code.
+    """Return a kernel that is compiled only if there are failpoints; otherwise its calls generate no code.
 
-    Which of them is decided when Numba first meets it, as importing reads no environment.
+    Numba's first use of the kernel decides it, because importing reads no environment.
     """
 
     def nothing(builder: Any, *values: Any) -> None:
@@ -58,13 +58,14 @@ def failing(function: Callable[..., Any]) -> Any:
 
 @failing
 def reached(number):
-    """A kernel comes by the place `number`."""
+    """Hit the failpoint `number`."""
     row = _table() + 8 * fp.ROW_WORDS * number
     action = load_word(row, fp.ACTION)
     if action == 0:
         return
     count = load_acquire(row + 8 * fp.COUNT)
-    while not swap_if_equal(row + 8 * fp.COUNT, count, count + 1):  # threads may come by at the same time
+    # Threads of a rank may hit a failpoint at the same time.
+    while not swap_if_equal(row + 8 * fp.COUNT, count, count + 1):
         count = load_acquire(row + 8 * fp.COUNT)
     which = load_word(row, fp.WHICH)
     if which != 0 and which != count + 1:
@@ -90,6 +91,6 @@ def reached(number):
 
 @failing
 def reached_by(number, moved):
-    """A kernel comes by the place `number`, if it has moved anything."""
+    """Hit the failpoint `number` if the kernel has moved anything."""
     if moved > 0:
         reached(number)

@@ -1,4 +1,7 @@
-"""The header of a call: how a rank of a network backend says what it calls, in int64 words, and how all compare it."""
+"""The header of a call: what a rank of a network backend publishes about it, and the comparison.
+
+A header is a table of int64 words.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ from ..compiler.jit import kernel
 from ..core.signature import UNEVEN
 from .primitives import load_word
 
-NUMBER = 0  # of the call
+NUMBER = 0  # number of the call
 HEAD_CALL, HEAD_SHAPE = 1, 2  # the fingerprint (core/signature.py)
-HEAD_BALANCE = 3  # of the sizes
+HEAD_BALANCE = 3  # balance of the sizes
 
 
 @kernel
 def calls_match(first, stride, size):
-    """Whether the headers of all ranks, `stride` bytes from one to the next, are of calls that match."""
+    """Return whether the headers of all ranks match; they are `stride` bytes apart."""
     call, shape, balance = load_word(first, HEAD_CALL), load_word(first, HEAD_SHAPE), 0
     for rank in range(size):
         head = first + stride * rank

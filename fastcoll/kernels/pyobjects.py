@@ -1,15 +1,16 @@
-"""Python objects as arguments of entries: their addresses, and what kernels read there.
+"""Python objects as arguments of entries: their addresses, and the fields that kernels read.
 
-An array is read through CPython's PyArrayObject and a tuple through PyTupleObject, both stable since the first
-release of NumPy and of Python 3 (numpy/core/include/numpy/ndarraytypes.h, cpython/tupleobject.h). A self-test
-at import compares the fields with what Python says. To hand an object over like this costs nothing, where
-`x.ctypes.data` costs 795 ns (2-core AMD EPYC, Python 3.11).
+An array is read through CPython's PyArrayObject and a tuple through PyTupleObject, both stable since the first release
+of NumPy and of Python 3 (numpy/core/include/numpy/ndarraytypes.h, cpython/tupleobject.h). A self-test at import
+compares the fields with Python's attributes. Passing an object like this costs nothing; `x.ctypes.data` costs 795 ns
+(2-core AMD EPYC, Python 3.11).
 
-Another thread may assign an array's `shape`, `dtype` or `strides` meanwhile: for a moment it has the new dtype and the
-old shape, or its shape lies in freed memory. So what says how large an array is (DESCR, FLAGS, NDIM, SHAPE) is read
-with the GIL (`locked_entry`, jit.py), or of a view that nobody else has (`kept`, shm/context.py). Such assignments
-leave the first address and the number of bytes as they are, so what was found stays right when the GIL is given up,
-and DATA may be read at any time. The caller's frame keeps the objects alive; so `resize` refuses to move the data.
+Another thread may assign an array's `shape`, `dtype` or `strides` meanwhile. For a moment the array then has the new
+dtype and the old shape, or its shape is in freed memory. So the fields that determine its size (DESCR, FLAGS, NDIM,
+SHAPE) are read with the GIL (`locked_entry`, jit.py), or from a view that no other thread has (`kept`,
+shm/context.py). These assignments change neither the first address nor the number of bytes. So the values stay right
+after the GIL is released, and DATA may be read at any time. The caller's frame keeps the objects alive; therefore
+`resize` refuses to move the data.
 """
 
 from __future__ import annotations
@@ -38,38 +39,38 @@ ITEMS = tuple.__basicsize__
 CONTIGUOUS, ALIGNED, WRITEABLE = 0x001, 0x100, 0x400  # NPY_ARRAY_...
 
 PyObject = Any
-"""Annotates a parameter of an entry that takes any Python object."""
+"""Annotation of an entry's parameter that takes any Python object."""
 Index = int
-"""Annotates a parameter of an entry that takes an integer."""
+"""Annotation of an entry's parameter that takes an integer."""
 
 
 @instruction("int64", "PyObject")
 def object_at(builder, value):
-    """The address of a PyObject argument."""
+    """Return the address of a PyObject argument."""
     return builder.ptrtoint(value, llvm.WORD)
 
 
 @instruction("int64", "Index")
 def integer(builder, value):
-    """An Index argument as an integer."""
+    """Return an Index argument as an integer."""
     return value
 
 
 @instruction("int64")
 def release_gil(builder):
-    """Give the GIL up: no object may be looked at before `take_gil`, which takes the result."""
+    """Release the GIL; no object may be accessed before `take_gil`, which takes the result."""
     return builder.call(llvm.function(builder, "PyEval_SaveThread", llvm.WORD), [])
 
 
 @instruction("int64")
 def take_gil(builder, thread, result):
-    """Take the GIL again and return `result`, which was worked out without it: `take_gil(release_gil(), work(...))`."""
+    """Acquire the GIL and return `result`, computed without it: `take_gil(release_gil(), work(...))`."""
     builder.call(llvm.function(builder, "PyEval_RestoreThread", llvm.VOID, llvm.WORD), [thread])
     return result
 
 
 def _layout_is_known() -> bool:
-    """Whether the fields of arrays and tuples are where this file says."""
+    """Return whether the fields of arrays and tuples are at the offsets in this file."""
     word = ctypes.c_int64.from_address
     half = ctypes.c_uint32.from_address
     arrays: list[np.ndarray[Any, Any]] = [

@@ -1,8 +1,8 @@
-"""How compiled code writes a call into its group's ring, whose layout record/record.py has.
+"""Writing a call into its group's flight record, the ring whose layout is in record/record.py.
 
-The thread whose call has the group's context writes; others read at any time, so a row's NUMBER comes last. A row is a
-cache line: 8-byte calls in shared memory take 1 to 2 ns more for it. A look at the clock takes 25, so times are another
-matter, for each backend to decide.
+Only the thread that executes a call with the group's context writes. Others read at any time, so an entry's NUMBER is
+written last. An entry is a cache line: it costs 8-byte calls in shared memory 1 to 2 ns. Reading the clock takes 25 ns,
+so each backend decides whether it records times.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .primitives import store_release, store_word
 
 @inlined
 def row_of(ring, number):
-    """Address of the row of a call."""
+    """Return the address of a call's entry."""
     return ring + 8 * r.ENTRY_WORDS * (number & (r.RING - 1))
 
 
 @inlined
 def record_call(ring, number, call, shape, began):
-    """A call begins; `began` in ns, or 0 where that is not known."""
+    """Record that a call begins; `began` in ns, 0 if not known."""
     row = row_of(ring, number)
     store_word(row, r.CALL, call)
     store_word(row, r.SHAPE, shape)
@@ -31,7 +31,7 @@ def record_call(ring, number, call, shape, began):
 
 @inlined
 def record_end(ring, number, began, ended):
-    """A call is complete, which was timed; see record.py for the lowest bits of ENDED."""
+    """Record that a timed call is complete; for the lowest bits of ENDED see record.py."""
     row = row_of(ring, number)
     store_word(row, r.BEGAN, began)
     store_word(row, r.ENDED, ended & ~7)

@@ -1,10 +1,10 @@
-"""Reducers: C functions that fold n arrays of one dtype element by element, by any of the operations.
+"""Reducers: C functions that reduce n arrays of one dtype element by element, by any operation.
 
     void reducer(int64 op, int64 dst, int64 srcs, int64 n, int64 count)
 
-`srcs` is the address of n addresses, each of `count` elements; so many are at `dst`, which is one of the
-sources or apart from all of them. Protocols are compiled once, know no dtype, and call this by its address.
-There is one function a dtype, compiled at its first use and kept on disk, and one a custom operation and dtype.
+`srcs` is the address of n addresses, each of `count` elements. `dst` has room for `count` elements; it is one of the
+sources, or overlaps none. Protocols are compiled once, know no dtype, and call a reducer by its address. There is one
+function per dtype, compiled at its first use and kept on disk, and one per custom operation and dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from ..errors import ArrayError
 
 
 class Reducer(NamedTuple):
-    """A compiled reduction of one dtype: the C function's address, its first argument, and bytes of an element."""
+    """A compiled reduction of one dtype.
+
+    The C function's address, its first argument, and the bytes of an element.
+    """
 
     address: int
     code: int
@@ -32,10 +35,13 @@ _reducers: dict[tuple[ReduceOp | int, np.dtype[Any]], Reducer] = {}
 
 
 def reducer(op: ReduceOp, dtype: np.dtype[Any]) -> Reducer:
-    """The compiled reduction by `op` of arrays of `dtype`; compiled or loaded at the first call.
+    """Return the reduction by `op` of arrays of `dtype`, compiled or loaded at the first call.
 
-    ArrayError where there is no such operation for this dtype, UsageError where Numba cannot compile a user's function.
     A custom operation stays compiled, and its ReduceOp alive, until the process ends.
+
+    Raises:
+        ArrayError: the operation is not defined for this dtype.
+        UsageError: Numba cannot compile a user's function.
     """
     custom = op if op.function is not None else None
     key = (custom or op.code, dtype)
@@ -75,7 +81,10 @@ def _compile(dtype: str) -> int:
 
 
 def reducer_signature(dtype: str) -> str:
-    """The signature of the reducer of a dtype of numbers; in C, a pointer and an int64 are passed alike."""
+    """Return the signature of the reducer of a dtype of numbers.
+
+    In C, a pointer and an int64 are passed alike.
+    """
     element = f"Half({dtype!r})" if dtype in HALVES else dtype.replace("bool", "boolean")
     return f"void(int64, CPointer({element}), int64, int64, int64)"
 
@@ -93,12 +102,12 @@ _UNDEFINED = {
 
 
 def kind_of(dtype: np.dtype[Any]) -> str:
-    """The kind of a dtype as NumPy names it, halves among the floats."""
+    """Return the kind of a dtype in NumPy's notation; halves are floats."""
     return "f" if dtype.name in HALVES else dtype.kind
 
 
 def refuse_undefined(op: ReduceOp, dtype: np.dtype[Any]) -> None:
-    """Raise ArrayError, with the cure, where there is no such operation for this dtype."""
+    """Raise ArrayError, with the cure, if the operation is not defined for this dtype."""
     if not dtype.isnative:
         raise ArrayError(
             f"{op!r} needs the machine's byte order, got dtype {dtype}; use x.astype({dtype.newbyteorder('=')!r})"
@@ -113,7 +122,7 @@ def refuse_undefined(op: ReduceOp, dtype: np.dtype[Any]) -> None:
 
 
 def _is_number(dtype: np.dtype[Any]) -> bool:
-    """Whether elements are numbers that are compiled."""
+    """Return whether reducers are compiled for elements of this dtype."""
     if dtype.name in HALVES:
         return True
     return (

@@ -1,7 +1,7 @@
 """Nonblocking sockets in kernels: libc's send, sendmsg, recv and poll by file descriptor.
 
-A transfer returns how many bytes it moved, 0 when the socket is not ready, or a negative number when the
-connection is over: -errno, or CLOSED when the peer ended it in order.
+A transfer returns the number of bytes that it has moved, 0 if the socket is not ready, or a negative number if the
+connection has ended: -errno, or CLOSED if the peer closed it in order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ CLOSED = -(1 << 20)  # below every -errno
 
 READABLE, WRITABLE = 0x1, 0x4  # POLLIN, POLLOUT
 
-# The last two: the kernel is short of memory.
+# ENOBUFS and ENOMEM: the kernel is short of memory.
 _NOT_NOW = (errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM)
 _FLAGS = 0x4040  # MSG_DONTWAIT | MSG_NOSIGNAL
 
-# What `send_both` needs, of zeros at first: a msghdr, by words, of which the others stay 0, and two iovecs.
+# The vector of `send_both`, zeros at first: a msghdr, of which these words are set, and two iovecs.
 _PIECES, _COUNT, _FIRST = 2, 3, 7
 VECTOR_BYTES = 8 * (_FIRST + 4)
 
@@ -32,7 +32,7 @@ _errno_location = external("__errno_location", "int64()")
 
 @kernel
 def failure():
-    """What a transfer that returned -1 stands for: 0 to try later, else -errno."""
+    """Return the meaning of a transfer's -1: 0 to retry later, else -errno."""
     number = half_word_at(_errno_location())
     for later in _NOT_NOW:
         if number == later:
@@ -49,7 +49,11 @@ def send_some(fd, address, nbytes):
 
 @inlined
 def send_both(fd, vector, first, size, second, more):
-    """As `send_some`, of `size` bytes at `first` and then `more` at `second`, with VECTOR_BYTES of its own."""
+    """Send `size` bytes at `first` and then `more` bytes at `second`, without waiting.
+
+    Args:
+        vector: address of VECTOR_BYTES of the caller's.
+    """
     pieces = vector + 8 * _FIRST
     store_word(vector, _PIECES, pieces)
     store_word(vector, _COUNT, 2)
@@ -72,6 +76,10 @@ def receive_some(fd, address, nbytes):
 
 @inlined
 def wait_ready(table, count, milliseconds):
-    """Sleep until one of the `count` pollfds at `table` is ready or the time is over; how many are ready."""
+    """Sleep until one of the `count` pollfds at `table` is ready or the time has passed.
+
+    Returns:
+        the number of ready descriptors.
+    """
     ready = _poll(table, count, milliseconds)
     return ready if ready > 0 else 0
