@@ -1,16 +1,21 @@
-"""The documentation: what it shows runs, what it lists is complete, and its links lead somewhere.
+"""The documentation: its code runs, its lists are complete, and its links lead somewhere.
 
-Every ```python block runs: those of a page, one after the other, are one program of two ranks, but for the
-pages that SPECIAL names. What is only to be read is marked ```py.
+- The ```python blocks of a page are one program of two ranks, except on the pages that SPECIAL names.
+- The ```py blocks of a page run in two ranks as well, where the libraries that they import are installed. Two kinds
+  do not: a block whose first line has the comment "# needs ..." (a GPU, several hosts, a framework), and lines
+  copied from an example.
 """
 
 import inspect
+import os
 import re
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from versus.options import main as versus
 
@@ -22,6 +27,8 @@ from fastcoll.launch.command import main as launch
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
 SPECIAL = ("README.md", "elastic.md", "launching.md", "recovery.md", "testing.md")
+EXCERPTS = ("elastic-digits.md", "njit.md", "rpc-programs.md", "rpc-autograd-programs.md")
+IN_NEW_PROCESSES = ("launching.md", "pytorch.md", "trace.md")
 REFERENCE = ("operations.md", "errors.md")
 
 
@@ -42,8 +49,10 @@ def prose(page):
     return re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
 
 
-def run(*words, cwd):
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, cwd=cwd)
+def run(*words, cwd, env=None):
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=100, cwd=cwd, env=env
+    )
 
 
 @pytest.mark.ranks(2, init=False, timeout=180)  # a page may compile what it shows
@@ -58,13 +67,62 @@ def test_a_page_says_how_its_program_is_started(page):
     assert "python -m fastcoll.launch -n 2 " in text(page)[: text(page).index("```python")]
 
 
-@pytest.mark.parametrize("page", ["elastic-digits.md", "rpc-programs.md", "rpc-autograd-programs.md"])
+@pytest.mark.parametrize("page", EXCERPTS)
 def test_a_page_about_programs_shows_their_lines(page):
     paths = re.findall(r"\]\(\.\./(examples/[\w/]+\.py)\)", text(page))
     programs = [unindented((ROOT / path).read_text()) for path in paths]
     shown = list(map(unindented, blocks(page, "py")))
     assert shown
     assert [lines for lines in shown if not any(lines in program for program in programs)] == []
+
+
+def runnable(page):
+    """Return the ```py blocks of a page that need nothing but Python libraries."""
+    return [block for block in blocks(page, "py") if "# needs " not in block.splitlines()[0]]
+
+
+@pytest.mark.ranks(2, init=False, timeout=180)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pandas and JAX
+@pytest.mark.parametrize(
+    "page", sorted(page for page in PAGES.keys() - {*EXCERPTS, *IN_NEW_PROCESSES} if runnable(page))
+)
+def test_other_blocks_run_where_their_libraries_are_installed(page):
+    missing, names = [], {"np": np, "dist": fastcoll}
+    if not any("init_process_group" in block for block in runnable(page)):
+        fastcoll.init_process_group()
+    for block in runnable(page):
+        libraries = re.findall(r"^import (torch|jax|pandas|pyarrow)\b", block, re.MULTILINE)
+        missing += [library for library in libraries if find_spec(library) is None]
+        if not missing:
+            exec(compile(block, page, "exec"), names)
+    fastcoll.destroy_process_group()
+    if missing:
+        pytest.skip(f"pip install {' '.join(missing)}")
+
+
+@pytest.mark.long  # tests/pytorch has all of it
+def test_the_blocks_about_torch(tmp_path):
+    pytest.importorskip("torch.distributed", reason="pip install torch")
+    (tmp_path / "program.py").write_text("\n\n".join(runnable("pytorch.md")))
+    done = run("-m", "fastcoll.launch", "-n", "2", "program.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_program_that_runs_a_function(tmp_path):
+    (tmp_path / "running.py").write_text(runnable("launching.md")[0])
+    done = run("running.py", cwd=tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["[0] in the ranks", "[1] in the ranks"], done.stderr
+
+
+@pytest.mark.long  # three ranks wait for their timeout
+def test_the_trace_that_is_shown(tmp_path):
+    (tmp_path / "train.py").write_text(runnable("trace.md")[0])
+    environment = {**os.environ, "FASTCOLL_TRACE_DIR": "traces", "FASTCOLL_TRACE_SITES": "1"}
+    assert run("-m", "fastcoll.launch", "-n", "4", "train.py", cwd=tmp_path, env=environment).returncode == 1
+    found = " ".join(run("-m", "fastcoll", "trace", "traces", cwd=tmp_path).stdout.split())
+    (shown,) = blocks("trace.md", "text")
+    for sentence in re.findall(r"Ranks 0.*?came\.|it is in load.*?\)\.", " ".join(shown.split())):
+        assert re.sub(r"/tmp/train.py", str(tmp_path / "train.py"), sentence) in found, found
 
 
 def unindented(code):
