@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import functions
-from .agent import WorkerInfo
 from .calls import get_rpc_timeout, get_worker_info, rpc_async, rpc_sync
 from .futures import Future, collect_all, wait_all
 from .rref import RRef, remote
 from .start import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, init_rpc, shutdown
+from .worker import WorkerInfo
 
 if TYPE_CHECKING:
     from . import autograd as autograd

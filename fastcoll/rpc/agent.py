@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,39 +33,13 @@ from .futures import Future, anew
 from .link import Link
 from .readers import HANG_UP, READ, Readers, Task
 from .wire import MessageType, Received
+from .worker import Worker, WorkerInfo
 
 _log = logging.getLogger("fastcoll")
 _LOOK_SECONDS = 1.0  # between two looks for hosts that vanished
-_NAME_LENGTH, _NAME = 128, re.compile(r"[A-Za-z0-9\-_:]*")  # torch's limits
 UNCOUNTED = 2  # the kind of call by which workers agree to end
 
 
-@dataclass(frozen=True)
-class WorkerInfo:
-    """A worker's name and id, which is its rank.
-
-    Raises:
-        UsageError: the name is empty or too long, or has characters other than letters, digits, -, _ and :.
-    """
-
-    name: str
-    id: int
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise UsageError("a worker's name must be non-empty")
-        if len(self.name) >= _NAME_LENGTH:
-            raise UsageError(
-                f"a worker's name must be shorter than {_NAME_LENGTH} characters: {self.name!r:.150}"
-            )
-        if not _NAME.fullmatch(self.name):
-            raise UsageError(f"Worker name must match {_NAME.pattern}, but is {self.name!r}")
-
-    def __str__(self) -> str:
-        return f"{self.name} (rank {self.id})"
-
-
-Worker = WorkerInfo | str | int
 Handler = Callable[[WorkerInfo, Any], Any]
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from ..core.work import Timeout
 from ..errors import UsageError
-from .agent import Agent, Worker, WorkerInfo, current_agent
+from .agent import Agent, current_agent
 from .functions import ASYNC
 from .futures import Future, adopted
 from .wire import contexts
+from .worker import Worker, WorkerInfo
 
 __all__ = [
     "USER_CALL", "contexts", "get_rpc_timeout", "get_worker_info", "rpc_async", "rpc_sync", "run_user_function",

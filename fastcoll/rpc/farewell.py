@@ -16,8 +16,9 @@ from typing import NamedTuple
 from ..core.work import ENDLESS
 from ..errors import AbortedError, FastcollError, RpcTimeoutError
 from .agent import UNCOUNTED as ROUND
-from .agent import Agent, WorkerInfo
+from .agent import Agent
 from .futures import Future, all_done
+from .worker import WorkerInfo
 
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.001, 0.05  # between two rounds; it doubles
 _ASK_SECONDS = 2.0  # for worker 0 to say who is late

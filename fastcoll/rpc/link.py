@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.work import ENDLESS
 from .readers import HANG_UP, READ, Readers, Task, reads
 from .slots import Ring
 from .wire import Assembler, MessageType, Received, pieces
-
-if TYPE_CHECKING:
-    from .agent import WorkerInfo
+from .worker import WorkerInfo
 
 _log = logging.getLogger("fastcoll")
 _LOOK_SECONDS = 0.1

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .agent import WorkerInfo
 from .autograd import get_gradients
 from .autograd.hooks import of_grad
 from .autograd.participant import entered, participant
 from .calls import rpc_async
 from .futures import all_done, wait_all
 from .rref import RRef
+from .worker import WorkerInfo
 
 
 class DistributedOptimizer:

@@ -26,10 +26,11 @@ from ..errors import (
     UsageError,
 )
 from . import wire
-from .agent import Agent, RemoteTraceback, WorkerInfo
+from .agent import Agent, RemoteTraceback
 from .calls import run_user_function
 from .counting import CONFIRMED, FORK, Id, Ledger, Message, Reference
 from .futures import Future, anew
+from .worker import WorkerInfo
 
 T = TypeVar("T")
 _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls

@@ -9,12 +9,13 @@ from typing import Any, Generic, TypeVar
 from ..core.work import Timeout
 from ..errors import NotInitializedError, RpcTimeoutError, UsageError
 from . import wire
-from .agent import Worker, WorkerInfo, current_agent
+from .agent import current_agent
 from .calls import rpc_async, rpc_sync, run_user_function
 from .counting import Id, Reference
 from .functions import async_execution
 from .futures import Future, anew
 from .references import References
+from .worker import Worker, WorkerInfo
 
 T = TypeVar("T")
 

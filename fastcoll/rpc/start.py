@@ -46,9 +46,10 @@ from ..store.secret import check_unpickling
 from ..system.forks import at_fork
 from ..system.processes import Member, forget, gone_among
 from . import calls
-from .agent import Agent, WorkerInfo, current_agent, set_current
+from .agent import Agent, current_agent, set_current
 from .farewell import Rounds
 from .references import References
+from .worker import WorkerInfo
 
 _DEFAULT_SECONDS = 60.0  # of torch
 _LISTEN_SECONDS = 2.0  # a worker at whose address nobody listens for so long is gone

@@ -25,25 +25,21 @@ import pickle
 import struct
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from ..errors import NotInitializedError, UsageError
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from .agent import WorkerInfo
+from .worker import WorkerInfo
 
 HEADER = struct.Struct("<QQQIIBBB5x")
 INLINE = 16 << 10  # bytes of a buffer that travel in the body
 _ALIGNED = 64
 Piece = bytes | bytearray | memoryview
-Reducer = Callable[[Any, "WorkerInfo"], tuple[Any, ...] | str]
+Reducer = Callable[[Any, WorkerInfo], tuple[Any, ...] | str]
 Undo = Callable[[Any], None]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from fastcoll.rpc.agent import WorkerInfo
 from fastcoll.rpc.farewell import Rounds, _Told
+from fastcoll.rpc.worker import WorkerInfo
 
 
 def test_a_shutdown_ends_when_two_rounds_have_the_same_sums() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from fastcoll.rpc.agent import WorkerInfo
 from fastcoll.rpc.link import Link
 from fastcoll.rpc.readers import HANG_UP, READ, Readers, before_blocking
 from fastcoll.rpc.slots import Ring
 from fastcoll.rpc.wire import HEADER, MessageType, pieces
+from fastcoll.rpc.worker import WorkerInfo
 
 LIMIT = 30.0
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import Parameter
 
 from fastcoll.rpc import wire
-from fastcoll.rpc.agent import WorkerInfo
+from fastcoll.rpc.worker import WorkerInfo
 
 TO = WorkerInfo("w0", 0)
 x = torch.arange(12.0)

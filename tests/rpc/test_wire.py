@@ -11,7 +11,7 @@ import pytest
 
 from fastcoll.errors import UsageError
 from fastcoll.rpc import wire
-from fastcoll.rpc.agent import WorkerInfo
+from fastcoll.rpc.worker import WorkerInfo
 
 TO = WorkerInfo("w1", 1)
 

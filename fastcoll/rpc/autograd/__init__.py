@@ -7,7 +7,8 @@ goes through all of it, and the gradients are kept for the context, not in `.gra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 try:
     import torch
@@ -18,9 +19,6 @@ except ImportError as error:
 
 from ...errors import ArgumentTypeError, UsageError
 from .participant import current, entered, participant
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 __all__ = ["backward", "context", "get_gradients"]
 

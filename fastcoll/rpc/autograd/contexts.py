@@ -15,15 +15,13 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...errors import AbortedError, FastcollError, UsageError
 from .edges import Origin, arrived, departed
-
-if TYPE_CHECKING:
-    from .passes import Pass
+from .passes import Pass
 
 _SHIFT = 48  # of the worker's number in ids
 

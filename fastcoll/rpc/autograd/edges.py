@@ -14,20 +14,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import Function
 
 from ...errors import UsageError
 
-if TYPE_CHECKING:
-    from .passes import Pass
-
 RESERVED = 1 << 40
 _anchor = torch.empty(0, requires_grad=True)  # the leaf below all arrivals, so that the engine runs them
 _thread = threading.local()
 _LEAF = torch._C._functions.AccumulateGrad
+
+
+class Exchange(Protocol):
+    """Gradients of the backward pass that runs on this thread."""
+
+    def send(self, worker: int, message: int, gradient: Any) -> None:
+        """Send the gradient of the tensor that came from `worker` as `message`."""
+
+    def wait_for(self, message: int) -> Any:
+        """Wait for the gradient of the tensor that left as `message`, and return it; None: it is zero."""
 
 
 class Origin(NamedTuple):
@@ -105,7 +112,7 @@ def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origi
     return leaves, origins
 
 
-def flow(running: Pass, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
+def flow(running: Exchange, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
     """Run the local graph backward from scalars, to the leaves and arrivals; the leaves' gradients, None for zero.
 
     Nodes of GPUs run on this thread as well: on threads of their own they could make a node ready while this one
@@ -121,8 +128,8 @@ def flow(running: Pass, roots: list[Any], leaves: list[Any], retain_graph: bool)
     return list(found[:-1])
 
 
-def _running() -> Pass:
-    running: Pass | None = getattr(_thread, "running", None)
+def _running() -> Exchange:
+    running: Exchange | None = getattr(_thread, "running", None)
     if running is None:
         raise UsageError(
             "a tensor that came by rpc is part of this graph: call rpc.autograd.backward(context_id, roots)"

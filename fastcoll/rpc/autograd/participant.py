@@ -18,10 +18,11 @@ import torch
 
 from ...errors import AbortedError, FastcollError, RpcError
 from .. import wire
-from ..agent import Agent, WorkerInfo, current_agent
+from ..agent import Agent, current_agent
 from ..calls import USER_CALL
 from ..futures import Future, anew
 from ..tensor_buffers import reduced
+from ..worker import WorkerInfo
 from .contexts import Context, Contexts, maker
 from .edges import Origin
 from .passes import Pass

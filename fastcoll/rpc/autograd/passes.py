@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.autograd.graph import get_gradient_edge
 
@@ -28,10 +28,19 @@ from ..readers import before_blocking
 from .edges import Origin, explore, flow
 from .hooks import averaged
 
-if TYPE_CHECKING:
-    from .contexts import Context
+Deliver = Callable[[int, int, Any], Future[None]]
 
-Deliver = Callable[[int, int, Any], "Future[None]"]
+
+class Recorded(Protocol):
+    """What this worker has recorded of a forward pass: its Context."""
+
+    id: int
+
+    def tokens(self, messages: Iterable[int]) -> list[Any]:
+        """Return the roots that stand for the tensors that left as `messages`."""
+
+    def accumulate(self, leaves: Sequence[Any], gradients: list[Any]) -> None:
+        """Add gradients to those of the leaves; removes them from the list."""
 
 
 class Pass:
@@ -42,7 +51,7 @@ class Pass:
         roots: where the gradient is one.
     """
 
-    def __init__(self, context: Context, id: int, deliver: Deliver, roots: Sequence[Any] = ()) -> None:
+    def __init__(self, context: Recorded, id: int, deliver: Deliver, roots: Sequence[Any] = ()) -> None:
         self.id = id
         self._context, self._deliver, self._roots = context, deliver, list(roots)
         self._seen: set[Any] = set()  # keeps Python's objects of the nodes, which are what tells nodes apart
