@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from ..errors import AbortedError, CollectiveTimeoutError, UsageError
 from ..system.forks import at_fork
+from . import future as futures
 
 _log = logging.getLogger("fastcoll")
 
@@ -271,22 +272,8 @@ class Work(Future[Any]):
         return future
 
     def __await__(self) -> Generator[Any, None, Any]:
-        import asyncio  # a quarter of the time of importing this package, and few await
-
         self.refuse_in_child()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def settle() -> None:
-            if not future.done():  # the task may have been cancelled meanwhile
-                future.set_result(None)
-
-        def wake(_: Work) -> None:
-            with suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(settle)
-
-        self.add_done_callback(wake)
-        yield from future
+        yield from futures.until_done(self)
         return self.result()
 
     def complete(self, result: Any = None, error: BaseException | None = None) -> None:
@@ -323,46 +310,30 @@ class Work(Future[Any]):
             _log.exception("a callback of %s raised", self.describe)
 
 
-class WorkFuture(Future[Any]):
-    """What `Work.get_future` gives: torch's names on top of those of concurrent.futures.
+class WorkFuture(futures.Future[Any]):
+    """What `Work.get_future` gives.
 
     The value is the list of the operation's output arrays in host memory, as NumPy arrays; of a receive, the
     sender alone.
     """
 
+    __slots__ = ("_work",)
+
     def __init__(self, work: Work) -> None:
         super().__init__()
         self._work = work
 
-    def wait(self) -> Any:
-        """Block until there is a value, and return it, or raise what ended the operation or a callback of `then`."""
-        if not self.done():
-            refuse_to_block("waiting for a Work's future")
-            self._work.wait()
-        return self.result(ENDLESS)
+    def __str__(self) -> str:
+        return f"the future of {self._work!r}"
 
-    def value(self) -> Any:
-        """The value, without blocking.
+    def _await(self, timeout: Timeout) -> None:
+        """Wait for the operation, then for a callback of `then`, which may still run on another thread."""
+        refuse_to_block("waiting for a Work's future")
+        self._work.wait(timeout)
+        self.block(ENDLESS)
 
-        Raises:
-            UsageError: it is not there yet.
-        """
-        if not self.done():
-            raise UsageError(f"the future of {self._work!r} has no value yet; wait for it")
-        return self.result()
-
-    def then(self, callback: Callable[[WorkFuture], Any]) -> WorkFuture:
-        """A future of `callback(self)`, which is called once this one is done; what it raises, `wait` raises."""
-        following = WorkFuture(self._work)
-
-        def follow(_: Any) -> None:
-            try:
-                following.set_result(callback(self))
-            except Exception as error:
-                following.set_exception(error)
-
-        self.add_done_callback(follow)
-        return following
+    def _following(self) -> WorkFuture:
+        return WorkFuture(self._work)
 
 
 _W = TypeVar("_W", bound=Work)

@@ -215,7 +215,7 @@ def test_a_future_that_has_no_value() -> None:
     seen: list[Any] = []
     future.add_done_callback(seen.append)
     following = future.then(lambda done: done.value())
-    with pytest.raises(UsageError, match="the future of <Work all_reduce: pending> has no value yet"):
+    with pytest.raises(UsageError, match="the future of <Work all_reduce: pending> is not done"):
         future.value()
     work.complete(error=CollectiveTimeoutError("rank 1 did not come"))
     assert seen == [future]
