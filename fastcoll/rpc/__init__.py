@@ -14,7 +14,7 @@ from .calls import get_rpc_timeout, get_worker_info, rpc_async, rpc_sync
 from .futures import Future, collect_all, wait_all
 from .rref import RRef, remote
 from .start import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, init_rpc, shutdown
-from .worker import WorkerInfo
+from .worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from . import autograd as autograd

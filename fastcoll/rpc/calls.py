@@ -18,7 +18,7 @@ from .agent import Agent, current_agent
 from .functions import ASYNC
 from .futures import Future, adopted
 from .wire import contexts
-from .worker import Worker, WorkerInfo
+from .worker_info import Worker, WorkerInfo
 
 __all__ = [
     "USER_CALL", "contexts", "get_rpc_timeout", "get_worker_info", "rpc_async", "rpc_sync", "run_user_function",

@@ -39,7 +39,7 @@ class Reference(NamedTuple):
     fork: Id
 
 
-class Message(NamedTuple):
+class CountingMessage(NamedTuple):
     """A row of the table."""
 
     kind: int
@@ -85,7 +85,7 @@ class Ledger:
     awaited: set[int] = field(default_factory=set)  # who has not answered it
     owed: dict[int, int] = field(default_factory=dict)  # owner: the sweep that this worker has not answered
     ids: int = 0
-    outbox: list[tuple[int, Message]] = field(default_factory=list)
+    outbox: list[tuple[int, CountingMessage]] = field(default_factory=list)
     freed: list[Id] = field(default_factory=list)
 
     # ---- what the objects of this worker do -------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Ledger:
 
     # ---- what others tell ----------------------------------------------------------------------------------------
 
-    def handle(self, sender: int, message: Message) -> None:
+    def handle(self, sender: int, message: CountingMessage) -> None:
         """A message of the table has come."""
         if sender in self.dead:
             return
@@ -278,4 +278,4 @@ class Ledger:
     def _send(
         self, to: int, kind: int, ref: Reference | None, number: int = 0, dead: tuple[int, ...] = ()
     ) -> None:
-        self.outbox.append((to, Message(kind, ref, number, dead)))
+        self.outbox.append((to, CountingMessage(kind, ref, number, dead)))

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from ..core.work import ENDLESS
 from ..errors import AbortedError, FastcollError, RpcTimeoutError
-from .agent import UNCOUNTED as ROUND
 from .agent import Agent
 from .futures import Future, all_done
-from .worker import WorkerInfo
+from .handlers import UNCOUNTED as ROUND
+from .worker_info import WorkerInfo
 
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.001, 0.05  # between two rounds; it doubles
 _ASK_SECONDS = 2.0  # for worker 0 to say who is late
@@ -58,7 +58,7 @@ class Rounds:
             self._agent.run_shutdown_callbacks(until)
             self._await_all(until)
             end = time.monotonic() + _ASK_SECONDS
-            while self._agent.answers(ROUND) and time.monotonic() < end:
+            while self._agent.handlers.has(ROUND) and time.monotonic() < end:
                 time.sleep(_PAUSE_SECONDS)  # worker 0 leaves when all others have been told
         except (
             AbortedError
@@ -81,7 +81,7 @@ class Rounds:
         """Whether it was the last one."""
         agent = self._agent
         all_done(agent.futures(except_kind=ROUND)).wait(max(until - time.monotonic(), 0.0))
-        told = _Told(self._number, *agent.counts(), agent.serves())
+        told = _Told(self._number, *agent.counts.read(), agent.handlers.under_way())
         self._number += 1
         return bool(agent.call(0, ROUND, told, max(until - time.monotonic(), 0.001)).wait())
 

@@ -17,17 +17,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from ..core.work import ENDLESS
-from .readers import HANG_UP, READ, Readers, Task, reads
 from .slots import Ring
-from .wire import Assembler, MessageType, Received, pieces
-from .worker import WorkerInfo
+from .wire import Assembler, MessageType, RpcMessage, encode
+from .worker_info import WorkerInfo
 
 _log = logging.getLogger("fastcoll")
-_LOOK_SECONDS = 0.1
+Task = Callable[[], object]
+LOOK_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
 _SILENT_MILLISECONDS = 8000  # as long as a connection without data under way is probed
 _RETRANSMITS = 3  # these take 1.4 s: after a long silence, what was just sent may not be answered yet
@@ -40,11 +40,12 @@ class Link:
     Args:
         received: makes a task of a message, if there is anything to do for it.
         ended: called, maybe more than once, when the other side has ended.
+        run: runs a task on another thread.
 
     Attributes:
         pending: the calls made over it that are not answered yet, by their numbers.
         abandoned: the numbers of calls whose time was up before; their answers are read all the same.
-        said_goodbye: how the other side has left in order, once it has.
+        exit_reason: how the other side has left in order, once it has.
         ring: for large buffers, once both sides have it.
     """
 
@@ -53,20 +54,20 @@ class Link:
         connection: socket.socket,
         worker: WorkerInfo,
         dialed: bool,
-        readers: Readers,
-        received: Callable[[Link, Received], Task | None],
+        received: Callable[[Link, RpcMessage], Task | None],
         ended: Callable[[Link], None],
+        run: Callable[[Task], None],
     ) -> None:
         self.worker, self.dialed = worker, dialed
         self.pending: dict[int, Any] = {}
         self.abandoned: set[int] = set()
-        self.said_goodbye: str | None = None
+        self.exit_reason: str | None = None
         self.is_closed = self.is_lost = self._is_broken = self._is_stuck = False
         self.armed = 0
         self.reading = threading.Lock()
         self.ring: Ring | None = None
         self._offered: Ring | None = None
-        self._readers, self._ended = readers, ended
+        self._ended, self._run = ended, run
         self._received = partial(received, self)
         self._socket, self._fileno = connection, connection.fileno()
         self._poller = select.poll()
@@ -79,29 +80,23 @@ class Link:
 
     # ---- sending -------------------------------------------------------------------------------------------
 
-    def send(
-        self,
-        message: MessageType,
-        kind: int,
-        call: int,
-        pickled: bytes,
-        buffers: Sequence[memoryview] = (),
-        context: bytes = b"",
-        until: float = ENDLESS,
-    ) -> None:
-        """Send a message, and wait until the kernel has all of it; OSError: the other side is gone.
+    def send(self, message: RpcMessage, until: float = ENDLESS) -> None:
+        """Send a message, and wait until the kernel has all of it.
 
-        At the time `until` a thread of the readers goes on with it: no other message can go before it is whole.
+        At the time `until` another thread goes on with it: no other message can be sent before this one is complete.
+
+        Raises:
+            OSError: the other side is gone.
         """
         goes_on, held = False, list[bool]()
         try:
             # A Ctrl-C that comes meanwhile is raised before the lock is acquired, or when `held` says so.
             held.extend(map(self._sending.acquire, (True,), (max(until - monotonic(), 0.0),)))
             if not held[0]:
-                self._go_on(partial(self.send, message, kind, call, pickled, buffers, context))
+                self._go_on(partial(self.send, message))
                 return
             ring = self.ring
-            start, behind = pieces(message, kind, call, pickled, buffers, context, ring is not None)
+            start, behind = encode(message, ring is not None)
             try:
                 sent = 0
                 with suppress(BlockingIOError):
@@ -128,7 +123,7 @@ class Link:
             except OSError:
                 self.ended()
 
-        self._readers.run(send)
+        self._run(send)
 
     def _finish(self, steps: Iterator[None]) -> None:
         try:
@@ -152,16 +147,16 @@ class Link:
         for buffer in behind:
             yield from self._send_rest(buffer) if ring is None else ring.put(buffer)
 
-    def say_goodbye(self, farewell: str) -> None:
+    def say_goodbye(self, exit_reason: str) -> None:
         """Tell the other side how this one leaves, unless a message is stuck on its way there."""
         end = monotonic() + _CLOSE_SECONDS  # who sends may just lack a core
-        while not (has := self._sending.acquire(timeout=_LOOK_SECONDS)) and monotonic() < end:
+        while not (has := self._sending.acquire(timeout=LOOK_SECONDS)) and monotonic() < end:
             if self._is_stuck:
                 break
         if has:
             try:
                 with suppress(OSError):
-                    self._socket.send(pieces(MessageType.GOODBYE, 0, 0, farewell.encode())[0])
+                    self._socket.send(encode(RpcMessage(MessageType.GOODBYE, 0, 0, exit_reason.encode()))[0])
             finally:
                 self._sending.release()
 
@@ -172,7 +167,7 @@ class Link:
             except BlockingIOError:
                 poller = select.poll()
                 poller.register(self._fileno, select.POLLOUT)
-                poller.poll(1000 * _LOOK_SECONDS)
+                poller.poll(1000 * LOOK_SECONDS)
                 yield
 
     def _look(self) -> None:
@@ -198,7 +193,7 @@ class Link:
     def offer_ring(self) -> None:
         """Offer the other side, which is on this node, shared memory."""
         self._offered, offer = Ring.offer()
-        self.send(MessageType.RING, 0, 0, offer)
+        self.send(RpcMessage(MessageType.RING, 0, 0, offer))
 
     def answer_offer(self, pid: int, offer: bytes) -> None:
         """Take what process `pid` offers, if it can be opened here."""
@@ -206,7 +201,7 @@ class Link:
         with suppress(OSError):
             ring = Ring.accept(pid, offer)
         with suppress(OSError):  # else the other side is gone, which its end will tell
-            self.send(MessageType.RING, 0, ring is not None, b"")
+            self.send(RpcMessage(MessageType.RING, 0, ring is not None, b""))
         self.ring = ring
 
     def offer_answered(self, taken: bool) -> None:
@@ -219,14 +214,18 @@ class Link:
 
     # ---- reading -------------------------------------------------------------------------------------------
 
-    def poll(self) -> bool:
-        """Whether there is something to read; with `reading`."""
-        return bool(self._poller.poll(0))
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Return whether there is something to read, or arrives within `seconds`. The caller holds `reading`."""
+        return bool(self._poller.poll(1000 * seconds))
 
-    def take(self) -> list[Task] | None:
-        """What is to be done for the messages that have come, without waiting for more; with `reading`.
+    def expects_answers(self) -> bool:
+        """Return whether answers are to arrive, of calls that wait or of calls whose time is up."""
+        return bool(self.pending or self.abandoned)
 
-        None: the other side has ended, or what it sends cannot be read any more.
+    def receive(self) -> list[Task] | None:
+        """Return the tasks of the messages that have arrived, without waiting for more. The caller holds `reading`.
+
+        None: the other side has ended, or its messages cannot be read any more.
         """
         tasks: list[Task] = []
         if self._is_broken:
@@ -243,23 +242,23 @@ class Link:
         except BlockingIOError:
             pass
         except BaseException as error:
-            self._is_broken = True  # a part of a message is lost; those before it are not
+            self._is_broken = True  # a part of a message is lost; the messages before it are not
             self.shut()
             if not isinstance(error, Exception):  # Ctrl-C
                 for task in tasks:
-                    self._readers.run(task)
+                    self._run(task)
                 raise
             if not isinstance(error, OSError):
                 _log.exception("what came from %s cannot be read; the connection is given up", self.worker)
             return tasks or None
         return tasks
 
-    def take_rest(self) -> list[Task]:
-        """What is to be done for the messages that came before the end."""
+    def receive_rest(self) -> list[Task]:
+        """Return the tasks of the messages that arrived before the end."""
         tasks: list[Task] = []
         if self.reading.acquire(timeout=_CLOSE_SECONDS):
             try:
-                while more := self.take():
+                while more := self.receive():
                     tasks.extend(more)
             finally:
                 self.reading.release()
@@ -270,46 +269,8 @@ class Link:
         for _ in self.ring.take(buffer):
             self._look()
 
-    def lead(self, number: int, until: float) -> None:
-        """Read until the answer of a call is taken, or the time `until`; return if another thread reads."""
-        try:
-            while monotonic() < until and self.reading.acquire(blocking=False):
-                try:
-                    reads(self)
-                    if number not in self.pending:
-                        return  # who has taken the answer completes the call's future
-                    if self.armed == READ:
-                        self._readers.disarm(self)
-                    tasks = self.take() if self._await(until) else []
-                finally:
-                    self.reading.release()
-                if tasks is None:
-                    self.ended()
-                    return
-                if tasks:
-                    if self.pending:
-                        self._readers.arm_later(self)  # a callback may block
-                    self._readers.complete(tasks)
-        finally:
-            self.look_after()
-
-    def _await(self, until: float) -> bool:
-        """Wait until there is something to read; False: not for now."""
-        poll = self._poller.poll
-        if (seconds := self._readers.spin_seconds) > 0:
-            end = perf_counter() + seconds
-            while perf_counter() < end:
-                if poll(0):
-                    return True
-        return bool(poll(1000 * min(_LOOK_SECONDS, max(until - monotonic(), 0.0)) + 0.5))
-
-    def look_after(self) -> None:
-        """Unless somebody reads, have the readers do so if answers are expected, else see the other side's end."""
-        events = READ if self.pending or self.abandoned else HANG_UP
-        if self.armed < events and not self.reading.locked():
-            self._readers.arm(self, events)
-
     def ended(self) -> None:
+        """Report that the other side has ended; may be called more than once."""
         self._ended(self)
 
     # ---- the end -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from .autograd.participant import entered, participant
 from .calls import rpc_async
 from .futures import all_done, wait_all
 from .rref import RRef
-from .worker import WorkerInfo
+from .worker_info import WorkerInfo
 
 
 class DistributedOptimizer:

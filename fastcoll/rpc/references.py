@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from ..core.future import anew
 from ..core.work import Timeout
 from ..errors import (
     FastcollError,
@@ -25,12 +25,12 @@ from ..errors import (
     RpcTimeoutError,
     UsageError,
 )
-from . import wire
-from .agent import Agent, RemoteTraceback
+from . import exceptions
+from .agent import Agent
 from .calls import run_user_function
-from .counting import CONFIRMED, FORK, Id, Ledger, Message, Reference
-from .futures import Future, anew
-from .worker import WorkerInfo
+from .counting import CONFIRMED, FORK, CountingMessage, Id, Ledger, Reference
+from .futures import Future
+from .worker_info import WorkerInfo
 
 T = TypeVar("T")
 _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
@@ -121,7 +121,7 @@ class References:
 
     def confirm(self, ref: Reference) -> None:
         """The owner has shown that it knows the reference."""
-        self._step(self._ledger.handle, ref.owner, Message(CONFIRMED, ref))
+        self._step(self._ledger.handle, ref.owner, CountingMessage(CONFIRMED, ref))
 
     def is_known(self, ref: Reference) -> bool:
         """Whether the owner knows the reference."""
@@ -153,8 +153,7 @@ class References:
         try:
             result = run_user_function(func, args, kwargs)
         except BaseException as error:
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            error.__cause__ = RemoteTraceback(f"On {self.agent.me}:\n{text}")
+            error.__cause__ = exceptions.RemoteTraceback(exceptions.traceback_text(error, self.agent.me))
             value.complete(None, error.with_traceback(None))
             return None
         if not isinstance(result, Future):
@@ -170,7 +169,7 @@ class References:
     def _begun(self, caller: WorkerInfo, ref: Reference) -> Future[Any]:
         """The future of a value, now that the call has come that makes it."""
         if caller.id != self._me:
-            self._step(self._ledger.handle, caller.id, Message(FORK, ref, caller.id))
+            self._step(self._ledger.handle, caller.id, CountingMessage(FORK, ref, caller.id))
         with self._lock:
             value = self._expected.pop(ref.rref, None) or Future()
             if ref.rref in self._ledger.forks:  # else it is released already
@@ -181,11 +180,11 @@ class References:
         """The call is over. If its arguments could not be unpickled, say so to the owner: others may wait there."""
         error = made.exception()
         if error is not None and not isinstance(error, (RpcTimeoutError, GroupError)):
-            self.todo.put((ref.owner, _FAILED, (tuple(ref), wire.pickled_error(error), str(error))))
+            self.todo.put((ref.owner, _FAILED, (tuple(ref), exceptions.pickled_error(error), str(error))))
 
     def _not_made(self, caller: WorkerInfo, payload: tuple[Any, ...]) -> None:
         ref, pickled, text = Reference(*payload[0]), *payload[1:]
-        error = (wire.loaded_error(pickled) if pickled else None) or UsageError(text)
+        error = (exceptions.loaded_error(pickled) if pickled else None) or UsageError(text)
         self.agent.readers.run(partial(self._begun(caller, ref).complete, None, error))
 
     # ---- what follows ------------------------------------------------------------------------------------------------
@@ -209,7 +208,7 @@ class References:
 
     def _told(self, sender: int, messages: Sequence[Any]) -> None:
         for kind, ref, number, dead in messages:
-            self._ledger.handle(sender, Message(kind, ref and Reference(*ref), number, dead))
+            self._ledger.handle(sender, CountingMessage(kind, ref and Reference(*ref), number, dead))
 
     def _run(self) -> None:
         """Send messages; counting messages that arrive within 4 ms of each other are sent together."""
@@ -231,8 +230,10 @@ class References:
 
     def _tell(self, to: int, kind: int, payload: Any) -> None:
         try:
-            self.agent.connect(self.agent.workers[to])  # raises if the worker is gone, which `tell` does not
-            self.agent.tell(to, kind, payload)
+            self.agent.connect(
+                self.agent.workers[to]
+            )  # raises if the worker is gone, which `notify` does not
+            self.agent.notify(to, kind, payload)
         except FastcollError as error:
             self._died(to, error)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
+from ..core.future import anew
 from ..core.work import Timeout
 from ..errors import NotInitializedError, RpcTimeoutError, UsageError
 from . import wire
@@ -13,9 +14,9 @@ from .agent import current_agent
 from .calls import rpc_async, rpc_sync, run_user_function
 from .counting import Id, Reference
 from .functions import async_execution
-from .futures import Future, anew
+from .futures import Future
 from .references import References
-from .worker import Worker, WorkerInfo
+from .worker_info import Worker, WorkerInfo
 
 T = TypeVar("T")
 

@@ -49,7 +49,7 @@ from . import calls
 from .agent import Agent, current_agent, set_current
 from .farewell import Rounds
 from .references import References
-from .worker import WorkerInfo
+from .worker_info import WorkerInfo
 
 _DEFAULT_SECONDS = 60.0  # of torch
 _LISTEN_SECONDS = 2.0  # a worker at whose address nobody listens for so long is gone

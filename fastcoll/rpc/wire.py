@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from ..errors import NotInitializedError, UsageError
-from .worker import WorkerInfo
+from .worker_info import WorkerInfo
 
 HEADER = struct.Struct("<QQQIIBBB5x")
 INLINE = 16 << 10  # bytes of a buffer that travel in the body
@@ -47,7 +47,7 @@ class MessageType(IntEnum):
     """A call, one that is not answered, an answer, an exception, the last message of all, and of shared memory."""
 
     CALL = 1
-    TELL = 2
+    NOTIFY = 2
     RESULT = 3
     RAISED = 4
     GOODBYE = 5
@@ -65,15 +65,15 @@ class Context(Protocol):
     def enter(self, value: bytes, sender: WorkerInfo) -> AbstractContextManager[Any]: ...
 
 
-class Received(NamedTuple):
-    """A message that has come whole, not unpickled yet."""
+class RpcMessage(NamedTuple):
+    """A message that is to be sent, or was received and is not unpickled yet."""
 
-    message: MessageType
-    kind: int
-    call: int
-    context: bytes
+    type: MessageType
+    kind: int  # of the call
+    call: int  # its number
     pickled: Piece
-    buffers: Sequence[Piece]
+    buffers: Sequence[Piece] = ()
+    context: bytes = b""
 
 
 contexts: dict[str, Context] = {}
@@ -233,28 +233,28 @@ def _all_entered(context: bytes, worker: WorkerInfo) -> Iterator[None]:
         yield
 
 
-def loads(received: Received) -> Any:
+def loads(message: RpcMessage) -> Any:
     """What a message holds; any error that unpickling brings. Only inside of `receiving`."""
-    if received.pickled[0]:
-        return pickle.loads(received.pickled, buffers=received.buffers)
+    if message.pickled[0]:
+        return pickle.loads(message.pickled, buffers=message.buffers)
     before = getattr(_here, "came", None)
-    came, rest = _take_ahead(received)
+    came, rest = _take_ahead(message)
     _here.came = came
     try:
-        return pickle.loads(rest, buffers=received.buffers)
+        return pickle.loads(rest, buffers=message.buffers)
     finally:
         _here.came = before
 
 
-def discard(received: Received) -> None:
+def discard(message: RpcMessage) -> None:
     """Nobody waits for the message: what is ahead of it comes to be, and ends. Only inside of `receiving`."""
-    if not received.pickled[0]:
-        _take_ahead(received)
+    if not message.pickled[0]:
+        _take_ahead(message)
 
 
-def _take_ahead(received: Received) -> tuple[list[Any], memoryview]:
+def _take_ahead(message: RpcMessage) -> tuple[list[Any], memoryview]:
     """What comes ahead of a message's pickle, and the pickle."""
-    view = memoryview(received.pickled)
+    view = memoryview(message.pickled)
     end = _AHEAD.size + _AHEAD.unpack_from(view)[1]
     return [function(*args) for function, args in pickle.loads(view[_AHEAD.size : end])], view[end:]
 
@@ -277,37 +277,29 @@ class receiving:
 # ---- bytes -----------------------------------------------------------------------------------------------------
 
 
-def pieces(
-    message: MessageType,
-    kind: int,
-    call: int,
-    pickled: bytes,
-    buffers: Sequence[memoryview] = (),
-    context: bytes = b"",
-    by_ring: bool = False,
-) -> tuple[bytes, list[memoryview]]:
-    """A message as bytes, and the large buffers that follow them."""
+def encode(message: RpcMessage, by_ring: bool = False) -> tuple[bytes, list[memoryview]]:
+    """Return a message as bytes, and the large buffers that follow them."""
+    kind_of_message, kind, call, pickled, buffers, context = message
     if not buffers and not context:
-        return HEADER.pack(len(pickled), call, len(pickled), 0, 0, message, kind, 0) + pickled, []
-    sizes = [buffer.nbytes for buffer in buffers]
+        return HEADER.pack(len(pickled), call, len(pickled), 0, 0, kind_of_message, kind, 0) + pickled, []
+    views = [memoryview(buffer) for buffer in buffers]
+    sizes = [view.nbytes for view in views]
     start = [struct.pack(f"<{len(sizes)}Q", *sizes), context, pickled]
     at, inline, behind = sum(map(len, start)), list[Piece](), list[memoryview]()
-    for buffer, nbytes in zip(buffers, sizes, strict=True):
+    for view, nbytes in zip(views, sizes, strict=True):
         if nbytes > INLINE:
-            behind.append(buffer)
+            behind.append(view)
         else:
             gap = -at % _ALIGNED
-            inline += [bytes(gap), buffer]
+            inline += [bytes(gap), view]
             at += gap + nbytes
-    header = HEADER.pack(at, call, len(pickled), len(context), len(sizes), message, kind, by_ring)
+    header = HEADER.pack(at, call, len(pickled), len(context), len(sizes), kind_of_message, kind, by_ring)
     return b"".join([header, *start, *inline]), behind
 
 
-def copied(
-    message: MessageType, kind: int, call: int, pickled: bytes, buffers: Sequence[memoryview], context: bytes
-) -> Received:
-    """A message of this worker to itself; what is unpickled is other objects than what was pickled, as everywhere."""
-    return Received(message, kind, call, context, pickled, [bytearray(buffer) for buffer in buffers])
+def copied(message: RpcMessage) -> RpcMessage:
+    """Return a message of this worker to itself with copies of its buffers, as its receiver gets other objects."""
+    return message._replace(buffers=[bytearray(buffer) for buffer in message.buffers])
 
 
 class Assembler:
@@ -325,15 +317,15 @@ class Assembler:
         self._steps = self._run()
         self.space = cast(memoryview, next(self._steps))
 
-    def came(self, nbytes: int) -> Iterator[Received]:
+    def came(self, nbytes: int) -> Iterator[RpcMessage]:
         """So many bytes have come into `space`; the messages that are whole now, all of which are to be taken."""
         found = self._steps.send(nbytes)
-        while isinstance(found, Received):
+        while isinstance(found, RpcMessage):
             yield found
             found = self._steps.send(0)
         self.space = found
 
-    def _run(self) -> Generator[memoryview | Received, int, None]:
+    def _run(self) -> Generator[memoryview | RpcMessage, int, None]:
         while True:
             while self._end - self._start < HEADER.size:
                 left = self._end - self._start
@@ -341,14 +333,14 @@ class Assembler:
                     self._buffer[:left] = bytes(self._buffer[self._start : self._end])
                     self._start, self._end = 0, left
                 self._end += yield self._buffer[self._end :]
-            nbytes, call, npickled, ncontext, nbuffers, message, kind, by_ring = HEADER.unpack_from(
+            nbytes, call, npickled, ncontext, nbuffers, kind_of_message, kind, by_ring = HEADER.unpack_from(
                 self._buffer, self._start
             )
             self._start += HEADER.size
             body = memoryview(bytearray(nbytes))
             yield from self._fill(body)
             if not nbuffers and not ncontext:
-                yield Received(_TYPES[message], kind, call, b"", body, ())
+                yield RpcMessage(_TYPES[kind_of_message], kind, call, body)
                 del body  # what was taken is kept nowhere here
                 continue
             sizes = struct.unpack_from(f"<{nbuffers}Q", body)
@@ -366,7 +358,7 @@ class Assembler:
                         self._take(buffers[-1])
                     else:
                         yield from self._fill(buffers[-1])
-            yield Received(_TYPES[message], kind, call, context, pickled, buffers)
+            yield RpcMessage(_TYPES[kind_of_message], kind, call, pickled, buffers, context)
             del body, pickled, buffers
 
     def _fill(self, target: memoryview) -> Generator[memoryview, int, None]:
@@ -376,25 +368,3 @@ class Assembler:
         self._start += here
         while here < target.nbytes:
             here += yield target[here:]
-
-
-# ---- exceptions ------------------------------------------------------------------------------------------------
-
-
-def pickled_error(error: BaseException) -> bytes | None:
-    """An exception, without its traceback; None: it could not be built again."""
-    try:
-        data = pickle.dumps(error, 5)
-        pickle.loads(data)
-    except Exception:
-        return None
-    return data
-
-
-def loaded_error(pickled: bytes) -> BaseException | None:
-    """The exception that another worker has pickled; None: its class is not here."""
-    try:
-        error = pickle.loads(pickled)
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None

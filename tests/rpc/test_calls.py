@@ -24,7 +24,7 @@ from together import together
 import fastcoll
 from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UnavailableError, UsageError, config, rpc
 from fastcoll.rpc.agent import Agent
-from fastcoll.rpc.wire import INLINE, MessageType, pieces
+from fastcoll.rpc.wire import INLINE, MessageType, RpcMessage, encode
 from fastcoll.system.processes import Member
 from rpc.victims import LIMIT, until
 
@@ -251,7 +251,7 @@ def test_a_late_answer_is_read_though_nobody_waits_for_it(ends: Any) -> None:
     late = agent.call("far", 1, None, timeout=0.05, waits=True)
     until(late.done)  # before its caller has begun to wait
     (number,) = agent._out[1].abandoned
-    far.sendall(pieces(MessageType.RESULT, 0, number, pickle.dumps(1))[0])
+    far.sendall(encode(RpcMessage(MessageType.RESULT, 0, number, pickle.dumps(1)))[0])
     until(lambda: not select.select([near], [], [], 0)[0], "nobody reads it")
     until(lambda: not agent._out[1].abandoned)
 
@@ -277,7 +277,7 @@ def test_calls_are_added_while_late_ones_are_looked_for(ends: Any) -> None:
     Dropped()
     gc.set_threshold(100)
     try:
-        agent._end_late(0.0)
+        agent._fail_late(0.0)
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
@@ -289,7 +289,7 @@ def test_who_sends_and_sees_the_end_first_learns_how_the_worker_left(ends: Any) 
     calls = [agent.call("far", 1, None)]
     link = agent._out[1]
     with link.reading:  # none of the threads reads what comes
-        far.sendall(pieces(MessageType.GOODBYE, 0, 0, b"left")[0])
+        far.sendall(encode(RpcMessage(MessageType.GOODBYE, 0, 0, b"left"))[0])
         far.close()
         until(lambda: not link.armed)
     calls.append(agent.call("far", 1, None))
@@ -402,7 +402,10 @@ def test_calls_to_oneself_that_block_leave_room_for_each_other(worker: int) -> N
 
 def serve_this_alone(caller: str) -> None:
     served = [f"{rpc.get_worker_info().name} is in the call of serve_this_alone by {caller}"]
-    until(lambda: rpc.agent.current_agent().serves() == served, "calls that were answered are still served")
+    until(
+        lambda: rpc.agent.current_agent().handlers.under_way() == served,
+        "calls that were answered are still served",
+    )
 
 
 @pytest.mark.ranks(1, 2)

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from fastcoll.rpc import counting
-from fastcoll.rpc.counting import Ledger, Message, Reference
+from fastcoll.rpc.counting import CountingMessage, Ledger, Reference
 
 PASS, REMOTE = "pass", "remote"
-Letter = tuple[int, int, Any, Any]  # from, to, PASS or REMOTE and a reference, or the fields of a Message
+Letter = tuple[
+    int, int, Any, Any
+]  # from, to, PASS or REMOTE and a reference, or the fields of a CountingMessage
 
 
 def with_item(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
@@ -171,10 +173,10 @@ class Model:
             if ledger.take_in(rest[1], sender):
                 fields["objects"] = with_item(state.objects, rank, (*state.objects[rank], rest[1]))
         elif rest[0] == REMOTE:
-            ledger.handle(sender, Message(counting.FORK, rest[1], sender))
+            ledger.handle(sender, CountingMessage(counting.FORK, rest[1], sender))
             fields["made"] = state.made or sender not in ledger.dead
         else:
-            message = Message(*rest)
+            message = CountingMessage(*rest)
             if message.kind == counting.DELETE and sender not in ledger.dead:
                 assert message.ref is not None
                 known = message.ref.fork in ledger.forks.get(message.ref.rref, {})

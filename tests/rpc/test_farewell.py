@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastcoll.rpc.farewell import Rounds, _Told
-from fastcoll.rpc.worker import WorkerInfo
+from fastcoll.rpc.worker_info import WorkerInfo
 
 
 def test_a_shutdown_ends_when_two_rounds_have_the_same_sums() -> None:

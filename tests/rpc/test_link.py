@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from fastcoll.rpc.link import Link
-from fastcoll.rpc.readers import HANG_UP, READ, Readers, before_blocking
+from fastcoll.rpc.polling import HANG_UP, READ
+from fastcoll.rpc.readers import Readers, before_blocking
 from fastcoll.rpc.slots import Ring
-from fastcoll.rpc.wire import HEADER, MessageType, pieces
-from fastcoll.rpc.worker import WorkerInfo
+from fastcoll.rpc.wire import HEADER, MessageType, RpcMessage, encode
+from fastcoll.rpc.worker_info import WorkerInfo
 
 LIMIT = 30.0
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Link, socket.socket, list[Any]]]:
-    """A link on which calls are made, the other end of its connection, and the answers that were completed."""
+def ends() -> Iterator[tuple[Link, socket.socket, list[Any], Readers]]:
+    """A link on which calls are made, the other end of its connection, the answers that were completed, the readers."""
     near, far = socket.socketpair()
     near.setblocking(False)
     far.settimeout(LIMIT)
@@ -31,21 +32,21 @@ def ends() -> Iterator[tuple[Link, socket.socket, list[Any]]]:
         near,
         WorkerInfo("w1", 1),
         True,
-        readers,
-        lambda link, received: lambda: answered.append(link.pending.pop(received.call)),
+        lambda link, message: lambda: answered.append(link.pending.pop(message.call)),
         lambda link: None,
+        readers.run,
     )
-    yield link, far, answered
+    yield link, far, answered, readers
     readers.close(LIMIT)
     link.close()
     far.close()
 
 
 def test_who_waits_for_an_answer_that_another_thread_has_taken_does_not_read(ends: Any) -> None:
-    link = ends[0]
+    link, _, _, readers = ends
     link.pending[1] = "first"
     began = time.monotonic()
-    link.lead(2, began + LIMIT)
+    readers.read_answer(link, 2, began + LIMIT)
     assert time.monotonic() < began + LIMIT
     assert not link.reading.locked()
 
@@ -53,40 +54,39 @@ def test_who_waits_for_an_answer_that_another_thread_has_taken_does_not_read(end
 def test_a_thread_that_reads_its_answer_itself_has_no_other_thread_woken(
     ends: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link, far, answered = ends
-    readers = link._readers
-    monkeypatch.setattr(readers, "_start_timer", lambda: None)
-    readers.watch(link, HANG_UP)
+    link, far, answered, readers = ends
+    monkeypatch.setattr(readers.poller, "start_timer", lambda: None)
+    readers.poller.watch(link, HANG_UP)
     link.pending |= {1: "first", 2: "second"}
-    readers.arm_later(link)
+    readers.rearm_later(link)
     before_blocking(link)
     assert link.armed == HANG_UP
-    far.send(pieces(MessageType.RESULT, 0, 1, b"x")[0])
-    link.lead(1, time.monotonic() + LIMIT)
+    far.send(encode(RpcMessage(MessageType.RESULT, 0, 1, b"x"))[0])
+    readers.read_answer(link, 1, time.monotonic() + LIMIT)
     assert answered == ["first"]
     assert link.armed == READ, "nobody reads the second answer"
-    readers.forget(link)
+    readers.poller.forget(link)
 
 
 def test_what_comes_before_a_message_that_cannot_be_read_is_not_lost(ends: Any) -> None:
-    link, far, answered = ends
+    link, far, answered, _ = ends
     link.pending[1] = "first"
-    far.send(pieces(MessageType.RESULT, 0, 1, b"x")[0] + HEADER.pack(0, 2, 0, 0, 0, 99, 0, 0))
+    far.send(encode(RpcMessage(MessageType.RESULT, 0, 1, b"x"))[0] + HEADER.pack(0, 2, 0, 0, 0, 99, 0, 0))
     with link.reading:
-        (task,) = link.take()
+        (task,) = link.receive()
         task()
         assert answered == ["first"]
-        assert link.take() is None
+        assert link.receive() is None
 
 
 def test_a_sender_on_a_full_connection_sees_that_the_other_side_has_ended(ends: Any) -> None:
-    link, far, _ = ends
+    link, far, *_ = ends
     far.shutdown(socket.SHUT_WR)  # it ends, and the data that it has not read fills the connection
     errors = list[Exception]()
 
     def send() -> None:
         try:
-            link.send(MessageType.CALL, 1, 1, bytes(16 << 20))
+            link.send(RpcMessage(MessageType.CALL, 1, 1, bytes(16 << 20)))
         except ConnectionError as error:
             errors.append(error)
 
@@ -111,10 +111,10 @@ class Interrupted:
 
 
 def test_a_connection_is_given_up_when_an_interrupt_comes_within_a_message(ends: Any) -> None:
-    link, far, _ = ends
+    link, far, *_ = ends
     link._socket = Interrupted(link._socket)
     with pytest.raises(KeyboardInterrupt):
-        link.send(MessageType.CALL, 1, 1, b"x", [memoryview(bytes(1 << 20))])
+        link.send(RpcMessage(MessageType.CALL, 1, 1, b"x", [memoryview(bytes(1 << 20))]))
     assert far.recv(1 << 10)
     assert not far.recv(1), "it is open, and the rest never comes"
     assert not link._sending.locked()
@@ -137,7 +137,7 @@ def test_a_goodbye_waits_for_a_thread_that_sends_and_is_late(
     ends: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fastcoll.rpc.link._CLOSE_SECONDS", LIMIT)
-    link, far, _ = ends
+    link, far, *_ = ends
     link._sending.acquire()
     sent = threading.Timer(0.3, link._sending.release)
     sent.start()

@@ -6,7 +6,8 @@ import threading
 import time
 from contextlib import contextmanager
 
-from fastcoll.rpc.readers import HANG_UP, READ, Readers
+from fastcoll.rpc.polling import HANG_UP, READ
+from fastcoll.rpc.readers import Readers
 from rpc.victims import LIMIT
 
 
@@ -22,14 +23,14 @@ class Pair:
     def fileno(self):
         return self._far.fileno()
 
-    def poll(self):
-        return bool(select.select([self._far], [], [], 0)[0])
+    def poll(self, seconds=0.0):
+        return bool(select.select([self._far], [], [], seconds)[0])
 
-    def take(self):
+    def receive(self):
         return [lambda: self._handle(message)] if (message := self._far.recv(1)) else None
 
-    def look_after(self):
-        pass
+    def expects_answers(self):
+        return False
 
     def ended(self):
         pass
@@ -42,11 +43,11 @@ class Pair:
 @contextmanager
 def watched(readers, source):
     """The source is read by the readers, which end afterwards."""
-    readers.watch(source, READ)
+    readers.poller.watch(source, READ)
     try:
         yield
     finally:
-        readers.forget(source)
+        readers.poller.forget(source)
         readers.close(LIMIT)
         source.close()
 
@@ -62,20 +63,21 @@ def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
             free.set()
             over.set()
 
-    class Slow(Readers):
+    readers, is_slow = Readers(2, False), [True]
+    poller = readers.poller
+    clear = poller.clear
+
+    def clear_slowly(descriptor):
         """Between two steps of the thread that sees to the timer, the timer is started anew and goes off."""
+        if descriptor == poller._timer and is_slow:
+            is_slow.clear()
+            poller.start_timer()
+            select.select([descriptor], [], [], LIMIT)
+        clear(descriptor)
 
-        slow = True
-
-        def _clear(self, descriptor):
-            if descriptor == self._timer and self.slow:
-                self.slow = False
-                self._start_timer()
-                select.select([descriptor], [], [], LIMIT)
-            super()._clear(descriptor)
-
+    poller.clear = clear_slowly
     source = Pair(handle)
-    with watched(Slow(2, False), source):
+    with watched(readers, source):
         source.near.send(b"w")
         assert came.wait(LIMIT)
         source.near.send(b"r")  # read by another thread, once the timer has ended the turn of the first
@@ -85,17 +87,17 @@ def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
 def test_a_call_that_is_made_while_the_answer_before_is_seen_to_is_answered():
     over = threading.Event()
 
-    class Late(Readers):
+    readers = Readers(2, False)
+    arm = readers.poller.arm
+
+    def arm_late(source, events):
         """Another thread makes a call just before this one has nothing more to read."""
+        if events == HANG_UP:
+            arm(source, READ)
+        arm(source, events)
 
-        def arm(self, source, events=READ):
-            if events == HANG_UP:
-                super().arm(source, READ)
-            super().arm(source, events)
-
-    readers = Late(2, False)
+    readers.poller.arm = arm_late
     source = Pair(lambda message: over.set() if message == b"2" else source.near.send(b"2"), dialed=True)
-    source.look_after = lambda: readers.arm(source, HANG_UP)
     with watched(readers, source):
         source.near.send(b"1")
         assert over.wait(LIMIT)
@@ -128,12 +130,12 @@ def test_a_source_that_is_gone_does_not_change_the_one_that_has_its_number_now()
     over = threading.Event()
     readers, gone, source = Readers(2, False), Pair(None), Pair(lambda message: over.set())
     here, gone._far = gone._far, source._far  # the kernel gives a number again
-    readers.watch(gone, READ)
-    readers.forget(gone)
+    readers.poller.watch(gone, READ)
+    readers.poller.forget(gone)
     with watched(readers, source):
         gone.armed = 0
-        readers.arm(gone, HANG_UP)
-        readers.forget(gone)
+        readers.poller.arm(gone, HANG_UP)
+        readers.poller.forget(gone)
         source.near.send(b"1")
         assert over.wait(LIMIT)
     gone._far = here

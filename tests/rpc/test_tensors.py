@@ -5,7 +5,7 @@ import torch
 from torch.nn import Parameter
 
 from fastcoll.rpc import wire
-from fastcoll.rpc.worker import WorkerInfo
+from fastcoll.rpc.worker_info import WorkerInfo
 
 TO = WorkerInfo("w0", 0)
 x = torch.arange(12.0)
@@ -14,7 +14,7 @@ x = torch.arange(12.0)
 def there(value):
     """Return what the receiver gets for a value."""
     pickled, buffers = wire.dumps({"it": value}, TO)
-    came = wire.Received(wire.MessageType.TELL, 1, 0, b"", pickled, [bytearray(each) for each in buffers])
+    came = wire.RpcMessage(wire.MessageType.NOTIFY, 1, 0, pickled, [bytearray(each) for each in buffers])
     with wire.receiving(TO):
         return wire.loads(came)["it"]
 

@@ -11,12 +11,12 @@ import pytest
 
 from fastcoll.errors import UsageError
 from fastcoll.rpc import wire
-from fastcoll.rpc.worker import WorkerInfo
+from fastcoll.rpc.worker_info import WorkerInfo
 
 TO = WorkerInfo("w1", 1)
 
 
-def received(data: bytes, taken: list[memoryview], most: int, seed: int) -> list[wire.Received]:
+def received(data: bytes, taken: list[memoryview], most: int, seed: int) -> list[wire.RpcMessage]:
     """What an assembler makes of bytes that come in pieces."""
     source, left = random.Random(seed), memoryview(data)
     assembler = wire.Assembler(lambda buffer: buffer.__setitem__(slice(None), taken.pop(0)))
@@ -41,14 +41,16 @@ def test_messages_are_whole_however_they_are_split(most: int, by_ring: bool) -> 
     sent, behind = [], []
     for number, value in enumerate(values):
         pickled, buffers = wire.dumps(value, TO)
-        start, large = wire.pieces(wire.MessageType.CALL, 7, number, pickled, buffers, b"c" * number, by_ring)
+        start, large = wire.encode(
+            wire.RpcMessage(wire.MessageType.CALL, 7, number, pickled, buffers, b"c" * number), by_ring
+        )
         sent += [start] if by_ring else [start, *large]
         behind += large
     for seed in range(3):
         messages = received(b"".join(sent), list(behind), most, seed)
         assert [message.call for message in messages] == list(range(len(values)))
         for message, value in zip(messages, values, strict=True):
-            assert (message.message, message.kind) == (wire.MessageType.CALL, 7)
+            assert (message.type, message.kind) == (wire.MessageType.CALL, 7)
             assert message.context == b"c" * message.call
             with wire.receiving(TO):
                 got = wire.loads(message)
@@ -62,23 +64,25 @@ def test_a_message_is_taken_before_the_next_one_is_looked_at() -> None:
     """The large buffers of an answer come through memory that the message just ahead of it has told of."""
     large = np.arange(wire.INLINE, dtype=np.int64)
     pickled, buffers = wire.dumps(large, TO)
-    start, behind = wire.pieces(wire.MessageType.RESULT, 0, 1, pickled, buffers, by_ring=True)
-    data = wire.pieces(wire.MessageType.RING, 0, 1, b"")[0] + start
+    start, behind = wire.encode(
+        wire.RpcMessage(wire.MessageType.RESULT, 0, 1, pickled, buffers), by_ring=True
+    )
+    data = wire.encode(wire.RpcMessage(wire.MessageType.RING, 0, 1, b""))[0] + start
     memory = []
     assembler = wire.Assembler(lambda buffer: buffer.__setitem__(slice(None), memory[0]))
     assembler.space[: len(data)] = data
     for message in assembler.came(len(data)):
-        if message.message == wire.MessageType.RING:
+        if message.type == wire.MessageType.RING:
             memory += behind
         else:
             assert (wire.loads(message) == large).all()
-    assert message.message == wire.MessageType.RESULT
+    assert message.type == wire.MessageType.RESULT
 
 
 @pytest.mark.parametrize("by_ring", [False, True])
 def test_a_message_that_was_taken_is_kept_nowhere(by_ring: bool) -> None:
     pickled, buffers = wire.dumps(np.zeros(wire.INLINE), TO)
-    start, behind = wire.pieces(wire.MessageType.RESULT, 0, 1, pickled, buffers, by_ring=by_ring)
+    start, behind = wire.encode(wire.RpcMessage(wire.MessageType.RESULT, 0, 1, pickled, buffers), by_ring)
     data = memoryview(start if by_ring else start + bytes(behind[0]))
     assembler, taken = wire.Assembler(lambda buffer: None), list[weakref.ref[Any]]()
     while data:
@@ -105,5 +109,5 @@ class Derived(Base):
 def test_reducers_are_asked_for_subclasses_and_know_the_receiver() -> None:
     wire.reduce_type(Base, lambda value, to: (str, (f"{type(value).__name__} for {to.name}",)))
     pickled, _ = wire.dumps([Derived(), Base()], TO)
-    message = wire.copied(wire.MessageType.CALL, 1, 1, pickled, (), b"")
+    message = wire.copied(wire.RpcMessage(wire.MessageType.CALL, 1, 1, pickled))
     assert wire.loads(message) == ["Derived for w1", "Base for w1"]

@@ -18,7 +18,7 @@ import numpy as np
 import fastcoll
 from fastcoll import rpc
 from fastcoll.rendezvous.listener import Listener
-from fastcoll.rpc.agent import UNCOUNTED
+from fastcoll.rpc.handlers import UNCOUNTED
 
 LIMIT = 30.0  # seconds that nothing takes but a hang
 over = threading.Event()
@@ -93,7 +93,7 @@ def interrupt() -> None:
 
 def main_thread_waits() -> bool:
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return (frame.f_globals["__name__"], frame.f_code.co_name) == ("fastcoll.rpc.link", "_await")
+    return (frame.f_globals["__name__"], frame.f_code.co_name) == ("fastcoll.rpc.link", "poll")
 
 
 def said(future: Any) -> tuple[str, str, tuple[int, ...], float]:
@@ -301,7 +301,7 @@ def shutdown_waits(rank: int, n: int, url: str, doing: str) -> Any:
 
 def await_shutdown_of(others: int) -> None:
     """Wait until so many others wait in shutdown for this worker, which is worker 0."""
-    serving = rpc.agent.current_agent()._serving
+    serving = rpc.agent.current_agent().handlers._under_way
     until(
         lambda: [kind for _, kind, _ in list(serving.values())].count(UNCOUNTED) == others, "they do not come"
     )

@@ -129,10 +129,7 @@ class NcclCarrier(StreamCarrier):
                 f"{signature.describe(*heads[0])} is {text}: a rank has left out a call before"
             )
         if rows[:, 3].sum():
-<<<<<<< HEAD
             raise self._mismatch(signature.describe_mismatch(heads, group.ranks, tables))
-        if len(self._kinds) < _MOST_KINDS:  # the same on all ranks
-=======
         if len(self._kinds) < _MOST_KINDS:  # all ranks have the same number of kinds
             self._kinds.add(seen)
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from ...core.future import anew
 from ...errors import AbortedError, FastcollError, RpcError
 from .. import wire
 from ..agent import Agent, current_agent
 from ..calls import USER_CALL
-from ..futures import Future, anew
+from ..futures import Future
 from ..tensor_buffers import reduced
-from ..worker import WorkerInfo
+from ..worker_info import WorkerInfo
 from .contexts import Context, Contexts, maker
 from .edges import Origin
 from .passes import Pass

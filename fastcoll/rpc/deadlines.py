@@ -1,0 +1,59 @@
+"""Deadlines: the thread that fails calls at their deadlines, and looks for hosts that vanished."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ..core.work import ENDLESS
+
+_LOOK_SECONDS = 1.0  # between two looks for hosts that vanished
+
+
+class Deadlines:
+    """A thread that sleeps until the earliest deadline.
+
+    Args:
+        fail_late: fails the calls whose deadline is before the time it gets; returns the earliest deadline of the rest.
+        look: called once a second; None: the thread sleeps until a deadline.
+    """
+
+    def __init__(self, fail_late: Callable[[float], float], look: Callable[[], None] | None) -> None:
+        self._fail_late, self._look = fail_late, look
+        self._due = ENDLESS
+        self._is_closed = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="fastcoll-rpc-clock", daemon=True).start()
+
+    def watch(self, deadline: float) -> None:
+        """Respect the deadline of a call, which is in its table by now.
+
+        The thread reads the tables after it has reset `_due`, so it sees the call, or it is woken here.
+        """
+        if deadline < self._due:
+            self._wake(deadline)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed = True
+        self._wake(0.0)
+
+    def _wake(self, due: float) -> None:
+        with self._changed:
+            self._due = min(self._due, due)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            if self._look is not None:
+                self._look()
+            with self._changed:
+                left = self._due - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left if self._look is None else min(left, _LOOK_SECONDS))
+                    continue
+                self._due = ENDLESS
+            due = self._fail_late(time.monotonic())
+            with self._changed:
+                self._due = min(self._due, due)

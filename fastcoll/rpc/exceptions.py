@@ -1,0 +1,66 @@
+"""Exceptions that travel between workers: pickled without their tracebacks, which travel as text."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+
+from ..errors import RemoteError
+from .worker_info import WorkerInfo
+
+Packed = tuple[bytes | None, str, str, str]  # the pickle; name of the class, message and traceback
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception on another worker, as its cause."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+def traceback_text(error: BaseException, worker: WorkerInfo) -> str:
+    """Return the traceback of an exception on `worker`, this one, as text."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return f"On {worker}:\n{text}"
+
+
+def pickled_error(error: BaseException) -> bytes | None:
+    """Return the pickle of an exception, without its traceback; None if it cannot be unpickled."""
+    try:
+        data = pickle.dumps(error, 5)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+def loaded_error(pickled: bytes) -> BaseException | None:
+    """Return the exception that another worker has pickled; None if this process lacks its class."""
+    try:
+        error = pickle.loads(pickled)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def pack(error: BaseException, worker: WorkerInfo) -> Packed:
+    """Return what `unpack` needs to raise an exception of `worker`, this one, on another worker."""
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    return pickled_error(error), name, str(error), traceback_text(error, worker)
+
+
+def unpack(worker: WorkerInfo, packed: Packed) -> BaseException:
+    """Return the exception of another worker, with its traceback as the cause."""
+    pickled, name, message, text = packed
+    error = loaded_error(pickled) if pickled is not None else None
+    if error is None:
+        error = RemoteError(
+            f"{name} on worker {worker}: {message}. Original exception on remote side was of a class that "
+            "cannot be built here"
+        )
+    error.__cause__ = RemoteTraceback(text)
+    return error

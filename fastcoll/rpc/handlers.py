@@ -1,0 +1,164 @@
+"""Handlers: what this worker runs for the calls and notifications of all workers, and how it answers.
+
+A call of this worker to itself takes the same path, without a link.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..errors import RemoteError
+from . import exceptions, wire
+from .futures import Future
+from .link import Link
+from .readers import Readers
+from .wire import MessageType, RpcMessage
+from .worker_info import WorkerInfo
+
+_log = logging.getLogger("fastcoll")
+UNCOUNTED = 2  # the kind of call by which workers agree to end
+Handler = Callable[[WorkerInfo, Any], Any]
+
+
+class Counts:
+    """How many calls and notifications this worker has made, and how many it has served."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made = self._served = 0
+
+    def add(self, kind: int, made: int = 0, served: int = 0) -> None:
+        """Count, unless the kind is that of the shutdown itself."""
+        with self._lock:
+            if kind != UNCOUNTED:
+                self._made += made
+                self._served += served
+
+    def read(self) -> tuple[int, int]:
+        """Return both numbers, as they are at one time."""
+        with self._lock:
+            return self._made, self._served
+
+
+class Handlers:
+    """The handlers of each kind of call, and the calls that they have not answered yet.
+
+    Args:
+        answer_own: takes the answer of a call of this worker to itself.
+        lost: called when a link turns out to be broken.
+    """
+
+    def __init__(
+        self,
+        me: WorkerInfo,
+        readers: Readers,
+        counts: Counts,
+        answer_own: Callable[[RpcMessage], None],
+        lost: Callable[[Link], None],
+    ) -> None:
+        self._me, self._readers, self._counts = me, readers, counts
+        self._answer_own, self._lost = answer_own, lost
+        self._handlers: dict[int, tuple[Handler, bool]] = {}
+        self._under_way: dict[object, tuple[WorkerInfo, int, object]] = {}  # calls that are not answered yet
+
+    def add(self, kind: int, handler: Handler, with_contexts: bool) -> None:
+        """Handle calls and notifications of a kind: see `Agent.on`."""
+        self._handlers[kind] = (handler, with_contexts)
+
+    def takes_contexts(self, kind: int) -> bool:
+        """Return whether contexts (wire.contexts) travel with calls of a kind."""
+        return self._handlers[kind][1]
+
+    def under_way(self) -> list[str]:
+        """Return which calls are under way here, for messages."""
+        return [
+            f"{self._me.name} is in {described(kind, doing)} by {caller.name}"
+            for caller, kind, doing in list(self._under_way.values())
+            if kind != UNCOUNTED
+        ]
+
+    def has(self, kind: int) -> bool:
+        """Return whether there are calls of a kind here whose answers have not been sent yet."""
+        return any(each == kind for _, each, _ in list(self._under_way.values()))
+
+    def notified(self, link: Link | None, message: RpcMessage) -> None:
+        """Handle a notification."""
+        worker = link.worker if link else self._me
+        try:
+            with wire.receiving(worker):
+                self._handlers[message.kind][0](worker, wire.loads(message))
+        except Exception:
+            _log.exception("what %s told could not be handled", worker)
+        self._counts.add(message.kind, served=1)
+
+    def serve(self, link: Link | None, message: RpcMessage) -> None:
+        """Handle a call and answer it."""
+        worker = link.worker if link else self._me
+        try:
+            handler, _ = self._handlers[message.kind]
+            with wire.receiving(worker), wire.entered(message.context, worker):
+                payload = _arguments(message)
+                doing = payload[0] if type(payload) is tuple else None
+                self._under_way[worker.id, message.call] = worker, message.kind, doing
+                result = handler(worker, payload)
+                if isinstance(result, Future) and result.done():
+                    result = result.value()
+                if not isinstance(result, Future):
+                    self._answer(link, message, MessageType.RESULT, result)
+                    return
+        except BaseException as error:
+            self._answer(link, message, MessageType.RAISED, exceptions.pack(error, self._me))
+            return
+        # The message may be large; it is not kept until the future is done.
+        answer = partial(self._answer_later, link, message._replace(pickled=b"", buffers=()))
+        if link is None:  # a callback of the caller may wait for other callbacks of `result`
+            result.add_done_callback(lambda done: self._readers.run(partial(answer, done)))
+        else:
+            result.add_done_callback(answer)
+
+    def _answer_later(self, link: Link | None, message: RpcMessage, done: Future[Any]) -> None:
+        try:
+            with wire.entered(message.context, link.worker if link else self._me):
+                self._answer(link, message, MessageType.RESULT, done.value())
+        except BaseException as error:
+            self._answer(link, message, MessageType.RAISED, exceptions.pack(error, self._me))
+
+    def _answer(self, link: Link | None, call: RpcMessage, type: MessageType, result: Any) -> None:
+        worker = link.worker if link else self._me
+        answer = RpcMessage(type, 0, call.call, *wire.dumps(result, worker))
+        self._counts.add(call.kind, served=1)
+        if link is None:
+            self._under_way.pop((worker.id, call.call), None)
+            self._answer_own(wire.copied(answer))
+            return
+        try:
+            link.send(answer)
+        except OSError:
+            self._lost(link)
+        self._under_way.pop((worker.id, call.call), None)
+
+
+def described(kind: int, doing: object) -> str:
+    """Return what a call is, for messages. `doing`: a text, or the function that is called."""
+    if isinstance(doing, str):
+        return doing
+    return f"the call of {getattr(doing, '__qualname__', None) or f'kind {kind}'}"
+
+
+def _arguments(message: RpcMessage) -> Any:
+    """Unpickle a call's arguments.
+
+    Raises:
+        RemoteError: they name a function or class that this process lacks.
+    """
+    try:
+        return wire.loads(message)
+    except (AttributeError, ImportError) as error:
+        raise RemoteError(
+            f"{error}. The RPC pickler does not serialize the code of functions and classes: define them in a module "
+            "that the caller and the callee have"
+        ) from error

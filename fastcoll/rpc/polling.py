@@ -1,0 +1,115 @@
+"""Poller: the epoll for which all threads of an agent wait, with an eventfd that wakes a thread, and a timer.
+
+Every registration is one-shot: the kernel wakes one thread for an event, and then disarms the descriptor. `link.armed`
+has what the link is armed for: READ, HANG_UP, or 0 once the kernel has reported an event. The kernel may know of more
+than `armed` says, never of less.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+from contextlib import suppress
+from enum import Enum
+
+from .link import Link
+
+HANG_UP = select.EPOLLRDHUP | select.EPOLLONESHOT
+READ = select.EPOLLIN | HANG_UP
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Signal(Enum):
+    """The events that do not come from a link."""
+
+    WAKE = 1
+    TIMER = 2
+
+
+class Poller:
+    """Reports events of links; each to one thread.
+
+    `timer_nanoseconds`: the time from `start_timer` to its event.
+    """
+
+    def __init__(self, timer_nanoseconds: int) -> None:
+        self._epoll = select.epoll()
+        self._links: dict[int, Link] = {}
+        self._arming = threading.Lock()
+        self._timer_runs = False
+        self._after = (ctypes.c_long * 4)(0, 0, 0, timer_nanoseconds)  # struct itimerspec: once
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._timer: int = _libc.timerfd_create(1, os.O_NONBLOCK | os.O_CLOEXEC)
+        for descriptor in (self._wake, self._timer):
+            self._epoll.register(descriptor, READ)
+
+    def watch(self, link: Link, events: int) -> None:
+        """Add a link: READ reports what arrives, HANG_UP only that the peer has ended."""
+        self._links[link.fileno()] = link
+        link.armed = events
+        self._epoll.register(link.fileno(), events)
+
+    def arm(self, link: Link, events: int) -> None:
+        """Arm a link for `events` unless it is armed for as much already."""
+        with self._arming:
+            if link.armed < events:
+                self._modify(link, events)
+
+    def disarm(self, link: Link) -> None:
+        """Report only the peer's end, because the calling thread reads the link."""
+        with self._arming:
+            if link.armed == READ:
+                self._modify(link, HANG_UP)
+
+    def _modify(self, link: Link, events: int) -> None:
+        descriptor = link.fileno()
+        if self._links.get(descriptor) is link:  # else the number may be another link's by now
+            with suppress(OSError, ValueError):  # closed meanwhile
+                link.armed = events
+                self._epoll.modify(descriptor, events)
+
+    def forget(self, link: Link) -> None:
+        """Remove a link, before it is closed."""
+        descriptor = link.fileno()
+        with self._arming:
+            if self._links.get(descriptor) is link:
+                del self._links[descriptor]
+                with suppress(OSError, ValueError):
+                    self._epoll.unregister(descriptor)
+
+    def wake(self) -> None:
+        """Wake one thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def start_timer(self) -> None:
+        """Start the timer unless it runs."""
+        if not self._timer_runs:
+            self._timer_runs = True
+            _libc.timerfd_settime(self._timer, 0, self._after, None)
+
+    def wait(self) -> Link | Signal | None:
+        """Block until there is an event, and return where it comes from; None: from a link that was removed."""
+        ((descriptor, _),) = self._epoll.poll(maxevents=1)
+        if descriptor == self._wake:
+            self.clear(self._wake)
+            return Signal.WAKE
+        if descriptor == self._timer:
+            # In this order: a timer that is started after the flag is reset must be reported.
+            self.clear(self._timer)
+            self._timer_runs = False
+            return Signal.TIMER
+        return self._links.get(descriptor)
+
+    def clear(self, descriptor: int) -> None:
+        """Reset the eventfd or the timer, and arm it again."""
+        with suppress(BlockingIOError):
+            os.read(descriptor, 8)
+        with suppress(OSError, ValueError):
+            self._epoll.modify(descriptor, READ)
+
+    def close(self) -> None:
+        self._epoll.close()
+        os.close(self._wake)
+        os.close(self._timer)
