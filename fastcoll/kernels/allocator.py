@@ -1,22 +1,23 @@
-"""Blocks of an arena in shared memory: C functions with which NumPy makes, grows and frees the memory of arrays.
+"""The allocator of shared arrays: C functions with which NumPy allocates and frees array memory.
 
     void *malloc(table, nbytes)   void *calloc(table, count, itemsize)
     void *realloc(table, block, nbytes)   void free(table, block, nbytes)
 
-Blocks of SMALLEST bytes and more come out of the arena; all else, and what the arena has no room for, is left to the
-functions that NumPy had before (BEFORE). Everything is counted in pages of PAGE bytes. A block is in use, or DIRTY (it
-has been used), or CLEAN (its pages are there, all zeros), or a HOLE (its pages are not there; reading would take some).
-The first and the last page of each have a word in the table of pages: pages * KINDS + kind; blocks that touch and are
-both there, or both holes, become one. What is not in use is kept in lists by size, the last one freed first.
+Blocks of SMALLEST bytes and more come from an arena in shared memory. All others, and those for which the arena has no
+room, come from NumPy's previous functions (BEFORE). Sizes are counted in pages of PAGE bytes. A block is USED, DIRTY
+(free, with old data), CLEAN (free, all zeros), or a HOLE (free, without memory behind its pages; touching them would
+allocate it). A block's first and last page have a word in the table of pages: pages * KINDS + kind. Adjacent free
+blocks become one if both are holes or neither is. Free blocks are kept in lists by size, the last freed one first.
 
-The pages of a hole are taken by posix_fallocate before it is used, so that a full file system is an error here and
-never a SIGBUS. They go back when more than KEEP lie idle, or when only RESERVE bytes of the file system are left.
+posix_fallocate allocates the memory of a hole before it is used, so that a full file system is an error here and never
+a SIGBUS. Memory is given back when more than KEEP pages are free, or when the file system has only RESERVE bytes left.
 
-Concurrency: any thread calls these; with the GIL, which NumPy's own functions need. Whoever holds LOCK, a spin lock,
-reads and writes the table. It is held for microseconds, but its holder may be off the processor, or forking. So nobody
-waits for it without end: an array then comes from BEFORE, and a block to free goes to DEFERRED, a list that anybody
-adds to by compare-and-swap, and that the next holder takes whole, so that an address that comes back to its head cannot
-deceive anybody. A process that was forked in a way that Python does not see is not OWNER: it takes and frees nothing.
+Concurrency: any thread calls these functions; it holds the GIL, which NumPy's own functions need. The holder of LOCK, a
+spin lock, reads and writes the table. It holds LOCK for microseconds, but it may lose the processor, or be forking. So
+no thread waits for LOCK without limit: it allocates from BEFORE instead, and puts a block to be freed on DEFERRED, a
+list to which any thread adds by compare-and-swap. The next holder of LOCK takes the complete list, so a block that is
+deferred again cannot be mistaken for an older entry (no ABA problem). A process forked in a way that Python does not
+see is not OWNER: it allocates and frees nothing.
 """
 
 from __future__ import annotations
@@ -43,32 +44,33 @@ from .waiting import yield_core
 PAGE = 4096
 SMALLEST = 64 << 10
 _LEAST = SMALLEST // PAGE  # pages of the smallest block
-_STEP = (4 << 20) // PAGE  # pages taken at once: posix_fallocate of 16 pages takes 5 us, of 1024 takes 120
-_AT_ONCE = (64 << 20) // PAGE  # ... by one call, which a signal interrupts and undoes
+# Pages allocated at once: posix_fallocate of 16 pages takes 5 us, of 1024 takes 120.
+_STEP = (4 << 20) // PAGE
+_AT_ONCE = (64 << 20) // PAGE  # most pages in one call; a signal interrupts and undoes it
 _TRIES = 100
 
-# Words of the table. The first four are for others to read, and 0 before there is an arena.
+# Words of the table. Other modules read the first four; they are 0 before there is an arena.
 BASE = 0  # address of the arena in this process
-LIMIT = 1  # bytes of the arena's address range; 0 where peers could not map it, though it is there
-FD = 2  # its descriptor
-NONCE = 3  # what its first page says, to prove that it is this one
-OWNER = 4  # pid of the process that may take and free
+LIMIT = 1  # bytes of the arena's address range; 0 if there is an arena that peers could not map
+FD = 2  # file descriptor of the arena
+NONCE = 3  # content of its first page, which proves its identity
+OWNER = 4  # pid of the process that may allocate and free
 LOCK = 5
-DEFERRED = 6  # first page of a block to be freed, 0 for none; the next one is in the word of its second page
+DEFERRED = 6  # first page of a block to be freed, 0 for none; the word of its second page has the next one
 PAGES = 7  # address of the table of pages
 IN_USE = 8  # pages
-IDLE = 9  # pages that are there and not in use
-KEEP = 10  # pages that may be idle
-RESERVE = 11  # bytes that others should find free in the file system
-SHUT = 12  # not 0: nothing new comes out of the arena
+IDLE = 9  # free pages that have memory
+KEEP = 10  # most free pages that keep their memory
+RESERVE = 11  # bytes of the file system to leave free for others
+SHUT = 12  # not 0: the arena allocates nothing new
 REFUSED = 13  # times that the file system was full
-TOLD = 14  # not 0: REFUSED has been passed on
-TELL = 15  # address of Py_AddPendingCall; 16: of what it is to call
-RANGE = 17  # bytes of the arena's address range, whoever may map it
-BEFORE = 18  # what NumPy had before: 18 malloc, 19 calloc, 20 realloc, 21 free, 22 their context
+TOLD = 14  # not 0: REFUSED has been reported
+TELL = 15  # address of Py_AddPendingCall; word 16: of the function that it schedules
+RANGE = 17  # bytes of the arena's address range, also if peers cannot map it
+BEFORE = 18  # NumPy's previous functions: 18 malloc, 19 calloc, 20 realloc, 21 free, 22 their context
 _STATVFS = 24  # 112 bytes, as fstatvfs writes them
 _LISTS = 48
-_SIZES = 8 * 30  # lists a table: eight between two powers of two
+_SIZES = 8 * 30  # lists of one state: eight between two powers of two
 TABLE_WORDS = _LISTS + 2 * _SIZES
 
 # Kinds of block.
@@ -97,7 +99,7 @@ def _call(builder, function, a, b, c):
 
 @kernel
 def _enter(s):
-    """Take the lock, unless that takes long; whether it was taken."""
+    """Take the lock, unless that takes long; return whether it was taken."""
     for turn in range(2000):
         if swap_if_equal(s + 8 * LOCK, 0, 1):
             _free_deferred(s)
@@ -127,7 +129,7 @@ def _free_deferred(s):
 
 @kernel
 def _defer(s, page):
-    """Have a block freed by the next holder of the lock."""
+    """Let the next holder of the lock free a block."""
     while True:
         head = load_acquire(s + 8 * DEFERRED)
         store_word(load_word(s, PAGES), page + 1, head)
@@ -140,7 +142,7 @@ def _defer(s, page):
 
 @kernel
 def _size_class(count):
-    """The number of the list for blocks of so many pages: that of the largest class that is no larger."""
+    """Return the list for free blocks of `count` pages: the largest class that is no larger."""
     power = 4
     while count >> (power + 1) != 0:
         power += 1
@@ -149,7 +151,7 @@ def _size_class(count):
 
 @kernel
 def _round_up(count):
-    """So many pages, rounded up to a class, so that every block of the class's list has room."""
+    """Round a number of pages up to a class, so that every block of the class's list has room."""
     count = max(count, _LEAST)
     step = 1
     while count >> 4 >= step:
@@ -171,7 +173,7 @@ def _mark(s, page, count, kind):
 
 @kernel
 def _add(s, page, count, kind):
-    """Enter a block that is not in use; its second and third word link it to its neighbours in the list."""
+    """Add a free block to its list; its second and third word link it to its neighbours there."""
     pages, head = load_word(s, PAGES), _list_of(s, count, kind)
     _mark(s, page, count, kind)
     first = load_word(head, 0)
@@ -186,7 +188,7 @@ def _add(s, page, count, kind):
 
 @kernel
 def _remove(s, page):
-    """Take a block out of its list; returns its mark."""
+    """Remove a block from its list; return its mark."""
     pages = load_word(s, PAGES)
     mark = load_word(pages, page)
     after, ahead = load_word(pages, page + 1), load_word(pages, page + 2)
@@ -203,7 +205,10 @@ def _remove(s, page):
 
 @kernel
 def _find(s, count, kind):
-    """A block of at least so many pages, which are a class, from the lists of a kind; 0: there is none."""
+    """Return a free block of a kind with at least `count` pages, or 0.
+
+    `count` is a class.
+    """
     head = _list_of(s, count, kind)
     for k in range(_SIZES - _size_class(count)):
         if load_word(head, k) != 0:
@@ -213,7 +218,10 @@ def _find(s, count, kind):
 
 @kernel
 def _join(s, page, count, kind):
-    """Enter a block, as one with the blocks around it that are there as it is, or holes as it is; its first page."""
+    """Add a free block, merged with adjacent blocks of the same state; return its first page.
+
+    Two blocks can be merged if both are holes or neither is.
+    """
     pages = load_word(s, PAGES)
     before, after = load_word(pages, page - 1), load_word(pages, page + count)
     if before % KINDS != USED and (before % KINDS == HOLE) == (kind == HOLE):
@@ -234,13 +242,13 @@ def _join(s, page, count, kind):
 
 @kernel
 def _punch(s, page, count):
-    """Give pages back; whether that could be done."""
+    """Give the memory of pages back; return whether that succeeded."""
     return _madvise(load_word(s, BASE) + PAGE * page, PAGE * count, _MADV_REMOVE) == 0
 
 
 @kernel
 def _punch_idle(s):
-    """Give all idle pages back."""
+    """Give the memory of all free pages back."""
     for k in range(_SIZES):
         while load_word(s, _LISTS + k) != 0:
             page = load_word(s, _LISTS + k)
@@ -253,7 +261,7 @@ def _punch_idle(s):
 
 @kernel
 def _take_pages(s, page, count):
-    """Have the file system provide the pages of a hole; whether it could, beyond its reserve."""
+    """Allocate memory for the pages of a hole; return whether the file system had it, beyond the reserve."""
     fd = load_word(s, FD)
     if _fstatvfs(fd, s + 8 * _STATVFS) != 0:
         return False
@@ -275,7 +283,7 @@ def _take_pages(s, page, count):
 
 @kernel
 def _fill_hole(s, count):
-    """A block of at least so many pages that are there, made of a hole; 0: the file system is full."""
+    """Return a block with memory of at least `count` pages, made of a hole; 0 if there is none."""
     hole = _find(s, max(count, _STEP), HOLE)
     if hole == 0:
         hole = _find(s, count, HOLE)
@@ -300,7 +308,11 @@ def _fill_hole(s, count):
 
 @kernel
 def _take(s, count):
-    """The first page of a block of so many pages, for use, times KINDS, plus what it was; 0: there is no room."""
+    """Allocate a block of `count` pages.
+
+    Returns:
+        its first page times KINDS, plus its previous kind; 0: there is no room.
+    """
     count = _round_up(count)
     page = _find(s, count, CLEAN)
     if page == 0:
@@ -323,7 +335,7 @@ def _take(s, count):
 
 @kernel
 def _give_back(s, page):
-    """End the use of a block."""
+    """Free a block."""
     count = load_word(load_word(s, PAGES), page) // KINDS
     store_word(s, IN_USE, load_word(s, IN_USE) - count)
     kind = DIRTY
@@ -333,7 +345,10 @@ def _give_back(s, page):
 
 
 def begin(table: np.ndarray[Any, Any], pages: np.ndarray[Any, Any]) -> None:
-    """Make one hole of all pages but the first; the word after the last page ends it. For Python, before all else."""
+    """Make one hole of all pages but the first. Python calls it before all else.
+
+    The word after the last page ends the hole.
+    """
     count = len(pages) - 2
     pages[0] = pages[-1] = KINDS + USED
     pages[1] = pages[count] = count * KINDS + HOLE
@@ -356,13 +371,13 @@ def _is_mine(s):
 
 @kernel
 def _before(s, which, b, c):
-    """One of the functions that NumPy had before."""
+    """Call one of NumPy's previous functions."""
     return _call(load_word(s, BEFORE + which), load_word(s, BEFORE + 4), b, c)
 
 
 @kernel
 def _make(s, nbytes):
-    """A new block as `_take` says it, or 0."""
+    """Allocate a block; return the result of `_take`."""
     if not SMALLEST <= nbytes < load_word(s, RANGE) or load_word(s, SHUT) != 0 or not _is_mine(s):
         return 0
     if not _enter(s):
@@ -418,7 +433,7 @@ def _realloc(s, block, nbytes):
     if not _is_inside(s, block):
         return _before(s, 2, block, nbytes)
     page = (block - load_word(s, BASE)) // PAGE
-    # The mark of a block in use changes only when it is freed, which nobody does meanwhile.
+    # The mark of a used block changes only when it is freed, and its owner does not free it during this call.
     room = load_word(load_word(s, PAGES), page) // KINDS * PAGE
     if room // 2 <= nbytes <= room:
         return block
@@ -448,19 +463,19 @@ def _hold(s, on):
 
 
 class Functions(NamedTuple):
-    """Addresses of the C functions, which are valid until the process ends."""
+    """Addresses of the C functions, valid until the process ends."""
 
     malloc: int
     calloc: int
     realloc: int
     free: int
     hold: int
-    """int64 hold(table, on): take the lock and give idle pages back, 0 if it could not be had; or let go of it."""
+    """int64 hold(table, on): take the lock and give free memory back, 0 if it cannot be taken; or release the lock."""
 
 
 @functools.cache
 def functions() -> Functions:
-    """The C functions, compiled or loaded at the first call."""
+    """Return the C functions, compiled or loaded at the first call."""
     two, three = "int64(int64, int64)", "int64(int64, int64, int64)"
     return Functions(
         c_function(_malloc, two, "malloc of shared arrays"),

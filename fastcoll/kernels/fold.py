@@ -1,13 +1,13 @@
-"""The loops of a reduction: a tile of every source goes through registers, in rank order, and is then written.
+"""The loops of a reduction: a tile of every source is combined in registers, in rank order, then written.
 
-All sources' elements of a tile are read before any is written, so `dst` may be one of the sources; and each source is
-read once, however many there are. The instructions are vectors from the start: a loop over elements that writes through
-one pointer what it reads through several others fails LLVM's run-time check for overlap when two are equal, and would
-need a scratch. How an element is computed depends on its place in the array alone, never on `dst`, which keeps even the
-sign and payload of a wide float's NaN; LLVM leaves those to the processor.
+All sources' elements of a tile are read before any is written, so `dst` may be one of the sources. Each source is read
+once, however many there are. The instructions are vectors from the start: LLVM's run-time check for overlap fails for a
+loop over elements that writes through one pointer and reads through several others if two of them are equal, and the
+loop would need a scratch. An element's computation depends only on its position in the array, never on `dst`. So even
+the sign and payload of a wide float's NaN are the same; LLVM leaves those to the processor.
 
 There is a loop nest for each operation of a dtype, chosen by its code. No fastmath: each lane is rounded as IEEE 754
-says, and nothing is contracted. What adds LLVM instructions to a `builder` returns the value of its result.
+says, and nothing is contracted. Functions that add LLVM instructions to a `builder` return the resulting value.
 """
 
 from __future__ import annotations
@@ -40,16 +40,24 @@ Combine = Callable[[ir.IRBuilder, ir.Value, ir.Value], Any]
 Divide = Callable[..., Any]
 
 TILE = 256
-"""Bytes of a source's largest tile in memory. On a 2-core Zen 4 EPYC 128, 256 and 512 were within 10 % of one another
-(float32 and halves, 2 and 4 sources, 64 KiB to 1 MiB), and 256 leaves half of AVX2's registers to the sources."""
+"""Bytes of a source's largest tile.
+
+On a 2-core Zen 4 EPYC 128, 256 and 512 were within 10 % of one another (float32 and halves, 2 and 4 sources, 64 KiB to
+1 MiB), and 256 leaves half of AVX2's registers to the sources.
+"""
 
 FEW = 16
-"""Bytes of the smallest tile but one element. Without it, 63 int8s from two sources took 72 ns instead of 19."""
+"""Bytes of the smallest tile of more than one element.
+
+Without it, 63 int8s from two sources took 72 ns instead of 19.
+"""
 
 
 class Tile(Protocol):
-    """A way to compute some successive elements, of so many bytes: `start` takes the first source's, which are at an
-    address, `take` combines them with the next source's, `finish` writes the result; each adds instructions.
+    """The computation of `nbytes` bytes of successive elements; each method adds instructions.
+
+    `start` loads the first source's elements from an address, `take` combines them with the next source's, and `finish`
+    writes the result.
     """
 
     nbytes: int
@@ -69,7 +77,10 @@ class Operands(NamedTuple):
 
 
 def stream(builder: ir.IRBuilder, tiles: Sequence[Tile], operands: Operands) -> None:
-    """Reduce whole arrays: by the first tile as far as it goes, the rest by the next; the last is one element's."""
+    """Reduce complete arrays: with the first tile as far as possible, the rest with the next ones.
+
+    The last tile is one element.
+    """
     done = WORD(0)
     for tile in tiles:
         times = builder.udiv(builder.sub(operands.nbytes, done), WORD(tile.nbytes))
@@ -85,21 +96,26 @@ def stream(builder: ir.IRBuilder, tiles: Sequence[Tile], operands: Operands) -> 
 
 
 class Shape(NamedTuple):
-    """How many lanes a tile has: registers of so many each."""
+    """The lanes of a tile: `registers` registers of `width` lanes."""
 
     width: int
     registers: int = 1
 
 
 def shapes(element: Element) -> list[Shape]:
-    """The tiles for a dtype, from the largest to a single element."""
+    """Return the tiles for a dtype, from the largest to a single element."""
     many = TILE // (element.width * element.size)
     few = max(element.lanes, FEW // element.size)
     return [Shape(element.width, many), Shape(element.width), Shape(few), Shape(element.lanes)]
 
 
 class Registers:
-    """A tile of vector registers; `combine` folds a source into what was taken, `end` makes the result of it."""
+    """A tile of vector registers.
+
+    Args:
+        combine: combines the value so far with a source.
+        end: converts the last value to the result.
+    """
 
     def __init__(
         self,
@@ -128,7 +144,7 @@ class Registers:
             self.element.store(builder, self._end(builder, value), self._at(builder, address, i))
 
     def registers(self, builder: ir.IRBuilder) -> Any:
-        """Variables on the stack, which LLVM moves to registers."""
+        """Return variables on the stack, which LLVM moves to registers."""
         value = shaped(self.element.computed, self.shape.width)
         return cgutils.alloca_once(builder, value, size=self.shape.registers)
 
@@ -146,9 +162,9 @@ class Registers:
 
 @intrinsic
 def fold(typing_context, op, dst, srcs, n, count):
-    """Reduce `n` arrays of `count` elements, whose addresses are at `srcs`, into the array at the pointer `dst`.
+    """Reduce `n` arrays of `count` elements, at the addresses in `srcs`, into the array at `dst`.
 
-    A code that names no other operation (as PREMUL_SUM's) means SUM.
+    A code that names no other operation, such as PREMUL_SUM's, means SUM.
     """
 
     def emit(context, builder, signature, args):
@@ -156,7 +172,7 @@ def fold(typing_context, op, dst, srcs, n, count):
         element = element_of(dst.dtype)
         nbytes = builder.mul(elements, WORD(element.lanes * element.size))
         operands = Operands(builder.ptrtoint(pointer, WORD), table, number, nbytes)
-        # What each operation does to two values, and what to the fold at its end.
+        # For each operation: the function of two values, and the function of the final value.
         ways = {way: (combine, unchanged) for way, combine in operations_of(dst.dtype).items()}
         if (divide := division_of(dst.dtype)) is not None:
             ways[AVG] = ways[SUM][0], partial(divide, n=number)
@@ -180,7 +196,7 @@ def fold(typing_context, op, dst, srcs, n, count):
 
 
 def operations_of(element: types.Type) -> Mapping[int, Combine]:
-    """The operations of a type, by code; AVG is SUM with a division after it."""
+    """Return the operations of a type, by code; AVG is SUM followed by a division."""
     if isinstance(element, types.Boolean):
         return _BOOL
     if isinstance(element, types.Integer):
@@ -189,7 +205,7 @@ def operations_of(element: types.Type) -> Mapping[int, Combine]:
 
 
 def division_of(element: types.Type) -> Divide | None:
-    """How AVG divides values of a type by an int64; None where there is no AVG."""
+    """Return how AVG divides values of a type by an int64; None if there is no AVG."""
     if isinstance(element, types.Boolean):
         return None
     if isinstance(element, types.Float | types.Complex | Half):
@@ -206,7 +222,7 @@ def division_of(element: types.Type) -> Divide | None:
 
 
 def _first_float_if(relation: str) -> Combine:
-    """As `numpy.minimum` and `maximum`: the first of equals, and a NaN rather than a number."""
+    """Choose as `numpy.minimum` and `maximum`: of equal numbers the first; a NaN rather than a number."""
 
     def choose(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
         wins = builder.or_(builder.fcmp_ordered(relation, a, b), builder.fcmp_unordered("uno", a, a))
@@ -221,7 +237,7 @@ def _first_if(relation: str, signed: bool) -> Combine:
 
 
 def _logical(combine: Combine) -> Combine:
-    """0 or 1 in each lane, of whether two lanes are anything but 0."""
+    """Return a function of two lanes' truth values, with 0 or 1 in each lane; not 0 is true."""
 
     def choose(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
         zero = constant(0, a)
@@ -235,7 +251,7 @@ def _logical(combine: Combine) -> Combine:
 
 
 def _multiply_complex(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
-    """(a.re b.re - a.im b.im, a.re b.im + a.im b.re) in each pair of lanes."""
+    """Return (a.re b.re - a.im b.im, a.re b.im + a.im b.re) in each pair of lanes."""
     lanes = range(a.type.count)
     real = shuffled(builder, a, a, [i & ~1 for i in lanes])
     imaginary = shuffled(builder, a, a, [i | 1 for i in lanes])
@@ -246,11 +262,11 @@ def _multiply_complex(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
 
 
 def _by_reciprocal(wide: ir.Type, signed: bool) -> Divide:
-    """Small integers divided, truncated towards zero; processors have no vector instruction for it.
+    """Return a division of small integers, truncated towards zero.
 
-    The product with a reciprocal that is too large by a relative 2**-22 (2**-50 in float64) is exact after
-    truncation: it never falls short of a whole quotient, and a quotient that is not whole lies 1/n or more
-    before the next integer, which |value| * 2**-21 / n for 16 bits (2**-49 for 32) does not reach.
+    Processors have no vector instruction for it. The product with a reciprocal that is too large by a relative 2**-22
+    (2**-50 in float64) is exact after truncation. It is never below a whole quotient. A quotient that is not whole is
+    at least 1/n below the next integer, which |value| * 2**-21 / n for 16 bits (2**-49 for 32) does not reach.
     """
     excess = 1 + 2.0 ** (-22 if isinstance(wide, ir.FloatType) else -50)
     widen, truncate = (_B.sitofp, _B.fptosi) if signed else (_B.uitofp, _B.fptoui)

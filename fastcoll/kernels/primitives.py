@@ -1,9 +1,9 @@
-"""What kernels are made of: words at integer addresses, shared or private, calls by address, the processor's clock.
+"""The building blocks of kernels: private and shared words, calls by address, the processor's clock.
 
-And what core/signature.py and core/partition.py say of sizes, compiled.
+Also the compiled versions of functions on sizes in core/signature.py and core/partition.py.
 
-Kernels take addresses only, so one compiled kernel serves every dtype. LLVM hoists plain loads out of spin loops, so
-every word that another process writes goes through `load_acquire`, and every word that publishes data through
+Kernels take addresses only, so one compiled kernel works for every dtype. LLVM hoists plain loads out of spin loops, so
+a word that another process writes is read with `load_acquire`, and a word that publishes data is written with
 `store_release`. Addresses must be multiples of 8.
 """
 
@@ -23,13 +23,13 @@ from ..core import signature
 
 @instruction("int64")
 def word_at(builder, address):
-    """The 64-bit field at an address."""
+    """Return the 64-bit field at an address."""
     return builder.load(pointer(builder, address))
 
 
 @instruction("int64")
 def half_word_at(builder, address):
-    """The 32-bit field at an address, without its sign."""
+    """Return the 32-bit field at an address, unsigned."""
     return builder.zext(builder.load(pointer(builder, address, llvm.HALF_WORD)), llvm.WORD)
 
 
@@ -40,7 +40,7 @@ def _store(builder, address, value):
 
 @inlined
 def load_word(base, index):
-    """Word `index` of the private int64 table at address `base`."""
+    """Return word `index` of the private int64 table at address `base`."""
     return word_at(base + 8 * index)
 
 
@@ -51,12 +51,15 @@ def store_word(base, index, value):
 
 
 def address_of(x: np.ndarray) -> int:
-    """The address of `x`'s first element."""
+    """Return the address of `x`'s first element."""
     return int(x.ctypes.data)
 
 
 def cells_of(table: np.ndarray) -> memoryview:
-    """The words of a table one after the other: Python reads and writes one in a third of NumPy's time."""
+    """Return the words of a table as a flat view.
+
+    Python reads and writes a word of it in a third of NumPy's time.
+    """
     return memoryview(table.reshape(-1))  # type: ignore[arg-type]
 
 
@@ -65,19 +68,22 @@ def cells_of(table: np.ndarray) -> memoryview:
 
 @instruction("int64")
 def load_acquire(builder, address):
-    """The word at `address`; what its writer stored before is visible after."""
+    """Return the word at `address`; stores of its writer before it are visible afterwards."""
     return builder.load_atomic(pointer(builder, address), "acquire", 8)
 
 
 @instruction("void")
 def store_release(builder, address, value):
-    """Write the word at `address`; all earlier writes are visible to whoever reads it."""
+    """Write the word at `address`; a reader of it sees all earlier writes of this thread."""
     builder.store_atomic(value, pointer(builder, address), "release", 8)
 
 
 @instruction("boolean")
 def swap_if_equal(builder, address, expected, value):
-    """Write `value` to the word at `address` if it holds `expected`; whether it did. Acquires what it took."""
+    """Write `value` to the word at `address` if it holds `expected`; return whether it did.
+
+    Acquires the writes before the value that it replaces.
+    """
     found = builder.cmpxchg(pointer(builder, address), expected, value, "acq_rel", "monotonic")
     return builder.extract_value(found, 1)
 
@@ -87,7 +93,7 @@ _pthread_self = external("pthread_self", "int64()")
 
 @inlined
 def this_thread():
-    """A number for the calling thread, never 0: what `threading.get_ident()` returns."""
+    """Return a number for the calling thread, never 0: the result of `threading.get_ident()`."""
     return _pthread_self()
 
 
@@ -107,20 +113,26 @@ def pause(builder):
 
 @instruction("int64")
 def ticks(builder):
-    """The processor's clock, for comparing durations on one machine, in an unknown unit; takes about 10 ns."""
+    """Return the processor's clock in an unknown unit; takes about 10 ns.
+
+    Only for comparing durations on one machine.
+    """
     return builder.call(llvm.function(builder, "llvm.readcyclecounter", llvm.WORD), [])
 
 
 @instruction("void")
 def call_reducer(builder, function, op, dst, srcs, n, count):
-    """Call the compiled reducer at address `function` (see kernels/reduce.py) with the other arguments."""
+    """Call the compiled reducer at address `function` (see kernels/reduce.py)."""
     kind = llvm.ir.FunctionType(llvm.VOID, [llvm.WORD] * 5)
     builder.call(pointer(builder, function, kind), [op, dst, srcs, n, count])
 
 
 @instruction("int64")
 def call_foreign(builder, function, a, b, c):
-    """Call `int function(void *a, void *b, void *c)` of a C library; an address and an int64 are passed alike."""
+    """Call `int function(void *a, void *b, void *c)` of a C library.
+
+    An address and an int64 are passed alike.
+    """
     kind = llvm.ir.FunctionType(llvm.HALF_WORD, [llvm.WORD] * 3)
     return builder.sext(builder.call(pointer(builder, function, kind), [a, b, c]), llvm.WORD)
 
@@ -133,7 +145,7 @@ _30, _27, _31, _32 = map(np.uint64, (30, 27, 31, 32))
 
 @inlined
 def weigh(src, dst, nbytes):
-    """A pseudo-random number for "rank src gives rank dst so many bytes"."""
+    """Return a pseudo-random number for "rank src gives rank dst so many bytes"."""
     mixed = np.uint64(nbytes + 1) * _STEP + (np.uint64(src) << _32) + np.uint64(dst)
     mixed = (mixed ^ (mixed >> _30)) * _FIRST
     mixed = (mixed ^ (mixed >> _27)) * _SECOND
@@ -142,7 +154,11 @@ def weigh(src, dst, nbytes):
 
 @inlined
 def balance(rank, size, gives, takes):
-    """The balance of tables of `size` words, at addresses, of what this rank gives and what it expects."""
+    """Return the balance of the bytes that this rank gives and expects.
+
+    Args:
+        gives, takes: addresses of tables of `size` words.
+    """
     total = np.int64(0)
     for peer in range(size):
         given = load_word(gives, peer)
@@ -156,7 +172,7 @@ def balance(rank, size, gives, takes):
 
 @inlined
 def shape_of(sizes, size):
-    """One number that tells a table of `size` words from others: their sum when all are equal, else negative."""
+    """Return a number that identifies a table of `size` words: their sum if all are equal, else negative."""
     first = load_word(sizes, 0)
     even = True
     total = np.int64(0)
@@ -171,5 +187,8 @@ def shape_of(sizes, size):
 
 @inlined
 def start_of(total, parts, k, unit):
-    """Where part k of `total` begins if all are equally long, in whole units, but for the last ones."""
+    """Return the start of part k of `total`.
+
+    All parts but the last ones are equally long, in whole units.
+    """
     return min(total, k * -(-total // (parts * unit)) * unit)

@@ -1,10 +1,11 @@
-"""How a kernel waits for shared words: spin, then yield, then sleep, and back to Python in time; and a word as a lock.
+"""How a kernel waits for shared words: spin, then yield, then sleep, and return to Python in time; and a lock.
 
-The patience table lies in a group's private context, so that the mode (dedicated cores or oversubscribed) is the same
-for all ranks of the group. A wait that runs out of budget comes back with False, and its entry with AGAIN: Python
-looks at signals, deadlines and dead peers, and calls the entry again, which resumes where it stopped.
+The back-off table (`patience`) is in a group's private context, so that the mode (dedicated cores or oversubscribed) is
+the same for all ranks of the group. A wait that has used up its budget returns False, and its entry returns AGAIN:
+Python checks signals, deadlines and dead peers, and calls the entry again, which resumes where it stopped.
 
-`wait_for` waits for one word. Whoever polls several things has one word more in the table, and rests in between:
+`wait_for` waits for one word. Code that polls several words needs one more word in the table, and calls `rest` between
+two polls:
 
     turn = 0
     while not (something moved):
@@ -20,23 +21,24 @@ from ..core.status import DONE, LATER
 from .primitives import load_acquire, load_word, pause, store_release, store_word, swap_if_equal, this_thread
 from .pyobjects import Index, integer
 
-# Words of the patience table.
+# Words of the back-off table.
 SPINS = 0  # polls with `pause` before the first yield
 YIELDS = 1  # sched_yields before the first sleep
-IDLE = 2  # budgets that ran out since the last success; sleep at once when it is not 0
-BUDGET = 3  # nanoseconds of sleeping before the wait comes back to Python
+IDLE = 2  # budgets used up since the last success; if not 0, sleep at once
+BUDGET = 3  # nanoseconds of sleep before the wait returns to Python
 CLOCK = 4  # 4: seconds, 5: nanoseconds, as clock_gettime writes them
 NAP = 6  # 6: seconds, 7: nanoseconds, as nanosleep reads them
-TIMED = 8  # when the call under way began, if it is timed, else when it stopped spinning and yielded; 0: it did not
+# When the current call began, if it is timed, else when it stopped spinning and yielding; 0: it has not.
+TIMED = 8
 PATIENCE_WORDS = 9
 
 _CLOCK_MONOTONIC = 1
 _SHORT_NAP = 50_000  # ns; Linux adds its timer slack of 50 us, so a late word costs about 0.1 ms
 _LONG_NAP = 1_000_000  # ns; after 20 budgets (1 s): a waiting rank then uses about 2 % of a core
 
-# A yield takes 0.3 us on an idle core, and on one that 15 busy processes share as long as they run, some 50 ms: a
-# thousand of them took a minute, in which nobody saw that a peer had died. One in four is followed by a look at the
-# clock, 30 ns.
+# A yield takes 0.3 us on an idle core, but some 50 ms on a core that 15 busy processes share, each of which runs for
+# its full time slice. There, a thousand yields took a minute, in which no rank noticed that a peer had died. So after
+# one yield in four the wait checks the clock, which takes 30 ns.
 _CLOCK_EVERY = 3
 
 yield_core = external("sched_yield", "int32()")
@@ -46,14 +48,14 @@ _clock_gettime = external("clock_gettime", "int32(int32, int64)")
 
 @inlined
 def now(patience):
-    """CLOCK_MONOTONIC in nanoseconds; `patience` is the table's address."""
+    """Return CLOCK_MONOTONIC in nanoseconds; `patience` is the address of the back-off table."""
     _clock_gettime(_CLOCK_MONOTONIC, patience + 8 * CLOCK)
     return load_word(patience, CLOCK) * 1_000_000_000 + load_word(patience, CLOCK + 1)
 
 
 @inlined
 def nap(patience):
-    """Sleep for a moment: short at first, longer when the wait has lasted a second."""
+    """Sleep briefly; longer once the wait has lasted a second."""
     store_word(patience, NAP, 0)
     store_word(patience, NAP + 1, _SHORT_NAP if load_word(patience, IDLE) < 20 else _LONG_NAP)
     _nanosleep(patience + 8 * NAP, 0)
@@ -61,7 +63,7 @@ def nap(patience):
 
 @kernel
 def wait_slowly(patience, word, want):
-    """The part of `wait_for` after spinning; a function of its own so that spinning is inlined."""
+    """Do the part of `wait_for` after spinning; a function of its own so that spinning is inlined."""
     begun = now(patience)
     if load_word(patience, IDLE) == 0:
         for turn in range(load_word(patience, YIELDS)):
@@ -69,7 +71,7 @@ def wait_slowly(patience, word, want):
             if load_acquire(word) >= want:
                 return True
             if turn & _CLOCK_EVERY == 0 and now(patience) - begun > load_word(patience, BUDGET):
-                break  # others have the core
+                break  # other processes have the core
         begun = now(patience)
     if load_word(patience, TIMED) == 0:
         store_word(patience, TIMED, begun)
@@ -98,13 +100,16 @@ def wait_for(patience, word, want):
 
 # ---- polling -------------------------------------------------------------------------------------------
 
-END = PATIENCE_WORDS  # when the budget of the wait under way is spent
+END = PATIENCE_WORDS  # when the current wait has used up its budget
 POLLING_WORDS = PATIENCE_WORDS + 1
 
 
 @kernel
 def doze(table, first):
-    """Sleep for a moment; False when the budget, which begins with the `first` sleep, is spent."""
+    """Sleep briefly; return False if the budget is used up.
+
+    The budget begins with the `first` sleep.
+    """
     if first:
         store_word(table, END, now(table) + load_word(table, BUDGET))
     nap(table)
@@ -116,7 +121,7 @@ def doze(table, first):
 
 @kernel
 def _is_early(table, turn):
-    """Whether the budget, which here begins with the first yields, is not spent."""
+    """Return whether the budget is not used up; here it begins with the first yields."""
     if turn <= load_word(table, SPINS) + _CLOCK_EVERY:
         store_word(table, END, now(table) + load_word(table, BUDGET))
     if now(table) < load_word(table, END):
@@ -127,7 +132,7 @@ def _is_early(table, turn):
 
 @inlined
 def rest(table, turn):
-    """The idle moment number `turn` since something moved; False: go back to Python."""
+    """Wait briefly, for the `turn`-th time since something moved; False: return to Python."""
     awake = 0 if load_word(table, IDLE) else load_word(table, SPINS) + load_word(table, YIELDS)
     if turn >= awake:
         return doze(table, turn == awake)
@@ -140,7 +145,7 @@ def rest(table, turn):
 
 @inlined
 def moved(table):
-    """Something moved: the next wait spins again."""
+    """Record that something moved: the next wait spins again."""
     store_word(table, IDLE, 0)
 
 
@@ -155,10 +160,14 @@ def seize(address: Index) -> int:
 
 @inlined
 def seize_unless(lock, word):
-    """Take the lock at an address, unless it is held or the word at another is set; whether it was taken."""
+    """Take the lock, unless it is held or the word is set; return whether it was taken.
+
+    Args:
+        lock, word: their addresses.
+    """
     if load_acquire(word) != 0 or not swap_if_equal(lock, 0, this_thread()):
         return False
-    # Whoever held the lock may have set the word since, before letting go.
+    # The previous holder of the lock may have set the word after the first check and before it released the lock.
     if load_acquire(word) != 0:
         store_release(lock, 0)
         return False
