@@ -1,1 +1,1 @@
-"""How kernels are compiled, kept on the disk and loaded. Numba is imported only to compile."""
+"""How kernels are compiled, cached and loaded."""

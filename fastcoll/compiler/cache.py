@@ -1,15 +1,16 @@
-"""Machine code on disk: compiled by one process, loaded by the others, and never run where it does not belong.
+"""Machine code on disk: one process compiles it, the others load it, and no process runs foreign code.
 
-A file has a function's code for one Python, Numba and processor, which its name tells apart. It begins with a stamp of
-all that the code depends on, the state of the sources included, and of the code itself:
+A file has a function's code for one Python, Numba and processor, which are part of its name. It begins with a stamp of
+everything that the code depends on, including the state of the sources, and with a hash of the code:
 
-    bytes 0 to 15    what it was compiled of, for and with (`KernelCache._stamp`)
-    bytes 16 to 31   a hash of the rest
+    bytes 0 to 15    digest of the function, the sources and the platform (`KernelCache._stamp`)
+    bytes 16 to 31   digest of the rest
     the rest         an object file (machine_code.py)
 
-A file that says otherwise, or is damaged, is compiled anew and replaced as a whole. It is looked for in
-NUMBA_CACHE_DIR alone, where that is set; else in `__pycache__` beside the source and in the user's cache directory,
-and written to the first of them that is writable (cache_files.py). Code that cannot be written is used all the same.
+If the stamp or the hash differs, the code is compiled anew and the file is replaced atomically. A file is read from
+NUMBA_CACHE_DIR only, if that is set; otherwise from `__pycache__` beside the source and from the user's cache
+directory. It is written to the first of these that is writable (cache_files.py). Code that cannot be written is used
+all the same.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from .undisturbed import undisturbed
 
 _log = logging.getLogger("fastcoll")
 _LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation; on a laptop it takes one or two
-_SILENT = 1.0  # s of compilation after which a word is due
-_AGAIN = 5.0  # s until the next word about the same kernel
+_SILENT = 1.0  # s of compilation before the first log line
+_AGAIN = 5.0  # s until the next log line about the same kernel
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OTHER_ROOMS = {
     "api",
@@ -53,19 +54,20 @@ _OTHER_ROOMS = {
     "tools",
     "torch",
 }
-"""No module with kernels for this cache may import these (tests/test_import.py)."""
+"""Modules that define kernels for this cache must not import from these rooms (tests/test_import.py)."""
 
 
 def _state_of_the_sources() -> str | None:
-    """A hash of all sources whose values a kernel can contain; None where there are none, as in an archive.
+    """Return a hash of all sources whose values a kernel can contain; None if there are no files.
 
-    By content, since builds and package managers set modification times as they like. It takes 7 ms.
+    There are none in an archive. The hash is of the content, because builds and package managers set modification times
+    as they like. It takes 7 ms.
     """
     found, state = False, hashlib.blake2b(digest_size=16)
     for folder, rooms, names in os.walk(_PACKAGE):
         rooms[:] = sorted(set(rooms) - _OTHER_ROOMS)
         for name in sorted(names):
-            if name.endswith(".py") and name[:-3].isidentifier():  # not an editor's file beside it
+            if name.endswith(".py") and name[:-3].isidentifier():  # not an editor's temporary file
                 path = f"{folder}/{name}"
                 with open(path, "rb", buffering=0) as file:
                     content = file.read()
@@ -74,18 +76,18 @@ def _state_of_the_sources() -> str | None:
     return state.hexdigest() if found else None
 
 
-# Now, as the modules are loaded, and not at the first kernel: by then the files may be those of a newer state.
+# At import, not at the first kernel: by then the files may have changed.
 _SOURCES = _state_of_the_sources()
 
 
 class Telling:
-    """Says on the log, while compiling takes longer than a second, what is compiled and how far that is.
+    """Logs which kernel is compiled, and for how long, once compilations take longer than a second.
 
-    Short compilations add up: however many there are, nobody who waits for them is without a word for longer.
+    Short compilations count together: after every second without a log line the next line is due.
     """
 
     _unsaid: ClassVar[float] = 0.0
-    """Seconds since the last word."""
+    """Seconds of compilation since the last log line."""
     _others: ClassVar[int] = 0
     _their_seconds: ClassVar[float] = 0.0
 
@@ -94,7 +96,7 @@ class Telling:
         self._said = False
         self._done = threading.Event()
         self._began = time.perf_counter()
-        # A thread, since Numba does not return in between.
+        # A thread, because Numba does not return in between.
         self._thread = threading.Thread(target=self._tell, name="fastcoll-telling", daemon=True)
         self._thread.start()
 
@@ -104,7 +106,7 @@ class Telling:
         self.end()
 
     def end(self) -> None:
-        """The compilation has ended, well or not."""
+        """End the logging; the compilation has succeeded or failed."""
         self._done.set()
         self._thread.join()
         took = time.perf_counter() - self._began
@@ -113,7 +115,7 @@ class Telling:
         Telling._unsaid = 0.0 if self._said else Telling._unsaid + took
 
     def _tell(self) -> None:
-        # Ranks may compile at the same time, a user's reduction all of them: who has this lock speaks.
+        # Ranks may compile at the same time, a user's reduction even all of them. Only the holder of this lock logs.
         place = os.open(_PACKAGE if _SOURCES else "/", os.O_RDONLY)
         pause = _SILENT - Telling._unsaid
         while not self._done.wait(pause):
@@ -132,17 +134,17 @@ class KernelCache:
 
     Args:
         what: its name for people.
-        signature: which of its signatures or variants is meant, if it has several.
-        option: what `python -m fastcoll.warmup` is given to compile it ahead.
+        signature: its signature or variant, if it has several.
+        option: the option of `python -m fastcoll.warmup` that compiles it ahead.
 
     Attributes:
-        source: the file that the function is in.
+        source: the file that defines the function.
     """
 
     compiled: ClassVar[int] = 0
-    """How many were compiled in this process."""
+    """Number of compilations in this process."""
     unkept: ClassVar[str] = ""
-    """Why the first code that could not be kept was not kept; empty: all was."""
+    """Why the first code that could not be written was not written; empty: all was."""
 
     def __init__(
         self, function: Callable[..., Any], what: str, signature: str = "", option: str = ""
@@ -156,15 +158,15 @@ class KernelCache:
         ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
         own = b"ours" if ours and _SOURCES else _content(self.source)
         self._stamp = digest(made_for, self._name.encode(), (_SOURCES or "").encode(), own)
-        # A closure's values are part of the code, and nobody could say what they are; nor of a function without a file.
+        # A closure's values are part of the code but not of the stamp, and a function without a file has no stamp.
         self._kept = function.__closure__ is None and own != b""
 
     def is_there(self) -> bool:
-        """Whether the code is on the disk, so that nothing has to be compiled."""
+        """Return whether the code is on disk, so that nothing has to be compiled."""
         return self._kept and self._found() is not None
 
     def code(self, compile: Callable[[], bytes]) -> bytes:
-        """What is on the disk, or what `compile` makes; other processes wait until that is there."""
+        """Return the code on disk, or the result of `compile`; other processes wait for it."""
         if not self._kept:
             return undisturbed(partial(self._compiled, compile, ""))
         found = self._found()
@@ -179,7 +181,7 @@ class KernelCache:
         return found
 
     def _made(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> bytes:
-        """As `code`, by who has the lock, which is closed."""
+        """Return the code, as the holder of the lock; close the lock."""
         try:
             found = self._found()
             if found is None:
@@ -191,7 +193,7 @@ class KernelCache:
                 os.close(lock)
 
     def _warn(self, reason: str) -> None:
-        """Log, once per process, that code is not kept."""
+        """Log, once per process, that code is not written."""
         if not KernelCache.unkept:
             KernelCache.unkept = reason
             _log.warning("%s; until then each process compiles what it needs", reason)
@@ -219,7 +221,7 @@ class KernelCache:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             with os.fdopen(fd, "wb") as file:
                 file.write(self._stamp + digest(code) + code)
-            os.replace(path, f"{folder}/{self._name}.code")  # as a whole: others may be reading
+            os.replace(path, f"{folder}/{self._name}.code")  # atomically: other processes may be reading
         except BaseException as error:
             with suppress(OSError):
                 os.unlink(path)
@@ -230,7 +232,10 @@ class KernelCache:
 
 @cache
 def _platform() -> bytes:
-    """What code is compiled for and with; the packages are not imported, but have a file that tells their version."""
+    """Return a digest of the platform for which code is compiled, and of the compilers' versions.
+
+    Numba and llvmlite are not imported; the file with their version is read.
+    """
     parts = [sys.implementation.cache_tag or "", hex(sys.hexversion)]
     parts += [os.environ.get(f"NUMBA_CPU_{what}", "") for what in ("NAME", "FEATURES")]
     versions = []
@@ -242,7 +247,7 @@ def _platform() -> bytes:
 
 
 def _content(path: str) -> bytes:
-    """A hash of a file, or of the archive that it is in."""
+    """Return a hash of a file, or of the archive that contains it."""
     while path and not os.path.isfile(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     try:
@@ -253,11 +258,14 @@ def _content(path: str) -> bytes:
 
 
 def _acquire(path: str) -> int | None:
-    """A descriptor that holds the lock; None when it cannot be had, and then several processes compile the same."""
+    """Return a descriptor that holds the lock, or None if it cannot be taken.
+
+    Without the lock, several processes may compile the same code.
+    """
     deadline = time.monotonic() + _LONGEST_COMPILATION
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError:  # the lock in a shared cache is another user's, or the disk is full
+    except OSError:  # the lock in a shared cache belongs to another user, or the disk is full
         return None
     try:
         while not _try_lock(lock):
@@ -272,7 +280,7 @@ def _acquire(path: str) -> int | None:
 
 
 def _try_lock(lock: int) -> bool:
-    """Whether nobody else has it; where the file system knows no locks, everybody goes ahead."""
+    """Return whether the lock was taken, or the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,9 @@
-"""Folders of compiled code, and the check that a file in them may be run.
+"""Folders of compiled code, and the check whether a file in them may be run.
 
-The files are machine code: another user who can write to one, or add one to its folder, could run code as this user. So
+The files are machine code: another user who can write to one, or add one to its folder, can run code as this user. So
 only this user, root, and users who can change the source beside it (which is run anyway) may have write access to file
-and folder. The check uses the descriptors that the code is read through, so neither can be replaced in between.
+and folder. The check uses the descriptors that the code is read through, so neither can be replaced between check and
+read.
 """
 
 from __future__ import annotations

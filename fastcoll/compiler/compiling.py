@@ -1,11 +1,12 @@
-"""The one place with Numba's flags: how entries, kernels, helpers and C functions become machine code.
+"""The only file with Numba's flags: entries, kernels, helpers and C functions become machine code.
 
-Imported when something has to be compiled, as it imports Numba. No fastmath anywhere: the same inputs give the same
-bits. Kernels release the GIL, never raise, and divide as NumPy does.
+It is imported only when something has to be compiled, because it imports Numba. No fastmath: the same inputs give the
+same bits. Kernels release the GIL, never raise, and divide as NumPy does.
 
-All parts are typed once, linked, and left to LLVM where they are used. By default Numba optimizes each by itself, makes
-machine code and a Python wrapper of it, and does all that again for every literal that it is called with: the entries
-took 22 s to compile with it, and take 9 s so (all of fastcoll.shm and one reducer, 2-core AMD EPYC, Numba 0.68).
+All parts are typed once, linked, and optimised by LLVM where they are used. By default Numba optimises each part by
+itself, generates machine code and a Python wrapper for it, and repeats that for every literal argument. With this
+default the entries took 22 s to compile; now they take 9 s (all of fastcoll.shm and one reducer, 2-core AMD EPYC,
+Numba 0.68).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ check_version("Numba", numba.__version__)
 
 
 class _Codegen:
-    """A library's code generator, to which a helper's environment is unknown: nothing runs there that needs it."""
+    """A library's code generator that ignores helpers' environments; no code here needs them at run time."""
 
     def __init__(self, codegen: Any) -> None:
         self._codegen = codegen
@@ -56,13 +57,13 @@ _libraries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @atexit.register
 def _forget_modules() -> None:
-    """Leave LLVM's modules to the end of the process: llvmlite cannot free them when Python is half gone."""
+    """Leave LLVM's modules to the end of the process: llvmlite cannot free them while Python shuts down."""
     for library in _libraries:
         library.forget()
 
 
 class _Library(JITCodeLibrary):
-    """Code to link into other libraries: neither optimized nor made machine code of by itself."""
+    """Code to link into other libraries; it is neither optimised nor compiled to machine code by itself."""
 
     def __init__(self, codegen, name):
         super().__init__(codegen, name)
@@ -91,7 +92,7 @@ class _Library(JITCodeLibrary):
 
 
 class _Whole(_Library):
-    """A function and all that it needs, optimized together."""
+    """A function and all functions that it needs, optimised together."""
 
     def _optimize_final_module(self):
         JITCodeLibrary._optimize_final_module(self)
@@ -101,13 +102,13 @@ class _Whole(_Library):
         super()._finalize_final_module()
 
     def machine_code(self) -> bytes:
-        """An object file."""
+        """Return an object file."""
         return _machine(*self._codegen.magic_tuple()).emit_object(self._final_module)
 
 
 @cache
 def _machine(triple: str, name: str, features: str) -> Any:
-    """What writes machine code as machine_code.py wants it, for the processor that Numba compiles for."""
+    """Return the code generator for Numba's target processor, with the settings of machine_code.py."""
     target = llvm_binding.Target.from_triple(triple)
     return target.create_target_machine(name, features, opt=3, reloc="pic", codemodel="small")
 
@@ -118,7 +119,7 @@ class _Compiler(Compiler):
 
 
 class Linked(CPUDispatcher):
-    """A function that compiled code calls, and Python cannot; compiled once for each tuple of types."""
+    """A function for compiled code, not for Python; compiled once for each tuple of types."""
 
     def __init__(self, function, flags):
         no_wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -130,27 +131,27 @@ class Linked(CPUDispatcher):
         return super().get_call_template(tuple(map(plain, args)), {k: plain(v) for k, v in kws.items()})
 
     def add_overload(self, cres):
-        self.overloads[tuple(cres.signature.args)] = cres  # and nothing for Python to call
+        self.overloads[tuple(cres.signature.args)] = cres  # no wrapper for Python
 
 
 FLAGS = {"error_model": "numpy"}
-# No arrays, lists or strings are made in kernels, so that their code needs nothing of Numba's runtime.
+# Kernels make no arrays, lists or strings, so their code needs nothing of Numba's runtime.
 _WORDS_ONLY = {**FLAGS, "_nrt": False, "nogil": True}
 
 
 def linked(function: Callable[..., Any], **flags: bool) -> Linked:
-    """A part of compiled code, of our own flags and these."""
+    """Return a part of compiled code, with fastcoll's flags and `flags`."""
     return Linked(function, {**_WORDS_ONLY, **flags})
 
 
 def instruction(
     emit: Callable[..., Any], returns: types.Type, *kinds: types.Type, by: Any = intrinsic
 ) -> Any:
-    """A helper whose LLVM instructions `emit(builder, *values)` adds.
+    """Return a helper whose LLVM instructions `emit(builder, *values)` adds.
 
     Args:
         kinds: the arguments' types, if they are not all int64.
-        by: what makes it: Numba's `intrinsic`, or numba-cuda's.
+        by: Numba's `intrinsic`, or numba-cuda's.
     """
     signature = inspect.signature(emit)
     made = returns(*(kinds or [types.int64] * (len(signature.parameters) - 1)))
@@ -162,19 +163,19 @@ def instruction(
 
         return made, generate
 
-    define.__signature__ = signature  # type: ignore[attr-defined]  # Numba folds a call's arguments by it
+    define.__signature__ = signature  # Numba folds a call's arguments by it
     return by(define)
 
 
 def external(name: str, signature: str) -> Any:
-    """A function of libc."""
+    """Return a function of libc."""
     return types.ExternalFunction(name, named(signature))
 
 
 def type_of(part: Any) -> types.Type:
-    """Numba's type of a dispatcher, an intrinsic or an external function."""
+    """Return Numba's type of a dispatcher, an intrinsic or an external function."""
     context = cpu_target.typing_context
-    context.refresh()  # it may have been made a moment ago
+    context.refresh()  # the part may be new to the context
     return context.resolve_value_type(part)
 
 
@@ -182,11 +183,11 @@ def type_of(part: Any) -> types.Type:
 
 
 class _PyObject(types.Opaque):
-    """Any Python object."""
+    """The type of any Python object."""
 
 
 class _Index(types.Opaque):
-    """An integer, or what stands for one (`__index__`); anything else is a TypeError."""
+    """The type of an integer, or an object with `__index__`; anything else raises a TypeError."""
 
 
 @register_model(_Index)
@@ -201,7 +202,7 @@ _NAMES = {**vars(types), **_PARAMETERS, "Half": Half}
 
 
 def named(text: str) -> Any:
-    """A type or signature as Numba's strings name them."""
+    """Return the type or signature that Numba's notation `text` names."""
     return eval(text, _NAMES)
 
 
@@ -209,10 +210,10 @@ def named(text: str) -> Any:
 
 
 def entry(function: Callable[..., Any], locked: bool) -> bytes:
-    """The object file of `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
+    """Return the object file of `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
 
     Args:
-        locked: the function has the GIL.
+        locked: the function runs with the GIL.
     """
     parameters = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
     data = llvm.BYTE.as_pointer()
@@ -248,12 +249,12 @@ def entry(function: Callable[..., Any], locked: bool) -> bytes:
 
 
 def c_function(function: Callable[..., Any], signature: str) -> bytes:
-    """The object file of a function for C."""
+    """Return the object file of a function for C."""
     return whole_c_function(function, named(signature)).machine_code()
 
 
 def whole_c_function(function: Callable[..., Any], signature: Any) -> _Whole:
-    """A function for C."""
+    """Return the library of a function for C."""
     kind = cpu_target.target_context.get_value_type
     nothing = signature.return_type == types.void
     returns = llvm.VOID if nothing else kind(signature.return_type)
@@ -269,7 +270,10 @@ def whole_c_function(function: Callable[..., Any], signature: Any) -> _Whole:
 def whole(
     function: Callable[..., Any], signature: Any, kind: ir.FunctionType, emit: Callable[..., None]
 ) -> _Whole:
-    """A function and what calls it, which `emit(builder, call, *values)` adds: a function of LLVM's type `kind`."""
+    """Compile a function and its caller, a function of LLVM's type `kind`.
+
+    `emit(builder, call, *values)` adds the caller's instructions.
+    """
     part = linked(function, forceinline=True)
     with no_collection():
         part.compile(signature)
@@ -293,7 +297,7 @@ def whole(
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Numba makes and keeps millions of objects, which the garbage collector would look at for 8 % of the time."""
+    """Disable the garbage collector: Numba keeps millions of objects, which it would scan for 8 % of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

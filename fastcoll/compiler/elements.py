@@ -1,4 +1,4 @@
-"""How a dtype's elements lie in memory and in vector registers.
+"""The layout of a dtype's elements in memory and in vector registers.
 
 | dtype in memory                | computed as             |
 |--------------------------------|-------------------------|
@@ -6,17 +6,17 @@
 | complex                        | two float lanes         |
 | bool                           | a byte of 0 or 1        |
 | float16, bfloat16 (a `Half`)   | float32, rounded once   |
-| structured                     | has no lanes: reduce.py |
+| structured                     | has no lanes: custom.py |
 
-An `Element` says it in LLVM's types. Loads and stores claim no alignment: an array may start anywhere, and x86 and Arm
-vectors do not mind.
+An `Element` describes it in LLVM's types. Loads and stores assume no alignment: an array may start anywhere, and x86
+and Arm vectors do not require it.
 
-Halves are widened to float32 exactly and rounded back to nearest-even, every NaN to the one quiet NaN: LLVM may swap
-an addition's operands in one loop and not in another, and x86 hands on the first NaN's sign and payload, so that the
-ranks' bits would differ. Where the processor converts float16 itself (F16C on x86, every 64-bit Arm), LLVM does it;
-elsewhere the same is done with integers, after F. Giesen, https://gist.github.com/rygorous/2156668. bfloat16 always
-goes by integers, as x86's vcvtneps2bf16 flushes subnormals; a vector of them is widened to its even lanes followed by
-its odd ones, as a shift and a mask are cheaper than keeping the order, and rounding undoes it.
+Halves are widened to float32 exactly and rounded back to nearest-even, every NaN to one quiet NaN. Otherwise the ranks'
+bits could differ: LLVM may swap an addition's operands in one loop and not in another, and x86 returns the first NaN's
+sign and payload. If the processor converts float16 itself (F16C on x86, every 64-bit Arm), LLVM uses that; otherwise
+integer instructions do the same, after F. Giesen, https://gist.github.com/rygorous/2156668. bfloat16 always uses
+integer instructions, because x86's vcvtneps2bf16 flushes subnormals. A vector of bfloat16 is widened to its even lanes
+followed by its odd ones: a shift and a mask are cheaper than keeping the order, and rounding reverses it.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from numba import types
 from numba.core import config
 from numba.extending import models, register_model
 
-# ---- values of several lanes: an LLVM vector or, for one lane, a scalar; what is here takes both ---------
+# ---- values of several lanes: an LLVM vector or, for one lane, a scalar ----------------------------------
 
 WORD = ir.IntType(64)
 
 
 def shaped(lane: ir.Type, width: int) -> ir.Type:
-    """The type of `width` lanes."""
+    """Return the type of `width` lanes."""
     return lane if width == 1 else ir.VectorType(lane, width)
 
 
 def like(lane: ir.Type, value: ir.Value) -> ir.Type:
-    """The type of as many lanes as `value` has."""
+    """Return the type of as many lanes as `value` has."""
     return ir.VectorType(lane, value.type.count) if isinstance(value.type, ir.VectorType) else lane
 
 
 def constant(number: int, value: ir.Value) -> ir.Constant:
-    """An integer in every lane of a type like `value`'s."""
+    """Return an integer in every lane of a type like `value`'s."""
     if isinstance(value.type, ir.VectorType):
         return ir.Constant(value.type, [number] * value.type.count)
     return ir.Constant(value.type, number)
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, value: ir.Value) -> Any:
-    """A scalar in as many lanes as `value` has."""
+    """Return a scalar in as many lanes as `value` has."""
     if not isinstance(value.type, ir.VectorType):
         return scalar
     undefined = ir.Constant(like(scalar.type, value), ir.Undefined)
@@ -65,7 +65,7 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value, value: ir.Value) -> Any:
 
 
 def shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> Any:
-    """The named lanes of two vectors, `b`'s counted on from `a`'s."""
+    """Return the given lanes of two vectors; `b`'s are numbered after `a`'s."""
     chosen = list(lanes)
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(chosen)), chosen))
 
@@ -76,7 +76,7 @@ _U16, _U32, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 def converts_in_hardware() -> bool:
-    """Whether code that Numba makes here may use the processor's float16 conversions."""
+    """Return whether Numba's code here may use the processor's float16 conversions."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return platform.machine() in ("aarch64", "arm64")
     if config.CPU_FEATURES is not None:
@@ -95,12 +95,12 @@ def _bits(builder: ir.IRBuilder, value: ir.Value) -> Any:
 
 
 def widen_float16_in_hardware(builder: ir.IRBuilder, bits: ir.Value) -> Any:
-    """float16 bits as a float32, by the processor."""
+    """Convert float16 bits to float32 with the processor's instruction."""
     return builder.fpext(builder.bitcast(bits, like(ir.HalfType(), bits)), like(_FLOAT, bits))
 
 
 def round_float16_in_hardware(builder: ir.IRBuilder, value: ir.Value) -> Any:
-    """A float32 rounded to float16 bits, by the processor."""
+    """Round a float32 to float16 bits with the processor's instruction."""
     rounded = builder.bitcast(builder.fptrunc(value, like(ir.HalfType(), value)), like(_U16, value))
     return _or_nan(builder, value, rounded, 0x7E00)
 
@@ -113,7 +113,7 @@ _INFINITY = 0x7F800000
 
 
 def widen_float16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
-    """float16 bits as a float32, by integers; NaNs become quiet."""
+    """Convert float16 bits to float32 with integer instructions; NaNs become quiet."""
     wide = builder.zext(bits, like(_U32, bits))
     u32 = partial(constant, value=wide)
     sign = builder.shl(builder.and_(wide, u32(0x8000)), u32(16))
@@ -130,7 +130,7 @@ def widen_float16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
 
 
 def round_float16(builder: ir.IRBuilder, value: ir.Value) -> Any:
-    """A float32 rounded to float16 bits, by integers."""
+    """Round a float32 to float16 bits with integer instructions."""
     bits = _bits(builder, value)
     u32 = partial(constant, value=bits)
     sign = builder.and_(bits, u32(0x80000000))
@@ -145,7 +145,7 @@ def round_float16(builder: ir.IRBuilder, value: ir.Value) -> Any:
 
 
 def widen_bfloat16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
-    """bfloat16 bits as a float32."""
+    """Convert bfloat16 bits to float32."""
     if not isinstance(bits.type, ir.VectorType):
         return builder.bitcast(builder.shl(builder.zext(bits, _U32), ir.Constant(_U32, 16)), _FLOAT)
     pairs = builder.bitcast(bits, ir.VectorType(_U32, bits.type.count // 2))
@@ -155,7 +155,7 @@ def widen_bfloat16(builder: ir.IRBuilder, bits: ir.Value) -> Any:
 
 
 def round_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> Any:
-    """A float32 rounded to bfloat16 bits."""
+    """Round a float32 to bfloat16 bits."""
     bits = _bits(builder, value)
     bits = _or_nan(builder, value, _rounding_up(builder, bits, 16), 0x7FC00000)
     if not isinstance(bits.type, ir.VectorType):
@@ -169,12 +169,12 @@ def round_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> Any:
 
 
 def _or_nan(builder: ir.IRBuilder, value: ir.Value, rounded: ir.Value, nan: int) -> Any:
-    """`rounded`, or the bits `nan` where `value` is not a number."""
+    """Return `rounded`, or the bits `nan` where `value` is not a number."""
     return builder.select(builder.fcmp_unordered("uno", value, value), constant(nan, rounded), rounded)
 
 
 def _rounding_up(builder: ir.IRBuilder, bits: ir.Value, dropped: int) -> Any:
-    """`bits` plus what makes dropping the low bits round to nearest, ties to even."""
+    """Add a number to `bits` so that dropping the low bits rounds to nearest, ties to even."""
     odd = builder.and_(builder.lshr(bits, constant(dropped, bits)), constant(1, bits))
     return builder.add(bits, builder.add(odd, constant((1 << (dropped - 1)) - 1, bits)))
 
@@ -184,18 +184,21 @@ if converts_in_hardware():
     CONVERSIONS["float16"] = widen_float16_in_hardware, round_float16_in_hardware
 
 WIDTHS = {"float16": 16, "bfloat16": 32}
-"""Numbers that are best converted together: as float32 a register of AVX-512, or the two of the even and odd lanes."""
+"""Lanes that are best converted together.
+
+As float32 they fill a register of AVX-512, or two: the even and the odd lanes.
+"""
 
 
 # ---- elements --------------------------------------------------------------------------------------------
 
 _BYTE = ir.IntType(8)
 _REGISTER = 64
-"""Bytes of AVX-512's registers; LLVM makes two or four of one where the processor's are smaller."""
+"""Bytes of AVX-512's registers; LLVM splits one where the processor's are smaller."""
 
 
 class Half(types.Type):
-    """A 16-bit float in memory, "float16" or "bfloat16"; only ever computed with as float32."""
+    """A 16-bit float in memory, "float16" or "bfloat16"; computed only as float32."""
 
     def __init__(self, format: str) -> None:
         self.format = format
@@ -209,7 +212,7 @@ class _HalfModel(models.PrimitiveModel):
 
 
 def computed_as(element: types.Type) -> types.Type:
-    """The type in which elements of a type in memory are combined."""
+    """Return the type in which elements of a type in memory are combined."""
     return types.float32 if isinstance(element, Half) else element
 
 
@@ -219,32 +222,32 @@ def unchanged(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 @dataclass(frozen=True)
 class Element:
-    """What LLVM needs to know of a dtype.
+    """The facts about a dtype that LLVM code needs.
 
-    `widen` takes lanes from memory to registers, and may change their order; `narrow` is its inverse, also in that.
+    `widen` converts lanes from memory to registers, and may change their order; `narrow` reverses both.
     """
 
     stored: ir.Type  # a lane in memory
-    computed: ir.Type  # and in a register
+    computed: ir.Type  # a lane in a register
     size: int  # bytes of a lane in memory
     width: int  # lanes that are loaded, computed and stored together: as many as fill an AVX-512 register
-    lanes: int = 1  # of an element
+    lanes: int = 1  # lanes of an element
     widen: Callable[[ir.IRBuilder, ir.Value], Any] = unchanged
     narrow: Callable[[ir.IRBuilder, ir.Value], Any] = unchanged
 
     def load(self, builder: ir.IRBuilder, address: ir.Value, width: int) -> Any:
-        """`width` lanes at an address."""
+        """Load `width` lanes from an address."""
         pointer = builder.inttoptr(address, shaped(self.stored, width).as_pointer())
         return self.widen(builder, builder.load(pointer, align=1))
 
     def store(self, builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
-        """Write lanes to an address."""
+        """Store lanes to an address."""
         stored = self.narrow(builder, value)
         builder.store(stored, builder.inttoptr(address, stored.type.as_pointer()), align=1)
 
 
 def element_of(element: types.Type) -> Element:
-    """The lanes of a numeric type in memory."""
+    """Return the lanes of a numeric type in memory."""
     if isinstance(element, Half):
         return Element(_U16, _FLOAT, 2, WIDTHS[element.format], 1, *CONVERSIONS[element.format])
     if isinstance(element, types.Boolean):
@@ -258,5 +261,5 @@ def element_of(element: types.Type) -> Element:
 
 
 def _truth(builder: ir.IRBuilder, value: ir.Value) -> Any:
-    """1 for any byte but 0."""
+    """Return 1 for any byte except 0."""
     return builder.zext(builder.icmp_unsigned("!=", value, constant(0, value)), value.type)

@@ -1,8 +1,8 @@
-"""How entries, kernels, helpers and C functions are declared: decorators that import nothing.
+"""Decorators that declare entries, kernels, helpers and C functions without importing Numba.
 
-What they make stands for the function until Numba meets it in code that it compiles, and asks for its `_numba_type_`:
-then compiling.py has Numba make its own. What Python or C calls is kept on disk as machine code (cache.py), and loaded
-without Numba (machine_code.py), whose import takes most of a second of some processors.
+A decorator returns a placeholder. When Numba meets it in code that it compiles, it asks for the placeholder's
+`_numba_type_`, and compiling.py makes Numba's own object. Functions that Python or C calls are kept on disk as machine
+code (cache.py) and loaded without Numba (machine_code.py), whose import takes almost a second on some processors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Part:
     """A part of compiled code.
 
     Args:
-        make: makes what Numba has for it, when Numba first meets it.
-        py_func: the function that was written in Python, if one was.
+        make: makes Numba's object, when Numba first meets the part.
+        py_func: the Python function, if there is one.
     """
 
     def __init__(self, make: Callable[[], Any], py_func: Callable[..., Any] | None = None) -> None:
@@ -33,7 +33,7 @@ class Part:
 
     @cached_property
     def made(self) -> Any:
-        """Numba's own, which lives as long as this."""
+        """Numba's object, which lives as long as this one."""
         return self._make()
 
     @cached_property
@@ -47,7 +47,7 @@ class Part:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A helper that becomes part of each kernel that calls it."""
+    """Declare a helper that becomes part of each kernel that calls it."""
 
     def make() -> Any:
         from . import compiling
@@ -58,7 +58,7 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """A function for entries and other kernels to call, typed once for all of them."""
+    """Declare a function for entries and other kernels, typed once for all of them."""
 
     def make() -> Any:
         from . import compiling
@@ -69,10 +69,10 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def instruction(returns: str, *kinds: str) -> Callable[[Callable[..., Any]], Any]:
-    """A helper whose LLVM instructions the decorated `emit(builder, *values)` adds.
+    """Declare a helper whose LLVM instructions the decorated `emit(builder, *values)` adds.
 
     Args:
-        returns, kinds: Numba's names of its type and of the arguments', if they are not all int64.
+        returns, kinds: Numba's names of its result type and argument types, if they are not all int64.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -87,7 +87,10 @@ def instruction(returns: str, *kinds: str) -> Callable[[Callable[..., Any]], Any
 
 
 def external(name: str, signature: str) -> Any:
-    """A function of libc, with Numba's names of types; an address and an int64 are passed alike."""
+    """Declare a function of libc, with Numba's names of types.
+
+    An address and an int64 are passed alike.
+    """
 
     def make() -> Any:
         from . import compiling
@@ -101,23 +104,23 @@ def external(name: str, signature: str) -> Any:
 
 
 def has_failpoints() -> bool:
-    """Whether entries are compiled with failpoints (failing.py), as files of their own in the cache."""
+    """Return whether entries are compiled with failpoints (failing.py), in cache files of their own."""
     return bool(config.get("FASTCOLL_FAILPOINT"))
 
 
-_compiling = threading.RLock()  # threads that need the same code make it once
+_compiling = threading.RLock()  # threads that need the same code compile it once
 
 
 def _after_fork() -> None:
     global _compiling
-    _compiling = threading.RLock()  # who had it is not in this process
+    _compiling = threading.RLock()  # the thread that held it does not exist in this process
 
 
 at_fork("compiling", _after_fork)
 
 
 class Entry:
-    """What Python calls: a compiled function, made at its first call, kept on disk.
+    """A compiled function that Python calls; compiled or loaded at its first call, kept on disk.
 
     Its parameters are a `PyObject` or an `Index` each (kernels/pyobjects.py), as annotated; it returns an integer.
 
@@ -134,7 +137,7 @@ class Entry:
         self._function = function
 
     def compile(self) -> None:
-        """Compile the function, or load it from the disk, unless that has been done."""
+        """Compile the function, or load it from disk, unless that has been done."""
         with _compiling:
             if self.call == self._first_call:
                 self.call = python_function(
@@ -142,7 +145,7 @@ class Entry:
                 )
 
     def cache(self) -> KernelCache:
-        """Where its code is kept."""
+        """Return the cache file of its code."""
         room = self._function.__module__.split(".")[1:2] or [self._function.__module__]
         variant = "with failpoints" if has_failpoints() else ""
         return KernelCache(self._function, f"{self.name} ({room[0]})", variant)
@@ -158,30 +161,33 @@ class Entry:
 
 
 def entry(function: Callable[..., Any]) -> Entry:
-    """An entry that runs without the GIL."""
+    """Declare an entry that runs without the GIL."""
     return Entry(function)
 
 
 def locked_entry(function: Callable[..., Any]) -> Entry:
-    """An entry that has the GIL while it looks at objects; it must give it up for everything else (`release_gil`)."""
+    """Declare an entry that holds the GIL while it accesses objects.
+
+    It must release the GIL for everything else (`release_gil`).
+    """
     return Entry(function, locked=True)
 
 
 NJIT = " --njit"
-"""The option of `python -m fastcoll.warmup` for what compiled callers call."""
+"""The option of `python -m fastcoll.warmup` for the functions that compiled callers call."""
 
 
 def c_function(
     function: Callable[..., Any], signature: str, what: str, option: str = "", failing: bool = False
 ) -> int:
-    """The address of a function for C, compiled or loaded at once; it stays valid until the process ends.
+    """Compile or load a function for C; return its address, valid until the process ends.
 
     Args:
         function: of a module, without a closure.
         signature: with Numba's names of types.
         what: its name for people.
         option: as of `KernelCache`.
-        failing: it comes by failpoints.
+        failing: it contains failpoints.
     """
     variant = f"{signature} with failpoints" if failing and has_failpoints() else signature
 

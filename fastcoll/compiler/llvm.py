@@ -1,4 +1,4 @@
-"""LLVM's types for what adds instructions to kernels; llvmlite is imported when the first one is asked for.
+"""LLVM's types for functions that add instructions; llvmlite is imported at the first access.
 
 WORD, HALF_WORD, BYTE   integers of 64, 32 and 8 bits
 VOID                    of functions that return nothing
@@ -28,13 +28,13 @@ def __getattr__(name: str) -> Any:
 
 
 def pointer(builder: Any, address: Any, lane: Any = None) -> Any:
-    """An address as LLVM's pointer to a type, without one to a word."""
+    """Convert an address to LLVM's pointer to type `lane`; by default, to a word."""
     word = __getattr__("WORD")
     return builder.inttoptr(address, (word if lane is None else lane).as_pointer())
 
 
 def function(builder: Any, name: str, returns: Any, *kinds: Any) -> Any:
-    """One of LLVM's own functions, or of those that every process with CPython has."""
+    """Return one of LLVM's own functions, or a function that every process with CPython has."""
     there = builder.module.globals.get(name)
     ir = __getattr__("ir")
     return there if there is not None else ir.Function(builder.module, ir.FunctionType(returns, kinds), name)

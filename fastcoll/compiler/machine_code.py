@@ -1,10 +1,11 @@
-"""Machine code into memory, on x86-64 without LLVM: an object file of one function, as compiling.py has LLVM write it.
+"""Loads machine code into memory, on x86-64 without LLVM: an object file of one function.
 
-The file is ELF, position independent, of the small code model: its sections lie in one mapping, next to each other.
-Functions of CPython and libc may be further away than a call reaches, so each has a slot with its address and a stub
-that jumps there. Of relocations those are known that LLVM writes for such code; any other is refused, when the code
-is compiled, since what was compiled is loaded from the same bytes. To import llvmlite, whose linker knows other
-processors too, takes 30 ms. Code stays mapped until the process ends: threads may be in it until then.
+compiling.py lets LLVM write the file. It is ELF, position independent, of the small code model: its sections are put
+into one mapping, one after the other. Functions of CPython and libc may be further away than a call reaches, so each
+has a slot with its address, and a stub that jumps there. The loader knows the relocations that LLVM writes for such
+code. It rejects any other already when the code is compiled, because freshly compiled code is loaded from the same
+bytes. Importing llvmlite, whose linker supports other processors too, takes 30 ms. Code stays mapped until the process
+ends, because threads may be running it until then.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ SYMBOL = "fastcoll.code"
 """The name of the function that is called."""
 
 OWN_SYMBOLS: dict[str, int] = {}
-"""Addresses of this package's own, by the names under which code refers to them."""
+"""Addresses of this package's objects, by the names under which code refers to them."""
 
 _process = ctypes.CDLL(None, use_errno=True)
 _process.mmap.restype = ctypes.c_void_p
 _process.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _process.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-# Of ELF files (System V ABI): section types and flags.
+# ELF section types and flags (System V ABI).
 _PROGBITS, _SYMTAB, _RELA = 1, 2, 4
 _WRITE, _ALLOC = 1, 2
 
@@ -50,12 +51,12 @@ class _Section(NamedTuple):
 
 class _Symbol(NamedTuple):
     name: str
-    section: int  # 0: of the process
+    section: int  # section of the symbol; 0: a symbol of the process
     value: int
 
 
 class _Object:
-    """What an object file says, and where its parts go: sections, then a slot and a stub for each symbol."""
+    """An object file's contents and their layout in memory: sections, then a slot and a stub for each symbol."""
 
     def __init__(self, file: bytes) -> None:
         self.file = file
@@ -83,14 +84,14 @@ class _Object:
     def _is_wanted(self, section: _Section) -> bool:
         (names,) = struct.unpack_from("<H", self.file, 62)
         name = self._text(self.sections[names].offset + section.name)
-        # Kernels have no variables of their own. Unwinding stops at this code, as at any without .eh_frame.
+        # Kernels have no variables of their own. Unwinding stops at this code, as at any code without .eh_frame.
         return name.startswith(".data.rel.ro") or (not section.flags & _WRITE and name != ".eh_frame")
 
     def _text(self, at: int) -> str:
         return self.file[at : self.file.index(b"\0", at)].decode()
 
     def relocations(self) -> Iterator[tuple[int, int, _Symbol, int, int]]:
-        """Of sections that are mapped: where, kind, symbol, the symbol's number, addend."""
+        """Yield the relocations of mapped sections: offset, kind, symbol, the symbol's number, addend."""
         for section in self.sections:
             if section.type == _RELA and section.info in self.places:
                 for at in range(section.offset, section.offset + section.size, 24):
@@ -101,12 +102,12 @@ class _Object:
 
 
 def load(file: bytes) -> int:
-    """Map the code of an object file; the address of its function."""
+    """Map the code of an object file; return the address of its function."""
     return _link(_Object(file)) if os.uname().machine == "x86_64" else load_by_llvm(file)
 
 
 def load_by_llvm(file: bytes) -> int:
-    """As `load`, by LLVM's linker."""
+    """Map the code of an object file with LLVM's linker; return the address of its function."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -122,7 +123,7 @@ def load_by_llvm(file: bytes) -> int:
     return address
 
 
-_engines: list[Any] = []  # whose code stays mapped
+_engines: list[Any] = []  # their code stays mapped
 
 
 def _link(found: _Object) -> int:
@@ -154,7 +155,7 @@ def _link(found: _Object) -> int:
 
 
 class _Places(NamedTuple):
-    """Addresses: of what is filled in, of the symbol, of what calls go to, of the symbol's slot."""
+    """Addresses: of the relocated bytes, of the symbol, of the target of calls, of the symbol's slot."""
 
     here: int
     target: int
@@ -203,7 +204,7 @@ def _reserve(size: int) -> int:
 
 
 def _fill(address: int, image: bytes) -> None:
-    """Write code to its place, which nobody writes to after that."""
+    """Write code to its address, and make it read-only."""
     ctypes.memmove(address, image, len(image))
     if _process.mprotect(address, len(image), mmap.PROT_READ | mmap.PROT_EXEC):
         raise UnavailableError(
@@ -230,9 +231,9 @@ _new.argtypes = [ctypes.c_void_p] * 3
 
 
 def python_function(address: int, name: str, doc: str) -> Callable[..., Any]:
-    """The builtin of the function `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`."""
+    """Return a builtin for the function `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`."""
     method = _MethodDef(name.encode(), address, _METH_FASTCALL, doc.encode())
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(method))  # as the code, it stays
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(method))  # never freed, like the code
     made: Callable[..., Any] = _new(ctypes.addressof(method), None, None)
     return made
 
@@ -242,15 +243,15 @@ def python_function(address: int, name: str, doc: str) -> Callable[..., Any]:
 # void cpuid(uint32 leaf, uint32 subleaf, uint32 *registers)
 _CPUID = bytes.fromhex("53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
 
-# What LLVM asks for the processor's name and features, but for the number of the core that asks (register 1 of leaf 1);
-# leaf 13 also says which registers the system saves.
+# The leaves that LLVM reads for the processor's name and features. The number of the core that executes cpuid (register
+# 1 of leaf 1) is cleared; leaf 13 also reports which registers the system saves.
 _LEAVES = [(0, 0), (1, 0), (7, 0), (7, 1), (13, 0), (13, 1), (20, 0), (25, 0), (30, 1), (36, 0)]
 _LEAVES += [(1 << 31, 0), ((1 << 31) + 1, 0), ((1 << 31) + 8, 0)]
 
 
 @cache
 def processor() -> bytes:
-    """What LLVM's name and features of this processor are derived from, or as good."""
+    """Return the facts from which LLVM derives this processor's name and features, or an equivalent."""
     if os.uname().machine != "x86_64":
         with open("/proc/cpuinfo", "rb") as file:
             lines = set(file.read().splitlines())
@@ -259,7 +260,7 @@ def processor() -> bytes:
     _fill(address, _CPUID)
     ask = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(address)
     said, registers = [], (ctypes.c_uint32 * 4)()
-    most = {0: 0, 1 << 31: 1 << 31}  # leaves beyond them say what another says
+    most = {0: 0, 1 << 31: 1 << 31}  # cpuid of a leaf beyond these returns another leaf's values
     for leaf, sub in _LEAVES:
         first = leaf & 1 << 31
         if leaf <= most[first]:

@@ -1,7 +1,8 @@
-"""Work that Ctrl-C must not cut in two: Numba's import, and its compilations, which keep what they have begun.
+"""Work that Ctrl-C must not interrupt: Numba's import and its compilations.
 
-A module that is half imported stays so, and half of what it registers is registered twice at the next try; a registry
-that was being read has lost its rest. Handlers of signals run on the main thread alone, so the work has another one.
+A module whose import was interrupted stays half imported, and the next attempt registers some things twice; an
+interrupted read of a registry loses its remaining entries. Signal handlers run on the main thread only, so the work
+runs on another one.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ T = TypeVar("T")
 
 
 def undisturbed(work: Callable[[], T]) -> T:
-    """What `work` returns, or raises; if a signal's handler raises, that comes out at once, and the work goes on.
+    """Run `work` on a thread that signals cannot interrupt; return its result or raise its error.
 
-    The process waits for it at its end: LLVM must not be at work then.
+    If a signal handler raises, the exception is raised here at once, and the work continues. The process waits for it
+    at exit, because LLVM must not run then.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()

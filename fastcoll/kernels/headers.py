@@ -1,4 +1,4 @@
-"""The header of a call: what a rank of a network backend publishes about it, and the comparison.
+"""The header of a call, which a rank of a network backend publishes, and its comparison.
 
 A header is a table of int64 words.
 """
