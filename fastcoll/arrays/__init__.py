@@ -1,4 +1,5 @@
-"""Other libraries' arrays, seen as ndarrays over the same memory or refused with the cure: a file a kind of library.
+"""Arrays of other libraries as ndarrays over the same memory, or rejected with the cure.
 
-None of them is imported here: who has made one of their arrays has imported it. `arrays.py` asks by the array's type.
+Each file handles one kind of library. None of these libraries is imported here: a caller that has such an array has
+imported its library. `arrays.py` chooses by the array's type.
 """

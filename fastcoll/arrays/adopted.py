@@ -1,4 +1,4 @@
-"""What the border makes of an array."""
+"""ImportedArray: the result of importing a caller's array."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 
 class OnDeviceError(ArrayError):
-    """The array is not in host memory; a group that serves GPUs takes it in another way."""
+    """The array is not in host memory; a group that supports GPUs imports it with its carrier."""
 
     def __init__(self, what: str, where: str) -> None:
         super().__init__(
@@ -23,7 +23,10 @@ class OnDeviceError(ArrayError):
 
 
 class Adopted:
-    """A C-contiguous array for the backends: the caller's memory, or a copy that goes back by `owner[...] = array`."""
+    """A C-contiguous array for the backends: the caller's memory, or a packed copy of it.
+
+    A packed copy is copied back by `owner[...] = array`.
+    """
 
     __slots__ = ("_owner", "array")
 
@@ -33,38 +36,38 @@ class Adopted:
 
     @property
     def arrays(self) -> list[Array]:
-        """What the call works on."""
+        """The array that the call works on, as a list."""
         return [self.array]
 
     @property
     def target(self) -> Any:
-        """Where the result goes: the caller's array."""
+        """The array that gets the result: the caller's."""
         return self.array if self._owner is None else self._owner
 
     @property
     def owes(self) -> bool:
-        """Whether `finish` has anything to do."""
+        """`finish` has work to do."""
         return self._owner is not None
 
     def put(self, address: int, nbytes: int) -> None:
-        """Copy so many bytes at an address to the beginning of the array."""
+        """Copy `nbytes` bytes from an address to the beginning of the array."""
         ctypes.memmove(self.array.ctypes.data, address, nbytes)
 
     def came(self, nbytes: int) -> None:
-        """Make `finish` write only the first `nbytes` of the caller's array.
+        """Make `finish` write only the first `nbytes` bytes of the caller's array.
 
-        A packed copy holds the caller's elements from the start.
+        A packed copy contains the caller's elements from the start, so it needs nothing.
         """
 
     def finish(self) -> Any:
-        """Write a packed copy back; the new array that stands for an immutable one, else None."""
+        """Copy a packed copy back; return the new array that replaces an immutable one, else None."""
         if self._owner is not None:
             self._owner[...] = self.array
         return None
 
 
 class Renewed(Adopted):
-    """An immutable array, for which the call returns a new one."""
+    """The host array of a functional result: the caller's array is immutable, and the call returns a new one."""
 
     __slots__ = ("_renew",)
     owes = True
@@ -78,6 +81,6 @@ class Renewed(Adopted):
 
 
 def finish_all(owners: Sequence[Adopted]) -> Any:
-    """Finish every one; the new array of the one that is immutable, if one is."""
+    """Finish every array; return the new array that replaces an immutable one, if any."""
     new = [owner.finish() for owner in owners]
     return next((array for array in new if array is not None), None)

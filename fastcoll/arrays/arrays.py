@@ -1,8 +1,9 @@
-"""The border for arrays: any CPU array becomes a C-contiguous ndarray over its memory, or is refused with the cure.
+"""Input validation of arrays: any CPU array becomes a C-contiguous ndarray over its memory.
 
-What cannot be used in place is packed: a strided or unaligned array travels as a contiguous copy, which
-`finish` writes back where the call had to write. Inside the border every array is an exact `numpy.ndarray`,
-C-contiguous, without objects, and writable where the call writes. Nothing is converted to another dtype.
+An array that cannot be used is rejected with the cure. An array that cannot be used in place is packed: a strided or
+unaligned array is sent as a contiguous copy, which `finish` copies back if the call writes. After validation every
+array is an exact `numpy.ndarray`, C-contiguous, without objects, and writable if the call writes. Nothing is converted
+to another dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost (dlpack.h)
 _NEVER_COPY: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
 
 
-# What takes an array of a library in, or says by None that it is none, by where the array's type is from.
+# The import function of each library, by the module of the array's type. It returns None for other objects.
 _LIBRARIES: dict[str, Callable[[Any, str, bool, bool], Array | Adopted | None]] = {
     "torch": tensors.adopt,
     "jax": jax_arrays.adopt,
@@ -45,13 +46,13 @@ _LIBRARIES: dict[str, Callable[[Any, str, bool, bool], Array | Adopted | None]] 
 
 
 def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) -> Adopted:
-    """Take an array in: NumPy's, of a library in `_LIBRARIES`, or one that speaks DLPack, array interface or buffers.
+    """Import an array: NumPy's, of a library in `_LIBRARIES`, or with DLPack, array interface or buffer.
 
     Args:
-        x: the caller's array, of any number of dimensions, also 0; NumPy scalars too, where they are only read.
-        writable: whether the call writes into it.
+        x: the caller's array, of any number of dimensions, also 0; also a NumPy scalar, if it is only read.
+        writable: the call writes into it.
         what: the argument's name, for messages.
-        renew: whether the call may return a new array in place of an immutable one; `finish` then makes it.
+        renew: the call may return a new array in place of an immutable one; `finish` then makes it.
 
     Raises:
         ArrayError: it is no array, has objects, is not in host memory, or cannot be written to.
@@ -84,7 +85,10 @@ def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) 
 def adopt_list(
     xs: Sequence[Any], n: int, *, writable: bool, what: str, adopt: Callable[..., Adopted] = adopt
 ) -> list[Adopted]:
-    """Take in a list of exactly `n` arrays, one a rank, each by `adopt`; messages have an item's index."""
+    """Import a list of exactly `n` arrays, one per rank, each with `adopt`.
+
+    Error messages contain an item's index.
+    """
     if not isinstance(xs, Sequence) or isinstance(xs, str | bytes | bytearray | memoryview):
         raise UsageError(f"{what} must be a list of {n} arrays, got {type(xs).__name__}")
     if len(xs) != n:
@@ -93,7 +97,10 @@ def adopt_list(
 
 
 def room_like(x: Any, adopted: Array, shape: Sequence[int]) -> Renewed:
-    """Room in host memory for an array as x, `adopted`, is; `finish` makes it, a NumPy array for most libraries."""
+    """Allocate host memory for an array like x, imported as `adopted`.
+
+    `finish` makes an array of x's library; for most libraries, a NumPy array.
+    """
     library = set(_libraries(x))
     if "torch" in library:
         tensor = x.new_empty(tuple(shape))
@@ -109,7 +116,7 @@ def _libraries(x: Any) -> list[str]:
 
 
 def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopted:
-    """Any array that is not exactly an ndarray, as one over the same memory; or adopted, where that is not enough."""
+    """Return any array that is not exactly an ndarray as one over the same memory, or imported."""
     if isinstance(x, np.ma.MaskedArray):
         raise ArrayError(
             f"{what} is a masked array, whose mask would be ignored; give x.filled(value) or x.data"
@@ -131,7 +138,7 @@ def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopt
         kind, index = x.__dlpack_device__()
         if kind not in _DLPACK_HOST:
             raise OnDeviceError(what, f"DLPack device type {int(kind)}, number {index}")
-    # The array interface and buffers come first, as they always say whether the memory may be written to.
+    # The array interface and buffers come first, because they always report whether the memory may be written to.
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__"):

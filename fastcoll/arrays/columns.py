@@ -1,7 +1,7 @@
-"""Columns of pandas, Arrow and polars: fixed-size elements without missing values, read where they are.
+"""Columns of pandas, Arrow and polars: fixed-size elements without missing values, read in place.
 
-Arrow's and polars' arrays are immutable. A column of pandas is writable only where pandas lets its `to_numpy` be
-written to, which pandas 3 never does.
+Arrays of Arrow and polars are immutable. A column of pandas is writable only if pandas makes the result of `to_numpy`
+writable, which pandas 3 never does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PANDAS_CURES = (  # by a part of the dtype's name
 
 
 def of_pandas(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
-    """A Series, an Index or one of pandas' arrays; None for what is none of them."""
+    """Import a Series, an Index or another of pandas' arrays; return None for other objects."""
     pandas = sys.modules["pandas"]
     if isinstance(x, pandas.DataFrame):
         raise ArrayError(f"{what} is a pandas DataFrame; give its columns one by one, or x.to_numpy()")
@@ -61,7 +61,10 @@ def _elements_of_pandas(pandas: Any, x: Any, what: str) -> Array:
 
 
 def of_arrow(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
-    """An Array, a ChunkedArray of at most one chunk, or a Tensor; None for what is none, as a buffer."""
+    """Import an Array, a ChunkedArray of at most one chunk, or a Tensor.
+
+    Returns None for other objects, such as a buffer.
+    """
     arrow = sys.modules["pyarrow"]
     if isinstance(x, arrow.Table | arrow.RecordBatch):
         raise ArrayError(f"{what} is an Arrow {type(x).__name__}; give its columns one by one")
@@ -75,7 +78,11 @@ def of_arrow(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
 
 
 def _elements_of_arrow(x: Any, what: str, unpacked: str, whole: str) -> Array:
-    """The cures: `unpacked` for bits, `whole` for chunks."""
+    """Return the elements of an Arrow array.
+
+    Args:
+        unpacked, whole: the cures for bits and for several chunks.
+    """
     arrow = sys.modules["pyarrow"]
     name = f"{what} is an Arrow {type(x).__name__} of {x.type}"
     if x.null_count:
@@ -95,7 +102,7 @@ def _elements_of_arrow(x: Any, what: str, unpacked: str, whole: str) -> Array:
 
 
 def of_polars(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
-    """A Series; None for what is none."""
+    """Import a Series; return None for other objects."""
     polars = sys.modules["polars"]
     if isinstance(x, polars.DataFrame | polars.LazyFrame):
         raise ArrayError(f"{what} is a polars {type(x).__name__}; give its columns one by one")

@@ -1,7 +1,7 @@
-"""NumPy dtypes for elements that NumPy has no dtype for: bfloat16, float8, complex32, ...
+"""NumPy dtypes for elements for which NumPy has none: bfloat16, float8, complex32, ...
 
-The package ml_dtypes is used where it is installed. Without it such elements are opaque records of their size, which
-can be moved and compared by dtype; bfloat16 can be reduced too, since kernels know it by its name.
+If the package ml_dtypes is installed, its dtypes are used. Otherwise such elements are opaque records of their size.
+These can be moved, and compared by dtype; bfloat16 can also be reduced, because kernels recognise it by name.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "char": 
 
 
 class bfloat(np.void):  # type: ignore[misc]  # final for type checkers only
-    """A 16-bit element without ml_dtypes. NumPy puts the bits behind the name: its dtype's name is bfloat16."""
+    """A 16-bit element without ml_dtypes. NumPy appends the bits to the name: its dtype is called bfloat16."""
 
 
 @lru_cache(maxsize=256)
 def dtype_of(name: str, itemsize: int) -> np.dtype[Any]:
-    """The dtype that NumPy, ml_dtypes or torch calls so; one object for each: kernels know dtypes by their address."""
+    """Return the dtype with a name of NumPy, ml_dtypes or torch.
+
+    There is one object for each name: kernels identify dtypes by their address.
+    """
     if name in NUMPY:
         return np.dtype(name)
     if name.startswith(("bfloat16", "float8")):
@@ -35,13 +38,16 @@ def dtype_of(name: str, itemsize: int) -> np.dtype[Any]:
 
             known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
             return known
-    # A record of one field, as NumPy takes plain void dtypes of one size for the same.
+    # A record of one field, because NumPy treats plain void dtypes of one size as equal.
     record = np.dtype([(name, f"V{itemsize}")])
     return np.dtype((bfloat, record)) if name == "bfloat16" else record
 
 
 def parse_dtype(text: str) -> np.dtype[Any]:
-    """The dtype of numbers that `text` names: NumPy's names, half, float, double and bfloat16, by ml_dtypes."""
+    """Return the dtype of numbers that `text` names.
+
+    These are NumPy's names, half, float, double and, through ml_dtypes, bfloat16.
+    """
     name = _ALIASES.get(text.lower(), text.lower())
     kind: Any = name
     if name == "bfloat16":
@@ -68,7 +74,10 @@ def widened(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def rounded(x: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """float32 as float16 or bfloat16, to nearest, ties to even; NaNs of bfloat16 become the positive quiet one."""
+    """Round float32 to float16 or bfloat16, to nearest, ties to even.
+
+    NaNs of bfloat16 become the positive quiet one.
+    """
     if dtype.name != "bfloat16":
         return x.astype(dtype)
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)

@@ -1,4 +1,4 @@
-"""Arrays of JAX in host memory: read where they are, never written to; an operation in place returns a new array."""
+"""JAX arrays in host memory: read in place, never written; an in-place operation returns a new array."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from .adopted import Array, Renewed
 
 
 def adopt(x: Any, what: str, writable: bool, renew: bool) -> Renewed | Array | None:
-    """A JAX array in host memory; None for what is none, or is on another device.
+    """Import a JAX array in host memory; return None for other objects and other devices.
 
-    What has no elements here is refused, and what the call writes into, unless it can `renew` it: return a new array.
+    An array without elements here is rejected. So is an array that the call writes, unless the call can `renew` it:
+    return a new array.
     """
     jax = sys.modules["jax"]
     if not isinstance(x, jax.Array):
@@ -41,7 +42,7 @@ def adopt(x: Any, what: str, writable: bool, renew: bool) -> Renewed | Array | N
             f"{what} is a JAX array, which is immutable, and the result goes there; give a NumPy array, "
             "e.g. numpy.empty(x.shape, x.dtype), and make jax.numpy.asarray of it afterwards"
         )
-    # Waits for the computation; no copy on the CPU, of any dtype, where DLPack knows fewer.
+    # Waits for the computation. No copy on the CPU, for any dtype; DLPack supports fewer.
     array = np.asarray(x)
     if not renew:
         return array
@@ -51,7 +52,7 @@ def adopt(x: Any, what: str, writable: bool, renew: bool) -> Renewed | Array | N
 
 
 def from_numpy(array: Array, sharding: Any, dtype: Any) -> Any:
-    """A JAX array with these elements, where another one is."""
+    """Return a JAX array with these elements, placed like another one."""
     jax = sys.modules["jax"]
     # Asynchronous calls end on another thread, where 64 bits may not be enabled as they were for the caller.
     if dtype.itemsize < 8:

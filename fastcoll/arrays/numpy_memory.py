@@ -1,8 +1,8 @@
-"""NumPy's memory handlers (NEP 49) from Python: which C functions make and free the memory of new arrays.
+"""NumPy's memory handlers (NEP 49) from Python: the C functions that allocate and free array memory.
 
-The handler is a context variable of NumPy's: each thread, and each asyncio task, has its own, and a new thread begins
-with the default handler. An array keeps the handler that it was made with. The default handler is a struct of addresses
-in NumPy's data, so what is written there holds for every thread that has no other handler.
+The handler is a context variable of NumPy: each thread and each asyncio task has its own, and a new thread starts with
+the default handler. An array keeps the handler that it was made with. The default handler is a struct of addresses in
+NumPy's data, so a change of this struct affects every thread that has no other handler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ try:
 except ImportError:  # NumPy 1.26
     _numpy = importlib.import_module("numpy.core._multiarray_umath")
 
-# Places in NumPy's C table (numpy/__multiarray_api.h), which never change.
+# Indices in NumPy's C table (numpy/__multiarray_api.h), which never change.
 _SET_HANDLER, _DEFAULT_HANDLER = 304, 306
 _CAPSULE = b"mem_handler"
 
@@ -43,7 +43,10 @@ class Handler(ctypes.Structure):
 
 
 def capsule_of(name: bytes, context: int, functions: Sequence[int]) -> Any:
-    """A new handler, as `set_handler` takes it; its struct is never freed, since arrays may be until the very end."""
+    """Return a new handler for `set_handler`.
+
+    Its struct is never freed, because arrays may live until the very end.
+    """
     handler = Handler(name, 1, context, *functions)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))
     new = ctypes.pythonapi.PyCapsule_New
@@ -52,13 +55,13 @@ def capsule_of(name: bytes, context: int, functions: Sequence[int]) -> Any:
 
 
 def set_handler(capsule: Any) -> Any:
-    """Have new arrays of this context use a handler; returns that of before."""
+    """Make new arrays of this context use a handler; return the previous one."""
     kind = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
     return kind(_table()[_SET_HANDLER])(capsule)
 
 
 def default_handler() -> Handler:
-    """The handler of all contexts that have no other."""
+    """Return the handler of all contexts that have no other."""
     capsule = ctypes.py_object.from_address(_table()[_DEFAULT_HANDLER]).value
     return Handler.from_address(_pointer(capsule, _CAPSULE))
 

@@ -1,8 +1,8 @@
-"""Tensors of PyTorch in host memory, as ndarrays over the same memory.
+"""PyTorch tensors in host memory, as ndarrays over the same memory.
 
-`Tensor.numpy` is not used. It refuses tensors that require grad, views that conjugate or negate and a third of torch's
-dtypes, and it pins the storage for good: `untyped_storage().resize_`, by which FSDP frees memory, raises from then on.
-Instead NumPy is told where the memory is.
+`Tensor.numpy` is not used. It rejects tensors that require grad, views that conjugate or negate, and a third of torch's
+dtypes. It also pins the storage for good: `untyped_storage().resize_`, with which FSDP frees memory, raises from then
+on. Instead NumPy gets the address of the memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _CURES = {
 
 
 def adopt(x: Any, what: str, writable: bool, renew: bool) -> Adopted | Array | None:
-    """A tensor in host memory; None for what is no tensor. One whose elements do not lie as an array's is refused."""
+    """Import a tensor in host memory; return None for other objects.
+
+    A tensor without array-like elements in memory is rejected.
+    """
     torch = sys.modules["torch"]
     if not isinstance(x, torch.Tensor):
         return None
@@ -39,7 +42,7 @@ def adopt(x: Any, what: str, writable: bool, renew: bool) -> Adopted | Array | N
     try:
         if (
             x.is_conj() or x.is_neg()
-        ):  # the view of memory does more than lie there: a copy, and back the same way
+        ):  # a lazily conjugated or negated view: import a copy, and copy it back the same way
             copy = x.resolve_conj().resolve_neg().contiguous()
             return Adopted(_memory(copy), owner=_Back(x) if writable else None)
         array = _memory(x)
@@ -51,7 +54,7 @@ def adopt(x: Any, what: str, writable: bool, renew: bool) -> Adopted | Array | N
 
 
 def _oddity(torch: Any, x: Any) -> tuple[str, str] | None:
-    """Why a tensor has no elements in memory, or none that mean something alone, and the cure."""
+    """Return why a tensor has no elements in memory that mean something alone, and the cure; or None."""
     kind = type(x)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind.__name__ in _CURES:
         cure = _CURES.get(kind.__name__, "give the plain torch.Tensors that it is made of")
@@ -86,7 +89,7 @@ class _Back:
 
 
 def _memory(x: Any) -> Array:
-    """An ndarray over a tensor's memory, which keeps the tensor alive."""
+    """Return an ndarray over a tensor's memory, which keeps the tensor alive."""
     dtype = _dtype_of(x)
     shape = tuple(x.shape)
     if x.numel() == 0:
@@ -98,7 +101,7 @@ def _memory(x: Any) -> Array:
 
 
 class _Interface:
-    """What NumPy asks for an array's memory, and what keeps that alive."""
+    """The array interface of some memory, with the object that keeps it alive."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -118,13 +121,13 @@ def _at(
 
 @lru_cache(maxsize=256)
 def _typestr(dtype: np.dtype[Any]) -> str:
-    """How the array interface names a dtype, or as many bytes for one that it has no name for."""
+    """Return the array interface's name of a dtype, or of as many bytes if it has none."""
     known = dtype.type.__module__ == "numpy" and dtype.names is None
     return dtype.str if known else f"|V{dtype.itemsize}"
 
 
 def _is_backed(x: Any) -> bool:
-    """Whether the storage has all of the elements; `resize_` frees it under its tensors."""
+    """Return whether the storage has all of the elements; `resize_` may have freed it."""
     if x.is_contiguous():
         extent = x.numel()
     else:
@@ -138,23 +141,23 @@ def _dtype_of(x: Any) -> np.dtype[Any]:
 
 # ---- the short path ---------------------------------------------------------------------------------
 #
-# A *header* is an ndarray that says where a tensor's elements are and owns nothing. The same headers serve again for
-# tensors at the same place, so nothing has to be made: 0.5 us, where x.numpy() takes 0.65 and x.detach().numpy() 1.0
-# (2-core AMD EPYC, torch 2.13). That is sound, as a header is looked up by all that it says (address, shape and
-# dtype, asked of the tensor in each call), is used only during a call that holds the tensor, and is never handed out. A
-# memo of tensors would not be: `set_`, `resize_` and `data` move a tensor's elements.
+# A *header* is an ndarray that points to a tensor's elements and owns nothing. A header is reused for tensors at the
+# same address, so that nothing has to be made: 0.5 us, where x.numpy() takes 0.65 and x.detach().numpy() 1.0 (2-core
+# AMD EPYC, torch 2.13). That is safe for three reasons. The key of a header is everything that it contains (address,
+# shape and dtype, asked of the tensor in each call). It is used only during a call that holds the tensor. It is never
+# handed out. A cache keyed by tensors would not be safe: `set_`, `resize_` and `data` move a tensor's elements.
 
 _LARGEST_MEMO = 4096
 
 plain_types: set[type] = set()
-"""Tensor and Parameter, once a tensor was adopted."""
+"""Tensor and Parameter, once a tensor has been imported."""
 
 _headers: dict[Any, Array] = {}
-_complex_headers: dict[Any, Array] = {}  # by themselves, as no other tensors can be conjugated
+_complex_headers: dict[Any, Array] = {}  # separate, because only complex tensors can be conjugated
 
 
 def headers_for(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a compiled call with headers for tensors, also in tuples, as `header_of` gives them."""
+    """Return the arguments of a compiled call with headers for tensors, also in tuples."""
     seen = []
     for x in args:
         if type(x) in plain_types:
@@ -166,7 +169,7 @@ def headers_for(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def header_of(x: Any) -> Any:
-    """A header for a tensor of a plain type; the tensor itself where it needs preparation.
+    """Return a header for a tensor of a plain type, or the tensor itself if it needs preparation.
 
     The caller keeps the tensor alive while the header is used.
     """
@@ -175,7 +178,7 @@ def header_of(x: Any) -> Any:
             place = (x.data_ptr(), x.shape, x.dtype)
             header = _headers.get(place)
             return _new_header(place, x) if header is None else header
-    except RuntimeError:  # no memory, or no shape: the general path says what it is
+    except RuntimeError:  # no memory, or no shape: the general path reports it
         pass
     return x
 

@@ -163,7 +163,7 @@ def instruction(
 
         return made, generate
 
-    define.__signature__ = signature  # Numba folds a call's arguments by it
+    define.__signature__ = signature  # type: ignore[attr-defined]  # Numba folds a call's arguments by it
     return by(define)
 
 

@@ -213,7 +213,8 @@ _FUNCTIONS: dict[int, Callable[..., Any]] = {
     signature.code_of("barrier"): barrier_call, _ALL_REDUCE: all_reduce_call, _REDUCE: reduce_call, _SCAN: scan_call,
     _EXSCAN: exscan_call, _BROADCAST: broadcast_call, _REDUCE_SCATTER: reduce_scatter_call,
     _ALL_GATHER: all_gather_call, _GATHER: gather_call, _SCATTER: scatter_call, _ALL_TO_ALL: all_to_all_call,
-    REDUCE_SCATTER_SPLIT: reduce_scatter_split_call, SPLIT: all_to_all_split_call, SEND: send_call, RECV: receive_call, POST_SEND: post_send_call,
+    REDUCE_SCATTER_SPLIT: reduce_scatter_split_call,
+    SPLIT: all_to_all_split_call, SEND: send_call, RECV: receive_call, POST_SEND: post_send_call,
     POST_RECV: post_receive_call, WAIT: wait_call, TEST: test_call, WAIT_ANY: wait_any_call,
 }  # fmt: skip
 _WORDS = ("int64",) * 6

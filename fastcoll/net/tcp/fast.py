@@ -7,7 +7,7 @@ a message of numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ...arrays.adopted import Adopted
