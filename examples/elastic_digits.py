@@ -1,4 +1,4 @@
-"""The training of digits.py on ranks of which some are killed: those that are left go on, and newcomers join.
+"""The training of digits.py on ranks of which some are killed: those that are left go on, and joiners join.
 
     python examples/elastic_digits.py
     python -m fastcoll.launch -n 4 --min_ranks 2 examples/elastic_digits.py --kill 2:100 3:300
@@ -52,7 +52,7 @@ def main():
     parser.add_argument("--save", help="write the weights to this .npy file")
     options = parser.parse_args()
     kills = [kill.split(":") for kill in options.kill]
-    kills = {int(at) for rank, at in kills if rank == os.environ.get("RANK")}  # a newcomer has no RANK
+    kills = {int(at) for rank, at in kills if rank == os.environ.get("RANK")}  # a joiner has no RANK
 
     x, x_test, y, y_test = train_and_test_sets()
     weights = first_weights(np.random.default_rng(0))

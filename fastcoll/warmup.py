@@ -78,14 +78,14 @@ def all_entries() -> dict[str, Entry]:
 
 def _for_compiled_callers() -> dict[str, Callable[[], object]]:
     """What makes each of the functions that compiled callers call."""
+    from .kernels.c_entries import c_entry_address
     from .kernels.call_frames import handler_address
-    from .kernels.doors import door_address
     from .shm.callers import NATIVE_CALLS, native_call
 
     makers: dict[str, Callable[[], object]] = {
         f"njit.{name}": partial(native_call, op) for op, name in NATIVE_CALLS.items()
     }
-    return {"njit.door": door_address, "jax.door": handler_address} | makers
+    return {"njit.c_entry": c_entry_address, "jax.c_entry": handler_address} | makers
 
 
 def _warm_up(todo: Sequence[str], processes: int) -> int:

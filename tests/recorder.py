@@ -38,7 +38,7 @@ class Recorder(ProcessGroup):
         backend: Any = SimpleNamespace(
             name="shm",
             gate=Gate("recorder", ranks, 1, 5.0),
-            monitor=SimpleNamespace(farewell="", record=None),
+            monitor=SimpleNamespace(exit_reason="", record=None),
             messages=SimpleNamespace(is_entered=lambda: False, poll=lambda: None),
             fast=lambda group: {},
             close=close,

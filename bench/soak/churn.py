@@ -1,7 +1,7 @@
 """Ranks come and are killed at random, and those that are left go on: a world of up to ten that heals itself.
 
 Each process has a number. All agree through a store, epoch by epoch, on who takes part (`agree`), make a group under
-the epoch's name, and reduce until somebody dies, or until newcomers wait in the store for the next epoch. The first
+the epoch's name, and reduce until somebody dies, or until joiners wait in the store for the next epoch. The first
 process is never killed: its memory, descriptors and threads are looked at whenever it is in no group.
 """
 
@@ -160,7 +160,7 @@ def work(fleet: Fleet, place: int, port: int) -> list[tuple[float, int, int, int
 
 
 def _reduce(fleet: Fleet, place: int, store: Store, epoch: int, members: list[int]) -> None:
-    """Reduce until newcomers wait, or all are to leave; the first member tells the others so."""
+    """Reduce until joiners wait, or all are to leave; the first member tells the others so."""
     total, first = sum(members), members[0] == os.getpid()
     for turn in range(1 << 30):
         ends = first and turn % 20 == 0 and (fleet.marks[1] or store.check([f"{epoch + 1}/here"]))

@@ -176,7 +176,7 @@ def load() -> None:
     """Import and load what ranks need, once for all that will be forked."""
     import fastcoll.hybrid.backend
     import fastcoll.net.tcp.entries
-    import fastcoll.rendezvous.ways
+    import fastcoll.rendezvous.methods
     import fastcoll.shm.backend
     import fastcoll.store.tcp_store
     from fastcoll import ReduceOp

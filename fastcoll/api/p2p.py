@@ -446,7 +446,7 @@ class _Received(Work):
         super().__init__(work.describe)
         self._work = work
         self._ranks = ranks
-        # Not by `exception`, which is for whoever wants to know how it ended (Unheard, work.py).
+        # Not by `exception`, which is for whoever wants to know how it ended (UnobservedWorks, work.py).
         work.add_done_callback(lambda _: self.complete(error=work.error))
 
     def wait(self, timeout: Timeout = None) -> bool:

@@ -16,15 +16,15 @@ import numpy as np
 
 from ..errors import ArrayError, UsageError
 from . import columns, jax_arrays, tensors
-from .adopted import Adopted, Array, OnDeviceError, Renewed, finish_all
+from .imported import Array, FunctionalResult, ImportedArray, OnDeviceError, finish_all
 
 __all__ = [
-    "Adopted",
+    "ImportedArray",
     "Array",
     "OnDeviceError",
-    "Renewed",
-    "adopt",
-    "adopt_list",
+    "FunctionalResult",
+    "import_array",
+    "import_list",
     "finish_all",
     "may_overlap",
     "room_like",
@@ -35,17 +35,17 @@ _NEVER_COPY: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__versio
 
 
 # The import function of each library, by the module of the array's type. It returns None for other objects.
-_LIBRARIES: dict[str, Callable[[Any, str, bool, bool], Array | Adopted | None]] = {
-    "torch": tensors.adopt,
-    "jax": jax_arrays.adopt,
-    "jaxlib": jax_arrays.adopt,
+_LIBRARIES: dict[str, Callable[[Any, str, bool, bool], Array | ImportedArray | None]] = {
+    "torch": tensors.import_array,
+    "jax": jax_arrays.import_array,
+    "jaxlib": jax_arrays.import_array,
     "pandas": columns.of_pandas,
     "polars": columns.of_polars,
     "pyarrow": columns.of_arrow,
 }
 
 
-def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) -> Adopted:
+def import_array(x: Any, *, writable: bool, what: str = "tensor", functional: bool = False) -> ImportedArray:
     """Import an array: NumPy's, of a library in `_LIBRARIES`, or with DLPack, array interface or buffer.
 
     Args:
@@ -57,8 +57,8 @@ def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) 
     Raises:
         ArrayError: it is no array, has objects, is not in host memory, or cannot be written to.
     """
-    array = x if type(x) is np.ndarray else _as_ndarray(x, what, writable, renew)
-    if isinstance(array, Adopted):
+    array = x if type(x) is np.ndarray else _as_ndarray(x, what, writable, functional)
+    if isinstance(array, ImportedArray):
         return array
     if array.dtype.hasobject:
         raise ArrayError(
@@ -71,21 +71,26 @@ def adopt(x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) 
             f"{what} is a read-only {_describe(array)}, and the result goes there; give a writable copy of it"
         )
     if flags.c_contiguous and flags.aligned:
-        return Adopted(array)
+        return ImportedArray(array)
     if not writable:
-        return Adopted(array.copy(order="C"))
+        return ImportedArray(array.copy(order="C"))
     if may_overlap(array.shape, array.strides, array.itemsize):
         raise ArrayError(
             f"{what} is a {_describe(array)} with strides {array.strides}, so that elements share memory, "
             "and the result goes there; give a copy of it"
         )
-    return Adopted(array.copy(order="C"), owner=array)
+    return ImportedArray(array.copy(order="C"), owner=array)
 
 
-def adopt_list(
-    xs: Sequence[Any], n: int, *, writable: bool, what: str, adopt: Callable[..., Adopted] = adopt
-) -> list[Adopted]:
-    """Import a list of exactly `n` arrays, one per rank, each with `adopt`.
+def import_list(
+    xs: Sequence[Any],
+    n: int,
+    *,
+    writable: bool,
+    what: str,
+    import_array: Callable[..., ImportedArray] = import_array,
+) -> list[ImportedArray]:
+    """Import a list of exactly `n` arrays, one per rank, each with `import_array`.
 
     Error messages contain an item's index.
     """
@@ -93,10 +98,10 @@ def adopt_list(
         raise UsageError(f"{what} must be a list of {n} arrays, got {type(xs).__name__}")
     if len(xs) != n:
         raise UsageError(f"{what} must have {n} arrays, one a rank, got {len(xs)}")
-    return [adopt(x, writable=writable, what=f"{what}[{index}]") for index, x in enumerate(xs)]
+    return [import_array(x, writable=writable, what=f"{what}[{index}]") for index, x in enumerate(xs)]
 
 
-def room_like(x: Any, adopted: Array, shape: Sequence[int]) -> Renewed:
+def room_like(x: Any, imported: Array, shape: Sequence[int]) -> FunctionalResult:
     """Allocate host memory for an array like x, imported as `adopted`.
 
     `finish` makes an array of x's library; for most libraries, a NumPy array.
@@ -104,18 +109,18 @@ def room_like(x: Any, adopted: Array, shape: Sequence[int]) -> Renewed:
     library = set(_libraries(x))
     if "torch" in library:
         tensor = x.new_empty(tuple(shape))
-        return Renewed(adopt(tensor, writable=True).array, lambda _: tensor)
-    array = np.empty(shape, adopted.dtype)
+        return FunctionalResult(import_array(tensor, writable=True).array, lambda _: tensor)
+    array = np.empty(shape, imported.dtype)
     if library & {"jax", "jaxlib"}:
-        return Renewed(array, partial(jax_arrays.from_numpy, sharding=x.sharding, dtype=x.dtype))
-    return Renewed(array, lambda same: same)
+        return FunctionalResult(array, partial(jax_arrays.from_numpy, sharding=x.sharding, dtype=x.dtype))
+    return FunctionalResult(array, lambda same: same)
 
 
 def _libraries(x: Any) -> list[str]:
     return [kind.__module__.partition(".")[0] for kind in type(x).__mro__]
 
 
-def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopted:
+def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | ImportedArray:
     """Return any array that is not exactly an ndarray as one over the same memory, or imported."""
     if isinstance(x, np.ma.MaskedArray):
         raise ArrayError(
@@ -130,7 +135,7 @@ def _as_ndarray(x: Any, what: str, writable: bool, renew: bool) -> Array | Adopt
             )
         return np.asarray(x)
     library = next((name for name in _libraries(x) if name in _LIBRARIES), None)
-    if library and (known := _LIBRARIES[library](x, what, writable, renew)) is not None:
+    if library and (known := _LIBRARIES[library](x, what, writable, functional)) is not None:
         return known
     if hasattr(x, "__cuda_array_interface__"):
         raise OnDeviceError(what, type(x).__name__)

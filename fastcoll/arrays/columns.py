@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArrayError
-from .adopted import Array
+from .imported import Array
 
 _PANDAS_CURES = (  # by a part of the dtype's name
     ("category", "give x.cat.codes, and send the categories once"),
@@ -23,7 +23,7 @@ _PANDAS_CURES = (  # by a part of the dtype's name
 )
 
 
-def of_pandas(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
+def of_pandas(x: Any, what: str, writable: bool, functional: bool) -> Array | None:
     """Import a Series, an Index or another of pandas' arrays; return None for other objects."""
     pandas = sys.modules["pandas"]
     if isinstance(x, pandas.DataFrame):
@@ -60,7 +60,7 @@ def _elements_of_pandas(pandas: Any, x: Any, what: str) -> Array:
     return array
 
 
-def of_arrow(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
+def of_arrow(x: Any, what: str, writable: bool, functional: bool) -> Array | None:
     """Import an Array, a ChunkedArray of at most one chunk, or a Tensor.
 
     Returns None for other objects, such as a buffer.
@@ -101,7 +101,7 @@ def _elements_of_arrow(x: Any, what: str, unpacked: str, whole: str) -> Array:
     return array
 
 
-def of_polars(x: Any, what: str, writable: bool, renew: bool) -> Array | None:
+def of_polars(x: Any, what: str, writable: bool, functional: bool) -> Array | None:
     """Import a Series; return None for other objects."""
     polars = sys.modules["polars"]
     if isinstance(x, polars.DataFrame | polars.LazyFrame):

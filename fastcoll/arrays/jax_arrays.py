@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArrayError
-from .adopted import Array, Renewed
+from .imported import Array, FunctionalResult
 
 
-def adopt(x: Any, what: str, writable: bool, renew: bool) -> Renewed | Array | None:
+def import_array(x: Any, what: str, writable: bool, functional: bool) -> FunctionalResult | Array | None:
     """Import a JAX array in host memory; return None for other objects and other devices.
 
     An array without elements here is rejected. So is an array that the call writes, unless the call can `renew` it:
@@ -37,18 +37,18 @@ def adopt(x: Any, what: str, writable: bool, renew: bool) -> Renewed | Array | N
         )
     if next(iter(x.devices())).platform != "cpu":
         return None
-    if writable and not renew:
+    if writable and not functional:
         raise ArrayError(
             f"{what} is a JAX array, which is immutable, and the result goes there; give a NumPy array, "
             "e.g. numpy.empty(x.shape, x.dtype), and make jax.numpy.asarray of it afterwards"
         )
     # Waits for the computation. No copy on the CPU, for any dtype; DLPack supports fewer.
     array = np.asarray(x)
-    if not renew:
+    if not functional:
         return array
     if not writable:
-        return Renewed(np.ascontiguousarray(array), lambda same: x)
-    return Renewed(array.copy(order="C"), partial(from_numpy, sharding=x.sharding, dtype=x.dtype))
+        return FunctionalResult(np.ascontiguousarray(array), lambda same: x)
+    return FunctionalResult(array.copy(order="C"), partial(from_numpy, sharding=x.sharding, dtype=x.dtype))
 
 
 def from_numpy(array: Array, sharding: Any, dtype: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArrayError
-from .adopted import Adopted, Array, OnDeviceError
 from .dtypes import dtype_of
+from .imported import Array, ImportedArray, OnDeviceError
 
 _CURES = {
     "AsyncCollectiveTensor": "give x.wait()",
@@ -26,7 +26,7 @@ _CURES = {
 }
 
 
-def adopt(x: Any, what: str, writable: bool, renew: bool) -> Adopted | Array | None:
+def import_array(x: Any, what: str, writable: bool, functional: bool) -> ImportedArray | Array | None:
     """Import a tensor in host memory; return None for other objects.
 
     A tensor without array-like elements in memory is rejected.
@@ -44,7 +44,7 @@ def adopt(x: Any, what: str, writable: bool, renew: bool) -> Adopted | Array | N
             x.is_conj() or x.is_neg()
         ):  # a lazily conjugated or negated view: import a copy, and copy it back the same way
             copy = x.resolve_conj().resolve_neg().contiguous()
-            return Adopted(_memory(copy), owner=_Back(x) if writable else None)
+            return ImportedArray(_memory(copy), owner=_Back(x) if writable else None)
         array = _memory(x)
     except RuntimeError as error:
         raise _refusal(what, x, f"has no memory of its own ({error})", "give a tensor with data") from error

@@ -26,7 +26,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
 
 
-class Shape(NamedTuple):
+class CaseShape(NamedTuple):
     """What the table must know of an operation; sizes and factors as in nccl-tests."""
 
     rounds: int  # how often a link must carry all parts but a rank's own; 0: it carries the size once
@@ -40,17 +40,17 @@ class Shape(NamedTuple):
         return self.rounds * (ranks - 1) / ranks if self.rounds else 1.0
 
 
-def _shape_of(kind: Kind) -> Shape:
+def _shape_of(kind: Kind) -> CaseShape:
     rounds = 1 if kind.has_blocks else 2 if kind.reduces and not kind.root else 0
-    return Shape(rounds, kind.has_blocks, kind.reduces, bool(kind.root), kind.form != NO_ARRAY)
+    return CaseShape(rounds, kind.has_blocks, kind.reduces, bool(kind.root), kind.form != NO_ARRAY)
 
 
 _LEFT_OUT = ("scan", "exscan", "refused", "monitored_barrier")  # nccl-tests has no figures for the first two
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, CaseShape] = {
     **{name: _shape_of(kind) for name, kind in KINDS.items() if name in NATIVE and name not in _LEFT_OUT},
-    "sendrecv": Shape(0),
-    "update_all_reduce": Shape(2, reduces=True),
-    "update_symmetric_all_reduce": Shape(2, reduces=True),
+    "sendrecv": CaseShape(0),
+    "update_all_reduce": CaseShape(2, reduces=True),
+    "update_symmetric_all_reduce": CaseShape(2, reduces=True),
 }
 """The operations that can be measured: the kinds of core/operations.py, and three that are made of several calls."""
 

@@ -1,7 +1,7 @@
 """fastcoll's functions inside numba.njit: the same names and arguments, in nopython code.
 
 Each overload looks at the arguments' types, refuses by TypingError what cannot be, and returns what is compiled: pack
-arrays that are not contiguous, call the door (kernels/doors.py), and raise what that has kept. What only a running
+arrays that are not contiguous, call the door (kernels/c_entries.py), and raise what that has kept. What only a running
 program can see, such as sizes that do not fit, is refused by the door too (REFUSED), so that the peers are told.
 
 Importing this registers the overloads. Numba does so by an entry point, as it first meets a function or an object of
@@ -26,16 +26,17 @@ from ..core.operands import ANY_TAG, LARGEST_TAG
 from ..core.reduce_op import ReduceOp
 from ..errors import UsageError
 from ..job import groups
-from ..kernels import doors as d
+from ..kernels import c_entries as d
 from ..p2p.pipe import ANY
 from ..p2p.transfers import DTYPE_BITS
-from . import rows
+from . import descriptors
 from .keywords import refuse_lost
 from .numba_types import (
     ANY_SENDER,
     NO_SENDER,
     Raised,
-    call_door,
+    call_c_entry,
+    descriptor_of,
     held,
     integer_of,
     is_none,
@@ -44,15 +45,14 @@ from .numba_types import (
     op_word_of,
     place_of,
     refresh,
-    row_of,
     word,
     words_of,
 )
 from .numba_types import work as work_type
 
-_OP_SHIFT, _FOREIGN = signature.OP_SHIFT, rows.FOREIGN
+_OP_SHIFT, _FOREIGN = signature.OP_SHIFT, descriptors.FOREIGN
 _SIZE, _RANK, _RANKS = d.SIZE, d.RANK, d.RANKS
-_SPLIT, _SEND, _RECV, _REFUSED, _SPLITS = d.SPLIT, d.SEND, d.RECV, signature.REFUSED, rows.SPLITS
+_SPLIT, _SEND, _RECV, _REFUSED, _SPLITS = d.SPLIT, d.SEND, d.RECV, signature.REFUSED, descriptors.SPLITS
 _REDUCE_SCATTER_SPLIT = d.REDUCE_SCATTER_SPLIT
 _POST_SEND, _POST_RECV, _WAIT, _TEST, _WAIT_ANY = d.POST_SEND, d.POST_RECV, d.WAIT, d.TEST, d.WAIT_ANY
 _BARRIER = signature.code_of("barrier")
@@ -64,11 +64,11 @@ _SUM = ReduceOp.SUM
 
 
 @register_jitable
-def _row(group):
-    row = row_of(group)
-    if row == 0:
+def _descriptor(group):
+    descriptor = descriptor_of(group)
+    if descriptor == 0:
         raise ImportError("fastcoll cannot be used; what was printed says why")
-    return row
+    return descriptor
 
 
 @register_jitable
@@ -79,38 +79,38 @@ def _done(found):
 
 
 @register_jitable
-def _size(row):
+def _size(descriptor):
     """How many ranks there are; -1 outside the group."""
-    if word(row, _SIZE) == 0:
-        _done(call_door(row, 0, None, None, 0, 0, 0))
-    return word(row, _SIZE)
+    if word(descriptor, _SIZE) == 0:
+        _done(call_c_entry(descriptor, 0, None, None, 0, 0, 0))
+    return word(descriptor, _SIZE)
 
 
 @register_jitable
-def _expect(row, code, count, expected):
+def _expect(descriptor, code, count, expected):
     """Refuse a call whose second array has `count` elements, and not as many as `expected`."""
-    if count != expected and word(row, _SIZE) > 0:
-        _done(call_door(row, _REFUSED, None, None, count, code, expected))
+    if count != expected and word(descriptor, _SIZE) > 0:
+        _done(call_c_entry(descriptor, _REFUSED, None, None, count, code, expected))
 
 
 @register_jitable
-def _local(row, rank):
+def _local(descriptor, rank):
     """A global rank as a rank in the group."""
-    ranks = word(row, _RANKS)
+    ranks = word(descriptor, _RANKS)
     if ranks == 0:
         return rank
-    for k in range(word(row, _SIZE)):
+    for k in range(word(descriptor, _SIZE)):
         if word(ranks, k) == rank:
             return k
     return _FOREIGN + rank
 
 
 @register_jitable
-def _global(row, rank):
+def _global(descriptor, rank):
     """And the other way round; -1 outside the group."""
-    if word(row, _SIZE) < 0:
+    if word(descriptor, _SIZE) < 0:
         return -1
-    return rank if word(row, _RANKS) == 0 else word(word(row, _RANKS), rank)
+    return rank if word(descriptor, _RANKS) == 0 else word(word(descriptor, _RANKS), rank)
 
 
 @register_jitable
@@ -163,7 +163,7 @@ def _called(name: str, x: Any, async_op: Any, writes: bool = True, what: str = "
     """An operation's code, and its call word without the reduce operation."""
     _waits(async_op)
     dtype = _array(x, what, writes)
-    return signature.code_of(name), _known(lambda: rows.call_word(name, dtype))
+    return signature.code_of(name), _known(lambda: descriptors.call_word(name, dtype))
 
 
 def _known(make: Callable[[], int]) -> int:
@@ -208,8 +208,8 @@ def _one_of(what: str, rank: Any, group_rank: Any, default: bool = False) -> boo
 
 
 @register_jitable
-def _other(row, rank, group_rank, by_group):
-    return integer_of(group_rank) if by_group else _local(row, integer_of(rank))
+def _other(descriptor, rank, group_rank, by_group):
+    return integer_of(group_rank) if by_group else _local(descriptor, integer_of(rank))
 
 
 def _alike(x: Any, y: Any, name: str, other: str) -> None:
@@ -221,7 +221,7 @@ def _alike(x: Any, y: Any, name: str, other: str) -> None:
 
 
 @register_jitable
-def _split(row, code, table, sizes, rows, nbytes):
+def _split(descriptor, code, table, sizes, rows, nbytes):
     """Write the bytes of each block into the table; refuse split sizes that do not fit."""
     total, fits, width = np.int64(0), len(sizes) == len(table), nbytes // max(1, rows)
     if fits:
@@ -230,13 +230,13 @@ def _split(row, code, table, sizes, rows, nbytes):
             fits &= 0 <= size <= rows
             total += size
             table[k] = size * width
-    if not (fits and total == rows) and word(row, _SIZE) > 0:
-        _done(call_door(row, _REFUSED, None, None, total, code | _SPLITS, rows))
+    if not (fits and total == rows) and word(descriptor, _SIZE) > 0:
+        _done(call_c_entry(descriptor, _REFUSED, None, None, total, code | _SPLITS, rows))
 
 
 @register_jitable
-def _split_equally(row, code, table, sizes, rows, nbytes):
-    _split(row, code, table, np.full(len(table), rows // len(table)), rows, nbytes)
+def _split_equally(descriptor, code, table, sizes, rows, nbytes):
+    _split(descriptor, code, table, np.full(len(table), rows // len(table)), rows, nbytes)
 
 
 def _splitting(sizes: Any, name: str, *arrays: Any) -> Any:
@@ -261,7 +261,7 @@ def _in_place(name: str, tensor: Any, async_op: Any) -> Any:
         know_dtype(tensor)
         x, nbytes, back = pack(tensor)
         call = base | op_word_of(op) << _OP_SHIFT
-        _done(call_door(_row(group), code, x, None, nbytes, call, 0))
+        _done(call_c_entry(_descriptor(group), code, x, None, nbytes, call, 0))
         put(back, x)
 
     return impl
@@ -291,8 +291,12 @@ def _reduce(tensor, dst=None, op=_SUM, group=None, async_op=False, group_dst=Non
     def impl(tensor, dst=None, op=_SUM, group=None, async_op=False, group_dst=None):
         know_dtype(tensor)
         x, nbytes, back = pack(tensor)
-        row, call = _row(group), base | op_word_of(op) << _OP_SHIFT
-        _done(call_door(row, code, x, None, nbytes, call, _other(row, dst, group_dst, by_group)))
+        descriptor, call = _descriptor(group), base | op_word_of(op) << _OP_SHIFT
+        _done(
+            call_c_entry(
+                descriptor, code, x, None, nbytes, call, _other(descriptor, dst, group_dst, by_group)
+            )
+        )
         put(back, x)
 
     return impl
@@ -311,12 +315,12 @@ def _reduce_scatter_tensor(output, input, op=_SUM, group=None, async_op=False, i
             know_dtype(output)
             length = len(input)
             (x, nbytes, _), (out, room, back) = pack_input(input), pack(output)
-            row, call = _row(group), base | op_word_of(op) << _OP_SHIFT
-            size = max(1, _size(row))
+            descriptor, call = _descriptor(group), base | op_word_of(op) << _OP_SHIFT
+            size = max(1, _size(descriptor))
             table = np.empty(size + 1, np.int64)
-            list_sizes(row, code, table[:size], input_split_sizes, length, nbytes)
+            list_sizes(descriptor, code, table[:size], input_split_sizes, length, nbytes)
             table[size] = room
-            _done(call_door(row, _REDUCE_SCATTER_SPLIT, x, out, table, call, 0))
+            _done(call_c_entry(descriptor, _REDUCE_SCATTER_SPLIT, x, out, table, call, 0))
             put(back, out)
 
         return split
@@ -325,9 +329,9 @@ def _reduce_scatter_tensor(output, input, op=_SUM, group=None, async_op=False, i
         know_dtype(output)
         count, whole = output.size, input.size
         (x, _, _), (out, nbytes, back) = pack_input(input), pack(output)
-        row, call = _row(group), base | op_word_of(op) << _OP_SHIFT
-        _expect(row, code, whole, _size(row) * count)
-        _done(call_door(row, code, x, out, nbytes, call, 0))
+        descriptor, call = _descriptor(group), base | op_word_of(op) << _OP_SHIFT
+        _expect(descriptor, code, whole, _size(descriptor) * count)
+        _done(call_c_entry(descriptor, code, x, out, nbytes, call, 0))
         put(back, out)
 
     return impl
@@ -345,8 +349,12 @@ def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     def impl(tensor, src=None, group=None, async_op=False, group_src=None):
         know_dtype(tensor)
         x, nbytes, back = pack(tensor)
-        row = _row(group)
-        _done(call_door(row, code, x, None, nbytes, base, _other(row, src, group_src, by_group)))
+        descriptor = _descriptor(group)
+        _done(
+            call_c_entry(
+                descriptor, code, x, None, nbytes, base, _other(descriptor, src, group_src, by_group)
+            )
+        )
         put(back, x)
 
     return impl
@@ -363,9 +371,9 @@ def _all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fa
         know_dtype(output_tensor)
         count, whole = input_tensor.size, output_tensor.size
         (x, nbytes, _), (out, _, back) = pack_input(input_tensor), pack(output_tensor)
-        row = _row(group)
-        _expect(row, code, whole, _size(row) * count)
-        _done(call_door(row, code, x, out, nbytes, base, 0))
+        descriptor = _descriptor(group)
+        _expect(descriptor, code, whole, _size(descriptor) * count)
+        _done(call_c_entry(descriptor, code, x, out, nbytes, base, 0))
         put(back, out)
 
     return impl
@@ -382,10 +390,10 @@ def _gather_single(tensor, gather_tensor=None, dst=None, group=None, async_op=Fa
             know_dtype(tensor)
             count = tensor.size
             x, nbytes, _ = pack_input(tensor)
-            row = _row(group)
-            size, root = _size(row), _other(row, dst, group_dst, by_group)
-            _expect(row, code, 0, (size if root == word(row, _RANK) else 0) * max(1, count))
-            _done(call_door(row, code, x, None, nbytes, base, root))
+            descriptor = _descriptor(group)
+            size, root = _size(descriptor), _other(descriptor, dst, group_dst, by_group)
+            _expect(descriptor, code, 0, (size if root == word(descriptor, _RANK) else 0) * max(1, count))
+            _done(call_c_entry(descriptor, code, x, None, nbytes, base, root))
 
         return alone
     _array(gather_tensor, "gather_tensor", True)
@@ -396,11 +404,11 @@ def _gather_single(tensor, gather_tensor=None, dst=None, group=None, async_op=Fa
         know_dtype(tensor)
         count, whole = tensor.size, gather_tensor.size
         (x, nbytes, _), (out, _, back) = pack_input(tensor), pack(gather_tensor)
-        row = _row(group)
-        size, root = _size(row), _other(row, dst, group_dst, by_group)
-        _expect(row, code, whole, size * count if root == word(row, _RANK) else whole)
-        _done(call_door(row, code, x, out, nbytes, base, root))
-        if root == word(row, _RANK):
+        descriptor = _descriptor(group)
+        size, root = _size(descriptor), _other(descriptor, dst, group_dst, by_group)
+        _expect(descriptor, code, whole, size * count if root == word(descriptor, _RANK) else whole)
+        _done(call_c_entry(descriptor, code, x, out, nbytes, base, root))
+        if root == word(descriptor, _RANK):
             put(back, out)
 
     return impl
@@ -417,10 +425,10 @@ def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=
             know_dtype(tensor)
             count = tensor.size
             out, nbytes, back = pack(tensor)
-            row = _row(group)
-            size, root = _size(row), _other(row, src, group_src, by_group)
-            _expect(row, code, 0, (size if root == word(row, _RANK) else 0) * max(1, count))
-            _done(call_door(row, code, None, out, nbytes, base, root))
+            descriptor = _descriptor(group)
+            size, root = _size(descriptor), _other(descriptor, src, group_src, by_group)
+            _expect(descriptor, code, 0, (size if root == word(descriptor, _RANK) else 0) * max(1, count))
+            _done(call_c_entry(descriptor, code, None, out, nbytes, base, root))
             put(back, out)
 
         return alone
@@ -432,10 +440,10 @@ def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=
         know_dtype(tensor)
         count, whole = tensor.size, scatter_tensor.size
         (out, nbytes, back), (x, _, _) = pack(tensor), pack_input(scatter_tensor)
-        row = _row(group)
-        size, root = _size(row), _other(row, src, group_src, by_group)
-        _expect(row, code, whole, size * count if root == word(row, _RANK) else whole)
-        _done(call_door(row, code, x, out, nbytes, base, root))
+        descriptor = _descriptor(group)
+        size, root = _size(descriptor), _other(descriptor, src, group_src, by_group)
+        _expect(descriptor, code, whole, size * count if root == word(descriptor, _RANK) else whole)
+        _done(call_c_entry(descriptor, code, x, out, nbytes, base, root))
         put(back, out)
 
     return impl
@@ -459,12 +467,12 @@ def _all_to_all_single(
             know_dtype(output)
             given, taken = len(input), len(output)
             (x, nbytes, _), (out, room, back) = pack_input(input), pack(output)
-            row = _row(group)
-            size = max(1, _size(row))
+            descriptor = _descriptor(group)
+            size = max(1, _size(descriptor))
             table = np.empty(2 * size, np.int64)
-            inputs(row, code, table[:size], input_split_sizes, given, nbytes)
-            outputs(row, code, table[size:], output_split_sizes, taken, room)
-            _done(call_door(row, _SPLIT, x, out, table, base, 0))
+            inputs(descriptor, code, table[:size], input_split_sizes, given, nbytes)
+            outputs(descriptor, code, table[size:], output_split_sizes, taken, room)
+            _done(call_c_entry(descriptor, _SPLIT, x, out, table, base, 0))
             put(back, out)
 
         return split
@@ -473,11 +481,11 @@ def _all_to_all_single(
         know_dtype(output)
         given, taken, taken_rows = input.size, output.size, len(output)
         (x, nbytes, _), (out, _, back) = pack_input(input), pack(output)
-        row = _row(group)
-        size = max(1, _size(row))
-        _expect(row, code, taken, given)
-        _expect(row, code, taken_rows, taken_rows // size * size)
-        _done(call_door(row, code, x, out, nbytes // size, base, 0))
+        descriptor = _descriptor(group)
+        size = max(1, _size(descriptor))
+        _expect(descriptor, code, taken, given)
+        _expect(descriptor, code, taken_rows, taken_rows // size * size)
+        _done(call_c_entry(descriptor, code, x, out, nbytes // size, base, 0))
         put(back, out)
 
     return impl
@@ -495,7 +503,7 @@ def _barrier(group=None, async_op=False, device_ids=None, timeout=None):
         )
 
     def impl(group=None, async_op=False, device_ids=None, timeout=None):
-        _done(call_door(_row(group), _BARRIER, None, None, 0, _BARRIER_WORD, 0))
+        _done(call_c_entry(_descriptor(group), _BARRIER, None, None, 0, _BARRIER_WORD, 0))
 
     return impl
 
@@ -503,7 +511,7 @@ def _barrier(group=None, async_op=False, device_ids=None, timeout=None):
 def _message(tensor: Any, writes: bool) -> int:
     _callable_here()
     dtype = _array(tensor, "tensor", writes)
-    return _known(lambda: rows.message_word(0, dtype))
+    return _known(lambda: descriptors.message_word(0, dtype))
 
 
 @register_jitable
@@ -520,9 +528,9 @@ def _send(tensor, dst=None, group=None, tag=0, group_dst=None):
     def impl(tensor, dst=None, group=None, tag=0, group_dst=None):
         know_dtype(tensor)
         x, nbytes, _ = pack(tensor)
-        row = _row(group)
-        peer = _other(row, dst, group_dst, by_group)
-        _done(call_door(row, _SEND, x, None, nbytes, _kind(kind, tag), peer))
+        descriptor = _descriptor(group)
+        peer = _other(descriptor, dst, group_dst, by_group)
+        _done(call_c_entry(descriptor, _SEND, x, None, nbytes, _kind(kind, tag), peer))
 
     return impl
 
@@ -536,11 +544,11 @@ def _recv(tensor, src=None, group=None, tag=0, group_src=None):
     def impl(tensor, src=None, group=None, tag=0, group_src=None):
         know_dtype(tensor)
         x, nbytes, back = pack(tensor)
-        row = _row(group)
-        peer = ANY if any_rank else _other(row, src, group_src, by_group)
-        found = _done(call_door(row, _RECV, x, None, nbytes, _kind(kind, tag), peer))
+        descriptor = _descriptor(group)
+        peer = ANY if any_rank else _other(descriptor, src, group_src, by_group)
+        found = _done(call_c_entry(descriptor, _RECV, x, None, nbytes, _kind(kind, tag), peer))
         put(back, x)
-        return _global(row, found)
+        return _global(descriptor, found)
 
     return impl
 
@@ -559,11 +567,11 @@ def _copy_of(x):
 
 
 @register_jitable
-def _sent(row, x, kind, peer):
+def _sent(descriptor, x, kind, peer):
     """Post a message; return the number of its request, which holds the array."""
     nbytes = x.size * x.itemsize
     data, owner = held(x)
-    return _done(call_door(row, _POST_SEND, data, owner, nbytes, kind, peer))
+    return _done(call_c_entry(descriptor, _POST_SEND, data, owner, nbytes, kind, peer))
 
 
 @overload(p2p.isend)
@@ -574,9 +582,9 @@ def _isend(tensor, dst=None, group=None, tag=0, group_dst=None):
 
     def impl(tensor, dst=None, group=None, tag=0, group_dst=None):
         know_dtype(tensor)
-        row = _row(group)
-        peer = _other(row, dst, group_dst, by_group)
-        return new_work(row, _sent(row, contiguous(tensor), _kind(kind, tag), peer), NO_SENDER)
+        descriptor = _descriptor(group)
+        peer = _other(descriptor, dst, group_dst, by_group)
+        return new_work(descriptor, _sent(descriptor, contiguous(tensor), _kind(kind, tag), peer), NO_SENDER)
 
     return impl
 
@@ -590,13 +598,13 @@ def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
 
     def impl(tensor, src=None, group=None, tag=0, group_src=None):
         know_dtype(tensor)
-        row = _row(group)
-        peer = ANY if any_rank else _other(row, src, group_src, by_group)
+        descriptor = _descriptor(group)
+        peer = ANY if any_rank else _other(descriptor, src, group_src, by_group)
         nbytes = tensor.size * tensor.itemsize
         data, owner = held(tensor)
-        number = _done(call_door(row, _POST_RECV, data, owner, nbytes, _kind(kind, tag), peer))
-        sender = ANY_SENDER if any_rank else _global(row, peer) if by_group else integer_of(src)
-        return new_work(row, number, sender)
+        number = _done(call_c_entry(descriptor, _POST_RECV, data, owner, nbytes, _kind(kind, tag), peer))
+        sender = ANY_SENDER if any_rank else _global(descriptor, peer) if by_group else integer_of(src)
+        return new_work(descriptor, number, sender)
 
     return impl
 
@@ -615,8 +623,8 @@ def _sendrecv(input, dst, output, src=None, group=None, send_tag=0, recv_tag=0):
 @register_jitable
 def _wait(work):
     """Wait for a request; return the sender's rank in the group."""
-    row, number, _ = words_of(work)
-    return _done(call_door(row, _WAIT, number, None, 0, 0, 0)) if number else 0
+    descriptor, number, _ = words_of(work)
+    return _done(call_c_entry(descriptor, _WAIT, number, None, 0, 0, 0)) if number else 0
 
 
 @overload_method(type(work_type), "wait")
@@ -634,8 +642,8 @@ def _work_wait(work, timeout=None):
 @overload_method(type(work_type), "is_completed")
 def _work_is_completed(work):
     def impl(work):
-        row, number, _ = words_of(work)
-        return number == 0 or _done(call_door(row, _TEST, number, None, 0, 0, 0)) != 0
+        descriptor, number, _ = words_of(work)
+        return number == 0 or _done(call_c_entry(descriptor, _TEST, number, None, 0, 0, 0)) != 0
 
     return impl
 
@@ -643,10 +651,10 @@ def _work_is_completed(work):
 @overload_method(type(work_type), "source_rank")
 def _work_source_rank(work):
     def impl(work):
-        row, _, sender = words_of(work)
+        descriptor, _, sender = words_of(work)
         found = _wait(work)
         if sender == ANY_SENDER:
-            return _global(row, found)
+            return _global(descriptor, found)
         return sender if sender >= 0 else -1
 
     return impl
@@ -676,13 +684,13 @@ def _waitany(works):
         count = len(works)
         if count == 0:
             raise ValueError("waitany: there is no operation; give at least one Work")
-        table, row = np.empty(2 * count, np.int64), np.int64(0)
+        table, descriptor = np.empty(2 * count, np.int64), np.int64(0)
         for index in range(count):
-            row, number, _ = words_of(works[index])
+            descriptor, number, _ = words_of(works[index])
             if number == 0:
                 return index
-            table[index], table[count + index] = number, row
-        return _done(call_door(row, _WAIT_ANY, table, None, count, 0, 0))
+            table[index], table[count + index] = number, descriptor
+        return _done(call_c_entry(descriptor, _WAIT_ANY, table, None, count, 0, 0))
 
     return impl
 
@@ -690,9 +698,9 @@ def _waitany(works):
 @overload(groups.get_rank)
 def _get_rank(group=None):
     def impl(group=None):
-        row = _row(group)
-        _size(row)
-        return word(row, _RANK)
+        descriptor = _descriptor(group)
+        _size(descriptor)
+        return word(descriptor, _RANK)
 
     return impl
 
@@ -700,7 +708,7 @@ def _get_rank(group=None):
 @overload(groups.get_world_size)
 def _get_world_size(group=None):
     def impl(group=None):
-        return _size(_row(group))
+        return _size(_descriptor(group))
 
     return impl
 

@@ -2,7 +2,7 @@
 
     value                    in compiled code
     group, GroupMember       the address of its row (rows.py)
-    None in a group's place  the address of the world's row, asked for once a library of compiled code (`world_row`)
+    None in a group's place  the address of the world's row, asked for once a library of compiled code (`world_descriptor`)
     ReduceOp                 its `op_word`
 
 Code that Numba keeps on the disk may be run by any process, and later by another fastcoll: nothing of a process is in
@@ -33,9 +33,9 @@ from ..core.operations import OPERATIONS
 from ..core.reduce_op import CUSTOM, PREMUL_SUM, ReduceOp
 from ..errors import UsageError
 from ..job.groups import NonMember
-from ..kernels import doors as d
+from ..kernels import c_entries as d
 from ..p2p import handles
-from . import rows
+from . import descriptors
 
 WORD = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
@@ -48,7 +48,7 @@ LAYOUT = zlib.crc32(
             d.RANK,
             d.SIZE,
             d.RANKS,
-            d.DOOR,
+            d.C_ENTRY,
             d.REDUCE_SCATTER_SPLIT,
             d.SPLIT,
             d.SEND,
@@ -57,7 +57,7 @@ LAYOUT = zlib.crc32(
             OPERATIONS,
             CUSTOM,
             NUMPY,
-            rows.FOREIGN,
+            descriptors.FOREIGN,
         )
     ).encode()
 )
@@ -68,23 +68,23 @@ class Raised(Exception):
     """What compiled code raises: as Python makes an instance, it is the exception that was kept."""
 
     def __new__(cls, *args: Any) -> Raised:
-        error = rows.take_error()
+        error = descriptors.take_error()
         if error is not None:
             raise error
         return super().__new__(cls, *args)
 
 
-def row_for(group: Any, layout: int) -> int:
+def descriptor_for(group: Any, layout: int) -> int:
     """The address of a group's row, for code that was compiled for rows of this layout."""
     if layout != LAYOUT:
         raise UsageError(
             "this code was compiled with another fastcoll; delete what Numba has kept (__pycache__)"
         )
-    return rows.row(group)
+    return descriptors.group_descriptor(group)
 
 
-def world_row(layout: int) -> int:
-    return row_for(None, layout)
+def world_descriptor(layout: int) -> int:
+    return descriptor_for(None, layout)
 
 
 # ---- reduce operations ------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def _typeof_reduce_op(op: ReduceOp, context: Any) -> types.Type:
 
 def _refused(op: ReduceOp) -> str:
     try:
-        rows.op_word(op)
+        descriptors.op_word(op)
     except UsageError as error:
         return str(error)
     return ""
@@ -129,7 +129,7 @@ def _refused(op: ReduceOp) -> str:
 
 @unbox(_ReduceOp)
 def _unbox_reduce_op(kind: Any, value: Any, c: Any) -> NativeValue:
-    return _asked_of(c, rows.op_word, (value,))
+    return _asked_of(c, descriptors.op_word, (value,))
 
 
 def _asked_of(c: Any, function: Any, values: Sequence[Any]) -> NativeValue:
@@ -147,7 +147,7 @@ def _asked_of(c: Any, function: Any, values: Sequence[Any]) -> NativeValue:
 
 def _constant_word(op: ReduceOp) -> Any:
     """Of a custom operation only the code, by which this process knows it, and another one may not."""
-    return WORD(rows.op_word(op) & 0xFFFF)
+    return WORD(descriptors.op_word(op) & 0xFFFF)
 
 
 @lower_constant(_ReduceOp)
@@ -205,7 +205,7 @@ def _typeof_group(given: Any, context: Any) -> types.Type:
 @unbox(_Group)
 def _unbox_group(kind: Any, value: Any, c: Any) -> NativeValue:
     layout = c.pyapi.long_from_longlong(WORD(LAYOUT))
-    found = _asked_of(c, row_for, (value, layout))
+    found = _asked_of(c, descriptor_for, (value, layout))
     c.pyapi.decref(layout)
     return found
 
@@ -235,7 +235,7 @@ class _WorkModel(models.StructModel):
 
 
 @intrinsic
-def new_work(typing_context, row, number, sender):
+def new_work(typing_context, descriptor, number, sender):
     def emit(context, builder, made, args):
         value = ir.Constant(context.get_value_type(work), ir.Undefined)
         for place, word in enumerate(args):
@@ -284,13 +284,13 @@ def _word_of_library(module: ir.Module, name: str) -> ir.GlobalVariable:
     return place
 
 
-def _world_row(module: ir.Module) -> ir.GlobalVariable:
+def _world_descriptor(module: ir.Module) -> ir.GlobalVariable:
     """The address of the world's row."""
-    return _word_of_library(module, "fastcoll.world_row")
+    return _word_of_library(module, "fastcoll.world_descriptor")
 
 
 def _finder(module: ir.Module) -> ir.Function:
-    """A function that asks `world_row`, also in a process that has not imported fastcoll; 0: it has raised."""
+    """A function that asks `world_descriptor`, also in a process that has not imported fastcoll; 0: it has raised."""
     name = "fastcoll.find_world_row"
     if name in module.globals:
         return module.globals[name]
@@ -309,31 +309,31 @@ def _finder(module: ir.Module) -> ir.Function:
 
     state = builder.call(python("PyGILState_Ensure", half), [])
     found = builder.call(python("PyImport_ImportModule", _POINTER, _POINTER), [text(__name__)])
-    row = cgutils.alloca_once_value(builder, WORD(0))
+    descriptor = cgutils.alloca_once_value(builder, WORD(0))
     with builder.if_then(cgutils.is_not_null(builder, found)):
         ask = python("PyObject_CallMethod", _POINTER, _POINTER, _POINTER, _POINTER, more=True)
-        answer = builder.call(ask, [found, text("world_row"), text("L"), WORD(LAYOUT)])
+        answer = builder.call(ask, [found, text("world_descriptor"), text("L"), WORD(LAYOUT)])
         with builder.if_then(cgutils.is_not_null(builder, answer)):
-            builder.store(builder.call(python("PyLong_AsLongLong", WORD, _POINTER), [answer]), row)
-    builder.store(builder.load(row), _world_row(module))
-    with builder.if_then(builder.icmp_signed("==", builder.load(row), WORD(0))):
+            builder.store(builder.call(python("PyLong_AsLongLong", WORD, _POINTER), [answer]), descriptor)
+    builder.store(builder.load(descriptor), _world_descriptor(module))
+    with builder.if_then(builder.icmp_signed("==", builder.load(descriptor), WORD(0))):
         builder.call(python("PyErr_Print", ir.VoidType()), [])
     builder.call(python("PyGILState_Release", ir.VoidType(), half), [state])
-    builder.ret(builder.load(row))
+    builder.ret(builder.load(descriptor))
     return function
 
 
 @intrinsic
-def row_of(typing_context, given):
+def descriptor_of(typing_context, given):
     """The address of the row of a group, or of the world for None; 0: fastcoll cannot be used, which has been said."""
 
     def emit(context, builder, made, args):
         if made.args[0] is group:
             return args[0]
-        row = cgutils.alloca_once_value(builder, builder.load(_world_row(builder.module)))
-        with builder.if_then(builder.icmp_signed("==", builder.load(row), WORD(0)), likely=False):
-            builder.store(builder.call(_finder(builder.module), []), row)
-        return builder.load(row)
+        descriptor = cgutils.alloca_once_value(builder, builder.load(_world_descriptor(builder.module)))
+        with builder.if_then(builder.icmp_signed("==", builder.load(descriptor), WORD(0)), likely=False):
+            builder.store(builder.call(_finder(builder.module), []), descriptor)
+        return builder.load(descriptor)
 
     if given is group or is_none(given):
         return types.int64(given), emit
@@ -372,7 +372,7 @@ def _hold(builder: Any, owner: Any) -> None:
 
 
 @intrinsic
-def call_door(typing_context, row, op, data, out, nbytes, call, peer):
+def call_c_entry(typing_context, descriptor, op, data, out, nbytes, call, peer):
     """Call the door. `data`, `out`: an array, which so lives until it returns, a place, or None; `nbytes` may be one.
 
     Where the door raises, the operation may be under way still, so what owns a place is never freed; Numba does the
@@ -387,10 +387,10 @@ def call_door(typing_context, row, op, data, out, nbytes, call, peer):
                 return builder.extract_value(value, 0)
             return value if isinstance(kind, types.Integer) else WORD(0)
 
-        place = builder.add(args[0], WORD(8 * d.DOOR))
-        door = builder.load(builder.inttoptr(place, WORD.as_pointer()))
+        place = builder.add(args[0], WORD(8 * d.C_ENTRY))
+        c_entry = builder.load(builder.inttoptr(place, WORD.as_pointer()))
         kind = ir.FunctionType(WORD, [WORD] * 7).as_pointer()
-        found = builder.call(builder.inttoptr(door, kind), list(map(address, made.args, args)))
+        found = builder.call(builder.inttoptr(c_entry, kind), list(map(address, made.args, args)))
         with builder.if_then(builder.icmp_signed("<", found, WORD(0)), likely=False):
             for value in (value for kind, value in zip(made.args, args, strict=True) if kind == _PLACE):
                 _hold(builder, builder.inttoptr(builder.extract_value(value, 1), _POINTER))
@@ -438,7 +438,7 @@ def know_dtype(typing_context, array):
         with builder.if_then(builder.icmp_signed("==", builder.load(known), WORD(0)), likely=False):
             python = context.get_python_api(builder)
             state = python.gil_ensure()
-            learn = python.unserialize(python.serialize_object(partial(rows.learn, numpys)))
+            learn = python.unserialize(python.serialize_object(partial(descriptors.learn, numpys)))
             answer = python.call_function_objargs(learn, ())
             with builder.if_else(cgutils.is_null(builder, answer)) as (failed, done):
                 with failed:

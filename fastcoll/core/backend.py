@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from ..arrays.arrays import Adopted, Array
+from ..arrays.arrays import Array, ImportedArray
 from ..errors import AbortedError, GroupError, ResourceError, UnavailableError
 from .gate import Gate
 from .message import Status
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 class Messages(Protocol):
     """Point-to-point between the ranks of a group; arrays are adopted, arguments right."""
 
-    def send(self, x: Adopted, dst: int, tag: int) -> None:
+    def send(self, x: ImportedArray, dst: int, tag: int) -> None:
         """Post a send and wait for it, as `isend` does."""
 
-    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
+    def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
         """As `irecv` and waiting for it; the sender's rank."""
 
-    def isend(self, x: Adopted, dst: int, tag: int) -> Work:
+    def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
         """Post a send. It is complete when a receive has taken it; to this rank, when it is buffered.
 
         With NCCL a message to this rank is complete when its receive is posted.
         """
 
-    def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
+    def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         """Post a receive, from any rank if `src` is None; the result is the sender's rank.
 
         `status` is filled before the receive is complete; with one, the message may be shorter than the array.
@@ -134,7 +134,7 @@ class SymmetricMemory(ABC):
         """How many channels there are."""
 
 
-class Refuge(ABC):
+class RecoveryEndpoint(ABC):
     """How the members of a group that has failed find one another: each can say where it serves a store.
 
     Ranks are group ranks. It works until the group is closed, whatever has failed.
@@ -164,8 +164,8 @@ def memory_of(x: Array) -> SymmetricMemory | None:
     return base if isinstance(base, SymmetricMemory) else None
 
 
-class Ways(ABC):
-    """How compiled callers call a group's operations without Python; see kernels/doors.py for ways and operations."""
+class NativeCalls(ABC):
+    """How compiled callers call a group's operations without Python; see kernels/c_entries.py for ways and operations."""
 
     context: int  # the handle of the ways of collectives
     mailbox: int  # and of messages
@@ -212,7 +212,7 @@ class Backend(ABC):
     gate: Gate
     monitor: Monitor
     messages: HostMessages
-    ways: Ways | None = None
+    native_calls: NativeCalls | None = None
     """For compiled callers; None: all their calls go the way of Python's."""
 
     @abstractmethod
@@ -256,7 +256,7 @@ class Backend(ABC):
             "one node with new_group(ranks, backend='shm')"
         )
 
-    def refuge(self) -> Refuge:
+    def recovery_endpoint(self) -> RecoveryEndpoint:
         """Where the survivors of a failure meet.
 
         Raises:
@@ -302,7 +302,7 @@ class StreamCall(ABC):
     """A call that only queues work on a GPU; `ProcessGroup.run` starts it on the caller's thread, in order."""
 
     @abstractmethod
-    def start(self, name: str, owners: Sequence[Adopted]) -> Work:
+    def start(self, name: str, owners: Sequence[ImportedArray]) -> Work:
         """Queue the work behind what the arrays' streams hold, then `finish` of the owners; does not wait for a GPU.
 
         The Work's `wait` makes the stream that is then current in the arrays' library wait, and not the host; its
@@ -330,7 +330,7 @@ class DeviceCarrier(ABC):
         """
 
     @abstractmethod
-    def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:
+    def import_array(self, x: Any, *, writable: bool, what: str) -> ImportedArray:
         """Take an array on a GPU in, as `arrays.adopt` does host arrays; `array` is a dense DeviceArray.
 
         Strided arrays are packed on their own stream.

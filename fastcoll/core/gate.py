@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import GroupError, NotInitializedError
-from .work import ProgressQueue, Unheard, Work, is_progressing
+from .work import ProgressQueue, UnobservedWorks, Work, is_progressing
 
 
 class Gate:
@@ -21,7 +21,7 @@ class Gate:
 
     `name`, `ranks`, `rank`, `timeout`, `failure` are the group's; `closed`: it was destroyed here. `turn` is held by
     the thread whose call runs, `refusal` is what peers are told if that was refused. `queue` has asynchronous calls
-    and those behind them, `unheard` those that nobody has waited for.
+    and those behind them, `unobserved` those that nobody has waited for.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -34,7 +34,7 @@ class Gate:
         self.refusal = ""
         self.turn = threading.Lock()
         self.queue = ProgressQueue(name)
-        self.unheard = Unheard()
+        self.unobserved = UnobservedWorks()
         self._inside: set[int] = set()  # threads that have the turn, or wait for it
         self._also_inside: Callable[[], bool] = lambda: False
         self._also_busy: Callable[[], bool] = lambda: False
@@ -86,4 +86,4 @@ class Gate:
 
     def submit(self, name: str, job: Callable[[], Any], heard: bool = False) -> Work:
         """The Work of a job, behind all earlier ones on the progress thread; `heard`: its end cannot be lost."""
-        return self.unheard.note(self.queue.submit(name, job), heard)
+        return self.unobserved.note(self.queue.submit(name, job), heard)

@@ -19,14 +19,14 @@ from typing import Any, cast, final
 
 import numpy as np
 
-from ..arrays.arrays import Adopted, OnDeviceError, adopt, adopt_list, finish_all
+from ..arrays.arrays import ImportedArray, OnDeviceError, finish_all, import_array, import_list
 from ..errors import AbortedError, ArrayError, GroupError, MismatchError, UsageError
 from ..record import dump
 from ..record.recorder import located
 from . import operands, trees
 from .backend import Backend, DeviceCarrier, Messages, StreamCall
 from .message import Status
-from .monitor import last_words
+from .monitor import describe_exit
 from .operands import OBJECTS_TAG, WORLD_OF_ONE, Array, apart, arrays_of, checked_tag, scaled
 from .operation import COMPOSITIONS, Call, Operation, then_split
 from .operations import METHODS
@@ -117,17 +117,19 @@ class ProcessGroup:
 
     # ---- arguments ---------------------------------------------------------------------------------
 
-    def adopt(self, x: Any, *, writable: bool, what: str = "tensor", renew: bool = False) -> Adopted:
+    def import_array(
+        self, x: Any, *, writable: bool, what: str = "tensor", functional: bool = False
+    ) -> ImportedArray:
         """Take a caller's array in, wherever its memory is; see arrays/arrays.py."""
         try:
-            return adopt(x, writable=writable, what=what, renew=renew)
+            return import_array(x, writable=writable, what=what, functional=functional)
         except OnDeviceError as error:
             refused = error.with_traceback(None)
-        return self.devices(refused).adopt(x, writable=writable, what=what)
+        return self.devices(refused).import_array(x, writable=writable, what=what)
 
-    def adopt_list(self, xs: Sequence[Any], n: int, *, writable: bool, what: str) -> list[Adopted]:
+    def import_list(self, xs: Sequence[Any], n: int, *, writable: bool, what: str) -> list[ImportedArray]:
         """Take in a list of `n` arrays; outputs have memory of their own each."""
-        items = adopt_list(xs, n, writable=writable, what=what, adopt=self.adopt)
+        items = import_list(xs, n, writable=writable, what=what, import_array=self.import_array)
         if writable and n > 1:
             operands.check_apart(items, what)
         return items
@@ -216,7 +218,7 @@ class ProcessGroup:
             return carrier.plan(operation, timeout)
         return COMPOSITIONS[operation.kind](carrier.plan, operation)
 
-    def run(self, name: str, call: Call, owners: Sequence[Adopted], async_op: bool) -> Work | None:
+    def run(self, name: str, call: Call, owners: Sequence[ImportedArray], async_op: bool) -> Work | None:
         """Carry a call out, behind all earlier ones, then write packed copies back to their owners.
 
         Returns:
@@ -241,14 +243,14 @@ class ProcessGroup:
             work = gate.submit(name, job)
             work.outputs = [array for x in owners for array in x.arrays]
             return work
-        renewed: Work | None
+        functional: Work | None
         if not gate.queue.pending:
-            renewed = job()
-            return renewed
+            functional = job()
+            return functional
         with self.preparing(name):
             refuse_to_block(name)
-        renewed = gate.queue.submit(name, job).result()
-        return renewed
+        functional = gate.queue.submit(name, job).result()
+        return functional
 
     # ---- collectives -------------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class ProcessGroup:
         if isinstance(tensor, CONTAINERS):
             return trees.all_reduce(self, tensor, op, async_op)
         with self.preparing("all_reduce"):
-            x = self.adopt(tensor, writable=True, renew=True)
+            x = self.import_array(tensor, writable=True, functional=True)
             source, plain = scaled(x.array, op)
             call = self.planned(Operation("all_reduce", (source,), (source,), plain))
         if source is not x.array:
@@ -280,7 +282,7 @@ class ProcessGroup:
         """A reduction in place, into the array of `root`; in a scan every rank is its own."""
         with self.preparing(kind):
             root = self.checked_rank("dst", root)
-            x = self.adopt(tensor, writable=self.rank == root, renew=True)
+            x = self.import_array(tensor, writable=self.rank == root, functional=True)
             source, plain = scaled(x.array, op)
             to = root if kind == "reduce" else 0
             call = self.planned(Operation(kind, (x.array,), (source,), plain, to))
@@ -291,8 +293,8 @@ class ProcessGroup:
     ) -> Work | None:
         """Reduce list item r over all ranks into rank r's output; items may differ in shape."""
         with self.preparing("reduce_scatter"):
-            out = self.adopt(output, writable=True, what="output")
-            blocks = self.adopt_list(input_list, self.size, writable=False, what="input_list")
+            out = self.import_array(output, writable=True, what="output")
+            blocks = self.import_list(input_list, self.size, writable=False, what="input_list")
             operands.check_fit("output", out.array, f"input_list[{self.rank}]", blocks[self.rank].array)
             operands.check_dtypes("input_list", blocks, out.array)
             call = self._reduce_scatter(out.array, arrays_of(blocks), op)
@@ -311,8 +313,8 @@ class ProcessGroup:
         Parts are along the first dimension, and the same on all ranks; None for the split sizes means equal parts.
         """
         with self.preparing("reduce_scatter_single"):
-            out = self.adopt(output, writable=True, what="output")
-            x = self.adopt(input, writable=False, what="input")
+            out = self.import_array(output, writable=True, what="output")
+            x = self.import_array(input, writable=False, what="input")
             if input_split_sizes is None:
                 blocks = operands.equal_blocks("input", x.array, "output", out.array, self.size)
             else:
@@ -335,7 +337,7 @@ class ProcessGroup:
             return trees.broadcast(self, tensor, root, async_op)
         with self.preparing("broadcast"):
             root = self.checked_rank("src", root)
-            x = self.adopt(tensor, writable=self.rank != root, renew=True)
+            x = self.import_array(tensor, writable=self.rank != root, functional=True)
             call = self.planned(Operation("broadcast", (x.array,), (x.array,), root=root))
         return self.run("broadcast", call, (x,), async_op)
 
@@ -347,8 +349,8 @@ class ProcessGroup:
         if tensor is None and not isinstance(output_list, CONTAINERS):
             return trees.all_gather_new(self, output_list, async_op)
         with self.preparing("all_gather"):
-            owners = self.adopt_list(output_list, self.size, writable=True, what="tensor_list")
-            x = self.adopt(tensor, writable=False)
+            owners = self.import_list(output_list, self.size, writable=True, what="tensor_list")
+            x = self.import_array(tensor, writable=False)
             operands.check_fit("tensor", x.array, f"tensor_list[{self.rank}]", owners[self.rank].array)
             operands.check_dtypes("tensor_list", owners, x.array)
             outs = arrays_of(owners)
@@ -358,8 +360,8 @@ class ProcessGroup:
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
         """The arrays of all ranks, equal in size, one after the other in `output`."""
         with self.preparing("all_gather_single"):
-            out = self.adopt(output, writable=True, what="output_tensor")
-            x = self.adopt(input, writable=False, what="input_tensor")
+            out = self.import_array(output, writable=True, what="output_tensor")
+            x = self.import_array(input, writable=False, what="input_tensor")
             outs = operands.equal_blocks("output_tensor", out.array, "input_tensor", x.array, self.size)
             call = self.planned(Operation("all_gather", outs, apart([x.array], outs, own=self.rank)))
         return self.run("all_gather", call, (out,), async_op)
@@ -377,9 +379,9 @@ class ProcessGroup:
     def _gather(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Work | None:
         with self.preparing(name):
             root = self.checked_rank("dst", root)
-            x = self.adopt(tensor, writable=False)
+            x = self.import_array(tensor, writable=False)
             what = "gather_list" if name == "gather" else "gather_tensor"
-            owners, outs = self._adopt_on_root(given, root, x, writable=True, what=what)
+            owners, outs = self._import_on_root(given, root, x, writable=True, what=what)
             call = self.planned(Operation("gather", outs, apart([x.array], outs, own=root), root=root))
         return self.run("gather", call, owners, async_op)
 
@@ -396,16 +398,16 @@ class ProcessGroup:
     def _scatter(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Any:
         with self.preparing(name):
             root = self.checked_rank("src", root)
-            out = self.adopt(tensor, writable=True, renew=True)
+            out = self.import_array(tensor, writable=True, functional=True)
             what = "scatter_list" if name == "scatter" else "scatter_tensor"
-            _, blocks = self._adopt_on_root(given, root, out, writable=False, what=what)
+            _, blocks = self._import_on_root(given, root, out, writable=False, what=what)
             sources = apart(blocks, [out.array], own=root)
             call = self.planned(Operation("scatter", (out.array,), sources, root=root))
         return self.run("scatter", call, (out,), async_op)
 
-    def _adopt_on_root(
-        self, given: Any, root: int, own: Adopted, *, writable: bool, what: str
-    ) -> tuple[Sequence[Adopted], tuple[Any, ...]]:
+    def _import_on_root(
+        self, given: Any, root: int, own: ImportedArray, *, writable: bool, what: str
+    ) -> tuple[Sequence[ImportedArray], tuple[Any, ...]]:
         """What only the root gives, and its arrays, one a rank: a list, or a whole of blocks like `own`; else none."""
         is_list = what.endswith("_list")
         if self.rank != root:
@@ -419,9 +421,9 @@ class ProcessGroup:
             cure = f"a list of {self.size} arrays" if is_list else f"{self.size} times the elements of tensor"
             raise UsageError(f"{what} is None on the root (group rank {root}); give {cure}")
         if not is_list:
-            whole = self.adopt(given, writable=writable, what=what)
+            whole = self.import_array(given, writable=writable, what=what)
             return (whole,), operands.equal_blocks(what, whole.array, "tensor", own.array, self.size)
-        items = self.adopt_list(given, self.size, writable=writable, what=what)
+        items = self.import_list(given, self.size, writable=writable, what=what)
         operands.check_fit("tensor", own.array, f"{what}[{root}]", items[root].array)
         operands.check_dtypes(what, items, own.array)
         return items, arrays_of(items)
@@ -432,8 +434,8 @@ class ProcessGroup:
         """List item p of rank r goes to list item r of rank p; all shapes may differ."""
         given, taken, here = "input_tensor_list", "output_tensor_list", self.rank
         with self.preparing("all_to_all"):
-            owners = self.adopt_list(output_list, self.size, writable=True, what=taken)
-            items = self.adopt_list(input_list, self.size, writable=False, what=given)
+            owners = self.import_list(output_list, self.size, writable=True, what=taken)
+            items = self.import_list(input_list, self.size, writable=False, what=given)
             outs, blocks = arrays_of(owners), arrays_of(items)
             operands.check_fit(f"{taken}[{here}]", outs[here], f"{given}[{here}]", blocks[here])
             operands.check_dtypes(taken, owners, blocks[0])
@@ -454,8 +456,8 @@ class ProcessGroup:
         Parts are along the first dimension; None for the split sizes means equal parts.
         """
         with self.preparing("all_to_all_single"):
-            out = self.adopt(output, writable=True, what="output")
-            x = self.adopt(input, writable=False, what="input")
+            out = self.import_array(output, writable=True, what="output")
+            x = self.import_array(input, writable=False, what="input")
             if out.array.dtype != x.array.dtype:
                 raise ArrayError(
                     f"output is {out.array.dtype}, input is {x.array.dtype}; they must be the same"
@@ -472,7 +474,7 @@ class ProcessGroup:
     ) -> Work | None:
         """`all_reduce` of several arrays of one dtype in one operation; an array given twice is reduced once."""
         with self.preparing("all_reduce_coalesced"):
-            given = self._adopt_of_one_dtype(tensors, writable=True, what="tensors")
+            given = self._import_of_one_dtype(tensors, writable=True, what="tensors")
             operands.check_apart(given, "tensors", once=True)
             owners = operands.distinct(given)
             xs = arrays_of(owners)
@@ -488,13 +490,13 @@ class ProcessGroup:
         """
         given, taken, owners = "input_tensor_list", "output_tensor_lists", []
         with self.preparing("all_gather_coalesced"):
-            xs = self._adopt_of_one_dtype(tensors, writable=False, what=given)
+            xs = self._import_of_one_dtype(tensors, writable=False, what=given)
             if not isinstance(output_lists, Sequence) or len(output_lists) != len(xs):
                 raise UsageError(
                     f"{taken} must be a list of {len(xs)} lists of arrays, one for each array of {given}"
                 )
             for k, (lists, x) in enumerate(zip(output_lists, xs, strict=True)):
-                outs = self.adopt_list(lists, self.size, writable=True, what=f"{taken}[{k}]")
+                outs = self.import_list(lists, self.size, writable=True, what=f"{taken}[{k}]")
                 operands.check_dtypes(f"{taken}[{k}]", outs, x.array)
                 operands.check_fit(
                     f"{given}[{k}]", x.array, f"{taken}[{k}][{self.rank}]", outs[self.rank].array
@@ -504,12 +506,12 @@ class ProcessGroup:
             call = self.planned(Operation("all_gather_coalesced", arrays_of(owners), arrays_of(xs)))
         return self.run("all_gather_coalesced", call, owners, async_op)
 
-    def _adopt_of_one_dtype(self, tensors: Any, *, writable: bool, what: str) -> list[Adopted]:
+    def _import_of_one_dtype(self, tensors: Any, *, writable: bool, what: str) -> list[ImportedArray]:
         if not isinstance(tensors, Sequence):
             raise UsageError(f"{what} is of type {type(tensors).__name__}; give a list of arrays")
         if not tensors:
             raise UsageError(f"{what} is empty; give at least one array")
-        xs = adopt_list(tensors, len(tensors), writable=writable, what=what, adopt=self.adopt)
+        xs = import_list(tensors, len(tensors), writable=writable, what=what, import_array=self.import_array)
         operands.check_dtypes(what, xs, xs[0].array)
         return xs
 
@@ -585,24 +587,24 @@ class ProcessGroup:
         self.gate.check_usable()
         return self.checked_src(src), operands.checked_receive_tag(tag)
 
-    def _prepared(self, tensor: Any, *, writable: bool) -> tuple[Adopted, Messages]:
+    def _prepared(self, tensor: Any, *, writable: bool) -> tuple[ImportedArray, Messages]:
         """The array of a message, adopted, and what carries the message out."""
         self.gate.check_usable()
-        x = self.adopt(tensor, writable=writable)
+        x = self.import_array(tensor, writable=writable)
         if type(x.array) is not np.ndarray:
             return x, self.devices().messages
         self.backend.learn(x.array.dtype)
         return x, self.messages
 
-    def post_send(self, x: Adopted, dst: int, tag: int) -> Work:
+    def post_send(self, x: ImportedArray, dst: int, tag: int) -> Work:
         """`isend` of an adopted host array."""
         self.backend.learn(x.array.dtype)
-        return self.gate.unheard.note(self.messages.isend(x, dst, tag))
+        return self.gate.unobserved.note(self.messages.isend(x, dst, tag))
 
-    def post_receive(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
+    def post_receive(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         """`irecv` into an adopted host array."""
         self.backend.learn(x.array.dtype)
-        return self.gate.unheard.note(self.messages.irecv(x, src, tag, status))
+        return self.gate.unobserved.note(self.messages.irecv(x, src, tag, status))
 
     def send_objects(self, data: Array, dst: int) -> None:
         """`send` of contiguous bytes or sizes of objects, which no receive of an array takes."""
@@ -615,12 +617,12 @@ class ProcessGroup:
     def send_apart(self, x: Array, dst: int, tag: int) -> None:
         """`send` of a plain array with a tag above those of users, such as JAX_TAGS + 5; `dst` is already checked."""
         self.gate.check_usable()
-        self.messages.send(Adopted(x), dst, tag)
+        self.messages.send(ImportedArray(x), dst, tag)
 
     def recv_apart(self, x: Array, src: int | None, tag: int, status: Status | None = None) -> int:
         """Receive a message of `send_apart`."""
         self.gate.check_usable()
-        return self.messages.recv(Adopted(x), src, tag, status)
+        return self.messages.recv(ImportedArray(x), src, tag, status)
 
     # ---- life -------------------------------------------------------------------------------------
 
@@ -643,16 +645,16 @@ class ProcessGroup:
         """Whether this thread may wait for what is under way, which does not get on by this thread alone."""
         return self.gate.may_wait() and not self.messages.is_entered()
 
-    def close(self, farewell: str = "") -> None:
+    def close(self, exit_reason: str = "") -> None:
         """Leave the group and release what it holds. Closing twice is fine; what is under way and later calls raise.
 
         The peers read the `farewell`; by default the exception that is being handled, if there is one.
         """
         if not self.gate.closed:
-            self.monitor.farewell = farewell = farewell or last_words(sys.exc_info()[1])
+            self.monitor.exit_reason = exit_reason = exit_reason or describe_exit(sys.exc_info()[1])
             if self.gate.is_busy():
                 before = f"{self.gate.refusal}; then " if self.gate.refusal else ""
-                self.abort(f"{before}it {farewell} while operations were under way")
+                self.abort(f"{before}it {exit_reason} while operations were under way")
             self.gate.closed = True
             for end in self.at_the_end:
                 end()

@@ -27,7 +27,7 @@ IN_ORDER, LEFT, FAILED, LEAVING = range(4)
 _MOST_CHARACTERS = 300  # of what an exception says
 
 
-def last_words(error: BaseException | None, ended: bool = False) -> str:
+def describe_exit(error: BaseException | None, ended: bool = False) -> str:
     """What the peers read of a rank that leaves, after its name: of the error that it handles, or that has ended it."""
     if isinstance(error, SystemExit):
         ended = True
@@ -55,7 +55,7 @@ class Monitor(ABC):
         self.on_failure: Callable[[], None] = lambda: None  # called when it is set
         self.record: GroupRecorder | None = None  # where it is told what this rank waits for
         self.members = list(members)
-        self.farewell = last_words(None)  # what the peers read when this rank leaves
+        self.exit_reason = describe_exit(None)  # what the peers read when this rank leaves
         self.rank = rank
         self._lock = threading.Lock()
         self._leaving = self._retired = False
@@ -102,13 +102,13 @@ class Monitor(ABC):
         with self._lock:
             if self.failure is None and not self._retired:
                 self._leaving = True
-                self._publish(LEAVING, self.farewell)
+                self._publish(LEAVING, self.exit_reason)
 
     def leave(self) -> None:
         """Tell the peers that this rank has left in order, and nothing more from then on."""
         with self._lock:
             if self.failure is None and not self._retired:
-                self._publish(LEFT, self.farewell)
+                self._publish(LEFT, self.exit_reason)
             self._retired = True
 
     def has_left(self, rank: int) -> bool:
@@ -123,7 +123,7 @@ class Monitor(ABC):
         """Whether a rank, which may be this one, starts nothing more but still takes messages."""
         return self._leaving if rank == self.rank else self._states()[rank] == LEAVING
 
-    def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
+    def decide(self, needed: Sequence[int], doing: str) -> GroupError | None:
         """Why waiting for the group ranks `needed` is in vain, or None."""
         if self.failure is not None:
             return self.failure
@@ -186,7 +186,7 @@ class Wait:
             record = self._monitor.record
             record.waits(0, self._doing, late, self._started, message=not record.is_in_call)
         waited = time.monotonic() - self._started
-        found = self._monitor.verdict(late, f"{self._doing}, waiting for {self._names(late)}")
+        found = self._monitor.decide(late, f"{self._doing}, waiting for {self._names(late)}")
         if found is None and waited >= self._timeout:
             found = CollectiveTimeoutError(
                 f"{self._doing}: {self._names(late)} did not arrive within the timeout of {self._timeout:g} s"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import Adopted
+from ..arrays.arrays import ImportedArray
 from ..arrays.dtypes import rounded, widened
 from ..errors import ArrayError, UnavailableError, UsageError
 from .partition import pieces
@@ -173,7 +173,7 @@ def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
     return np.asarray(x * factor, dtype), ReduceOp.SUM
 
 
-def arrays_of(items: Sequence[Adopted]) -> tuple[Array, ...]:
+def arrays_of(items: Sequence[ImportedArray]) -> tuple[Array, ...]:
     return tuple(item.array for item in items)
 
 
@@ -199,15 +199,15 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tupl
     return tuple(x.copy() if clash(k, x) else x for k, x in enumerate(inputs))
 
 
-def distinct(items: Sequence[Adopted]) -> list[Adopted]:
+def distinct(items: Sequence[ImportedArray]) -> list[ImportedArray]:
     """Return each array once, in order: a caller may list an array several times where it gets one result."""
-    first: dict[tuple[Any, ...], Adopted] = {}
+    first: dict[tuple[Any, ...], ImportedArray] = {}
     for k, item in enumerate(items):
         first.setdefault(_whole_place(item.target, k), item)
     return list(first.values())
 
 
-def check_apart(outs: Sequence[Adopted], name: str, each: int = 0, once: bool = False) -> None:
+def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: bool = False) -> None:
     """Refuse outputs two of which share memory: which result stays there would be a matter of chance.
 
     `each`: the length of each list, where `name` is a list of lists. `once`: the same array may be listed several
@@ -277,7 +277,7 @@ def check_fit(name: str, x: Array, other: str, y: Array) -> None:
         )
 
 
-def check_dtypes(name: str, items: Sequence[Adopted], x: Array) -> None:
+def check_dtypes(name: str, items: Sequence[ImportedArray], x: Array) -> None:
     for index, item in enumerate(items):
         _check_place(f"{name}[{index}]", item.array, "another array of the call", x)
         if item.array.dtype != x.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Status(IntEnum):
+class CallStatus(IntEnum):
     """How a compiled call came back. Those that block have more numbers of their own below 0."""
 
     DONE = 0  # it is complete
@@ -40,4 +40,4 @@ class Status(IntEnum):
     UNMINDED,
     UNREADABLE,
     UNMAPPED,
-) = map(int, Status)
+) = map(int, CallStatus)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays.arrays import Adopted, Array, Renewed, room_like
+from ..arrays.arrays import Array, FunctionalResult, ImportedArray, room_like
 from ..errors import ArrayError, MismatchError, UsageError
 from .operands import arrays_of
 from .operation import Call, Operation, flattened, then_split
@@ -34,8 +34,8 @@ LARGE = 1 << 20
 _SHOWN = 1000  # characters of a structure in an error
 
 
-class Tree(Adopted):
-    """One rank's tree, whose arrays `adopt` takes in.
+class Tree(ImportedArray):
+    """One rank's tree, whose arrays `import_array` takes in.
 
     `structure` is what ranks compare, `leaves` are the arrays in the common order: an empty one if there is none, as
     ranks must meet also then.
@@ -43,13 +43,13 @@ class Tree(Adopted):
 
     __slots__ = ("_apart", "_given", "_tree", "leaves", "structure")
 
-    def __init__(self, tree: Any, adopt: Callable[..., Adopted]) -> None:
+    def __init__(self, tree: Any, import_array: Callable[..., ImportedArray]) -> None:
         self._tree = tree
         self._given: list[Any] = []
-        self.leaves: list[Adopted] = []
-        self.structure = self._flatten(tree, "tensor", adopt)
+        self.leaves: list[ImportedArray] = []
+        self.structure = self._flatten(tree, "tensor", import_array)
         if not self.leaves:
-            self.leaves.append(Adopted(np.empty(0, np.float32)))
+            self.leaves.append(ImportedArray(np.empty(0, np.float32)))
         if len({type(leaf.array) for leaf in self.leaves}) > 1:
             raise ArrayError(
                 "some arrays of the tree are on a GPU and some are not; make a call for each kind"
@@ -69,9 +69,9 @@ class Tree(Adopted):
         """The structure and how it travels, for the calls' signatures."""
         return zlib.crc32(self.structure.encode()), *self._apart
 
-    def batches(self, kind: Callable[[Any], Any]) -> list[list[Adopted]]:
+    def batches(self, kind: Callable[[Any], Any]) -> list[list[ImportedArray]]:
         """The leaves that travel together: those of one kind; large ones that share no memory by themselves."""
-        batches: dict[Any, list[Adopted]] = {}
+        batches: dict[Any, list[ImportedArray]] = {}
         for index, leaf in enumerate(self.leaves):
             batches.setdefault(index if index in self._apart else str(kind(leaf.array)), []).append(leaf)
         return list(batches.values())
@@ -97,16 +97,18 @@ class Tree(Adopted):
         pairs = zip(done, self._given, strict=True)
         return rebuilt(self._tree, iter([old if new is None else new for new, old in pairs]))
 
-    def _flatten(self, x: Any, name: str, adopt: Callable[..., Adopted]) -> str:
+    def _flatten(self, x: Any, name: str, import_array: Callable[..., ImportedArray]) -> str:
         if x is None:
             return "None"
         if isinstance(x, dict):
-            items = (f"{key!r}: {self._flatten(x[key], f'{name}[{key!r}]', adopt)}" for key in _keys(x))
+            items = (
+                f"{key!r}: {self._flatten(x[key], f'{name}[{key!r}]', import_array)}" for key in _keys(x)
+            )
             return f"{{{', '.join(items)}}}"
         if isinstance(x, list | tuple):
-            inner = ", ".join(self._flatten(y, f"{name}[{index}]", adopt) for index, y in enumerate(x))
+            inner = ", ".join(self._flatten(y, f"{name}[{index}]", import_array) for index, y in enumerate(x))
             return f"[{inner}]" if isinstance(x, list) else f"({inner})"
-        leaf = adopt(x, what=name)
+        leaf = import_array(x, what=name)
         self.leaves.append(leaf)
         self._given.append(x)
         return f"{leaf.array.dtype} {leaf.array.shape}"
@@ -159,7 +161,7 @@ def _large_and_apart(arrays: Sequence[Any]) -> Iterator[int]:
 
 def all_reduce(group: ProcessGroup, tensors: Any, op: ReduceOp, async_op: bool) -> Any:
     with group.preparing("all_reduce"):
-        tree = Tree(tensors, partial(group.adopt, writable=True, renew=True))
+        tree = Tree(tensors, partial(group.import_array, writable=True, functional=True))
         batches = tree.batches(lambda x: x.dtype)
         calls = []
         for leaves in batches:
@@ -169,7 +171,7 @@ def all_reduce(group: ProcessGroup, tensors: Any, op: ReduceOp, async_op: bool) 
 
 
 def broadcast(group: ProcessGroup, tensors: Any, root: Any, async_op: bool) -> Any:
-    def planned(leaves: Sequence[Adopted]) -> Call:
+    def planned(leaves: Sequence[ImportedArray]) -> Call:
         if tree.on_gpu:
             return plan(leaves[0].array)
         xs = [leaf.array.reshape(-1).view(np.uint8) for leaf in leaves]
@@ -182,7 +184,7 @@ def broadcast(group: ProcessGroup, tensors: Any, root: Any, async_op: bool) -> A
     with group.preparing("broadcast"):
         root = group.checked_rank("src", root)
         is_root = group.rank == root
-        tree = Tree(tensors, partial(group.adopt, writable=not is_root, renew=True))
+        tree = Tree(tensors, partial(group.import_array, writable=not is_root, functional=True))
         batches = [[leaf] for leaf in tree.leaves] if tree.on_gpu else tree.batches(lambda x: "bytes")
         calls = list(map(planned, batches))
     return _run(group, "broadcast", tree, batches, calls, async_op)
@@ -192,7 +194,7 @@ def _run(
     group: ProcessGroup,
     name: str,
     tree: Tree,
-    batches: list[list[Adopted]],
+    batches: list[list[ImportedArray]],
     calls: list[Call],
     async_op: bool,
 ) -> Any:
@@ -213,7 +215,7 @@ _SHAPE_NOTE = np.dtype([("code", "i8"), ("dtype", "S64"), ("ndim", "i8"), ("shap
 def all_gather_new(group: ProcessGroup, tensor: Any, async_op: bool) -> Any:
     """`all_gather` into a list of new arrays, whose shapes the ranks tell one another first."""
     with group.preparing("all_gather"):
-        x = group.adopt(tensor, writable=False)
+        x = group.import_array(tensor, writable=False)
         note, notes = np.zeros(1, _SHAPE_NOTE), np.empty(group.size, _SHAPE_NOTE)
         note["code"], note["dtype"] = dtype_code(x.array.dtype), str(x.array.dtype).encode()
         note["ndim"], note["shape"][0, : x.array.ndim] = x.array.ndim, x.array.shape
@@ -229,14 +231,14 @@ def all_gather_new(group: ProcessGroup, tensor: Any, async_op: bool) -> Any:
         outs = [tensor.new_empty(shape) for shape in _agreed_shapes(notes, group.ranks)]
         group.fast.all_gather(outs, tensor)
         return outs
-    rooms: list[Renewed] = []
+    rooms: list[FunctionalResult] = []
 
     def call() -> None:
         tell()
         rooms.extend(room_like(tensor, x.array, shape) for shape in _agreed_shapes(notes, group.ranks))
         group.planned(Operation("all_gather", tuple(room.array for room in rooms), (x.array,)))()
 
-    made = Renewed(own, lambda _: [room.finish() for room in rooms])
+    made = FunctionalResult(own, lambda _: [room.finish() for room in rooms])
     return group.run("all_gather", call, (made,), async_op)
 
 

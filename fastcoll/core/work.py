@@ -113,7 +113,7 @@ class Work(Future[Any]):
     _result: Any = None
     error: BaseException | None = None
     _state = PENDING
-    _noted_by: Unheard | None = None
+    _noted_by: UnobservedWorks | None = None
 
     def __init__(self, describe: str = "operation") -> None:
         self.describe = describe
@@ -339,7 +339,7 @@ class WorkFuture(futures.Future[Any]):
 _W = TypeVar("_W", bound=Work)
 
 
-class Unheard:
+class UnobservedWorks:
     """The asynchronous operations of a group whose end nobody has heard of: those under way, and those that failed.
 
     A rank that leaves completes the first, and says which were lost (leaving.py).

@@ -1,4 +1,4 @@
-"""Training that outlives deaths: `run` calls a function again with those that are left, and with newcomers.
+"""Training that outlives deaths: `run` calls a function again with those that are left, and with joiners.
 
 It goes on from the last `State.commit()`. `Sampler` divides the data among however many ranks there are.
 """

@@ -1,7 +1,7 @@
-"""The ranks' part in taking newcomers in: the new world is made beside the old one, which goes on if that fails.
+"""The ranks' part in taking joiners in: the new world is made beside the old one, which goes on if that fails.
 
 Only one place decides whether the new world counts (job/joining.py), so all ranks are in the same world: those that
-were there first, in their order, and then the newcomers. A rank that cannot ask that place while the new world may
+were there first, in their order, and then the joiners. A rank that cannot ask that place while the new world may
 count already must not go on by itself, and raises.
 """
 
@@ -15,7 +15,7 @@ from ..core.group import ProcessGroup
 from ..errors import FastcollError, PeerDiedError, StoreError
 from ..job.groups import groups
 from ..job.job import make_world
-from ..job.joining import FORMING_SECONDS, Lobby, passes_barrier
+from ..job.joining import FORMING_SECONDS, JoinQueue, passes_barrier
 from ..job.lease import StoreLease
 from ..job.leaving import close
 from ..job.world import current_job, replace_job
@@ -24,22 +24,22 @@ from ..system.processes import forget, gone_among
 
 
 class Attempt(NamedTuple):
-    """To make a world of the old one and so many newcomers, whose numbers rank 0 knows."""
+    """To make a world of the old one and so many joiners, whose numbers rank 0 knows."""
 
     number: int
     places: int
-    newcomers: Sequence[int] = ()
+    joiners: Sequence[int] = ()
 
 
 class NotGrownError(FastcollError):
-    """The newcomers could not be taken in; the old world is as it was."""
+    """The joiners could not be taken in; the old world is as it was."""
 
 
-def grow(lobby: Lobby, attempt: Attempt) -> None:
-    """Take newcomers into the default group; collective. All other groups are destroyed.
+def grow(join_queue: JoinQueue, attempt: Attempt) -> None:
+    """Take joiners into the default group; collective. All other groups are destroyed.
 
     Raises:
-        NotGrownError: a newcomer, or a rank, has died or did not come. The old world is as it was.
+        NotGrownError: a joiner, or a rank, has died or did not come. The old world is as it was.
         StoreError: the store was lost while the new world was being made.
     """
     before, old = current_job(), groups.world
@@ -49,16 +49,16 @@ def grow(lobby: Lobby, attempt: Attempt) -> None:
         job, failed = None, None
         try:
             if old.rank == 0:
-                lobby.invite(attempt.number, attempt.newcomers, old.size)
-            lease = _join(lobby, attempt, undo)
-            doing = "making the default group with newcomers"
+                join_queue.invite(attempt.number, attempt.joiners, old.size)
+            lease = _join(join_queue, attempt, undo)
+            doing = "making the default group with joiners"
             job, world = make_world(lease, before.choice, FORMING_SECONDS, doing)
             made.append(world)
         except FastcollError as error:
             failed = error
-        if not _counts(lobby, attempt, made):
+        if not _counts(join_queue, attempt, made):
             raise NotGrownError(
-                f"{attempt.places} newcomers could not be taken in: {failed or 'a rank has died'}"
+                f"{attempt.places} joiners could not be taken in: {failed or 'a rank has died'}"
             )
         assert job is not None, "who has decided so has passed a barrier of all"
         job.timeout, world.timeout = before.timeout, old.timeout
@@ -67,29 +67,29 @@ def grow(lobby: Lobby, attempt: Attempt) -> None:
     replace_job(job, world)
     if world.rank == 0:
         with suppress(StoreError):
-            lobby.clear(attempt.number)
+            join_queue.clear(attempt.number)
 
 
-def _counts(lobby: Lobby, attempt: Attempt, made: Sequence[ProcessGroup]) -> bool:
+def _counts(join_queue: JoinQueue, attempt: Attempt, made: Sequence[ProcessGroup]) -> bool:
     try:
-        return lobby.decide(attempt.number, bool(made) and passes_barrier(made[0]))
+        return join_queue.decide(attempt.number, bool(made) and passes_barrier(made[0]))
     except StoreError:
         if made:
             raise
         return False  # without this rank nobody has passed the barrier
 
 
-def _join(lobby: Lobby, attempt: Attempt, undo: ExitStack) -> StoreLease:
-    """Meet the newcomers, in a store of the new world's."""
+def _join(join_queue: JoinQueue, attempt: Attempt, undo: ExitStack) -> StoreLease:
+    """Meet the joiners, in a store of the new world's."""
     before, size = current_job(), groups.world.size + attempt.places
 
     def look() -> None:
         if gone := gone_among(before.lease.members):
             raise PeerDiedError(f"{', '.join(map(str, gone))} died", [member.rank for member in gone])
-        if attempt.newcomers and (left := lobby.gone(attempt.newcomers)):
-            raise PeerDiedError(f"{len(left)} newcomers died while they joined")
+        if attempt.joiners and (left := join_queue.gone(attempt.joiners)):
+            raise PeerDiedError(f"{len(left)} joiners died while they joined")
 
-    store, close_store = lobby.place(f"world{attempt.number}")
+    store, close_store = join_queue.place(f"world{attempt.number}")
     undo.callback(close_store)
     rank = before.lease.rank
     members = join(store, rank, size, str(before.choice), FORMING_SECONDS, look)

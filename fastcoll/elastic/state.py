@@ -51,7 +51,7 @@ class State:
         """Keep the values as they are now: from here work is done again after a death.
 
         Arrays are copied into memory that is kept for it. Under `run` all ranks call this at the same places, and
-        newcomers are taken in here; where there may be any, it takes one broadcast of 16 bytes.
+        joiners are taken in here; where there may be any, it takes one broadcast of 16 bytes.
 
         Raises:
             GroupError: a rank has died. The values are kept by then.

@@ -1,7 +1,7 @@
-"""run: calls a training function again, from the last commit, whenever ranks have died or newcomers have come.
+"""run: calls a training function again, from the last commit, whenever ranks have died or joiners have come.
 
 All ranks go through the same turns: agree on who has the state, take it over, call the function. A death ends the turn
-of each rank by a GroupError, after which those that are left shrink; newcomers end it at a commit, at the same one on
+of each rank by a GroupError, after which those that are left shrink; joiners end it at a commit, at the same one on
 all ranks (`WorldChange`). Before a rank comes out of the function's last turn, all have finished it.
 """
 
@@ -31,9 +31,9 @@ from ..errors import (
     UsageError,
 )
 from ..job.groups import groups, is_initialized
-from ..job.joining import JobEndedError, Lobby
+from ..job.joining import JobEndedError, JoinQueue
 from ..job.recovery import shrink
-from ..job.world import current_job, destroy_process_group, init_process_group, join_as_newcomer
+from ..job.world import current_job, destroy_process_group, init_process_group, join_running_job
 from .growth import Attempt, NotGrownError, grow
 from .state import State
 
@@ -42,18 +42,18 @@ _log = logging.getLogger("fastcoll")
 T = TypeVar("T")
 Train = Callable[..., T]
 
-_LOOK_SECONDS = 1.0  # between two looks for newcomers
-_ASKED_SECONDS = 0.05  # after newcomers were asked whether they are there
+_LOOK_SECONDS = 1.0  # between two looks for joiners
+_ASKED_SECONDS = 0.05  # after joiners were asked whether they are there
 _STORE_SECONDS = 2.0  # until the store must answer, for which all wait
 _MOST_AT_ONCE = 1000
 _numbers = itertools.count(1)  # of the runs of this process
 
 
 class WorldChange(BaseException):
-    """Ends the training function at a commit, as newcomers are to be taken in; `run` calls it again."""
+    """Ends the training function at a commit, as joiners are to be taken in; `run` calls it again."""
 
     def __init__(self, attempt: Attempt) -> None:
-        super().__init__(f"{attempt.places} newcomers wait")
+        super().__init__(f"{attempt.places} joiners wait")
         self.attempt = attempt
 
 
@@ -88,25 +88,25 @@ def run(
     on_change: OnChange | None = None,
     store: str | None = None,
 ) -> Any:
-    """Make a training function outlive the deaths of ranks, and take newcomers in. Also as a decorator.
+    """Make a training function outlive the deaths of ranks, and take joiners in. Also as a decorator.
 
     The result takes a `State` and the function's further arguments, and returns what the function returns. It joins the
     job, unless `init_process_group` was called. When a rank has died, those that are left form the new default group,
     take over the state of the one that is there longest, as of its last commit, and call the function again. So do all
-    ranks when newcomers are taken in, which happens in `state.commit()`. Groups of `new_group` are destroyed at a
+    ranks when joiners are taken in, which happens in `state.commit()`. Groups of `new_group` are destroyed at a
     change, and works that are pending end: make groups in the function.
 
-    A process with FASTCOLL_NEWCOMER=1 is a newcomer: it runs the same program, and comes into the function when the
+    A process with FASTCOLL_NEWCOMER=1 is a joiner: it runs the same program, and comes into the function when the
     others have taken it in. Where the job has ended before, it ends as well: SystemExit with code 0.
 
     Args:
         train: `train(state, *args, **kwargs)`; it goes on from what the state says.
         min_ranks: with fewer ranks left the death is raised.
-        max_ranks: newcomers wait while there are so many ranks; None: any number.
+        max_ranks: joiners wait while there are so many ranks; None: any number.
         max_restarts: after so many restarts because of deaths the next death is raised; None: any number.
         on_change: called on all ranks with the old and the new number of ranks, when all have the state.
-        store: HOST:PORT of a store that outlives the ranks, the same for all, where newcomers are found; None:
-            FASTCOLL_ELASTIC, which the launcher sets. Without one there are no newcomers.
+        store: HOST:PORT of a store that outlives the ranks, the same for all, where joiners are found; None:
+            FASTCOLL_ELASTIC, which the launcher sets. Without one there are no joiners.
 
     Raises:
         GroupError: too few ranks are left, or there were too many restarts.
@@ -168,7 +168,7 @@ class _Run:
         self._address: str = config.get("FASTCOLL_ELASTIC") if terms.store is None else terms.store
         self._has_state, self._grows, self._is_joiner = False, False, False
         self._size = self._restarts = 0  # ranks when the state was last the same on all; restarts so far
-        self._found: Lobby | None = None
+        self._found: JoinQueue | None = None
         self._next_look, self._at_once = 0.0, _MOST_AT_ONCE
 
     def run(self, train: Callable[[], T]) -> T:
@@ -193,20 +193,20 @@ class _Run:
             raise
         finally:
             self._state.at_commit(None)
-            self._close_lobby()
+            self._close_join_queue()
 
     def _join(self) -> None:
         if not config.get("FASTCOLL_NEWCOMER"):
             init_process_group()
             return
         try:
-            join_as_newcomer(self._address)
+            join_running_job(self._address)
         except JobEndedError as error:
             _log.warning("%s", error)
             raise SystemExit(0) from None
 
     def _check_start(self) -> None:
-        groups.world.backend.refuge()  # raises where deaths are not outlived
+        groups.world.backend.recovery_endpoint()  # raises where deaths are not outlived
         if (size := groups.world.size) < self._terms.min_ranks:
             raise UsageError(f"min_ranks is {self._terms.min_ranks}, and there are {size}")
 
@@ -214,16 +214,16 @@ class _Run:
         self._agree()
         if self._invites():
             with suppress(StoreError):
-                self._lobby()  # open from here on, though an earlier run was over
+                self._join_queue()  # open from here on, though an earlier run was over
         result = train()
         barrier()  # whoever is in the function needs the others, until it is through
         if self._invites():
             with suppress(StoreError):
-                self._lobby().shut()
+                self._join_queue().shut()
         return result
 
     def _invites(self) -> bool:
-        """Whether this rank is the one that takes newcomers in."""
+        """Whether this rank is the one that takes joiners in."""
         return groups.world.rank == 0 and self._grows and bool(self._address)
 
     def _agree(self) -> None:
@@ -239,9 +239,7 @@ class _Run:
             raise self._strangers(range(self._size, size), str(error)) from None
         has_state, finds, sizes, restarts, numbers = rows.T.tolist()
         if self._is_joiner and not any(has_state):
-            raise RendezvousError(
-                "the state is lost: every rank that had it has died, and newcomers have none"
-            )
+            raise RendezvousError("the state is lost: every rank that had it has died, and joiners have none")
         source = has_state.index(max(has_state))
         if others := [rank for rank, number in enumerate(numbers) if number != numbers[source]]:
             where = (
@@ -255,10 +253,10 @@ class _Run:
             self._terms.on_change(before, size)
 
     def _strangers(self, ranks: Sequence[int], what: str) -> FastcollError:
-        """What ends the turn when newcomers are not where all others are: they leave, and the others go on."""
+        """What ends the turn when joiners are not where all others are: they leave, and the others go on."""
         if groups.world.rank not in ranks:
-            return AbortedError(f"newcomers cannot take part: {what}", ranks)
-        return UsageError(f"this newcomer is not where the ranks of the job are: {what}")
+            return AbortedError(f"joiners cannot take part: {what}", ranks)
+        return UsageError(f"this joiner is not where the ranks of the job are: {what}")
 
     def _shrink(self, error: GroupError) -> None:
         """Go on with those that are left, from the last commit."""
@@ -276,55 +274,55 @@ class _Run:
             )
         self._state.restore()
 
-    # ---- newcomers -----------------------------------------------------------------------------------------------
+    # ---- joiners -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """At a commit: is it the one at which newcomers are taken in? Rank 0 looks, and tells all."""
+        """At a commit: is it the one at which joiners are taken in? Rank 0 looks, and tells all."""
         if not self._grows:
             return
-        number, newcomers = self._ready() if groups.world.rank == 0 else (0, [])
-        told = np.array([number, len(newcomers)], np.int64)
+        number, joiners = self._ready() if groups.world.rank == 0 else (0, [])
+        told = np.array([number, len(joiners)], np.int64)
         broadcast(told, 0)
         if told[1]:
-            raise WorldChange(Attempt(int(told[0]), int(told[1]), newcomers))
+            raise WorldChange(Attempt(int(told[0]), int(told[1]), joiners))
 
     def _ready(self) -> tuple[int, list[int]]:
-        """The number of an attempt, and the newcomers that it can take in; mostly none, without asking the store."""
+        """The number of an attempt, and the joiners that it can take in; mostly none, without asking the store."""
         now, most = time.monotonic(), self._terms.max_ranks
         room = self._at_once if most is None else min(self._at_once, most - groups.world.size)
         if not self._address or now < self._next_look or room <= 0:
             return 0, []
         try:
-            ready, asked = self._lobby().ready()
+            ready, asked = self._join_queue().ready()
             self._next_look = now + (_ASKED_SECONDS if asked else _LOOK_SECONDS)
-            return (self._lobby().next_attempt(), ready[:room]) if ready else (0, [])
+            return (self._join_queue().next_attempt(), ready[:room]) if ready else (0, [])
         except StoreError as error:
-            _log.warning("newcomers are not looked for any more: %s", error)
+            _log.warning("joiners are not looked for any more: %s", error)
             self._address = ""
             return 0, []
 
     def _grow(self, attempt: Attempt) -> None:
         self._next_look = time.monotonic() + _LOOK_SECONDS
         try:
-            lobby = self._lobby()
+            join_queue = self._join_queue()
         except StoreError as error:
-            _log.warning("newcomers are not taken in: %s", error)
+            _log.warning("joiners are not taken in: %s", error)
             return  # nor by the others
         try:
-            grow(lobby, attempt)
+            grow(join_queue, attempt)
             self._at_once = _MOST_AT_ONCE
         except NotGrownError as error:
             self._at_once = 1  # one that dies or does not fit then keeps nobody else out
             if groups.world.rank == 0:
                 _log.warning("%s; the job goes on without them", error)
 
-    def _lobby(self) -> Lobby:
+    def _join_queue(self) -> JoinQueue:
         if self._found is None:
-            self._found = Lobby(self._address, _STORE_SECONDS)
+            self._found = JoinQueue(self._address, _STORE_SECONDS)
             self._found.open()
         return self._found
 
-    def _close_lobby(self) -> None:
+    def _close_join_queue(self) -> None:
         found, self._found = self._found, None
         if found is not None:
             found.close()

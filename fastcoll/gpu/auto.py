@@ -30,7 +30,7 @@ from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
 from ..errors import GroupError, MismatchError, UnavailableError
-from .device_array import adopt
+from .device_array import import_array
 from .runtime import runtime
 from .staged import StagedCarrier
 
@@ -115,7 +115,7 @@ class AutoCarrier(DeviceCarrier):
         self.chosen: DeviceCarrier | None = None
         self._lock = threading.Lock()
 
-    adopt = staticmethod(adopt)
+    import_array = staticmethod(import_array)
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         # Calls in the queue were made before the choice, and must be executed first.

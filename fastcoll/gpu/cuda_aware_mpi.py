@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..arrays.arrays import Adopted, Array
+from ..arrays.arrays import Array, ImportedArray
 from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operation import Call, Operation
@@ -32,7 +32,7 @@ from . import auto
 from .device_array import DeviceArray
 from .runtime import runtime
 from .staged import StagedCarrier, StagedMessages, array_of, checked
-from .streams import Turn
+from .streams import StreamScope
 from .transit import Transit, laid_out
 
 MOST_SOURCES = 64
@@ -121,7 +121,7 @@ class MpiMessages:
         self._direct: Any = group.backend
         self.device = 0  # the GPU of the last message
 
-    def _suits(self, x: Adopted, peer: int | None) -> bool:
+    def _suits(self, x: ImportedArray, peer: int | None) -> bool:
         """Return whether MPI can carry a message directly from or to GPU memory.
 
         Args:
@@ -129,28 +129,28 @@ class MpiMessages:
         """
         return bool(x.array.nbytes > self._direct.least_on_gpus) and peer != self._group.rank
 
-    def send(self, x: Adopted, dst: int, tag: int) -> None:
+    def send(self, x: ImportedArray, dst: int, tag: int) -> None:
         if not self._suits(x, dst):
             self._staged.send(x, dst, tag)
             return
         with self._transit.in_use([array_of(x)]):
-            self._group.messages.send(Adopted(self._ready(x.array, "send")), dst, tag)
+            self._group.messages.send(ImportedArray(self._ready(x.array, "send")), dst, tag)
 
-    def isend(self, x: Adopted, dst: int, tag: int) -> Work:
+    def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
         if not self._suits(x, dst):
             return self._staged.isend(x, dst, tag)
         with self._transit.in_use([array_of(x)]):
-            return self._group.post_send(Adopted(self._ready(x.array, "isend")), dst, tag)
+            return self._group.post_send(ImportedArray(self._ready(x.array, "isend")), dst, tag)
 
     # With `status` the message may be shorter than the array. Its sender may have staged it, so the receive is staged,
     # too.
-    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
+    def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
         if status is not None or not self._suits(x, src):
             return self._staged.recv(x, src, tag, status)
         with self._transit.in_use([array_of(x)]):
             return self._group.messages.recv(self._landing(x), src, tag)
 
-    def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
+    def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         if status is not None or not self._suits(x, src):
             return self._staged.irecv(x, src, tag, status)
         with self._transit.in_use([array_of(x)]):
@@ -167,11 +167,11 @@ class MpiMessages:
         flat: Array = np.asarray(SimpleNamespace(__array_interface__=place, owner=x)).view(x.dtype)
         return flat
 
-    def _landing(self, adopted: Adopted) -> Adopted:
-        return _Landing(self._ready(adopted.array, "recv"), adopted, self._transit)
+    def _landing(self, imported: ImportedArray) -> ImportedArray:
+        return _Landing(self._ready(imported.array, "recv"), imported, self._transit)
 
 
-class _Landing(Adopted):
+class _Landing(ImportedArray):
     """A GPU array that receives a message.
 
     MPI writes to it; the host, which drives the receive, must not. A message that arrived before its receive was
@@ -180,9 +180,9 @@ class _Landing(Adopted):
     """
 
     __slots__ = ("_came", "_of", "_transit")
-    owes = True
+    needs_copy_back = True
 
-    def __init__(self, view: Array, of: Adopted, transit: Transit) -> None:
+    def __init__(self, view: Array, of: ImportedArray, transit: Transit) -> None:
         super().__init__(view)
         self._came: Array | None = None
         self._of, self._transit = of, transit
@@ -219,14 +219,14 @@ class DeviceMemory:
 
     def __init__(self, transit: Transit) -> None:
         self._transit = transit
-        self.turn: Turn
+        self.turn: StreamScope
 
     @contextmanager
     def use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
         """Work on the arrays' GPU for the duration of a `with` block; one call at a time."""
         with self._transit.in_use(arrays):
             device = next((x.device for x in arrays if x.size), arrays[0].device)
-            self.turn = Turn(runtime(), device, self._transit.stream(device, "own"))
+            self.turn = StreamScope(runtime(), device, self._transit.stream(device, "own"))
             try:
                 yield
             finally:

@@ -1,7 +1,7 @@
 """DeviceArray, an array in GPU memory as the carriers use it, and its import.
 
 In core, a DeviceArray replaces an ndarray: it has dtype, shape, size, nbytes, reshape(-1), and slices if it is flat.
-Views keep the caller's array alive. `adopt` converts an array of any library without a copy, or raises an error that
+Views keep the caller's array alive. `import_array` converts an array of any library without a copy, or raises an error that
 says what to do. A kernel packs a strided array on the array's stream into memory of CuPy's pool; `finish` copies it
 back if the call writes into the array.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.arrays import Adopted, may_overlap
+from ..arrays.arrays import ImportedArray, may_overlap
 from ..arrays.dtypes import dtype_of
 from ..errors import ArrayError
 from .runtime import cupy, runtime, waited_stream
@@ -163,7 +163,7 @@ def current_stream(x: Any, device: int, unknown: int = 0) -> int:
     return unknown
 
 
-class OnDevice(Adopted):
+class OnDevice(ImportedArray):
     """A GPU array of a call: the caller's own memory, or a packed copy of it."""
 
     __slots__ = ("_strided",)
@@ -198,7 +198,7 @@ class OnDevice(Adopted):
             self.unpack(stream)
 
 
-def adopt(x: Any, *, writable: bool, what: str) -> OnDevice:
+def import_array(x: Any, *, writable: bool, what: str) -> OnDevice:
     """Import a GPU array; see `DeviceCarrier.adopt`."""
     array, strides, read_only = describe(x, what, runtime().device_at)
     if array.dtype.hasobject:

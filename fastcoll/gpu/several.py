@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..arrays.arrays import Adopted, Array
+from ..arrays.arrays import Array, ImportedArray
 from ..core.backend import StreamCall
 from ..core.group import ProcessGroup
 from ..core.operands import check_apart, divide, scaled, sum_for
@@ -25,7 +25,7 @@ from ..core.work import Work
 from ..errors import ArrayError, UsageError
 from .device_array import DeviceArray, OnDevice, scratch
 from .runtime import runtime, waited_stream
-from .streams import Turn
+from .streams import StreamScope
 
 
 def all_reduce(group: ProcessGroup, tensors: Sequence[Any], op: ReduceOp, async_op: bool) -> Any:
@@ -103,7 +103,7 @@ def all_gather(
     mine = Several(group, tensors, "input_tensor_list", ())
     names = [f"output_tensor_lists[{k}]" for k in range(many)]
     outs = [
-        group.adopt_list(outputs, group.size * many, writable=True, what=name)
+        group.import_list(outputs, group.size * many, writable=True, what=name)
         for name, outputs in zip(names, lists, strict=True)
     ]
     for name, outputs in zip(names, outs, strict=True):
@@ -172,7 +172,7 @@ class OnHost:
         out.reshape(-1)[...] = x.reshape(-1)
 
 
-class OnStream(Turn):
+class OnStream(StreamScope):
     """The local parts of a call on a GPU, which is current.
 
     Later work on the stream may reuse the scratch memory.
@@ -214,7 +214,7 @@ class Several:
         self, group: ProcessGroup, tensors: Sequence[Any], what: str, places: Sequence[int] | None
     ) -> None:
         items = [
-            group.adopt(x, writable=places is None or k in places, what=f"{what}[{k}]")
+            group.import_array(x, writable=places is None or k in places, what=f"{what}[{k}]")
             for k, x in enumerate(tensors)
         ]
         if places is None:
@@ -238,7 +238,7 @@ class Several:
         before: Part,
         operation: Operation,
         after: Part,
-        outputs: Sequence[Adopted],
+        outputs: Sequence[ImportedArray],
         async_op: bool,
     ) -> Work | None:
         """Execute a call.
@@ -269,7 +269,7 @@ class Several:
         return self._group.run(name, call, outputs, async_op)
 
 
-def check_alike(what: str, items: Sequence[Adopted], y: Any, other: str) -> None:
+def check_alike(what: str, items: Sequence[ImportedArray], y: Any, other: str) -> None:
     """Raise an error unless all arrays are in one kind of memory, and have one dtype and size."""
     for index, item in enumerate(items):
         x: Any = item.array

@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..arrays.arrays import Adopted, Array
+from ..arrays.arrays import Array, ImportedArray
 from ..core import signature
 from ..core.backend import DeviceCarrier, Messages
 from ..core.group import ProcessGroup
@@ -39,7 +39,7 @@ from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import FastcollError, GroupError, MismatchError, UsageError
 from ..kernels.reduce import reducer
-from .device_array import DeviceArray, OnDevice, adopt
+from .device_array import DeviceArray, OnDevice, import_array
 from .runtime import runtime
 from .streams import Compared
 from .transit import Marks, Transit, laid_out
@@ -63,7 +63,7 @@ class StagedCarrier(DeviceCarrier):
         self.transit = Transit(group)
         self.messages: Messages = StagedMessages(group, self.transit)
 
-    adopt = staticmethod(adopt)
+    import_array = staticmethod(import_array)
 
     # ---- collectives ---------------------------------------------------------------------------------
 
@@ -269,14 +269,14 @@ class StagedMessages:
     def __init__(self, group: ProcessGroup, transit: Transit) -> None:
         self._group, self._transit = group, transit
 
-    def send(self, x: Adopted, dst: int, tag: int) -> None:
+    def send(self, x: ImportedArray, dst: int, tag: int) -> None:
         buffer, host = self._fetched(x, "send", None)
-        self._group.messages.send(Adopted(host), dst, tag)
+        self._group.messages.send(ImportedArray(host), dst, tag)
         self._transit.pool.give(buffer)
 
-    def isend(self, x: Adopted, dst: int, tag: int, marks: Marks | None = None) -> Work:
+    def isend(self, x: ImportedArray, dst: int, tag: int, marks: Marks | None = None) -> Work:
         buffer, host = self._fetched(x, "isend", marks)
-        work = self._group.post_send(Adopted(host), dst, tag)
+        work = self._group.post_send(ImportedArray(host), dst, tag)
 
         def give(work: Work) -> None:
             # After an error, channels may still refer to the memory; it is freed with the last reference.
@@ -286,9 +286,9 @@ class StagedMessages:
         work.add_done_callback(give)
         return work
 
-    def _fetched(self, adopted: Adopted, name: str, marks: Marks | None) -> tuple[Array, Array]:
+    def _fetched(self, imported: ImportedArray, name: str, marks: Marks | None) -> tuple[Array, Array]:
         """Return a buffer, and in it the content of an array once its stream has reached this call."""
-        x = array_of(adopted)
+        x = array_of(imported)
         with self._transit.in_use([x]):
             buffer = self._transit.pool.take(x.nbytes)
             (host,) = laid_out(buffer, [x])
@@ -296,12 +296,12 @@ class StagedMessages:
             self._transit.copy("down", [x], [host])
         return buffer, host.reshape(x.shape)
 
-    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
-        return self._group.messages.recv(_Incoming(self._transit, x, None), src, tag, status)
+    def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
+        return self._group.messages.recv(_StagedReceive(self._transit, x, None), src, tag, status)
 
     def irecv(
         self,
-        x: Adopted,
+        x: ImportedArray,
         src: int | None,
         tag: int,
         status: Status | None = None,
@@ -310,17 +310,17 @@ class StagedMessages:
         with self._transit.in_use([array_of(x)]):
             if marks is not None:
                 self._transit.await_marks(marks, "irecv")
-            incoming = _Incoming(self._transit, x, None if marks is None else [])
+            incoming = _StagedReceive(self._transit, x, None if marks is None else [])
             return self._group.post_receive(incoming, src, tag, status)
 
 
-class _Incoming(Adopted):
+class _StagedReceive(ImportedArray):
     """Host memory that receives a message; `finish` copies it to the GPU."""
 
     __slots__ = ("_buffer", "_count", "_marks", "_target", "_transit")
-    owes = True
+    needs_copy_back = True
 
-    def __init__(self, transit: Transit, target: Adopted, marks: Marks | None) -> None:
+    def __init__(self, transit: Transit, target: ImportedArray, marks: Marks | None) -> None:
         x = array_of(target)
         self._transit, self._target = transit, target
         with transit.in_use([x]):
@@ -342,7 +342,7 @@ class _Incoming(Adopted):
         self._transit.pool.give(self._buffer)
 
 
-def array_of(item: Adopted) -> DeviceArray:
+def array_of(item: ImportedArray) -> DeviceArray:
     """Return the GPU array of an imported argument."""
     x: DeviceArray = cast(OnDevice, item).array
     return x

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ..arrays.arrays import Adopted
+from ..arrays.arrays import ImportedArray
 from ..core import signature
 from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
@@ -33,7 +33,7 @@ from ..core.operation import Operation
 from ..core.operations import BLOCKS_TO_BLOCKS, BLOCKS_TO_ONE, KINDS
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
-from .device_array import DeviceArray, OnDevice, adopt, parts, scratch
+from .device_array import DeviceArray, OnDevice, import_array, parts, scratch
 from .runtime import Runtime, runtime
 from .stream_work import Own, StreamWork, Watcher
 
@@ -87,7 +87,7 @@ def sizes_of(arrays: Sequence[DeviceArray]) -> tuple[int, ...]:
     return tuple(x.nbytes for x in arrays)
 
 
-class Turn:
+class StreamScope:
     """Scratch memory and copies of one call, on a stream.
 
     Attributes:
@@ -198,14 +198,14 @@ class QueuedCall(StreamCall):
         """Do the part of the call that may block, before anything is queued."""
 
     @abstractmethod
-    def work(self, turn: Turn) -> None:
+    def work(self, turn: StreamScope) -> None:
         """Queue the call on the turn's stream; any error but a UsageError fails the group."""
 
     def handle(self, describe: str, own: Own) -> StreamWork:
         """Return the call's Work; called after `prepare`."""
         return StreamWork(describe, own, self.arrays)
 
-    def start(self, name: str, owners: Sequence[Adopted]) -> StreamWork:
+    def start(self, name: str, owners: Sequence[ImportedArray]) -> StreamWork:
         carrier, arrays = self.carrier, self.arrays
         with carrier.in_turn(name):
             self.prepare(name)
@@ -251,10 +251,10 @@ class StreamCarrier(DeviceCarrier):
 
     # ---- arrays --------------------------------------------------------------------------------------
 
-    def adopt(self, x: Any, *, writable: bool, what: str) -> Adopted:
-        adopted = adopt(x, writable=writable, what=what)
-        self._device_of((adopted.array,))
-        return adopted
+    def import_array(self, x: Any, *, writable: bool, what: str) -> ImportedArray:
+        imported = import_array(x, writable=writable, what=what)
+        self._device_of((imported.array,))
+        return imported
 
     def _device_of(self, arrays: Sequence[DeviceArray]) -> int:
         """Return the GPU of the arrays, which must be that of the group's earlier arrays.
@@ -304,9 +304,9 @@ class StreamCarrier(DeviceCarrier):
     @contextmanager
     def queueing(
         self, works: Sequence[StreamWork], own: Own, watcher: Watcher, kept: Sequence[Any] = ()
-    ) -> Iterator[Turn]:
+    ) -> Iterator[StreamScope]:
         """Queue the work that completes `works` on a stream; an error fails the group."""
-        turn, error = Turn(own.runtime, own.device, own.stream, kept), None
+        turn, error = StreamScope(own.runtime, own.device, own.stream, kept), None
         with own.runtime.on(own.device):
             try:
                 with self.failing(works[0].describe):
@@ -345,7 +345,7 @@ class StreamCarrier(DeviceCarrier):
     def look(self, doing: str) -> GroupError | None:
         """Return why waiting is useless, or None."""
         group = self.group
-        return group.failure or self.trouble() or group.monitor.verdict([], doing)
+        return group.failure or self.trouble() or group.monitor.decide([], doing)
 
     def fail(self, error: GroupError) -> None:
         """Fail the group and its outstanding work, and notify the peers."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .. import config
-from ..core.backend import Backend, Refuge
+from ..core.backend import Backend, RecoveryEndpoint
 from ..core.group import ProcessGroup
 from ..core.message import Status
 from ..core.operands import LARGEST_TAG, Array, divide, sum_for
@@ -109,7 +109,7 @@ class HybridBackend(Backend):
             failure: BaseException = error
             if everyone is not None and isinstance(error, PeerDiedError | StoreError):
                 # A part knows its own ranks alone: one that has ended there may have failed before, and told all why.
-                failure = everyone.monitor.verdict([], f"making the group {name}") or error
+                failure = everyone.monitor.decide([], f"making the group {name}") or error
             for place in range(topology.rails):  # whoever makes a rail already looks at its store only
                 GroupMeeting(PrefixStore(f"rail{place}", store), members, rank, timeout, name).tell(failure)
             if everyone is not None:
@@ -194,7 +194,7 @@ class HybridBackend(Backend):
                     raise
                 # A part says who left it; the monitor of all ranks knows why.
                 deadline = time.monotonic() + _REASON_SECONDS
-                while (found := self.monitor.verdict([], doing)) is None and time.monotonic() < deadline:
+                while (found := self.monitor.decide([], doing)) is None and time.monotonic() < deadline:
                     time.sleep(0.01)
                 failure = found or error
                 self.fail(failure)
@@ -316,8 +316,8 @@ class HybridBackend(Backend):
 
     # ---- the end -------------------------------------------------------------------------------------
 
-    def refuge(self) -> Refuge:
-        return self._everyone.refuge()
+    def recovery_endpoint(self) -> RecoveryEndpoint:
+        return self._everyone.recovery_endpoint()
 
     def stop(self) -> None:
         for part in self._parts:
@@ -326,7 +326,7 @@ class HybridBackend(Backend):
     def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)  # before the segment that its messages pass is gone
         for part in self._parts:
-            part.close(self.monitor.farewell)
+            part.close(self.monitor.exit_reason)
         self._everyone.close(reason)
 
     def disown(self, error: GroupError) -> None:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from jax._src import dispatch
 
 from ..core.group import ProcessGroup
-from ..core.monitor import last_words
+from ..core.monitor import describe_exit
 from ..errors import GroupError, UsageError
 from ..job.backends import load
 from ..job.groups import Group, entered, groups
@@ -106,7 +106,7 @@ def _leave_at_exit() -> None:
 
     def at_exit(error: BaseException | None) -> GroupError | None:
         if error is not None:  # nothing is waited for: the calls that are under way end with an error
-            close(list(_used), last_words(error))
+            close(list(_used), describe_exit(error))
         settle()
         return None
 

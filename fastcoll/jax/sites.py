@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.adopted import Adopted
+from ..arrays.imported import ImportedArray
 from ..core import operations
 from ..core.group import ProcessGroup
 from ..core.message import Status
@@ -53,7 +53,7 @@ class Site:
     transposed: bool = False
 
     @property
-    def traits(self) -> Kind:
+    def traits(self) -> CallKind:
         """The properties of the calls of this name."""
         return OFF_ROOT[self.kind] if self.off_root else KINDS[self.kind]
 
@@ -62,7 +62,7 @@ class Site:
         return f"{what} transposed" if self.transposed else what
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """What the calls of one name have in common.
 
     Attributes:
@@ -99,7 +99,7 @@ def _recv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None
 
 def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None:
     group.gate.check_usable()
-    sent = group.messages.isend(Adopted(ins[0]), site.dst, own_tag(site.tag))
+    sent = group.messages.isend(ImportedArray(ins[0]), site.dst, own_tag(site.tag))
     try:
         _recv(group, site, ins[1:], out)
     except BaseException:
@@ -109,7 +109,7 @@ def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> 
     sent.wait()
 
 
-def _collective(name: str, linear: bool = True) -> Kind:
+def _collective(name: str, linear: bool = True) -> CallKind:
     """The properties of a collective operation, where all blocks are one array with a row for each rank."""
     kind = operations.KINDS[name]
     method = f"{name}_single" if kind.has_blocks else name
@@ -123,7 +123,7 @@ def _collective(name: str, linear: bool = True) -> Kind:
         rest = given[1:] if rows[0] else given
         return (size, *rest) if rows[1] else rest
 
-    return Kind(run, shape, rows, APART if kind.has_blocks else IN_PLACE, linear=linear)
+    return CallKind(run, shape, rows, APART if kind.has_blocks else IN_PLACE, linear=linear)
 
 
 # fmt: off
@@ -132,16 +132,16 @@ KINDS = {
     "reduce": _collective("reduce", linear=False),
     **{name: _collective(name) for name in (
         "scan", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")},
-    "send": Kind(lambda g, s, ins, out: g.send_apart(ins[0], s.dst, own_tag(s.tag)), None,
+    "send": CallKind(lambda g, s, ins, out: g.send_apart(ins[0], s.dst, own_tag(s.tag)), None,
                  form=GIVEN, is_message=True),
-    "recv": Kind(_recv, form=TAKEN, is_message=True),
-    "sendrecv": Kind(_sendrecv, is_message=True, linear=True),
-    "barrier": Kind(lambda g, s, ins, out: g.fast.barrier(), None, form=NO_ARRAY),
+    "recv": CallKind(_recv, form=TAKEN, is_message=True),
+    "sendrecv": CallKind(_sendrecv, is_message=True, linear=True),
+    "barrier": CallKind(lambda g, s, ins, out: g.fast.barrier(), None, form=NO_ARRAY),
 }
 OFF_ROOT = {
     # The result is the input, as for `reduce`.
-    "gather": Kind(lambda g, s, ins, out: g.fast.gather_single(out, None, s.dst), form=IN_PLACE, linear=True),
-    "scatter": Kind(lambda g, s, ins, out: g.fast.scatter_single(out, None, s.src), form=APART, linear=True),
+    "gather": CallKind(lambda g, s, ins, out: g.fast.gather_single(out, None, s.dst), form=IN_PLACE, linear=True),
+    "scatter": CallKind(lambda g, s, ins, out: g.fast.scatter_single(out, None, s.src), form=APART, linear=True),
 }
 # fmt: on
 

@@ -17,7 +17,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from ..callers.rows import call_word, message_word, row, take_error
+from ..callers.descriptors import call_word, group_descriptor, message_word, take_error
 from ..core import signature
 from ..core.group import ProcessGroup
 from ..core.operands import ANY_TAG
@@ -30,7 +30,7 @@ from ..errors import (
     UsageError,
 )
 from ..kernels import call_frames as f
-from ..kernels.doors import RECV, SEND
+from ..kernels.c_entries import RECV, SEND
 from ..p2p.pipe import ANY
 from . import own_groups
 from .sites import Array, Site, own_tag, site_of
@@ -131,10 +131,10 @@ def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any,
     line[f.BLOCKS] = group.size if site.traits.rows[0] else 1
     line[f.FORM] = form
     # Where another thread ends the group meanwhile, either it finds this or the end is seen below.
-    group.at_the_end.append(partial(line.__setitem__, f.ROW, 0))
-    line[f.ROW] = row(group)  # last: then the rest counts
+    group.at_the_end.append(partial(line.__setitem__, f.DESCRIPTOR, 0))
+    line[f.DESCRIPTOR] = group_descriptor(group)  # last: then the rest counts
     if group.gate.closed:
-        line[f.ROW] = 0
+        line[f.DESCRIPTOR] = 0
 
 
 def carry_out(group: ProcessGroup, site: Site, ins: list[Array], out: Array | None) -> None:

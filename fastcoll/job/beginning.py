@@ -16,15 +16,15 @@ from ..errors import (
     RendezvousError,
     StoreError,
 )
-from ..rendezvous.attempts import ELSEWHERE, MADE, Attempts, Place, loss_of
+from ..rendezvous.attempts import ELSEWHERE, MADE, Attempts, ProcessName, loss_of
 from .job import Job
-from .joining import Lobby, Start, passes_barrier
+from .joining import JoinQueue, Start, passes_barrier
 
 _SEEN_SECONDS = 10.0  # for a launcher to see the end of a process whose loss the ranks have detected
 _LOOK_SECONDS = 60.0  # one wait for an attempt's outcome
 
 
-def begin(address: str, place: Place, timeout: float, start: Start) -> tuple[Job, ProcessGroup] | None:
+def begin(address: str, place: ProcessName, timeout: float, start: Start) -> tuple[Job, ProcessGroup] | None:
     """Meet the other ranks in the launcher's store at `address`; None: they have met without this process.
 
     If a process dies before all have met, the others wait for the process that replaces it with the same rank.
@@ -34,16 +34,16 @@ def begin(address: str, place: Place, timeout: float, start: Start) -> tuple[Job
         FastcollError: as `init_process_group`.
     """
     began = time.monotonic()
-    lobby = Lobby(address, timeout)
-    with closing(lobby):
-        lobby.attempts.come()
+    join_queue = JoinQueue(address, timeout)
+    with closing(join_queue):
+        join_queue.attempts.come()
         for attempt in itertools.count():
-            outcome = lobby.attempts.outcome(attempt)
+            outcome = join_queue.attempts.outcome(attempt)
             if outcome is None:
                 try:
-                    return _meet(lobby, attempt, place, timeout, began, start)
+                    return _meet(join_queue, attempt, place, timeout, began, start)
                 except FastcollError as error:
-                    outcome = _end_of(lobby.attempts, attempt, error, began + timeout)
+                    outcome = _end_of(join_queue.attempts, attempt, error, began + timeout)
                     if outcome in (None, MADE):
                         raise
             if outcome in (MADE, ELSEWHERE):
@@ -56,30 +56,30 @@ def begin(address: str, place: Place, timeout: float, start: Start) -> tuple[Job
     raise AssertionError("the attempts that have ended are finite")
 
 
-def met_elsewhere(address: str, place: Place) -> None:
+def met_elsewhere(address: str, place: ProcessName) -> None:
     """Tell the launchers that the ranks have met by other means than `begin`."""
-    with suppress(StoreError), closing(Lobby(address, _SEEN_SECONDS)) as lobby:
-        lobby.attempts.join(place.name)
-        lobby.attempts.decide_next(ELSEWHERE)
+    with suppress(StoreError), closing(JoinQueue(address, _SEEN_SECONDS)) as join_queue:
+        join_queue.attempts.join(place.name)
+        join_queue.attempts.decide_next(ELSEWHERE)
 
 
 def _meet(
-    lobby: Lobby, attempt: int, place: Place, timeout: float, began: float, start: Start
+    join_queue: JoinQueue, attempt: int, place: ProcessName, timeout: float, began: float, start: Start
 ) -> tuple[Job, ProcessGroup]:
-    store, close = lobby.place(f"first/{attempt}")
+    store, close = join_queue.place(f"first/{attempt}")
 
     def confirm(world: ProcessGroup) -> None:
-        lobby.attempts.join(place.name)
+        join_queue.attempts.join(place.name)
         outcome = (
-            lobby.attempts.decide(attempt, MADE)
+            join_queue.attempts.decide(attempt, MADE)
             if passes_barrier(world)
-            else lobby.attempts.wait(attempt, _SEEN_SECONDS)
+            else join_queue.attempts.wait(attempt, _SEEN_SECONDS)
         )
         if outcome != MADE:
             raise RendezvousError("a rank died while all were joining")
 
     try:
-        with _cut_off(lobby, attempt, close):
+        with _cut_off(join_queue, attempt, close):
             return start(store, place.rank, place.size, close, confirm, timeout, began)
     except BaseException:
         close()
@@ -97,9 +97,9 @@ def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: fl
 
 
 @contextmanager
-def _cut_off(lobby: Lobby, attempt: int, close: Callable[[], None]) -> Iterator[None]:
+def _cut_off(join_queue: JoinQueue, attempt: int, close: Callable[[], None]) -> Iterator[None]:
     """Close the attempt's store as soon as its outcome is not MADE; that ends every wait in the store."""
-    attempts, stop = lobby.attempts_apart()
+    attempts, stop = join_queue.attempts_apart()
 
     def follow() -> None:
         with suppress(StoreError):

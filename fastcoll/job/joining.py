@@ -1,16 +1,16 @@
-"""How a process joins a job that runs: in a store that outlives the ranks, which newcomers and rank 0 look at.
+"""How a process joins a job that runs: in a store that outlives the ranks, which joiners and rank 0 look at.
 
-A newcomer registers and waits. Rank 0 asks those that wait whether they are there, and those that have answered are
+A joiner registers and waits. Rank 0 asks those that wait whether they are there, and those that have answered are
 invited: all ranks and they join in a place of the attempt's own and make the new world beside the old one. The
 outcome of an attempt is decided once, in the store, by who is first: MADE by one that has passed a barrier of the new
 world, as all have it then; OFF by one that could not. Everybody obeys it, so there is one world.
 
 Keys, under elastic/:
 
-    registered      newcomers so far: their numbers; count: of these, whose waiting/<n> is there
-    waiting/<n>     newcomer n waits; gone/<n>: it has gone, which the store's server says if need be
+    registered      joiners so far: their numbers; count: of these, whose waiting/<n> is there
+    waiting/<n>     joiner n waits; gone/<n>: it has gone, which the store's server says if need be
     called/<n>      rank 0 asks, and here/<n> answers
-    invited/<n>     JSON: the attempt, the newcomer's rank and the size of the world
+    invited/<n>     JSON: the attempt, the joiner's rank and the size of the world
     attempts        attempts so far: their numbers; outcome/<a> as above
     world<a>/...    where those of attempt a meet, and their job's part of the store
     first/<k>/...   the same for the attempts of the first meeting (beginning.py); start/...: their outcomes
@@ -39,38 +39,38 @@ _log = logging.getLogger("fastcoll")
 
 FORMING_SECONDS = 30.0
 """How long those of an attempt wait for one another; then it is off."""
-_STORE_SECONDS = 10.0  # until the store must answer a newcomer
+_STORE_SECONDS = 10.0  # until the store must answer a joiner
 _TRIES = 5
 _MADE, _OFF = b"made", b"off"
 
 
 class JobEndedError(RendezvousError):
-    """There is nothing left to do for a newcomer."""
+    """There is nothing left to do for a joiner."""
 
 
 class Invitation(NamedTuple):
-    """What a newcomer will be."""
+    """What a joiner will be."""
 
     attempt: int
     rank: int
     size: int
 
 
-class Lobby:
-    """The store at `address`, HOST:PORT, as one process has it, which must answer within `patience` seconds.
+class JoinQueue:
+    """The store at `address`, HOST:PORT, as one process has it, which must answer within `backoff` seconds.
 
     Raises:
         UsageError: the address is none.
         StoreError: no store is there.
     """
 
-    def __init__(self, address: str, patience: float) -> None:
+    def __init__(self, address: str, grace: float) -> None:
         from ..store import TCPStore  # sockets are for those who meet over the network
 
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise UsageError(f"an elastic job's store (FASTCOLL_ELASTIC) is at HOST:PORT, got {address!r}")
-        self._store = TCPStore(host.strip("[]"), int(port), timeout=patience)
+        self._store = TCPStore(host.strip("[]"), int(port), timeout=grace)
         self._keys = PrefixStore("elastic", self._store)
         self.attempts = Attempts(self._store)
         self._settled = 0  # so many have registered, of whom nobody waits any more
@@ -106,7 +106,7 @@ class Lobby:
         self._keys.set("over", b"1")
 
     def ready(self) -> tuple[list[int], bool]:
-        """The newcomers that wait and have answered, and whether others have just been asked. Does not wait."""
+        """The joiners that wait and have answered, and whether others have just been asked. Does not wait."""
         count = int(self._keys.peek(["count"])[0] or 0)
         if count == self._settled:
             return [], False
@@ -126,17 +126,17 @@ class Lobby:
         """The number of a new attempt."""
         return self._keys.add("attempts", 1)
 
-    def invite(self, attempt: int, newcomers: Sequence[int], size: int) -> None:
-        """Invite newcomers to be the ranks behind the `size` that there are, which ends their wait."""
-        for rank, n in enumerate(newcomers, size):
-            place = {"attempt": attempt, "rank": rank, "size": size + len(newcomers)}
+    def invite(self, attempt: int, joiners: Sequence[int], size: int) -> None:
+        """Invite joiners to be the ranks behind the `size` that there are, which ends their wait."""
+        for rank, n in enumerate(joiners, size):
+            place = {"attempt": attempt, "rank": rank, "size": size + len(joiners)}
             self._keys.set(f"invited/{n}", json.dumps(place))
             self._forget(n, "waiting", "called", "here")
 
-    def gone(self, newcomers: Sequence[int]) -> list[int]:
+    def gone(self, joiners: Sequence[int]) -> list[int]:
         """Which of them have gone without a word. Does not wait."""
-        found = self._keys.peek([f"gone/{n}" for n in newcomers])
-        return [n for n, each in zip(newcomers, found, strict=True) if each is not None]
+        found = self._keys.peek([f"gone/{n}" for n in joiners])
+        return [n for n, each in zip(joiners, found, strict=True) if each is not None]
 
     def clear(self, attempt: int) -> None:
         """Forget the places of all attempts before this one, in whose world all ranks are now."""
@@ -149,7 +149,7 @@ class Lobby:
         for name in names:
             self._keys.delete_key(f"{name}/{n}")
 
-    # ---- a newcomer ----------------------------------------------------------------------------------------------
+    # ---- a joiner ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float, began: float) -> tuple[Invitation, Callable[[], None]]:
         """Register and wait to be invited; return the invitation, and a function that withdraws the will.
@@ -181,10 +181,10 @@ class Lobby:
     def _hear(self, key: str, deadline: float, timeout: float) -> bytes:
         def look() -> None:
             if self._keys.peek(["over"])[0] is not None:
-                raise JobEndedError("the job has ended before this newcomer could join it")
+                raise JobEndedError("the job has ended before this joiner could join it")
 
         left = max(deadline - time.monotonic(), 0.0)
-        doing = "joining as a newcomer"
+        doing = "joining as a joiner"
         return fetch_for(self._keys, [key], [], left, doing, look, lambda: "the job's ranks", limit=timeout)[
             0
         ]
@@ -202,22 +202,22 @@ time.monotonic().
 
 
 def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
-    """Join the job at whose store this process is a newcomer; `timeout` is for being invited, in seconds.
+    """Join the job at whose store this process is a joiner; `timeout` is for being invited, in seconds.
 
     `name` is the launcher's name for this process, or a name that the process has chosen.
-    An attempt that is off, as another newcomer has died or does not fit, is followed by the next one.
+    An attempt that is off, as another joiner has died or does not fit, is followed by the next one.
     """
-    began, lobby = time.monotonic(), Lobby(address, _STORE_SECONDS)
-    with closing(lobby):
+    began, join_queue = time.monotonic(), JoinQueue(address, _STORE_SECONDS)
+    with closing(join_queue):
         for again in reversed(range(_TRIES)):
-            invited, withdraw = lobby.wait(timeout, began)
+            invited, withdraw = join_queue.wait(timeout, began)
 
             def confirm(world: ProcessGroup, attempt: int = invited.attempt) -> None:
-                if not lobby.decide(attempt, passes_barrier(world)):
-                    raise RendezvousError("another newcomer, or a rank of the job, could not join")
-                lobby.attempts.join(name)
+                if not join_queue.decide(attempt, passes_barrier(world)):
+                    raise RendezvousError("another joiner, or a rank of the job, could not join")
+                join_queue.attempts.join(name)
 
-            store, close = lobby.place(f"world{invited.attempt}")
+            store, close = join_queue.place(f"world{invited.attempt}")
             try:
                 now = time.monotonic()
                 job, world = start(store, invited.rank, invited.size, close, confirm, FORMING_SECONDS, now)
@@ -225,10 +225,10 @@ def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job,
                 return job, world
             except BaseException as error:
                 with suppress(StoreError):
-                    lobby.decide(invited.attempt, False)
+                    join_queue.decide(invited.attempt, False)
                 if not again or not isinstance(error, FastcollError):
                     raise
-                _log.info("joining as a newcomer: once more, as %s", error)
+                _log.info("joining as a joiner: once more, as %s", error)
             finally:
                 withdraw()
     raise AssertionError("the last try returns or raises")

@@ -52,26 +52,24 @@ class StoreLease:
         counts = self.store.peek([f"settled/{member.rank}" for member in self.members])
         return [int(count or 0) for count in counts]
 
-    def leave(self, patience: float, gone: Sequence[Member] = (), farewell: str = "") -> None:
-        """Let go of the store; rank 0 first waits, `patience` seconds at most, until nobody needs it but those `gone`.
+    def leave(self, grace: float, gone: Sequence[Member] = (), exit_reason: str = "") -> None:
+        """Let go of the store; rank 0 first waits, `backoff` seconds at most, until nobody needs it but those `gone`.
 
         The `farewell` is read by ranks that wait for this one to make a group.
         """
         before = self.store.timeout  # which a user's store keeps
         try:
             if self.rank == 0:
-                self._await_others(
-                    min(patience, _INTERRUPTED_SECONDS) if self._interrupted else patience, gone
-                )
+                self._await_others(min(grace, _INTERRUPTED_SECONDS) if self._interrupted else grace, gone)
             self.store.set_timeout(min(before.total_seconds(), _LAST_WORD_SECONDS))
             with suppress(StoreError):  # as in _count
-                self.store.set(f"farewell/{self.rank}", farewell)
+                self.store.set(f"farewell/{self.rank}", exit_reason)
             self._count(_LEFT)
         finally:
             self.store.set_timeout(before)
             self.close_store()
 
-    def _await_others(self, patience: float, gone: Sequence[Member]) -> None:
+    def _await_others(self, grace: float, gone: Sequence[Member]) -> None:
         """Wait for the living ranks in the job that have not made as many groups as this one."""
         started, warning = time.monotonic(), LateWarning()
         while True:
@@ -84,7 +82,7 @@ class StoreLease:
             names = ", ".join(str(member) for member in late if member not in over)
             if not names:
                 return
-            if (waited := time.monotonic() - started) >= patience:
+            if (waited := time.monotonic() - started) >= grace:
                 _log.warning("the store is closed after %.1f s, though %s may still need it", waited, names)
                 return
             warning.look("keeping the store open", f"{names}: fewer groups made than rank 0".__str__)

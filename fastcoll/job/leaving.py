@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..core.group import ProcessGroup
-from ..core.monitor import last_words
+from ..core.monitor import describe_exit
 from ..errors import AbortedError, GroupError
 
 _log = logging.getLogger("fastcoll")
@@ -48,8 +48,8 @@ def leave(
                 each.before_leaving()
         _complete(waiting)
     finally:
-        close(groups, last_words(error)) if let_go is None else let_go()
-    lost = [(group.name, what, error) for group in waiting for what, error in group.gate.unheard.lost()]
+        close(groups, describe_exit(error)) if let_go is None else let_go()
+    lost = [(group.name, what, error) for group in waiting for what, error in group.gate.unobserved.lost()]
     if not lost:
         return None
     named = "; ".join(f"{what} of the group {name} ({error})" for name, what, error in lost[:_MOST_NAMED])
@@ -63,11 +63,11 @@ def leave(
     )
 
 
-def close(groups: Sequence[ProcessGroup], farewell: str = "") -> None:
+def close(groups: Sequence[ProcessGroup], exit_reason: str = "") -> None:
     """Close groups, newest first, with what the peers read of it; whatever fails, the rest is done."""
     with ExitStack() as steps:
         for group in groups:
-            steps.callback(group.close, farewell)
+            steps.callback(group.close, exit_reason)
 
 
 def _complete(groups: Sequence[ProcessGroup]) -> None:
@@ -75,20 +75,20 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
     started = time.monotonic()
     for group in groups:
         group.messages.poll()  # so that the group takes over the requests of compiled callers
-        while works := [work for work in group.gate.unheard.under_way() if not work.needs_message]:
+        while works := [work for work in group.gate.unobserved.under_way() if not work.needs_message]:
             left = started + group.timeout - time.monotonic()
             if left <= 0:
                 break
             works[0].end_event.wait(left)
-    receiving = [group for group in groups if group.gate.unheard.under_way()]
+    receiving = [group for group in groups if group.gate.unobserved.under_way()]
     for group in receiving:
         group.monitor.start_to_leave()
-    patience = time.monotonic() + _RECEIVE_SECONDS
+    grace = time.monotonic() + _RECEIVE_SECONDS
     for group in receiving:
-        end = min(started + group.timeout, patience)
+        end = min(started + group.timeout, grace)
         while time.monotonic() < end and (
             hopeful := [
-                work for work in group.gate.unheard.under_way() if not group.messages.is_in_vain(work)
+                work for work in group.gate.unobserved.under_way() if not group.messages.is_in_vain(work)
             ]
         ):
             hopeful[0].end_event.wait(_POLL_SECONDS)

@@ -118,7 +118,7 @@ def _level(group: ProcessGroup, members: Sequence[Member]) -> Level:
             if (member := monitor.members[rank]) in dead or member.rank in told or monitor.has_left(rank)
         ]
 
-    return Level(members, group.backend.refuge(), gone)
+    return Level(members, group.backend.recovery_endpoint(), gone)
 
 
 def _someone_died(members: Sequence[Member]) -> bool:

@@ -20,8 +20,8 @@ from ..core.operands import positive_seconds, whole
 from ..core.work import Timeout
 from ..errors import GroupError, StoreError, UsageError
 from ..rendezvous.join import join
-from ..store import HashStore, PrefixStore, Store, adopted
-from ..system.processes import Member, forget, speak_as, this_process
+from ..store import HashStore, PrefixStore, Store, imported
+from ..system.processes import Member, forget, set_process_rank, this_process
 from .backends import load, parse_backend
 from .groups import Standalone, groups
 from .leaving import ExitHook, leave
@@ -68,7 +68,7 @@ def group_from_store(
     if not 0 <= rank < world_size:
         raise UsageError(f"rank is {rank} and world_size is {world_size}; rank goes from 0 to world_size - 1")
     # Each use of a store is a job of its own; each process counts for itself, so that two that claim one rank meet.
-    ours, me = PrefixStore("fastcoll", adopted(store)), this_process()
+    ours, me = PrefixStore("fastcoll", imported(store)), this_process()
     use = ours.add(f"group/{group_name}/use/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
     return make(
         PrefixStore(f"group/{group_name}/{use}", ours),
@@ -107,7 +107,7 @@ def make(
     choice = parse_backend(backend)
     make_group = load(choice)
     ranks = ranks or range(size)
-    speak_as(ranks[rank])
+    set_process_rank(ranks[rank])
     if ranks[rank] == 0:
         config.warn_of_unknown()
     # A group of one needs no meeting; each rank may make its own under the same name.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, ParamSpec
 
 from .. import config, failpoints
 from ..core.group import ProcessGroup
-from ..core.monitor import last_words
+from ..core.monitor import describe_exit
 from ..core.operands import check_unused, positive_seconds, whole
 from ..core.work import Timeout
 from ..errors import (
@@ -32,13 +32,13 @@ from ..errors import (
 )
 from ..record import recorder
 from ..rendezvous import has_handler, meet
-from ..rendezvous.attempts import Place, place_of
+from ..rendezvous.attempts import ProcessName, place_of
 from ..rendezvous.join import join, registered
-from ..store import PrefixStore, Store, adopted
+from ..store import PrefixStore, Store, imported
 from ..store.store import Rendezvous
 from ..store.waiting import LateWarning
 from ..system.forks import at_fork
-from ..system.processes import dead_among, forget, gone_among, speak_as, this_process
+from ..system.processes import dead_among, forget, gone_among, set_process_rank, this_process
 from . import backends
 from .backends import BackendChoice, parse_backend
 from .beginning import begin, met_elsewhere
@@ -88,7 +88,7 @@ def replace_job(job: Job, world: ProcessGroup) -> None:
     groups.clear()
     groups.add(world, choice)
     _job = job
-    speak_as(job.lease.rank)
+    set_process_rank(job.lease.rank)
     with ExitStack() as steps:
         steps.callback(forget, before.lease.members)
         steps.callback(before.lease.close_store)
@@ -160,7 +160,7 @@ def init_process_group(
     by_environment = store is None and init_method in (None, "env://")
     if config.get("FASTCOLL_NEWCOMER") and by_environment:
         check_unused(pg_options, device_id)
-        join_as_newcomer(config.get("FASTCOLL_ELASTIC"), backend, timeout)
+        join_running_job(config.get("FASTCOLL_ELASTIC"), backend, timeout)
         return
     choice, limit = _prepare(backend, timeout)
     check_unused(pg_options, device_id)
@@ -176,8 +176,8 @@ def init_process_group(
         met_elsewhere(config.get("FASTCOLL_ELASTIC"), place)
 
 
-def join_as_newcomer(address: str, backend: str | None = None, timeout: Timeout = None) -> None:
-    """Join a job that runs, under `fastcoll.elastic.run`, and looks for newcomers in the store at HOST:PORT.
+def join_running_job(address: str, backend: str | None = None, timeout: Timeout = None) -> None:
+    """Join a job that runs, under `fastcoll.elastic.run`, and looks for joiners in the store at HOST:PORT.
 
     Args:
         address: of the store.
@@ -200,13 +200,13 @@ def join_as_newcomer(address: str, backend: str | None = None, timeout: Timeout 
     _enter(enter, choice)
 
 
-def _place() -> Place | None:
+def _place() -> ProcessName | None:
     """Return this process's place in the first meeting of an elastic job; None: that is over, or there is none."""
     text = config.get("FASTCOLL_PLACE")
     return place_of(text) if text and not _starts else None
 
 
-def _begin(place: Place, choice: BackendChoice, limit: float) -> tuple[Job, ProcessGroup]:
+def _begin(place: ProcessName, choice: BackendChoice, limit: float) -> tuple[Job, ProcessGroup]:
     """Meet the other ranks in the launcher's store."""
     first = begin(config.get("FASTCOLL_ELASTIC"), place, limit, _start_in_store(choice, limit))
     if first is None:
@@ -380,7 +380,7 @@ def _chosen_way(
         return functools.partial(find_others, init_method or "env://", rank, world_size, limit, group_name)
     if init_method is not None:
         raise UsageError(f"store and init_method={init_method!r} are both given; give one of them")
-    store = adopted(store)
+    store = imported(store)
     if not 0 <= rank < world_size:
         raise UsageError(
             f"rank is {rank} and world_size is {world_size}; with a store give both, rank from 0 to world_size - 1"
@@ -475,7 +475,7 @@ def _start(
     with ThreadPoolExecutor(1, "fastcoll-import") as importer, ExitStack() as undo:
         loading = importer.submit(backends.load, choice)
         found = find()
-        speak_as(found.rank)
+        set_process_rank(found.rank)
         failpoints.arm(config.get("FASTCOLL_FAILPOINT"), found.rank)
         failpoints.reach("start.after_rendezvous")
         if found.rank == 0:
@@ -498,16 +498,16 @@ def _start(
     return job, world
 
 
-def _leave(error: BaseException | None, patience: float | None, ended: bool = False) -> GroupError | None:
+def _leave(error: BaseException | None, grace: float | None, ended: bool = False) -> GroupError | None:
     """Leave every group and the job, as `leave` does; `ended` says whether the program has."""
     if ended:
         _log.info("destroy_process_group was not called; leaving at exit")
     failpoints.reach("destroy.enter")
-    mine, farewell = list(groups.backends) if groups.inherited is None else [], last_words(error, ended)
-    return leave(mine, error, functools.partial(_let_go, patience, farewell))
+    mine, exit_reason = list(groups.backends) if groups.inherited is None else [], describe_exit(error, ended)
+    return leave(mine, error, functools.partial(_let_go, grace, exit_reason))
 
 
-def _let_go(patience: float | None, farewell: str) -> None:
+def _let_go(grace: float | None, exit_reason: str) -> None:
     """Close every group, and let go of the job; whatever fails, the rest is done."""
     global _job
     job, _job = _job, None
@@ -520,10 +520,10 @@ def _let_go(patience: float | None, farewell: str) -> None:
     gone = gone_among(lease.members) if lease.rank == 0 else ()  # only rank 0 waits for others
     with ExitStack() as steps:
         steps.callback(forget, lease.members)
-        steps.callback(lease.leave, job.timeout if patience is None else patience, gone, farewell)
-        close(made, farewell)
+        steps.callback(lease.leave, job.timeout if grace is None else grace, gone, exit_reason)
+        close(made, exit_reason)
         failpoints.reach("destroy.after_groups")
     failpoints.reach("destroy.after_store")
 
 
-_exit_hook = ExitHook(functools.partial(_leave, patience=_EXIT_SECONDS, ended=True))
+_exit_hook = ExitHook(functools.partial(_leave, grace=_EXIT_SECONDS, ended=True))

@@ -3,7 +3,7 @@
 XLA calls one C function, `handle`, for all calls. A call has a number, the only attribute in the frame, and a line of
 words in `LINES`. Python writes the line (jax/xla_frames.py) once it has executed the call itself:
 
-    ROW       address of the group descriptor (doors.py); 0: Python executes the call
+    ROW       address of the group descriptor (c_entries.py); 0: Python executes the call
     OP, CALL, PEER    arguments of the C entry point
     ITEM      bytes of an element, divided by the number of blocks, BLOCKS
     FORM      the arrays of the frame that the entry point gets: one of the forms below
@@ -26,9 +26,8 @@ import numpy as np
 from ..compiler import llvm
 from ..compiler.jit import NJIT, c_function, inlined, instruction, kernel
 from ..compiler.machine_code import OWN_SYMBOLS
-from .copy import copy
-from .doors import (
-    DOOR,
+from .c_entries import (
+    C_ENTRY,
     RAISED,
     call_with,
     drop,
@@ -39,6 +38,7 @@ from .doors import (
     release,
     value_of,
 )
+from .copy import copy
 from .primitives import address_of, load_acquire, load_word, word_at
 
 EXTENSION, API, STAGE, ARGS, RETS, ATTRS = 8, 16, 32, 40, 80, 120
@@ -47,7 +47,7 @@ NAMES, VALUES = 32, 40  # in attrs
 DTYPE, DATA, NDIM, DIMS = 16, 24, 32, 40
 SCALAR = 8  # in a value
 
-ROW, OP, CALL, PEER, ITEM, BLOCKS, FORM, _SPARE = range(8)
+DESCRIPTOR, OP, CALL, PEER, ITEM, BLOCKS, FORM, _SPARE = range(8)
 IN_PLACE, APART, GIVEN, TAKEN, NO_ARRAY = range(5)
 """What comes out, after a copy of what goes in; both; what goes in; what comes out; none."""
 
@@ -66,9 +66,9 @@ def _lines(builder):
 
 
 @instruction("int64")
-def _enter(builder, door, row, op, data, out, nbytes, call, peer):
+def _enter(builder, c_entry, row, op, data, out, nbytes, call, peer):
     kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD] * 7)
-    return builder.call(llvm.pointer(builder, door, kind), [row, op, data, out, nbytes, call, peer])
+    return builder.call(llvm.pointer(builder, c_entry, kind), [row, op, data, out, nbytes, call, peer])
 
 
 @kernel
@@ -129,9 +129,9 @@ def handle(frame):
         given, data = data, word_at(_buffer(frame + RETS) + DATA)
         if given != data:
             copy(data, given, nbytes)
-    door = load_word(row, DOOR)
+    c_entry = load_word(row, C_ENTRY)
     done = _enter(
-        door, row, load_word(line, OP), data, out, nbytes, load_word(line, CALL), load_word(line, PEER)
+        c_entry, row, load_word(line, OP), data, out, nbytes, load_word(line, CALL), load_word(line, PEER)
     )
     return _ask(lines, TOLD, frame) if done == RAISED else 0
 

@@ -21,7 +21,7 @@ from ..compiler.compiling import FLAGS, no_collection
 from ..compiler.elements import CONVERSIONS, WORD, Element, Half, computed_as, element_of
 from ..core.reduce_op import ReduceOp
 from ..errors import ArrayError, UsageError
-from .fold import Combine, Operands, Registers, Shape, Tile, shapes, stream
+from .fold import Combine, Operands, Registers, Tile, TileShape, shapes, stream
 
 
 def plain_function(function: Callable[[Any, Any], Any]) -> Any:
@@ -104,7 +104,7 @@ class _OneByOne(Registers):
     """
 
     def __init__(
-        self, builder: ir.IRBuilder, element: Element, shape: Shape, combine: Combine, model: Any
+        self, builder: ir.IRBuilder, element: Element, shape: TileShape, combine: Combine, model: Any
     ) -> None:
         super().__init__(builder, element, shape, combine)
         self._model = model

@@ -95,18 +95,23 @@ def stream(builder: ir.IRBuilder, tiles: Sequence[Tile], operands: Operands) -> 
         done = builder.add(done, builder.mul(times, WORD(tile.nbytes)))
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """The lanes of a tile: `registers` registers of `width` lanes."""
 
     width: int
     registers: int = 1
 
 
-def shapes(element: Element) -> list[Shape]:
+def shapes(element: Element) -> list[TileShape]:
     """Return the tiles for a dtype, from the largest to a single element."""
     many = TILE // (element.width * element.size)
     few = max(element.lanes, FEW // element.size)
-    return [Shape(element.width, many), Shape(element.width), Shape(few), Shape(element.lanes)]
+    return [
+        TileShape(element.width, many),
+        TileShape(element.width),
+        TileShape(few),
+        TileShape(element.lanes),
+    ]
 
 
 class Registers:
@@ -121,7 +126,7 @@ class Registers:
         self,
         builder: ir.IRBuilder,
         element: Element,
-        shape: Shape,
+        shape: TileShape,
         combine: Combine,
         end: Callable[[ir.IRBuilder, ir.Value], Any] = unchanged,
     ) -> None:

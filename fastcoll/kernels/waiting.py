@@ -1,6 +1,6 @@
 """How a kernel waits for shared words: spin, then yield, then sleep, and return to Python in time; and a lock.
 
-The back-off table (`patience`) is in a group's private context, so that the mode (dedicated cores or oversubscribed) is
+The back-off table (`backoff`) is in a group's private context, so that the mode (dedicated cores or oversubscribed) is
 the same for all ranks of the group. A wait that has used up its budget returns False, and its entry returns AGAIN:
 Python checks signals, deadlines and dead peers, and calls the entry again, which resumes where it stopped.
 
@@ -30,7 +30,7 @@ CLOCK = 4  # 4: seconds, 5: nanoseconds, as clock_gettime writes them
 NAP = 6  # 6: seconds, 7: nanoseconds, as nanosleep reads them
 # When the current call began, if it is timed, else when it stopped spinning and yielding; 0: it has not.
 TIMED = 8
-PATIENCE_WORDS = 9
+BACKOFF_WORDS = 9
 
 _CLOCK_MONOTONIC = 1
 _SHORT_NAP = 50_000  # ns; Linux adds its timer slack of 50 us, so a late word costs about 0.1 ms
@@ -47,61 +47,61 @@ _clock_gettime = external("clock_gettime", "int32(int32, int64)")
 
 
 @inlined
-def now(patience):
-    """Return CLOCK_MONOTONIC in nanoseconds; `patience` is the address of the back-off table."""
-    _clock_gettime(_CLOCK_MONOTONIC, patience + 8 * CLOCK)
-    return load_word(patience, CLOCK) * 1_000_000_000 + load_word(patience, CLOCK + 1)
+def now(backoff):
+    """Return CLOCK_MONOTONIC in nanoseconds; `backoff` is the address of the back-off table."""
+    _clock_gettime(_CLOCK_MONOTONIC, backoff + 8 * CLOCK)
+    return load_word(backoff, CLOCK) * 1_000_000_000 + load_word(backoff, CLOCK + 1)
 
 
 @inlined
-def nap(patience):
+def nap(backoff):
     """Sleep briefly; longer once the wait has lasted a second."""
-    store_word(patience, NAP, 0)
-    store_word(patience, NAP + 1, _SHORT_NAP if load_word(patience, IDLE) < 20 else _LONG_NAP)
-    _nanosleep(patience + 8 * NAP, 0)
+    store_word(backoff, NAP, 0)
+    store_word(backoff, NAP + 1, _SHORT_NAP if load_word(backoff, IDLE) < 20 else _LONG_NAP)
+    _nanosleep(backoff + 8 * NAP, 0)
 
 
 @kernel
-def wait_slowly(patience, word, want):
+def wait_slowly(backoff, word, want):
     """Do the part of `wait_for` after spinning; a function of its own so that spinning is inlined."""
-    begun = now(patience)
-    if load_word(patience, IDLE) == 0:
-        for turn in range(load_word(patience, YIELDS)):
+    begun = now(backoff)
+    if load_word(backoff, IDLE) == 0:
+        for turn in range(load_word(backoff, YIELDS)):
             yield_core()
             if load_acquire(word) >= want:
                 return True
-            if turn & _CLOCK_EVERY == 0 and now(patience) - begun > load_word(patience, BUDGET):
+            if turn & _CLOCK_EVERY == 0 and now(backoff) - begun > load_word(backoff, BUDGET):
                 break  # other processes have the core
-        begun = now(patience)
-    if load_word(patience, TIMED) == 0:
-        store_word(patience, TIMED, begun)
-    end = begun + load_word(patience, BUDGET)
-    while now(patience) < end:
-        nap(patience)
+        begun = now(backoff)
+    if load_word(backoff, TIMED) == 0:
+        store_word(backoff, TIMED, begun)
+    end = begun + load_word(backoff, BUDGET)
+    while now(backoff) < end:
+        nap(backoff)
         if load_acquire(word) >= want:
-            store_word(patience, IDLE, 0)
+            store_word(backoff, IDLE, 0)
             return True
-    store_word(patience, IDLE, load_word(patience, IDLE) + 1)
+    store_word(backoff, IDLE, load_word(backoff, IDLE) + 1)
     return False
 
 
 @inlined
-def wait_for(patience, word, want):
+def wait_for(backoff, word, want):
     """Wait until the shared word at address `word` is at least `want`; False: call again."""
     if load_acquire(word) >= want:
         return True
-    if load_word(patience, IDLE) == 0:
-        for _ in range(load_word(patience, SPINS)):
+    if load_word(backoff, IDLE) == 0:
+        for _ in range(load_word(backoff, SPINS)):
             pause()
             if load_acquire(word) >= want:
                 return True
-    return wait_slowly(patience, word, want)
+    return wait_slowly(backoff, word, want)
 
 
 # ---- polling -------------------------------------------------------------------------------------------
 
-END = PATIENCE_WORDS  # when the current wait has used up its budget
-POLLING_WORDS = PATIENCE_WORDS + 1
+END = BACKOFF_WORDS  # when the current wait has used up its budget
+POLLING_WORDS = BACKOFF_WORDS + 1
 
 
 @kernel

@@ -20,8 +20,8 @@ from .console import Console
 from .failures import NodeFailures
 from .gathering import Gathering, agree, open_store
 from .generations import Node, Rules
-from .lifeline import adopt_orphans
-from .nodes import Job, default_port, free_port
+from .lifeline import reap_orphans
+from .nodes import NodeShare, default_port, free_port
 from .options import read
 from .restarts import Restarts
 from .supervisor import Supervisor
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.say(f"output that goes to files is in {logs}")
         if single := job.single_threaded(os.environ):
             console.say(f"{' and '.join(single)} set to 1, as {job.local_size} ranks share this node")
-        adopt_orphans()
+        reap_orphans()
         supervise = partial(
             Supervisor,
             grace=options.grace,
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_once(
     options: argparse.Namespace,
-    job: Job,
+    job: NodeShare,
     logs: Path | None,
     supervise: Callable[..., Supervisor],
     console: Console,
@@ -88,7 +88,7 @@ def _run_once(
 
 def _run_generations(
     options: argparse.Namespace,
-    job: Job,
+    job: NodeShare,
     logs: Path | None,
     supervise: Callable[..., Supervisor],
     console: Console,
@@ -116,7 +116,7 @@ def _run_generations(
 
 
 def _meet(
-    options: argparse.Namespace, job: Job, rules: Rules, signals: list[int]
+    options: argparse.Namespace, job: NodeShare, rules: Rules, signals: list[int]
 ) -> tuple[HashStore | TCPStore, bool, str]:
     """The store of the job's launchers, whether this one leads, and where the ranks of this node listen."""
     if rules.most == 1 and (rules.fixed or options.standalone):

@@ -30,7 +30,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def adopt_orphans() -> None:
+def reap_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, so that none can escape, or OSError."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
 

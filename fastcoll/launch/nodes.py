@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ResourceError
-from ..rendezvous.attempts import Place
+from ..rendezvous.attempts import ProcessName
 from ..rendezvous.detect import port_beside
 from .generations import Share
 
@@ -57,7 +57,7 @@ def python_main(module: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Job:
+class NodeShare:
     """One node's share of a job."""
 
     program: tuple[str, ...]  # the command that every rank runs
@@ -86,10 +86,10 @@ class Job:
         """Return the global rank of a local rank."""
         return self.share.first + local_rank
 
-    def place(self, local_rank: int, newcomer: int) -> Place:
+    def place(self, local_rank: int, joiner: int) -> ProcessName:
         """Return the name and rank of a local rank, or of its replacement, in an elastic job."""
-        name = f"{self.node_rank}.new{newcomer}" if newcomer else f"{self.node_rank}.{local_rank}"
-        return Place(name, self.rank(local_rank), self.share.world_size)
+        name = f"{self.node_rank}.new{joiner}" if joiner else f"{self.node_rank}.{local_rank}"
+        return ProcessName(name, self.rank(local_rank), self.share.world_size)
 
     def command(self, local_rank: int) -> list[str]:
         """Return the command line of a local rank."""
@@ -109,9 +109,9 @@ class Job:
         has_one = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
         return {} if has_one or self.nodes > 1 else {"FASTCOLL_SECRET": self._secret}
 
-    def environment(self, local_rank: int, inherited: Mapping[str, str], newcomer: int = 0) -> dict[str, str]:
-        """Return the complete environment of one rank, or of its replacement number `newcomer`."""
-        elastic = {"FASTCOLL_ELASTIC": self.elastic, "FASTCOLL_PLACE": str(self.place(local_rank, newcomer))}
+    def environment(self, local_rank: int, inherited: Mapping[str, str], joiner: int = 0) -> dict[str, str]:
+        """Return the complete environment of one rank, or of its replacement number `joiner`."""
+        elastic = {"FASTCOLL_ELASTIC": self.elastic, "FASTCOLL_PLACE": str(self.place(local_rank, joiner))}
         made = {
             **{name: value for name, value in inherited.items() if name not in _OF_LAUNCHERS},
             **self.secret(inherited),
@@ -130,7 +130,7 @@ class Job:
             made["ROLE_RANK"] = str(self.share.role_first + local_rank)
             made["ROLE_WORLD_SIZE"] = str(self.share.role_size)
             made["GROUP_WORLD_SIZE"] = str(self.nodes)
-        if newcomer:
+        if joiner:
             made["FASTCOLL_NEWCOMER"] = "1"
             for name in ("RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"):
                 made.pop(name, None)

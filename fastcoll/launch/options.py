@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .console import HANDLED
 from .lifeline import GRACE_SECONDS
-from .nodes import Job, free_port
+from .nodes import NodeShare, free_port
 from .outputs import Outputs, parse
 from .supervisor import TICK_SECONDS
 
@@ -39,7 +39,7 @@ _REFUSED = {
 }
 
 
-def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Job]:
+def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, NodeShare]:
     """The options, and this node's share of the job; ends the process with a usage error if they do not fit together.
 
     Of the options, `has_generations` is whether a failure may start the ranks anew, and `outputs` where output goes.
@@ -262,7 +262,7 @@ def _outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Ou
     return Outputs(all_to_files, options.redirects, options.tee, options.local_ranks_filter)
 
 
-def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elastic: bool) -> Job:
+def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elastic: bool) -> NodeShare:
     nodes: int = 1 if is_elastic else options.nnodes[1]
     if is_elastic:
         options.node_rank = 0  # it comes with the generation
@@ -282,7 +282,7 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
     if options.nodes_port is not None and not 0 <= options.nodes_port < 65536:
         parser.error(f"--nodes_port must be from 0 to 65535, got {options.nodes_port}")
     python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
-    return Job(
+    return NodeShare(
         (*python, options.program),
         options.nproc_per_node,
         nodes,

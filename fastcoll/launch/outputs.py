@@ -13,7 +13,7 @@ _ONE = re.compile(r"[0-3]")
 _SOME = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
 
 
-class Way(NamedTuple):
+class OutputMode(NamedTuple):
     """Where one stream of one rank goes."""
 
     to_console: bool
@@ -40,11 +40,11 @@ class Outputs:
     tee: Mapping[int | None, int] = field(default_factory=dict)
     shown: frozenset[int] | None = None  # local ranks; None: all
 
-    def mode(self, local_rank: int, stream: str) -> Way:
+    def mode(self, local_rank: int, stream: str) -> OutputMode:
         """Where a rank's `stdout` or `stderr` goes."""
         moved, copied = (
             bool(each.get(local_rank, each.get(None, 0)) & _BITS[stream])
             for each in (self.redirects, self.tee)
         )
         is_shown = self.shown is None or local_rank in self.shown
-        return Way(is_shown and (copied or not moved), moved or copied or self.to_files)
+        return OutputMode(is_shown and (copied or not moved), moved or copied or self.to_files)

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from ..system.own_files import open_anew
 from . import lifeline
 from .console import is_ready
-from .nodes import Job
+from .nodes import NodeShare
 from .outputs import Outputs
 
 _logger = logging.getLogger("fastcoll")
@@ -109,23 +109,23 @@ class Relay:
 
 
 class RankProcess:
-    """One rank: its process and its two streams. `newcomer` numbers those that take the place of one; 0: it is none."""
+    """One rank: its process and its two streams. `joiner` numbers those that take the place of one; 0: it is none."""
 
     def __init__(
         self,
-        job: Job,
+        job: NodeShare,
         local_rank: int,
         prefix: bool,
         logs: Path | None,
         sinks: tuple[Sink, Sink],
         outputs: Outputs,
-        newcomer: int = 0,
+        joiner: int = 0,
     ) -> None:
         self.rank, self.local_rank = job.rank(local_rank), local_rank
-        self.place = job.place(local_rank, newcomer)
-        self.started, self.is_newcomer = time.monotonic(), newcomer > 0
-        self.name = f"newcomer {newcomer}" if newcomer else f"rank {self.rank}"
-        label = f"new {newcomer}" if newcomer else str(self.rank)
+        self.place = job.place(local_rank, joiner)
+        self.started, self.is_joiner = time.monotonic(), joiner > 0
+        self.name = f"joiner {joiner}" if joiner else f"rank {self.rank}"
+        label = f"new {joiner}" if joiner else str(self.rank)
         tether = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
         self._error_text = b""
         relays: list[Relay] = []
@@ -148,10 +148,10 @@ class RankProcess:
             self.out, self.err = relays
             self.process = subprocess.Popen(
                 [*tether, *job.command(local_rank)],
-                stdin=None if local_rank == 0 and not newcomer else subprocess.DEVNULL,
+                stdin=None if local_rank == 0 and not joiner else subprocess.DEVNULL,
                 stdout=ends[0],
                 stderr=ends[1],
-                env={**job.environment(local_rank, os.environ, newcomer), **error},
+                env={**job.environment(local_rank, os.environ, joiner), **error},
                 pass_fds=job.descriptors,
                 start_new_session=True,
             )
@@ -168,7 +168,7 @@ class RankProcess:
             os.close(file)
         return code
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The traceback in its error file, where it has left one as torch's `record` does; else its last lines."""
         try:
             message = json.loads(self._error_text)["message"]

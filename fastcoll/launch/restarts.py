@@ -16,7 +16,7 @@ from .console import Console
 from .failures import Failure, left
 from .gathering import Gathering, secret_of
 from .generations import End, Over, Start, share_of
-from .nodes import Job
+from .nodes import NodeShare
 from .supervisor import Supervisor
 
 
@@ -53,7 +53,7 @@ class Restarts:
     def __init__(
         self,
         gathering: Gathering,
-        job: Job,
+        job: NodeShare,
         supervise: Callable[..., Supervisor],
         logs: Path | None,
         console: Console,

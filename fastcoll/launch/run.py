@@ -24,7 +24,7 @@ from ..compiler.undisturbed import undisturbed
 from ..core.work import Timeout
 from ..errors import GroupError, UsageError
 from .lifeline import GRACE_SECONDS
-from .nodes import Job, free_port, python_main
+from .nodes import NodeShare, free_port, python_main
 from .ranks import RankProcess
 from .spawn import ProcessExitedError, ProcessRaisedError, check_args
 from .supervisor import Supervisor
@@ -94,7 +94,9 @@ def run(
             stream.write(task)
         numbers = tuple(map(str, files))
         port = free_port()
-        job = Job(python_main(__name__), ranks, 1, 0, "127.0.0.1", port, numbers, descriptors=tuple(files))
+        job = NodeShare(
+            python_main(__name__), ranks, 1, 0, "127.0.0.1", port, numbers, descriptors=tuple(files)
+        )
         supervisor = Supervisor(
             job,
             GRACE_SECONDS,

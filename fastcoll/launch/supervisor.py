@@ -25,7 +25,7 @@ from ..rendezvous.attempts import Loss, Standing
 from . import lifeline
 from .console import Console
 from .failures import Failure, left
-from .nodes import Job
+from .nodes import NodeShare
 from .outputs import Outputs
 from .pauses import Pauses
 from .ranks import RankProcess, Relay, Sink, follows
@@ -57,14 +57,14 @@ class _Lost:
 
     rank: RankProcess
     description: str  # description of the failure
-    newcomer: tuple[float, int] | None  # pause before its replacement starts, and the replacement's number
+    joiner: tuple[float, int] | None  # pause before its replacement starts, and the replacement's number
     report: Future[Standing | None] | None
 
     def cannot_go_on(self, standing: Standing) -> str:
         """Return why the other ranks cannot go on without it; empty: they can."""
         if standing.is_state_lost:
-            return "; every rank that had the state has failed, so the state is lost: newcomers have none"
-        if self.newcomer is None and standing.has_come and not standing.has_met:
+            return "; every rank that had the state has failed, so the state is lost: joiners have none"
+        if self.joiner is None and standing.has_come and not standing.has_met:
             return _NOT_MET
         return ""
 
@@ -81,7 +81,7 @@ class Supervisor:
         is_guest: it lives in a process of the user's: it leaves other children alone, and is silent.
         followed: whether a rank that has failed did so because of another one; None: its last lines tell.
         min_ranks: a rank that fails ends the others only where fewer than so many are left; None: in any case.
-        max_restarts: so many of those that failed, and did not end the others, are replaced by newcomers.
+        max_restarts: so many of those that failed, and did not end the others, are replaced by joiners.
         report: publishes the loss of a process in an elastic job; its result is the job's state at that time.
 
     Attributes:
@@ -91,7 +91,7 @@ class Supervisor:
 
     def __init__(
         self,
-        job: Job,
+        job: NodeShare,
         grace: float,
         prefix: bool = True,
         logs: Path | None = None,
@@ -113,7 +113,7 @@ class Supervisor:
         self._say = partial(self._console.say, has_to_act=self._has_to_act)
         write = partial(self._console.write, has_to_act=self._has_to_act)
         self._sinks = sinks or (partial(write, sys.__stdout__), partial(write, sys.__stderr__))
-        self._followed = followed or (lambda rank: follows(rank.last_words()))
+        self._followed = followed or (lambda rank: follows(rank.last_output()))
         self._job, self._grace, self._prefix, self._logs, self._nodes = job, grace, prefix, logs, nodes
         self._is_guest = is_guest
         self._min_ranks = job.local_size if min_ranks is None else min_ranks
@@ -122,7 +122,7 @@ class Supervisor:
         self._report = report
         self._lost: list[_Lost] = []  # losses whose reports are not finished
         self._missing: list[RankProcess] = []  # lost without a replacement before the ranks have met
-        self._newcomers: list[tuple[float, int, int]] = []  # to be started: when, in whose place, its number
+        self._joiners: list[tuple[float, int, int]] = []  # to be started: when, in whose place, its number
         self._restarts = 0
         self._not_ours = set(lifeline.children_of(os.getpid()))
         self._selector = selectors.DefaultSelector()
@@ -149,9 +149,9 @@ class Supervisor:
             self._end()
         return self._exit_code
 
-    def _start(self, local_rank: int, newcomer: int = 0) -> None:
+    def _start(self, local_rank: int, joiner: int = 0) -> None:
         rank = RankProcess(
-            self._job, local_rank, self._prefix, self._logs, self._sinks, self._outputs, newcomer
+            self._job, local_rank, self._prefix, self._logs, self._sinks, self._outputs, joiner
         )
         self.ranks.append(rank)
         self._running.add(rank)
@@ -177,8 +177,8 @@ class Supervisor:
         if code == 0 or self._kill_at is not None:
             return
         rank.err.pump_all()
-        # A newcomer that comes too late, when others have done the work, does not make it fail.
-        is_late = rank.is_newcomer and any(other.process.returncode == 0 for other in self.ranks)
+        # A joiner that comes too late, when others have done the work, does not make it fail.
+        is_late = rank.is_joiner and any(other.process.returncode == 0 for other in self.ranks)
         if is_late or len(self._running) >= self._min_ranks:
             self._lose(rank)
             return
@@ -194,15 +194,15 @@ class Supervisor:
 
     def _lose(self, rank: RankProcess) -> None:
         """Publish the loss of a rank and choose its replacement; whether the job goes on follows from the report."""
-        newcomer = None
+        joiner = None
         if self._restarts < self._max_restarts:
             self._restarts += 1
-            newcomer = self._pauses.after(time.monotonic() - rank.started), self._restarts
+            joiner = self._pauses.after(time.monotonic() - rank.started), self._restarts
         end = lifeline.describe_exit(rank.process.returncode)
         description = f"{rank.name} (pid {rank.process.pid}) failed: {end}"
-        loss = Loss(rank.place.name, rank.rank, f"{description}, before all had met", newcomer is None)
+        loss = Loss(rank.place.name, rank.rank, f"{description}, before all had met", joiner is None)
         report = None if self._report is None else self._report(loss)
-        self._lost.append(_Lost(rank, description, newcomer, report))
+        self._lost.append(_Lost(rank, description, joiner, report))
         self._settle_losses()
 
     def _settle_losses(self) -> None:
@@ -222,33 +222,31 @@ class Supervisor:
     def _go_on_without(self, lost: _Lost, standing: Standing | None) -> None:
         """Log a rank's failure, and schedule its replacement if there is one."""
         met = standing is not None and standing.has_met
-        if standing is not None and not met and lost.newcomer is None:
+        if standing is not None and not met and lost.joiner is None:
             self._missing.append(lost.rank)
         joined = standing.joined if standing is not None else frozenset()
-        waiting = [
-            rank for rank in self._running if met and rank.is_newcomer and rank.place.name not in joined
-        ]
+        waiting = [rank for rank in self._running if met and rank.is_joiner and rank.place.name not in joined]
         left = len(self._running) - len(waiting)
         text = f"{lost.description}; {left} {'goes' if left == 1 else 'go'} on here"
         if waiting:
             text += f", {len(waiting)} {'waits' if len(waiting) == 1 else 'wait'} to be admitted"
-        if lost.newcomer is not None:
-            pause, number = lost.newcomer
-            self._newcomers.append((time.monotonic() + pause, lost.rank.local_rank, number))
-            text += f"; newcomer {number} of {self._max_restarts} " + (
+        if lost.joiner is not None:
+            pause, number = lost.joiner
+            self._joiners.append((time.monotonic() + pause, lost.rank.local_rank, number))
+            text += f"; joiner {number} of {self._max_restarts} " + (
                 f"starts in {pause:g} s" if pause else "starts"
             )
         self._say(text)
 
-    def _start_newcomers(self) -> None:
+    def _start_joiners(self) -> None:
         """Start those whose time has come, unless the others are ending."""
-        while self._newcomers and self._kill_at is None and time.monotonic() >= min(self._newcomers)[0]:
-            first = min(self._newcomers)
-            self._newcomers.remove(first)
+        while self._joiners and self._kill_at is None and time.monotonic() >= min(self._joiners)[0]:
+            first = min(self._joiners)
+            self._joiners.remove(first)
             try:
                 self._start(*first[1:])
             except OSError as error:
-                self._say(f"newcomer {first[2]} cannot be started: {error.strerror or error}")
+                self._say(f"joiner {first[2]} cannot be started: {error.strerror or error}")
 
     def _watch(self) -> None:
         while self._running or self._failed:
@@ -259,7 +257,7 @@ class Supervisor:
                 self._say(f"{'on another node ' if elsewhere.code else ''}{elsewhere.text}")
                 self._ask_to_end(signal.SIGTERM, elsewhere.code)
             self._settle_losses()
-            self._start_newcomers()
+            self._start_joiners()
             nobody_else = not self._running and self._nodes is None
             if self._failed and (self._signals or nobody_else or time.monotonic() >= self._name_at):
                 self._name(self._failed)
@@ -358,5 +356,5 @@ class Supervisor:
 
 def _quoted(rank: RankProcess) -> str:
     """The end of a message about a rank that has failed: what it said last."""
-    quoted = "".join(f"\n    {line}" for line in rank.last_words().splitlines())
+    quoted = "".join(f"\n    {line}" for line in rank.last_output().splitlines())
     return f"; its last lines on stderr:{quoted}" if quoted else "; it wrote nothing on stderr"

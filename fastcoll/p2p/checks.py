@@ -22,10 +22,10 @@ class Checks:
         recorded: how many waiting operations are in the group's record.
     """
 
-    def __init__(self, exchange: Exchange, routes: list[tuple[Pipe, int]], vigil: Monitor) -> None:
+    def __init__(self, exchange: Exchange, routes: list[tuple[Pipe, int]], monitor: Monitor) -> None:
         self.next = 0.0
         self.recorded = 0
-        self._exchange, self._routes, self._vigil = exchange, routes, vigil
+        self._exchange, self._routes, self._monitor = exchange, routes, monitor
         self._pipes = list(dict.fromkeys(pipe for pipe, _ in routes))
 
     def check(self) -> None:
@@ -37,8 +37,8 @@ class Checks:
             GroupError: the group has failed, an operation is late, or no live peer can complete it.
         """
         now = time.monotonic()
-        if self._vigil.failure is not None:
-            raise self._vigil.failure.with_traceback(None)
+        if self._monitor.failure is not None:
+            raise self._monitor.failure.with_traceback(None)
         if now < self.next:
             return
         self.next = now + BUDGET
@@ -58,7 +58,7 @@ class Checks:
 
     def record(self, before: float) -> None:
         """Write the oldest operations that were posted before a time, and still wait, to the group's record."""
-        record = self._vigil.record
+        record = self._monitor.record
         if record is None:
             return
         waiting = [transfer for transfer in list(self._exchange.live) if transfer.posted <= before]

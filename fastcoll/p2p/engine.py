@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from ..arrays.adopted import Adopted
+from ..arrays.imported import ImportedArray
 from ..core.message import Status
 from ..core.monitor import Monitor
 from ..core.status import DONE, LATER, REFUSED
@@ -41,7 +41,7 @@ class Engine:
     Args:
         routes: by rank, the pipe to it and its number there; whatever for this rank.
         rank: this process's group rank.
-        vigil: the group's.
+        monitor: the group's.
         timeout: seconds that an operation may take.
 
     Attributes:
@@ -50,10 +50,10 @@ class Engine:
         queued: by rank, sends that have been admitted and not begun; a short cut may not send past them.
     """
 
-    def __init__(self, routes: list[tuple[Pipe, int]], rank: int, vigil: Monitor, timeout: float) -> None:
-        self.rank, self.vigil = rank, vigil
+    def __init__(self, routes: list[tuple[Pipe, int]], rank: int, monitor: Monitor, timeout: float) -> None:
+        self.rank, self.monitor = rank, monitor
         self.adopts: Callable[[int, Transfer], object] = lambda number, transfer: None
-        self._progress = progress = Progress(routes, rank, vigil, timeout, self._take_over_posted)
+        self._progress = progress = Progress(routes, rank, monitor, timeout, self._take_over_posted)
         self._exchange, self._lock = progress.exchange, progress.lock
         self._routes, self._pipes = routes, progress.lock.pipes
         self.inbox: deque[Transfer] = progress.inbox
@@ -71,7 +71,7 @@ class Engine:
 
     # ---- the four operations ----------------------------------------------------------------------
 
-    def send(self, x: Adopted, dst: int, tag: int) -> None:
+    def send(self, x: ImportedArray, dst: int, tag: int) -> None:
         """Send and wait until it is taken; to oneself, until it is buffered.
 
         Raises:
@@ -93,7 +93,7 @@ class Engine:
             self.torn(error, "send")
             raise
 
-    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
+    def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
         """Receive from `src`, or from any rank; returns the sender.
 
         `status` is filled; with one, the message may be shorter than the array.
@@ -120,11 +120,11 @@ class Engine:
             raise
         return -1 - code if src is None else src
 
-    def isend(self, x: Adopted, dst: int, tag: int) -> Work:
+    def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
         """Post a send; the Work is complete when a receive has taken it, to this rank at once."""
         return self._post(Send(self._progress, x.array.copy() if dst == self.rank else x.array, dst, tag))
 
-    def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
+    def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         """Post a receive; the Work's result is the sender. `status`: as for `recv`."""
         return self._post(Receive(self._progress, x.array, src, tag, x, status))
 
@@ -156,10 +156,10 @@ class Engine:
         self._finish_blocking(send, status)
 
     def resume_receive(
-        self, status: int, array: Array, src: int | None, tag: int, adopted: Adopted | None = None
+        self, status: int, array: Array, src: int | None, tag: int, imported: ImportedArray | None = None
     ) -> int:
         """Go on with a blocking receive whose short cut came back with `status`, at least DONE; the sender."""
-        return int(self._finish_blocking(Receive(self._progress, array, src, tag, adopted), status))
+        return int(self._finish_blocking(Receive(self._progress, array, src, tag, imported), status))
 
     def _hand_over(self, transfer: Transfer, pipe: Pipe) -> None:
         """Go on with what a short cut has left half-way, which still has its pipe.
@@ -201,7 +201,7 @@ class Engine:
         if not pipe.has_unread(number) and not self._exchange.peers[peer].kept_messages:
             return ""
         return (
-            f"; a message of {self.vigil.name(peer)} lies here, too, which no receive has taken: if both ranks wait "
+            f"; a message of {self.monitor.name(peer)} lies here, too, which no receive has taken: if both ranks wait "
             "in send, neither goes on; let one of them receive first, or post both with isend or batch_isend_irecv"
         )
 
@@ -234,8 +234,8 @@ class Engine:
 
     def _post(self, transfer: _T) -> _T:
         """Begin an operation: by a short cut, by this thread if the lock is free, or later by its holder."""
-        if self.vigil.failure is not None:
-            raise self.vigil.failure
+        if self.monitor.failure is not None:
+            raise self.monitor.failure
         if self._lock.is_closed:
             raise NotInitializedError(f"{transfer.describe}: the group was destroyed; make a new one")
         if self.inbox or not self._takes_short_cut(transfer):
@@ -256,7 +256,11 @@ class Engine:
                     return False
                 self._exchange.note_sent(transfer, *sent)
             elif isinstance(transfer, Receive):
-                status = LATER if transfer.owes else pipe.post_receive(transfer.array, number, transfer.kind)
+                status = (
+                    LATER
+                    if transfer.needs_copy_back
+                    else pipe.post_receive(transfer.array, number, transfer.kind)
+                )
                 if status == DONE:
                     transfer.complete(transfer.peer)
                 if status != ARMED:
@@ -301,8 +305,8 @@ class Engine:
         """Whether no live peer can complete this posted receive (or message to this rank)."""
         if not isinstance(work, Transfer):
             return False
-        peers = range(len(self.vigil.members)) if work.peer is None else (work.peer,)
-        if not all(peer == self.rank or self.vigil.has_left(peer) for peer in peers):
+        peers = range(len(self.monitor.members)) if work.peer is None else (work.peer,)
+        if not all(peer == self.rank or self.monitor.has_left(peer) for peer in peers):
             return False
         # In this order. What the peers had sent was matched before they left. Two operations of this rank may match
         # each other, so none may be in the inbox. A matched operation needs no live peer; another thread may be copying
@@ -314,7 +318,7 @@ class Engine:
         return self._progress.thread.is_current() or self.has_lock()
 
     def has_lock(self) -> bool:
-        """Whether this thread drives a pipe: then this is a signal handler, or a callback of an Adopted."""
+        """Whether this thread drives a pipe: then this is a signal handler, or a callback of an ImportedArray."""
         return self._lock.is_mine()
 
     def stay_awake(self) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from ..kernels.primitives import address_of
 from . import pipe as events
 from .pipe import GO, MISFIT, TAKEN, Ack, Pipe, Posted
-from .queues import MatchQueues, Message
+from .queues import IncomingMessage, MatchQueues
 from .transfers import Probe, Receive, Send, Transfer, status_of
 
 _LARGEST = 1 << 62
@@ -58,10 +58,10 @@ class Peer:
         self.is_bounded = pipe.window < events.ENDLESS_BYTES
         self.interest = 0
         self.armed: Receive | None = None
-        self.arriving: Message | None = None
-        self.granted: dict[int, Message] = {}
+        self.arriving: IncomingMessage | None = None
+        self.granted: dict[int, IncomingMessage] = {}
         self.kept = self.kept_messages = 0
-        self.owed: deque[tuple[Message, int]] = deque()
+        self.owed: deque[tuple[IncomingMessage, int]] = deque()
 
 
 class Exchange:
@@ -202,7 +202,7 @@ class Exchange:
     def _resume(self, receive: Receive, source: int, begun: events.Begun) -> None:
         peer = self.peers[source]
         attached = min(receive.nbytes, peer.pipe.eager)
-        message = Message(source, receive.kind, receive.nbytes, begun.number, attached)
+        message = IncomingMessage(source, receive.kind, receive.nbytes, begun.number, attached)
         message.receive = receive
         message.arrived = not begun.arriving or begun.whole
         message.complete = begun.whole
@@ -216,7 +216,9 @@ class Exchange:
             self._send_ack(message, TAKEN)
 
     def _send_here(self, send: Send) -> None:
-        message = Message(self.rank, send.kind, send.nbytes, attached=send.nbytes, address=send.address)
+        message = IncomingMessage(
+            self.rank, send.kind, send.nbytes, attached=send.nbytes, address=send.address
+        )
         message.keep, message.arrived = send.array, True
         self._end(send)
         receive = self._match(message)
@@ -272,10 +274,10 @@ class Exchange:
     def _on_other_ack(self, peer: Peer, ack: Ack) -> None:
         attached = peer.attached.pop(ack.number, None)
         send = peer.unacked.get(ack.number)
-        if send is None or (ack.verdict == GO and (attached is None or attached >= send.nbytes)):
+        if send is None or (ack.decision == GO and (attached is None or attached >= send.nbytes)):
             raise peer.pipe.garbled(peer.number)
         peer.credit += attached or 0
-        if ack.verdict == GO:
+        if ack.decision == GO:
             peer.rests.append((ack.number, send, attached or 0))
         else:
             del peer.unacked[ack.number]
@@ -283,7 +285,7 @@ class Exchange:
 
     # ---- receiving ---------------------------------------------------------------------------------
 
-    def end_probe(self, probe: Probe, message: Message | None = None) -> None:
+    def end_probe(self, probe: Probe, message: IncomingMessage | None = None) -> None:
         """Complete a probe: with `message`, or, if it does not wait, without one."""
         self._probes.remove(probe)
         self._count(probe, -1)
@@ -298,7 +300,7 @@ class Exchange:
                 peer.interest += change
                 peer.pipe.watch(peer.number, peer.interest)
 
-    def _match(self, message: Message) -> Receive | None:
+    def _match(self, message: IncomingMessage) -> Receive | None:
         """The receive for a new message; None: the message is kept."""
         peer = self.peers[message.source]
         receive = peer.armed
@@ -338,7 +340,7 @@ class Exchange:
         sound = header.kind >= 0 and 0 <= header.nbytes < _LARGEST
         if not sound or header.attached not in (0, min(header.nbytes, peer.pipe.eager)):
             raise peer.pipe.garbled(peer.number)
-        message = Message(rank, header.kind, header.nbytes, header.number, header.attached)
+        message = IncomingMessage(rank, header.kind, header.nbytes, header.number, header.attached)
         receive = self._match(message)
         target = 0
         if receive is None:
@@ -362,7 +364,7 @@ class Exchange:
         if peer.kept > pipe.window + pipe.eager or peer.kept_messages > pipe.most_unacked + 1:
             raise pipe.garbled(peer.number)
 
-    def _give(self, message: Message, receive: Receive) -> None:
+    def _give(self, message: IncomingMessage, receive: Receive) -> None:
         """A message that was kept has its receive."""
         if message.source != self.rank:
             self._keep(self.peers[message.source], -message.attached, -1)
@@ -371,14 +373,14 @@ class Exchange:
         if message.arrived:
             self._settle(message, receive)
 
-    def _ask(self, message: Message, receive: Receive) -> None:
+    def _ask(self, message: IncomingMessage, receive: Receive) -> None:
         """Ask for the rest of a message, if there is one and the receive can hold it."""
         if message.attached < message.nbytes and receive.fits(message.kind, message.nbytes):
             message.receive = receive
             self._grant(self.peers[message.source], message)
             self._send_ack(message, GO)
 
-    def _grant(self, peer: Peer, message: Message) -> None:
+    def _grant(self, peer: Peer, message: IncomingMessage) -> None:
         peer.granted[message.number] = message
         peer.pipe.expect(peer.number, len(peer.granted))
 
@@ -401,7 +403,7 @@ class Exchange:
         if message.receive is not None:
             self._settle(message, message.receive)
 
-    def _settle(self, message: Message, receive: Receive) -> None:
+    def _settle(self, message: IncomingMessage, receive: Receive) -> None:
         """All of a message that was under way is here, and it has its receive."""
         fits = receive.fits(message.kind, message.nbytes)
         if message.address and fits:
@@ -414,11 +416,11 @@ class Exchange:
             return
         self._conclude(message, receive)
 
-    def _send_ack(self, message: Message, verdict: int) -> None:
+    def _send_ack(self, message: IncomingMessage, decision: int) -> None:
         """Answer a message, now or when there is space."""
         peer = self.peers[message.source]
-        if peer.owed or not self._say(peer, message, verdict):
-            peer.owed.append((message, verdict))
+        if peer.owed or not self._say(peer, message, decision):
+            peer.owed.append((message, decision))
             peer.pipe.note_owed(peer.number, len(peer.owed))
 
     def _answer(self, rank: int) -> None:
@@ -428,18 +430,18 @@ class Exchange:
             peer.owed.popleft()
         peer.pipe.note_owed(peer.number, len(peer.owed))
 
-    def _say(self, peer: Peer, message: Message, verdict: int) -> bool:
+    def _say(self, peer: Peer, message: IncomingMessage, decision: int) -> bool:
         """Give an answer, after which a message without a rest is over; False: there is no space."""
         receive = message.receive
         assert receive is not None
-        ack = Ack(message.number, verdict, receive.nbytes, receive.kind)
+        ack = Ack(message.number, decision, receive.nbytes, receive.kind)
         if not peer.pipe.acknowledge(peer.number, ack):
             return False
-        if verdict != GO:
+        if decision != GO:
             self._conclude(message, receive)
         return True
 
-    def _conclude(self, message: Message, receive: Receive) -> None:
+    def _conclude(self, message: IncomingMessage, receive: Receive) -> None:
         if receive.fits(message.kind, message.nbytes):
             receive.note(message.source, message.kind, message.nbytes)
             self._end(receive, message.source)
@@ -450,7 +452,7 @@ class Exchange:
 
     def _end(self, transfer: Transfer, source: int | None = None, error: BaseException | None = None) -> None:
         del self.live[transfer]
-        if error is None and isinstance(transfer, Receive) and transfer.owes:
+        if error is None and isinstance(transfer, Receive) and transfer.needs_copy_back:
             assert source is not None
             self.ended.append((transfer, source))
         else:

@@ -57,7 +57,7 @@ class Ack(NamedTuple):
     """An answer to message `number`; kind and nbytes are those of the receiver's array."""
 
     number: int
-    verdict: int
+    decision: int
     nbytes: int
     kind: int
 
@@ -260,7 +260,7 @@ class Pipe(Protocol):
     def taken(self, peer: int) -> int:
         """The number of the message that ACKED was about, if the answer was TAKEN; else 0."""
         ack = self.last_ack(peer)
-        return ack.number if ack.verdict == TAKEN else 0
+        return ack.number if ack.decision == TAKEN else 0
 
     def last_ack(self, peer: int) -> Ack:
         """The answer that ACKED was about."""

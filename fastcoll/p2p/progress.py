@@ -50,16 +50,16 @@ class Progress:
         self,
         routes: list[tuple[Pipe, int]],
         rank: int,
-        vigil: Monitor,
+        monitor: Monitor,
         timeout: float,
         take_over: Callable[[Pipe, bool], None],
     ) -> None:
-        self.rank, self.vigil, self.timeout = rank, vigil, timeout
+        self.rank, self.monitor, self.timeout = rank, monitor, timeout
         self.forks = forks()
         self.exchange = Exchange(routes, rank)
         self.inbox: deque[Transfer] = deque()
         self.lock = ProgressLock(list(dict.fromkeys(pipe for pipe, _ in routes)))
-        self.checks = Checks(self.exchange, routes, vigil)
+        self.checks = Checks(self.exchange, routes, monitor)
         self.events = Events(self.lock, self.exchange, routes, self.checks.check, self._is_wanted)
         self.thread = ProgressThread(self.lock, self)
         self.drives = 0
@@ -102,7 +102,7 @@ class Progress:
             if self.lock.is_consistent and not isinstance(error, GroupError):
                 raise
             self.blame(error, "carrying messages")
-            self.end_all(self.vigil.failure or error)
+            self.end_all(self.monitor.failure or error)
             if not isinstance(error, Exception):
                 raise
 
@@ -226,7 +226,7 @@ class Progress:
             try:
                 pipe.prepare(number)
             except BaseException as error:
-                self.blame(error, f"reaching {self.vigil.name(dst)}")
+                self.blame(error, f"reaching {self.monitor.name(dst)}")
                 raise
 
     def connect_posts(self) -> None:
@@ -238,14 +238,14 @@ class Progress:
     def _connect_all(self) -> None:
         """Connect to what all posted sends need. If that fails, the group has failed, which ends what was posted."""
         for transfer in tuple(self.inbox):
-            if isinstance(transfer, Send) and not self.is_ready(transfer) and self.vigil.failure is None:
+            if isinstance(transfer, Send) and not self.is_ready(transfer) and self.monitor.failure is None:
                 try:
                     self.connect(transfer.peer)
                 except Exception:
                     break
-        if self.vigil.failure is not None and self.acquire():
+        if self.monitor.failure is not None and self.acquire():
             try:
-                self.end_all(self.vigil.failure)
+                self.end_all(self.monitor.failure)
             finally:
                 self.release()
 
@@ -385,7 +385,9 @@ class Progress:
 
     def _is_wanted(self) -> bool:
         """Whether the thread that waits for events of two pipes has to return."""
-        return bool(self.inbox or self.lock.waiters or self.lock.is_closed or self.vigil.failure is not None)
+        return bool(
+            self.inbox or self.lock.waiters or self.lock.is_closed or self.monitor.failure is not None
+        )
 
     # ---- errors and the end -----------------------------------------------------------------------
 
@@ -395,7 +397,7 @@ class Progress:
             return
         if not isinstance(error, GroupError):
             error = AbortedError(f"{doing} was interrupted by {error!r}")
-        self.vigil.fail(error)
+        self.monitor.fail(error)
         self.abort()
 
     def end_all(self, error: BaseException) -> None:

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
-class Message:
+class IncomingMessage:
     """A message that has begun to arrive here.
 
     Attributes:
@@ -60,13 +60,13 @@ class MatchQueues:
         self.stored = 0
         self._kept = 0  # receives and messages kept so far
         self._receives: dict[int, list[tuple[int, Receive]]] = {}
-        self._messages: dict[int, list[tuple[int, Message]]] = {}
+        self._messages: dict[int, list[tuple[int, IncomingMessage]]] = {}
 
     def keeps(self, transfer: Transfer) -> bool:
         """Whether a receive has no message yet. Any thread may call this."""
         return any(receive is transfer for _, receive in self._receives.get(transfer.tag, ()))
 
-    def post(self, receive: Receive) -> Message | None:
+    def post(self, receive: Receive) -> IncomingMessage | None:
         """The message for a new receive; None: the receive is kept."""
         message = self.find(receive.peer, receive.tag)
         if message is None:
@@ -76,10 +76,10 @@ class MatchQueues:
             self.stored -= 1
         return message
 
-    def find(self, peer: int | None, tag: int) -> Message | None:
+    def find(self, peer: int | None, tag: int) -> IncomingMessage | None:
         """Return the earliest message from `peer` (None: any rank) with `tag`, or None. It stays stored."""
         tags = (tag,) if tag >= 0 else tuple(other for other in self._messages if wildcard_of(other) == tag)
-        found: tuple[int, Message] | None = None
+        found: tuple[int, IncomingMessage] | None = None
         for each in tags:
             for entry in self._messages.get(each, ()):
                 if peer is None or entry[1].source == peer:
@@ -87,7 +87,7 @@ class MatchQueues:
                     break
         return found and found[1]
 
-    def arrive(self, message: Message) -> Receive | None:
+    def arrive(self, message: IncomingMessage) -> Receive | None:
         """The receive for a new message; None: the message is kept."""
         tag, found = message.tag, None
         for each in {tag, wildcard_of(tag)}:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from operator import index
 from typing import Any, NamedTuple
 
-from ..arrays.arrays import adopt
+from ..arrays.arrays import import_array
 from ..arrays.tensors import header_of, plain_types
 from ..compiler.jit import Entry
 from ..core.group import ProcessGroup
@@ -55,7 +55,7 @@ def short_cuts(
             `isend` and `irecv` do not work.
     """
     send_now, receive_now, post_send, post_receive = entries
-    note = group.gate.unheard.note
+    note = group.gate.unobserved.note
 
     def torn(error: BaseException, doing: str, *integers: Any) -> bool:
         """As `ShmBackend.torn`: whether to raise the error; else the group's method says what is wrong."""
@@ -72,7 +72,7 @@ def short_cuts(
             if code == DONE:
                 return None
             if code != LATER:
-                array = adopt(tensor, writable=False).array
+                array = import_array(tensor, writable=False).array
                 return messages.resume_send(code, array, index(rank_of(dst)), index(tag))
         except BaseException as error:
             if torn(error, "send", dst, tag):
@@ -91,7 +91,7 @@ def short_cuts(
             if code < DONE:
                 return -1 - code
             if code != LATER:
-                array = adopt(tensor, writable=True).array
+                array = import_array(tensor, writable=True).array
                 return messages.resume_receive(code, array, src if src is None else rank_of(src), index(tag))
         except BaseException as error:
             if torn(error, "recv", ANY if src is None else src, tag):

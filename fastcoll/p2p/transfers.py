@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.adopted import Adopted
+from ..arrays.imported import ImportedArray
 from ..core import signature
 from ..core.message import Status
 from ..core.monitor import Monitor, Wait
@@ -29,7 +29,7 @@ _DTYPE_MASK = (1 << DTYPE_BITS) - 1
 
 _NO_ARRAY = np.empty(0, np.uint8)
 
-LETTER = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (192,))])
+CONTROL_MESSAGE = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (192,))])
 """Of messages that announce an array on a GPU, which goes by NCCL (gpu/nccl/messages.py). Users have no such dtype."""
 
 
@@ -65,7 +65,7 @@ def contents(kind: int, nbytes: int) -> str:
 
 
 def _is_on_gpu(kind: int) -> bool:
-    return kind & _DTYPE_MASK == _dtype_code(LETTER)
+    return kind & _DTYPE_MASK == _dtype_code(CONTROL_MESSAGE)
 
 
 def _dropped(kind: int, other: int) -> str:
@@ -116,7 +116,7 @@ class Driver(Protocol):
     """
 
     rank: int
-    vigil: Monitor
+    monitor: Monitor
     timeout: float
     forks: int
 
@@ -192,16 +192,16 @@ class Transfer(Work):
 
     def needed(self) -> list[int]:
         """The ranks that it waits for."""
-        return _needed(self._engine.vigil, self._engine.rank, self.peer, isinstance(self, Send))
+        return _needed(self._engine.monitor, self._engine.rank, self.peer, isinstance(self, Send))
 
     @property
     def watch(self) -> Wait:
         """Its deadline, and the peers that it needs."""
         if self._watch is None:
-            vigil, timeout = self._engine.vigil, self._engine.timeout
+            monitor, timeout = self._engine.monitor, self._engine.timeout
             # Without this transfer, whose array would otherwise be kept until the garbage collector comes.
-            late = partial(_needed, vigil, self._engine.rank, self.peer, isinstance(self, Send))
-            self._watch = Wait(vigil, self.describe, late, timeout, self.posted, is_message=True)
+            late = partial(_needed, monitor, self._engine.rank, self.peer, isinstance(self, Send))
+            self._watch = Wait(monitor, self.describe, late, timeout, self.posted, is_message=True)
         return self._watch
 
     # ---- as a Work ---------------------------------------------------------------------------------
@@ -223,18 +223,18 @@ class Transfer(Work):
         super()._call_back()
 
 
-def _needed(vigil: Monitor, rank: int, peer: int | None, sends: bool) -> list[int]:
+def _needed(monitor: Monitor, rank: int, peer: int | None, sends: bool) -> list[int]:
     """The ranks that a transfer of `rank` with `peer` waits for."""
     # A message to a rank that is leaving may still be taken there. What comes in vain while this one is leaving,
     # job/leaving.py sees, and ends without failing the group.
-    if vigil.is_leaving(peer if peer is not None and sends else rank):
+    if monitor.is_leaving(peer if peer is not None and sends else rank):
         return []
     if peer is not None:
         return [peer]
     # Hopeless only when all have left; the own rank could still send from another thread, but a rank that waits
     # for nobody else is taken for stuck.
-    others = [other for other in range(len(vigil.members)) if other != rank] or [rank]
-    return [other for other in others if not vigil.has_left(other)] or others
+    others = [other for other in range(len(monitor.members)) if other != rank] or [rank]
+    return [other for other in others if not monitor.has_left(other)] or others
 
 
 class Send(Transfer):
@@ -244,12 +244,12 @@ class Send(Transfer):
 
     @property
     def name(self) -> str:
-        return f"send to {self._engine.vigil.name(self.peer)}"
+        return f"send to {self._engine.monitor.name(self.peer)}"
 
     def misfit(self, kind: int, nbytes: int) -> MismatchError:
         """The receiver asked for something else."""
-        vigil = self._engine.vigil
-        here, there = vigil.name(self._engine.rank), vigil.name(self.peer)
+        monitor = self._engine.monitor
+        here, there = monitor.name(self._engine.rank), monitor.name(self.peer)
         return refused(self.describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
 
 
@@ -269,18 +269,18 @@ class Receive(Transfer):
         array: Array,
         peer: int | None,
         tag: int,
-        adopted: Adopted | None = None,
+        imported: ImportedArray | None = None,
         status: Status | None = None,
     ) -> None:
         super().__init__(engine, array, peer, tag)
-        self._adopted = adopted
+        self._imported = imported
         self._status = status
         if tag < 0 or status is not None:
             self.is_plain = False
 
     @property
     def name(self) -> str:
-        return f"recv from {'any rank' if self.peer is None else self._engine.vigil.name(self.peer)}"
+        return f"recv from {'any rank' if self.peer is None else self._engine.monitor.name(self.peer)}"
 
     def fits(self, kind: int, nbytes: int) -> bool:
         """Whether the array can hold a message."""
@@ -290,31 +290,31 @@ class Receive(Transfer):
         """Fill the Status, if there is one, from the message that matches."""
         if self._status is not None:
             self._status.fill(source, tag_of(kind), nbytes // (self.array.itemsize or 1), nbytes)
-            if self._adopted is not None:
-                self._adopted.came(nbytes)
+            if self._imported is not None:
+                self._imported.came(nbytes)
 
     def misfit(self, source: int, kind: int, nbytes: int) -> MismatchError:
         """The message is something else."""
-        vigil = self._engine.vigil
-        here, there = vigil.name(self._engine.rank), vigil.name(source)
+        monitor = self._engine.monitor
+        here, there = monitor.name(self._engine.rank), monitor.name(source)
         return unfit(self.describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
 
     def put(self, address: int, nbytes: int) -> None:
         """Copy the beginning of the message, which was kept, to where it belongs."""
-        if self._adopted is None:
+        if self._imported is None:
             ctypes.memmove(self.address, address, nbytes)
         else:
-            self._adopted.put(address, nbytes)
+            self._imported.put(address, nbytes)
 
     @property
-    def owes(self) -> bool:
+    def needs_copy_back(self) -> bool:
         """Whether `finish` has anything to do, which may take long."""
-        return self._adopted is not None and self._adopted.owes
+        return self._imported is not None and self._imported.needs_copy_back
 
     def finish(self) -> None:
         """Give the caller what is owed to it."""
-        if self._adopted is not None:
-            self._adopted.finish()
+        if self._imported is not None:
+            self._imported.finish()
 
 
 def status_of(source: int, kind: int, nbytes: int) -> Status:
@@ -341,4 +341,4 @@ class Probe(Transfer):
 
     @property
     def name(self) -> str:
-        return f"probe of {'any rank' if self.peer is None else self._engine.vigil.name(self.peer)}"
+        return f"probe of {'any rank' if self.peer is None else self._engine.monitor.name(self.peer)}"

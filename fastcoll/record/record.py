@@ -90,7 +90,7 @@ def row_of(number: int) -> int:
 # ---- what is read ----------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
+class CallRecord(NamedTuple):
     """One call of a group.
 
     Attributes:
@@ -133,7 +133,7 @@ class Waiting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Peer:
+class MemberRecord:
     """A member of a group: its global rank, and the process."""
 
     rank: int
@@ -163,12 +163,12 @@ class GroupRecord:
     serial: int
     backend: str
     rank: int
-    members: tuple[Peer, ...]
+    members: tuple[MemberRecord, ...]
     calls: int
     finished: int
     pending: int
-    ring: tuple[Call, ...]
-    under_way: Call | None
+    ring: tuple[CallRecord, ...]
+    under_way: CallRecord | None
     since: int
     late: int
     waits: tuple[Waiting, ...]
@@ -200,9 +200,9 @@ def record_of(data: dict[str, Any]) -> Record:
     for group in data["groups"]:
         under_way = group["under_way"]
         parts = {
-            "members": tuple(Peer(**peer) for peer in group["members"]),
-            "ring": tuple(Call(*call) for call in group["ring"]),
-            "under_way": None if under_way is None else Call(*under_way),
+            "members": tuple(MemberRecord(**peer) for peer in group["members"]),
+            "ring": tuple(CallRecord(*call) for call in group["ring"]),
+            "under_way": None if under_way is None else CallRecord(*under_way),
             "waits": tuple(Waiting(*wait)._replace(ranks=tuple(wait[3])) for wait in group["waits"]),
         }
         groups.append(GroupRecord(**(group | parts)))
@@ -320,7 +320,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
     if about is None or block[SERIAL] != after[SERIAL]:
         raise ValueError("not whole")
     members = tuple(
-        map(Peer, about["ranks"], [about["hosts"][host] for host in about["host"]], about["pids"])
+        map(MemberRecord, about["ranks"], [about["hosts"][host] for host in about["host"]], about["pids"])
     )
 
     def time(stamp: int) -> int:
@@ -330,7 +330,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
     entries = _calls(data, block, range(max(1, word(CALLS_AT, after) - RING + 1), calls + 1), finished, time)
     under_way = entries[-1] if entries and entries[-1].number == calls else None
     if under_way is None and calls > finished:
-        under_way = Call(calls, 0, 0, "under way", 0, 0)
+        under_way = CallRecord(calls, 0, 0, "under way", 0, 0)
     if under_way is not None and under_way.state != "under way":
         under_way = None
     late = word(LATE_AT, missing=-1)
@@ -357,7 +357,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
 
 def _calls(
     data: bytes, block: NDArray[np.int64], numbers: range, finished: int, time: Callable[[int], int]
-) -> list[Call]:
+) -> list[CallRecord]:
     """Those of the calls `numbers` that the ring has, of which the last one may be under way."""
     # The row of the last call is told from an older one by the count before; what is overwritten by the count after.
     start = int(block[SITES_AT])
@@ -372,7 +372,7 @@ def _calls(
         state = "under way" if number == numbers[-1] > finished and ended == 0 else ENDS[ended]
         site = _site(row[SITE], number, sites)
         found.append(
-            Call(number, row[CALL], row[SHAPE], state, time(row[BEGAN]), time(row[ENDED] & ~7), site)
+            CallRecord(number, row[CALL], row[SHAPE], state, time(row[BEGAN]), time(row[ENDED] & ~7), site)
         )
     return found
 
@@ -383,7 +383,9 @@ def _site(word: int, number: int, sites: Sequence[str]) -> str:
     return sites[which] if word and word >> 16 == number and which < len(sites) else ""
 
 
-def _waits(data: bytes, members: Sequence[Peer], call: int, time: Callable[[int], int]) -> list[Waiting]:
+def _waits(
+    data: bytes, members: Sequence[MemberRecord], call: int, time: Callable[[int], int]
+) -> list[Waiting]:
     """The waits of a block: of its messages, and of the call under way."""
     found = []
     for slot in range(WAITS):

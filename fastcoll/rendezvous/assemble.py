@@ -189,9 +189,9 @@ class Meeting:
         Returns where nobody does.
         """
         told: list[bytes] = []
-        patience = min(self.left(), _TELLING_SECONDS)
+        grace = min(self.left(), _TELLING_SECONDS)
         with suppress(errors.StoreTimeoutError):
-            told = fetch_for(self.store, [self._end.key], self.watched, patience, self.doing)
+            told = fetch_for(self.store, [self._end.key], self.watched, grace, self.doing)
         for end in told:
             self._check(end)
 

@@ -28,7 +28,7 @@ from ..store.views import PrefixStore
 MADE, ELSEWHERE = b"made", b"elsewhere"
 
 
-class Place(NamedTuple):
+class ProcessName(NamedTuple):
     """The launcher's name for a process, and the rank that it has if the ranks have not met yet."""
 
     name: str
@@ -39,7 +39,7 @@ class Place(NamedTuple):
         return f"{self.name}:{self.rank}/{self.size}"
 
 
-def place_of(text: str) -> Place:
+def place_of(text: str) -> ProcessName:
     """Parse the `str` of a Place; UsageError for any other text."""
     name, _, numbers = text.rpartition(":")
     rank, _, size = numbers.partition("/")
@@ -47,7 +47,7 @@ def place_of(text: str) -> Place:
         raise UsageError(
             f"FASTCOLL_PLACE is {text!r}; it is set by the launcher, as NAME:RANK/SIZE: unset it"
         )
-    return Place(name, int(rank), int(size))
+    return ProcessName(name, int(rank), int(size))
 
 
 class Loss(NamedTuple):

@@ -237,7 +237,7 @@ class NetMonitor(Monitor):
         self._control.look()
         return self._state(rank) in (LEFT, LEAVING)
 
-    def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
+    def decide(self, needed: Sequence[int], doing: str) -> GroupError | None:
         if self.failure is not None:
             return self.failure
         # First who died, then what they said: a process says that it leaves before it ends.
@@ -251,7 +251,7 @@ class NetMonitor(Monitor):
                 passed_on = self.passed_on(notice.origin, notice.text, notice.ranks, notice.late, doing)
                 self._taken = (passed_on, notice)
                 return passed_on
-        return super().verdict(needed, doing)
+        return super().decide(needed, doing)
 
     def _death(self, proven: set[Member], doing: str) -> PeerDiedError | None:
         """Who died, by our own sight or by what others say."""

@@ -18,7 +18,7 @@ from ..errors import UsageError
 
 
 @dataclass(frozen=True)
-class Source:
+class LauncherVariables:
     """The names of one launcher's variables."""
 
     name: str
@@ -29,11 +29,11 @@ class Source:
 
 
 _WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-TORCH = Source("environment", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-OPEN_MPI = Source("Open MPI", *(f"OMPI_COMM_WORLD_{what}" for what in _WORLD))
-HYDRA = Source("MPICH/Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-MVAPICH = Source("MVAPICH", *(f"MV2_COMM_WORLD_{what}" for what in _WORLD))
-SLURM = Source("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+TORCH = LauncherVariables("environment", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPEN_MPI = LauncherVariables("Open MPI", *(f"OMPI_COMM_WORLD_{what}" for what in _WORLD))
+HYDRA = LauncherVariables("MPICH/Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+MVAPICH = LauncherVariables("MVAPICH", *(f"MV2_COMM_WORLD_{what}" for what in _WORLD))
+SLURM = LauncherVariables("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 MPI_SOURCES = (OPEN_MPI, HYDRA, MVAPICH)
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
@@ -60,7 +60,7 @@ class Detected:
 
 
 class _Reading(NamedTuple):
-    source: Source
+    source: LauncherVariables
     rank: int | None
     size: int | None
     local_rank: int | None
@@ -113,7 +113,7 @@ def port_beside(port: int, away: int = 5000) -> int:
     return port - away if port - away > 1023 else port + away
 
 
-def _read(environ: Mapping[str, str], source: Source) -> _Reading | None:
+def _read(environ: Mapping[str, str], source: LauncherVariables) -> _Reading | None:
     if source.rank not in environ and source.size not in environ:
         return None
     return _Reading(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from ..errors import RendezvousError, ResourceError
-from ..store.opening import Dialing, Endpoint, Kind, OpeningError, RefusedError
+from ..store.opening import ConnectionKind, Dialing, Endpoint, OpeningError, RefusedError
 from ..system.address import (
     MORE_DESCRIPTORS,
     PORTLESS_SECONDS,
@@ -48,7 +48,7 @@ class Dial:
         self,
         endpoint: Endpoint,
         peer: int,
-        kind: Kind,
+        kind: ConnectionKind,
         stream: int,
         source: Interface,
         target: tuple[str, int],

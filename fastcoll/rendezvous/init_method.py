@@ -15,7 +15,7 @@ from ..core.operands import positive_seconds, whole
 from ..core.work import Timeout
 from ..errors import UsageError
 from ..store.store import DEFAULT_TIMEOUT, Rendezvous, Store
-from ..store.views import adopted
+from ..store.views import imported
 from .join import check_rank
 
 SCHEMES = ("env", "tcp", "file")
@@ -80,22 +80,22 @@ def meet(init_method: str, rank: int, world_size: int, timeout: float, group_nam
     """
     if has_handler(init_method):
         return _ask(init_method, rank, world_size, timeout)
-    from . import ways  # with sockets
+    from . import methods  # with sockets
 
     method = parse(init_method, rank, world_size)
     its_rank, size = method.rank, method.world_size
     if method.scheme == "env":
-        found = ways.meet_by_environment(its_rank, size, timeout)
+        found = methods.meet_by_environment(its_rank, size, timeout)
     elif method.scheme == "tcp" and not method.is_multicast:
         source = f"init_method {method.url!r}"
-        found = ways.meet_at_address(method.host, method.port, its_rank, size, timeout, source)
+        found = methods.meet_at_address(method.host, method.port, its_rank, size, timeout, source)
     elif size is None:
         raise UsageError(
             f"init_method {method.url!r} needs the world size: pass world_size=..., or write ?world_size=4 behind "
             "the URL"
         )
     elif method.scheme == "file":
-        found = ways.meet_in_file(method.path, its_rank, size, timeout, group_name)
+        found = methods.meet_in_file(method.path, its_rank, size, timeout, group_name)
     else:
         from .multicast import meet_by_multicast
 
@@ -116,7 +116,7 @@ def _ask(url: str, rank: int, world_size: int, timeout: float) -> Rendezvous:
     answer = next(answers, None) if isinstance(answers, Iterator) else answers
     if not isinstance(answer, tuple) or len(answer) != 3 or not isinstance(answers, Iterator):
         raise UsageError(f"the handler of {url!r} must yield store, rank and world size, but gave {answer!r}")
-    store, rank, world_size = adopted(answer[0]), whole("rank", answer[1]), whole("world_size", answer[2])
+    store, rank, world_size = imported(answer[0]), whole("rank", answer[1]), whole("world_size", answer[2])
     check_rank(rank, world_size)
     return Rendezvous(store, rank, world_size, "", answers)
 

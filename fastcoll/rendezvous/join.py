@@ -116,8 +116,8 @@ class _Joining(Meeting):
         if self.store.add(f"join/claim/{rank}", 1) == 1:
             return
         with contextlib.suppress(StoreTimeoutError, PeerDiedError):
-            patience = min(self.left(), _NAMING_SECONDS)
-            fetch_for(self.store, [member_key(_JOIN, rank)], self.watched, patience, "joining")
+            grace = min(self.left(), _NAMING_SECONDS)
+            fetch_for(self.store, [member_key(_JOIN, rank)], self.watched, grace, "joining")
         first = registered(self.store, rank)
         if first is not None and first.is_process(self._me):
             raise UsageError(

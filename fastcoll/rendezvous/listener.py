@@ -34,8 +34,8 @@ from ..store.opening import (
     GROUP_SIZE,
     TOKEN_SIZE,
     Answering,
+    ConnectionKind,
     Endpoint,
-    Kind,
     Opening,
     OpeningError,
     Turned,
@@ -159,7 +159,7 @@ class Listener(serving.SocketServer):
 
     def _endpoint(self, theirs: Opening) -> Endpoint | None:
         entry = self._endpoints.get((theirs.group, theirs.peer))
-        return None if entry is None or theirs.kind is Kind.STORE else entry[0]
+        return None if entry is None or theirs.kind is ConnectionKind.STORE else entry[0]
 
     def serve(self, data: int, events: int) -> None:
         """Take what has come. Never more is read than the opening still wants: the rest is the group's."""
@@ -253,7 +253,7 @@ def acquire(interfaces: Sequence[Interface]) -> Listener:
 
 
 @dataclass(frozen=True)
-class Place:
+class ListenAddresses:
     """Where a rank listens: its interfaces, their addresses and a port on each."""
 
     names: tuple[str, ...]
@@ -261,7 +261,7 @@ class Place:
     ports: tuple[int, ...]
 
     @classmethod
-    def from_record(cls, record: Any) -> Place:
+    def from_record(cls, record: Any) -> ListenAddresses:
         """The place that `dataclasses.asdict` made into `record`; StoreError: it is anything else."""
         try:
             place = cls(*(tuple(record[key]) for key in ("names", "addresses", "ports")))
@@ -283,13 +283,13 @@ class Roster:
 
     endpoint: Endpoint
     interfaces: list[Interface]
-    places: list[Place]
+    places: list[ListenAddresses]
     streams: int
     listener: Listener
 
-    def leave(self, patience: float = 0.0) -> None:
+    def leave(self, grace: float = 0.0) -> None:
         """Accept no more connections for this group, after at most so many seconds for those that are nearly made."""
-        until = time.monotonic() + patience
+        until = time.monotonic() + grace
         while self.listener.opens_for(self.endpoint) and time.monotonic() < until:
             time.sleep(0.001)
         self.listener.leave(self.endpoint)
@@ -335,7 +335,7 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
     interfaces, group, token, streams = _terms(meeting, members, rank)
 
     def check(records: Sequence[Any]) -> None:
-        first, *others = map(Place.from_record, records)
+        first, *others = map(ListenAddresses.from_record, records)
         for member, record in zip(members, records, strict=True):
             if record.get("same") != records[0].get("same"):
                 raise RendezvousError(f"{member} has another secret than {members[0]}; {SAME_SECRET}")
@@ -353,11 +353,11 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
     try:
         listener.join(endpoint, deliver, meeting.timeout)
         names = tuple(each.name for each in interfaces)
-        place = Place(names, tuple(each.address for each in interfaces), tuple(listener.ports))
+        place = ListenAddresses(names, tuple(each.address for each in interfaces), tuple(listener.ports))
         # By this all hear of another secret at once, before a connection fails for it.
         mine = {**asdict(place), "same": proof(endpoint.key, "fastcoll group, the same secret", ()).hex()}
         records = meeting.assemble(mine, check)
-        roster.places.extend(map(Place.from_record, records))
+        roster.places.extend(map(ListenAddresses.from_record, records))
         if any(len(place.names) != len(interfaces) for place in roster.places):
             raise StoreError("the ranks' addresses cannot be read: they are not of as many interfaces")
     except BaseException:

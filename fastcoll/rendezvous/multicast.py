@@ -246,8 +246,8 @@ class _Candidate:
     def follow(self, offer: Announcement, rank: int | None) -> Rendezvous:
         """Go to the store of another."""
         try:
-            patience = min(max(self._deadline - time.monotonic(), 0.0), _CONNECT_SECONDS)
-            store = TCPStore(offer.address, offer.port, timeout=patience)
+            grace = min(max(self._deadline - time.monotonic(), 0.0), _CONNECT_SECONDS)
+            store = TCPStore(offer.address, offer.port, timeout=grace)
         except StoreTimeoutError as error:
             self._election.pass_over(offer.nonce)
             raise MovedError from error

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..core.backend import Refuge
+from ..core.backend import RecoveryEndpoint
 from ..errors import CollectiveTimeoutError, StoreError, StoreTimeoutError
 from ..store.tcp_store import TCPStore
 from ..store.waiting import LateWarning
@@ -33,7 +33,7 @@ class Level(NamedTuple):
     """A group whose members seek one another."""
 
     members: Sequence[Member]
-    refuge: Refuge
+    recovery_endpoint: RecoveryEndpoint
     gone: Callable[[], Sequence[int]]
     """The group ranks of those that have died or left, as far as it is known; never blocks."""
 
@@ -91,7 +91,9 @@ class Regroup:
     # ---- the one that serves -----------------------------------------------------------------------------------
 
     def _serve(self) -> Regrouped:
-        store = TCPStore(self.levels[0].refuge.host, 0, is_master=True, timeout=self._left_seconds())
+        store = TCPStore(
+            self.levels[0].recovery_endpoint.host, 0, is_master=True, timeout=self._left_seconds()
+        )
         try:
             self._offer(store.port)
             store.set(_key(self._me), b"")
@@ -115,7 +117,7 @@ class Regroup:
 
     def _offer(self, port: int) -> None:
         for level in self.levels:
-            level.refuge.offer(port)
+            level.recovery_endpoint.offer(port)
 
     def _left_seconds(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
@@ -128,7 +130,7 @@ class Regroup:
             if first not in level.members:
                 continue
             try:
-                address = level.refuge.seek(level.members.index(first))
+                address = level.recovery_endpoint.seek(level.members.index(first))
             except ConnectionRefusedError:
                 self._gone.add(first)
                 return None

@@ -16,7 +16,7 @@ from ..core.work import Timeout
 from ..errors import UsageError
 from .agent import Agent, current_agent
 from .functions import ASYNC
-from .futures import Future, adopted
+from .futures import Future, imported
 from .wire import contexts
 from .worker_info import Worker, WorkerInfo
 
@@ -139,7 +139,7 @@ def run_user_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, or one of "
                 f"rpc.Future; {func!r} returned {result!r:.80}"
             )
-        return adopted(result)
+        return imported(result)
     if is_future:
         raise UsageError(
             f"Can not pickle torch.futures.Future or a Future of rpc, which {func!r} returns; mark it by "

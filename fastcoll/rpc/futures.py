@@ -104,7 +104,7 @@ def _collected(futures: Sequence[Future[Any]], ends_early: bool) -> Future[list[
     return whole
 
 
-def adopted(future: Any) -> Future[Any]:
+def imported(future: Any) -> Future[Any]:
     """A future, or one of torch's, as one of ours."""
     if isinstance(future, Future):
         return future

@@ -4,7 +4,7 @@ Start. Where there is a default group of the same size, its ranks meet in its st
 `init_process_group`. They exchange names, and where they listen (rendezvous/listener.py): the job's secret opens every
 connection. They dial one another when they first call.
 
-The end is in farewell.py.
+The end is in termination.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .. import config
-from ..core.monitor import last_words
+from ..core.monitor import describe_exit
 from ..core.operands import positive_seconds, whole
 from ..core.work import Timeout, seconds
 from ..errors import (
@@ -41,14 +41,14 @@ from ..rendezvous.dials import Dial, dial_all
 from ..rendezvous.join import join
 from ..rendezvous.listener import Roster, gather
 from ..store import PrefixStore, Store
-from ..store.opening import Kind, Opening
+from ..store.opening import ConnectionKind, Opening
 from ..store.secret import check_unpickling
 from ..system.forks import at_fork
 from ..system.processes import Member, forget, gone_among
 from . import calls
 from .agent import Agent, current_agent, set_current
-from .farewell import Rounds
 from .references import References
+from .termination import Rounds
 from .worker_info import WorkerInfo
 
 _DEFAULT_SECONDS = 60.0  # of torch
@@ -161,15 +161,15 @@ def shutdown(graceful: bool = True, timeout: Timeout = None) -> None:
     agent = current_agent()
     running = _Running.it
     assert running is not None, "there is an agent"
-    farewell = "left"
+    exit_reason = "left"
     try:
         if graceful:
             running.rounds.finish(seconds(timeout, 0.0))
     except BaseException as error:
-        farewell = last_words(error)
+        exit_reason = describe_exit(error)
         raise
     finally:
-        running.leave(farewell)
+        running.leave(exit_reason)
     del agent
 
 
@@ -194,7 +194,7 @@ class _Running:
         self.agent, self.references, self.rounds = agent, references, rounds
         self._found, self._roster = found, roster
 
-    def leave(self, farewell: str) -> None:
+    def leave(self, exit_reason: str) -> None:
         """Close everything, and say so to the others."""
         if _Running.it is not self:
             return
@@ -209,7 +209,7 @@ class _Running:
             steps.callback(self.references.close)
             steps.callback(set_current, None)
             # First: what others still call must not find half of a worker here.
-            steps.callback(self.agent.close, farewell, AbortedError("rpc was shut down"))
+            steps.callback(self.agent.close, exit_reason, AbortedError("rpc was shut down"))
 
 
 def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Running:
@@ -236,7 +236,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         undo.callback(references.close)
 
         def deliver(opening: Opening, connection: Any) -> None:
-            if opening.kind is Kind.RPC:
+            if opening.kind is ConnectionKind.RPC:
                 agent.take_over(connection, opening.rank)
             else:
                 connection.close()
@@ -289,7 +289,12 @@ def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo, until: fl
     """A connection to a worker; PeerDiedError: it is gone."""
     place, member = roster.places[to.id], members[to.id]
     dial = Dial(
-        roster.endpoint, to.id, Kind.RPC, 0, roster.interfaces[0], (place.addresses[0], place.ports[0])
+        roster.endpoint,
+        to.id,
+        ConnectionKind.RPC,
+        0,
+        roster.interfaces[0],
+        (place.addresses[0], place.ports[0]),
     )
 
     def look() -> None:
@@ -306,7 +311,7 @@ def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo, until: fl
 
 def _leave_at_exit(error: BaseException | None) -> None:
     if _Running.it is not None:
-        _Running.it.leave(last_words(error, ended=True))
+        _Running.it.leave(describe_exit(error, ended=True))
 
 
 def _drop_inherited() -> None:

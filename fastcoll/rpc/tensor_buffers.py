@@ -60,7 +60,7 @@ def _memory(storage: Any, nbytes: int) -> Any:
     # Through the address: any call of torch's dispatcher takes longer than everything else here.
     block = (ctypes.c_ubyte * nbytes).from_address(address)
     block.storage = storage  # type: ignore[attr-defined]  # so the address is not reused while the block exists
-    found = bytearray(block) if nbytes <= _IN_PICKLE else wire.Shared(pickle.PickleBuffer(block))
+    found = bytearray(block) if nbytes <= _IN_PICKLE else wire.SharedBuffer(pickle.PickleBuffer(block))
     known[address] = found, block
     return found
 

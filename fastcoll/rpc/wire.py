@@ -57,7 +57,7 @@ class MessageType(IntEnum):
 _TYPES = {each.value: each for each in MessageType}
 
 
-class Context(Protocol):
+class CallContext(Protocol):
     """What travels with calls of user functions: see calls.py."""
 
     def encode(self, to: WorkerInfo) -> bytes | None: ...
@@ -76,7 +76,7 @@ class RpcMessage(NamedTuple):
     context: bytes = b""
 
 
-contexts: dict[str, Context] = {}
+contexts: dict[str, CallContext] = {}
 """By the module that enters it here when it is imported, as a worker does that a call with such a context reaches."""
 
 
@@ -107,7 +107,7 @@ def sender() -> WorkerInfo:
     return found
 
 
-class Shared:
+class SharedBuffer:
     """Memory beside a pickle that several objects of a message share; it is sent once."""
 
     __slots__ = ("_buffer",)

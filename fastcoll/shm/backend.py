@@ -16,7 +16,7 @@ import numpy as np
 
 from ..compiler.jit import Entry
 from ..core import signature
-from ..core.backend import Backend, Refuge
+from ..core.backend import Backend, RecoveryEndpoint
 from ..core.gate import Gate
 from ..core.group import ProcessGroup
 from ..core.operands import Array
@@ -32,17 +32,17 @@ from ..store import Store
 from ..system.processes import Member
 from . import context_layout as words
 from . import movement, reductions, ring_kernels, symmetric, tuning_cache, tuning_table
-from .callers import ShmWays
+from .callers import ShmNativeCalls
 from .calls import Calls
-from .context import HANDED_OVER, Context, patience, words_for
+from .context import HANDED_OVER, ShmContext, backoff, words_for
 from .fast import Fast
-from .head_start import HeadStart
+from .inline_start import InlineStart
 from .layout import STATE
 from .meeting import Met, meet
 from .monitor import ShmMonitor
 from .pipe import RingPipe
 from .reach import READS
-from .refuge import ShmRefuge
+from .recovery_endpoint import ShmRecoveryEndpoint
 from .symmetric import ShmMemory, SymmetricArrays
 
 _log = logging.getLogger("fastcoll")
@@ -93,33 +93,33 @@ class ShmBackend(Backend):
         self.monitor = ShmMonitor(segment, members, rank)
         self._segment = segment
         self._record = GroupRecorder(gate.name, members, rank, self.name, words_for(gate.size))
-        since = words.PATIENCE + waiting.TIMED
+        since = words.BACKOFF + waiting.TIMED
         self._record.follow(words.CALLS, words.FINISHED, since, words.LATE, words.PENDING)
         self.monitor.record = self._record
-        self.context = Context(segment.address, segment.layout, rank, cores, self._record.context)
+        self.context = ShmContext(segment.address, segment.layout, rank, cores, self._record.context)
         self.context.words[words.RING] = self._record.ring
         self._c = self.context.address
         self.calls = Calls(gate, self.monitor, segment, self.context, self._record, self.interrupted)
-        modes = patience(gate.size, cores)
+        modes = backoff(gate.size, cores)
         self.pipe = RingPipe(segment.address, segment.layout, rank, self.monitor, modes, self._c)
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
         tuning_table.fill(self._tuning, *already)
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
-        self.head_start = HeadStart(gate, self.context, self.calls.resume, self.calls.torn, share)
+        self.inline_start = InlineStart(gate, self.context, self.calls.resume, self.calls.torn, share)
         self._symmetric = SymmetricArrays(gate, self.monitor, self.context, self.fail)
         gate.also(
-            inside=lambda: self.context.is_mine() or self.head_start.is_handing_over(),
+            inside=lambda: self.context.is_mine() or self.inline_start.is_handing_over(),
             busy=lambda: self.context[words.BUSY] != 0 or bool(self._symmetric.waits),
         )
         gate.queue.count_in(self.context.words[words.PENDING : words.PENDING + 1])
 
     @cached_property
-    def ways(self) -> ShmWays | None:  # type: ignore[override]  # made when it is first asked for
+    def native_calls(self) -> ShmNativeCalls | None:  # type: ignore[override]  # made when it is first asked for
         """None where the record has where calls come from, which compiled callers cannot say."""
-        return None if self._record.keeps_sites else ShmWays(self.calls, self.pipe, self.messages)
+        return None if self._record.keeps_sites else ShmNativeCalls(self.calls, self.pipe, self.messages)
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
-        return Fast(group, self.calls, self.messages, self.pipe.address, self.head_start).table()
+        return Fast(group, self.calls, self.messages, self.pipe.address, self.inline_start).table()
 
     def go_direct(self, reach: int) -> None:
         """Let calls and messages be read where they are, as all ranks can do that (reach.py)."""
@@ -130,13 +130,13 @@ class ShmBackend(Backend):
             self.pipe.go_direct(algorithms, pids, [self._segment.address + at + STATE for at in sections])
 
     def begin_at_once(self) -> None:
-        self.head_start.begin_at_once()
+        self.inline_start.begin_at_once()
 
     def learn(self, dtype: np.dtype[Any]) -> None:
         self.calls.spec("message", dtype)
 
-    def refuge(self) -> Refuge:
-        return ShmRefuge(self._segment, self.gate.rank)
+    def recovery_endpoint(self) -> RecoveryEndpoint:
+        return ShmRecoveryEndpoint(self._segment, self.gate.rank)
 
     def stop(self) -> None:
         self.context.words[words.SHUT] = 1  # leave the synchronous path from now on

@@ -1,4 +1,4 @@
-"""The ways of shared memory for compiled callers: C functions as kernels/doors.py has them, beside the entries.
+"""The ways of shared memory for compiled callers: C functions as kernels/c_entries.py has them, beside the entries.
 
 A way takes the context, finds the call's description by the caller's word, which Python has told it once (`learn`), and
 runs what the entry of the same operation runs: so failpoints, the record, the autotuner's choices, symmetric and
@@ -17,12 +17,12 @@ import numpy as np
 
 from ..compiler.jit import NJIT, c_function, inlined
 from ..core import signature
-from ..core.backend import Ways
+from ..core.backend import NativeCalls
 from ..core.operands import Array
 from ..core.operations import OPERATIONS
 from ..core.reduce_op import ReduceOp
 from ..core.status import DONE, LATER
-from ..kernels.doors import (
+from ..kernels.c_entries import (
     POST_RECV,
     POST_SEND,
     RECV,
@@ -245,7 +245,7 @@ def native_call(op: int) -> Any:
     return _made[op]
 
 
-class ShmWays(Ways):
+class ShmNativeCalls(NativeCalls):
     """The ways of one group."""
 
     def __init__(self, calls: Calls, pipe: RingPipe, messages: Engine) -> None:
@@ -256,10 +256,10 @@ class ShmWays(Ways):
         self._known: set[int] = set()
         self._table = pipe.table[rings.REQUESTS :]
         self._table[rings.NUMBERS] = next(_mailboxes) << MAILBOX_AT
-        messages.adopts = self._adopt
+        messages.adopts = self._import
 
-    def _adopt(self, number: int, transfer: Transfer) -> None:
-        handles.put(number, self._calls.gate.unheard.note(transfer))
+    def _import(self, number: int, transfer: Transfer) -> None:
+        handles.put(number, self._calls.gate.unobserved.note(transfer))
 
     def open(self, op: int, call: int, dtype: np.dtype[Any] | None, reduce_op: ReduceOp | None) -> int:
         if op > RECV:

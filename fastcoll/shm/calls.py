@@ -29,7 +29,7 @@ from ..record.recorder import GroupRecorder
 from ..system.processes import Member, dead_among
 from . import arena, movement, rounds
 from . import context_layout as words
-from .context import CallSpec, Context, Report, changed, pinned
+from .context import CallReport, CallSpec, ShmContext, changed, pinned
 from .layout import PUSHING
 from .monitor import ShmMonitor
 from .reach import unreadable
@@ -55,12 +55,12 @@ class Calls:
         gate: Gate,
         monitor: ShmMonitor,
         segment: Segment,
-        context: Context,
+        context: ShmContext,
         record: GroupRecorder,
         interrupted: Callable[[BaseException, str], None],
     ) -> None:
         self.gate, self.monitor, self.context = gate, monitor, context
-        self.report = Report(segment, context, gate)
+        self.report = CallReport(segment, context, gate)
         self._segment, self._record, self._interrupted = segment, record, interrupted
         self._specs: dict[Any, CallSpec] = {}
         self._mapped: list[arena.Mapping] = []

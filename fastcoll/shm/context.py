@@ -39,7 +39,7 @@ _OVERSUBSCRIBED = (0, 1000)
 HANDED_OVER = -1  # in BUSY, no thread's number: the progress thread will go on with the call
 
 
-def patience(ranks: int, cores: int) -> tuple[int, int]:
+def backoff(ranks: int, cores: int) -> tuple[int, int]:
     """Spins and yields before sleeping, for so many ranks on so many cores."""
     return _DEDICATED if ranks <= cores else _OVERSUBSCRIBED
 
@@ -85,7 +85,7 @@ def words_for(size: int) -> int:
     return at.TABLES + at.TABLES_A_RANK * size
 
 
-class Context:
+class ShmContext:
     """The context of one rank, and typed access to the words that Python needs; zeros in `words`, if it is given."""
 
     def __init__(self, base: int, layout: Layout, rank: int, cores: int, words: Array | None = None) -> None:
@@ -99,8 +99,8 @@ class Context:
         algorithms = ctypes.c_int64.from_address(base + 8 * ALGORITHMS).value
         words[at.ALGORITHMS], words[at.DIRECT_FROM] = algorithms & ~(1 << autotune.DIRECT), autotune.NEVER
         words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
-        words[at.PATIENCE + waiting.SPINS], words[at.PATIENCE + waiting.YIELDS] = patience(layout.size, cores)
-        words[at.PATIENCE + waiting.BUDGET] = BUDGET
+        words[at.BACKOFF + waiting.SPINS], words[at.BACKOFF + waiting.YIELDS] = backoff(layout.size, cores)
+        words[at.BACKOFF + waiting.BUDGET] = BUDGET
         words[at.ARENA] = address_of(_NO_ARENA)
         self._alive: list[Any] = []
         self._memo_lock = threading.Lock()
@@ -140,7 +140,7 @@ class Context:
 
     def wait_no_longer_than(self, nanoseconds: int = BUDGET) -> None:
         """Have entries come back after so long a wait; another thread's call then does too, without harm."""
-        self.words[at.PATIENCE + waiting.BUDGET] = nanoseconds
+        self.words[at.BACKOFF + waiting.BUDGET] = nanoseconds
 
     def is_mine(self) -> bool:
         """Whether a call of this very thread is under way."""
@@ -175,10 +175,10 @@ class Context:
                     return
 
 
-class Report:
+class CallReport:
     """What one rank can say about its group's current call. Nothing here blocks but `mismatch`."""
 
-    def __init__(self, segment: Segment, context: Context, gate: Gate) -> None:
+    def __init__(self, segment: Segment, context: ShmContext, gate: Gate) -> None:
         self._segment, self._context, self._gate = segment, context, gate
 
     def doing(self, entry: str) -> str:

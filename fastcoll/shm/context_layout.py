@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..core.operations import OPERATIONS
-from ..kernels.waiting import PATIENCE_WORDS
+from ..kernels.waiting import BACKOFF_WORDS
 from .autotune import table_words
 
 RANK = 0
@@ -39,9 +39,9 @@ EXPOSED = 34  # this rank's array that peers may write into, while a call is und
 EXPOSED_BYTES = 35
 RING = 36  # address of the ring of the group's record (kernels/recording.py); 0: none
 COMBINED = 37  # address of the combined lines; 0: the ranks meet at once
-PATIENCE = 38  # the table of kernels/waiting.py
+BACKOFF = 38  # the table of kernels/waiting.py
 # Behind them: the table of autotune.py, the memo of descriptions (validate.py), nine tables of a word a rank.
-CHOOSING = PATIENCE + PATIENCE_WORDS
+CHOOSING = BACKOFF + BACKOFF_WORDS
 MEMO = CHOOSING + table_words(2 * len(OPERATIONS))  # once more for shared arrays
 MEMO_ENTRIES = 128
 MEMO_WORDS = 4  # addresses of dtype and reduce operation, the operation's code, description's address

@@ -25,7 +25,7 @@ from ..p2p.engine import Engine
 from ..p2p.short_cuts import Entries, short_cuts
 from . import ring_kernels
 from .calls import Calls
-from .head_start import HeadStart
+from .inline_start import InlineStart
 from .movement import all_gather, all_to_all, broadcast, gather, scatter
 from .reductions import all_reduce, barrier, reduce, reduce_scatter
 
@@ -37,13 +37,13 @@ class Fast:
     """What stands in for a group's methods where it runs in shared memory."""
 
     def __init__(
-        self, group: ProcessGroup, calls: Calls, messages: Engine, mailbox: int, head_start: HeadStart
+        self, group: ProcessGroup, calls: Calls, messages: Engine, mailbox: int, inline_start: InlineStart
     ) -> None:
         self._group = group
         self._c = calls.context.address
         self._messages = short_cuts(group, messages, mailbox, MESSAGES)
         self._resume, self._torn = calls.resume, calls.torn
-        self._head_start = head_start
+        self._inline_start = inline_start
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """The methods below and those of messages, by the names of the group's."""
@@ -78,7 +78,7 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(all_reduce, error)
-        elif work := self._head_start.begin(all_reduce, tensor, op):
+        elif work := self._inline_start.begin(all_reduce, tensor, op):
             return work
         return self._group.all_reduce(tensor, op, async_op)
 
@@ -122,7 +122,7 @@ class Fast:
             except BaseException as error:
                 self._torn(reduce_scatter, error)
         elif type(blocks) is not tuple and (
-            work := self._head_start.begin(reduce_scatter, output, blocks, op)
+            work := self._inline_start.begin(reduce_scatter, output, blocks, op)
         ):
             return work
         return self._group.reduce_scatter_single(output, input, op, async_op, input_split_sizes)
@@ -135,7 +135,7 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(broadcast, error, root)
-        elif work := self._head_start.begin(broadcast, tensor, root, integers=(root,)):
+        elif work := self._inline_start.begin(broadcast, tensor, root, integers=(root,)):
             return work
         return self._group.broadcast(tensor, root, async_op)
 
@@ -158,7 +158,7 @@ class Fast:
                     return None
             except BaseException as error:
                 self._torn(all_gather, error)
-        elif type(output) is not tuple and (work := self._head_start.begin(all_gather, output, input)):
+        elif type(output) is not tuple and (work := self._inline_start.begin(all_gather, output, input)):
             return work
         return self._group.all_gather_single(output, input, async_op)
 

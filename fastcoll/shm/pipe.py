@@ -30,17 +30,17 @@ class RingPipe(WordPipe):
         base: where the segment is mapped.
         layout: the segment's.
         rank: this process's.
-        vigil: of the segment's ranks.
+        monitor: of the segment's ranks.
         patience: polls, then yields, before a waiting kernel sleeps.
         context: address of the group's context.
     """
 
     def __init__(
-        self, base: int, layout: Layout, rank: int, vigil: Monitor, patience: tuple[int, int], context: int
+        self, base: int, layout: Layout, rank: int, monitor: Monitor, backoff: tuple[int, int], context: int
     ) -> None:
         super().__init__(words, words.MAILBOX_WORDS, words.CHANNEL_WORDS, layout.size)
-        self._vigil = vigil
-        self.table[waiting.SPINS], self.table[waiting.YIELDS] = patience
+        self._monitor = monitor
+        self.table[waiting.SPINS], self.table[waiting.YIELDS] = backoff
         self.table[waiting.BUDGET] = BUDGET
         self.table[words.CHANNELS] = address_of(self.rows)
         self.table[words.SIZE] = layout.size
@@ -79,12 +79,12 @@ class RingPipe(WordPipe):
     def check(self, peer: int | None) -> None:
         for each in range(len(self.rows)) if peer is None else (peer,):
             if self.word(each, words.IN_REFUSED):
-                raise unreadable(self._vigil, each)
+                raise unreadable(self._monitor, each)
 
     def garbled(self, peer: int) -> GroupError:
         return AbortedError(
-            f"{self._vigil.name(peer)} wrote what is no message of fastcoll into shared memory",
-            [self._vigil.members[peer].rank],
+            f"{self._monitor.name(peer)} wrote what is no message of fastcoll into shared memory",
+            [self._monitor.members[peer].rank],
         )
 
     def has_unread(self, peer: int) -> bool:

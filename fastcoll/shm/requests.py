@@ -1,4 +1,4 @@
-"""Messages of compiled callers: C functions that send, receive, post and wait, for kernels/doors.py.
+"""Messages of compiled callers: C functions that send, receive, post and wait, for kernels/c_entries.py.
 
 A request of a compiled caller has a *record* in the mailbox (rings.py). These functions complete requests without
 Python; a thread that waits for one request makes progress on all of them. They handle the common case only: the engine
@@ -264,7 +264,7 @@ def _push(m, channel, peer):
         if record != 0:
             store_word(record, r.REFUSED_NBYTES, load_word(channel, r.ACK_NBYTES))
             store_word(record, r.REFUSED_KIND, load_word(channel, r.ACK_KIND))
-            _end(m, record, r.ENDED if load_word(channel, r.ACK_VERDICT) == TAKEN else r.MISFIT)
+            _end(m, record, r.ENDED if load_word(channel, r.ACK_DECISION) == TAKEN else r.MISFIT)
     return progress
 
 

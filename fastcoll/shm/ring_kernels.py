@@ -112,13 +112,13 @@ def accept(mailbox: Index, peer: Index, address: Index) -> int:
 
 @entry
 def acknowledge(
-    mailbox: Index, peer: Index, number: Index, verdict: Index, nbytes: Index, kind: Index
+    mailbox: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index
 ) -> int:
     """Write the ack of a message of `peer`, with the size and kind that the receive expects; AGAIN: no space."""
     channel = channel_of(integer(mailbox), integer(peer))
     if not r.has_ack_space(channel):
         return AGAIN
-    r.write_ack(channel, integer(number), integer(verdict), integer(nbytes), integer(kind))
+    r.write_ack(channel, integer(number), integer(decision), integer(nbytes), integer(kind))
     return DONE
 
 
@@ -203,7 +203,7 @@ def _send(m, channel, data, nbytes, kind):
             conclude(m + 8 * r.CHOOSING)
             moved(m)
             reached(_SENT)
-            return DONE if load_word(channel, r.ACK_VERDICT) == TAKEN else REFUSED
+            return DONE if load_word(channel, r.ACK_DECISION) == TAKEN else REFUSED
         if load_acquire(m + 8 * r.BELL) != 0 or not rest(m, idle):
             return AGAIN
         idle += 1

@@ -127,7 +127,7 @@ OUT_KIND = 7
 SENT = 8  # messages begun
 ACKS_READ = 9
 ACK_NUMBER = 11  # 11 to 14: the four fields of the last ack read
-ACK_VERDICT = 12
+ACK_DECISION = 12
 ACK_NBYTES = 13
 ACK_KIND = 14
 ARMED_KIND = 15  # kind of the receive that kernels may complete without Python; -1: none
@@ -358,12 +358,12 @@ def has_ack_space(channel):
 
 
 @inlined
-def write_ack(channel, number, verdict, nbytes, kind):
+def write_ack(channel, number, decision, nbytes, kind):
     reached(_BEFORE_ACK)
     given = load_word(channel, ACKS_GIVEN)
     ack = load_word(channel, IN) + ACKS + ACK_BYTES * (given % ACK_SLOTS)
     store_word(ack, 1, number)
-    store_word(ack, 2, verdict)
+    store_word(ack, 2, decision)
     store_word(ack, 3, nbytes)
     store_word(ack, 4, kind)
     store_word(channel, ACKS_GIVEN, given + 1)

@@ -159,7 +159,7 @@ def _enters(operation):
 
 
 @failing
-def _comes_by(c, place):
+def _hit_failpoint(c, place):
     """Hit a failpoint of the current call's operation; the call's line is written by now."""
     reached(place + (load_word(line_of(c, load_word(c, at.RANK)), layout.CALL) & 0xFF))
 
@@ -178,8 +178,8 @@ def begin(handle, operation, nbytes, moving, direct):
     if handle & RESUMED == 0:
         _enters(operation)
         store_word(c, at.CALLS, load_word(c, at.CALLS) + 1)
-        store_word(c, at.PATIENCE + IDLE, 0)
-        store_word(c, at.PATIENCE + TIMED, 0)
+        store_word(c, at.BACKOFF + IDLE, 0)
+        store_word(c, at.BACKOFF + TIMED, 0)
         store_word(c, at.LATE, load_word(c, at.RANK))
         autotune.choose_none(tuning_at(c))
         if nbytes >= min(autotune.SMALLEST, load_word(c, at.DIRECT_FROM)):
@@ -196,7 +196,7 @@ def begin(handle, operation, nbytes, moving, direct):
 @inlined
 def _await(c, peer, address, want):
     """Wait until a peer's word is at least `want`: return DONE, or AGAIN with the peer in LATE."""
-    if wait_for(c + 8 * at.PATIENCE, address, want):
+    if wait_for(c + 8 * at.BACKOFF, address, want):
         return DONE
     store_word(c, at.LATE, peer)
     return AGAIN
@@ -235,9 +235,9 @@ def publish(c, call, shape, balance):
         store_word(line, layout.TIME, _time_word(c))
         store_release(line + 8 * layout.SEQUENCE, load_word(c, at.CALLS))
         _record(c, call, shape)
-        _comes_by(c, _PUBLISHED)
+        _hit_failpoint(c, _PUBLISHED)
     else:
-        _comes_by(c, _MID_CHUNK)
+        _hit_failpoint(c, _MID_CHUNK)
         word = section(c, load_word(c, at.RANK)) + layout.PUBLISHED
         store_release(word, load_word(c, at.ROUND) + wrote + 1)
     store_word(c, at.WROTE, wrote + 1)
@@ -256,15 +256,15 @@ def _record(c, call, shape):
 @kernel
 def _time(c):
     """Start timing the call for the record, unless a wait has done so."""
-    if load_word(c, at.PATIENCE + TIMED) == 0:
-        store_word(c, at.PATIENCE + TIMED, now(c + 8 * at.PATIENCE))
+    if load_word(c, at.BACKOFF + TIMED) == 0:
+        store_word(c, at.BACKOFF + TIMED, now(c + 8 * at.BACKOFF))
 
 
 @kernel
 def _record_times(c):
     if load_word(c, at.RING) != 0:
-        ended = now(c + 8 * at.PATIENCE)
-        record_end(load_word(c, at.RING), load_word(c, at.CALLS), load_word(c, at.PATIENCE + TIMED), ended)
+        ended = now(c + 8 * at.BACKOFF)
+        record_end(load_word(c, at.RING), load_word(c, at.CALLS), load_word(c, at.BACKOFF + TIMED), ended)
 
 
 @inlined
@@ -349,7 +349,7 @@ def _meet(c, call, shape, balance):
         store_word(c, at.MET, 1)
         autotune.learn(tuning_at(c), time >> 1)
         autotune.start_clock(tuning_at(c))
-        _comes_by(c, _MET)
+        _hit_failpoint(c, _MET)
         return DONE
     # Skip more rounds than any rank has written for this call, so that none of them counts for a later call.
     store_word(c, at.READ, layout.SLOTS)
@@ -406,14 +406,14 @@ def close_round(c, total):
 @inlined
 def finish(c):
     """Complete the call on this rank and release the context."""
-    _comes_by(c, _BEFORE_DONE)
+    _hit_failpoint(c, _BEFORE_DONE)
     autotune.measure(tuning_at(c))
-    if load_word(c, at.PATIENCE + TIMED) != 0:
+    if load_word(c, at.BACKOFF + TIMED) != 0:
         _record_times(c)
     _wind_up(c)
     store_release(c + 8 * at.FINISHED, load_word(c, at.CALLS))
     store_release(c + 8 * at.BUSY, 0)
-    _comes_by(c, _AFTER_DONE)
+    _hit_failpoint(c, _AFTER_DONE)
     return DONE
 
 
@@ -441,9 +441,9 @@ def time_is_up(c):
     Python then checks signals, the deadline and aborts, which a kernel that never waits long would not do.
     """
     if load_word(c, at.SINCE) == 0:
-        store_word(c, at.SINCE, now(c + 8 * at.PATIENCE))
+        store_word(c, at.SINCE, now(c + 8 * at.BACKOFF))
         return False
-    if now(c + 8 * at.PATIENCE) <= load_word(c, at.SINCE) + load_word(c, at.PATIENCE + BUDGET):
+    if now(c + 8 * at.BACKOFF) <= load_word(c, at.SINCE) + load_word(c, at.BACKOFF + BUDGET):
         return False
     store_word(c, at.LATE, load_word(c, at.RANK))
     return True

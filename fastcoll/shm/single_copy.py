@@ -142,7 +142,7 @@ def _read(c, peer, dst, src, nbytes):
         moved = copy_from(load_word(r.table(c, at.PIDS), peer), c + 8 * at.VECTORS, dst, src, nbytes)
         if moved <= 0:
             store_word(c, at.LATE, peer)
-            nap(c + 8 * at.PATIENCE)
+            nap(c + 8 * at.BACKOFF)
             return AGAIN if moved == -errno.ESRCH else UNREADABLE
         dst, src, nbytes = dst + moved, src + moved, nbytes - moved
     return DONE

@@ -57,7 +57,7 @@ from . import context_layout as at
 from . import rounds as r
 from . import segment as shared
 from . import validate as v
-from .context import BUDGET, Context
+from .context import BUDGET, ShmContext
 from .layout import CHANNELS, SymmetricLayout
 
 START, NBYTES, ID, STRIDE = range(4)
@@ -196,9 +196,9 @@ def count_signal(word: Index) -> int:
 
 
 @entry
-def await_signal(patience: Index, word: Index, want: Index) -> int:
+def await_signal(backoff: Index, word: Index, want: Index) -> int:
     """Wait until a shared word is at least `want`: DONE, or AGAIN after 50 ms."""
-    return DONE if waiting.wait_for(integer(patience), integer(word), integer(want)) else AGAIN
+    return DONE if waiting.wait_for(integer(backoff), integer(word), integer(want)) else AGAIN
 
 
 # ---- the arrays --------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class SymmetricArrays:
     """The symmetric arrays of a group, as one of its ranks has them; `fail` makes the group fail."""
 
     def __init__(
-        self, gate: Gate, monitor: Monitor, context: Context, fail: Callable[[errors.GroupError], None]
+        self, gate: Gate, monitor: Monitor, context: ShmContext, fail: Callable[[errors.GroupError], None]
     ) -> None:
         self.gate, self.monitor, self.context, self.fail = gate, monitor, context, fail
         self.waits: set[object] = set()
@@ -240,7 +240,7 @@ class SymmetricArrays:
                         failpoints.reach("shm.symmetric.after_segment")
                     except (errors.ResourceError, OSError) as refused:
                         # Who gives up removes the name, and has failed the group before.
-                        if (failure := self.monitor.verdict((), f"symmetric.empty of {label}")) is not None:
+                        if (failure := self.monitor.decide((), f"symmetric.empty of {label}")) is not None:
                             self.fail(failure)
                             raise failure from None
                         error = f"{label}: {refused}"
@@ -323,7 +323,7 @@ class ShmMemory(SymmetricMemory):
                 doing = f"symmetric.wait on channel {channel}"
                 wait = wait or Wait(arrays.monitor, doing, lambda: [rank], limit)
                 wait.look()
-            incoming.patience[waiting.IDLE] = 0
+            incoming.backoff[waiting.IDLE] = 0
             incoming.taken += 1
         except errors.GroupError as error:
             arrays.fail(error)
@@ -336,9 +336,9 @@ class ShmMemory(SymmetricMemory):
 class _Incoming:
     """The signals that this rank takes from one peer on one channel."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ShmContext) -> None:
         self.lock = threading.Lock()
         self.taken = 0
-        self.patience = context.words[at.PATIENCE : at.CHOOSING].copy()
-        self.patience[waiting.IDLE], self.patience[waiting.BUDGET] = 0, BUDGET
-        self.address = address_of(self.patience)
+        self.backoff = context.words[at.BACKOFF : at.CHOOSING].copy()
+        self.backoff[waiting.IDLE], self.backoff[waiting.BUDGET] = 0, BUDGET
+        self.address = address_of(self.backoff)

@@ -54,7 +54,7 @@ def description(c, handle, operation, x, op):
 
 @inlined
 def description_by_call(c, handle, operation, call):
-    """The same of a call by its word, which doors are given; see callers/rows.py."""
+    """The same of a call by its word, which doors are given; see callers/descriptors.py."""
     if handle & r.PREPARED:
         return load_word(c, at.GIVEN)
     return _recall(c, operation, call, BY_CALL)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from .file_store import FileStore
 from .store import Rendezvous, Store
 from .table import HashStore
-from .views import PrefixStore, adopted
+from .views import PrefixStore, imported
 
 if TYPE_CHECKING:
     from .tcp_store import TCPStore
 
-__all__ = ["FileStore", "HashStore", "PrefixStore", "Rendezvous", "Store", "TCPStore", "adopted"]
+__all__ = ["FileStore", "HashStore", "PrefixStore", "Rendezvous", "Store", "TCPStore", "imported"]
 
 
 def __getattr__(name: str) -> Any:

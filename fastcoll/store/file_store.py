@@ -31,7 +31,7 @@ from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from ..system.processes import ProcessId, forget, in_sight, this_process
 from .frames import HEADER, MAX_BODY, check_request_header, decode_request, encode_request
 from .store import DEFAULT_TIMEOUT, limit_of, tries
-from .table import CHANGING, Missing, Op, Request, Table, TableStore, check_process, closed_meanwhile
+from .table import CHANGING, Missing, Op, StoreRequest, Table, TableStore, check_process, closed_meanwhile
 
 MAGIC = b"fastcoll store 3\n"
 _BEGIN = struct.Struct("!Q")
@@ -96,7 +96,7 @@ class FileStore(TableStore):
             self._closed = True
             self._leave()
 
-    def _ask(self, request: Request) -> list[bytes] | Missing:
+    def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
         check_process(self, self._pid)
         log, missing = self._log, None
         for _ in tries(request.timeout, most=_PAUSE_MOST):
@@ -164,7 +164,7 @@ class SharedLog:
         """Whether the file has grown since it was read."""
         return os.fstat(self._fd).st_size != self._offset
 
-    def apply(self, request: Request) -> list[bytes]:
+    def apply(self, request: StoreRequest) -> list[bytes]:
         """Carry out `request` inside a transaction and write what it changed."""
         if request.op not in CHANGING:
             return self.table.apply(request)
@@ -190,17 +190,17 @@ class SharedLog:
                 if is_over and self._is_at_path():
                     os.unlink(self.path)
                 else:
-                    self._write(record_of(Request(Op.DELETE, (self._me,)), True))
+                    self._write(record_of(StoreRequest(Op.DELETE, (self._me,)), True))
         finally:
             os.close(self._fd)
 
     def _begin_anew(self) -> None:
         """Write down all that holds, and give the log before that back."""
         begin, opened = self._offset, self._opened
-        here = [Request(Op.SET, (me,), (it.to_bytes(),)) for me, it in self.participants.items()]
+        here = [StoreRequest(Op.SET, (me,), (it.to_bytes(),)) for me, it in self.participants.items()]
         records = [record_of(request, True) for request in here]
-        records.append(record_of(Request(Op.SET, (_OPENED,), (b"%d" % opened,)), True))
-        records += [record_of(Request(Op.SET, (key,), (value,))) for key, value in self.table.items()]
+        records.append(record_of(StoreRequest(Op.SET, (_OPENED,), (b"%d" % opened,)), True))
+        records += [record_of(StoreRequest(Op.SET, (key,), (value,))) for key, value in self.table.items()]
         self._write(b"".join(records))
         os.pwrite(self._fd, _BEGIN.pack(begin), len(MAGIC))
         self._begin = begin
@@ -223,7 +223,7 @@ class SharedLog:
         if self.participants and self._all_gone():
             os.ftruncate(self._fd, 0)
             self._forget()
-        joining = Request(Op.SET, (self._me,), (this_process().to_bytes(),))
+        joining = StoreRequest(Op.SET, (self._me,), (this_process().to_bytes(),))
         self._write((b"" if self._offset else MAGIC + _BEGIN.pack(FIRST)) + record_of(joining, True))
         self._take(joining, True)
 
@@ -254,7 +254,7 @@ class SharedLog:
         self._opened = 0
         self._offset = self._begin = 0
 
-    def _take(self, request: Request, is_of_participants: bool) -> None:
+    def _take(self, request: StoreRequest, is_of_participants: bool) -> None:
         key = request.keys[0]
         if not is_of_participants:
             self.table.apply(request)
@@ -306,13 +306,13 @@ def _is_gone(process: ProcessId, fd: int) -> bool:
     return os.fstat(fd).st_mtime < float(booted)
 
 
-def record_of(request: Request, is_of_participants: bool = False) -> bytes:
+def record_of(request: StoreRequest, is_of_participants: bool = False) -> bytes:
     """One change, as the log has it."""
     frame = encode_request(request)
     return _HEADER.pack(zlib.crc32(frame, is_of_participants), len(frame), is_of_participants) + frame
 
 
-def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[Request, bool, int]]:
+def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[StoreRequest, bool, int]]:
     """The whole changes at the start of `data`, which begins at `offset`, whether of participants, and each one's end;
     a StoreError or ProtocolError where the bytes are none.
     """

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from ..config import MOST_SECONDS
-from .table import MAX_ANSWER, MAX_KEY, SHAPES, Op, Request
+from .table import MAX_ANSWER, MAX_KEY, SHAPES, Op, StoreRequest
 
 HEADER = struct.Struct("!BxHId")
 LENGTH = struct.Struct("!I")
@@ -26,7 +26,7 @@ class ProtocolError(ValueError):
     """Bytes that no client or server of this protocol sends; the connection is dropped."""
 
 
-class Status(IntEnum):
+class ReplyStatus(IntEnum):
     """How a request ended: OK and the answer, TIMEOUT and how many keys are missing with the first, REFUSED and why."""
 
     OK = 0
@@ -40,7 +40,7 @@ def encode_frame(code: int, fields: Sequence[bytes], keys: int = 0, timeout: flo
     return HEADER.pack(code, keys, len(body), timeout) + body
 
 
-def encode_request(request: Request) -> bytes:
+def encode_request(request: StoreRequest) -> bytes:
     """A request as a frame: its keys, then its values."""
     return encode_frame(request.op, request.keys + request.values, len(request.keys), request.timeout)
 
@@ -67,22 +67,22 @@ def check_request_header(header: bytes) -> int:
     return frame_length(header)
 
 
-def decode_request(header: bytes, body: bytes) -> Request:
+def decode_request(header: bytes, body: bytes) -> StoreRequest:
     """The request in a frame whose header was checked; a ProtocolError where the body is not what that says."""
     code, keys, _, timeout = HEADER.unpack(header)
     op = _OPERATIONS[code]
     fields = decode_fields(body)
     if len(fields) != keys * (1 + SHAPES[op][2]):
         raise ProtocolError(f"{op.name} of {keys} keys has {len(fields)} fields")
-    return Request(op, tuple(fields[:keys]), tuple(fields[keys:]), timeout)
+    return StoreRequest(op, tuple(fields[:keys]), tuple(fields[keys:]), timeout)
 
 
-def decode_answer(header: bytes, body: bytes) -> tuple[Status, list[bytes]]:
+def decode_answer(header: bytes, body: bytes) -> tuple[ReplyStatus, list[bytes]]:
     """The answer in a frame from the server; a ProtocolError where it is none."""
     code = header[0]
-    if code not in tuple(Status):
+    if code not in tuple(ReplyStatus):
         raise ProtocolError(f"there is no status {code}")
-    return Status(code), decode_fields(body)
+    return ReplyStatus(code), decode_fields(body)
 
 
 def decode_fields(body: bytes) -> list[bytes]:

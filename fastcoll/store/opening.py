@@ -9,7 +9,7 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets differ, 4 no more room,
                    5 the client has dialed another address
     12      16     version of fastcoll, ASCII, filled up with zeros
-    28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 refuge, 6 rpc
+    28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 recovery endpoint, 6 rpc
     29      1      1 when this side has a job secret, 0 with FASTCOLL_INSECURE=1 alone
     30      2      stream: the number of this connection among those of its kind
     32      16     group: drawn by its first member when the group is made, so it identifies the job as well; of a
@@ -72,7 +72,7 @@ class Role(IntEnum):
     ANSWERS = 2
 
 
-class Kind(IntEnum):
+class ConnectionKind(IntEnum):
     """What a connection is for: notices, the bytes of collectives, messages, requests to a store, to learn where the
     survivors of a failure meet, or remote calls."""
 
@@ -80,11 +80,11 @@ class Kind(IntEnum):
     DATA = 2
     MAIL = 3
     STORE = 4
-    REFUGE = 5
+    RECOVERY = 5
     RPC = 6
 
 
-class Verdict(IntEnum):
+class OpeningResult(IntEnum):
     WELCOME = 0
     PROTOCOL = 1
     VERSION = 2
@@ -112,9 +112,9 @@ class Opening(NamedTuple):
 
     protocol: int
     role: Role
-    verdict: Verdict
+    result: OpeningResult
     version: bytes
-    kind: Kind
+    kind: ConnectionKind
     has_secret: bool
     stream: int
     group: bytes
@@ -129,16 +129,16 @@ class Opening(NamedTuple):
         cls,
         endpoint: Endpoint,
         role: Role,
-        kind: Kind,
+        kind: ConnectionKind,
         stream: int,
         peer: int,
-        verdict: Verdict,
+        result: OpeningResult,
         place: bytes = _NOWHERE,
     ) -> Opening:
         """What a rank says to a peer."""
         named = (endpoint.group, endpoint.rank, peer, endpoint.size)
         nonce = os.urandom(NONCE_SIZE)
-        return cls(PROTOCOL, role, verdict, VERSION, kind, endpoint.has_secret, stream, *named, place, nonce)
+        return cls(PROTOCOL, role, result, VERSION, kind, endpoint.has_secret, stream, *named, place, nonce)
 
     def to_bytes(self) -> bytes:
         return _FORMAT.pack(MAGIC, *self)
@@ -148,22 +148,28 @@ class Opening(NamedTuple):
         """The opening of a side of `role`, or OpeningError; of another protocol's only verdict and version are read."""
         magic, *fields = _FORMAT.unpack(data)
         found = cls._make(fields)
-        if magic != MAGIC or found.role != role or found.verdict not in tuple(Verdict):
+        if magic != MAGIC or found.role != role or found.result not in tuple(OpeningResult):
             raise OpeningError(f"not the opening of a side that {role.name.lower()}: {data[:16]!r}")
-        found = found._replace(role=role, verdict=Verdict(found.verdict), version=found.version.rstrip(b"\0"))
-        if found.protocol != PROTOCOL:
-            return found._replace(kind=Kind.CONTROL, has_secret=False, stream=0, rank=0, peer=0, size=1)
-        possible = (
-            found.kind in tuple(Kind) and found.has_secret <= 1 and found.rank < found.size > found.peer
+        found = found._replace(
+            role=role, result=OpeningResult(found.result), version=found.version.rstrip(b"\0")
         )
-        has_place = found.kind == Kind.STORE and role is Role.DIALS
+        if found.protocol != PROTOCOL:
+            return found._replace(
+                kind=ConnectionKind.CONTROL, has_secret=False, stream=0, rank=0, peer=0, size=1
+            )
+        possible = (
+            found.kind in tuple(ConnectionKind)
+            and found.has_secret <= 1
+            and found.rank < found.size > found.peer
+        )
+        has_place = found.kind == ConnectionKind.STORE and role is Role.DIALS
         if not possible or (any(found.place) and not has_place):
             raise OpeningError(f"an opening with a field that cannot be: {data[28:80]!r}")
-        return found._replace(kind=Kind(found.kind), has_secret=bool(found.has_secret))
+        return found._replace(kind=ConnectionKind(found.kind), has_secret=bool(found.has_secret))
 
-    def answer(self, endpoint: Endpoint, verdict: Verdict) -> Opening:
+    def answer(self, endpoint: Endpoint, result: OpeningResult) -> Opening:
         """What the rank of `endpoint` answers."""
-        return Opening.of(endpoint, Role.ANSWERS, self.kind, self.stream, self.rank, verdict)
+        return Opening.of(endpoint, Role.ANSWERS, self.kind, self.stream, self.rank, result)
 
 
 def _check_start(data: bytes) -> None:
@@ -173,9 +179,9 @@ def _check_start(data: bytes) -> None:
         raise OpeningError(f"not a rank of fastcoll: {start!r}")
 
 
-def _fits(theirs: Opening, kind: Kind) -> bool:
+def _fits(theirs: Opening, kind: ConnectionKind) -> bool:
     """Whether we can talk to the other end; that ranks run one version is also found when they join by a store."""
-    return theirs.protocol == PROTOCOL and (theirs.version == VERSION or kind is Kind.STORE)
+    return theirs.protocol == PROTOCOL and (theirs.version == VERSION or kind is ConnectionKind.STORE)
 
 
 def derive_key(secret: bytes, token: bytes) -> bytes:
@@ -191,9 +197,9 @@ def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
 class RefusedError(OpeningError):
     """The two ends do not fit together, and a retry does not help. `answer` gives the other end the reason."""
 
-    def __init__(self, verdict: Verdict, reason: str, answer: bytes = b"") -> None:
+    def __init__(self, result: OpeningResult, reason: str, answer: bytes = b"") -> None:
         super().__init__(reason)
-        self.verdict, self.answer = verdict, answer
+        self.result, self.answer = result, answer
 
 
 class Turned(OpeningError):
@@ -211,10 +217,10 @@ class Dialing:
     """
 
     def __init__(
-        self, endpoint: Endpoint, peer: int, kind: Kind, stream: int, place: bytes = _NOWHERE
+        self, endpoint: Endpoint, peer: int, kind: ConnectionKind, stream: int, place: bytes = _NOWHERE
     ) -> None:
         self._endpoint = endpoint
-        self._mine = Opening.of(endpoint, Role.DIALS, kind, stream, peer, Verdict.WELCOME, place)
+        self._mine = Opening.of(endpoint, Role.DIALS, kind, stream, peer, OpeningResult.WELCOME, place)
         self.opening = self._mine.to_bytes()
         self._buffer = b""
         self.theirs: Opening | None = None
@@ -235,27 +241,27 @@ class Dialing:
             return b""
         theirs, given = self._buffer[:OPENING_SIZE], self._buffer[OPENING_SIZE:]
         if not is_proof(given, prove(self._endpoint.key, Role.ANSWERS, self.opening, theirs)):
-            raise RefusedError(Verdict.SECRET, _SECRETS, _REFUSAL)
+            raise RefusedError(OpeningResult.SECRET, _SECRETS, _REFUSAL)
         return prove(self._endpoint.key, Role.DIALS, self.opening, theirs)
 
     def _check(self, theirs: Opening) -> None:
-        if theirs.verdict is Verdict.FULL:
-            raise RefusedError(Verdict.FULL, "it takes no more connections")
+        if theirs.result is OpeningResult.FULL:
+            raise RefusedError(OpeningResult.FULL, "it takes no more connections")
         if not _fits(theirs, self._mine.kind):
             raise RefusedError(
-                Verdict.VERSION,
+                OpeningResult.VERSION,
                 f"it runs fastcoll {theirs.version.decode(errors='replace')} (protocol {theirs.protocol}), this rank "
                 f"{VERSION.decode()} (protocol {PROTOCOL}); run one version on all ranks",
             )
-        if theirs.verdict is Verdict.SECRET or theirs.has_secret != self._mine.has_secret:
-            raise RefusedError(Verdict.SECRET, _SECRETS)
-        if theirs.verdict is Verdict.PLACE:
-            raise RefusedError(Verdict.PLACE, "it is not where this side has dialed")
+        if theirs.result is OpeningResult.SECRET or theirs.has_secret != self._mine.has_secret:
+            raise RefusedError(OpeningResult.SECRET, _SECRETS)
+        if theirs.result is OpeningResult.PLACE:
+            raise RefusedError(OpeningResult.PLACE, "it is not where this side has dialed")
         mine = self._mine
-        group = theirs.group if mine.kind is Kind.STORE else mine.group
+        group = theirs.group if mine.kind is ConnectionKind.STORE else mine.group
         expected = (mine.kind, mine.stream, group, mine.peer, mine.rank, mine.size)
         got = (theirs.kind, theirs.stream, theirs.group, theirs.rank, theirs.peer, theirs.size)
-        if got != expected or theirs.verdict is not Verdict.WELCOME:
+        if got != expected or theirs.result is not OpeningResult.WELCOME:
             raise OpeningError("another process has taken over its address")
 
 
@@ -299,21 +305,21 @@ class Answering:
     def _open(self) -> bytes:
         theirs = Opening.from_bytes(self._buffer, Role.DIALS)
         if not _fits(theirs, theirs.kind):
-            verdict = Verdict.PROTOCOL if theirs.protocol != PROTOCOL else Verdict.VERSION
+            result = OpeningResult.PROTOCOL if theirs.protocol != PROTOCOL else OpeningResult.VERSION
             nobody = Endpoint(theirs.group, theirs.peer, theirs.size, b"", False)
-            raise Turned("another version of fastcoll", theirs.answer(nobody, verdict).to_bytes())
+            raise Turned("another version of fastcoll", theirs.answer(nobody, result).to_bytes())
         endpoint = self._find(theirs)
         if endpoint is None or theirs.size != endpoint.size or theirs.rank == endpoint.rank:
             raise OpeningError("it is for a group or a rank that is not here")
         if theirs.has_secret != endpoint.has_secret:
-            answer = theirs.answer(endpoint, Verdict.SECRET).to_bytes()
+            answer = theirs.answer(endpoint, OpeningResult.SECRET).to_bytes()
             raise Turned("it and this rank do not both have a secret", answer)
         if not self._is_here(theirs):
-            answer = theirs.answer(endpoint, Verdict.PLACE).to_bytes()
+            answer = theirs.answer(endpoint, OpeningResult.PLACE).to_bytes()
             raise Turned(
                 "it has dialed another address, so its connection was forwarded or relayed here", answer
             )
-        mine = theirs.answer(endpoint, Verdict.WELCOME).to_bytes()
+        mine = theirs.answer(endpoint, OpeningResult.WELCOME).to_bytes()
         dialed, self._buffer, self.theirs = self._buffer, b"", theirs
         if not endpoint.key:
             return mine

@@ -22,9 +22,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..errors import StoreError
-from .frames import HEADER, ProtocolError, Status, check_request_header, decode_request, encode_frame
-from .opening import GROUP_SIZE, Answering, Endpoint, Kind, Opening, OpeningError, Role, Turned, Verdict
-from .table import CHANGING, Op, Request, Table
+from .frames import HEADER, ProtocolError, ReplyStatus, check_request_header, decode_request, encode_frame
+from .opening import (
+    GROUP_SIZE,
+    Answering,
+    ConnectionKind,
+    Endpoint,
+    Opening,
+    OpeningError,
+    OpeningResult,
+    Role,
+    Turned,
+)
+from .table import CHANGING, Op, StoreRequest, Table
 
 OPENING_SECONDS = 5.0
 # Limit of connections without an answer, and of answered ones without a proof; beyond it the oldest is dropped. It is
@@ -43,10 +53,10 @@ class _Peer:
     buffer: bytearray = field(default_factory=bytearray)
     is_open: bool = False
     deadline: float | None = None
-    waiting: Request | None = None
+    waiting: StoreRequest | None = None
     missing: bytes = b""
     place: int = 0  # of `missing` among the keys it waits for
-    will: Request | None = None
+    will: StoreRequest | None = None
 
     def take(self, count: int) -> bytes:
         data = bytes(self.buffer[:count])
@@ -93,7 +103,7 @@ class StoreServer:
         """Register a connection, accepted at `place` (address.py); `peer` is any number not in use."""
         me, name = self._me, self._name
         answering = Answering(
-            lambda at: me if at.kind is Kind.STORE and at.peer == me.rank else None,
+            lambda at: me if at.kind is ConnectionKind.STORE and at.peer == me.rank else None,
             lambda at: not name or at.place == place or at.group == name,
         )
         if len(self._opening) >= MOST_OPENINGS:
@@ -147,7 +157,7 @@ class StoreServer:
             if state.waiting is not None:
                 count, keys = self._table.missing(state.waiting)
                 self._unpark(peer, state)
-                self.outbox.append((peer, encode_frame(Status.TIMEOUT, [b"%d" % count, *keys])))
+                self.outbox.append((peer, encode_frame(ReplyStatus.TIMEOUT, [b"%d" % count, *keys])))
             elif state.is_open:
                 self._drop(peer, f"did not complete a request within {self._frame_seconds:g} s")
             elif peer in self._proving:
@@ -163,7 +173,7 @@ class StoreServer:
 
     def refusal(self) -> bytes:
         """The opening for a connection that there is no room for; the driver sends it and closes."""
-        return Opening.of(self._me, Role.ANSWERS, Kind.STORE, 0, 1, Verdict.FULL).to_bytes()
+        return Opening.of(self._me, Role.ANSWERS, ConnectionKind.STORE, 0, 1, OpeningResult.FULL).to_bytes()
 
     def _converse(self, peer: int) -> Generator[None, None, None]:
         """What is done with a peer's bytes, from its opening on; goes on whenever more have come."""
@@ -217,13 +227,13 @@ class StoreServer:
                 self._set_deadline(peer, self._now + self._frame_seconds)
             yield
 
-    def _answer_to(self, request: Request) -> bytes:
+    def _answer_to(self, request: StoreRequest) -> bytes:
         try:
-            return encode_frame(Status.OK, self._table.apply(request))
+            return encode_frame(ReplyStatus.OK, self._table.apply(request))
         except StoreError as error:
-            return encode_frame(Status.REFUSED, [str(error).encode()])
+            return encode_frame(ReplyStatus.REFUSED, [str(error).encode()])
 
-    def _execute(self, will: Request) -> None:
+    def _execute(self, will: StoreRequest) -> None:
         key, value = will.keys[0], will.values[0]
         with suppress(StoreError):  # the table is full
             if self._table.get(key) is None:
@@ -250,7 +260,7 @@ class StoreServer:
                 answers[same] = self._answer_to(request)
             self.outbox.append((peer, answers[same]))
 
-    def _still_missing(self, state: _Peer, request: Request) -> bytes | None:
+    def _still_missing(self, state: _Peer, request: StoreRequest) -> bytes | None:
         """The first missing key at or behind the last one, so that many keys are not looked at again and again."""
         for place in range(state.place, len(request.keys)):
             if self._table.get(request.keys[place]) is None:

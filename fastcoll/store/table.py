@@ -72,7 +72,7 @@ CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND, Op.P
 
 
 @dataclass(frozen=True)
-class Request:
+class StoreRequest:
     """One operation on keys; `values` holds each key's values in turn, `timeout` is in seconds."""
 
     op: Op
@@ -106,18 +106,18 @@ class Table:
     def items(self) -> ItemsView[bytes, bytes]:
         return self._data.items()
 
-    def first_missing(self, request: Request) -> bytes | None:
+    def first_missing(self, request: StoreRequest) -> bytes | None:
         """The first key that `request` still has to wait for, or None."""
         if request.op not in (Op.GET, Op.WAIT, Op.POP):
             return None
         return next((key for key in request.keys if key not in self._data), None)
 
-    def missing(self, request: Request) -> Missing:
+    def missing(self, request: StoreRequest) -> Missing:
         """All keys that `request` still has to wait for."""
         keys = [key for key in request.keys if key not in self._data]
         return Missing(len(keys), keys[:LISTED])
 
-    def apply(self, request: Request) -> list[bytes]:
+    def apply(self, request: StoreRequest) -> list[bytes]:
         """Carry out a request whose keys are not missing; its answer.
 
         Raises:
@@ -249,7 +249,7 @@ class TableStore(Store):
     _closed = False
 
     @abstractmethod
-    def _ask(self, request: Request) -> list[bytes] | Missing:
+    def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
         """Carry out `request` and return its answer, or the keys that are still missing in the end.
 
         Blocks for `request.timeout` seconds while keys of a GET, WAIT or POP are missing.
@@ -373,7 +373,7 @@ class TableStore(Store):
     ) -> list[bytes] | Missing:
         if self._closed:
             raise StoreError(f"this {type(self).__name__} is closed")
-        return self._ask(Request(op, tuple(map(_key, keys)), tuple(map(_value, values)), timeout))
+        return self._ask(StoreRequest(op, tuple(map(_key, keys)), tuple(map(_value, values)), timeout))
 
 
 def closed_meanwhile(store: Store) -> StoreError:
@@ -435,7 +435,7 @@ class HashStore(TableStore):
     def clone(self) -> HashStore:
         return copy(self)  # with the table and the lock in common
 
-    def _ask(self, request: Request) -> list[bytes] | Missing:
+    def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
         deadline = time.monotonic() + request.timeout
         with self._changed:
             while self._table.first_missing(request) is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..system.address import (
     CURE,
     MORE_DESCRIPTORS,
-    adopt_listener,
+    inherit_listener,
     listen,
     name_of,
     place_of,
@@ -53,7 +53,7 @@ class TCPServer(SocketServer):
     def __init__(
         self, host: str, port: int, secret: bytes, timeout: float, share: bool, listening: int | None
     ) -> None:
-        listener = listen(host, port) if listening is None else adopt_listener(listening)
+        listener = listen(host, port) if listening is None else inherit_listener(listening)
         bound: str
         bound, self.port = listener.getsockname()[:2]
         warn_if_open(f"{shown(bound, self.port)} (the store)")

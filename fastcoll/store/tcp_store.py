@@ -20,11 +20,11 @@ from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from ..system.address import CURE, PORTLESS_SECONDS, name_of, place_of, portless, probe, resolve, shown
 from . import frames
-from .opening import Dialing, Endpoint, Kind, OpeningError, RefusedError, Verdict
+from .opening import ConnectionKind, Dialing, Endpoint, OpeningError, OpeningResult, RefusedError
 from .secret import SAME_SECRET, job_secret, source
 from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, StalledError, count_in, limit_of, tries
-from .table import Missing, Op, Request, TableStore, check_process, closed_meanwhile
+from .table import Missing, Op, StoreRequest, TableStore, check_process, closed_meanwhile
 from .tcp_server import TCPServer
 from .waiting import LateWarning
 
@@ -110,8 +110,8 @@ class TCPStore(TableStore):
         self._busy: set[TCPConnection] = set()
         self._server: TCPServer | None = None
         if is_master:
-            patience = limit_of(self)
-            make = partial(TCPServer, host_name, port, self._secret, patience, multi_tenant, master_listen_fd)
+            grace = limit_of(self)
+            make = partial(TCPServer, host_name, port, self._secret, grace, multi_tenant, master_listen_fd)
             self._server = acquire((host_name, port) if multi_tenant else None, make)
         self.host = host_name
         self.port = port if self._server is None else self._server.port
@@ -164,19 +164,19 @@ class TCPStore(TableStore):
         Returns:
             what takes that back; never blocks, twice is fine. The store may be closed before.
         """
-        request = Request(Op.WILL, (key.encode(),), (value.encode(),), limit_of(self))
+        request = StoreRequest(Op.WILL, (key.encode(),), (value.encode(),), limit_of(self))
         deadline = _deadline(request)
         connection = self._another(deadline)  # closed only by `withdraw` or by this process's end
         connection.ask(request, deadline)
 
         def withdraw() -> None:
             with contextlib.suppress(OSError, StoreError):  # the server has gone first
-                connection.send(frames.encode_request(Request(Op.WILL)), time.monotonic())
+                connection.send(frames.encode_request(StoreRequest(Op.WILL)), time.monotonic())
             connection.close()
 
         return withdraw
 
-    def _ask(self, request: Request) -> list[bytes] | Missing:
+    def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
         check_process(self, self._pid)
         deadline = _deadline(request)
         with self._lock:
@@ -205,17 +205,17 @@ class TCPStore(TableStore):
                     self._idle.append(connection)
             if not usable:
                 connection.close()
-        if status is frames.Status.TIMEOUT:
+        if status is frames.ReplyStatus.TIMEOUT:
             return Missing(int(fields[0]), fields[1:])
-        if status is frames.Status.REFUSED:
+        if status is frames.ReplyStatus.REFUSED:
             raise StoreError(fields[0].decode())
         return fields
 
     def _another(self, deadline: float) -> TCPConnection:
         """Connect once more to the same server; that may fail because it is stopped, starved, flooded or far away."""
-        patience = max(deadline - time.monotonic(), 0.0)
+        grace = max(deadline - time.monotonic(), 0.0)
         try:
-            connection = connect(self.host, self.port, self._secret, patience, was_there=True)
+            connection = connect(self.host, self.port, self._secret, grace, was_there=True)
         except StoreTimeoutError as error:
             if isinstance(error.__cause__, ConnectionError):
                 raise LostError(shown(self.host, self.port)) from error
@@ -226,7 +226,7 @@ class TCPStore(TableStore):
         return connection
 
 
-def _deadline(request: Request) -> float:
+def _deadline(request: StoreRequest) -> float:
     """Return the time by which the server must have answered."""
     return time.monotonic() + request.timeout + GRACE_SECONDS
 
@@ -264,7 +264,7 @@ class TCPConnection:
         self._warn_at = math.inf  # when to warn that the server is silent
         self.local_address = str(connected.getsockname()[0])
 
-    def ask(self, request: Request, deadline: float) -> tuple[frames.Status, list[bytes]]:
+    def ask(self, request: StoreRequest, deadline: float) -> tuple[frames.ReplyStatus, list[bytes]]:
         """Send `request` and return the server's answer.
 
         StoreError: the peer is no store; as LostError, the server is gone. StalledError: it does not answer.
@@ -277,7 +277,7 @@ class TCPConnection:
         self.is_owed = True
         return self._answer(deadline)
 
-    def _answer(self, deadline: float) -> tuple[frames.Status, list[bytes]]:
+    def _answer(self, deadline: float) -> tuple[frames.ReplyStatus, list[bytes]]:
         try:
             header = self.receive(frames.HEADER.size, deadline)
             return frames.decode_answer(header, self.receive(frames.frame_length(header), deadline))
@@ -300,7 +300,7 @@ class TCPConnection:
             place = place_of(*self._socket.getpeername()[:2])
         except OSError as error:  # the connection was reset
             raise LostError(self._where) from error
-        dialing = Dialing(Endpoint(self._name, 1, 2, secret, bool(secret)), 0, Kind.STORE, 0, place)
+        dialing = Dialing(Endpoint(self._name, 1, 2, secret, bool(secret)), 0, ConnectionKind.STORE, 0, place)
         self.send(dialing.opening, deadline)
         try:
             while dialing.wants:
@@ -312,15 +312,15 @@ class TCPConnection:
         except RefusedError as error:
             with contextlib.suppress(LostError):
                 self.send(error.answer, deadline)
-            if error.verdict is Verdict.FULL:
+            if error.result is OpeningResult.FULL:
                 raise _FullError(errno.EMFILE, "the server has no file descriptor left") from error
             assert dialing.theirs is not None, "it was refused"
             its = dialing.theirs.protocol
             why = f"speaks protocol {its}, this process another; run one version of fastcoll on all ranks"
-            if error.verdict is Verdict.SECRET:
+            if error.result is OpeningResult.SECRET:
                 other = "another secret" if dialing.theirs.has_secret else "no secret"
                 why = f"has {other}, and this process has {source()}; {SAME_SECRET}"
-            if error.verdict is Verdict.PLACE:
+            if error.result is OpeningResult.PLACE:
                 why = (
                     "has another address: a mapped port, a tunnel or a stranger forwards connections to it. The "
                     f"secret, {source()}, opens all of your jobs, so it does not tell which one this is; give this job "

@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.01
 _FIRST_LOOK_SECONDS = 0.0002  # a request takes 0.05 ms
 
 
-def adopted(store: Any) -> Store:
+def imported(store: Any) -> Store:
     """`store` itself, or what makes a store of torch.distributed one of fastcoll's; a UsageError for anything else."""
     if isinstance(store, Store):
         return store
@@ -153,7 +153,7 @@ class PrefixStore(_View):
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
-        super().__init__(adopted(store))
+        super().__init__(imported(store))
         self.prefix = prefix
 
     def _name(self, key: str) -> str:

@@ -118,7 +118,7 @@ def probe(connection: socket.socket, after: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def adopt_listener(descriptor: int) -> socket.socket:
+def inherit_listener(descriptor: int) -> socket.socket:
     """The listening TCP socket with this file descriptor, its own from now on; a UsageError where it is none."""
     try:
         listener = socket.socket(fileno=descriptor)

@@ -309,7 +309,7 @@ class Member(ProcessId):
         return (self.boot_id, self.network) == (other.boot_id, other.network)
 
 
-def speak_as(rank: int) -> None:
+def set_process_rank(rank: int) -> None:
     """From now on, begin what this process logs with its global rank."""
     global _speaker
     _speaker = f"rank {rank}: "

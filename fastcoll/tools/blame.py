@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..core.signature import describe
-from ..record.record import GroupRecord, Peer, Record
+from ..record.record import GroupRecord, MemberRecord, Record
 from .circles import circles
 from .printing import seconds_of
-from .waits import Wait, side, state_of, waits_in
+from .waits import RankWait, side, state_of, waits_in
 
-PATIENCE = 0.5
+BACKOFF = 0.5
 BUSY = 0.2  # cores: a process that uses more is running, whatever it did when it was looked at
 GONE, LEFT, ELSEWHERE = "gone", "left", "elsewhere"
 _MOST_NAMED = 8
@@ -74,11 +74,11 @@ class Rank:
 
 
 Ranks = Mapping[int, Rank]
-Whereabouts = Callable[[Peer], str]
+Whereabouts = Callable[[MemberRecord], str]
 """Of a member that is not among the ranks: GONE, LEFT (its process lives, in no group), or ELSEWHERE."""
 
 
-class Verdict(NamedTuple):
+class Finding(NamedTuple):
     """Who holds the job up, more of it line by line, and what to do next."""
 
     text: str
@@ -90,7 +90,7 @@ class Verdict(NamedTuple):
 # ---- who waits for whom ------------------------------------------------------------------------------------
 
 
-def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Wait]:
+def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[RankWait]:
     """What each rank is in by now (seconds since 1970), and for whom it waits there: first messages, then a call."""
     records, found = {rank.rank: rank.record for rank in ranks.values()}, []
     for rank in ranks.values():
@@ -103,7 +103,7 @@ def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Wait]:
     return found
 
 
-def _late(ranks: Ranks, wait: Wait, whereabouts: Whereabouts) -> tuple[int, ...]:
+def _late(ranks: Ranks, wait: RankWait, whereabouts: Whereabouts) -> tuple[int, ...]:
     """The members that a call under way waits for."""
     group, late, unable = wait.group, {*wait.late}, set()
     for peer in group.members:
@@ -117,10 +117,10 @@ def _late(ranks: Ranks, wait: Wait, whereabouts: Whereabouts) -> tuple[int, ...]
     return tuple(sorted((late - unknown or unable or told or unknown) - {wait.rank}))
 
 
-def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Verdict]:
+def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]:
     """Who holds up whom; nobody where no rank has waited for long."""
-    lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= PATIENCE]
-    own: dict[int, list[Wait]] = {}
+    lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= BACKOFF]
+    own: dict[int, list[RankWait]] = {}
     for wait in lasting:
         own.setdefault(wait.rank, []).append(wait)
     waits = [wait for rank, its in own.items() for wait in _blocking(ranks[rank], its)]
@@ -131,20 +131,20 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Verdict]
             waiting.setdefault(wait.rank, set()).update(wait.late)
     peers = {p.rank: p for each in ranks.values() for group in each.record.groups for p in group.members}
     roots = sorted(rank for rank in late if not waiting.get(rank))
-    unseen: dict[tuple[str, str], list[Peer]] = {}
+    unseen: dict[tuple[str, str], list[MemberRecord]] = {}
     for root in roots:
         if root not in ranks:
             unseen.setdefault((whereabouts(peers[root]), peers[root].host), []).append(peers[root])
-    verdicts = [
+    findings = [
         _of_rank(ranks[root], [w for w in waits if root in w.late], [w for w in waits if w.rank == root])
         for root in roots
         if root in ranks
     ]
     for (where, _), lost in unseen.items():
-        verdicts.append(_of_unseen(lost, _longest(waits, {peer.rank for peer in lost}), where))
-    verdicts += [_of_circle(circle, waits) for circle in circles(waiting)]
-    blamed = {rank for verdict in verdicts for rank in verdict.ranks}
-    verdicts += [
+        findings.append(_of_unseen(lost, _longest(waits, {peer.rank for peer in lost}), where))
+    findings += [_of_circle(circle, waits) for circle in circles(waiting)]
+    blamed = {rank for finding in findings for rank in finding.ranks}
+    findings += [
         _of_nobody(held)
         for held in _by_call(waits)
         if not any(wait.late or wait.rank in blamed for wait in held)
@@ -152,11 +152,11 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Verdict]
     for rank in ranks.values():
         if not rank.is_able and rank.rank not in blamed:
             state, then = condition(rank.process)
-            verdicts.append(Verdict(f"{rank.where} {state}; nobody waits for it yet", (), then, (rank.rank,)))
-    return verdicts
+            findings.append(Finding(f"{rank.where} {state}; nobody waits for it yet", (), then, (rank.rank,)))
+    return findings
 
 
-def _blocking(rank: Rank, own: list[Wait]) -> list[Wait]:
+def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
     """Return the waits that block a rank: those of its own threads; else, unless it runs code, all."""
     direct = [wait for wait in own if not (wait.number and wait.group.pending)]
     process = rank.process
@@ -166,28 +166,28 @@ def _blocking(rank: Rank, own: list[Wait]) -> list[Wait]:
     return direct or ([] if runs and rank.is_able else own)
 
 
-def _by_call(waits: Iterable[Wait]) -> list[list[Wait]]:
+def _by_call(waits: Iterable[RankWait]) -> list[list[RankWait]]:
     """Waits in the same call together; those in messages each alone."""
-    calls: dict[tuple[object, ...], list[Wait]] = {}
+    calls: dict[tuple[object, ...], list[RankWait]] = {}
     for wait in waits:
         key = wait.group.name, wait.group.members, wait.number, -1 if wait.number else (wait.rank, wait.what)
         calls.setdefault(key, []).append(wait)
     return list(calls.values())
 
 
-def _longest(waits: Sequence[Wait], late: set[int]) -> list[Wait]:
+def _longest(waits: Sequence[RankWait], late: set[int]) -> list[RankWait]:
     """The waits for some ranks, in the call where they have lasted the longest."""
     return max(_by_call(wait for wait in waits if late.intersection(wait.late)), key=_seconds)
 
 
-def _seconds(held: Sequence[Wait]) -> float:
+def _seconds(held: Sequence[RankWait]) -> float:
     return max(wait.seconds for wait in held)
 
 
 # ---- and in words ------------------------------------------------------------------------------------------
 
 
-def _of_rank(rank: Rank, waits: Sequence[Wait], own: Sequence[Wait]) -> Verdict:
+def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> Finding:
     """Describe a rank for which others wait and which waits for none, or cannot go on; the longest wait comes first.
 
     `own` are the rank's own calls.
@@ -210,7 +210,7 @@ def _of_rank(rank: Rank, waits: Sequence[Wait], own: Sequence[Wait]) -> Verdict:
     if own and rank.is_able:
         state = f"has been in {_where(own[0])} for {seconds_of(own[0].seconds)}, and nobody is late there"
         then = _SLOW
-    return Verdict(f"{rank.where} {text}; it {state}", tuple(more), then, (rank.rank,))
+    return Finding(f"{rank.where} {text}; it {state}", tuple(more), then, (rank.rank,))
 
 
 def condition(process: Process) -> tuple[str, str]:
@@ -229,7 +229,7 @@ def condition(process: Process) -> tuple[str, str]:
     return f"sleeps in its own code{what and f', for {what}'}{place}", stack
 
 
-def _of_unseen(lost: Sequence[Peer], held: Sequence[Wait], where: str) -> Verdict:
+def _of_unseen(lost: Sequence[MemberRecord], held: Sequence[RankWait], where: str) -> Finding:
     """Members of one host that are not among the ranks that are seen."""
     first = lost[0]
     said = {
@@ -250,10 +250,10 @@ def _of_unseen(lost: Sequence[Peer], held: Sequence[Wait], where: str) -> Verdic
         f"{who} missing in {_where(held[0])}, that {_names(held)} waited in for {seconds_of(_seconds(held))}"
     )
     state = f"it {one}" if len(lost) == 1 else f"they {several}"
-    return Verdict(f"{text}; {state}", (), then, tuple(peer.rank for peer in lost))
+    return Finding(f"{text}; {state}", (), then, tuple(peer.rank for peer in lost))
 
 
-def _of_circle(circle: Sequence[int], waits: Sequence[Wait]) -> Verdict:
+def _of_circle(circle: Sequence[int], waits: Sequence[RankWait]) -> Finding:
     """Describe ranks that wait for one another in different calls, and the ranks that wait for them."""
     lines = []
     for held in _by_call(wait for wait in waits if {*circle}.intersection(wait.late)):
@@ -266,16 +266,16 @@ def _of_circle(circle: Sequence[int], waits: Sequence[Wait]) -> Verdict:
         lines.append(f"{_names(held)} waited for {seconds_of(_seconds(held))} in {_where(first)}{missed}")
     then = "one of them skips a call or makes one too many, or they make their calls in different orders"
     what = "wait for one another" if len(circle) > 1 else "waits for itself"
-    return Verdict(f"{names(circle)} {what}", tuple(lines), then, tuple(circle))
+    return Finding(f"{names(circle)} {what}", tuple(lines), then, tuple(circle))
 
 
-def _of_nobody(held: Sequence[Wait]) -> Verdict:
+def _of_nobody(held: Sequence[RankWait]) -> Finding:
     """All members are in the call and can go on."""
     text = f"{_names(held)} been in {_where(held[0])} for {seconds_of(_seconds(held))}, and nobody is late"
-    return Verdict(text, (), _SLOW, ())
+    return Finding(text, (), _SLOW, ())
 
 
-def _where(wait: Wait) -> str:
+def _where(wait: RankWait) -> str:
     """`all_reduce(float32, 4 elements, op=SUM), call 57 of group WORLD`; of a message what it says itself."""
     return f"{wait.what}, call {wait.number} of {_called(wait.group)}" if wait.number else wait.what
 
@@ -285,7 +285,7 @@ def _called(group: GroupRecord) -> str:
     return group.name if group.name.startswith("group") else f"group {group.name}"
 
 
-def _names(held: Sequence[Wait]) -> str:
+def _names(held: Sequence[RankWait]) -> str:
     return f"{names(wait.rank for wait in held)} {'has' if len(held) == 1 else 'have'}"
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..core import signature
-from ..record.record import Call, GroupRecord, Peer
+from ..record.record import CallRecord, GroupRecord, MemberRecord
 from .dumps import Dump
 from .printing import seconds_of
 from .waits import state_of, stuck_in, waits_in
@@ -43,9 +43,9 @@ class Divergence:
     """
 
     group: str
-    members: tuple[Peer, ...]
+    members: tuple[MemberRecord, ...]
     number: int
-    calls: dict[int, Call]
+    calls: dict[int, CallRecord]
     late: list[int] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)
     since: float = 0.0
@@ -55,7 +55,7 @@ class Divergence:
         return len({_comparable(call) for call in self.calls.values() if call.call}) > 1
 
 
-def _comparable(call: Call) -> tuple[int, int]:
+def _comparable(call: CallRecord) -> tuple[int, int]:
     return (call.call, 0 if call.call & signature.UNEVEN else call.shape)
 
 
@@ -94,7 +94,11 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
 
 
 def _made(
-    name: str, members: tuple[Peer, ...], number: int, calls: dict[int, Call], said: dict[int, GroupRecord]
+    name: str,
+    members: tuple[MemberRecord, ...],
+    number: int,
+    calls: dict[int, CallRecord],
+    said: dict[int, GroupRecord],
 ) -> Divergence:
     times = [group.since for group in said.values() if group.under_way and group.since]
     times += [call.began for call in calls.values() if call.began]
@@ -272,6 +276,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _what(call: Call) -> str:
+def _what(call: CallRecord) -> str:
     said = signature.describe(*call.head)
     return f"{said} at {call.site}" if call.site else said

@@ -17,7 +17,7 @@ from .. import config
 from .._version import __version__
 from ..errors import UsageError
 from ..rendezvous import detect
-from ..rendezvous.detect import Detected, Source
+from ..rendezvous.detect import Detected, LauncherVariables
 from .printing import Printer
 
 _SECRET = "FASTCOLL_SECRET"
@@ -34,7 +34,7 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _SHELLS = ("bash", "interactive")
 
 
-class Setting(NamedTuple):
+class SettingInForce(NamedTuple):
     """A setting in force: its value as text, where it comes from, and what it means."""
 
     name: str
@@ -116,7 +116,7 @@ def launched_by(environ: Mapping[str, str]) -> Launched:
         return Launched(tuple(facts), str(error))
 
 
-def _set(source: Source, environ: Mapping[str, str]) -> list[str]:
+def _set(source: LauncherVariables, environ: Mapping[str, str]) -> list[str]:
     """The variables of a launcher that are set, with what they say."""
     names = (source.rank, source.size, source.local_rank, source.local_size)
     return [f"{name}={environ[name]}" for name in names if name in environ]
@@ -131,7 +131,9 @@ def _launcher(said: Detected, environ: Mapping[str, str]) -> str:
     return said.source.replace(detect.TORCH.name, by_torch)
 
 
-def _why(said: Detected, environ: Mapping[str, str], spoke: Sequence[tuple[Source, list[str]]]) -> str:
+def _why(
+    said: Detected, environ: Mapping[str, str], spoke: Sequence[tuple[LauncherVariables, list[str]]]
+) -> str:
     if not said.source:
         asked = [detect.TORCH, *detect.MPI_SOURCES, detect.SLURM]
         return f"none of {', '.join(source.rank for source in asked)} is set"
@@ -139,7 +141,7 @@ def _why(said: Detected, environ: Mapping[str, str], spoke: Sequence[tuple[Sourc
     return ", ".join(names)
 
 
-def _why_not(source: Source, environ: Mapping[str, str], said: Detected) -> str:
+def _why_not(source: LauncherVariables, environ: Mapping[str, str], said: Detected) -> str:
     """Why a launcher's variables do not count, though some are set."""
     found = ", ".join(_set(source, environ))
     if source is not detect.SLURM:
@@ -163,7 +165,7 @@ def _numbers(said: Detected, environ: Mapping[str, str]) -> list[tuple[str, int 
 
 def _meeting(said: Detected) -> tuple[str, str, str]:
     """Where `init_process_group()` meets the other ranks; a UsageError where it would raise one."""
-    from ..rendezvous.ways import place_of  # with sockets, which most of this command does without
+    from ..rendezvous.methods import place_of  # with sockets, which most of this command does without
 
     place = place_of(said)
     if place.world_size == 1:
@@ -181,23 +183,23 @@ def _meeting(said: Detected) -> tuple[str, str, str]:
 # ---- the settings ------------------------------------------------------------------------------------------
 
 
-def settings_of(environ: Mapping[str, str]) -> list[Setting]:
+def settings_of(environ: Mapping[str, str]) -> list[SettingInForce]:
     """Every setting, and every variable that looks like one and is none."""
     found = [_setting(name, setting, environ.get(name)) for name, setting in config.SETTINGS.items()]
     for name, cure in config.unknown(environ).items():
-        found.append(Setting(name, environ[name], "environment", f"no setting of fastcoll; {cure}"))
+        found.append(SettingInForce(name, environ[name], "environment", f"no setting of fastcoll; {cure}"))
     return found
 
 
-def _setting(name: str, setting: config.Setting, text: str | None) -> Setting:
+def _setting(name: str, setting: config.Setting, text: str | None) -> SettingInForce:
     if text is None:
-        return Setting(name, _shown(setting.default), "default", setting.meaning)
+        return SettingInForce(name, _shown(setting.default), "default", setting.meaning)
     if name == _SECRET:
-        return Setting(name, f"({len(text)} characters)", "environment", setting.meaning)
+        return SettingInForce(name, f"({len(text)} characters)", "environment", setting.meaning)
     try:
-        return Setting(name, _shown(setting.parse(text)), "environment", setting.meaning)
+        return SettingInForce(name, _shown(setting.parse(text)), "environment", setting.meaning)
     except ValueError as error:
-        return Setting(
+        return SettingInForce(
             name, text, "environment", setting.meaning, f"cannot be used ({error}); {setting.meaning}"
         )
 

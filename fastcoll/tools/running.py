@@ -18,25 +18,25 @@ from typing import Any
 
 from .._version import __version__
 from ..core.signature import describe
-from ..record.record import GroupRecord, Peer, Record, joining_since, read
+from ..record.record import GroupRecord, MemberRecord, Record, joining_since, read
 from ..system.processes import has_ended, living_thread, status_of
 from .blame import (
+    BACKOFF,
     ELSEWHERE,
     GONE,
     LEFT,
-    PATIENCE,
+    Finding,
     Process,
     Rank,
-    Verdict,
     explain,
     waits_of,
 )
 from .printing import Printer, counted, seconds_of
-from .waits import Wait, state_of
+from .waits import RankWait, state_of
 
 _LOOK_SECONDS = 0.2  # between two looks at a process's time on cores, which the kernel counts in 0.01 s
 _TICKS = os.sysconf("SC_CLK_TCK")
-_MOST_VERDICTS = 8
+_MOST_FINDINGS = 8
 _MOST_COMMAND = 100  # characters
 _NAMES_OF_JOBS = b"TORCHELASTIC_RUN_ID", b"SLURM_JOB_ID"
 _OF_A_LAUNCHER = {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"}
@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunningJob:
     """The ranks of one job that are seen from here, by global rank."""
 
     name: str
@@ -105,7 +105,7 @@ class Job:
         """The lowest rank that is seen."""
         return self.ranks[min(self.ranks)]
 
-    def whereabouts(self, peer: Peer) -> str:
+    def whereabouts(self, peer: MemberRecord) -> str:
         """Of a member that is not among the ranks here, as blame.py asks it."""
         if peer.host not in {rank.record.host for rank in self.ranks.values()}:
             return ELSEWHERE
@@ -116,15 +116,15 @@ class Job:
         except OSError:
             return GONE
 
-    def verdicts(self, now: float) -> list[Verdict]:
+    def findings(self, now: float) -> list[Finding]:
         """Who holds it up."""
         return explain(self.ranks, self.whereabouts, now)
 
-    def waits(self, now: float) -> list[Wait]:
+    def waits(self, now: float) -> list[RankWait]:
         """What its ranks are in."""
         return waits_of(self.ranks, self.whereabouts, now)
 
-    def unseen(self) -> list[Peer]:
+    def unseen(self) -> list[MemberRecord]:
         """The members of its groups that are not seen from here."""
         groups = [group for rank in self.ranks.values() for group in rank.record.groups]
         peers = {peer.rank: peer for group in groups for peer in group.members}
@@ -142,13 +142,13 @@ class Job:
             "world_size": first.record.world_size,
             "command": first.process.command,
             "started": first.record.started,
-            "verdicts": [verdict._asdict() for verdict in self.verdicts(now)],
+            "verdicts": [finding._asdict() for finding in self.findings(now)],
             "ranks": [_rank_as_dict(self.ranks[rank], waits) for rank in sorted(self.ranks)],
             "unseen": unseen,
         }
 
 
-def _rank_as_dict(rank: Rank, waits: Sequence[Wait]) -> dict[str, Any]:
+def _rank_as_dict(rank: Rank, waits: Sequence[RankWait]) -> dict[str, Any]:
     groups = []
     for group in rank.record.groups:
         own = [wait for wait in waits if wait.rank == rank.rank and wait.group is group]
@@ -203,7 +203,7 @@ class Outside:
         return {"rank": self.rank, "joining_for": seconds, **_process_as_dict(self.process)}
 
 
-def find_jobs() -> tuple[list[Job], list[Outside]]:
+def find_jobs() -> tuple[list[RunningJob], list[Outside]]:
     """This user's jobs, the oldest first; and who joins one, or was started by a launcher, and is in no group."""
     records: dict[int, Record] = {}
     outside: dict[int, tuple[str, float | None]] = {}
@@ -221,7 +221,7 @@ def find_jobs() -> tuple[list[Job], list[Outside]]:
     for pid, record in records.items():
         if pid in seen:
             jobs.setdefault(record.job, {})[record.rank] = Rank(record, seen[pid])
-    found = [Job(name, ranks) for name, ranks in jobs.items()]
+    found = [RunningJob(name, ranks) for name, ranks in jobs.items()]
     alone = [Outside(rank, since, seen[pid]) for pid, (rank, since) in outside.items() if pid in seen]
     alone.sort(key=lambda each: (each.rank.zfill(10), each.process.pid))
     return sorted(found, key=lambda job: job.first.record.started), alone
@@ -325,23 +325,23 @@ def _command(pid: int) -> str:
 # ---- showing them ------------------------------------------------------------------------------------------
 
 
-def _show(job: Job, now: float, show: Printer) -> None:
+def _show(job: RunningJob, now: float, show: Printer) -> None:
     first = job.first.record
     here = "" if len(job.ranks) == first.world_size else f", {len(job.ranks)} of them here"
     age = seconds_of(max(now - first.started, 0.0))
     size, command = counted(first.world_size, "rank"), job.first.process.command
     show.say(f"{size}{here}, for {age}, job {job.name}: {command}", "bold")
-    verdicts = job.verdicts(now)
-    for verdict in verdicts[:_MOST_VERDICTS]:
-        show.say(verdict.text, "bad", indent="  ")
-        for line in verdict.more:
+    findings = job.findings(now)
+    for finding in findings[:_MOST_FINDINGS]:
+        show.say(finding.text, "bad", indent="  ")
+        for line in finding.more:
             show.say(line, indent="    ")
-        show.say(f"next: {verdict.next}", indent="    ")
-    if len(verdicts) > _MOST_VERDICTS:
-        show.say(f"and {len(verdicts) - _MOST_VERDICTS} more, marked below", "bad", indent="  ")
-    if not verdicts:
-        show.say(f"no rank has waited for longer than {PATIENCE:g} s", "good", indent="  ")
-    blamed = {rank for verdict in verdicts for rank in verdict.ranks}
+        show.say(f"next: {finding.next}", indent="    ")
+    if len(findings) > _MOST_FINDINGS:
+        show.say(f"and {len(findings) - _MOST_FINDINGS} more, marked below", "bad", indent="  ")
+    if not findings:
+        show.say(f"no rank has waited for longer than {BACKOFF:g} s", "good", indent="  ")
+    blamed = {rank for finding in findings for rank in finding.ranks}
     waits = job.waits(now)
     rows = [row for rank in sorted(job.ranks) for row in _rows(job.ranks[rank], waits)]
     rows += [_row_of_unseen(peer, job.whereabouts(peer)) for peer in job.unseen()]
@@ -350,7 +350,7 @@ def _show(job: Job, now: float, show: Printer) -> None:
     show.table(columns, marked, ["bad"] * len(marked))
 
 
-def _rows(rank: Rank, waits: Sequence[Wait]) -> list[tuple[str, ...]]:
+def _rows(rank: Rank, waits: Sequence[RankWait]) -> list[tuple[str, ...]]:
     """A row for each call or message that this rank is in, or one that says what it does instead."""
     process = rank.process
     about = (str(rank.rank), str(process.pid), state_of(process.state).name, f"{process.cores:.2f}")
@@ -374,6 +374,6 @@ def _idle(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
     return used.name, str(used.calls), "", "", f"no call{last}"
 
 
-def _row_of_unseen(peer: Peer, where: str) -> tuple[str, ...]:
+def _row_of_unseen(peer: MemberRecord, where: str) -> tuple[str, ...]:
     what = {ELSEWHERE: f"on {peer.host}", GONE: "its process has ended", LEFT: "has left the job"}[where]
     return (str(peer.rank), str(peer.pid), where, "", "", "", "", "", what)

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from ..core.signature import describe
-from ..record.record import Call, GroupRecord
+from ..record.record import CallRecord, GroupRecord
 from .divergence import Edge
 from .dumps import Dump
 
@@ -40,9 +40,9 @@ def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
-def _times(group: GroupRecord, now: int) -> Iterator[tuple[Call, int, int, bool]]:
+def _times(group: GroupRecord, now: int) -> Iterator[tuple[CallRecord, int, int, bool]]:
     """Each call with when it began and ended, in ns, and whether that was measured; from the first timed one on."""
-    between: list[Call] = []
+    between: list[CallRecord] = []
     before = 0
     for call in group.ring:
         under_way = group.under_way is not None and call.number == group.under_way.number
@@ -60,7 +60,7 @@ def _times(group: GroupRecord, now: int) -> Iterator[tuple[Call, int, int, bool]
         yield from _spread(between, before, min(before + 1000 * len(between), max(now, before)))
 
 
-def _spread(calls: Sequence[Call], start: int, end: int) -> Iterator[tuple[Call, int, int, bool]]:
+def _spread(calls: Sequence[CallRecord], start: int, end: int) -> Iterator[tuple[CallRecord, int, int, bool]]:
     share = max(end - start, 0) / max(len(calls), 1)
     for k, call in enumerate(calls):
         yield call, int(start + k * share), int(start + (k + 1) * share), False

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..core.signature import describe
-from ..record.record import Call, GroupRecord, Record
+from ..record.record import CallRecord, GroupRecord, Record
 
 _STUCK = ("under way", "failed", "mismatch")
 _AFTERWARDS = 4  # calls that ranks make to exchange a mismatch, with that call itself
 
 
-class State(NamedTuple):
+class ProcessState(NamedTuple):
     """What the state of a process, as in /proc/PID/stat, is called: in a table, and in a text about a past look.
 
     `unable` and `cure` are set if a process in this state can do nothing.
@@ -29,25 +29,25 @@ class State(NamedTuple):
 
 _ENDED = "has ended, and its parent has not collected it", "look for its last words on stderr"
 _STATES = {
-    "R": State("running", "it was computing"),
-    "S": State("sleeping", "it was asleep"),
-    "D": State("disk", "it was waiting for a disk"),
-    "T": State(
+    "R": ProcessState("running", "it was computing"),
+    "S": ProcessState("sleeping", "it was asleep"),
+    "D": ProcessState("disk", "it was waiting for a disk"),
+    "T": ProcessState(
         "stopped", "its process was stopped (SIGSTOP)", "is stopped, by SIGSTOP or Ctrl-Z",
         "kill -CONT {pid} lets it go on",
     ),
-    "t": State("debugged", "its process was stopped by a debugger", "is held by a debugger", "continue it there"),
-    "Z": State("zombie", "it ran", *_ENDED),
-    "X": State("X", "it ran", *_ENDED),
+    "t": ProcessState("debugged", "its process was stopped by a debugger", "is held by a debugger", "continue it there"),
+    "Z": ProcessState("zombie", "it ran", *_ENDED),
+    "X": ProcessState("X", "it ran", *_ENDED),
 }  # fmt: skip
 
 
-def state_of(letter: str) -> State:
+def state_of(letter: str) -> ProcessState:
     """Return the state that the kernel abbreviates by a letter."""
-    return _STATES.get(letter, State(letter))
+    return _STATES.get(letter, ProcessState(letter))
 
 
-class Wait(NamedTuple):
+class RankWait(NamedTuple):
     """A rank waits in a call of a group, or in a message.
 
     Attributes:
@@ -79,14 +79,14 @@ def side(record: Record | None, group: GroupRecord) -> GroupRecord | None:
     return next((each for each in reversed(groups) if (each.name, each.members) == same), None)
 
 
-def stuck_in(group: GroupRecord) -> Call | None:
+def stuck_in(group: GroupRecord) -> CallRecord | None:
     """Return the call that a rank is in, or that has failed or did not match."""
     if group.under_way is not None:
         return group.under_way
     return next((call for call in group.ring[-_AFTERWARDS:] if call.state in _STUCK), None)
 
 
-def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: float) -> Iterator[Wait]:
+def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: float) -> Iterator[RankWait]:
     """Yield what a rank waits in in a group: in its call, unless that did not match, and in messages."""
     call = stuck_in(group)
     if call is not None and call.state != "mismatch":
@@ -100,8 +100,8 @@ def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: 
         since = (group.since or call.began, *(each.since for each in group.waits if each.number))
         began = min((each for each in since if each), default=0) / 1e9
         what = describe(*(call if call.call else next(same, call)).head)
-        yield Wait(rank, group, call.number, what, late, began, now)
+        yield RankWait(rank, group, call.number, what, late, began, now)
     for message in group.waits:
         if not message.number:
             late = tuple(dict.fromkeys(message.ranks))
-            yield Wait(rank, group, 0, message.doing, late, message.since / 1e9, now)
+            yield RankWait(rank, group, 0, message.doing, late, message.since / 1e9, now)

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 
 from ..rendezvous.detect import detect
-from ..rendezvous.ways import meet_by_environment
+from ..rendezvous.methods import meet_by_environment
 from ..store.store import DEFAULT_TIMEOUT, Rendezvous
 
 _PLACE = "torch/store"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from fastcoll.arrays.arrays import adopt, adopt_list
+from fastcoll.arrays.arrays import import_array, import_list
 from fastcoll.errors import ArrayError, UsageError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -60,14 +60,14 @@ def refused(match: str, kind: type[Exception] = ArrayError):
 @pytest.mark.parametrize("writable", [False, True])
 def test_a_contiguous_array_is_itself(shape, writable):
     x = np.zeros(shape)
-    assert adopt(x, writable=writable).array is x
+    assert import_array(x, writable=writable).array is x
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_fixed_size_dtype_is_taken_as_it_is(dtype):
     x = np.zeros((2, 6), dtype)
-    assert adopt(x, writable=True).array is x
-    packed = adopt(x[:, ::2], writable=True)
+    assert import_array(x, writable=True).array is x
+    packed = import_array(x[:, ::2], writable=True)
     assert packed.array.dtype == x.dtype
     packed.finish()
 
@@ -89,38 +89,38 @@ VIEWS = [pytest.param(view, id=name) for name, view in strided_views()]
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_strided_array_is_packed_and_written_back_if_it_is_an_output(view):
-    adopted = adopt(view, writable=False)
-    assert adopted.array.flags.c_contiguous
-    assert (adopted.array == view).all()
-    adopted.array[...] = -1
-    adopted.finish()
+    imported = import_array(view, writable=False)
+    assert imported.array.flags.c_contiguous
+    assert (imported.array == view).all()
+    imported.array[...] = -1
+    imported.finish()
     assert not (view == -1).all(), "an input is not written to"
-    adopted = adopt(view, writable=True)
-    assert adopted.array.flags.c_contiguous
-    assert adopted.array.shape == view.shape
+    imported = import_array(view, writable=True)
+    assert imported.array.flags.c_contiguous
+    assert imported.array.shape == view.shape
     result = -1 - np.arange(view.size).reshape(view.shape)
-    adopted.array[...] = result
+    imported.array[...] = result
     assert not (view == result).all(), "nothing is written before finish"
-    adopted.finish()
-    adopted.finish()
+    imported.finish()
+    imported.finish()
     assert (view == result).all()
 
 
 def test_what_lies_between_a_strided_outputs_elements_stays():
     x = np.arange(10)
-    adopted = adopt(x[::2], writable=True)
-    adopted.array[...] = -1
+    imported = import_array(x[::2], writable=True)
+    imported.array[...] = -1
     x[1] = 77  # by someone else, meanwhile
-    adopted.finish()
+    imported.finish()
     assert x.tolist() == [-1, 77, -1, 3, -1, 5, -1, 7, -1, 9]
 
 
 def test_a_read_only_array_can_be_sent_but_not_written_to():
     x = np.arange(3.0)
     x.flags.writeable = False
-    assert adopt(x, writable=False).array is x
+    assert import_array(x, writable=False).array is x
     with refused(r"output is a read-only float64 array of shape \(3,\).*writable copy"):
-        adopt(x, writable=True, what="output")
+        import_array(x, writable=True, what="output")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_a_read_only_array_can_be_sent_but_not_written_to():
 def test_an_output_whose_elements_share_memory_is_refused(shape, strides):
     x = as_strided(np.arange(40.0)[20:], shape, strides)
     with refused(r"tensor is a float64 array of shape .* strides .* share memory"):
-        adopt(x, writable=True)
-    assert (adopt(x, writable=False).array == x).all()
+        import_array(x, writable=True)
+    assert (import_array(x, writable=False).array == x).all()
 
 
 def test_subclasses_are_taken_as_plain_arrays(tmp_path):
@@ -138,16 +138,16 @@ def test_subclasses_are_taken_as_plain_arrays(tmp_path):
         matrix = np.matrix([[1.0, 2.0]])
     mapped = np.memmap(tmp_path / "data", np.float32, "w+", shape=(4,))
     for x in (matrix, mapped, np.zeros(3, RECORD).view(np.recarray)):
-        adopted = adopt(x, writable=True).array
-        assert type(adopted) is np.ndarray
-        assert np.shares_memory(adopted, x)
+        imported = import_array(x, writable=True).array
+        assert type(imported) is np.ndarray
+        assert np.shares_memory(imported, x)
 
 
 def test_numpy_scalars_can_be_sent_but_not_written_to():
-    adopted = adopt(np.float32(1.5), writable=False).array
-    assert (adopted.dtype, adopted.shape, adopted[()]) == (np.float32, (), 1.5)
+    imported = import_array(np.float32(1.5), writable=False).array
+    assert (imported.dtype, imported.shape, imported[()]) == (np.float32, (), 1.5)
     with refused(r"NumPy scalar \(float32\).*numpy\.array\(x\)"):
-        adopt(np.float32(1.5), writable=True)
+        import_array(np.float32(1.5), writable=True)
 
 
 # ---- other libraries' arrays ------------------------------------------------------------------------
@@ -157,11 +157,11 @@ def test_numpy_scalars_can_be_sent_but_not_written_to():
 @pytest.mark.parametrize("step", [1, 2])
 def test_other_arrays_share_their_memory_or_are_packed_and_written_back(wrap, step):
     x = np.zeros((4, 6))
-    adopted = adopt(wrap(x[:, ::step]), writable=True)
-    assert adopted.array.shape == (4, 6 // step)
-    assert np.shares_memory(adopted.array, x) == (step == 1)
-    adopted.array[...] = 9
-    adopted.finish()
+    imported = import_array(wrap(x[:, ::step]), writable=True)
+    assert imported.array.shape == (4, 6 // step)
+    assert np.shares_memory(imported.array, x) == (step == 1)
+    imported.array[...] = 9
+    imported.finish()
     assert (x[:, ::step] == 9).all()
     assert x.sum() == 9 * 24 // step
 
@@ -170,36 +170,36 @@ def test_other_arrays_share_their_memory_or_are_packed_and_written_back(wrap, st
 def test_other_read_only_arrays_are_refused_where_the_call_writes(wrap):
     x = np.arange(3)
     x.flags.writeable = False
-    assert adopt(wrap(x), writable=False).array.tolist() == [0, 1, 2]
+    assert import_array(wrap(x), writable=False).array.tolist() == [0, 1, 2]
     with refused("read-only"):
-        adopt(wrap(x), writable=True)
+        import_array(wrap(x), writable=True)
 
 
 def test_buffers_of_the_standard_library():
     numbers = array.array("d", [1, 2])
-    adopt(numbers, writable=True).array[...] = 5
+    import_array(numbers, writable=True).array[...] = 5
     assert numbers.tolist() == [5, 5]
     data = bytearray(b"abc")
-    adopt(data, writable=True).array[0] = ord("x")
+    import_array(data, writable=True).array[0] = ord("x")
     assert data == b"xbc"
-    assert adopt(b"abc", writable=False).array.tolist() == list(b"abc")
+    assert import_array(b"abc", writable=False).array.tolist() == list(b"abc")
     with refused("read-only"):
-        adopt(b"abc", writable=True)
+        import_array(b"abc", writable=True)
 
 
 def test_an_array_of_the_interface_lives_as_long_as_it_is_used():
-    adopted = adopt(Interface(np.arange(1000)), writable=False)
-    assert adopted.array.sum() == 499500
+    imported = import_array(Interface(np.arange(1000)), writable=False)
+    assert imported.array.sum() == 499500
 
 
 @pytest.mark.parametrize("x", [CudaInterface(), Dlpack(np.zeros(2), device=(2, 0))], ids=["cuda", "dlpack"])
 def test_arrays_on_a_gpu_are_refused(x):
     with refused("output is on a GPU .*, and this call takes host arrays: copy it"):
-        adopt(x, writable=False, what="output")
+        import_array(x, writable=False, what="output")
 
 
 def test_pinned_host_memory_is_host_memory():
-    assert adopt(Dlpack(np.arange(3), device=(3, 0)), writable=False).array.tolist() == [0, 1, 2]
+    assert import_array(Dlpack(np.arange(3), device=(3, 0)), writable=False).array.tolist() == [0, 1, 2]
 
 
 def test_dlpack_before_its_version_1_is_read_in_place():
@@ -210,11 +210,11 @@ def test_dlpack_before_its_version_1_is_read_in_place():
             return self.x.__dlpack__()
 
     x = np.arange(3.0)
-    array = adopt(Old(x), writable=False).array
+    array = import_array(Old(x), writable=False).array
     assert np.shares_memory(array, x)
     assert array.tolist() == [0, 1, 2]
     with refused("Old, which is read-only through DLPack"):
-        adopt(Old(x), writable=True)
+        import_array(Old(x), writable=True)
 
 
 def test_what_dlpack_cannot_hand_over_is_refused_with_its_message():
@@ -223,7 +223,7 @@ def test_what_dlpack_cannot_hand_over_is_refused_with_its_message():
             raise BufferError("not exportable today")
 
     with refused("Refuses that NumPy cannot view through DLPack: not exportable today"):
-        adopt(Refuses(np.zeros(1)), writable=False)
+        import_array(Refuses(np.zeros(1)), writable=False)
 
 
 class WithArrayMethod:
@@ -247,7 +247,7 @@ NO_ARRAYS = [
 @pytest.mark.parametrize("writable", [False, True])
 def test_what_is_no_array_is_refused_with_the_cure(x, cure, writable):
     with refused(f"tensor .*{cure}"):
-        adopt(x, writable=writable)
+        import_array(x, writable=writable)
 
 
 # ---- lists ------------------------------------------------------------------------------------------
@@ -255,8 +255,8 @@ def test_what_is_no_array_is_refused_with_the_cure(x, cure, writable):
 
 def test_a_list_has_one_array_a_rank():
     xs = [np.zeros(3), np.zeros((2, 2), "i4"), np.zeros(0)]
-    for given, adopted in zip(xs, adopt_list(tuple(xs), 3, writable=True, what="outputs"), strict=True):
-        assert adopted.array is given
+    for given, imported in zip(xs, import_list(tuple(xs), 3, writable=True, what="outputs"), strict=True):
+        assert imported.array is given
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ def test_a_list_has_one_array_a_rank():
 )
 def test_what_is_no_such_list_is_refused(xs, why):
     with refused(f"input_list {why}", UsageError):
-        adopt_list(xs, 3, writable=False, what="input_list")
+        import_list(xs, 3, writable=False, what="input_list")
 
 
 def test_a_bad_item_is_named():
     with refused(r"input_list\[1\] must be an array, got NoneType"):
-        adopt_list([np.zeros(1), None], 2, writable=False, what="input_list")
+        import_list([np.zeros(1), None], 2, writable=False, what="input_list")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastcoll.arrays.arrays import adopt
+from fastcoll.arrays.arrays import import_array
 from fastcoll.errors import ArrayError
 
 Make = Callable[[Any], Any]
@@ -62,7 +62,7 @@ READ: list[tuple[str, str, Make, Any, str]] = [
     ("name", "kind", "make", "values", "dtype"), READ, ids=[f"{r[0]} {r[1]}" for r in READ]
 )
 def test_columns_are_read(name, kind, make, values, dtype):
-    array = adopt(make(library(name)), writable=False).array
+    array = import_array(make(library(name)), writable=False).array
     assert type(array) is np.ndarray
     assert array.dtype == dtype
     np.testing.assert_array_equal(array, values)
@@ -79,7 +79,7 @@ SHARED: list[tuple[str, Make, Callable[[Any], np.ndarray]]] = [
 @pytest.mark.parametrize(("name", "make", "memory"), SHARED)
 def test_columns_are_not_copied(name, make, memory):
     x = make(library(name))
-    assert np.shares_memory(adopt(x, writable=False).array, memory(x))
+    assert np.shares_memory(import_array(x, writable=False).array, memory(x))
 
 
 REFUSED: list[tuple[str, str, Make, str]] = [
@@ -118,7 +118,7 @@ def test_what_numpy_cannot_view_is_refused_with_the_cure(name, kind, make, messa
     x = make(library(name))
     for writable in (False, True) if name == "pandas" else (False,):
         with pytest.raises(ArrayError, match=message):
-            adopt(x, writable=writable)
+            import_array(x, writable=writable)
 
 
 @pytest.mark.parametrize(
@@ -137,18 +137,18 @@ def test_what_numpy_cannot_view_is_refused_with_the_cure(name, kind, make, messa
 )
 def test_columns_that_cannot_be_written_to_are_refused_as_outputs(name, make, cure):
     with pytest.raises(ArrayError, match=cure):
-        adopt(make(library(name)), writable=True, what="output")
+        import_array(make(library(name)), writable=True, what="output")
 
 
 def test_a_column_of_pandas_is_written_to_where_pandas_allows_it():
     pd = library("pandas")
     x = pd.DataFrame({"a": [1.0, 2.0]})["a"]
     if x.to_numpy().flags.writeable:
-        adopt(x, writable=True).array[...] = 5
+        import_array(x, writable=True).array[...] = 5
         assert x.tolist() == [5, 5]
     else:
         with pytest.raises(ArrayError, match=r"may not be written to.*x\.to_numpy\(copy=True\)"):
-            adopt(x, writable=True)
+            import_array(x, writable=True)
     own = x.array.copy()
-    adopt(own, writable=True).array[...] = 7
+    import_array(own, writable=True).array[...] = 7
     assert own.tolist() == [7, 7]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.arrays.arrays import adopt
+from fastcoll.arrays.arrays import import_array
 from fastcoll.errors import ArrayError
 
 DTYPES = (
@@ -31,7 +31,7 @@ def jax() -> Any:
 @pytest.mark.parametrize("name", DTYPES[:-1])
 def test_an_input_is_read_where_it_is(jax, name):
     x = jax.numpy.ones((3, 4), name)
-    array = adopt(x, writable=False).array
+    array = import_array(x, writable=False).array
     assert array.__array_interface__["data"][0] == x.unsafe_buffer_pointer()
     assert (array.dtype.name, array.shape) == (name, (3, 4))
 
@@ -41,9 +41,9 @@ def test_an_input_is_read_where_it_is(jax, name):
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_what_would_be_written_to_is_copied_and_makes_a_new_array(jax, name, shape):
     x = jax.numpy.zeros(shape, name)
-    adopted = adopt(x, writable=True, renew=True)
-    adopted.array[...] = 1
-    new = adopted.finish()
+    imported = import_array(x, writable=True, functional=True)
+    imported.array[...] = 1
+    new = imported.finish()
     assert isinstance(new, jax.Array)
     assert (new.dtype, new.shape, new.sharding) == (x.dtype, shape, x.sharding)
     assert (np.asarray(new) == 1).all()
@@ -53,13 +53,13 @@ def test_what_would_be_written_to_is_copied_and_makes_a_new_array(jax, name, sha
 @ALONE
 def test_what_is_only_read_in_place_of_it_is_itself(jax):
     x = jax.numpy.arange(3)
-    assert adopt(x, writable=False, renew=True).finish() is x
+    assert import_array(x, writable=False, functional=True).finish() is x
 
 
 @ALONE
 def test_an_output_is_refused_with_the_cure(jax):
     with pytest.raises(ArrayError, match=r"output is a JAX array, which is immutable.*numpy\.empty"):
-        adopt(jax.numpy.zeros(3), writable=True, what="output")
+        import_array(jax.numpy.zeros(3), writable=True, what="output")
 
 
 def deleted(jax: Any) -> Any:
@@ -78,25 +78,25 @@ def deleted(jax: Any) -> Any:
 )
 def test_arrays_without_elements_are_refused(jax, make, message):
     with pytest.raises(ArrayError, match=message):
-        adopt(make(jax), writable=False)
+        import_array(make(jax), writable=False)
 
 
 @ALONE
 def test_a_traced_array_is_refused(jax):
     with pytest.raises(ArrayError, match=r"traced by JAX .*jax\.pure_callback"):
-        jax.jit(lambda x: adopt(x, writable=False))(jax.numpy.zeros(3))
+        jax.jit(lambda x: import_array(x, writable=False))(jax.numpy.zeros(3))
 
 
 SHARDED = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from fastcoll.arrays.arrays import adopt
+from fastcoll.arrays.arrays import import_array
 x = jax.device_put(np.arange(4.0, dtype="f4"), NamedSharding(Mesh(jax.devices(), "a"), PartitionSpec("a")))
 try:
-    adopt(x, writable=False)
+    import_array(x, writable=False)
 except ValueError as error:
     print(error)
-y = adopt(jax.device_put(np.arange(4), jax.devices()[1]), writable=True, renew=True).finish()
+y = import_array(jax.device_put(np.arange(4), jax.devices()[1]), writable=True, functional=True).finish()
 print(*y.devices())
 """
 

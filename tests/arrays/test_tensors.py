@@ -11,7 +11,7 @@ import rows
 
 import fastcoll as dist
 from fastcoll.arrays import dtypes, tensors
-from fastcoll.arrays.arrays import adopt
+from fastcoll.arrays.arrays import import_array
 from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import ArrayError
 
@@ -51,9 +51,9 @@ def test_every_dtype_is_taken_over_the_same_memory_or_is_quantized(torch):
         x = torch.empty(6, dtype=dtype)
         if x.is_quantized:
             with pytest.raises(ArrayError, match=r"quantized.*x\.int_repr\(\).*x\.dequantize\(\)"):
-                adopt(x, writable=False)
+                import_array(x, writable=False)
             continue
-        taken[str(dtype)] = array = adopt(x, writable=True).array
+        taken[str(dtype)] = array = import_array(x, writable=True).array
         assert (address(array), array.shape) == (x.data_ptr(), (6,))
         assert array.itemsize == x.element_size()
         array.view(np.uint8)[...] = 7
@@ -66,14 +66,15 @@ def test_every_dtype_is_taken_over_the_same_memory_or_is_quantized(torch):
 def test_dtypes_that_numpy_lacks_are_those_of_ml_dtypes(torch):
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="pip install ml_dtypes")
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
-        array = adopt(torch.ones(3, dtype=getattr(torch, name)), writable=True).array
+        array = import_array(torch.ones(3, dtype=getattr(torch, name)), writable=True).array
         assert array.dtype == np.dtype(getattr(ml_dtypes, name))
         assert (array.astype(np.float32) == 1).all()
 
 
 def test_without_ml_dtypes_they_are_moved_all_the_same(torch, no_ml_dtypes):
     seen = [
-        adopt(torch.ones(3, dtype=d), writable=True).array.dtype for d in (torch.bfloat16, torch.float8_e5m2)
+        import_array(torch.ones(3, dtype=d), writable=True).array.dtype
+        for d in (torch.bfloat16, torch.float8_e5m2)
     ]
     assert [(dtype.name, dtype.itemsize, dtype.kind) for dtype in seen] == [
         ("bfloat16", 2, "V"),
@@ -96,11 +97,11 @@ def strided(torch: Any, dtype: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn", "complex32", "bool"])
 def test_strided_tensors_are_packed_and_written_back(torch, name):
     for view in strided(torch, getattr(torch, name)).values():
-        adopted = adopt(view, writable=True)
-        assert adopted.array.flags.c_contiguous
-        assert adopted.array.shape == tuple(view.shape)
-        adopted.array.reshape(-1).view(np.uint8)[...] = 1
-        adopted.finish()
+        imported = import_array(view, writable=True)
+        assert imported.array.flags.c_contiguous
+        assert imported.array.shape == tuple(view.shape)
+        imported.array.reshape(-1).view(np.uint8)[...] = 1
+        imported.finish()
         assert set(raw(torch, view)) == {1}
 
 
@@ -112,9 +113,9 @@ def test_tensors_that_require_grad_are_written_in_place(torch):
         torch.nn.Parameter(torch.zeros(2, 2)),
         torch.nn.Parameter(torch.zeros(2, 3)).t(),
     ):
-        adopted = adopt(x, writable=True)
-        adopted.array[...] = 5
-        adopted.finish()
+        imported = import_array(x, writable=True)
+        imported.array[...] = 5
+        imported.finish()
         assert (x == 5).all()
         assert x.requires_grad
 
@@ -122,18 +123,18 @@ def test_tensors_that_require_grad_are_written_in_place(torch):
 def test_the_tensors_storage_can_still_be_freed(torch):
     x = torch.zeros(4)
     part = x[1:]
-    adopt(x, writable=True).array[...] = 1
+    import_array(x, writable=True).array[...] = 1
     tensors.header_of(x)
     for left in (12, 0):  # bytes; the part has 12, of which the storage has 8 then
         x.untyped_storage().resize_(left)
         for lost in (x, part):
             assert tensors.header_of(lost) is lost
             with pytest.raises(ArrayError, match="storage was resized"):
-                adopt(lost, writable=True)
+                import_array(lost, writable=True)
 
 
 def test_the_memory_lives_as_long_as_the_array(torch):
-    assert adopt(torch.arange(100_000), writable=False).array.sum() == 99_999 * 50_000
+    assert import_array(torch.arange(100_000), writable=False).array.sum() == 99_999 * 50_000
 
 
 def test_conjugate_and_negative_views_are_read_and_written_as_they_look(torch):
@@ -143,17 +144,17 @@ def test_conjugate_and_negative_views_are_read_and_written_as_they_look(torch):
         (z.conj().imag, [7.0, -8.0]),
         (z[:1].conj().imag, [9.0]),
     ):
-        adopted = adopt(view, writable=True)
-        assert adopted.array.tolist() == view.tolist()
-        adopted.array[...] = result
-        adopted.finish()
+        imported = import_array(view, writable=True)
+        assert imported.array.tolist() == view.tolist()
+        imported.array[...] = result
+        imported.finish()
         assert view.tolist() == result
-        assert adopt(view, writable=False).array.tolist() == result
+        assert import_array(view, writable=False).array.tolist() == result
 
 
 @pytest.mark.parametrize("shape", [(0,), (), (3, 0, 2), (1, 1)])
 def test_shapes_without_elements_or_dimensions(torch, shape):
-    array = adopt(torch.zeros(shape, dtype=torch.bfloat16), writable=True).array
+    array = import_array(torch.zeros(shape, dtype=torch.bfloat16), writable=True).array
     assert (array.shape, array.dtype.name) == (shape, "bfloat16")
 
 
@@ -197,12 +198,12 @@ REFUSED = {
 def test_tensors_without_elements_in_memory_are_refused_with_the_cure(torch, name):
     make, message = REFUSED[name]
     with pytest.raises(ArrayError, match=message):
-        adopt(make(torch), writable=True)
+        import_array(make(torch), writable=True)
 
 
 def test_a_tensor_inside_vmap_is_refused(torch):
     with pytest.raises(ArrayError, match="no memory of its own"):
-        torch.vmap(lambda x: adopt(x, writable=False))(torch.zeros(2, 3))
+        torch.vmap(lambda x: import_array(x, writable=False))(torch.zeros(2, 3))
 
 
 def test_a_subclass_that_holds_its_own_data_is_taken(torch):
@@ -210,7 +211,7 @@ def test_a_subclass_that_holds_its_own_data_is_taken(torch):
         pass
 
     x = torch.zeros(3).as_subclass(Image)
-    adopt(x, writable=True).array[...] = 2
+    import_array(x, writable=True).array[...] = 2
     assert x.tolist() == [2, 2, 2]
 
 
@@ -220,7 +221,7 @@ def test_a_subclass_that_holds_its_own_data_is_taken(torch):
 @pytest.fixture
 def known(torch: Any) -> None:
     """Headers are used once a tensor was adopted."""
-    adopt(torch.zeros(1), writable=True)
+    import_array(torch.zeros(1), writable=True)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int64", "bool", "complex64"])
@@ -228,7 +229,7 @@ def test_a_header_describes_the_tensors_memory_and_is_found_again(torch, known, 
     x = torch.ones(2, 3, dtype=getattr(torch, name), requires_grad=name == "float32")
     header = tensors.header_of(x)
     assert header is tensors.header_of(x)
-    same = adopt(x, writable=True).array
+    same = import_array(x, writable=True).array
     assert (address(header), header.shape, header.dtype) == (address(same), same.shape, same.dtype)
     assert header.dtype is same.dtype, "kernels know dtypes by their address"
     assert header.flags.carray
@@ -289,7 +290,7 @@ def test_operations_on_tensors(rank: int, torch: Any, backend: str) -> None:
     for _ in range(3):
         rows.run(rank, 2, 5, change)
         x = torch.full((2, 2), rank + 1, dtype=torch.bfloat16)
-        parts = [torch.zeros_like(x), np.zeros((2, 2), adopt(x, writable=False).array.dtype)]
+        parts = [torch.zeros_like(x), np.zeros((2, 2), import_array(x, writable=False).array.dtype)]
         dist.all_gather(parts, x, group=group)
         assert (parts[0] == 1).all()
         assert (parts[1] == 2).all()
@@ -327,7 +328,7 @@ def test_the_short_path_takes_tensors(torch: Any, monkeypatch: pytest.MonkeyPatc
     def adopts(*args: Any, **options: Any) -> None:
         pytest.fail("the general way was taken")
 
-    monkeypatch.setattr(ProcessGroup, "adopt", adopts)
+    monkeypatch.setattr(ProcessGroup, "import_array", adopts)
     calls(torch.ones(3, requires_grad=True), torch.ones(1, 3))
     with pytest.raises(pytest.fail.Exception, match="general way"):
         dist.all_reduce(torch.ones(3, 3).t())

@@ -21,8 +21,8 @@ from oracle import assert_same
 
 import fastcoll as dist
 import fastcoll.callers.njit
-from fastcoll.callers import rows
-from fastcoll.kernels import doors as d
+from fastcoll.callers import descriptors
+from fastcoll.kernels import c_entries as d
 
 ReduceOp = dist.ReduceOp
 ROOT = Path(dist.__file__).parents[1]
@@ -433,7 +433,7 @@ def test_ctrl_c_ends_a_call_and_is_raised_once_whoever_catches_it(rank, world_si
         thread.join()
         with pytest.raises(dist.GroupError):
             total(np.ones(1))
-        assert rows.take_error() is None
+        assert descriptors.take_error() is None
     else:
         with pytest.raises(dist.GroupError, match=r"SystemExit|KeyboardInterrupt"):
             dist.recv(np.ones(1), 0)
@@ -509,7 +509,7 @@ def test_without_a_world_the_functions_say_so():
 def test_a_row_is_blank_when_its_own_group_ends(rank, world_size):
     """A new world may be known before the old one has ended."""
     old, new = dist.new_group(), dist.new_group()
-    row = rows._Row(99, 0)
+    row = descriptors._Descriptor(99, 0)
     row.fill(old)
     row.fill(new)
     dist.destroy_process_group(old)
@@ -519,11 +519,14 @@ def test_a_row_is_blank_when_its_own_group_ends(rank, world_size):
 
 
 def test_ctrl_c_while_the_door_is_compiled_leaves_no_row_without_one():
-    with patch.object(rows, "_rows", []):
-        with patch.object(d, "door_address", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            rows.row(None)
-        row = (ctypes.c_int64 * d.ROW_WORDS).from_address(rows.row(None))
-        assert row[d.DOOR] == d.door_address()
+    with patch.object(descriptors, "_descriptors", []):
+        with (
+            patch.object(d, "c_entry_address", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            descriptors.group_descriptor(None)
+        row = (ctypes.c_int64 * d.DESCRIPTOR_WORDS).from_address(descriptors.group_descriptor(None))
+        assert row[d.C_ENTRY] == d.c_entry_address()
 
 
 def test_who_does_not_use_it_does_not_import_it():

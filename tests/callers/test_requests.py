@@ -16,11 +16,11 @@ from oracle import assert_same
 
 import fastcoll as dist
 import fastcoll.callers.njit
-from fastcoll.callers import rows
+from fastcoll.callers import descriptors
 from fastcoll.core.status import LATER
-from fastcoll.kernels import doors as d
+from fastcoll.kernels import c_entries as d
 from fastcoll.p2p import handles
-from fastcoll.shm.callers import way
+from fastcoll.shm.callers import native_call
 
 SIZES = (1, 5000, 300_000)  # in one piece, perhaps read in place, and in many pieces
 
@@ -284,15 +284,15 @@ def test_a_request_is_handed_to_python_or_collected_but_not_both(rank, world_siz
         around(x, y, peer, peer, None, 7)
     taken_over = []
     group.messages.adopts = lambda number, transfer: taken_over.append(number)
-    group.backend.ways.take_over()
+    group.backend.native_calls.take_over()
     assert taken_over == []  # all were waited for
-    mailbox, kind = group.backend.ways.mailbox, rows.message_word(3, np.dtype(np.float64))
+    mailbox, kind = group.backend.native_calls.mailbox, descriptors.message_word(3, np.dtype(np.float64))
     group.backend.pipe.stay_awake()
-    number = -1 - way(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 24, kind, peer)
-    assert way(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 24, kind, peer) < 0
-    group.backend.ways.take_over()
+    number = -1 - native_call(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 24, kind, peer)
+    assert native_call(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 24, kind, peer) < 0
+    group.backend.native_calls.take_over()
     assert taken_over[:1] == [number]
-    assert way(d.WAIT).call(mailbox, number, 0, 0, 0, 0) == LATER  # it is Python's
+    assert native_call(d.WAIT).call(mailbox, number, 0, 0, 0, 0) == LATER  # it is Python's
 
 
 @numba.njit(nogil=True)
@@ -325,34 +325,34 @@ def test_threads_share_the_rings(rank, world_size):
 @pytest.mark.ranks(2, fresh=True, backend="shm")
 def test_the_usual_case_is_one_compiled_call_each(rank, world_size):
     group = dist.group.WORLD
-    mailbox, kind = group.backend.ways.mailbox, rows.message_word(3, np.dtype(np.float64))
+    mailbox, kind = group.backend.native_calls.mailbox, descriptors.message_word(3, np.dtype(np.float64))
     group.backend.pipe.stay_awake()  # as the engine's thread does, which would take over pending requests
     x, y = np.full(4, rank + 1.0), np.zeros(4)
     peer = 1 - rank
-    taken = -1 - way(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, peer)
-    sent = -1 - way(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 32, kind, peer)
+    taken = -1 - native_call(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, peer)
+    sent = -1 - native_call(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 32, kind, peer)
     assert 0 < taken < sent
     dist.barrier()  # the message has arrived
     numbers = (ctypes.c_int64 * 2)(taken, taken)
-    assert way(d.WAIT_ANY).call(mailbox, ctypes.addressof(numbers), 0, 2, 0, 0) == -1
+    assert native_call(d.WAIT_ANY).call(mailbox, ctypes.addressof(numbers), 0, 2, 0, 0) == -1
     assert y.tolist() == [2.0 - rank] * 4
-    assert way(d.WAIT).call(mailbox, taken, 0, 0, 0, 0) == -1 - peer
+    assert native_call(d.WAIT).call(mailbox, taken, 0, 0, 0, 0) == -1 - peer
     dist.barrier()  # the ack has arrived
-    assert way(d.TEST).call(mailbox, sent, 0, 0, 0, 0) == -2
-    assert way(d.TEST).call(mailbox, sent, 0, 0, 0, 0) == -2
+    assert native_call(d.TEST).call(mailbox, sent, 0, 0, 0, 0) == -2
+    assert native_call(d.TEST).call(mailbox, sent, 0, 0, 0, 0) == -2
     assert not group.backend.pipe.has_posted()
     # Requests without a record are left to Python, and so are messages to this rank.
-    assert way(d.WAIT).call(mailbox, sent + 1, 0, 0, 0, 0) == LATER
-    assert way(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, rank) == LATER
+    assert native_call(d.WAIT).call(mailbox, sent + 1, 0, 0, 0, 0) == LATER
+    assert native_call(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, rank) == LATER
     # A blocking call while a request is pending; then the engine takes over the pending request.
-    taken = -1 - way(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, peer)
-    way(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 32, kind + (1 << 40), peer)
+    taken = -1 - native_call(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, peer)
+    native_call(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 32, kind + (1 << 40), peer)
     dist.barrier()
-    assert way(d.RECV).call(mailbox, x.ctypes.data, 0, 32, kind + (1 << 40), peer) == -1 - peer
+    assert native_call(d.RECV).call(mailbox, x.ctypes.data, 0, 32, kind + (1 << 40), peer) == -1 - peer
     assert group.backend.pipe.has_posted()
     work = dist.isend(np.full(4, 9.0), peer, tag=3)
     assert not group.backend.pipe.has_posted()
-    assert way(d.WAIT).call(mailbox, taken, 0, 0, 0, 0) == LATER
+    assert native_call(d.WAIT).call(mailbox, taken, 0, 0, 0, 0) == LATER
     work.wait()
     handles.find(taken).wait()
     assert y.tolist() == [9.0] * 4

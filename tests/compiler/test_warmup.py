@@ -66,8 +66,8 @@ def test_what_compiled_callers_call_is_compiled_where_it_is_asked_for(monkeypatc
     for arguments in ([], NJIT.split()):
         assert warmup.main(arguments) == 0
     assert todo[1] - todo[0] == {
-        "njit.door",
-        "jax.door",
+        "njit.c_entry",
+        "jax.c_entry",
         *(f"njit.{name}" for name in callers.NATIVE_CALLS.values()),
     }
     where = {
@@ -76,8 +76,8 @@ def test_what_compiled_callers_call_is_compiled_where_it_is_asked_for(monkeypatc
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and any(isinstance(x, ast.Name) and x.id == "NJIT" for x in node.args)
     }
-    assert where == {"kernels/doors.py", "kernels/call_frames.py", "shm/callers.py"}
-    code = "from fastcoll import warmup; print([warmup._make(name).new for name in ('njit.door', 'njit.barrier')])"
+    assert where == {"kernels/c_entries.py", "kernels/call_frames.py", "shm/callers.py"}
+    code = "from fastcoll import warmup; print([warmup._make(name).new for name in ('njit.c_entry', 'njit.barrier')])"
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     for new in (True, False):
         done = subprocess.run(

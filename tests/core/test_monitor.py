@@ -39,27 +39,27 @@ class Told(Monitor):
 
 
 def test_the_dead_are_named_by_global_ranks() -> None:
-    found = Told(IN_ORDER, IN_ORDER, dead=[5, 7]).verdict([1], "a call")
+    found = Told(IN_ORDER, IN_ORDER, dead=[5, 7]).decide([1], "a call")
     assert isinstance(found, PeerDiedError)
     assert found.ranks == (5, 7)
     assert str(found).startswith("rank 5 (pid ")
-    assert Told(LEFT, IN_ORDER, dead=[5]).verdict([2], "a call") is None, "it left before it ended"
+    assert Told(LEFT, IN_ORDER, dead=[5]).decide([2], "a call") is None, "it left before it ended"
 
 
 @pytest.mark.parametrize(
     ("state", "needed", "ranks"), [(LEFT, [1], (5,)), (LEAVING, [1, 2], (5,)), (LEFT, [2], None)]
 )
 def test_only_a_rank_that_is_needed_may_not_have_left(state: int, needed: list[int], ranks: object) -> None:
-    found = Told(state, IN_ORDER).verdict(needed, "a call")
+    found = Told(state, IN_ORDER).decide(needed, "a call")
     assert (found and found.ranks) == ranks
     assert found is None or (type(found) is AbortedError and "its reason; a call" in str(found))
 
 
 def test_what_a_peer_has_failed_for_counts_for_all_but_those_it_blames() -> None:
     told = Told(IN_ORDER, FAILED)
-    assert told.verdict([], "a call").ranks == (7,)
+    assert told.decide([], "a call").ranks == (7,)
     told.blamed = (5,), True
-    assert type(told.verdict([], "a call")) is CollectiveTimeoutError
-    assert told.verdict([], "a call").ranks == (5,)
+    assert type(told.decide([], "a call")) is CollectiveTimeoutError
+    assert told.decide([], "a call").ranks == (5,)
     told.blamed = (2,), True
-    assert type(told.verdict([], "a call")) is AbortedError
+    assert type(told.decide([], "a call")) is AbortedError

@@ -20,7 +20,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll.api.p2p import _Received
-from fastcoll.core.work import ENDLESS, ProgressQueue, Unheard, Work, WorkFuture, seconds
+from fastcoll.core.work import ENDLESS, ProgressQueue, UnobservedWorks, Work, WorkFuture, seconds
 from fastcoll.errors import CollectiveTimeoutError, UsageError
 
 
@@ -148,12 +148,12 @@ def test_a_work_says_what_it_is_and_how_far() -> None:
 
 
 def test_the_first_failures_that_nobody_has_asked_for_are_kept() -> None:
-    unheard, works = Unheard(), [Work(f"call {number}") for number in range(40)]
+    unobserved, works = UnobservedWorks(), [Work(f"call {number}") for number in range(40)]
     for work in works:
-        unheard.note(work).complete(error=ValueError(work.describe))
-    assert [what for what, _ in unheard.lost()] == [f"call {number}" for number in range(16)]
+        unobserved.note(work).complete(error=ValueError(work.describe))
+    assert [what for what, _ in unobserved.lost()] == [f"call {number}" for number in range(16)]
     works[3].exception()
-    assert "call 3" not in dict(unheard.lost())
+    assert "call 3" not in dict(unobserved.lost())
 
 
 FORK = """

@@ -48,7 +48,7 @@ class Crowd:
         """Start the ranks of the first world; `courses` has those of ranks that do something else, as rank1=..."""
         return [self._start(rank, n, courses.get(f"rank{rank}", course)) for rank in range(n)]
 
-    def newcomer(self, course: Course) -> int:
+    def joiner(self, course: Course) -> int:
         """Start one."""
         return self._start(-1, 0, course)
 

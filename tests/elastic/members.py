@@ -1,4 +1,4 @@
-"""What processes do in the tests of elastic jobs: one program for ranks and newcomers, whose result is known.
+"""What processes do in the tests of elastic jobs: one program for ranks and joiners, whose result is known.
 
 Each step takes a batch of a permutation, so that every step counts, and in its order: w = 3 w + sum of x, modulo P.
 """
@@ -38,7 +38,7 @@ class Course:
         backend: of the job.
         epochs: to train, or until the store has the key "enough" as an epoch ends.
         seconds: that a step takes at least.
-        forming: seconds for a world with newcomers to form.
+        forming: seconds for a world with joiners to form.
         die: by step and world size, which rank ends there, and in which way: "kill", "raise", "interrupt" or "outlive",
             which is to kill itself once the store is lost.
         at: a function of the package, as module:name, what happens as this process comes there, "kill" or "stop", and
@@ -73,13 +73,13 @@ def expected(steps: int) -> int:
 
 
 def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict[str, Any]:
-    """Be a rank, or with -1 a newcomer; the state in the end, and what was seen on the way."""
+    """Be a rank, or with -1 a joiner; the state in the end, and what was seen on the way."""
     training._LOOK_SECONDS = 0.02
     training._STORE_SECONDS = LONG  # the store is served by a thread, and this machine may be loaded
     growth.FORMING_SECONDS = joining.FORMING_SECONDS = course.forming
     if course.forming == SHORT:
         joining._TRIES = 1000  # a loaded machine may take longer
-    by_run = "store" in course.options  # which newcomers then join by, too
+    by_run = "store" in course.options  # which joiners then join by, too
     os.environ["FASTCOLL_ELASTIC"] = "" if by_run else address
     if rank < 0:
         os.environ["FASTCOLL_NEWCOMER"] = "1"

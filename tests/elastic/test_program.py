@@ -28,10 +28,10 @@ def test_the_program_of_the_page(tmp_path: Path) -> None:
     words = command.removeprefix("$ python ").split()
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    said = re.sub(r"\b\d+ steps", "400 steps", done.stdout)  # more where the newcomer is slow
+    said = re.sub(r"\b\d+ steps", "400 steps", done.stdout)  # more where the joiner is slow
     assert sorted(said.splitlines()) == sorted(shown), done.stderr
     assert re.search(
-        r"rank 2 \(pid \d+\) failed: signal SIGKILL \(9\); 3 go on here; newcomer 1 of 1 starts", done.stderr
+        r"rank 2 \(pid \d+\) failed: signal SIGKILL \(9\); 3 go on here; joiner 1 of 1 starts", done.stderr
     )
 
 

@@ -47,7 +47,7 @@ def test_one_grows_to_four(backend: str) -> None:
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(1, replace(course, node=0 if backend == "auto" else None))
         for number in range(1, 6):
-            crowd.newcomer(replace(course, node=number % 2 if backend == "auto" else None))
+            crowd.joiner(replace(course, node=number % 2 if backend == "auto" else None))
         wait_for(lambda: crowd.store.check(["size"]) and crowd.store.get("size") == b"4")
         crowd.store.set("enough", "")
         ends = crowd.ends()
@@ -58,7 +58,7 @@ def test_one_grows_to_four(backend: str) -> None:
     assert results[0]["changes"][-1][1] == 4
     late = [end for end in ends if end.result is None]
     assert len(late) == 2
-    assert all("the job has ended before this newcomer could join it" in end.error for end in late)
+    assert all("the job has ended before this joiner could join it" in end.error for end in late)
 
 
 @pytest.mark.long
@@ -72,7 +72,7 @@ def test_killed_and_replaced_again_and_again(backend: str, times: int) -> None:
                 crowd.has_joined(number)
             victim = alive.pop(dice.randrange(4))
             crowd.kill(victim)
-            alive.append(crowd.newcomer(course))
+            alive.append(crowd.joiner(course))
         crowd.has_joined(alive[-1])
         crowd.store.set("enough", "")
         results = [check(crowd.end_of(number)) for number in alive]
@@ -113,10 +113,10 @@ def test_an_error_of_the_program_ends_its_rank_alone(how: str, said: str) -> Non
 
 
 MOMENTS = {
-    "before_inviting": "fastcoll.job.joining:Lobby.invite",
+    "before_inviting": "fastcoll.job.joining:Join queue.invite",
     "before_joining": "fastcoll.elastic.growth:join",
     "before_the_barrier": "fastcoll.elastic.growth:passes_barrier",
-    "before_deciding": "fastcoll.job.joining:Lobby.decide",
+    "before_deciding": "fastcoll.job.joining:Join queue.decide",
     "before_moving": "fastcoll.elastic.growth:replace_job",
     "before_the_sync": "fastcoll.elastic.training:all_gather_single",
     "in_the_sync": "fastcoll.elastic.state:broadcast",
@@ -129,7 +129,7 @@ MOMENTS = {
     ("moment", "rank"), [*((moment, 0) for moment in MOMENTS), *((moment, 2) for moment in list(MOMENTS)[1:])]
 )
 def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int, backend: str) -> None:
-    """All others, and the newcomers, come together in one world again."""
+    """All others, and the joiners, come together in one world again."""
     forming = (
         SHORT if backend == "tcp" else LONG
     )  # where nobody sees that it is dead, its end is that of the attempt
@@ -138,7 +138,7 @@ def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int, backen
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(3, course, **{f"rank{rank}": replace(course, at=at)})
         for _ in range(2):
-            crowd.newcomer(course)
+            crowd.joiner(course)
         for number in (3, 4):
             crowd.has_joined(number)
         wait_for(lambda: crowd.is_over(rank) and crowd.store.get("size") == b"4")
@@ -167,9 +167,9 @@ def test_a_newcomer_that_dies_or_hangs_costs_a_moment(place: str, how: str) -> N
     course = Course({}, "shm", 10**9, 0.001, forming=SHORT if how == "stop" else LONG)
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(2, course)
-        bad = crowd.newcomer(replace(course, at=(place, how, 1)))
+        bad = crowd.joiner(replace(course, at=(place, how, 1)))
         crowd.has_joined(0)
-        good = crowd.newcomer(course)
+        good = crowd.joiner(course)
         crowd.has_joined(good)
         wait_for(lambda: crowd.store.get("size") == b"3")
         crowd.kill(bad)
@@ -181,7 +181,7 @@ def test_a_newcomer_that_dies_or_hangs_costs_a_moment(place: str, how: str) -> N
 def test_newcomers_that_are_left_without_the_state_say_so() -> None:
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(1, Course(epochs=10**9, at=("fastcoll.elastic.state:State.sync", "kill", 2)))
-        crowd.newcomer(Course())
+        crowd.joiner(Course())
         ends = crowd.ends()
     assert ends[0].exitcode == -9
     assert ends[1].result is None
@@ -197,7 +197,7 @@ def test_a_newcomer_that_is_elsewhere_in_its_program_leaves(runs: int, early: bo
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(2, course)
         crowd.has_joined(0)
-        assert said in crowd.end_of(crowd.newcomer(replace(course, runs=0, early=early))).error
+        assert said in crowd.end_of(crowd.joiner(replace(course, runs=0, early=early))).error
         wait_for(lambda: crowd.store.get("size") == b"2")
         crowd.store.set("enough", "")
         results = [check(crowd.end_of(number)) for number in (0, 1)]
@@ -208,8 +208,8 @@ def test_a_newcomer_that_does_not_fit_keeps_nobody_out() -> None:
     course = Course({}, "shm", 10**9, 0.001, node=0)
     with crew.nothing_left(), Crowd() as crowd:
         for _ in range(2):
-            crowd.newcomer(course)
-        unfit = crowd.newcomer(replace(course, node=1))
+            crowd.joiner(course)
+        unfit = crowd.joiner(replace(course, node=1))
         crowd.begin(1, course)
         for number in (0, 1):
             crowd.has_joined(number)
@@ -220,7 +220,7 @@ def test_a_newcomer_that_does_not_fit_keeps_nobody_out() -> None:
 
 
 class Waiting:
-    """Stands in for the lobby: three newcomers are always ready."""
+    """Stands in for the join queue: three joiners are always ready."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -239,12 +239,12 @@ def test_after_a_failed_attempt_one_newcomer_comes_by_itself(monkeypatch: pytest
     """Else the one that does not fit could keep out those that come with it, again and again."""
     offered: list[list[int]] = []
 
-    def grow(lobby: Waiting, attempt: growth.Attempt) -> None:
-        offered.append([*attempt.newcomers])
+    def grow(join_queue: Waiting, attempt: growth.Attempt) -> None:
+        offered.append([*attempt.joiners])
         if len(offered) == 1:
             raise growth.NotGrownError("one of them does not fit")
 
-    for name, value in {"Lobby": Waiting, "grow": grow, "_LOOK_SECONDS": 0.0}.items():
+    for name, value in {"JoinQueue": Waiting, "grow": grow, "_LOOK_SECONDS": 0.0}.items():
         monkeypatch.setattr(training, name, value)
 
     @elastic.run(store="nowhere:1")
@@ -261,7 +261,7 @@ def test_the_store_as_an_argument() -> None:
     with crew.nothing_left(), Crowd() as crowd:
         course = Course({"store": f"127.0.0.1:{crowd.store.port}"}, "auto", 10**9, 0.001)
         crowd.begin(1, course)
-        assert crowd.has_joined(crowd.newcomer(course)) == 2
+        assert crowd.has_joined(crowd.joiner(course)) == 2
         crowd.store.set("enough", "")
         assert [check(end)["size"] for end in crowd.ends()] == [2, 2]
 

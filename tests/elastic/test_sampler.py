@@ -50,7 +50,7 @@ def follow_a_course(n: int, batch: int, shuffle: bool, seed: int) -> None:
                 done.append(sorted(index for part in parts for index in part))
                 for state in states[:size]:
                     state.commit()
-                if dice.random() < 0.2:  # newcomers take the state over
+                if dice.random() < 0.2:  # joiners take the state over
                     size = dice.randint(1, 5)
                     for state in states:
                         state.s.load_state_dict(states[0].s.state_dict())

@@ -52,7 +52,7 @@ def test_elastic_digits_learns_the_same_whoever_is_killed(tmp_path):
     alone, _ = learn()
     fewer, changes = learn("--kill", "2:30", "3:70", ranks=4, options=["--min_ranks", "2"])
     assert changes == ["now 2 ranks, 3 before", "now 3 ranks, 4 before"]
-    # Whether the newcomer is quick enough to take part makes no difference.
+    # Whether the joiner is quick enough to take part makes no difference.
     replaced, changes = learn("--kill", "1:30", ranks=4, options=["--min_ranks", "2", "--max_restarts", "1"])
     assert "now 3 ranks, 4 before" in changes
     for weights in (fewer, replaced):

@@ -8,7 +8,7 @@ import numpy as np
 
 import fastcoll.hybrid.backend
 import fastcoll.net.tcp.entries
-import fastcoll.rendezvous.ways
+import fastcoll.rendezvous.methods
 import fastcoll.shm.backend
 import fastcoll.store.tcp_store
 from fastcoll import ReduceOp

@@ -26,9 +26,9 @@ class MailBackend(ThreadBackend):
 
     def __init__(self, meeting: Meeting, rank: int, timeout: float, end: Rank) -> None:
         super().__init__(meeting, rank, timeout)
-        self.messages, self.monitor = end.mailbox, end.vigil
-        vigil: Any = end.vigil
-        vigil._dead = lambda working: [member for member in working if member.rank in meeting.died]
+        self.messages, self.monitor = end.mailbox, end.monitor
+        monitor: Any = end.monitor
+        monitor._dead = lambda working: [member for member in working if member.rank in meeting.died]
 
     def stop(self) -> None:
         assert self.gate.failure is not None

@@ -80,14 +80,14 @@ class Meeting:
             self._changed.notify_all()
 
 
-class ThreadVigil(Monitor):
+class ThreadMonitor(Monitor):
     """Says that who is in `meeting.died` is dead."""
 
     def __init__(self, meeting: Meeting) -> None:
         self.failure = self.record = None
         self._meeting = meeting
 
-    def verdict(self, needed: Sequence[int], doing: str) -> GroupError | None:
+    def decide(self, needed: Sequence[int], doing: str) -> GroupError | None:
         if self._meeting.failures:
             return self._meeting.failures[0]
         died = self._meeting.died
@@ -111,7 +111,7 @@ class ThreadBackend(Backend):
 
     def __init__(self, meeting: Meeting, rank: int, timeout: float) -> None:
         self.gate = Gate("threads", range(meeting.size), rank, timeout)
-        self.monitor = ThreadVigil(meeting)
+        self.monitor = ThreadMonitor(meeting)
         self.messages: Any = None
         self.calls = 0
         self.meeting = meeting
@@ -234,7 +234,7 @@ def fakes(
     """GPUs and NCCL, where fastcoll looks for them; at the end as `world` says."""
     gpu = StrictRuntime(devices=devices, prompt=prompt)
     nccl = FakeNccl(gpu, version)
-    binding = bindings.Library(nccl)
+    binding = bindings.NcclLibrary(nccl)
     with gpu.installed(), kernels(gpu), mock.patch.object(bindings, "library", return_value=binding):
         with mock.patch.object(bindings, "cupy"):
             yield gpu, nccl

@@ -230,7 +230,7 @@ def test_what_nccl_does_better_is_handed_over() -> None:
         group = ranks.groups[0]
         carrier = IpcCarrier(group, Fallback(group))
         small, large = (
-            carrier.adopt(gpu(np.zeros(n, "u1")), writable=True, what="x") for n in (100, 9 << 20)
+            carrier.import_array(gpu(np.zeros(n, "u1")), writable=True, what="x") for n in (100, 9 << 20)
         )
         x, y = small.array, large.array
         op = ReduceOp.SUM

@@ -150,8 +150,8 @@ def test_a_call_that_a_failed_peer_may_have_spoilt_has_failed(monkeypatch: pytes
         # Its own stream is through, but rank 0 has failed the group before this rank looks.
         monkeypatch.setattr(ranks.carrier(1), "look", lambda doing: None)
         ranks.groups[0].abort("spoilt")
-        vigil = ranks.groups[1].monitor
-        until(lambda: ranks.groups[1].failure is not None or vigil.verdict([], "") is not None)
+        monitor = ranks.groups[1].monitor
+        until(lambda: ranks.groups[1].failure is not None or monitor.decide([], "") is not None)
         ranks.carrier(1).judge(2)
         assert "spoilt" in str(ranks.groups[1].failure)
 
@@ -256,13 +256,13 @@ def test_a_rank_leaves_when_its_peers_have_read_what_it_gave(monkeypatch: pytest
     """The memory ends with its process."""
     with world(2) as ranks:
         ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4))))
-        left, leaving, say_bye = [], threading.Event(), regions.Shared.say_bye
+        left, leaving, say_bye = [], threading.Event(), regions.SharedRegions.say_bye
 
         def say(shared: Any, stream: int) -> None:
             say_bye(shared, stream)
             leaving.set()
 
-        monkeypatch.setattr(regions.Shared, "say_bye", say)
+        monkeypatch.setattr(regions.SharedRegions, "say_bye", say)
 
         def close(group: Any) -> None:
             if group.rank == 1:

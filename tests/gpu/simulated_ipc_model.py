@@ -17,7 +17,7 @@ import pytest
 
 from fastcoll.core.signature import Signature
 from fastcoll.gpu.ipc import regions, schedules
-from fastcoll.gpu.ipc.regions import Shared
+from fastcoll.gpu.ipc.regions import SharedRegions
 from fastcoll.gpu.ipc.schedules import Schedule
 from fastcoll.kernels.cuda import page as at
 from fastcoll.kernels.cuda import steps
@@ -76,7 +76,7 @@ class Stream:
     def __init__(self, rank: int, size: int, slot: int) -> None:
         self.rank = rank
         self.items: list[Item] = []
-        shared: Any = object.__new__(Shared)
+        shared: Any = object.__new__(SharedRegions)
         shared.slot, shared._wait, shared._runtime, shared._rank = WORD * slot, None, self, rank
         shared._region, shared._bases = SimpleNamespace(size=size), [base(r) for r in range(size)]
         shared._page = base(rank)

@@ -17,8 +17,8 @@ from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
 
 
-def adopted(x, writable=True):
-    return device_array.adopt(x, writable=writable, what="tensor")
+def imported(x, writable=True):
+    return device_array.import_array(x, writable=writable, what="tensor")
 
 
 class Saying:
@@ -31,7 +31,7 @@ class Saying:
 def test_a_dense_array_is_taken_as_it_is(two_gpus):
     x = np.ones((2, 3), "f4")
     two_gpus.place(x, 1)
-    array = adopted(FakeArray(x, stream=7)).array
+    array = imported(FakeArray(x, stream=7)).array
     assert (array.address, array.dtype, array.shape) == (x.ctypes.data, x.dtype, x.shape)
     assert (array.device, array.stream) == (1, 7)
     assert repr(array) == "float32 array of shape (2, 3) on GPU 1"
@@ -46,9 +46,9 @@ def test_a_dense_array_is_taken_as_it_is(two_gpus):
 def test_strides_that_say_nothing_pack_nothing():
     x = np.ones((1, 3), "f4")
     dense = Saying(x, strides=(12, 4))
-    assert adopted(dense).array.address == x.ctypes.data
-    assert adopted(FakeArray(np.ones((0, 3))[:, ::2])).array.size == 0
-    assert adopted(FakeArray(np.array(3.0)), writable=False).array.shape == ()
+    assert imported(dense).array.address == x.ctypes.data
+    assert imported(FakeArray(np.ones((0, 3))[:, ::2])).array.size == 0
+    assert imported(FakeArray(np.array(3.0)), writable=False).array.shape == ()
 
 
 @pytest.mark.usefixtures("gpu")
@@ -62,7 +62,7 @@ def test_strides_that_say_nothing_pack_nothing():
 )
 def test_refused(x, message):
     with pytest.raises(ArrayError, match=message):
-        adopted(x)
+        imported(x)
 
 
 def test_another_device_is_refused():
@@ -79,8 +79,8 @@ def test_a_library_that_names_no_stream_is_asked(gpu, monkeypatch):
         pass
 
     ndarray.__module__ = "cupy"
-    assert adopted(ndarray(np.ones(3))).array.stream == 40
-    assert adopted(FakeArray(np.ones(3))).array.stream == 0
+    assert imported(ndarray(np.ones(3))).array.stream == 40
+    assert imported(FakeArray(np.ones(3))).array.stream == 0
 
 
 def test_cupy_is_asked_for_the_stream_of_the_arrays_gpu(two_gpus, monkeypatch):
@@ -90,7 +90,7 @@ def test_cupy_is_asked_for_the_stream_of_the_arrays_gpu(two_gpus, monkeypatch):
     x = np.ones(3)
     two_gpus.place(x, 1)
     said = type("ndarray", (FakeArray,), {"__module__": "cupy"})(x, stream=40)
-    assert adopted(said).array.stream == 41
+    assert imported(said).array.stream == 41
 
 
 def test_the_fake_has_the_real_ones_calls():

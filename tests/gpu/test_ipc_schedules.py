@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastcoll.gpu.ipc import schedules
-from fastcoll.gpu.ipc.schedules import IN, OUT, SLOT, Fold, Last, Move, Place, Schedule, Step
+from fastcoll.gpu.ipc.schedules import IN, OUT, SLOT, BlockLocation, Last, Move, ReduceStep, Schedule, Step
 
 SIZES = (1, 2, 3, 4, 8)
 SLOT_BYTES = 4096
@@ -40,7 +40,7 @@ class World:
             for items in left:
                 assert not items or items.pop(0) == Step(step)
 
-    def _do(self, rank: int, item: Move | Fold | Last, step: int) -> None:
+    def _do(self, rank: int, item: Move | ReduceStep | Last, step: int) -> None:
         if isinstance(item, Last):
             return
         if isinstance(item, Move):
@@ -51,7 +51,7 @@ class World:
             value = np.add.reduce(sources, dtype=dtype).view(np.uint8)
         self._place(rank, item.dst, item.nbytes, step)[:] = value
 
-    def _read(self, rank: int, place: Place, nbytes: int, step: int) -> Array:
+    def _read(self, rank: int, place: BlockLocation, nbytes: int, step: int) -> Array:
         if place.kind < SLOT:
             return self._bytes(self.arrays[place.kind][rank][place.which], place, nbytes)
         assert place.kind == SLOT + step, "a slot of a step that is not the one taken last"
@@ -59,7 +59,7 @@ class World:
         assert written[place.offset : place.offset + nbytes].all(), "nobody wrote that"
         return self.slots[place.which, step][place.offset : place.offset + nbytes]
 
-    def _place(self, rank: int, place: Place, nbytes: int, step: int) -> Array:
+    def _place(self, rank: int, place: BlockLocation, nbytes: int, step: int) -> Array:
         if place.kind < SLOT:
             assert place.kind == OUT
             return self._bytes(self.arrays[OUT][rank][place.which], place, nbytes)
@@ -71,7 +71,7 @@ class World:
         written[place.offset : place.offset + nbytes] = True
         return slot[place.offset : place.offset + nbytes]
 
-    def _bytes(self, x: Array, place: Place, nbytes: int) -> Array:
+    def _bytes(self, x: Array, place: BlockLocation, nbytes: int) -> Array:
         found = x.view(np.uint8)[place.offset : place.offset + nbytes]
         assert found.size == nbytes, "outside the array"
         return found

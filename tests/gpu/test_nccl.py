@@ -294,7 +294,9 @@ def test_the_hooks_take_outputs_that_overlap_inputs(
     def does(rank: int, group: Any) -> None:
         def taken(k: int, start: int) -> Any:
             ranks.array(rank, bases[k][rank])
-            return group.adopt(ranks.array(rank, bases[k][rank][start : start + 12]), writable=True).array
+            return group.import_array(
+                ranks.array(rank, bases[k][rank][start : start + 12]), writable=True
+            ).array
 
         plan = group.devices().plan
         plan(Operation("reduce", (taken(0, 1),), (taken(0, 0),), ReduceOp.SUM))()

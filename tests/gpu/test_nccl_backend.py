@@ -9,7 +9,7 @@ import fastcoll as dist
 from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import AbortedError, UnavailableError, UsageError
 from fastcoll.gpu.nccl import bindings
-from fastcoll.gpu.nccl.bindings import Library
+from fastcoll.gpu.nccl.bindings import NcclLibrary
 from fastcoll.job.backends import parse_backend
 
 from .fake_array import FakeArray
@@ -40,7 +40,7 @@ def test_nccl_without_cupy_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     def missing() -> None:
         raise UnavailableError(f"arrays on GPUs need CuPy: {bindings.INSTALL}")
 
-    found = Library(FakeNccl(FakeRuntime()))
+    found = NcclLibrary(FakeNccl(FakeRuntime()))
     monkeypatch.setattr(bindings, "library", lambda: found)
     monkeypatch.setattr(bindings, "cupy", missing)
     with pytest.raises(UnavailableError, match=r"pip install '\.\[cuda12\]'"):

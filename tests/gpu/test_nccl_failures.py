@@ -143,11 +143,11 @@ def test_a_death_must_be_seen_twice_in_a_row_while_a_communicator_is_made(
     death = PeerDiedError("rank 1 died", [1])
     found = iter([death, None, death, death])
     group: Any = SimpleNamespace(failure=None, timeout=60.0)
-    patience = communicator.Patience(group, lambda doing: next(found))
+    backoff = communicator.Backoff(group, lambda doing: next(found))
     for _ in range(3):
-        patience("making a communicator", 0.0)
+        backoff("making a communicator", 0.0)
     with pytest.raises(PeerDiedError):
-        patience("making a communicator", 0.0)
+        backoff("making a communicator", 0.0)
 
 
 @BOTH
@@ -358,7 +358,7 @@ def test_an_interrupted_message_fails_the_group(name: str, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with mail_world(2) as ranks:
-        monkeypatch.setattr(direction.Message, "_order", interrupted)
+        monkeypatch.setattr(direction.NcclMessage, "_order", interrupted)
         with ranks.gpu.on(0), pytest.raises(KeyboardInterrupt):
             getattr(ranks.groups[0], name)(ones(ranks, 0), 1)
         assert "rank 0: KeyboardInterrupt" in str(ranks.groups[0].failure)
@@ -496,7 +496,7 @@ def test_a_call_may_be_part_of_one_of_the_groups_own() -> None:
     hosts = [np.ones(3, np.float32) for _ in range(2)]
 
     def does(rank: int, group: ThreadGroup) -> None:
-        x = group.adopt(ranks.array(rank, hosts[rank]), writable=True)
+        x = group.import_array(ranks.array(rank, hosts[rank]), writable=True)
         call: Any = group.planned(Operation("all_reduce", (x.array,), (x.array,), ReduceOp.SUM))
         group.run("outer", lambda: call.start("inner", ()).join(), (), False)
         assert hosts[rank].tolist() == [2, 2, 2]

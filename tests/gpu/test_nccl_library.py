@@ -18,7 +18,7 @@ from fastcoll import ReduceOp
 from fastcoll.core.reduce_op import AVG, MAX, MIN, PRODUCT, SUM
 from fastcoll.errors import AbortedError, UnavailableError
 from fastcoll.gpu.nccl import bindings
-from fastcoll.gpu.nccl.bindings import Library, NcclError, reduction
+from fastcoll.gpu.nccl.bindings import NcclError, NcclLibrary, reduction
 from fastcoll.gpu.nccl.communicator import Communicator
 
 from .fake_nccl import FakeNccl
@@ -35,15 +35,15 @@ def going_on(doing: str, waited: float) -> None:
 
 def test_an_old_library_is_refused_with_the_cure() -> None:
     with pytest.raises(UnavailableError, match=r"NCCL 2.17.1; NCCL 2.18 or later is needed: pip install"):
-        Library(fake(21701))
-    assert Library(fake(22005)).name == "2.20.5"
+        NcclLibrary(fake(21701))
+    assert NcclLibrary(fake(22005)).name == "2.20.5"
 
 
 def test_a_library_that_lacks_a_function_is_refused() -> None:
     old = fake()
     del old.ncclCommFinalize  # type: ignore[attr-defined]
     with pytest.raises(UnavailableError, match="no ncclCommFinalize"):
-        Library(old)
+        NcclLibrary(old)
 
 
 def test_without_the_extra_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_without_the_extra_the_error_names_the_command(monkeypatch: pytest.Monke
 
 
 def test_errors_have_ncclss_own_words() -> None:
-    library = Library(fake())
+    library = NcclLibrary(fake())
     library.check(bindings.IN_PROGRESS, "waiting")
     with pytest.raises(NcclError, match=r"NCCL 2.20.5: flying failed with status 3: error 3; what it was"):
         library.check(3, "flying")
@@ -87,7 +87,7 @@ def test_what_nccl_reduces() -> None:
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[Library]:
+def real() -> Iterator[NcclLibrary]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_SOCKET_IFNAME", "lo")  # an id is the address of a socket
         bindings.library.cache_clear()
@@ -119,7 +119,7 @@ def in_c(declared: str) -> Any:
     return (others | dict.fromkeys(enums, ctypes.c_int))[kind]
 
 
-def test_every_signature_is_that_of_the_header(real: Library, header: str) -> None:
+def test_every_signature_is_that_of_the_header(real: NcclLibrary, header: str) -> None:
     prototypes = re.findall(r"^(ncclResult_t|const char\*)\s+(nccl\w+)\(([^)]*)\);", header, re.MULTILINE)
     declared = {name: (result, parameters) for result, name, parameters in prototypes}
     for name in bindings._SIGNATURES | bindings._TEXTS:
@@ -151,7 +151,7 @@ def test_every_number_is_that_of_the_header(header: str) -> None:
     assert [name for _, name in declared] == [name for name, *_ in config._fields_]
 
 
-def test_the_real_library_answers_without_a_gpu(real: Library) -> None:
+def test_the_real_library_answers_without_a_gpu(real: NcclLibrary) -> None:
     assert real.version >= bindings.OLDEST
     first, second = real.unique_id(), real.unique_id()
     assert len(first) == len(second) == bindings.UNIQUE_ID_BYTES
@@ -160,7 +160,7 @@ def test_the_real_library_answers_without_a_gpu(real: Library) -> None:
         real.check(5, "flying")
 
 
-def test_every_function_of_the_real_library_can_be_called_without_a_gpu(real: Library) -> None:
+def test_every_function_of_the_real_library_can_be_called_without_a_gpu(real: NcclLibrary) -> None:
     """With no communicator or a wrong rank, which each of them refuses before it looks for a GPU, or finds none."""
     word, sum_of_floats = ctypes.c_uint64(), (7, 0)
     identity = bindings.UniqueId.from_buffer_copy(real.unique_id())
@@ -202,7 +202,7 @@ def test_every_function_of_the_real_library_can_be_called_without_a_gpu(real: Li
 # ---- communicators -------------------------------------------------------------------------------------
 
 
-def communicators(library: Library, size: int) -> list[Communicator]:
+def communicators(library: NcclLibrary, size: int) -> list[Communicator]:
     identity = library.unique_id()
     made = together(
         *[lambda r=r: Communicator.make(library, size, r, identity, going_on) for r in range(size)]
@@ -213,7 +213,7 @@ def communicators(library: Library, size: int) -> list[Communicator]:
 
 def test_after_the_end_nothing_of_nccl_is_called() -> None:
     nccl = fake()
-    (comm,) = communicators(Library(nccl), 1)
+    (comm,) = communicators(NcclLibrary(nccl), 1)
     comm.abort()
     before = list(nccl.calls)
     comm.abort()
@@ -226,7 +226,7 @@ def test_after_the_end_nothing_of_nccl_is_called() -> None:
 
 def test_what_look_raises_ends_a_communicator_that_is_being_made() -> None:
     nccl = fake()
-    library = Library(nccl)
+    library = NcclLibrary(nccl)
     identity = library.unique_id()
 
     def give_up(doing: str, waited: float) -> None:

@@ -34,7 +34,7 @@ from fastcoll.gpu import runtime
 from fastcoll.gpu.device_array import DeviceArray, OnDevice
 from fastcoll.gpu.nccl import bindings, direction
 from fastcoll.gpu.nccl.backend import NcclCarrier
-from fastcoll.gpu.nccl.direction import Direction, Message
+from fastcoll.gpu.nccl.direction import Direction, NcclMessage
 from fastcoll.gpu.nccl.messages import ANSWER, Letter, NcclMessages
 from fastcoll.gpu.stream_work import StreamWork
 
@@ -173,7 +173,7 @@ class Posted(Work):
         super().__init__()
         self.array, self.peer, self.tag, self.message = array, peer, tag, message
         letter = Letter.from_array(array)
-        self.value = (peer, tag, letter.number, letter.verdict, letter.seat.identity[:16])
+        self.value = (peer, tag, letter.number, letter.decision, letter.seat.identity[:16])
 
     def _await_end(self, limit: float) -> bool:
         HERE.thread.block("waiting for an answer", lambda: self.ended)
@@ -189,7 +189,7 @@ class Group:
         self.run, self.rank, self.ranks, self.name = run, rank, range(len(run.programs)), f"{rank}"
         self.timeout = 60.0
         self.failure: GroupError | None = None
-        self.monitor = SimpleNamespace(name=lambda rank: f"rank {rank}", verdict=lambda *_: None)
+        self.monitor = SimpleNamespace(name=lambda rank: f"rank {rank}", decision=lambda *_: None)
         self.wanted: list[Posted] = []
         self.stored: list[tuple[int, Posted]] = []
 
@@ -635,7 +635,7 @@ def test_a_failure_at_any_moment_ends_every_message(name: str) -> None:
     assert explore(WORLDS[name], fails=True) > 100
 
 
-ANSWERS = "self._group.post_send(Adopted(answer.to_array()), source, ANSWER)"
+ANSWERS = "self._group.post_send(ImportedArray(answer.to_array()), source, ANSWER)"
 FOLLOWS = (
     "self._events.give(0, [event for _, event in message.marks]); "
     "own.follow([message.array.stream]); marks = message.marks = []"
@@ -657,7 +657,7 @@ PLANTS: dict[str, tuple[Any, ...]] = {
         (NcclMessages, "_answer", ANSWERS, f"direction.move(message, identity); {ANSWERS}; return"), PING, "deadlock"
     ),
     "wait() does not block until the message is queued": (
-        (Message, "_order", "self._begun.wait(ENDLESS)", "pass"), LATE, "used before it has come"
+        (NcclMessage, "_order", "self._begun.wait(ENDLESS)", "pass"), LATE, "used before it has come"
     ),
     "streams are followed when a message is queued": (
         (Direction, "_queue", "marks, message.marks = message.marks, []", FOLLOWS), TWICE, "deadlock on the GPUs"

@@ -27,22 +27,22 @@ from fastcoll.store.opening import (
     MAGIC,
     OPENING_SIZE,
     PROOF_SIZE,
+    ConnectionKind,
     Endpoint,
-    Kind,
     Opening,
+    OpeningResult,
     Role,
-    Verdict,
     derive_key,
     prove,
 )
-from fastcoll.store.table import Op, Request
+from fastcoll.store.table import Op, StoreRequest
 
 WHOLE = OPENING_SIZE + PROOF_SIZE
 _PATIENCE = 100.0  # for a drop: longer than any opening may take, on a busy machine
 _ETH_P_ALL, _SO_RCVBUFFORCE = 3, 33
 _TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(199)
 
-_REQUEST = encode_request(Request(Op.NUM_KEYS))
+_REQUEST = encode_request(StoreRequest(Op.NUM_KEYS))
 Talk = tuple[bytes, Callable[[bytes], bytes] | None]
 """What is sent first, and what is made of the answer and sent then."""
 
@@ -87,11 +87,17 @@ def _port_of(ends: bytes) -> list[int]:
 
 
 def _opening(
-    kind: Kind, group: bytes, key: bytes, has_secret: bool, rank: int = 1, peer: int = 0, size: int = 2
+    kind: ConnectionKind,
+    group: bytes,
+    key: bytes,
+    has_secret: bool,
+    rank: int = 1,
+    peer: int = 0,
+    size: int = 2,
 ) -> Talk:
     """An honest opening, and then the proof that `key` makes and a request, which a store would answer."""
     endpoint = Endpoint(group, rank, size, key, has_secret)
-    mine = Opening.of(endpoint, Role.DIALS, kind, 0, peer, Verdict.WELCOME).to_bytes()
+    mine = Opening.of(endpoint, Role.DIALS, kind, 0, peer, OpeningResult.WELCOME).to_bytes()
     return mine, lambda answer: prove(key, Role.DIALS, mine, answer[:OPENING_SIZE]) + _REQUEST
 
 
@@ -111,7 +117,7 @@ def attacks(recorded: list[tuple[list[int], str]]) -> Iterator[tuple[str, Talk]]
     dialed = [each for each in openings if each[10] == Role.DIALS]
     answered = [each for each in openings if each[10] == Role.ANSWERS]
     groups = {bytes(16), *(each[32:48] for each in openings)}
-    for kind in Kind:
+    for kind in ConnectionKind:
         for group in groups:
             for name, secret in (("wrong", b"wrong"), ("empty", b"")):
                 # A store's key is the secret, a group's is made with a token, which a stranger cannot have.
@@ -128,7 +134,7 @@ def attacks(recorded: list[tuple[list[int], str]]) -> Iterator[tuple[str, Talk]]
         other = opening._replace(rank=opening.peer, peer=opening.rank)
         yield "for another rank", (other.to_bytes(), lambda _, old=old: old)
         yield "as another role", (theirs[:10] + bytes([Role.ANSWERS]) + theirs[11:], None)
-        for kind in Kind:
+        for kind in ConnectionKind:
             yield f"for {kind.name}", (opening._replace(kind=kind).to_bytes(), lambda _, old=old: old)
     for each in answered:
         yield "an answer reflected", (each, None)
@@ -160,7 +166,7 @@ def attack(where: str, name: str, talk: Talk) -> dict[str, Any]:
 
 def crawl(count: int, where: list[str]) -> dict[str, float]:
     """How long the slowest of `count` openers at each port holds on; each sends a byte of an opening a second."""
-    opening = _opening(Kind.STORE, bytes(16), b"wrong", has_secret=True)[0]
+    opening = _opening(ConnectionKind.STORE, bytes(16), b"wrong", has_secret=True)[0]
     waiting, since = selectors.DefaultSelector(), time.monotonic()
     for each in where:
         host, _, port = each.rpartition(":")

@@ -137,8 +137,8 @@ class _Carrier:
         for fd in (0, *self._tuns):
             poller.register(fd, select.POLLIN)
         while True:
-            patience = 1000 * (self._due[0][0] - time.monotonic()) if self._due else None
-            for fd, _ in poller.poll(None if patience is None else max(patience, 0.0)):
+            grace = 1000 * (self._due[0][0] - time.monotonic()) if self._due else None
+            for fd, _ in poller.poll(None if grace is None else max(grace, 0.0)):
                 if fd:
                     self._take(self._tuns.index(fd))
                 elif not (line := sys.stdin.readline()):

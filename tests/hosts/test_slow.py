@@ -92,9 +92,9 @@ def test_a_slow_network_is_as_slow_as_it_says(slowly: Callable[..., SlowNetwork]
     answering = two.start([sys.executable, "-c", ANSWER], stdout=subprocess.PIPE)
     assert answering.process.stdout is not None
 
-    def ask(count: int, expected: int, patience: float) -> tuple[list[int], float]:
-        """Which of so many datagrams came back, in their order, until so many had or for `patience` none; and when."""
-        words = (two.address, *map(str, (count, expected, patience)))
+    def ask(count: int, expected: int, grace: float) -> tuple[list[int], float]:
+        """Which of so many datagrams came back, in their order, until so many had or for `backoff` none; and when."""
+        words = (two.address, *map(str, (count, expected, grace)))
         came, seconds = json.loads(one.namespace.run(sys.executable, "-c", ASK, *words))
         return came, seconds
 

@@ -19,7 +19,7 @@ from fastcoll.job.backends import parse_backend
 from fastcoll.job.job import Job
 from fastcoll.job.lease import StoreLease
 from fastcoll.store import HashStore, Store, TCPStore, tcp_store, waiting
-from fastcoll.store.table import Missing, Request
+from fastcoll.store.table import Missing, StoreRequest
 from fastcoll.system.processes import Member
 
 SERVE = """
@@ -66,7 +66,7 @@ class Counting(HashStore):
 
     requests = keys = nbytes = 0
 
-    def _ask(self, request: Request) -> list[bytes] | Missing:
+    def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
         self.requests += 1
         self.keys += len(request.keys)
         self.nbytes += sum(map(len, request.values))
@@ -115,8 +115,8 @@ class Leaving:
         self.lease = StoreLease(self.store, members, 0, lambda: self.closed.append("store"))
         self.lease.settle()
 
-    def leave(self, patience: float = 60.0, *gone: Member) -> None:
-        self.lease.leave(patience, gone)
+    def leave(self, grace: float = 60.0, *gone: Member) -> None:
+        self.lease.leave(grace, gone)
         assert self.closed == ["store"]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fastcoll.launch.nodes import Job
+from fastcoll.launch.nodes import NodeShare
 
 
-def job(local_size: int = 2, nodes: int = 1, node_rank: int = 0) -> Job:
-    return Job(("program",), local_size, nodes, node_rank, "host", 1234)
+def job(local_size: int = 2, nodes: int = 1, node_rank: int = 0) -> NodeShare:
+    return NodeShare(("program",), local_size, nodes, node_rank, "host", 1234)
 
 
 def test_one_node() -> None:

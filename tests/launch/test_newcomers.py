@@ -13,7 +13,7 @@ import pytest
 from launch.launching import COMMAND, LIMIT, patched
 
 from fastcoll.launch.console import Console
-from fastcoll.launch.nodes import Job
+from fastcoll.launch.nodes import NodeShare
 from fastcoll.launch.pauses import Pauses
 from fastcoll.launch.supervisor import Supervisor
 
@@ -61,9 +61,9 @@ print(store.get("new"))
         "[new 1] False False 1",
         "[new 1] b'1'",
     ]
-    said = r"rank 1 \(pid \d+\) failed: signal SIGKILL \(9\); 2 go on here; newcomer 1 of 1 starts\n"
+    said = r"rank 1 \(pid \d+\) failed: signal SIGKILL \(9\); 2 go on here; joiner 1 of 1 starts\n"
     assert re.search(said, done.stderr)
-    assert (tmp_path / "logs" / "newcomer-1.stdout").read_text() == "False False 1\nb'1'\n"
+    assert (tmp_path / "logs" / "joiner-1.stdout").read_text() == "False False 1\nb'1'\n"
 
 
 @pytest.mark.long
@@ -80,18 +80,18 @@ store.wait(["ended-3"])
         r"fastcoll.launch: (.*) \(pid \d+\) failed: exit code 3; (?:1 goes|0 go) on here(.*)", done.stderr
     )
     assert names[:2] == [
-        ("rank 1", "; newcomer 1 of 2 starts"),
-        ("newcomer 1", "; newcomer 2 of 2 starts in 1 s"),
+        ("rank 1", "; joiner 1 of 2 starts"),
+        ("joiner 1", "; joiner 2 of 2 starts in 1 s"),
     ]
-    assert names[2:] in ([], [("newcomer 2", "")])
+    assert names[2:] in ([], [("joiner 2", "")])
 
 
 def test_nobody_waits_for_a_newcomer_when_the_others_have_ended(tmp_path: Path) -> None:
-    """The second newcomer would come in ten minutes. Rank 0 ends after the launcher has said so."""
+    """The second joiner would come in ten minutes. Rank 0 ends after the launcher has said so."""
     text = """
 if local == "1":
     sys.exit(3)
-while "newcomer 2 of 9" not in open("said").read():
+while "joiner 2 of 9" not in open("said").read():
     time.sleep(0.01)
 """
     command = patched("pauses._FIRST = pauses._MOST = 600.0")
@@ -102,8 +102,8 @@ while "newcomer 2 of 9" not in open("said").read():
         said.seek(0)
         lines = said.read()
     assert done.returncode == 0, lines
-    assert "newcomer 2 of 9 starts in 600 s" in lines
-    assert "newcomer 3" not in lines
+    assert "joiner 2 of 9 starts in 600 s" in lines
+    assert "joiner 3" not in lines
 
 
 def test_a_launcher_that_replaces_many_keeps_nothing_of_them(
@@ -112,13 +112,13 @@ def test_a_launcher_that_replaces_many_keeps_nothing_of_them(
     monkeypatch.setattr(Pauses, "after", lambda *_: 0.0)
     monkeypatch.chdir(tmp_path)
     program = 'if [ "$LOCAL_RANK" = 1 ]; then exit 3; fi; until [ -e go ]; do sleep 0.01; done'
-    job = Job(("sh", "-c", program), 2, 1, 0, "127.0.0.1", 1)
+    job = NodeShare(("sh", "-c", program), 2, 1, 0, "127.0.0.1", 1)
     descriptors: list[int] = []
 
     class Hearing(Console):
         def say(self, text: str, has_to_act: object = None) -> None:
             descriptors.append(len(os.listdir("/proc/self/fd")))
-            if "newcomer" not in text.partition("; ")[2]:
+            if "joiner" not in text.partition("; ")[2]:
                 Path("go").touch()
 
     supervisor = Supervisor(job, 0, console=Hearing(), is_guest=True, min_ranks=1, max_restarts=20)

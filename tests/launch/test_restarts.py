@@ -24,7 +24,7 @@ from fastcoll.launch.console import Console
 from fastcoll.launch.failures import Failure
 from fastcoll.launch.gathering import Gathering
 from fastcoll.launch.generations import End, Node, Order, Over, Rules, Start
-from fastcoll.launch.nodes import Job, free_port
+from fastcoll.launch.nodes import NodeShare, free_port
 from fastcoll.launch.options import read
 from fastcoll.launch.restarts import Restarts
 from fastcoll.launch.supervisor import Supervisor
@@ -245,7 +245,7 @@ def test_ranks_for_which_there_is_no_room_count_as_failed(capfd: pytest.CaptureF
     node = Node("key", "host", 1, "default", "127.0.0.1", 0)
     rules = Rules(1, 1, max_restarts=1, last_call=0.0, join=60.0, end=5.0, fixed=True)
     variables = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "1"}
-    job = Job(("program",), 1, 1, 0, "127.0.0.1", 1234, variables=variables)
+    job = NodeShare(("program",), 1, 1, 0, "127.0.0.1", 1234, variables=variables)
     with Gathering(HashStore(), node, lambda: 1234, rules, leads=True, tick=0.01) as gathering:
         assert Restarts(gathering, job, refuse, None, Console(), 0.01).run() == 1
     assert capfd.readouterr().err.count("cannot be run: Resource temporarily unavailable") == 2

@@ -18,7 +18,7 @@ import pytest
 from net.meshes import Clock
 from together import together
 
-from fastcoll.arrays.adopted import Adopted
+from fastcoll.arrays.imported import ImportedArray
 from fastcoll.core import monitor
 from fastcoll.core.message import Status
 from fastcoll.core.operands import ANY_TAG
@@ -162,7 +162,7 @@ def test_misfits_raise_on_both_sides_and_nothing_is_broken(worlds, what: str, ho
         got = np.zeros(3, int)
         me.recv(got, 0, 9)
         assert (got == np.arange(3)).all()
-        assert me.vigil.failure is None
+        assert me.monitor.failure is None
 
     worlds(2).run(first, second)
 
@@ -194,7 +194,7 @@ def test_what_has_its_message_is_not_in_vain(worlds) -> None:
     (me,) = worlds(1).ranks
     said = []
 
-    class Asking(Adopted):
+    class Asking(ImportedArray):
         def put(self, address: int, nbytes: int) -> None:
             said.append(me.mailbox.is_in_vain(work))
             super().put(address, nbytes)
@@ -214,7 +214,7 @@ def test_a_receive_from_any_is_in_vain_when_all_peers_have_left(worlds) -> None:
     work = me.irecv(np.zeros(1), None, 1)
     for peer in peers:
         assert not me.mailbox.is_in_vain(work)
-        peer.vigil.leave()
+        peer.monitor.leave()
     until(lambda: me.mailbox.is_in_vain(work))
 
 
@@ -365,7 +365,7 @@ def test_iprobe_beside_a_thread_that_waits(worlds) -> None:
 
 def test_a_probe_of_a_rank_that_has_left_fails(worlds) -> None:
     peer, me = worlds(2).ranks
-    peer.vigil.leave()
+    peer.monitor.leave()
     with pytest.raises(AbortedError, match=r"rank 0 .*left the group; probe of rank 0 .*any tag"):
         me.probe(0)
 
@@ -439,7 +439,7 @@ def test_the_record_says_what_waits_until_it_ends(worlds) -> None:
         slots.add(slot)
         drivers.add(threading.get_ident())
 
-    me.vigil.record = cast(Any, SimpleNamespace(waits=waits, waits_no_more=slots.discard))
+    me.monitor.record = cast(Any, SimpleNamespace(waits=waits, waits_no_more=slots.discard))
     works = [me.irecv(np.zeros(1), 0, tag) for tag in (1, 2)]
     waiter = threading.get_ident()
 
@@ -463,7 +463,7 @@ def test_no_wait_stays_in_the_record_when_no_thread_waits_for_the_last_operation
     def waits(slot: int, *_: object, **__: object) -> None:
         slots.add(slot)
 
-    me.vigil.record = cast(Any, SimpleNamespace(waits=waits, waits_no_more=slots.discard))
+    me.monitor.record = cast(Any, SimpleNamespace(waits=waits, waits_no_more=slots.discard))
     work = me.irecv(np.zeros(1), 0, 1)
     until(lambda: bool(slots))  # the engine's own thread has written it
     peer.send(np.zeros(1), 1, 1)
@@ -517,7 +517,7 @@ def test_what_a_rank_sent_before_it_left_can_be_received(worlds) -> None:
     me, peer = worlds(2).ranks
     peer.isend(np.array([3.0]), 0)
     peer.await_on_the_way(0, 1)
-    peer.vigil.leave()
+    peer.monitor.leave()
     got = np.zeros(1)
     assert me.recv(got, 1) == 1
     assert got[0] == 3
@@ -527,13 +527,13 @@ def test_what_a_rank_sent_before_it_left_can_be_received(worlds) -> None:
 
 def test_from_any_goes_on_while_somebody_is_left(worlds) -> None:
     me, gone, there = worlds(3).ranks
-    gone.vigil.leave()
+    gone.monitor.leave()
     got = np.zeros(1)
     work = me.irecv(got, None, 1)
     until(lambda: me.mailbox._progress.checks.next > 0)
     there.send(np.ones(1), 0, 1)
     assert work.result() == 2
-    there.vigil.leave()
+    there.monitor.leave()
     with pytest.raises(AbortedError, match=r"rank 1 .*rank 2 .*left the group"):
         me.recv(got)
 
@@ -555,7 +555,7 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
     with pytest.raises(KeyboardInterrupt):
         me.recv(np.zeros(1), 1)
     thread.join()
-    assert "interrupted" in str(me.vigil.failure)
+    assert "interrupted" in str(me.monitor.failure)
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
@@ -620,7 +620,7 @@ def test_a_silent_peer_runs_into_the_timeout(worlds, monkeypatch: pytest.MonkeyP
     assert isinstance(error, CollectiveTimeoutError)
     doing = "send to rank 1" if call == "isend" else "recv from"
     assert re.search(rf"{doing} .*tag 3.*rank 1 .*within the timeout of 30 s", str(error))
-    assert me.vigil.failure is error
+    assert me.monitor.failure is error
     with pytest.raises(CollectiveTimeoutError):
         me.irecv(np.zeros(1), 1, 4)
     with pytest.raises((AbortedError, CollectiveTimeoutError)):
@@ -643,8 +643,8 @@ def test_a_dead_peer_is_named(worlds) -> None:
 
 
 ENDS = {
-    "a peer fails": (lambda me, peer: peer.vigil.fail(AbortedError("out of luck")), "rank 1 .*out of luck"),
-    "abort": (lambda me, _: (me.vigil.fail(AbortedError("enough")), me.mailbox.abort()), "enough"),
+    "a peer fails": (lambda me, peer: peer.monitor.fail(AbortedError("out of luck")), "rank 1 .*out of luck"),
+    "abort": (lambda me, _: (me.monitor.fail(AbortedError("enough")), me.mailbox.abort()), "enough"),
     "close": (lambda me, _: (me.mailbox.close(None), me.mailbox.close(None)), "destroyed"),
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastcoll.core.operands import ANY_TAG, JAX_TAGS, LARGEST_TAG, OBJECTS_TAG, wildcard_of
-from fastcoll.p2p.queues import MatchQueues, Message
+from fastcoll.p2p.queues import IncomingMessage, MatchQueues
 from fastcoll.p2p.transfers import Receive, kind_of
 
 ENGINE = cast(Any, SimpleNamespace(rank=0, timeout=1.0, forks=0))
@@ -21,8 +21,8 @@ def receive(tag: int) -> Receive:
     return Receive(ENGINE, np.zeros(1, "u1"), None, tag)
 
 
-def message_of(tag: int, source: int = 1) -> Message:
-    return Message(source, kind_of(tag, np.dtype("u1")), 1)
+def message_of(tag: int, source: int = 1) -> IncomingMessage:
+    return IncomingMessage(source, kind_of(tag, np.dtype("u1")), 1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from net.meshes import until
 
-from fastcoll.arrays.arrays import adopt
+from fastcoll.arrays.arrays import import_array
 from fastcoll.core.message import Status
 from fastcoll.core.monitor import IN_ORDER, Monitor
 from fastcoll.core.operands import ANY_TAG
@@ -36,20 +36,20 @@ DEADLINE = 60.0
 class Rank:
     """One rank's mailbox with the public arguments."""
 
-    def __init__(self, rank: int, vigil: Monitor, mailbox: Engine) -> None:
-        self.rank, self.vigil, self.mailbox = rank, vigil, mailbox
+    def __init__(self, rank: int, monitor: Monitor, mailbox: Engine) -> None:
+        self.rank, self.monitor, self.mailbox = rank, monitor, mailbox
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
-        self.mailbox.send(adopt(x, writable=False), dst, tag)
+        self.mailbox.send(import_array(x, writable=False), dst, tag)
 
     def recv(self, x: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
-        return self.mailbox.recv(adopt(x, writable=True), src, tag, status)
+        return self.mailbox.recv(import_array(x, writable=True), src, tag, status)
 
     def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
-        return self.mailbox.isend(adopt(x, writable=False), dst, tag)
+        return self.mailbox.isend(import_array(x, writable=False), dst, tag)
 
     def irecv(self, x: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
-        return self.mailbox.irecv(adopt(x, writable=True), src, tag, status)
+        return self.mailbox.irecv(import_array(x, writable=True), src, tag, status)
 
     def probe(self, src: int | None = None, tag: int = ANY_TAG) -> tuple[int, ...]:
         return fields(self.mailbox.probe(src, tag))
@@ -96,8 +96,10 @@ class World(ABC):
         self._prepare()
         self.ranks = []
         for rank in range(size):
-            vigil = self._vigil(rank)
-            self.ranks.append(Rank(rank, vigil, Engine(self._routes(rank, vigil), rank, vigil, timeout)))
+            monitor = self._monitor(rank)
+            self.ranks.append(
+                Rank(rank, monitor, Engine(self._routes(rank, monitor), rank, monitor, timeout))
+            )
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -108,11 +110,11 @@ class World(ABC):
         self._segments.append(Segment.create(name, Layout(size, 4096, RING)))
         unlink(name)
 
-    def _vigil(self, rank: int) -> Monitor:
-        return ListVigil(self._said, self.members, rank)
+    def _monitor(self, rank: int) -> Monitor:
+        return ListMonitor(self._said, self.members, rank)
 
     @abstractmethod
-    def _routes(self, rank: int, vigil: Monitor) -> list[Any]:
+    def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
         """By rank, the pipe to it and its number there."""
 
     def run(self, *programs: Callable[[Rank], None]) -> None:
@@ -155,11 +157,11 @@ class RingWorld(World):
     def _prepare(self) -> None:
         self._add_segment(len(self.members))
 
-    def _vigil(self, rank: int) -> Monitor:
+    def _monitor(self, rank: int) -> Monitor:
         return ShmMonitor(self._segments[0], self.members, rank)
 
-    def _routes(self, rank: int, vigil: Monitor) -> list[Any]:
-        pipe = _ring_pipe(self._segments[0], rank, vigil)
+    def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
+        pipe = _ring_pipe(self._segments[0], rank, monitor)
         return [(pipe, peer) for peer in range(len(self.members))]
 
 
@@ -168,8 +170,8 @@ class WireWorld(World):
 
     def _prepare(self) -> None: ...
 
-    def _routes(self, rank: int, vigil: Monitor) -> list[Any]:
-        pipe = TcpPipe(self.meshes[rank], vigil, 20_000)
+    def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
+        pipe = TcpPipe(self.meshes[rank], monitor, 20_000)
         return [(pipe, peer) for peer in range(len(self.members))]
 
 
@@ -182,22 +184,22 @@ class NodeWorld(World):
         for node in self._nodes:
             self._add_segment(len(node))
 
-    def _routes(self, rank: int, vigil: Monitor) -> list[Any]:
+    def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
         local = self._nodes[rank // 2]
-        rings = _ring_pipe(self._segments[rank // 2], rank % 2, vigil)
+        rings = _ring_pipe(self._segments[rank // 2], rank % 2, monitor)
         # None if all ranks are on one node, as no engine would close it.
-        wire = TcpPipe(self.meshes[rank], vigil, 20_000) if len(local) < len(self.members) else None
+        wire = TcpPipe(self.meshes[rank], monitor, 20_000) if len(local) < len(self.members) else None
         routes: list[Any] = [(wire, peer) for peer in range(len(self.members))]
         for place, peer in enumerate(local):
             routes[peer] = (rings, place)
         return routes
 
 
-def _ring_pipe(segment: Segment, place: int, vigil: Monitor) -> RingPipe:
-    return RingPipe(segment.address, segment.layout, place, vigil, (0, 100), 0)
+def _ring_pipe(segment: Segment, place: int, monitor: Monitor) -> RingPipe:
+    return RingPipe(segment.address, segment.layout, place, monitor, (0, 100), 0)
 
 
-class ListVigil(Monitor):
+class ListMonitor(Monitor):
     """A monitor whose ranks publish their states in a list."""
 
     def __init__(self, said: list[tuple[int, str]], members: Sequence[Member], rank: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastcoll import ReduceOp
-from fastcoll.net.tcp.context import Prepared
+from fastcoll.net.tcp.context import PreparedPlan
 from net.engines import Array, Engines
 
 # What several ranks in a row have joined. 15 bytes, so that pieces of any usual size cut items.
@@ -50,7 +50,7 @@ class Call:
 class Part:
     """One rank's part in a call: what the engine is given, and what must be in the arrays in the end."""
 
-    prepared: Prepared
+    prepared: PreparedPlan
     arrays: Sequence[Array]
     expected: dict[int, Array] = field(default_factory=dict)
 

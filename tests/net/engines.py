@@ -22,9 +22,9 @@ from fastcoll.kernels import waiting
 from fastcoll.kernels.reduce import reducer
 from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp import executor as engine
-from fastcoll.net.tcp.context import NetContext, Prepared
+from fastcoll.net.tcp.context import NetContext, PreparedPlan
 from fastcoll.net.tcp.plans.choose import plan_for
-from fastcoll.net.tcp.plans.shape import Shape, default_limits
+from fastcoll.net.tcp.plans.shape import CallShape, default_limits
 
 Array = np.ndarray[Any, Any]
 _STEPS = 200_000
@@ -64,7 +64,7 @@ class Engines:
         self.loses_records = False
         """A fault to plant: what ranks note of their calls is gone at once."""
         for context in self.contexts:
-            context.words[words.PATIENCE + waiting.BUDGET] = -1  # back after every sweep
+            context.words[words.BACKOFF + waiting.BUDGET] = -1  # back after every sweep
         for here, there in permutations(range(n), 2):
             for stream in range(streams):
                 key = (here, there, stream)
@@ -88,27 +88,27 @@ class Engines:
         nbytes: Sequence[int],
         op: ReduceOp | None = None,
         root: int = 0,
-    ) -> Prepared:
+    ) -> PreparedPlan:
         """A rank's call, as TcpBackend prepares it."""
         dtype = arrays[0].dtype if arrays else None
         itemsize = 1 if dtype is None else dtype.itemsize
         ordered = op is not None and op.function is not None
-        shape = Shape(
+        shape = CallShape(
             operation, self.size, rank, tuple(nbytes), self.limits, itemsize, root=root, ordered=ordered
         )
         code = signature.encode(operation, dtype, op=op) | root << signature.ROOT_SHIFT
         folds = (0, 0) if op is None else reducer(op, dtype)[:2]
-        prepared = Prepared(code, shape, plan_for(shape), folds)
+        prepared = PreparedPlan(code, shape, plan_for(shape), folds)
         self.contexts[rank].make_room(prepared)
         return prepared
 
-    def begin(self, rank: int, prepared: Prepared, arrays: Sequence[Array]) -> int:
+    def begin(self, rank: int, prepared: PreparedPlan, arrays: Sequence[Array]) -> int:
         """Begin a call, with one sweep; the engine's status."""
         return engine.collective.call(
             self.contexts[rank].address | words.LOOSELY, prepared.address, tuple(arrays)
         )
 
-    def go_on(self, rank: int, prepared: Prepared) -> int:
+    def go_on(self, rank: int, prepared: PreparedPlan) -> int:
         """One more sweep of the call under way."""
         return engine.collective.call(self.contexts[rank].address | words.RESUMED, prepared.address, ())
 
@@ -138,7 +138,7 @@ class Engines:
         """Let `taker` receive bytes that `giver` has not sent."""
         assert self._wires[taker, giver, 0][1].send(data) == len(data)
 
-    def run(self, programs: Sequence[Sequence[tuple[Prepared, Sequence[Array]]]]) -> list[list[int]]:
+    def run(self, programs: Sequence[Sequence[tuple[PreparedPlan, Sequence[Array]]]]) -> list[list[int]]:
         """Let each rank make its calls one after the other, in an order drawn at random; their statuses.
 
         A call that did not match is followed by `after_mismatch`. A rank ends with the first call that went wrong, and

@@ -97,7 +97,7 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 def died_of(mesh: Mesh) -> Any:
     """What the mesh's monitor comes to think, looking as a waiting call does."""
-    return until(lambda: mesh.monitor.verdict([], "testing"))
+    return until(lambda: mesh.monitor.decide([], "testing"))
 
 
 def elsewhere(member: Member) -> Member:

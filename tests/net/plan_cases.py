@@ -11,10 +11,10 @@ import numpy as np
 from fastcoll.core.operations import KINDS, NATIVE, WITH_ARRAYS
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.plan import Plan
-from fastcoll.net.tcp.plans.shape import Limits, Shape
+from fastcoll.net.tcp.plans.shape import CallShape, Limits
 from net.simulate import check_tables, joined, reads, require, rubbish, simulate
 
-Builder = Callable[[Shape], Plan]
+Builder = Callable[[CallShape], Plan]
 OPERATIONS = tuple(name for name in KINDS if name in NATIVE & WITH_ARRAYS)
 REDUCTIONS = tuple(name for name in OPERATIONS if KINDS[name].reduces)
 ROOTED = tuple(name for name in OPERATIONS if KINDS[name].root)
@@ -54,8 +54,8 @@ class Case:
     def _index(self, giver: int, taker: int) -> int:
         return taker if self.operation in ("scatter", "reduce_scatter") else giver
 
-    def shape(self, rank: int) -> Shape:
-        return Shape(
+    def shape(self, rank: int) -> CallShape:
+        return CallShape(
             operation=self.operation,
             size=self.size,
             rank=rank,

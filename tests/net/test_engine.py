@@ -51,8 +51,8 @@ def test_nothing_is_given_up_while_a_rank_has_not_come() -> None:
 def test_whom_a_sleeping_engine_waits_for_is_known() -> None:
     with Engines(4) as engines:
         context = engines.contexts[0]
-        context.words[words.PATIENT_SWEEPS] = 0
-        context.words[words.PATIENCE + waiting.BUDGET] = 1 << 40
+        context.words[words.BACKOFF_SWEEPS] = 0
+        context.words[words.BACKOFF + waiting.BUDGET] = 1 << 40
         part = Call("barrier", 0).of(engines, 0)
         assert engines.begin(0, part.prepared, part.arrays) == AGAIN
         assert context.waited_for == [1, 2, 3]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastcoll.core import signature
 from fastcoll.core.status import DONE, MISMATCH, WORKED
 from fastcoll.net.tcp import engine_layout as words
-from fastcoll.net.tcp.context import Prepared
+from fastcoll.net.tcp.context import PreparedPlan
 from fastcoll.net.tcp.meet import AHEAD, HELD
 from fastcoll.net.tcp.plans.shape import HEADER_BYTES
 from net.engine_calls import OPERATIONS, Call
@@ -44,7 +44,7 @@ def programs(draw: st.DrawFn, n: int, most: int, length: int) -> list[list[Call]
 def check(
     engines: Engines,
     rounds: Sequence[Sequence[Call]],
-    plant: Callable[[Prepared], object] = lambda prepared: None,
+    plant: Callable[[PreparedPlan], object] = lambda prepared: None,
 ) -> None:
     """Run the rounds: every rank sees which ones match, and gets what is right, or nothing; `plant` faults before."""
     n = engines.size
@@ -219,7 +219,7 @@ def test_a_root_ends_its_calls_alone_until_its_records_are_all_in_use() -> None:
 def test_a_rank_that_writes_before_all_agree_is_found() -> None:
     """The planted fault: in a group of three, who receives is as loose as who gives."""
 
-    def plant(prepared: Prepared) -> None:
+    def plant(prepared: PreparedPlan) -> None:
         prepared._words[words.LOOSE] = prepared.call & 0xFF == signature.code_of("broadcast")
 
     rounds = _mostly_ahead(3, 2 * AHEAD, random.Random(1))

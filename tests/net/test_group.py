@@ -33,7 +33,7 @@ from fastcoll.net.tcp import executor as engine
 from fastcoll.net.tcp.backend import TcpBackend
 from fastcoll.rendezvous import dials
 from fastcoll.rendezvous.listener import Listener
-from fastcoll.store.opening import Kind
+from fastcoll.store.opening import ConnectionKind
 from net.groups import everybody, groups
 from net.meshes import ProxiedStore, nothing_left, until
 
@@ -130,7 +130,7 @@ def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...], f
 
         def has_dialed(group: ProcessGroup) -> bool:
             keys = group.backend._mesh._made
-            return all((Kind.DATA, peer, 0) in keys for peer in range(group.rank + 1, 4))
+            return all((ConnectionKind.DATA, peer, 0) in keys for peer in range(group.rank + 1, 4))
 
         def call(group: ProcessGroup) -> None:
             others = [other for other in there if other is not group]

@@ -51,7 +51,7 @@ for peer in range(size):
         if peer != rank:
             mesh.data(peer, stream)
 tell(pid=os.getpid(), addresses=[str(each) for each in mesh._roster.interfaces], ports=mesh._roster.listener.ports)
-while (found := mesh.monitor.verdict([], "testing")) is None:
+while (found := mesh.monitor.decide([], "testing")) is None:
     time.sleep(0.02)
 tell(error=f"{type(found).__name__}: {found}", ranks=found.ranks)
 mesh.monitor.fail(found)

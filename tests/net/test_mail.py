@@ -190,7 +190,7 @@ def test_garbage_fails_the_group_and_is_told_from_a_message(
     with pytest.raises(AbortedError, match=r"rank 0 .*no message"):
         me.irecv(got, 0).wait(DEADLINE) if posted else me.recv(got, 0)
     assert not got.any()
-    assert me.vigil.failure is not None
+    assert me.monitor.failure is not None
 
 
 def test_a_sender_that_ignores_its_credit_is_refused(world: WireWorld) -> None:
@@ -304,7 +304,7 @@ def test_the_reason_that_a_peer_gives_comes_before_its_silence(world: WireWorld)
     me, peer = world.ranks
     me.isend(np.zeros(3), 1)
     me.await_on_the_way(1, 1)
-    peer.vigil.fail(AbortedError("out of luck"))
+    peer.monitor.fail(AbortedError("out of luck"))
     world.meshes[1].connections[0].close()
     with pytest.raises(AbortedError, match="out of luck"):
         me.recv(np.zeros(3), 1)
@@ -318,7 +318,7 @@ def test_a_peer_that_has_left_may_close_its_connection(monkeypatch: pytest.Monke
         gone.isend(np.zeros(3), 0)
         me.recv(np.zeros(3), 1)
         work = me.irecv(np.zeros(3))
-        gone.vigil.leave()
+        gone.monitor.leave()
         world.meshes[1].connections[0].shutdown(socket.SHUT_RDWR)
         until(lambda: pipe_to(me, 1)[0].word(1, IN_GONE))
         looked = me.mailbox._progress.checks.next

@@ -26,7 +26,7 @@ from fastcoll.net.tcp.mesh import Mesh, control_peers
 from fastcoll.rendezvous import listener as listening
 from fastcoll.rendezvous.dials import Dial, dial_all
 from fastcoll.store import HashStore
-from fastcoll.store.opening import Endpoint, Kind
+from fastcoll.store.opening import ConnectionKind, Endpoint
 from fastcoll.system import processes
 from fastcoll.system.interfaces import Interface, interfaces_here
 from net.meshes import Clock, ProxiedStore, crew, died_of, elsewhere, make_all, meshes, nothing_left, until
@@ -130,7 +130,7 @@ def test_mail_goes_both_ways_and_early_connections_are_kept() -> None:
         sent = made[0].mail(2)
         assert made[0].mail(2) is sent
         sent.send(b"early")
-        until(lambda: (Kind.MAIL, 0, 0) in made[2]._made)
+        until(lambda: (ConnectionKind.MAIL, 0, 0) in made[2]._made)
         back = made[2].mail(0)
         made[2].on_mail(lambda peer, connection: got.append((peer, connection)))
         later = made[1].mail(2)
@@ -152,7 +152,7 @@ def test_there_is_one_connection_for_messages_whoever_dials_it(first: int | None
                 made[first].mail(1 - first)
                 ends = [made[0].mail(1).fileno(), made[1].mail(0).fileno()]
             talk(*ends)
-            assert [sum(kind is Kind.MAIL for kind, _, _ in each._made) for each in made] == [1, 1]
+            assert [sum(kind is ConnectionKind.MAIL for kind, _, _ in each._made) for each in made] == [1, 1]
 
 
 def test_secrets_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_a_dial_is_refused_as_long_as_nothing_else_has_failed(monkeypatch: pytes
 
     monkeypatch.setattr(Dial, "_try", fail)
     endpoint, here = Endpoint(bytes(16), 0, 2, b"", False), Interface("lo", "127.0.0.1")
-    dial = Dial(endpoint, 1, Kind.DATA, 0, here, (here.address, 1))
+    dial = Dial(endpoint, 1, ConnectionKind.DATA, 0, here, (here.address, 1))
     until(lambda: dial.step() or len(tried) == 5)
     assert tried[0] is None
     assert tried[1] == tried[2] is not None
@@ -271,7 +271,7 @@ def test_a_peer_that_does_not_ask_for_data_in_time_is_named() -> None:
 def test_a_second_connection_for_the_same_stream_is_closed() -> None:
     with meshes(2) as (a, b):
         one, other = together(lambda: a.data(1), lambda: b.data(0))
-        again = a._new_dial(1, Kind.DATA, 0)
+        again = a._new_dial(1, ConnectionKind.DATA, 0)
         dial_all([again], lambda: None)
         again.connection.settimeout(5)
         assert again.connection.recv(1) == b""
@@ -284,7 +284,7 @@ def test_through_a_network_that_cuts_everything_up() -> None:
         talk(*together(lambda: made[0].data(2), lambda: made[2].data(0)))
         made[0].monitor.leave()
         until(lambda: made[1].monitor.has_left(0))
-        assert made[1].monitor.verdict([2], "testing") is None
+        assert made[1].monitor.decide([2], "testing") is None
 
 
 @pytest.mark.parametrize("fault", ["reset", "half_close"])

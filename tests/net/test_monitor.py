@@ -64,9 +64,9 @@ class Network:
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 end.close()
 
-    def verdict(self, rank: int, needed: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
+    def decide(self, rank: int, needed: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
         self.controls[rank].look(again=True)
-        return self.monitors[rank].verdict(needed, "all_reduce, call 7")
+        return self.monitors[rank].decide(needed, "all_reduce, call 7")
 
     def close(self) -> None:
         for end in self.ends.values():
@@ -80,14 +80,14 @@ def network() -> Iterator[Network]:
 
 
 def test_nothing_is_wrong_at_first(network: Network) -> None:
-    assert [network.verdict(rank, (0, 1, 2)) for rank in range(3)] == [None] * 3
+    assert [network.decide(rank, (0, 1, 2)) for rank in range(3)] == [None] * 3
 
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_connection_that_ends_without_a_word_is_a_death(network: Network, reset: bool) -> None:
     network.kill(2, reset)
     for rank in (0, 1):
-        found = network.verdict(rank)
+        found = network.decide(rank)
         assert isinstance(found, PeerDiedError)
         assert found.ranks == (FIRST_RANK + 2,)
         assert re.search(r"rank 12 \(pid \d+ on far\)", str(found))
@@ -97,17 +97,17 @@ def test_a_connection_that_ends_without_a_word_is_a_death(network: Network, rese
 
 def test_a_half_closed_connection_is_one_too(network: Network) -> None:
     network.ends[2, 0].shutdown(socket.SHUT_WR)
-    assert isinstance(network.verdict(0), PeerDiedError)
-    assert network.verdict(1) is None
+    assert isinstance(network.decide(0), PeerDiedError)
+    assert network.decide(1) is None
 
 
 def test_who_left_in_order_is_missed_only_where_needed(network: Network) -> None:
     network.monitors[2].leave()
     network.controls[2].close()
-    assert network.verdict(0, (1,)) is None
+    assert network.decide(0, (1,)) is None
     assert network.monitors[0].has_left(2)
     assert not network.monitors[0].has_left(1)
-    found = network.verdict(0, (1, 2))
+    found = network.decide(0, (1, 2))
     assert isinstance(found, AbortedError)
     assert (found.ranks, "rank 12" in str(found), "left the group" in str(found)) == ((12,), True, True)
 
@@ -117,7 +117,7 @@ def test_leaving_while_notices_are_unread_is_no_reset(network: Network) -> None:
     network.monitors[0].leave()
     network.monitors[2].leave()
     network.controls[2].close()
-    assert network.verdict(0) is None
+    assert network.decide(0) is None
     assert network.monitors[0].has_left(2)
     assert network.controls[0].lost == {2: "it closed the connection"}
 
@@ -126,7 +126,7 @@ def test_an_abort_is_told_with_its_reason(network: Network) -> None:
     network.monitors[1].fail(AbortedError("rank 11 aborted the group: no more money"))
     network.kill(1)
     for rank in (0, 2):
-        found = network.verdict(rank)
+        found = network.decide(rank)
         assert isinstance(found, AbortedError)
         assert re.search(r"rank 11 \(pid \d+ on far\)", str(found))
         assert "no more money; all_reduce, call 7" in str(found)
@@ -137,7 +137,7 @@ def test_a_rank_that_came_too_late_is_blamed_and_not_who_noticed(network: Networ
     network.monitors[0].fail(CollectiveTimeoutError("barrier: rank 12 did not arrive within 3 s", [12]))
     network.controls[0].close()
     for rank, kind in ((1, CollectiveTimeoutError), (2, AbortedError)):  # a timeout for all but the late
-        found = network.verdict(rank)
+        found = network.decide(rank)
         assert type(found) is kind
         assert found.ranks == (12,)
         assert re.search(r"rank 10 \(pid \d+ on far\)", str(found))
@@ -147,11 +147,11 @@ def test_a_rank_that_came_too_late_is_blamed_and_not_who_noticed(network: Networ
 def test_a_rank_that_is_taken_for_dead_does_not_name_itself(network: Network) -> None:
     """Packets are lost in one direction: the others declare this rank dead, and it reads that from them."""
     network.monitors[1].fail(PeerDiedError("rank 10 died", [10]))
-    found = network.verdict(0)
+    found = network.decide(0)
     assert type(found) is AbortedError
     assert re.search(r"rank 11 .* failed the group: rank 10 died", str(found))
     network.monitors[2].fail(PeerDiedError("rank 11 died", [11]))
-    found = network.verdict(0)
+    found = network.decide(0)
     assert isinstance(found, PeerDiedError)
     assert found.ranks == (11,)
 
@@ -159,16 +159,16 @@ def test_a_rank_that_is_taken_for_dead_does_not_name_itself(network: Network) ->
 def test_survivors_that_are_gone_first_hide_nobody(network: Network) -> None:
     """Rank 1 sees the death of 2, fails and goes, before 0 looks, whose connection with 2 still stands."""
     network.ends[2, 1].close()
-    seen = network.verdict(1)
+    seen = network.decide(1)
     network.monitors[1].fail(seen)
     network.controls[1].close()
-    found = network.verdict(0)
+    found = network.decide(0)
     assert isinstance(found, PeerDiedError)
     assert found.ranks == (12,)
     assert re.search(r"rank 12 \(pid \d+ on far\)", str(found))
     assert "rank 11" not in str(found)
     network.kill(2)
-    assert network.verdict(0).ranks == (12,)
+    assert network.decide(0).ranks == (12,)
 
 
 def test_a_death_is_told_on_to_ranks_that_cannot_see_it() -> None:
@@ -176,7 +176,7 @@ def test_a_death_is_told_on_to_ranks_that_cannot_see_it() -> None:
         network.kill(4)
         texts = []
         for rank in (3, 2, 1, 0):
-            found = network.verdict(rank)
+            found = network.decide(rank)
             assert isinstance(found, PeerDiedError), rank
             assert found.ranks == (14,)
             texts.append(str(found))
@@ -189,7 +189,7 @@ def test_an_abort_is_told_on_as_it_was() -> None:
     with nothing_left(), contextlib.closing(Network(4, pairwise(range(4)))) as network:
         network.monitors[3].fail(AbortedError("enough", [13]))
         for rank in (2, 1, 0):
-            found = network.verdict(rank)
+            found = network.decide(rank)
             assert isinstance(found, AbortedError)
             assert str(found) == f"{network.members[3]} failed the group: enough; all_reduce, call 7"
             network.monitors[rank].fail(found)
@@ -199,26 +199,26 @@ def test_who_connects_late_hears_what_was_said() -> None:
     with nothing_left(), contextlib.closing(Network(2, [])) as network:
         network.monitors[0].fail(AbortedError("gone"))
         network.connect(0, 1)
-        assert "gone" in str(network.verdict(1))
+        assert "gone" in str(network.decide(1))
 
 
 def test_a_rank_that_is_leaving_may_still_leave_or_fail(network: Network) -> None:
     network.monitors[1].start_to_leave()
     network.monitors[2].start_to_leave()
-    assert network.verdict(0) is None
+    assert network.decide(0) is None
     network.monitors[1].leave()
     network.monitors[2].fail(AbortedError("not in order"))
-    assert "not in order" in str(network.verdict(0))
+    assert "not in order" in str(network.decide(0))
     assert network.controls[0].heard[1].state == LEFT
 
 
 def test_a_broken_data_connection_counts_unless_the_rank_says_why(network: Network) -> None:
     network.monitors[0].lost(2, "it closed the data connection")
-    assert isinstance(network.verdict(0), PeerDiedError)
-    assert "it closed the data connection" in str(network.verdict(0))
+    assert isinstance(network.decide(0), PeerDiedError)
+    assert "it closed the data connection" in str(network.decide(0))
     network.monitors[2].leave()
     network.controls[0].look(again=True)
-    assert network.verdict(0) is None
+    assert network.decide(0) is None
     assert network.monitors[0].has_left(2)
 
 
@@ -227,7 +227,7 @@ def test_the_first_failure_stays(network: Network) -> None:
     network.monitors[0].fail(first)
     network.monitors[0].fail(AbortedError("second"))
     network.kill(2)
-    assert network.verdict(0) is first
+    assert network.decide(0) is first
     network.controls[1].look(again=True)
     assert network.controls[1].heard[0].text == "first"
 
@@ -245,7 +245,7 @@ def test_a_notice_may_come_in_pieces(network: Network) -> None:
 def test_what_is_no_notice_ends_the_connection(network: Network, data: bytes) -> None:
     network.ends[2, 0].send(data)
     network.ends[2, 0].close()
-    assert isinstance(network.verdict(0), PeerDiedError)
+    assert isinstance(network.decide(0), PeerDiedError)
 
 
 def test_looks_are_rare_unless_asked_for(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,10 +288,10 @@ def test_a_process_in_sight_that_was_killed(child: tuple[subprocess.Popen[bytes]
     """It is dead, whatever its connection says, and named so."""
     process, members = child
     monitor = NetMonitor(members, 0, Control(2))
-    assert monitor.verdict([1], "testing") is None
+    assert monitor.decide([1], "testing") is None
     process.kill()
     process.wait()
-    found = monitor.verdict([1], "testing")
+    found = monitor.decide([1], "testing")
     assert isinstance(found, PeerDiedError)
     assert str(found) == f"{members[1]} died; testing"
 
@@ -302,11 +302,11 @@ def test_a_process_in_sight_that_left_before_it_ended(
     process, members = child
     control = Control(2)
     monitor = NetMonitor(members, 0, control)
-    assert monitor.verdict([], "testing") is None
+    assert monitor.decide([], "testing") is None
     process.communicate(b"\n")
     control.heard[1] = Notice(LEFT, 1)
-    assert monitor.verdict([], "testing") is None
-    assert isinstance(monitor.verdict([1], "testing"), AbortedError)
+    assert monitor.decide([], "testing") is None
+    assert isinstance(monitor.decide([1], "testing"), AbortedError)
 
 
 def test_a_wait_raises_what_the_monitor_finds(network: Network) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fastcoll.net.tcp.plans import direct
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.choose import ALGORITHMS, EXCHANGED, cheapest, chosen, plan_for
-from fastcoll.net.tcp.plans.shape import MEET_RANKS, Limits, Shape, default_limits
+from fastcoll.net.tcp.plans.shape import MEET_RANKS, CallShape, Limits, default_limits
 from net.plan_cases import (
     ANY_ORDER,
     IN_ORDER,
@@ -115,13 +115,13 @@ def test_calls_without_bytes_are_the_meeting_alone(operation):
 
 
 def whole(operation, nbytes, size=2, **flags):
-    return Shape(operation, size, 0, (nbytes,), default_limits(size), itemsize=4, **flags)
+    return CallShape(operation, size, 0, (nbytes,), default_limits(size), itemsize=4, **flags)
 
 
 def test_two_ranks_exchange_all_of_what_is_small():
     assert chosen(whole("all_reduce", default_limits(2).payload)) == "attached"
     limits = default_limits(2)._replace(payload=2048)
-    small, large = (Shape("all_reduce", 2, 0, (n,), limits, 4) for n in (EXCHANGED, EXCHANGED + 4))
+    small, large = (CallShape("all_reduce", 2, 0, (n,), limits, 4) for n in (EXCHANGED, EXCHANGED + 4))
     assert chosen(small) == "recursive doubling"
     assert chosen(large) == "direct"
 

@@ -26,7 +26,7 @@ from fastcoll.job.lease import StoreLease, times_settled
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.rendezvous.join import join
 from fastcoll.store import PrefixStore, Store, TCPStore, tcp_store
-from fastcoll.store.table import Op, Request
+from fastcoll.store.table import Op, StoreRequest
 from fastcoll.system import processes as members_module
 from fastcoll.system.processes import Member, ProcessId
 
@@ -68,7 +68,7 @@ class _CountedConnection(tcp_store.TCPConnection):
             _tally.messages["OPEN"] += 1
         super().open(secret, deadline)
 
-    def ask(self, request: Request, deadline: float) -> Any:
+    def ask(self, request: StoreRequest, deadline: float) -> Any:
         with _tally_lock:
             told = request.op == Op.SET and request.keys[0].endswith(b"/missing")
             _tally.messages["TOLD" if told else Op(request.op).name] += 1

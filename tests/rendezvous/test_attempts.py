@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastcoll import UsageError
-from fastcoll.rendezvous.attempts import ELSEWHERE, MADE, Attempts, Loss, Place, loss_of, place_of
+from fastcoll.rendezvous.attempts import ELSEWHERE, MADE, Attempts, Loss, ProcessName, loss_of, place_of
 from fastcoll.store import HashStore
 
 
@@ -54,7 +54,7 @@ def test_ranks_that_met_by_other_means_have_met() -> None:
 
 
 def test_place() -> None:
-    place = Place("1.new2", 3, 4)
+    place = ProcessName("1.new2", 3, 4)
     assert place_of(str(place)) == place
     for text in ("", "1.0", "1.0:4/4", "1.0:-1/4", ":0/4", "0.0:a/4"):
         with pytest.raises(UsageError, match="FASTCOLL_PLACE is"):

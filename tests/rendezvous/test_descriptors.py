@@ -94,7 +94,7 @@ def test_room_is_made_for_all_ranks_before_they_come(
 def test_rank_0_refuses_more_ranks_than_its_hard_limit_allows(processes) -> None:
     source = """
 import resource, sys
-from fastcoll.rendezvous.ways import meet_at_address
+from fastcoll.rendezvous.methods import meet_at_address
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 meet_at_address("127.0.0.1", int(sys.argv[1]), 0, 1000, 20.0, "this test")
 """

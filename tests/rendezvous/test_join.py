@@ -17,7 +17,7 @@ from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageE
 from fastcoll.rendezvous.join import join
 from fastcoll.store import HashStore, TCPStore, serving, waiting
 from fastcoll.store.store import StalledError
-from fastcoll.store.table import Missing, Request
+from fastcoll.store.table import Missing, StoreRequest
 from fastcoll.store.waiting import fetch_for
 from fastcoll.system.processes import Member
 
@@ -201,7 +201,7 @@ class Stalled(HashStore):
         super().__init__()
         self.left = requests
 
-    def _ask(self, request: Request) -> list[bytes] | Missing:
+    def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
         if self.left > 0:
             self.left -= 1
             raise StalledError("no answer")

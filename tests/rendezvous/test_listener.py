@@ -25,12 +25,12 @@ from fastcoll.rendezvous.dials import Dial, dial_all
 from fastcoll.rendezvous.listener import Listener, acquire, release
 from fastcoll.store.opening import (
     OPENING_SIZE,
+    ConnectionKind,
     Dialing,
     Endpoint,
-    Kind,
     Opening,
+    OpeningResult,
     Role,
-    Verdict,
 )
 from fastcoll.system.interfaces import Interface
 
@@ -57,7 +57,7 @@ def listener(arrived: list[tuple[Opening, socket.socket]]) -> Iterator[Listener]
 
 
 def dial(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
-    return Dial(endpoint, 1, Kind.DATA, 0, LO, (LO.address, listener.ports[0]))
+    return Dial(endpoint, 1, ConnectionKind.DATA, 0, LO, (LO.address, listener.ports[0]))
 
 
 def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket]]) -> None:
@@ -84,7 +84,7 @@ def dialed(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
 
 def answered(connection: socket.socket) -> bytes:
     """Open as rank 0, up to the listener's answer; the proof, which is to be sent."""
-    dialing, proof = Dialing(SEATS[0], 1, Kind.DATA, 0), b""
+    dialing, proof = Dialing(SEATS[0], 1, ConnectionKind.DATA, 0), b""
     connection.sendall(dialing.opening)
     while dialing.wants:
         proof = dialing.take(connection.recv(dialing.wants))
@@ -106,7 +106,7 @@ def many_descriptors() -> Iterator[None]:
 def test_a_rank_comes_through(listener, arrived) -> None:
     comes_through(listener, arrived)
     (opening, connection) = arrived[0]
-    assert (opening.rank, opening.kind, opening.stream) == (0, Kind.DATA, 0)
+    assert (opening.rank, opening.kind, opening.stream) == (0, ConnectionKind.DATA, 0)
     assert connection.gettimeout() == 0
     assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -142,7 +142,7 @@ def test_a_port_scan_is_dropped(listener, arrived) -> None:
 
 def test_who_asks_a_rank_for_a_store_gets_no_proof(listener, arrived) -> None:
     with connect(listener) as stranger:
-        stranger.sendall(Dialing(SEATS[0], 1, Kind.STORE, 0).opening)
+        stranger.sendall(Dialing(SEATS[0], 1, ConnectionKind.STORE, 0).opening)
         assert is_dropped(stranger)
     assert not arrived
     comes_through(listener, arrived)
@@ -150,11 +150,11 @@ def test_who_asks_a_rank_for_a_store_gets_no_proof(listener, arrived) -> None:
 
 def test_another_version_is_told(listener) -> None:
     with connect(listener) as stranger:
-        mine = bytearray(Dialing(SEATS[0], 1, Kind.DATA, 0).opening)
+        mine = bytearray(Dialing(SEATS[0], 1, ConnectionKind.DATA, 0).opening)
         mine[12:28] = b"99.0".ljust(16, b"\0")
         stranger.sendall(mine)
         answer = Opening.from_bytes(stranger.recv(OPENING_SIZE, socket.MSG_WAITALL), Role.ANSWERS)
-        assert answer.verdict is Verdict.VERSION
+        assert answer.result is OpeningResult.VERSION
         assert is_dropped(stranger)
 
 
@@ -237,7 +237,7 @@ def test_what_follows_the_proof_is_left_for_the_group(listener, arrived) -> None
 def test_a_group_that_has_gone_is_answered_to_no_more(listener) -> None:
     listener.leave(SEATS[1])
     with connect(listener) as late:
-        late.sendall(Dialing(SEATS[0], 1, Kind.DATA, 0).opening)
+        late.sendall(Dialing(SEATS[0], 1, ConnectionKind.DATA, 0).opening)
         assert is_dropped(late)
 
 

@@ -103,7 +103,7 @@ class World:
             at.RANK: rank, at.SIZE: self.size, at.SECTIONS: SHARED + layout.section(0), at.STRIDE: layout.stride,
             at.SLOT: layout.slot, at.LATE: -1, at.ONE_SHOT: 8, at.DIRECT_FROM: self.made.autotune.NEVER,
             at.COMBINED: SHARED + self.made.layout.COMBINED if layout.groups else 0, at.ARENA: ARENA,
-            at.PATIENCE + waiting.BUDGET: -1 if self.hurried else 1,
+            at.BACKOFF + waiting.BUDGET: -1 if self.hurried else 1,
         }  # fmt: skip
         private = {CONTEXT + 8 * word: value for word, value in words.items()}
         private |= {ARENA: self.array(rank, IN), ARENA + 8: 2 * OUT} if self.arena else {}  # BASE, LIMIT

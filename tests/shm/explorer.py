@@ -116,7 +116,7 @@ class Machine:
         self.pending.clear()
         return bool(found)
 
-    def wait_for(self, patience: int, address: int, want: int) -> bool:
+    def wait_for(self, backoff: int, address: int, want: int) -> bool:
         if address < SHARED:
             return bool(self.private.get(address, 0) >= want)
         return bool(self._step(AWAIT, address, want))
@@ -182,7 +182,7 @@ def load(plant: str = "", **constants: Mapping[str, Any]) -> tuple[Machine, Simp
         "load_acquire": machine.load_acquire, "store_release": machine.store_release,
         "swap_if_equal": machine.swap_if_equal, "call_reducer": machine.reduce, "weigh": signature.weigh,
         "memcpy": machine.copy, "memmove": machine.copy, "process_vm_readv": machine.read_peer,
-        "wait_for": machine.wait_for, "rest": machine.rest, "now": lambda patience: 1,
+        "wait_for": machine.wait_for, "rest": machine.rest, "now": lambda backoff: 1,
         "pthread_self": lambda: 1, "integer": lambda x: x, "object_at": lambda x: x,
         "take_gil": lambda thread, result: result,
     }  # fmt: skip

@@ -236,7 +236,7 @@ def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size, tmp_pat
         group.fast.all_reduce(x)
     group.fast.barrier()
     if rank == 0:
-        group.monitor.verdict = look
+        group.monitor.decision = look
     while rank == 1 and not came_back.exists():
         time.sleep(1e-3)
     group.fast.all_reduce(x)

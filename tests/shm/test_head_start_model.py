@@ -1,4 +1,4 @@
-"""Head starts (fastcoll/shm/head_start.py) as a model of one rank, over every schedule of small programs.
+"""Head starts (fastcoll/shm/inline_start.py) as a model of one rank, over every schedule of small programs.
 
 Callers, the progress thread, a thread aside, who closes or aborts the group, and the peers take one atomic step each,
 in any order. What becomes of a call when its entry returns, when it is queued and when it is taken over is decided by
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from fastcoll.core.status import AGAIN, DONE, LATER, MISMATCH, WORKED
-from fastcoll.shm import head_start
-from fastcoll.shm.head_start import BROKEN, FINISHED, GO_ON, HAND_OVER
+from fastcoll.shm import inline_start
+from fastcoll.shm.inline_start import BROKEN, FINISHED, GO_ON, HAND_OVER
 
 FIRST, SECOND, PROGRESS, ASIDE, CLOSER = THREADS = range(1, 6)
 FREE, HANDED_OVER = 0, -1
@@ -78,9 +78,9 @@ class Model:
         fault: a step of a wrong protocol.
     """
 
-    next_step = staticmethod(head_start.next_step)
-    goes_aside = staticmethod(head_start.goes_aside)
-    may_take_over = staticmethod(head_start.may_take_over)
+    next_step = staticmethod(inline_start.next_step)
+    goes_aside = staticmethod(inline_start.goes_aside)
+    may_take_over = staticmethod(inline_start.may_take_over)
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Model:
             if step is not None:
                 yield from step(s, t, thread)
         first = s.threads[0]
-        if self.interrupts and not s.interrupted and first.at in IN_A_HEAD_START:
+        if self.interrupts and not s.interrupted and first.at in IN_AN_INLINE_START:
             yield self.leave_lock(s, FIRST)._replace(interrupted=True).put(FIRST, "torn")
 
     def leave_lock(self, s: State, t: int) -> State:
@@ -387,7 +387,7 @@ class Model:
         yield s.put(t, "gone", mapped=False, turn=FREE)
 
 
-IN_A_HEAD_START = ("swap", "run", "lock", "let_go", "unlock")
+IN_AN_INLINE_START = ("swap", "run", "lock", "let_go", "unlock")
 
 PROGRAMS = {
     "one after the other": ["async 1, async 2, sync 3, async 4"],
@@ -434,12 +434,12 @@ class TakesOverAnyway(Model):
 
 class TakesOverWhenClosed(Model):
     def may_take_over(self, busy: int, closed: bool) -> bool:
-        return head_start.may_take_over(busy, False)
+        return inline_start.may_take_over(busy, False)
 
 
 class TakesBrokenForNotBegun(Model):
     def next_step(self, code: int, begun: bool, failed: bool) -> int:
-        return head_start.next_step(code, False, failed)
+        return inline_start.next_step(code, False, failed)
 
 
 TWO = ("async 1", "async 2")

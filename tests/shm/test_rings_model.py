@@ -208,9 +208,9 @@ class World:
         if event == pipe.ENTERED:
             return e._replace(entering=False)
         if event == pipe.ACKED:
-            acked, verdict = self.of_channel("ACK_NUMBER"), self.of_channel("ACK_VERDICT")
+            acked, decision = self.of_channel("ACK_NUMBER"), self.of_channel("ACK_VERDICT")
             assert acked in dict(e.unacked), f"the ack gave number {acked}, and {e.unacked} are not acked"
-            assert verdict == pipe.TAKEN
+            assert decision == pipe.TAKEN
             place = dict(e.unacked)[acked]
             self.end_send(place)
             left = tuple(each for each in e.unacked if each[0] != acked)

@@ -73,7 +73,7 @@ def test_a_slice_is_reduced_and_nothing_beside_it(rank, world_size):
 
 @pytest.mark.ranks(2, 3, 5)
 def test_all_reduce_that_comes_back_to_python_after_every_piece(rank, world_size):
-    budget = dist.group.WORLD.backend.context.words[words.PATIENCE + waiting.BUDGET :][:1]
+    budget = dist.group.WORLD.backend.context.words[words.BACKOFF + waiting.BUDGET :][:1]
     usual, budget[0] = budget[0], 0
     for salt, nbytes in enumerate((SMALLEST, LARGE + 4, 3 * LARGE)):
         reduce_and_check(symmetric.empty(nbytes // 4, np.float32), rank, world_size, salt=salt)
@@ -87,8 +87,8 @@ def test_nobody_is_done_before_the_slowest_slice(rank, world_size, slow):
     group = dist.group.WORLD
     x = symmetric.zeros(LARGE // 4, np.float32)
     if rank == slow:
-        group.backend.context.words[words.PATIENCE + waiting.BUDGET] = 0
-        group.monitor.verdict = lambda needed, doing: time.sleep(0.05)
+        group.backend.context.words[words.BACKOFF + waiting.BUDGET] = 0
+        group.monitor.decision = lambda needed, doing: time.sleep(0.05)
     x[...] = rank + 1
     dist.all_reduce(x)
     assert (x == world_size * (world_size + 1) / 2).all()

@@ -16,7 +16,7 @@ from fastcoll.compiler.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 from fastcoll.shm import context_layout as at
-from fastcoll.shm.context import CallSpec, Context
+from fastcoll.shm.context import CallSpec, ShmContext
 from fastcoll.shm.layout import PAGE, Layout
 from fastcoll.shm.validate import MEMO_PROBES, description, memo_slot
 
@@ -271,7 +271,7 @@ class Op:
 
 
 def test_the_memo_finds_what_it_was_told_and_nothing_else():
-    context = Context(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
+    context = ShmContext(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
     dtypes = [np.dtype((np.void, n)) for n in range(1, 30)]
     ops = [Op(), Op()]
     told = {}
@@ -295,7 +295,7 @@ def test_the_memo_finds_what_it_was_told_and_nothing_else():
 
 
 def test_entries_that_share_their_places():
-    context = Context(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
+    context = ShmContext(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
     dtype, ops = np.dtype("f8"), [Op() for _ in range(4000)]
     place = memo_slot.py_func(id(dtype), id(ops[0]), 1, 0)
     same = [op for op in ops if memo_slot.py_func(id(dtype), id(op), 1, 0) == place]

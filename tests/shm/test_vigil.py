@@ -26,11 +26,11 @@ def vigils() -> Iterator[list[ShmMonitor]]:
     segment.close()
 
 
-def passed_on(vigil: ShmMonitor) -> GroupError:
+def passed_on(monitor: ShmMonitor) -> GroupError:
     """What a rank makes of it that waits for another one, and fails with in its turn."""
-    found = vigil.verdict([], "barrier()")
+    found = monitor.decide([], "barrier()")
     assert found is not None
-    vigil.fail(found)
+    monitor.fail(found)
     return found
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.store import FileStore, file_store
 from fastcoll.store.file_store import MAGIC, locked, open_own, read_records, record_of
-from fastcoll.store.table import Op, Request
+from fastcoll.store.table import Op, StoreRequest
 from fastcoll.system.processes import this_process
 
 HOLD = """
@@ -175,7 +175,7 @@ def test_what_is_no_store_is_left_alone(tmp_path: Path, put: Callable[[Path], ob
 
 
 @pytest.mark.parametrize(
-    "torn", [b"\x01", record_of(Request(Op.SET, (b"key",), (b"value",)))[:-1], MAGIC[:5]]
+    "torn", [b"\x01", record_of(StoreRequest(Op.SET, (b"key",), (b"value",)))[:-1], MAGIC[:5]]
 )
 def test_a_half_written_end_is_cut_off(path: Path, torn: bytes) -> None:
     with FileStore(path) as one, FileStore(path) as two:
@@ -228,7 +228,7 @@ def test_a_log_that_is_mostly_history_begins_anew(path: Path, processes) -> None
                 one.set(f"{number % 3}", f"{turn}{number}".ljust(10_000))
                 one.add("n", 1)
             if turn == 1:  # as who is killed before it says where to begin
-                one._log._write(record_of(Request(Op.SET, (b"n",), (b"800",))))
+                one._log._write(record_of(StoreRequest(Op.SET, (b"n",), (b"800",))))
         assert path.stat().st_blocks * 512 < 3 << 20 < path.stat().st_size
         assert idle.add("n", 0) == 1200
         assert idle.get("1") == b"2397".ljust(10_000)
@@ -294,11 +294,13 @@ with FileStore(sys.argv[1]) as store:
 
 
 texts = st.binary(max_size=30).map(lambda data: (data,))
-records = st.tuples(st.builds(Request, st.just(Op.APPEND), texts, texts), st.booleans())
+records = st.tuples(st.builds(StoreRequest, st.just(Op.APPEND), texts, texts), st.booleans())
 
 
 @given(st.lists(records, max_size=5), st.integers(0, 400))
-def test_a_log_cut_anywhere_yields_its_whole_records(written: list[tuple[Request, bool]], cut: int) -> None:
+def test_a_log_cut_anywhere_yields_its_whole_records(
+    written: list[tuple[StoreRequest, bool]], cut: int
+) -> None:
     data = b"".join(record_of(*record) for record in written)[:cut]
     read = [record for *record, _ in read_records(data)]
     assert read == [list(record) for record in written[: len(read)]]
@@ -310,6 +312,6 @@ def test_random_bytes_are_records_or_an_error(data: bytes) -> None:
     try:
         for request, _, end in read_records(data):
             assert end <= len(data)
-            assert isinstance(request, Request)
+            assert isinstance(request, StoreRequest)
     except StoreError:
         pass

@@ -13,15 +13,15 @@ from fastcoll.store.opening import (
     PROOF_SIZE,
     PROTOCOL,
     Answering,
+    ConnectionKind,
     Dialing,
     Endpoint,
-    Kind,
     Opening,
     OpeningError,
+    OpeningResult,
     RefusedError,
     Role,
     Turned,
-    Verdict,
     derive_key,
 )
 
@@ -35,7 +35,7 @@ def find(theirs: Opening) -> Endpoint | None:
 
 
 def dialing(**changes: object) -> Dialing:
-    return Dialing(dataclasses.replace(SEATS[1], **changes), 2, Kind.DATA, 3)  # type: ignore[arg-type]
+    return Dialing(dataclasses.replace(SEATS[1], **changes), 2, ConnectionKind.DATA, 3)  # type: ignore[arg-type]
 
 
 def feed(side: Dialing | Answering, data: bytes, cuts: list[int]) -> bytes:
@@ -65,7 +65,7 @@ def test_both_sides_come_to_terms_however_the_bytes_are_split(cuts: list[int]) -
     assert (caller.wants, answerer.wants) == (0, 0)
     assert answerer.theirs is not None
     theirs = answerer.theirs
-    assert (theirs.rank, theirs.peer, theirs.kind, theirs.stream) == (1, 2, Kind.DATA, 3)
+    assert (theirs.rank, theirs.peer, theirs.kind, theirs.stream) == (1, 2, ConnectionKind.DATA, 3)
 
 
 @given(st.integers(0, 2), st.integers(0, OPENING_SIZE + PROOF_SIZE - 1), st.integers(1, 255))
@@ -124,20 +124,20 @@ def test_only_one_side_has_a_secret(has_secret: bool) -> None:
         caller.take(turned.value.answer)
 
 
-@pytest.mark.parametrize(("field", "value", "verdict"), [(8, b"\0\7", "PROTOCOL"), (12, b"9.9.9", "VERSION")])
-def test_another_version_is_told_so(field: int, value: bytes, verdict: str) -> None:
+@pytest.mark.parametrize(("field", "value", "result"), [(8, b"\0\7", "PROTOCOL"), (12, b"9.9.9", "VERSION")])
+def test_another_version_is_told_so(field: int, value: bytes, result: str) -> None:
     caller = dialing()
     opening = caller.opening[:field] + value + caller.opening[field + len(value) :]
     with pytest.raises(Turned) as turned:
         Answering(find).take(opening)
-    assert Opening.from_bytes(turned.value.answer, Role.ANSWERS).verdict is Verdict[verdict]
+    assert Opening.from_bytes(turned.value.answer, Role.ANSWERS).result is OpeningResult[result]
 
 
 def test_the_caller_names_both_versions() -> None:
     caller = dialing()
     endpoint = SEATS[2]
     mine = Opening.from_bytes(caller.opening, Role.DIALS)
-    answer = mine.answer(endpoint, Verdict.VERSION)._replace(version=b"9.9.9")
+    answer = mine.answer(endpoint, OpeningResult.VERSION)._replace(version=b"9.9.9")
     with pytest.raises(RefusedError, match=r"fastcoll 9\.9\.9 .* this rank"):
         caller.take(answer.to_bytes())
 
@@ -176,7 +176,7 @@ def test_a_endpoint_that_is_not_here(changes: dict[str, object]) -> None:
 
 def test_another_rank_that_has_taken_over_the_address() -> None:
     caller = dialing()
-    other = Opening.from_bytes(caller.opening, Role.DIALS).answer(SEATS[3], Verdict.WELCOME)
+    other = Opening.from_bytes(caller.opening, Role.DIALS).answer(SEATS[3], OpeningResult.WELCOME)
     with pytest.raises(OpeningError, match="taken over") as raised:
         caller.take(other.to_bytes())
     assert not isinstance(raised.value, RefusedError)  # it is tried again

@@ -10,7 +10,15 @@ from net.proxy import Proxy
 
 from fastcoll import StoreError, config
 from fastcoll.store import TCPStore
-from fastcoll.store.opening import OPENING_SIZE, Dialing, Endpoint, Kind, Opening, Role, Verdict
+from fastcoll.store.opening import (
+    OPENING_SIZE,
+    ConnectionKind,
+    Dialing,
+    Endpoint,
+    Opening,
+    OpeningResult,
+    Role,
+)
 from fastcoll.store.secret import PROOF_SIZE
 from fastcoll.store.store_protocol import StoreServer
 from fastcoll.system import address
@@ -67,28 +75,28 @@ def test_ports_may_be_mapped_where_the_job_has_a_secret(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("dialed", "called", "verdict"),
+    ("dialed", "called", "result"),
     [
-        (("10.0.0.1", 500), ("a", 500), Verdict.WELCOME),
-        (("10.0.0.1", 500), ("another of its names", 500), Verdict.WELCOME),
-        (("::ffff:10.0.0.1", 500), ("another of its names", 500), Verdict.WELCOME),
-        (("192.168.0.9", 500), ("A", 500), Verdict.WELCOME),  # the name is translated on the way
-        (("192.168.0.9", 500), ("b", 500), Verdict.PLACE),
-        (("10.0.0.1", 501), ("a", 501), Verdict.PLACE),
-        (("127.0.0.1", 500), ("localhost", 500), Verdict.PLACE),
+        (("10.0.0.1", 500), ("a", 500), OpeningResult.WELCOME),
+        (("10.0.0.1", 500), ("another of its names", 500), OpeningResult.WELCOME),
+        (("::ffff:10.0.0.1", 500), ("another of its names", 500), OpeningResult.WELCOME),
+        (("192.168.0.9", 500), ("A", 500), OpeningResult.WELCOME),  # the name is translated on the way
+        (("192.168.0.9", 500), ("b", 500), OpeningResult.PLACE),
+        (("10.0.0.1", 501), ("a", 501), OpeningResult.PLACE),
+        (("127.0.0.1", 500), ("localhost", 500), OpeningResult.PLACE),
     ],
 )
 def test_which_clients_a_store_takes_for_its_own(
-    dialed: tuple[str, int], called: tuple[str, int], verdict: Verdict
+    dialed: tuple[str, int], called: tuple[str, int], result: OpeningResult
 ) -> None:
     """The store is "a" at 10.0.0.1:500, with the secret of all of the user's jobs."""
     server = StoreServer(b"the user's own", 1.0, name_of("a", 500))
     server.connect(1, 0.0, place_of("10.0.0.1", 500))
     client = Endpoint(name_of(*called), 1, 2, b"the user's own", True)
-    server.receive(1, Dialing(client, 0, Kind.STORE, 0, place_of(*dialed)).opening, 0.0)
+    server.receive(1, Dialing(client, 0, ConnectionKind.STORE, 0, place_of(*dialed)).opening, 0.0)
     ((_, answer),) = server.outbox
-    assert Opening.from_bytes(answer[:OPENING_SIZE], Role.ANSWERS).verdict is verdict
-    assert len(answer) == OPENING_SIZE + (PROOF_SIZE if verdict is Verdict.WELCOME else 0)
+    assert Opening.from_bytes(answer[:OPENING_SIZE], Role.ANSWERS).result is result
+    assert len(answer) == OPENING_SIZE + (PROOF_SIZE if result is OpeningResult.WELCOME else 0)
 
 
 def test_every_machine_has_a_loopback_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

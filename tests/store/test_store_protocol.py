@@ -14,7 +14,7 @@ from fastcoll.store.frames import (
     HEADER,
     MAX_BODY,
     ProtocolError,
-    Status,
+    ReplyStatus,
     check_request_header,
     decode_answer,
     decode_fields,
@@ -26,15 +26,15 @@ from fastcoll.store.opening import (
     GROUP_SIZE,
     OPENING_SIZE,
     PROOF_SIZE,
+    ConnectionKind,
     Endpoint,
-    Kind,
     Opening,
+    OpeningResult,
     Role,
-    Verdict,
     prove,
 )
 from fastcoll.store.store_protocol import FRAME_SECONDS, MOST_OPENINGS, OPENING_SECONDS, StoreServer
-from fastcoll.store.table import SHAPES, Op, Request
+from fastcoll.store.table import SHAPES, Op, StoreRequest
 
 SECRET = b"a secret"
 
@@ -81,21 +81,27 @@ class Wire:
         data, self.sent[peer] = self.sent[peer], b""
         return data
 
-    def ask(self, peer: int, op: Op, *parts: bytes, timeout: float = 9.0) -> list[tuple[Status, list[bytes]]]:
+    def ask(
+        self, peer: int, op: Op, *parts: bytes, timeout: float = 9.0
+    ) -> list[tuple[ReplyStatus, list[bytes]]]:
         count = 0 if not parts else len(parts) // (1 + SHAPES[op][2])
-        self.feed(peer, encode_request(Request(op, parts[:count], parts[count:], timeout)))
+        self.feed(peer, encode_request(StoreRequest(op, parts[:count], parts[count:], timeout)))
         return self.answers(peer)
 
-    def answers(self, peer: int) -> list[tuple[Status, list[bytes]]]:
+    def answers(self, peer: int) -> list[tuple[ReplyStatus, list[bytes]]]:
         return parse_answers(self.take(peer))
 
 
 def hello(secret: bool = False, **changes: Any) -> bytes:
     me = Endpoint(bytes(GROUP_SIZE), 1, 2, b"", secret)
-    return Opening.of(me, Role.DIALS, Kind.STORE, 0, 0, Verdict.WELCOME)._replace(**changes).to_bytes()
+    return (
+        Opening.of(me, Role.DIALS, ConnectionKind.STORE, 0, 0, OpeningResult.WELCOME)
+        ._replace(**changes)
+        .to_bytes()
+    )
 
 
-def parse_answers(data: bytes) -> list[tuple[Status, list[bytes]]]:
+def parse_answers(data: bytes) -> list[tuple[ReplyStatus, list[bytes]]]:
     answers = []
     while data:
         length = HEADER.unpack(data[: HEADER.size])[2]
@@ -114,16 +120,16 @@ values = st.binary(max_size=40) | st.sampled_from([b"1", b"-5"])
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> StoreRequest:
     op = draw(st.sampled_from(list(Op)))
     fewest, most, per_key = SHAPES[op]
     names = draw(st.lists(keys, min_size=fewest, max_size=min(most, 3)))
     contents = draw(st.lists(values, min_size=per_key * len(names), max_size=per_key * len(names)))
-    return Request(op, tuple(names), tuple(contents), draw(st.sampled_from([0.0, 1.0, 1e9])))
+    return StoreRequest(op, tuple(names), tuple(contents), draw(st.sampled_from([0.0, 1.0, 1e9])))
 
 
 @given(requests())
-def test_requests_survive_the_wire(request: Request) -> None:
+def test_requests_survive_the_wire(request: StoreRequest) -> None:
     data = encode_request(request)
     header, body = data[: HEADER.size], data[HEADER.size :]
     assert check_request_header(header) == len(body)
@@ -131,7 +137,7 @@ def test_requests_survive_the_wire(request: Request) -> None:
 
 
 @given(st.lists(requests(), max_size=8), st.data())
-def test_how_the_bytes_are_split_does_not_matter(script: list[Request], data: st.DataObject) -> None:
+def test_how_the_bytes_are_split_does_not_matter(script: list[StoreRequest], data: st.DataObject) -> None:
     whole, split = Wire(), Wire()
     for wire in (whole, split):
         wire.connect(1)
@@ -147,8 +153,8 @@ def test_how_the_bytes_are_split_does_not_matter(script: list[Request], data: st
 def test_the_first_request_may_follow_the_opening_at_once() -> None:
     wire = Wire()
     wire.connect(1)
-    wire.feed(1, hello() + encode_request(Request(Op.NUM_KEYS)))
-    assert parse_answers(wire.take(1)[OPENING_SIZE:]) == [(Status.OK, [b"0"])]
+    wire.feed(1, hello() + encode_request(StoreRequest(Op.NUM_KEYS)))
+    assert parse_answers(wire.take(1)[OPENING_SIZE:]) == [(ReplyStatus.OK, [b"0"])]
 
 
 @pytest.mark.parametrize("key", [b"set", b"unset"])
@@ -156,7 +162,7 @@ def test_requests_behind_an_unanswered_one_drop(key: bytes) -> None:
     """Or else a few bytes would queue answers without end."""
     wire = Wire(1, 2)
     wire.ask(2, Op.SET, b"set", bytes(1000))
-    wire.feed(1, 40 * encode_request(Request(Op.GET, (key,))))
+    wire.feed(1, 40 * encode_request(StoreRequest(Op.GET, (key,))))
     assert wire.take(1) == b""
     assert "before its request was answered" in wire.dropped[1]
     wire.ask(2, Op.GET, b"unset")
@@ -167,7 +173,7 @@ def test_requests_behind_an_unanswered_one_drop(key: bytes) -> None:
 
 @settings(max_examples=300)
 @given(st.lists(requests(), max_size=5), st.data())
-def test_corruption_harms_nobody_else(script: list[Request], data: st.DataObject) -> None:
+def test_corruption_harms_nobody_else(script: list[StoreRequest], data: st.DataObject) -> None:
     stream = bytearray(hello() + b"".join(map(encode_request, script)))
     for at in data.draw(st.lists(st.integers(0, len(stream) - 1), min_size=1, max_size=4)):
         stream[at] = data.draw(st.integers(0, 255))
@@ -175,8 +181,8 @@ def test_corruption_harms_nobody_else(script: list[Request], data: st.DataObject
     wire.connect(2)
     wire.feed(2, bytes(stream))
     wire.pass_time(1.0)
-    assert wire.ask(1, Op.SET, b"mine", b"1") == [(Status.OK, [])]
-    assert wire.ask(1, Op.GET, b"mine") == [(Status.OK, [b"1"])]
+    assert wire.ask(1, Op.SET, b"mine", b"1") == [(ReplyStatus.OK, [])]
+    assert wire.ask(1, Op.GET, b"mine") == [(ReplyStatus.OK, [b"1"])]
     assert 1 not in wire.dropped
 
 
@@ -246,7 +252,7 @@ def test_slow_openers_are_dropped_and_slow_speakers_have_longer() -> None:
 @pytest.mark.parametrize("begun", [1, HEADER.size - 1, HEADER.size, HEADER.size + 1])
 def test_who_stalls_within_a_request_is_dropped(begun: int) -> None:
     wire = Wire(1)
-    request = encode_request(Request(Op.SET, (b"k",), (b"v" * 1000,)))
+    request = encode_request(StoreRequest(Op.SET, (b"k",), (b"v" * 1000,)))
     wire.pass_time(10 * FRAME_SECONDS)  # idle, which is fine
     wire.feed(1, request[:begun])
     wire.pass_time(0.9 * FRAME_SECONDS)
@@ -257,19 +263,19 @@ def test_who_stalls_within_a_request_is_dropped(begun: int) -> None:
     wire.pass_time(0.2 * FRAME_SECONDS)
     assert "did not complete a request" in wire.dropped[1]
     wire.feed(2, request[begun:])
-    assert wire.answers(2) == [(Status.OK, [])]
+    assert wire.answers(2) == [(ReplyStatus.OK, [])]
     wire.pass_time(10 * FRAME_SECONDS)  # after a request that is complete it may be idle again
-    assert wire.ask(2, Op.GET, b"k") == [(Status.OK, [b"v" * 1000])]
+    assert wire.ask(2, Op.GET, b"k") == [(ReplyStatus.OK, [b"v" * 1000])]
 
 
 def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
     server = StoreServer(b"", 1.0)
     for peer in range(100):
         server.connect(peer, 0.0)
-        server.receive(peer, hello() + encode_request(Request(Op.GET, (b"k",), timeout=9.0)), 0.0)
+        server.receive(peer, hello() + encode_request(StoreRequest(Op.GET, (b"k",), timeout=9.0)), 0.0)
     server.outbox.clear()
     server.connect(100, 0.0)
-    server.receive(100, hello() + encode_request(Request(Op.SET, (b"k",), (b"v",))), 0.0)
+    server.receive(100, hello() + encode_request(StoreRequest(Op.SET, (b"k",), (b"v",))), 0.0)
     answers = {peer: data for peer, data in server.outbox if peer < 100}
     assert len(answers) == 100
     assert len(set(map(id, answers.values()))) == 1
@@ -277,7 +283,7 @@ def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
 
 def test_a_refusal_is_an_opening_that_says_so() -> None:
     refusal = Opening.from_bytes(StoreServer(SECRET, 1.0).refusal(), Role.ANSWERS)
-    assert (refusal.verdict, refusal.has_secret) == (Verdict.FULL, True)
+    assert (refusal.result, refusal.has_secret) == (OpeningResult.FULL, True)
 
 
 def test_waiting_for_several_keys() -> None:
@@ -286,7 +292,7 @@ def test_waiting_for_several_keys() -> None:
     wire.ask(2, Op.SET, b"b", b"B")
     assert wire.answers(1) == []
     wire.ask(2, Op.APPEND, b"a", b"A")
-    assert wire.answers(1) == [(Status.OK, [b"A", b"B"])]
+    assert wire.answers(1) == [(ReplyStatus.OK, [b"A", b"B"])]
     wire.pass_time(10)
     assert wire.answers(1) == []
 
@@ -296,7 +302,10 @@ def test_each_value_of_a_queue_goes_to_one_of_those_that_wait() -> None:
     assert wire.ask(1, Op.POP, b"q") == wire.ask(2, Op.POP, b"q") == []
     items = [struct.pack("!4sI", b"\0ITM", 3) + value for value in (b"one", b"two")]
     wire.ask(3, Op.APPEND, b"q", b"".join(items))
-    assert [wire.answers(peer) for peer in (1, 2)] == [[(Status.OK, [b"one"])], [(Status.OK, [b"two"])]]
+    assert [wire.answers(peer) for peer in (1, 2)] == [
+        [(ReplyStatus.OK, [b"one"])],
+        [(ReplyStatus.OK, [b"two"])],
+    ]
 
 
 def test_a_key_deleted_meanwhile_is_waited_for_again() -> None:
@@ -307,15 +316,15 @@ def test_a_key_deleted_meanwhile_is_waited_for_again() -> None:
     wire.ask(2, Op.SET, b"b", b"")
     assert wire.answers(1) == []
     wire.pass_time(5)
-    assert wire.answers(1) == [(Status.TIMEOUT, [b"1", b"a"])]
-    assert wire.ask(1, Op.CHECK, b"b") == [(Status.OK, [b"1"])]
+    assert wire.answers(1) == [(ReplyStatus.TIMEOUT, [b"1", b"a"])]
+    assert wire.ask(1, Op.CHECK, b"b") == [(ReplyStatus.OK, [b"1"])]
 
 
 def test_who_leaves_while_waiting_is_forgotten() -> None:
     wire = Wire(1, 2)
     wire.ask(1, Op.GET, b"a")
     wire.server.disconnect(1)
-    assert wire.ask(2, Op.SET, b"a", b"") == [(Status.OK, [])]
+    assert wire.ask(2, Op.SET, b"a", b"") == [(ReplyStatus.OK, [])]
     assert wire.server._parked == {}
     assert wire.server.next_deadline() is None
 
@@ -327,7 +336,7 @@ def test_outlived_deadlines_do_not_pile_up() -> None:
         key = b"%d" % number
         wire.ask(1, Op.GET, key, timeout=1e6)
         wire.ask(2, Op.SET, key, b"")
-        assert wire.answers(1) == [(Status.OK, [b""])]
+        assert wire.answers(1) == [(ReplyStatus.OK, [b""])]
     assert len(wire.server._deadlines) < 200
 
 
@@ -335,9 +344,9 @@ def test_a_refusal_tells_why_and_the_peer_goes_on() -> None:
     wire = Wire(1)
     wire.ask(1, Op.SET, b"k", b"word")
     (status, fields), *_ = wire.ask(1, Op.ADD, b"k", b"1")
-    assert status is Status.REFUSED
+    assert status is ReplyStatus.REFUSED
     assert b"'k' holds 'word'" in fields[0].replace(b"b'word'", b"'word'")
-    assert wire.ask(1, Op.NUM_KEYS) == [(Status.OK, [b"1"])]
+    assert wire.ask(1, Op.NUM_KEYS) == [(ReplyStatus.OK, [b"1"])]
 
 
 def prove_as_client(wire: Wire, peer: int, secret: bytes) -> bytes:
@@ -356,10 +365,10 @@ def test_who_knows_the_secret_is_let_in_and_nobody_else() -> None:
     """test_opening.py has the proofs that a stranger may try."""
     wire = Wire(secret=SECRET)
     assert prove_as_client(wire, 1, SECRET) == b""
-    assert wire.ask(1, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+    assert wire.ask(1, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
     prove_as_client(wire, 2, b"another")
     wire.connect(3)
-    wire.feed(3, hello(secret=True) + encode_request(Request(Op.SET, (b"k",), (b"v",))) + bytes(32))
+    wire.feed(3, hello(secret=True) + encode_request(StoreRequest(Op.SET, (b"k",), (b"v",))) + bytes(32))
     assert wire.dropped == dict.fromkeys((2, 3), "rank 1 does not prove that it belongs to the group")
 
 
@@ -403,7 +412,7 @@ def test_the_oldest_opening_gives_way() -> None:
     wire.connect(MOST_OPENINGS + 1)
     wire.collect()
     assert wire.dropped == {1: f"one of more than {MOST_OPENINGS} openings"}
-    assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+    assert wire.ask(0, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
 
 
 def test_who_has_been_answered_gives_way_last() -> None:
@@ -419,7 +428,7 @@ def test_who_has_been_answered_gives_way_last() -> None:
     wire.collect()
     assert set(wire.dropped) == set(range(2, MOST_OPENINGS))
     wire.feed(0, prove(SECRET, Role.DIALS, mine, answer[:OPENING_SIZE]))
-    assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+    assert wire.ask(0, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
     for peer in range(2 * MOST_OPENINGS, 3 * MOST_OPENINGS):  # who never proves anything goes, too
         wire.connect(peer)
         wire.feed(peer, mine)
@@ -430,7 +439,7 @@ def test_who_has_been_answered_gives_way_last() -> None:
 def test_a_client_that_is_stopped_has_the_stores_timeout() -> None:
     """For its proof, and for the rest of a request."""
     wire, mine = Wire(secret=SECRET, timeout=300.0), hello(secret=True)
-    request = encode_request(Request(Op.SET, (b"k",), (b"v",)))
+    request = encode_request(StoreRequest(Op.SET, (b"k",), (b"v",)))
     prove_as_client(wire, 0, SECRET)
     wire.feed(0, request[:20])
     for peer in (1, 2):
@@ -442,8 +451,8 @@ def test_a_client_that_is_stopped_has_the_stores_timeout() -> None:
     wire.feed(1, prove(SECRET, Role.DIALS, mine, wire.take(1)[:OPENING_SIZE]))
     wire.pass_time(2.0)
     assert wire.dropped == {2: "did not send its proof within 300 s"}
-    assert wire.answers(0) == [(Status.OK, [])]
-    assert wire.ask(1, Op.GET, b"k") == [(Status.OK, [b"v"])]
+    assert wire.answers(0) == [(ReplyStatus.OK, [])]
+    assert wire.ask(1, Op.GET, b"k") == [(ReplyStatus.OK, [b"v"])]
 
 
 def test_strangers_give_way_when_no_descriptor_is_left() -> None:
@@ -460,29 +469,29 @@ def test_strangers_give_way_when_no_descriptor_is_left() -> None:
     assert not wire.server.give_way(wire.now)
     wire.collect()
     assert list(wire.dropped) == [2, 1]
-    assert wire.ask(0, Op.ADD, b"n", b"1") == [(Status.OK, [b"1"])]
+    assert wire.ask(0, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
 
 
 @pytest.mark.parametrize(
-    ("server", "changes", "verdict"),
+    ("server", "changes", "result"),
     [
-        (SECRET, {}, Verdict.SECRET),
-        (b"", {"has_secret": True}, Verdict.SECRET),
-        (b"", {"protocol": 99}, Verdict.PROTOCOL),
-        (b"", {"version": b"9.9"}, Verdict.WELCOME),  # the ranks compare versions when they join
+        (SECRET, {}, OpeningResult.SECRET),
+        (b"", {"has_secret": True}, OpeningResult.SECRET),
+        (b"", {"protocol": 99}, OpeningResult.PROTOCOL),
+        (b"", {"version": b"9.9"}, OpeningResult.WELCOME),  # the ranks compare versions when they join
     ],
 )
-def test_who_does_not_fit_is_told_why(server: bytes, changes: dict[str, Any], verdict: Verdict) -> None:
+def test_who_does_not_fit_is_told_why(server: bytes, changes: dict[str, Any], result: OpeningResult) -> None:
     wire = Wire(secret=server)
     wire.connect(1)
     wire.feed(1, hello(**changes))
-    assert Opening.from_bytes(wire.take(1), Role.ANSWERS).verdict is verdict
-    assert (1 in wire.dropped) == (verdict is not Verdict.WELCOME)
+    assert Opening.from_bytes(wire.take(1), Role.ANSWERS).result is result
+    assert (1 in wire.dropped) == (result is not OpeningResult.WELCOME)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"kind": Kind.DATA}, {"peer": 1}, {"size": 3}, {"rank": 0}],
+    [{"kind": ConnectionKind.DATA}, {"peer": 1}, {"size": 3}, {"rank": 0}],
 )
 def test_a_rank_that_takes_the_store_for_another_is_dropped(changes: dict[str, int]) -> None:
     wire = Wire()
@@ -495,12 +504,14 @@ def test_a_rank_that_takes_the_store_for_another_is_dropped(changes: dict[str, i
 def test_a_last_will_is_executed_when_its_connection_ends() -> None:
     wire = Wire(1, 2, 3, 4)
     assert wire.ask(1, Op.GET, b"k", timeout=99) == []
-    assert wire.ask(2, Op.WILL, b"k", b"two") == wire.ask(3, Op.WILL, b"k", b"three") == [(Status.OK, [])]
-    assert wire.ask(4, Op.WILL, b"k", b"four") == wire.ask(4, Op.WILL) == [(Status.OK, [])]
+    assert (
+        wire.ask(2, Op.WILL, b"k", b"two") == wire.ask(3, Op.WILL, b"k", b"three") == [(ReplyStatus.OK, [])]
+    )
+    assert wire.ask(4, Op.WILL, b"k", b"four") == wire.ask(4, Op.WILL) == [(ReplyStatus.OK, [])]
     wire.server.disconnect(4)  # took it back
     assert wire.answers(1) == []
     wire.server.disconnect(3)
     wire.collect()
-    assert wire.answers(1) == [(Status.OK, [b"three"])]
+    assert wire.answers(1) == [(ReplyStatus.OK, [b"three"])]
     wire.server.disconnect(2)  # the first one stays
-    assert wire.ask(1, Op.GET, b"k") == [(Status.OK, [b"three"])]
+    assert wire.ask(1, Op.GET, b"k") == [(ReplyStatus.OK, [b"three"])]

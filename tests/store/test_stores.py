@@ -14,7 +14,7 @@ from rendezvous.observed import FourOperations
 
 import fastcoll
 from fastcoll.errors import StoreError, StoreTimeoutError, UnavailableError, UsageError
-from fastcoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore, adopted
+from fastcoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore, imported
 from fastcoll.store.store import tries
 from fastcoll.store.table import MAX_KEY, MAX_VALUE
 
@@ -364,7 +364,7 @@ def like_torch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             yield made
         return
     store = pytest.importorskip("torch.distributed").HashStore()
-    yield adopted(store) if request.param == "adapted" else store
+    yield imported(store) if request.param == "adapted" else store
 
 
 def test_queues(like_torch: Any) -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from fastcoll.errors import StoreError
 from fastcoll.store import table as table_module
-from fastcoll.store.table import MAX_ANSWER, MAX_KEY, MAX_VALUE, Op, Request, Table
+from fastcoll.store.table import MAX_ANSWER, MAX_KEY, MAX_VALUE, Op, StoreRequest, Table
 
 
 def test_limits_leave_the_table_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_limits_leave_the_table_as_it_was(monkeypatch: pytest.MonkeyPatch) -> No
     assert table.get(b"a") == b"1" * 40
     assert table.remove(b"a")
     table.put(b"c", b"3" * 50)
-    assert table.apply(Request(Op.NUM_KEYS)) == [b"2"]
+    assert table.apply(StoreRequest(Op.NUM_KEYS)) == [b"2"]
 
 
 def test_a_get_answers_with_what_fits() -> None:
@@ -30,7 +30,7 @@ def test_a_get_answers_with_what_fits() -> None:
     keys = tuple(b"%d" % i for i in range(4))
     for key in keys:
         table.put(key, bytes(MAX_ANSWER // 3))
-    answer = table.apply(Request(Op.GET, keys))
+    answer = table.apply(StoreRequest(Op.GET, keys))
     assert 1 <= len(answer) < 4
 
 
@@ -38,4 +38,4 @@ def test_only_get_wait_and_pop_wait() -> None:
     table = Table()
     for op in Op:
         waits = op in (Op.GET, Op.WAIT, Op.POP)
-        assert (table.first_missing(Request(op, (b"k",))) == b"k") is waits
+        assert (table.first_missing(StoreRequest(op, (b"k",))) == b"k") is waits

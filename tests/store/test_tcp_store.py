@@ -25,16 +25,16 @@ from fastcoll.store.frames import HEADER, encode_request
 from fastcoll.store.opening import (
     OPENING_SIZE,
     PROOF_SIZE,
+    ConnectionKind,
     Dialing,
     Endpoint,
-    Kind,
     Opening,
+    OpeningResult,
     Role,
-    Verdict,
     prove,
 )
 from fastcoll.store.secret import job_secret
-from fastcoll.store.table import MAX_VALUE, Op, Request
+from fastcoll.store.table import MAX_VALUE, Op, StoreRequest
 from fastcoll.store.waiting import fetch_for
 from fastcoll.system.address import listen, place_of, port_holder
 
@@ -60,7 +60,7 @@ def raw(master: TCPStore) -> socket.socket:
 
 def greet(connection: socket.socket) -> None:
     place = place_of(*connection.getpeername())
-    dialing = Dialing(Endpoint(bytes(16), 1, 2, job_secret(), True), 0, Kind.STORE, 0, place)
+    dialing = Dialing(Endpoint(bytes(16), 1, 2, job_secret(), True), 0, ConnectionKind.STORE, 0, place)
     connection.sendall(proof_of(dialing, connection))
 
 
@@ -212,7 +212,7 @@ def test_strangers_are_dropped_and_cost_nothing(master: TCPStore) -> None:
 def test_a_client_is_not_read_before_it_has_read_its_answer(master: TCPStore) -> None:
     """Or else a few bytes of requests would fill the server's memory with answers."""
     master.set("k", bytes(MAX_VALUE))
-    ask = encode_request(Request(Op.GET, (b"k",), timeout=300.0))
+    ask = encode_request(StoreRequest(Op.GET, (b"k",), timeout=300.0))
 
     def behind() -> list[int]:
         return [len(link.out) for link in list(master._server._links.values()) if link.is_behind]
@@ -250,7 +250,7 @@ def test_a_thousand_clients(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -
     try:
         for client in clients:
             greet(client)
-            client.sendall(encode_request(Request(Op.GET, (b"go",), timeout=300.0)))
+            client.sendall(encode_request(StoreRequest(Op.GET, (b"go",), timeout=300.0)))
         master.set("go", "yes")
         for client in clients:
             assert receive(client, HEADER.size + 7).endswith(b"yes")
@@ -387,7 +387,7 @@ def test_a_false_server_learns_nothing(in_threads) -> None:
             with false.accept()[0] as connection:
                 mine = Opening.from_bytes(receive(connection, OPENING_SIZE), Role.DIALS)
                 me = Endpoint(mine.group, 0, 2, b"wrong", True)
-                answer = mine.answer(me, Verdict.WELCOME).to_bytes()
+                answer = mine.answer(me, OpeningResult.WELCOME).to_bytes()
                 connection.sendall(answer + prove(b"wrong", Role.ANSWERS, mine.to_bytes(), answer))
                 while data := connection.recv(4096):
                     heard.extend(data)

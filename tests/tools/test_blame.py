@@ -9,7 +9,7 @@ import pytest
 
 from fastcoll.core import signature
 from fastcoll.core.reduce_op import ReduceOp
-from fastcoll.record.record import Call, GroupRecord, Peer, Record, Waiting
+from fastcoll.record.record import CallRecord, GroupRecord, MemberRecord, Record, Waiting
 from fastcoll.tools.blame import ELSEWHERE, GONE, LEFT, Process, Rank, explain, names, waits_of
 from fastcoll.tools.circles import circles
 
@@ -34,11 +34,11 @@ def group(
     pending: int = 0,
 ) -> GroupRecord:
     """Rank's side of a group in its call number `calls`, or after it."""
-    peers = tuple(Peer(member, hosts[member], 100 + member) for member in members)
-    last = Call(calls, call, 16, "under way" if under_way else "done", 0, 0)
+    peers = tuple(MemberRecord(member, hosts[member], 100 + member) for member in members)
+    last = CallRecord(calls, call, 16, "under way" if under_way else "done", 0, 0)
     since = int((NOW - waited) * SECOND) if under_way else 0
     return GroupRecord(
-        name=name, serial=1, backend="shm", rank=peers.index(Peer(rank, hosts[rank], 100 + rank)), members=peers,
+        name=name, serial=1, backend="shm", rank=peers.index(MemberRecord(rank, hosts[rank], 100 + rank)), members=peers,
         calls=calls, finished=calls - under_way, pending=pending, ring=(last,) if calls else (),
         under_way=last if under_way else None, since=since, late=late, waits=waits, failure="",
     )  # fmt: skip
@@ -52,7 +52,7 @@ def rank(number: int, *groups: GroupRecord, state: str = "S", cores: float = 0.0
     return Rank(record, Process(100 + number, state, place, cores))
 
 
-def verdicts(*ranks: Rank, where: str = GONE) -> list:
+def findings(*ranks: Rank, where: str = GONE) -> list:
     return explain({each.rank: each for each in ranks}, lambda peer: where, NOW)
 
 
@@ -84,30 +84,30 @@ WAITED = f"{CALLED}, that ranks 0, 1 and 3 have waited in for 12 s"
 )
 def test_a_rank_that_has_not_called_is_named_with_what_it_does_instead(state, cores, says, cure):
     late = rank(2, group(2, 56, False, call=BARRIER), state=state, cores=cores, place="futex_wait")
-    (verdict,) = verdicts(*three(), late)
-    assert verdict.text.startswith(f"rank 2 (pid 102) has not called {WAITED}; {says}")
-    assert verdict.more == ("its last call there was barrier(), call 56",)
-    assert cure in verdict.next
-    assert verdict.ranks == (2,)
+    (finding,) = findings(*three(), late)
+    assert finding.text.startswith(f"rank 2 (pid 102) has not called {WAITED}; {says}")
+    assert finding.more == ("its last call there was barrier(), call 56",)
+    assert cure in finding.next
+    assert finding.ranks == (2,)
 
 
 def test_a_rank_that_is_stopped_inside_of_the_call_holds_it_up():
-    (verdict,) = verdicts(*three(), rank(2, group(2, 57, True), state="T"))
-    assert verdict.text == f"rank 2 (pid 102) holds up {WAITED}; it is stopped, by SIGSTOP or Ctrl-Z"
-    assert verdict.ranks == (2,)
+    (finding,) = findings(*three(), rank(2, group(2, 57, True), state="T"))
+    assert finding.text == f"rank 2 (pid 102) holds up {WAITED}; it is stopped, by SIGSTOP or Ctrl-Z"
+    assert finding.ranks == (2,)
 
 
 def test_a_stopped_rank_that_has_finished_the_call_holds_nobody_up_yet():
-    first, second = verdicts(*three(), rank(2, group(2, 57, False), state="T"))
+    first, second = findings(*three(), rank(2, group(2, 57, False), state="T"))
     assert "nobody is late" in first.text
     assert second.text == "rank 2 (pid 102) is stopped, by SIGSTOP or Ctrl-Z; nobody waits for it yet"
 
 
 def test_who_has_just_begun_to_wait_is_let_be():
     late = rank(2, group(2, 56, False), state="R")
-    assert verdicts(*three(waited=0.3), late) == []
+    assert findings(*three(waited=0.3), late) == []
     unmeasured = [rank(each.rank, replace(each.record.groups[0], since=0)) for each in three()]
-    assert verdicts(*unmeasured, late) == []
+    assert findings(*unmeasured, late) == []
     waits = waits_of({each.rank: each for each in (*three(waited=0.3), late)}, lambda peer: GONE, NOW)
     assert [wait.late for wait in waits] == [(2,)] * 3
 
@@ -121,26 +121,26 @@ def test_who_has_just_begun_to_wait_is_let_be():
     ],
 )
 def test_a_rank_that_is_not_seen_is_said_to_be_where_it_is(where, says, cure):
-    (verdict,) = verdicts(*three(hosts="aaba"), where=where)
-    assert verdict.text == f"rank 2 (pid 102 on b) is missing in {WAITED}; {says}"
-    assert cure in verdict.next
+    (finding,) = findings(*three(hosts="aaba"), where=where)
+    assert finding.text == f"rank 2 (pid 102 on b) is missing in {WAITED}; {says}"
+    assert cure in finding.next
 
 
 def test_ranks_of_another_machine_are_named_together_behind_those_here_and_those_that_the_group_names():
     here = [rank(number, group(number, 57, True, hosts="aabb")) for number in (0, 1)]
-    (verdict,) = verdicts(*here, where=ELSEWHERE)
-    assert verdict.text.startswith("ranks 2 and 3 (on b) are missing in all_reduce(")
-    assert verdict.ranks == (2, 3)
+    (finding,) = findings(*here, where=ELSEWHERE)
+    assert finding.text.startswith("ranks 2 and 3 (on b) are missing in all_reduce(")
+    assert finding.ranks == (2, 3)
     late = rank(1, group(1, 56, False, hosts="aabb"), state="R")
-    assert [verdict.ranks for verdict in verdicts(here[0], late, where=ELSEWHERE)] == [(1,)]
+    assert [finding.ranks for finding in findings(here[0], late, where=ELSEWHERE)] == [(1,)]
     named = [rank(number, group(number, 57, True, hosts="aabb", late=3)) for number in (0, 1)]
-    assert [verdict.ranks for verdict in verdicts(*named, where=ELSEWHERE)] == [(3,)]
+    assert [finding.ranks for finding in findings(*named, where=ELSEWHERE)] == [(3,)]
 
 
 def test_a_rank_that_has_left_the_group_is_named():
     other = group(2, 5, False, name="other")
-    (verdict,) = verdicts(*three(), rank(2, other))
-    assert verdict.text.startswith("rank 2 (pid 102) has left group WORLD, whose call 57, all_reduce(")
+    (finding,) = findings(*three(), rank(2, other))
+    assert finding.text.startswith("rank 2 (pid 102) has left group WORLD, whose call 57, all_reduce(")
 
 
 def test_the_blame_is_with_the_end_of_a_chain():
@@ -151,9 +151,9 @@ def test_the_blame_is_with_the_end_of_a_chain():
         1, group(1, 2, False, name="pair", members=pair), group(1, 9, True, name="others", members=others)
     )
     third = rank(2, group(2, 8, False, name="others", members=others), state="R")
-    (verdict,) = verdicts(first, second, third)
-    assert verdict.ranks == (2,)
-    assert "call 9 of group others, that rank 1 has waited in" in verdict.text
+    (finding,) = findings(first, second, third)
+    assert finding.ranks == (2,)
+    assert "call 9 of group others, that rank 1 has waited in" in finding.text
 
 
 def test_ranks_that_wait_for_one_another_are_told_with_both_calls():
@@ -162,14 +162,14 @@ def test_ranks_that_wait_for_one_another_are_told_with_both_calls():
     ranks = [rank(0, group(0, 15, False), group(0, 8, True, name="pair", members=pair))]
     ranks += [rank(number, group(number, 16, True, call=BARRIER)) for number in (1, 3)]
     ranks += [rank(2, group(2, 16, True, call=BARRIER), group(2, 7, False, name="pair", members=pair))]
-    (verdict,) = verdicts(*ranks)
-    assert verdict.text == "ranks 0 and 2 wait for one another"
-    assert sorted(verdict.more) == [
+    (finding,) = findings(*ranks)
+    assert finding.text == "ranks 0 and 2 wait for one another"
+    assert sorted(finding.more) == [
         "rank 0 has waited for 12 s in all_reduce(float32, 4 elements, op=SUM), call 8 of group pair, "
         "which rank 2 has not called",
         "ranks 1, 2 and 3 have waited for 12 s in barrier(), call 16 of group WORLD, which rank 0 has not called",
     ]
-    assert verdict.ranks == (0, 2)
+    assert finding.ranks == (0, 2)
 
 
 def test_who_waits_for_a_circle_and_is_not_in_it_is_not_blamed():
@@ -181,10 +181,10 @@ def test_who_waits_for_a_circle_and_is_not_in_it_is_not_blamed():
         rank(3, group(3, 4, True, name="c", members=(1, 3))),
     ]
     ranks[0] = rank(0, *ranks[0].record.groups, group(0, 4, False, name="d", members=(0, 2)))
-    (verdict,) = verdicts(*ranks)
-    assert verdict.text == "ranks 0 and 2 wait for one another"
-    assert verdict.ranks == (0, 2)
-    assert len(verdict.more) == 3  # the ranks of the circle, and the rank that waits for it
+    (finding,) = findings(*ranks)
+    assert finding.text == "ranks 0 and 2 wait for one another"
+    assert finding.ranks == (0, 2)
+    assert len(finding.more) == 3  # the ranks of the circle, and the rank that waits for it
 
 
 def test_each_circle_is_told_beside_those_that_are_late():
@@ -194,11 +194,11 @@ def test_each_circle_is_told_beside_those_that_are_late():
             members = (low, low + 1)
             own = group(mine, 2, True, name=f"of {mine}", members=members)
             ranks.append(rank(mine, own, group(mine, 1, False, name=f"of {other}", members=members)))
-    assert [verdict.ranks for verdict in verdicts(*ranks)] == [(0, 1), (2, 3)]
+    assert [finding.ranks for finding in findings(*ranks)] == [(0, 1), (2, 3)]
     ranks[3] = rank(
         3, *(replace(each, under_way=None, since=0) for each in ranks[3].record.groups), state="R"
     )
-    assert [verdict.ranks for verdict in verdicts(*ranks)] == [(3,), (0, 1)]
+    assert [finding.ranks for finding in findings(*ranks)] == [(3,), (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -216,14 +216,14 @@ def test_an_operation_under_way_makes_nobody_wait_that_does_something_else(state
     ranks = [rank(0, group(0, 15, False), pair, state=state, place=place)]
     ranks += [rank(1, group(1, 16, True), group(1, 0, False, name="pair", members=(0, 1)))]
     ranks += [rank(number, group(number, 16, True)) for number in (2, 3)]
-    (verdict,) = verdicts(*ranks)
-    assert verdict.ranks == blamed
+    (finding,) = findings(*ranks)
+    assert finding.ranks == blamed
     # If rank 0 blocks in another call, that call counts.
     other = group(0, 4, True, name="other", members=(0, 2))
     ranks[0] = rank(0, *ranks[0].record.groups, other, state=state, place=place)
     ranks[2] = rank(2, group(2, 15, False), group(2, 3, False, name="other", members=(0, 2)), state="R")
-    (verdict,) = verdicts(*ranks)
-    assert verdict.ranks == (2,)
+    (finding,) = findings(*ranks)
+    assert finding.ranks == (2,)
 
 
 def test_a_rank_that_is_in_a_call_where_nobody_is_late_is_no_circle():
@@ -233,7 +233,7 @@ def test_a_rank_that_is_in_a_call_where_nobody_is_late_is_no_circle():
         for number in (0, 1)
     ]
     ranks += [rank(number, group(number, 16, True)) for number in (2, 3)]
-    first, second = verdicts(*ranks)
+    first, second = findings(*ranks)
     assert (first.ranks, second.ranks) == ((0,), (1,))
     assert first.text.startswith("rank 0 (pid 100) has not called all_reduce(")
     assert first.text.endswith(
@@ -244,9 +244,9 @@ def test_a_rank_that_is_in_a_call_where_nobody_is_late_is_no_circle():
 
 def test_a_message_to_itself_that_is_not_sent():
     waiting = Waiting(0, "recv of 4 bytes from rank 0", int((NOW - 30) * SECOND), (0,), 1)
-    (verdict,) = verdicts(rank(0, group(0, 5, False, members=(0,), waits=(waiting,))))
-    assert verdict.text == "rank 0 waits for itself"
-    assert verdict.more == ("rank 0 has waited for 30 s in recv of 4 bytes from rank 0",)
+    (finding,) = findings(rank(0, group(0, 5, False, members=(0,), waits=(waiting,))))
+    assert finding.text == "rank 0 waits for itself"
+    assert finding.more == ("rank 0 has waited for 30 s in recv of 4 bytes from rank 0",)
 
 
 def test_circles():
@@ -260,35 +260,35 @@ def test_circles():
 def test_a_message_that_nobody_sends():
     waiting = Waiting(0, "recv of 4 bytes from rank 1", int((NOW - 30) * SECOND), (1,), 1)
     ranks = [rank(0, group(0, 5, False, waits=(waiting,))), rank(1, group(1, 5, False), state="R")]
-    (verdict,) = verdicts(*ranks)
-    assert verdict.text.startswith(
+    (finding,) = findings(*ranks)
+    assert finding.text.startswith(
         "rank 1 (pid 101) has not come to the message that rank 0 has waited in for 30 s: recv of 4 bytes from rank 1; "
     )
     both = [rank(n, group(n, 5, False, waits=(waiting._replace(ranks=(1 - n,)),))) for n in (0, 1)]
-    (verdict,) = verdicts(*both)
-    assert verdict.text == "ranks 0 and 1 wait for one another"
+    (finding,) = findings(*both)
+    assert finding.text == "ranks 0 and 1 wait for one another"
 
 
 def test_a_call_that_a_waiting_rank_has_not_published_is_known_from_its_peers():
     ranks = three()
-    silent = replace(ranks[0].record.groups[0], under_way=Call(57, 0, 0, "under way", 0, 0), ring=())
+    silent = replace(ranks[0].record.groups[0], under_way=CallRecord(57, 0, 0, "under way", 0, 0), ring=())
     ranks[0] = rank(0, silent)
-    (verdict,) = verdicts(*ranks, rank(2, group(2, 56, False), state="R"))
-    assert WAITED in verdict.text
+    (finding,) = findings(*ranks, rank(2, group(2, 56, False), state="R"))
+    assert WAITED in finding.text
 
 
 def test_nobody_is_late_and_yet_it_lasts():
-    (verdict,) = verdicts(*three(), rank(2, group(2, 57, True)))
-    assert verdict.text.startswith("ranks 0, 1, 2 and 3 have been in all_reduce(")
-    assert verdict.ranks == ()
+    (finding,) = findings(*three(), rank(2, group(2, 57, True)))
+    assert finding.text.startswith("ranks 0, 1, 2 and 3 have been in all_reduce(")
+    assert finding.ranks == ()
 
 
 def test_the_call_that_was_waited_in_for_longest_is_told():
     ranks = [rank(0, group(0, 57, True), group(0, 3, True, name="pair", members=(0, 2), waited=40))]
     ranks += [rank(2, group(2, 56, False), group(2, 2, False, name="pair", members=(0, 2)), state="R")]
-    (verdict,) = (each for each in verdicts(*ranks) if each.ranks == (2,))
-    assert "call 3 of group pair, that rank 0 has waited in for 40 s" in verdict.text
-    assert verdict.more[-1] == f"rank 0 has waited for it for 12 s in {CALLED}"
+    (finding,) = (each for each in findings(*ranks) if each.ranks == (2,))
+    assert "call 3 of group pair, that rank 0 has waited in for 40 s" in finding.text
+    assert finding.more[-1] == f"rank 0 has waited for it for 12 s in {CALLED}"
 
 
 def test_many_ranks_are_named_in_short():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fastcoll.record.record import Peer, Record
+from fastcoll.record.record import MemberRecord, Record
 from fastcoll.system.processes import status_of
 from fastcoll.tools import running
 from fastcoll.tools.blame import ELSEWHERE, GONE, LEFT, Process, Rank, condition
@@ -115,10 +115,10 @@ def job(folder: Path, program: str) -> Iterator[Callable[[Callable], dict]]:
             launcher.communicate(timeout=LIMIT)
 
 
-def has_verdict(found: dict) -> bool:
+def has_finding(found: dict) -> bool:
     """All ranks are there, and some have waited for long."""
     held = (" waited in for ", " waited for ", "wait for one another")
-    texts = [verdict["text"] for verdict in found["verdicts"]]
+    texts = [finding["text"] for finding in found["verdicts"]]
     return (
         len(found["ranks"]) == 4 and bool(texts) and all(any(word in text for word in held) for text in texts)
     )
@@ -144,7 +144,7 @@ def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[d
     with job(folder, begin + program) as until:
         yield until(
             lambda found: (
-                has_verdict(found)
+                has_finding(found)
                 and more in " ".join([found["verdicts"][0]["text"], *found["verdicts"][0]["more"]])
                 and all(text in found["verdicts"][0]["text"] for text in texts)
             )
@@ -157,18 +157,18 @@ def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[d
 def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
     program, culprits, texts, more = HANGS[hang]
     with hangs(tmp_path, program, texts, more) as found:
-        (verdict,) = found["verdicts"]
-        assert verdict["ranks"] == culprits
-        assert verdict["next"]
+        (finding,) = found["verdicts"]
+        assert finding["ranks"] == culprits
+        assert finding["next"]
 
 
 def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
     said = ["rank 2 (pid ", " has not called all_reduce(", "ranks 0, 1 and 3 have waited in for "]
     with hangs(tmp_path, STOPPED, said, "; it is stopped, by SIGSTOP") as found:
-        (verdict,) = found["verdicts"]
+        (finding,) = found["verdicts"]
         (rank,) = (each for each in found["ranks"] if each["rank"] == 2)
-        assert (verdict["ranks"], rank["state"]) == ([2], "stopped")
-        assert f"kill -CONT {rank['pid']}" in verdict["next"]
+        assert (finding["ranks"], rank["state"]) == ([2], "stopped")
+        assert f"kill -CONT {rank['pid']}" in finding["next"]
         of_this = "--job", str(tmp_path / "hangs.py")  # others may run on this machine
         shown = status(*of_this).stdout
         (same,) = look(*of_this)["jobs"]
@@ -194,7 +194,7 @@ def test_a_stopped_job_is_shown_whole_and_goes_on(tmp_path):
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         found = until(lambda found: {rank["state"] for rank in found["ranks"]} == {"stopped"})
-        blamed = {rank for verdict in found["verdicts"] for rank in verdict["ranks"]}
+        blamed = {rank for finding in found["verdicts"] for rank in finding["ranks"]}
         assert blamed == {0, 1, 2, 3}
         calls = [rank["groups"][0]["calls"] for rank in found["ranks"]]
         for pid in pids:
@@ -268,7 +268,7 @@ def test_a_rank_whose_first_thread_alone_has_ended_is_shown_as_running_on(tmp_pa
         ((job, process),) = ((job, each) for job in jobs for each in job.processes if each.pid == rank.pid)
         assert state_of(process.state).name == "sleeping"
         assert str(tmp_path / "meet") in process.command
-        assert job.verdicts(time.time()) == []
+        assert job.findings(time.time()) == []
         rank.kill()
 
 
@@ -293,6 +293,6 @@ def test_whether_a_process_writes_its_stacks_is_seen_and_told():
 def test_a_process_id_of_another_namespace_is_not_looked_up(seen_as, where):
     """There the rank's own process, which is seen, has another one."""
     record = Record("job", 0, 2, "here", seen_as, 1, 0.0, "1", ())
-    job = running.Job("job", {0: Rank(record, Process(os.getpid(), "S"))})
-    assert job.whereabouts(Peer(1, "here", os.getpid())) == where
-    assert job.whereabouts(Peer(1, "there", os.getpid())) == ELSEWHERE
+    job = running.RunningJob("job", {0: Rank(record, Process(os.getpid(), "S"))})
+    assert job.whereabouts(MemberRecord(1, "here", os.getpid())) == where
+    assert job.whereabouts(MemberRecord(1, "there", os.getpid())) == ELSEWHERE

@@ -23,7 +23,7 @@ from fastcoll.core import signature
 from fastcoll.launch.nodes import free_port
 from fastcoll.record import dump as core_dump
 from fastcoll.record.dump import FORMAT
-from fastcoll.record.record import Call, GroupRecord, Peer, Record, Waiting, read
+from fastcoll.record.record import CallRecord, GroupRecord, MemberRecord, Record, Waiting, read
 from fastcoll.tools import divergence
 from fastcoll.tools.dumps import Dump, Reason, load
 from fastcoll.tools.timeline import picture, timeline
@@ -33,16 +33,18 @@ BARRIER = signature.encode("barrier")
 SECOND = 10**9
 
 
-def call(number: int, word: int = REDUCE, state: str = "done", began: int = 0, ended: int = 0) -> Call:
-    return Call(number, word, 0 if word == BARRIER else 16, state, began, ended)
+def call(number: int, word: int = REDUCE, state: str = "done", began: int = 0, ended: int = 0) -> CallRecord:
+    return CallRecord(number, word, 0 if word == BARRIER else 16, state, began, ended)
 
 
-def group(rank: int, ring: list[Call], size: int = 3, name: str = "WORLD", **more: object) -> GroupRecord:
+def group(
+    rank: int, ring: list[CallRecord], size: int = 3, name: str = "WORLD", **more: object
+) -> GroupRecord:
     last = ring[-1] if ring else None
     under_way = last if last and last.state == "under way" else None
     finished = len(ring) - (1 if last and last.state != "done" else 0)
     plain = {
-        "backend": "shm", "members": tuple(Peer(r, "node", 100 + r) for r in range(size)), "pending": 0, "late": -1,
+        "backend": "shm", "members": tuple(MemberRecord(r, "node", 100 + r) for r in range(size)), "pending": 0, "late": -1,
         "waits": (), "failure": "", "since": 50 * SECOND if under_way else 0, "serial": 1,
     }  # fmt: skip
     said = {"name": name, "rank": rank, "calls": len(ring), "finished": finished, "ring": tuple(ring)}

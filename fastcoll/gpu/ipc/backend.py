@@ -30,9 +30,9 @@ from ...kernels.cuda import page as at
 from ...kernels.cuda.reducers import cuda_reducer
 from ..device_array import DeviceArray
 from ..stream_work import Own, StreamWork
-from ..streams import Compared, QueuedCall, StreamCarrier, Turn, sizes_of
+from ..streams import Compared, QueuedCall, StreamCarrier, StreamScope, sizes_of
 from . import schedules
-from .regions import Shared
+from .regions import SharedRegions
 
 Arrays = Sequence[DeviceArray]
 
@@ -105,7 +105,7 @@ class IpcCarrier(StreamCarrier):
         self._fallback, self.messages = fallback, fallback.messages
         self._hand_over_above = HAND_OVER_ABOVE if isinstance(fallback, StreamCarrier) else None
         self._slot_wanted = slot
-        self.shared: Shared | None = None  # None until the ranks have met
+        self.shared: SharedRegions | None = None  # None until the ranks have met
         self.calls = 0  # queued
 
     def meet(self, device: int) -> str:
@@ -116,7 +116,7 @@ class IpcCarrier(StreamCarrier):
         """
         if self.group.size > at.MOST_RANKS:
             return f"{self.group.size} ranks are more than {at.MOST_RANKS}"
-        self.shared, reason = Shared.meet(self.group, self.runtime, device, self._slot_wanted)
+        self.shared, reason = SharedRegions.meet(self.group, self.runtime, device, self._slot_wanted)
         if self.shared is not None:
             self.lane = self.lane or Own(self.runtime, device)
         return reason
@@ -161,7 +161,7 @@ class IpcCarrier(StreamCarrier):
         monitor = self.group.monitor
         error = self.group.failure or self._stopped(number)
         if error is None and monitor.has_failed():
-            error = monitor.verdict([], f"call {number} of the group {self.group.name!r} on a GPU")
+            error = monitor.decide([], f"call {number} of the group {self.group.name!r} on a GPU")
         if error is not None:
             self.fail(error)
 
@@ -206,7 +206,7 @@ class IpcCarrier(StreamCarrier):
         else:
             monitor = self.group.monitor
             self.shared.say_bye(self.lane.stream)
-            self.shared.close(lambda: monitor.verdict([], "leaving") is not None)
+            self.shared.close(lambda: monitor.decide([], "leaving") is not None)
         self.shared = None
 
 
@@ -238,7 +238,7 @@ class IpcCall(QueuedCall):
         self._schedule = _SCHEDULES[self._facts.kind](self._facts, self._ipc.slot(self.arrays))
         # Compile before anything is queued: a function that cannot be compiled is rejected, on all ranks alike.
         if self._reducer is not None:
-            sources = {len(item.srcs) for item in self._schedule if isinstance(item, schedules.Fold)}
+            sources = {len(item.srcs) for item in self._schedule if isinstance(item, schedules.ReduceStep)}
             with self._ipc.runtime.on(self._ipc.own(self.arrays).device):
                 for n in sources or {self._facts.size}:
                     self._reducer.prepare(n)
@@ -248,7 +248,7 @@ class IpcCall(QueuedCall):
     def handle(self, describe: str, own: Own) -> StreamWork:
         return StreamWork(describe, own, self.arrays, partial(self._ipc.judge, self._number))
 
-    def work(self, turn: Turn) -> None:
+    def work(self, turn: StreamScope) -> None:
         shared, finish = self._ipc.shared, None
         assert shared is not None
         _, outs, ins, op, _, _ = operation = self._operation

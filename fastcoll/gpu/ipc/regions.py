@@ -26,7 +26,7 @@ from ...kernels.cuda.reducers import CudaReducer
 from ...kernels.cuda.steps import POISON
 from ..device_array import DeviceArray
 from ..runtime import waited_stream
-from .schedules import IN, SLOT, SLOTS, Fold, Move, Place, Schedule, Step, slot_of
+from .schedules import IN, SLOT, SLOTS, BlockLocation, Move, ReduceStep, Schedule, Step, slot_of
 
 Array = np.ndarray[Any, Any]
 WaitValue = Callable[[int, int, int], None]
@@ -71,7 +71,7 @@ def _region(runtime: Any, device: int, nbytes: int, size: int) -> Region:
     return Region(device, nbytes, runtime.allocate_shareable(nbytes, device), size)
 
 
-class Shared:
+class SharedRegions:
     """One rank's region and its peers', and the work that this rank queues on them.
 
     Args:
@@ -98,7 +98,9 @@ class Shared:
             self._poisoning: int = runtime.new_stream(region.device)
 
     @classmethod
-    def meet(cls, group: ProcessGroup, runtime: Any, device: int, slot: int) -> tuple[Shared | None, str]:
+    def meet(
+        cls, group: ProcessGroup, runtime: Any, device: int, slot: int
+    ) -> tuple[SharedRegions | None, str]:
         """Allocate a region, and map those of all ranks; collective.
 
         The slot size is the smallest of the ranks'.
@@ -196,7 +198,7 @@ class Shared:
             reducer: for the schedule's folds.
         """
 
-        def address(place: Place) -> int:
+        def address(place: BlockLocation) -> int:
             kind, index, offset = place
             if kind < SLOT:
                 return (ins if kind == IN else outs)[index].address + offset
@@ -207,7 +209,7 @@ class Shared:
                 dst, src = address(item.dst), address(item.src)
                 if dst != src:
                     self._runtime.copy(dst, src, item.nbytes, stream)
-            elif isinstance(item, Fold):
+            elif isinstance(item, ReduceStep):
                 assert reducer is not None
                 count = item.nbytes // (outs or ins)[0].dtype.itemsize
                 reducer.launch(address(item.dst), [address(src) for src in item.srcs], count, stream)
@@ -270,7 +272,7 @@ class Shared:
         threading.Thread(target=poison, name="fastcoll-gpu-poison", daemon=True).start()
 
 
-_lost: list[Shared] = []
+_lost: list[SharedRegions] = []
 
 
 def _keep(region: Region) -> None:

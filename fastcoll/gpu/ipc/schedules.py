@@ -47,7 +47,7 @@ ALIGNMENT = 128
 """Alignment of blocks in a slot, if elements allow it: cache lines, and the kernels' 16-byte accesses."""
 
 
-class Place(NamedTuple):
+class BlockLocation(NamedTuple):
     kind: int
     which: int
     offset: int
@@ -56,16 +56,16 @@ class Place(NamedTuple):
 class Move(NamedTuple):
     """Copy bytes."""
 
-    dst: Place
-    src: Place
+    dst: BlockLocation
+    src: BlockLocation
     nbytes: int
 
 
-class Fold(NamedTuple):
+class ReduceStep(NamedTuple):
     """Reduce sources, in rank order."""
 
-    dst: Place
-    srcs: tuple[Place, ...]
+    dst: BlockLocation
+    srcs: tuple[BlockLocation, ...]
     nbytes: int
 
 
@@ -79,7 +79,7 @@ class Last(NamedTuple):
     """Publish that this rank takes no more steps in this call."""
 
 
-Schedule = tuple[Move | Fold | Step | Last, ...]
+Schedule = tuple[Move | ReduceStep | Step | Last, ...]
 
 
 def slot_of(call: int, step: int) -> int:
@@ -124,28 +124,30 @@ def _in_chunks(
     rank: int, chunk: int, puts: Sequence[_Part], moved: Sequence[_Part] = (), reduced: Sequence[_Part] = ()
 ) -> Schedule:
     """Split a call into steps: put segment k before step k, then move and reduce it."""
-    items: list[Move | Fold | Step] = []
+    items: list[Move | ReduceStep | Step] = []
     longest = max((x.nbytes for x in (*puts, *moved, *reduced)), default=0)
     for k, (at, _) in enumerate(_chunks(longest, chunk)):
         for x in puts:
-            place = Place(SLOT + k, rank, x.offset)
-            items.append(Move(place, Place(IN, x.array, at), min(chunk, x.nbytes - at)))
+            place = BlockLocation(SLOT + k, rank, x.offset)
+            items.append(Move(place, BlockLocation(IN, x.array, at), min(chunk, x.nbytes - at)))
         items.append(Step(k))
         for x in moved:
-            place = Place(SLOT + k, x.ranks[0], x.offset)
-            items.append(Move(Place(OUT, x.array, at), place, min(chunk, x.nbytes - at)))
+            place = BlockLocation(SLOT + k, x.ranks[0], x.offset)
+            items.append(Move(BlockLocation(OUT, x.array, at), place, min(chunk, x.nbytes - at)))
         for x in reduced:
-            srcs = _sources(rank, x.ranks, k, x.offset, Place(IN, x.array, at))
-            items.append(Fold(Place(OUT, 0, at), srcs, min(chunk, x.nbytes - at)))
+            srcs = _sources(rank, x.ranks, k, x.offset, BlockLocation(IN, x.array, at))
+            items.append(ReduceStep(BlockLocation(OUT, 0, at), srcs, min(chunk, x.nbytes - at)))
     return _filled(items)
 
 
-def _sources(rank: int, ranks: Sequence[int], step: int, offset: int, own: Place) -> tuple[Place, ...]:
+def _sources(
+    rank: int, ranks: Sequence[int], step: int, offset: int, own: BlockLocation
+) -> tuple[BlockLocation, ...]:
     """Return the same block of some ranks' slots; for this rank, its input instead."""
-    return tuple(own if r == rank else Place(SLOT + step, r, offset) for r in ranks)
+    return tuple(own if r == rank else BlockLocation(SLOT + step, r, offset) for r in ranks)
 
 
-def _filled(items: Sequence[Move | Fold | Step]) -> Schedule:
+def _filled(items: Sequence[Move | ReduceStep | Step]) -> Schedule:
     """Drop moves and folds of no data."""
     return tuple(
         x for x in items if isinstance(x, Step) or (x.nbytes > 0 and (isinstance(x, Move) or x.srcs))
@@ -154,7 +156,7 @@ def _filled(items: Sequence[Move | Fold | Step]) -> Schedule:
 
 def _own(out: int, block: int, nbytes: int) -> Schedule:
     """Return the move of a rank's own block."""
-    return _filled([Move(Place(OUT, out, 0), Place(IN, block, 0), nbytes)])
+    return _filled([Move(BlockLocation(OUT, out, 0), BlockLocation(IN, block, 0), nbytes)])
 
 
 def _peers(rank: int, size: int) -> list[int]:
@@ -176,21 +178,23 @@ def two_shot(rank: int, size: int, nbytes: int, itemsize: int, slot: int) -> Sch
 
     Each rank folds its block of every segment into its slot; all ranks copy it from there.
     """
-    items: list[Move | Fold | Step] = []
+    items: list[Move | ReduceStep | Step] = []
     unit = lcm(itemsize, ALIGNMENT)
     for k, (at, part) in enumerate(_chunks(nbytes, share_of(slot, size, itemsize) * size)):
         starts = [start_of(part, size, r, unit) for r in range(size + 1)]
         slices = [Span(low, high - low) for low, high in pairwise(starts)]
         for r in _peers(rank, size):
             low, length = slices[r]
-            items.append(Move(Place(SLOT + 2 * k, rank, low), Place(IN, 0, at + low), length))
+            items.append(Move(BlockLocation(SLOT + 2 * k, rank, low), BlockLocation(IN, 0, at + low), length))
         items.append(Step(2 * k))
         low, length = slices[rank]
-        srcs = _sources(rank, range(size), 2 * k, low, Place(IN, 0, at + low))
-        items.append(Fold(Place(SLOT + 2 * k + 1, rank, low), srcs, length))
+        srcs = _sources(rank, range(size), 2 * k, low, BlockLocation(IN, 0, at + low))
+        items.append(ReduceStep(BlockLocation(SLOT + 2 * k + 1, rank, low), srcs, length))
         items.append(Step(2 * k + 1))
         for r, (low, length) in enumerate(slices):
-            items.append(Move(Place(OUT, 0, at + low), Place(SLOT + 2 * k + 1, r, low), length))
+            items.append(
+                Move(BlockLocation(OUT, 0, at + low), BlockLocation(SLOT + 2 * k + 1, r, low), length)
+            )
     return _filled(items)
 
 

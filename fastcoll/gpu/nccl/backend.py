@@ -25,10 +25,10 @@ from ...core.operations import KINDS
 from ...errors import AbortedError, GroupError, MismatchError
 from ..device_array import DeviceArray
 from ..stream_work import Own
-from ..streams import Compared, QueuedCall, StreamCarrier, Turn, sizes_of
+from ..streams import Compared, QueuedCall, StreamCarrier, StreamScope, sizes_of
 from . import bindings
 from .blocks import Kernels, Moves, Native, reductions
-from .communicator import Communicator, Patience, Seat, check_seats
+from .communicator import Backoff, Communicator, Seat, check_seats
 from .messages import NcclMessages
 
 _MOST_KINDS = 10_000
@@ -150,8 +150,8 @@ class NcclCarrier(StreamCarrier):
             seats = [Seat.from_row(row) for row in self._exchanged(seat.to_row())]
             check_seats(seats, group.ranks, group.name)
             with self.runtime.on(device):
-                patience = Patience(group, self.look)
-                self._comm = Communicator.make(library, group.size, group.rank, seats[0].identity, patience)
+                backoff = Backoff(group, self.look)
+                self._comm = Communicator.make(library, group.size, group.rank, seats[0].identity, backoff)
         return self._comm
 
     def _exchanged(self, row: np.ndarray) -> np.ndarray:
@@ -176,7 +176,7 @@ class NcclCarrier(StreamCarrier):
         if group is None or comm is None:
             return None
         made = NcclCarrier(group)
-        comm.ask(Patience(group, made.look))
+        comm.ask(Backoff(group, made.look))
         made._comm, made.lane = comm, Own(self.runtime, self.lane.device)
         return made
 
@@ -209,7 +209,7 @@ class _NcclCall(QueuedCall):
             self._nccl.compare(self._operation, self._said)
             self._nccl.communicator(self.arrays)
 
-    def work(self, turn: Turn) -> None:
+    def work(self, turn: StreamScope) -> None:
         group = self.carrier.group
         doing = _doing(self._said.call, self._said.shape, group.name)
         moves = Moves(self._nccl.communicator(self.arrays), turn, group.rank, group.size, doing)

@@ -96,7 +96,7 @@ class NcclError(FastcollError):
     """NCCL has refused a call, or reports a failure of communication."""
 
 
-class Library:
+class NcclLibrary:
     """The functions of a loaded NCCL.
 
     Attributes:
@@ -171,7 +171,7 @@ def reduction(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[int, int, int] | None
 
 
 @cache
-def library() -> Library:
+def library() -> NcclLibrary:
     """Return this process's NCCL.
 
     Raises:
@@ -182,7 +182,7 @@ def library() -> Library:
     for name, mode in ((_SONAME, os.RTLD_NOLOAD), (_in_wheel(), 0), (_SONAME, 0)):
         if name is not None:
             try:
-                return Library(ctypes.CDLL(name, mode=mode | os.RTLD_NOW))
+                return NcclLibrary(ctypes.CDLL(name, mode=mode | os.RTLD_NOW))
             except OSError as error:
                 failures.append(str(error))
     raise UnavailableError(f"NCCL is not installed ({failures[-1]}): {INSTALL}")

@@ -26,7 +26,7 @@ from ...core.reduce_op import AVG, PREMUL_SUM, ReduceOp
 from ...errors import UnavailableError
 from ...kernels.reduce import refuse_undefined
 from ..device_array import DeviceArray, joined, parts
-from ..streams import Turn
+from ..streams import StreamScope
 from .bindings import BYTES, dtype_code, reduction
 from .communicator import Communicator
 
@@ -48,7 +48,7 @@ class Moves:
         doing: the description of the call in messages.
     """
 
-    def __init__(self, comm: Communicator, turn: Turn, rank: int, size: int, doing: str) -> None:
+    def __init__(self, comm: Communicator, turn: StreamScope, rank: int, size: int, doing: str) -> None:
         self.comm, self.turn, self.rank, self.size, self.doing = comm, turn, rank, size, doing
 
     def broadcast(self, x: DeviceArray, root: int) -> None:
@@ -262,7 +262,7 @@ class Kernels:
     def _room(self, moves: Moves, like: Arrays) -> list[DeviceArray]:
         return parts(moves.turn.scratch_like(like), like)
 
-    def _fold(self, turn: Turn, out: DeviceArray, srcs: Arrays) -> None:
+    def _fold(self, turn: StreamScope, out: DeviceArray, srcs: Arrays) -> None:
         """Reduce the sources in rank order into out, which shares no memory with them."""
         launch: Callable[..., None] = self._reducer.launch
         addresses = [x.address for x in srcs]

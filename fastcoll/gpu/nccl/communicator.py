@@ -26,7 +26,7 @@ import numpy as np
 
 from ...core.group import ProcessGroup
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, UnavailableError
-from .bindings import SUCCESS, UNIQUE_ID_BYTES, Config, Library, NcclError, UniqueId, dtype_code
+from .bindings import SUCCESS, UNIQUE_ID_BYTES, Config, NcclError, NcclLibrary, UniqueId, dtype_code
 
 _ASKED = 100
 """Polls of a call in progress before the first nap.
@@ -111,7 +111,7 @@ class Communicator:
         look: called while a call is in progress.
     """
 
-    def __init__(self, library: Library, handle: Any, look: Look) -> None:
+    def __init__(self, library: NcclLibrary, handle: Any, look: Look) -> None:
         self._library, self._calls, self._handle, self._look = library, library.calls, handle, look
         self._lock = threading.RLock()
         self._ended = False
@@ -119,7 +119,7 @@ class Communicator:
         self._splitting = ctypes.c_void_p()
 
     @classmethod
-    def make(cls, library: Library, size: int, rank: int, identity: bytes, look: Look) -> Communicator:
+    def make(cls, library: NcclLibrary, size: int, rank: int, identity: bytes, look: Look) -> Communicator:
         """Create the communicator on the current GPU, with the other ranks.
 
         Collective, and blocks. The communicator is aborted if `look` raises.
@@ -149,7 +149,7 @@ class Communicator:
         self._look = look
 
     @classmethod
-    def _begun(cls, library: Library, handle: Any, look: Look, status: int, doing: str) -> Communicator:
+    def _begun(cls, library: NcclLibrary, handle: Any, look: Look, status: int, doing: str) -> Communicator:
         if not handle.value:
             library.check(status or 3, doing)
         made = cls(library, handle, look)
@@ -273,7 +273,7 @@ class Communicator:
             raise AbortedError("the NCCL communicator was aborted")
 
 
-class Patience:
+class Backoff:
     """The `look` of a group: raises an error that its check has returned twice in a row."""
 
     def __init__(self, group: ProcessGroup, look: Callable[[str], GroupError | None]) -> None:

@@ -21,15 +21,15 @@ from ...core.work import ENDLESS, ProgressQueue, Work, refuse_to_block
 from ...errors import AbortedError, GroupError
 from ..device_array import DeviceArray, OnDevice
 from ..stream_work import Own, StreamWork, Watcher
-from ..streams import StreamCarrier, Turn
+from ..streams import StreamCarrier, StreamScope
 from ..transit import Events, Marks
-from .bindings import BYTES, Library
-from .communicator import Communicator, Patience
+from .bindings import BYTES, NcclLibrary
+from .communicator import Backoff, Communicator
 
 _SENDER, _RECEIVER = 0, 1  # ranks in the communicator
 
 
-class Message(StreamWork):
+class NcclMessage(StreamWork):
     """A send or a receive.
 
     `wait()` blocks the host until the message is queued, and then orders streams, as any StreamWork does.
@@ -110,7 +110,7 @@ class Direction:
     """
 
     def __init__(
-        self, carrier: StreamCarrier, library: Library, peer: int, sending: bool, events: Events
+        self, carrier: StreamCarrier, library: NcclLibrary, peer: int, sending: bool, events: Events
     ) -> None:
         assert carrier.lane is not None
         group = carrier.group
@@ -124,7 +124,7 @@ class Direction:
         self._jobs = ProgressQueue(name)
         self._ending: Work | None = None
 
-    def submit(self, message: Message, job: Callable[[], None]) -> None:
+    def submit(self, message: NcclMessage, job: Callable[[], None]) -> None:
         """Run a job on the direction's thread."""
         self._jobs.submit(message.describe, job)
 
@@ -134,21 +134,21 @@ class Direction:
     def is_connected(self) -> bool:
         return self._comm is not None
 
-    def move(self, message: Message, identity: bytes) -> None:
+    def move(self, message: NcclMessage, identity: bytes) -> None:
         """Queue a message that its peer has agreed to.
 
         The first call creates the communicator, and blocks.
         """
         if self._comm is None:
             place = _SENDER if self._sending else _RECEIVER
-            patience = Patience(self._group, lambda doing: self._group.monitor.verdict([self._peer], doing))
+            backoff = Backoff(self._group, lambda doing: self._group.monitor.decide([self._peer], doing))
             with self._carrier.runtime.on(self._device):
-                self._comm = Communicator.make(self._library, 2, place, identity, patience)
+                self._comm = Communicator.make(self._library, 2, place, identity, backoff)
             if self._carrier.broken:  # the group failed while there was no communicator to abort
                 self._comm.abort()
         comm, x = self._comm, message.array
 
-        def work(turn: Turn) -> None:
+        def work(turn: StreamScope) -> None:
             way, peer = ("send", _RECEIVER) if self._sending else ("recv", _SENDER)
             with comm.group(message.describe):
                 comm.queue(way, turn.stream, x.address, message.nbytes, BYTES, peer)
@@ -157,23 +157,23 @@ class Direction:
 
         self._queue([message], work)
 
-    def copy(self, sent: Message, received: Message) -> None:
+    def copy(self, sent: NcclMessage, received: NcclMessage) -> None:
         """Queue a message to this rank itself."""
 
-        def work(turn: Turn) -> None:
+        def work(turn: StreamScope) -> None:
             turn.copy(received.array, sent.array)
             received.item.unpack(turn.stream)
 
         self._queue([sent, received], work)
 
-    def buffer(self, message: Message, take: Callable[[DeviceArray], None]) -> None:
+    def buffer(self, message: NcclMessage, take: Callable[[DeviceArray], None]) -> None:
         """Queue a copy of an array to scratch memory.
 
         `take` gets the copy before the message counts as queued.
         """
         self._queue([message], lambda turn: take(turn.copied([message.array])))
 
-    def _queue(self, messages: Sequence[Message], work: Callable[[Turn], None]) -> None:
+    def _queue(self, messages: Sequence[NcclMessage], work: Callable[[StreamScope], None]) -> None:
         """Queue work behind the work that the arrays' streams held when the messages were posted.
 
         Its end completes the messages.
@@ -196,7 +196,7 @@ class Direction:
         found = None if self._comm is None else self._comm.trouble()
         if found is not None and self._group.failure is None:
             return AbortedError(f"{doing}: {found}")
-        return self._group.failure or self._group.monitor.verdict([], doing)
+        return self._group.failure or self._group.monitor.decide([], doing)
 
     def break_off(self, error: GroupError) -> None:
         """Cancel the work on the GPU, and complete its Works with `error`; from any thread."""

@@ -41,19 +41,19 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ...arrays.arrays import Adopted, Array
+from ...arrays.arrays import Array, ImportedArray
 from ...core.message import Status
 from ...core.operands import LARGEST_TAG
 from ...core.work import Work, refuse_to_block
 from ...errors import AbortedError, FastcollError, GroupError, UnavailableError
-from ...p2p.transfers import LETTER, fits, kind_of, refused, tag_of, tag_text, unfit
+from ...p2p.transfers import CONTROL_MESSAGE, fits, kind_of, refused, tag_of, tag_text, unfit
 from ..device_array import DeviceArray, OnDevice
 from ..staged import StagedMessages
 from ..streams import StreamCarrier
 from ..transit import Transit
-from .bindings import Library
+from .bindings import NcclLibrary
 from .communicator import Seat, check_seats
-from .direction import Direction, Message
+from .direction import Direction, NcclMessage
 
 ANSWER, DATA = LARGEST_TAG + 1, LARGEST_TAG + 2
 """Tags that no user can give: of answers, and of messages that are staged through the host."""
@@ -71,12 +71,12 @@ class Letter(NamedTuple):
     kind: int  # tag and dtype of the array on this side, as in p2p/
     nbytes: int  # of the array on this side
     seat: Seat  # this side's; the first answer NCCL also has the communicator's id
-    verdict: int = 0  # the decision, in an answer
+    decision: int = 0  # the decision, in an answer
 
     def to_array(self) -> Array:
         """Return a host array that can be sent."""
         array = blank()
-        head = _HEAD.pack(self.number, self.verdict, self.kind, self.nbytes)
+        head = _HEAD.pack(self.number, self.decision, self.kind, self.nbytes)
         packed = np.concatenate([np.frombuffer(head, np.uint8), self.seat.to_row()])
         array.view(np.uint8)[: packed.size] = packed
         return array
@@ -84,25 +84,25 @@ class Letter(NamedTuple):
     @classmethod
     def from_array(cls, array: Array) -> Letter:
         flat = array.view(np.uint8)
-        number, verdict, kind, nbytes = _HEAD.unpack(flat[: _HEAD.size].tobytes())
-        return cls(number, kind, nbytes, Seat.from_row(flat[_HEAD.size :]), verdict)
+        number, decision, kind, nbytes = _HEAD.unpack(flat[: _HEAD.size].tobytes())
+        return cls(number, kind, nbytes, Seat.from_row(flat[_HEAD.size :]), decision)
 
 
 def blank() -> Array:
     """Return an array that receives a control message."""
-    return np.zeros(1, LETTER)
+    return np.zeros(1, CONTROL_MESSAGE)
 
 
 class NcclMessages:
     """The messages of one group; arguments, results and errors are those of the CPU backend's."""
 
-    def __init__(self, carrier: StreamCarrier, library: Library) -> None:
+    def __init__(self, carrier: StreamCarrier, library: NcclLibrary) -> None:
         self._group = carrier.group
         self._carrier, self._library = carrier, library
         self._transit = Transit(self._group)
         self._staged = StagedMessages(self._group, self._transit)
         self._numbers = itertools.count()
-        self._posted: dict[int, Message] = {}  # messages that are not claimed
+        self._posted: dict[int, NcclMessage] = {}  # messages that are not claimed
         self._directions: dict[tuple[int, bool], Direction] = {}
         self._seat: Seat | None = None
         self._lock = threading.RLock()
@@ -110,7 +110,7 @@ class NcclMessages:
 
     # ---- the four operations -------------------------------------------------------------------------
 
-    def isend(self, x: Adopted, dst: int, tag: int) -> Work:
+    def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
         message = self._new(x, f"send to {self._name(dst)}, tag {tag}", tag)
 
         def on_taken(work: Work) -> None:  # runs on the CPU backend's thread, as `on_matched` does
@@ -123,7 +123,7 @@ class NcclMessages:
             self._group.post_send(self._envelope(message), dst, tag).add_done_callback(on_taken)
         return message
 
-    def irecv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> Work:
+    def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         source = "any rank" if src is None else self._name(src)
         message, envelope = self._new(x, f"recv from {source}, {tag_text(tag)}", tag), blank()
         message.status = status
@@ -138,10 +138,10 @@ class NcclMessages:
             self._submit(message, source, False, partial(job, message.number, letter, source))
 
         with self._posting(message):
-            self._group.post_receive(Adopted(envelope), src, tag).add_done_callback(on_matched)
+            self._group.post_receive(ImportedArray(envelope), src, tag).add_done_callback(on_matched)
         return message
 
-    def send(self, x: Adopted, dst: int, tag: int) -> None:
+    def send(self, x: ImportedArray, dst: int, tag: int) -> None:
         """Return once the message is matched and queued; to this rank itself, once a copy is queued."""
         if dst != self._group.rank:
             refuse_to_block("send")
@@ -162,7 +162,7 @@ class NcclMessages:
         with self._posting(message):
             self._group.messages.send(self._envelope(message), dst, tag)
 
-    def recv(self, x: Adopted, src: int | None, tag: int, status: Status | None = None) -> int:
+    def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
         """Return once the message is matched and queued."""
         refuse_to_block("recv")
         return int(self._await(self.irecv(x, src, tag, status)))
@@ -173,7 +173,7 @@ class NcclMessages:
         Returns:
             the message's result.
         """
-        message = cast(Message, work)
+        message = cast(NcclMessage, work)
         try:
             return message.result()
         except FastcollError:
@@ -185,19 +185,19 @@ class NcclMessages:
 
     # ---- posting, on the caller's thread -------------------------------------------------------------
 
-    def _new(self, x: Adopted, describe: str, tag: int) -> Message:
+    def _new(self, x: ImportedArray, describe: str, tag: int) -> NcclMessage:
         item = cast(OnDevice, x)
         own = self._carrier.own([item.array])
         marks = self._transit.mark([item.array])
-        message = Message(describe, own, item, kind_of(tag, item.array.dtype), marks, next(self._numbers))
+        message = NcclMessage(describe, own, item, kind_of(tag, item.array.dtype), marks, next(self._numbers))
         self._posted[message.number] = message
         return message
 
-    def _envelope(self, message: Message) -> Adopted:
-        return Adopted(Letter(message.number, *message.held, self._here()).to_array())
+    def _envelope(self, message: NcclMessage) -> ImportedArray:
+        return ImportedArray(Letter(message.number, *message.held, self._here()).to_array())
 
     @contextmanager
-    def _posting(self, message: Message) -> Iterator[None]:
+    def _posting(self, message: NcclMessage) -> Iterator[None]:
         """End a message that cannot be posted; a partial post fails the group."""
         try:
             with self._carrier.failing(message.describe):
@@ -217,7 +217,9 @@ class NcclMessages:
             self._seat = Seat.here(gpu, self._library.version, b"")
         return self._seat._replace(identity=identity)
 
-    def _submit(self, message: Message, peer: int, sending: bool, job: Callable[[Direction], None]) -> None:
+    def _submit(
+        self, message: NcclMessage, peer: int, sending: bool, job: Callable[[Direction], None]
+    ) -> None:
         """Let the thread of a direction carry a message on."""
         try:
             with self._lock:
@@ -247,35 +249,35 @@ class NcclMessages:
     def _take_answer(self, dst: int, direction: Direction) -> None:
         """Receive the next answer of a peer, and send the message that it names."""
         array = blank()
-        self._group.post_receive(Adopted(array), dst, ANSWER).join()
+        self._group.post_receive(ImportedArray(array), dst, ANSWER).join()
         answer = Letter.from_array(array)
         with self._claimed(answer.number) as message:
-            if answer.verdict == NCCL:
+            if answer.decision == NCCL:
                 direction.move(message, answer.seat.identity)
-            elif answer.verdict == STAGED:
+            elif answer.decision == STAGED:
                 self._go_staged(message, self._staged.isend, dst)
             else:
-                self._over(message, answer.verdict, refused, dst, answer)
+                self._over(message, answer.decision, refused, dst, answer)
 
     def _answer(self, number: int, envelope: Letter, source: int, direction: Direction) -> None:
         """Send the sender an answer that says how the message is moved, and receive the message."""
         with self._claimed(number) as message:
-            verdict = self._verdict(message, envelope, source)
-            first = verdict == NCCL and not direction.is_connected
+            decision = self._decision(message, envelope, source)
+            first = decision == NCCL and not direction.is_connected
             identity = self._library.unique_id() if first else b""
-            answer = Letter(envelope.number, *message.held, self._here(identity), verdict)
-            self._group.post_send(Adopted(answer.to_array()), source, ANSWER)
-            if verdict == NCCL:
+            answer = Letter(envelope.number, *message.held, self._here(identity), decision)
+            self._group.post_send(ImportedArray(answer.to_array()), source, ANSWER)
+            if decision == NCCL:
                 direction.move(message, identity)
-            elif verdict == STAGED:
+            elif decision == STAGED:
                 # This wait for the array's stream is done here, not on the CPU backend's thread, because the stream may
                 # wait for other messages.
                 status = message.status and Status()
                 self._go_staged(message, partial(self._staged.irecv, status=status), source)
             else:
-                self._over(message, verdict, unfit, source, envelope)
+                self._over(message, decision, unfit, source, envelope)
 
-    def _verdict(self, message: Message, envelope: Letter, source: int) -> int:
+    def _decision(self, message: NcclMessage, envelope: Letter, source: int) -> int:
         if not fits(message.held, (envelope.kind, envelope.nbytes), message.status is not None):
             return MISFIT
         message.comes_from(source, tag_of(envelope.kind), envelope.nbytes)
@@ -287,7 +289,7 @@ class NcclMessages:
             return STAGED
         return NCCL
 
-    def _go_staged(self, message: Message, move: Callable[..., Work], peer: int) -> None:
+    def _go_staged(self, message: NcclMessage, move: Callable[..., Work], peer: int) -> None:
         """Move a message through the host."""
         marks, message.marks = message.marks, []
         work = move(message.item, peer, DATA, marks=marks)
@@ -296,18 +298,18 @@ class NcclMessages:
     def _copy(self, number: int, envelope: Letter, source: int, direction: Direction) -> None:
         """Execute a message of this rank to itself."""
         with self._claimed(envelope.number) as sent, self._claimed(number) as received:
-            verdict = self._verdict(received, envelope, source)
-            if verdict in (MISFIT, NOTHING):
+            decision = self._decision(received, envelope, source)
+            if decision in (MISFIT, NOTHING):
                 held = Letter(envelope.number, *received.held, envelope.seat)
-                self._over(sent, verdict, refused, source, held)
-                self._over(received, verdict, unfit, source, envelope)
+                self._over(sent, decision, refused, source, held)
+                self._over(received, decision, unfit, source, envelope)
             else:
                 direction.copy(sent, received)
 
     # ---- ends ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _claimed(self, number: int) -> Iterator[Message]:
+    def _claimed(self, number: int) -> Iterator[NcclMessage]:
         """Claim a message for a `with` block.
 
         An error in the block ends the message and fails the group, because the peer waits for the message.
@@ -323,22 +325,27 @@ class NcclMessages:
             raise
 
     def _over(
-        self, message: Message, verdict: int, misfit: Callable[..., FastcollError], peer: int, letter: Letter
+        self,
+        message: NcclMessage,
+        decision: int,
+        misfit: Callable[..., FastcollError],
+        peer: int,
+        letter: Letter,
     ) -> None:
         """End a claimed message that moves no data; `letter` is the peer's control message."""
         error = None
-        if verdict == MISFIT:
+        if decision == MISFIT:
             here, there = self._name(self._group.rank), self._name(peer)
             error = misfit(message.describe, here, message.held, there, (letter.kind, letter.nbytes))
         self._settle(message, error)
 
-    def _settle(self, message: Message, error: BaseException | None) -> None:
+    def _settle(self, message: NcclMessage, error: BaseException | None) -> None:
         marks, message.marks = message.marks, []
         for device, event in marks:
             self._transit.events.give(device, [event])
         message.settle(error)
 
-    def _end(self, message: Message, error: BaseException) -> None:
+    def _end(self, message: NcclMessage, error: BaseException) -> None:
         """End a message unless it has been claimed."""
         if self._posted.pop(message.number, None) is not None:
             self._settle(message, error)

@@ -27,7 +27,7 @@ from . import accesses as bits
 from .kernel import SIMULATED, cuda, device
 
 
-class Element(NamedTuple):
+class DeviceElement(NamedTuple):
     """The facts about a dtype that kernels need.
 
     `widen` converts a group from memory to registers, `narrow` converts it back; None: no conversion.
@@ -40,19 +40,19 @@ class Element(NamedTuple):
     narrow: Callable[..., Any] | None = None
 
 
-def element_of(dtype: np.dtype[Any]) -> Element:
+def element_of(dtype: np.dtype[Any]) -> DeviceElement:
     """Return the lanes of a numeric dtype."""
     if dtype.name in _HALVES:
         widen, narrow = (_each(function) for function in _HALVES[dtype.name])
-        return Element(types.uint16, types.float32, 1, widen, narrow)
+        return DeviceElement(types.uint16, types.float32, 1, widen, narrow)
     if dtype.kind == "b":
-        return Element(types.uint8, types.uint8, widen=_truth)
+        return DeviceElement(types.uint8, types.uint8, widen=_truth)
     if dtype.kind == "c":
         part = types.float32 if dtype.itemsize == 8 else types.float64
-        return Element(part, part, lanes=2)
+        return DeviceElement(part, part, lanes=2)
     kind = getattr(types, f"{'uint' if dtype.kind == 'u' else 'int'}{dtype.itemsize * 8}", None)
     kind = getattr(types, f"float{dtype.itemsize * 8}") if dtype.kind == "f" else kind
-    return Element(kind, kind)
+    return DeviceElement(kind, kind)
 
 
 _HALVES = {
@@ -71,7 +71,7 @@ def _truth(a):
     return (types.uint8(1 if a[0] != 0 else 0),)
 
 
-def combination(code: int, element: Element, kind: str) -> Any:
+def combination(code: int, element: DeviceElement, kind: str) -> Any:
     """Return the function that combines two groups by a predefined operation.
 
     A code that names no other operation, such as PREMUL_SUM's, means SUM.
@@ -126,7 +126,7 @@ _BOOL: dict[int, Callable[..., Any]] = {
 }
 
 
-def ending(code: int, element: Element, n: int) -> Any:
+def ending(code: int, element: DeviceElement, n: int) -> Any:
     """Return the last step, applied to the combined group: AVG divides by n; None for others."""
     if code != AVG:
         return None
@@ -146,7 +146,7 @@ def ending(code: int, element: Element, n: int) -> Any:
 # ---- users' own ------------------------------------------------------------------------------------------
 
 
-def combination_by(function: Callable[[Any, Any], Any], element: Element, kind: str) -> Any:
+def combination_by(function: Callable[[Any, Any], Any], element: DeviceElement, kind: str) -> Any:
     """Return the function that combines two groups by a user's function of two scalars.
 
     The function gets booleans for bool (`kind` "b"), complex numbers for complex ("c"), float32 for float16 and

@@ -33,7 +33,7 @@ _WAIT = "cuStreamWaitValue64_v2"  # some drivers lack it
 _WAIT_SIGNATURE = [_void, ctypes.c_uint64, ctypes.c_uint64, _unsigned]
 
 
-class Driver:
+class CudaDriver:
     """The driver and its devices.
 
     Attributes:
@@ -131,7 +131,7 @@ class Driver:
 
 
 @cache
-def driver() -> Driver:
+def driver() -> CudaDriver:
     """Return this machine's driver.
 
     Raises:
@@ -143,4 +143,4 @@ def driver() -> Driver:
         raise UnavailableError(
             f"there is no CUDA driver here ({error}); it comes with a GPU's driver"
         ) from error
-    return Driver(library)
+    return CudaDriver(library)

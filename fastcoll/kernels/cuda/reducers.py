@@ -28,7 +28,7 @@ from ...core.reduce_op import NAMES, ReduceOp
 from ...errors import ArrayError, UsageError
 from ..reduce import kind_of, refuse_undefined
 from .accesses import VECTOR, accesses, size_of
-from .combining import Element, combination, combination_by, element_of, ending, records_kernel
+from .combining import DeviceElement, combination, combination_by, element_of, ending, records_kernel
 from .kernel import CompilationError, Kernel, cuda, device
 
 MOST_SOURCES = 64
@@ -143,7 +143,7 @@ _made = cache(CudaReducer)
 class Fold(NamedTuple):
     """The functions of a reduction: `combine` of two groups, and `end`, applied to the result."""
 
-    element: Element
+    element: DeviceElement
     combine: Callable[..., Any]
     end: Callable[..., Any] | None
 

@@ -23,7 +23,7 @@ from ...kernels.primitives import address_of
 from ...record.recorder import GroupRecorder
 from . import compiled as c
 from . import compiled as words
-from .library import Library
+from .library import MpiLibrary
 
 _BUDGET = 50_000_000  # ns until Python looks at signals, deadlines and peers
 _SERIAL_BUDGET = 1_000_000  # where other threads wait for this one's turn with MPI
@@ -43,7 +43,7 @@ class Requests:
         address: of the table, until there are more requests than ever, or than were reserved for.
     """
 
-    def __init__(self, library: Library, dedicated: bool) -> None:
+    def __init__(self, library: MpiLibrary, dedicated: bool) -> None:
         self._library = library
         self._table = np.zeros(words.SLOTS + 8, np.int64)
         spins, yields = _DEDICATED if dedicated else _OVERSUBSCRIBED
@@ -155,7 +155,7 @@ def row_sizes(ranks: int) -> list[int]:
     return [c.HEAD_BYTES + room for room in rooms]
 
 
-class Meeting:
+class RowExchange:
     """The rows of a group's ranks, which travel with a `tag` of their own.
 
     Attributes:
@@ -165,7 +165,9 @@ class Meeting:
         attached: the address of what each rank attached.
     """
 
-    def __init__(self, library: Library, comm: Any, dedicated: bool, tag: int, record: GroupRecorder) -> None:
+    def __init__(
+        self, library: MpiLibrary, comm: Any, dedicated: bool, tag: int, record: GroupRecorder
+    ) -> None:
         sizes = row_sizes(comm.size)
         self.room = sizes[-1] - c.HEAD_BYTES
         self.rows: NDArray[np.int64] = np.zeros((comm.size, sizes[-1] // 8), np.int64)

@@ -40,9 +40,9 @@ from ...rendezvous.control import NetMonitor
 from ...store import Store
 from ...system.processes import Member
 from . import compiled as c
-from .agreement import MEETING_WORDS, Meeting, Prepared, Requests, abandon
+from .agreement import MEETING_WORDS, Prepared, Requests, RowExchange, abandon
 from .execution import Addressed, Execution, HostMemory, Memory, are_near
-from .library import Library, load
+from .library import MpiLibrary, load
 from .membership import MpiControl, lay_down, make_comm
 from .pipe import INSIDE, MpiPipe
 
@@ -78,7 +78,7 @@ class MpiBackend(Backend):
 
     def __init__(
         self,
-        library: Library,
+        library: MpiLibrary,
         comm: Any,
         gate: Gate,
         members: Sequence[Member],
@@ -93,7 +93,7 @@ class MpiBackend(Backend):
         self.monitor = NetMonitor(members, comm.rank, self._control)
         self._record = GroupRecorder(gate.name, members, gate.rank, self.name, MEETING_WORDS)
         self.monitor.record = self._record
-        self._meeting = Meeting(library, comm, dedicated, _MEET, self._record)
+        self._meeting = RowExchange(library, comm, dedicated, _MEET, self._record)
         self._requests = Requests(library, dedicated)
         self._execution = partial(Execution, library, comm, self._requests, _MOVE, self._look)
         self._host = self._execution(HostMemory(gate.size))

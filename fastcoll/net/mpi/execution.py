@@ -29,7 +29,7 @@ from ...kernels.primitives import address_of
 from ...kernels.reduce import Reducer, reducer
 from . import compiled as c
 from .agreement import Requests
-from .library import Library
+from .library import MpiLibrary
 
 LARGEST = 1 << 30
 """Bytes of a message; MPI counts to 2**31 - 1."""
@@ -129,7 +129,7 @@ class Execution:
 
     def __init__(
         self,
-        library: Library,
+        library: MpiLibrary,
         comm: Any,
         requests: Requests,
         tag: int,

@@ -34,7 +34,7 @@ _START = (
 )
 
 
-class Library(NamedTuple):
+class MpiLibrary(NamedTuple):
     """The MPI library of this process, initialised."""
 
     MPI: Any  # mpi4py's module
@@ -79,7 +79,7 @@ def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 @functools.cache
-def load() -> Library:
+def load() -> MpiLibrary:
     """Import mpi4py and initialise MPI, unless somebody has.
 
     Raises:
@@ -101,7 +101,7 @@ def load() -> Library:
     assert start is not None
     # Reentrant: a signal handler may abort a group in the middle of another call's preparations.
     lock = threading.RLock() if serial else nullcontext()
-    return Library(MPI, test, start, lock, serial, is_cuda_aware(functions))
+    return MpiLibrary(MPI, test, start, lock, serial, is_cuda_aware(functions))
 
 
 def is_cuda_aware(functions: Any) -> bool:

@@ -33,7 +33,7 @@ from ...system.address import make_room
 from ...system.interfaces import address_for_others
 from ...system.processes import Member
 from .agreement import Requests, abandon
-from .library import Library, load
+from .library import MpiLibrary, load
 
 _log = logging.getLogger("fastcoll")
 _STORE_TAG = 32749
@@ -72,7 +72,7 @@ def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
     return Rendezvous(store, world.rank, world.size, store.local_address)
 
 
-def _serve(library: Library, timeout: float) -> Rendezvous:
+def _serve(library: MpiLibrary, timeout: float) -> Rendezvous:
     """Serve the store and tell all other ranks where."""
     world = library.MPI.COMM_WORLD
     make_room(world.size, f"the store for {world.size} ranks")
@@ -90,7 +90,7 @@ def _serve(library: Library, timeout: float) -> Rendezvous:
     return Rendezvous(store, 0, world.size, host)
 
 
-def _hear(library: Library, timeout: float) -> tuple[str, int]:
+def _hear(library: MpiLibrary, timeout: float) -> tuple[str, int]:
     """Where rank 0 serves the store; what it said last, if earlier starts have failed."""
     world = library.MPI.COMM_WORLD
     data = np.zeros(_STORE_BYTES, np.uint8)
@@ -111,7 +111,7 @@ def _hear(library: Library, timeout: float) -> tuple[str, int]:
     return host, int(port)
 
 
-def _await(library: Library, posted: list[Any], keep: Any, timeout: float, peers: Sequence[int]) -> None:
+def _await(library: MpiLibrary, posted: list[Any], keep: Any, timeout: float, peers: Sequence[int]) -> None:
     """Wait for messages; a first one needs a connection, on which MPI works while it is called."""
     deadline = time.monotonic() + timeout
     requests = Requests(library, dedicated=False)
@@ -128,7 +128,7 @@ def _await(library: Library, posted: list[Any], keep: Any, timeout: float, peers
 
 
 def make_comm(
-    library: Library, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
+    library: MpiLibrary, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
 ) -> tuple[Any, bool]:
     """The communicator of a group's members, group ranks in the order of `members`, and whether the MPI library of
     every member is CUDA-aware; collective over them.
@@ -162,7 +162,7 @@ def make_comm(
     return comm, all(aware for _, _, aware, _ in places)
 
 
-def _check_proofs(library: Library, comm: Any, members: Sequence[Member], nonces: str) -> None:
+def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], nonces: str) -> None:
     """Each member proves over MPI itself that it has the job's secret: MPI asks for none, and objects come that way.
 
     RendezvousError, on every member: one does not; the communicator is abandoned.
@@ -180,7 +180,7 @@ def _check_proofs(library: Library, comm: Any, members: Sequence[Member], nonces
             )
 
 
-def lay_down(library: Library, comm: Any, control: MpiControl, failed: bool) -> None:
+def lay_down(library: MpiLibrary, comm: Any, control: MpiControl, failed: bool) -> None:
     """Give a communicator up; nothing of this rank's is under way in it, unless the group failed."""
     if failed:
         abandon([], (comm, control))  # MPI may still read the notices
@@ -190,7 +190,7 @@ def lay_down(library: Library, comm: Any, control: MpiControl, failed: bool) -> 
     free_finished(library)
 
 
-def free_finished(library: Library) -> None:
+def free_finished(library: MpiLibrary) -> None:
     """Free the communicators that every member has left, unless a message in them was never received."""
     with _lock:
         for comm, control in list(laid_down):
@@ -207,7 +207,7 @@ class MpiControl(Control):
     MPI does not tell when a rank dies (mpiexec ends the others then), so `lost` stays empty.
     """
 
-    def __init__(self, library: Library, comm: Any, tag: int) -> None:
+    def __init__(self, library: MpiLibrary, comm: Any, tag: int) -> None:
         super().__init__(comm.size)
         self._library = library
         self._comm = comm

@@ -28,7 +28,7 @@ from ...p2p.transfers import Send
 from . import compiled as words
 from .agreement import Requests, abandon
 from .execution import pieces
-from .library import Library
+from .library import MpiLibrary
 
 _HEAD = 5 * 8
 INSIDE = 1024 - _HEAD
@@ -56,7 +56,7 @@ class MpiPipe(Pipe):
         current: a context for everything that MPI does with messages; see MpiBackend.take_gpus.
     """
 
-    def __init__(self, library: Library, comm: Any, tags: Sequence[int], dedicated: bool) -> None:
+    def __init__(self, library: MpiLibrary, comm: Any, tags: Sequence[int], dedicated: bool) -> None:
         size, self._rank = comm.size, comm.rank
         self.current: Callable[[], AbstractContextManager[None]] = nullcontext
         self._library = library

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...core import signature
-from ...core.backend import Backend, Refuge
+from ...core.backend import Backend, RecoveryEndpoint
 from ...core.collective import Collective
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
@@ -36,14 +36,14 @@ from ...store import Store
 from ...system.processes import Member, cores_of
 from . import engine_layout as words
 from . import executor as engine
-from .context import NetContext, Prepared
+from .context import NetContext, PreparedPlan
 from .fast import fast_calls, folded
 from .mesh import Mesh
 from .pipe import TcpPipe
 from .plans.choose import plan_for
 from .plans.plan import Plan
-from .plans.shape import MEET_RANKS, Shape, default_limits
-from .refuge import TcpRefuge
+from .plans.shape import MEET_RANKS, CallShape, default_limits
+from .recovery_endpoint import TcpRecoveryEndpoint
 
 logger = logging.getLogger("fastcoll")
 _CLOSE_SECONDS, _SETTLE_MS = 5.0, 50
@@ -87,20 +87,20 @@ class TcpBackend(Backend):
         self.gate = gate
         self.monitor = mesh.monitor
         self._mesh = mesh
-        self._refuge = TcpRefuge(mesh)
+        self._recovery_endpoint = TcpRecoveryEndpoint(mesh)
         here = [member for member in crowd if member.boot_id == members[gate.rank].boot_id]
-        patience = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
+        backoff = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
         self._limits = default_limits(gate.size)
         self._record = GroupRecorder(gate.name, members, gate.rank, self.name, words.CONTEXT_WORDS)
         self._record.follow(words.CALLS, words.FINISHED, since=words.BEGAN)
         self.monitor.record = self._record
         context = self._record.context
-        self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, patience, context)
+        self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, backoff, context)
         self.context.words[words.RING] = self._record.ring
-        self.pipe = TcpPipe(mesh, self.monitor, patience * _TRY)
+        self.pipe = TcpPipe(mesh, self.monitor, backoff * _TRY)
         self.messages: Engine
         self.route({})
-        self._prepared: PreparedCalls[Prepared] = PreparedCalls()
+        self._prepared: PreparedCalls[PreparedPlan] = PreparedCalls()
         self._collective = Collective(gate, self.monitor, self.context.head, self._late, self._gather)
         self._releases_later = False  # closed in the middle of a call
 
@@ -115,7 +115,7 @@ class TcpBackend(Backend):
     # ---- a call ----------------------------------------------------------------------------------
 
     def _carry_out(
-        self, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None = None, tags: int = 0
+        self, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None = None, tags: int = 0
     ) -> int:
         """The call itself, by the thread that has the turn: DONE, or LATER if a whole array and the other overlap."""
         self.gate.check_usable()
@@ -141,7 +141,7 @@ class TcpBackend(Backend):
             if self._releases_later:
                 self._release()
 
-    def _prepare(self, key: CallKey) -> Prepared:
+    def _prepare(self, key: CallKey) -> PreparedPlan:
         """The variant of the key is the function that chooses the plan."""
         operation, dtype, op, root, nbytes, _, choose = key
         itemsize = dtype.itemsize if dtype is not None else 1
@@ -153,10 +153,12 @@ class TcpBackend(Backend):
         if op is not None and dtype is not None:
             folds = reducer(folded(op, self.gate.size), dtype)[:2]
             ordered = op.function is not None or dtype.name in HALVES
-        call = Shape(operation, self.gate.size, self.gate.rank, nbytes, self._limits, itemsize, root, ordered)
-        return Prepared(key.word, call, choose(call), folds)
+        call = CallShape(
+            operation, self.gate.size, self.gate.rank, nbytes, self._limits, itemsize, root, ordered
+        )
+        return PreparedPlan(key.word, call, choose(call), folds)
 
-    def _connect(self, prepared: Prepared, timeout: float | None) -> None:
+    def _connect(self, prepared: PreparedPlan, timeout: float | None) -> None:
         """Before a call's first time, by the thread that has the turn: room, and connections to all its peers."""
         self.context.make_room(prepared)
         limit = self.gate.timeout if timeout is None else timeout
@@ -189,7 +191,7 @@ class TcpBackend(Backend):
         prepared.ready = True
 
     def _resume(
-        self, code: int, prepared: Prepared, arrays: tuple[Array, ...], timeout: float | None
+        self, code: int, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None
     ) -> None:
         """What follows when the engine comes back early."""
         context, call = self.context.address | words.RESUMED, prepared.address
@@ -215,7 +217,7 @@ class TcpBackend(Backend):
         waiting = f"{doing}, waiting for {self.monitor.name(peer)}"
         deadline = time.monotonic() + _REASON_SECONDS
         while code == GONE:
-            if found := self.monitor.verdict([peer], waiting):
+            if found := self.monitor.decide([peer], waiting):
                 raise found.with_traceback(None)
             if time.monotonic() > deadline:
                 error = self.context[words.ERROR]
@@ -252,7 +254,10 @@ class TcpBackend(Backend):
     # ---- the operations ------------------------------------------------------------------------------
 
     def plan(
-        self, operation: Operation, timeout: float | None = None, choose: Callable[[Shape], Plan] = plan_for
+        self,
+        operation: Operation,
+        timeout: float | None = None,
+        choose: Callable[[CallShape], Plan] = plan_for,
     ) -> Call:
         """See Backend; `choose` makes the plan. With `nothing` ranks only make sure that all of them make the call."""
         kind, outputs, inputs, op, root, parts = operation
@@ -296,8 +301,8 @@ class TcpBackend(Backend):
         code = self.gate.in_turn(self._carry_out, prepared, arrays, None, words.LOOSELY)
         return bool(code != LATER)
 
-    def refuge(self) -> Refuge:
-        return self._refuge
+    def recovery_endpoint(self) -> RecoveryEndpoint:
+        return self._recovery_endpoint
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -322,7 +327,7 @@ class TcpBackend(Backend):
         wait, deadline = AGAIN, time.monotonic() + _CLOSE_SECONDS
         while wait == AGAIN and self.context.is_ahead and time.monotonic() < deadline:
             wait = engine.settle.call(self.context.address, _SETTLE_MS)
-            if wait == AGAIN and self.monitor.verdict([], "leaving") is not None:
+            if wait == AGAIN and self.monitor.decide([], "leaving") is not None:
                 break
         if told := self._told():
             logger.warning("%s", told)

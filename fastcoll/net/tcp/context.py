@@ -16,12 +16,12 @@ from .executor import PIECE
 from .meet import AHEAD, HELD
 from .plans import plan as t
 from .plans.circulant import combine_headers, gather_headers, known_before
-from .plans.shape import HEADER_BYTES, MEET_RANKS, Limits, Shape
+from .plans.shape import HEADER_BYTES, MEET_RANKS, CallShape, Limits
 
 BUDGET = 50_000_000  # ns that the engine may work before Python looks at signals, deadlines and peers
 
 
-class Prepared:
+class PreparedPlan:
     """One call as the engine knows it, for any arrays of these sizes.
 
     Attributes:
@@ -32,7 +32,9 @@ class Prepared:
         ready: whether there are connections to all of them, and room for it.
     """
 
-    def __init__(self, call: int, call_shape: Shape, plan: t.Plan, reducer: Sequence[int] = (0, 0)) -> None:
+    def __init__(
+        self, call: int, call_shape: CallShape, plan: t.Plan, reducer: Sequence[int] = (0, 0)
+    ) -> None:
         table, kinds = plan.table, plan.table[:, t.KIND]
         moves = table[np.isin(kinds, (t.SEND, t.RECV, t.REDUCE))]
         self.shape, gives, takes = call_shape.sizes()
@@ -80,11 +82,11 @@ def _text(note: Array) -> str:
 class NetContext:
     """The context of one rank, and typed access to the words that Python needs.
 
-    `patience`: sweeps in vain before the thread sleeps. `words`: where the context lies, CONTEXT_WORDS zeros.
+    `backoff`: sweeps in vain before the thread sleeps. `words`: where the context lies, CONTEXT_WORDS zeros.
     """
 
     def __init__(
-        self, size: int, rank: int, limits: Limits, streams: int, patience: int, words: Array | None = None
+        self, size: int, rank: int, limits: Limits, streams: int, backoff: int, words: Array | None = None
     ) -> None:
         self.size, self.rank, self.streams = size, rank, streams
         frame = limits.stride
@@ -92,8 +94,8 @@ class NetContext:
         self.address = address_of(self.words)
         self._kept: dict[int, Array] = {}
         self.words[[w.RANK, w.SIZE, w.STREAMS]] = rank, size, streams
-        self.words[[w.FRAME, w.PATIENT_SWEEPS]] = frame, patience
-        self.words[w.PATIENCE + waiting.BUDGET] = BUDGET
+        self.words[[w.FRAME, w.BACKOFF_SWEEPS]] = frame, backoff
+        self.words[w.BACKOFF + waiting.BUDGET] = BUDGET
         self.fds = self._keep(w.FDS, np.full((size, streams), -1, np.int64))
         self._inbox = self._keep(w.INBOX, np.zeros(size * frame // 8, np.int64))
         self._buffers = self._keep(w.BUFFERS, np.zeros(2 * size + 8, np.int64))
@@ -116,9 +118,9 @@ class NetContext:
         self.met = [peer for peer in range(size) if peer != rank]
         """The peers that a meeting sends to or receives from."""
         if size > MEET_RANKS:
-            meeting = Shape("barrier", size, rank, (), limits)
-            self._meeting = Prepared(0, meeting, combine_headers(size, rank, HEADER_BYTES))
-            self._gathering = Prepared(0, meeting, gather_headers(size, rank, HEADER_BYTES))
+            meeting = CallShape("barrier", size, rank, (), limits)
+            self._meeting = PreparedPlan(0, meeting, combine_headers(size, rank, HEADER_BYTES))
+            self._gathering = PreparedPlan(0, meeting, gather_headers(size, rank, HEADER_BYTES))
             self.words[[w.MEETING, w.GATHERING]] = self._meeting.address, self._gathering.address
             # And those at the distances 1, 2, 4, ..., with which plans exchange data: a rank that makes another call
             # never asks for a connection that the peer's plan alone needs, which would wait until the deadline.
@@ -136,7 +138,7 @@ class NetContext:
         self.words[word] = address_of(table)
         return table
 
-    def make_room(self, prepared: Prepared) -> None:
+    def make_room(self, prepared: PreparedPlan) -> None:
         """Let the private tables be as large as a call needs them."""
         for word, nbytes in (
             (w.PARTS, 16 * prepared.rows_of_a_phase * self.streams),

@@ -9,7 +9,7 @@ from ...kernels.headers import HEAD_BALANCE as HEAD_BALANCE
 from ...kernels.headers import HEAD_CALL as HEAD_CALL
 from ...kernels.headers import HEAD_SHAPE as HEAD_SHAPE
 from ...kernels.headers import NUMBER as NUMBER
-from ...kernels.waiting import PATIENCE_WORDS
+from ...kernels.waiting import BACKOFF_WORDS
 
 # ---- the context --------------------------------------------------------------------------------------
 RANK = 0
@@ -30,16 +30,16 @@ SOURCES = 14  # address: operands of a reduction
 PHASE, PHASE_END = 15, 16  # rows of the phase under way
 PEER = 17  # the peer whose connection is over, or who sent garbage
 ERROR = 18  # why it is over, as kernels/sockets.py says it
-PATIENT_SWEEPS = 19  # sweeps in vain before the thread sleeps in poll(2)
+BACKOFF_SWEEPS = 19  # sweeps in vain before the thread sleeps in poll(2)
 SWEEP = 20  # number of the last sweep
 SINCE = 21  # when this run of the engine began, in ns
 SENT, HAVE = 22, 23  # addresses: bytes of each peer's outbox sent, and of its inbox received
 MEETING = 24  # address of the prepared call that combines all headers; 0: everybody sends to everybody
 WAITING = 25  # how many of the pollfds, from the first one on, are of connections that the call waits for
-PATIENCE = 26  # the table of kernels/waiting.py
+BACKOFF = 26  # the table of kernels/waiting.py
 # What meet.py says of calls whose headers have not all been waited for:
 NEXT = (
-    PATIENCE + PATIENCE_WORDS
+    BACKOFF + BACKOFF_WORDS
 )  # address: of each peer, the number of the first call whose frame is not used up
 RECORDS = NEXT + 1  # address: of the last calls, what each rank called
 STRICT = NEXT + 2  # 0: the call under way needs the frames only of those that attach something

@@ -51,7 +51,7 @@ _AFTER_DONE = number_of("tcp.OPERATION.after_done")
 
 
 @failing
-def _comes_by(d, place):
+def _hit_failpoint(d, place):
     """A prepared call comes by a place of its operation."""
     reached(place + (load_word(d, w.CALL) & 0xFF))
 
@@ -196,7 +196,7 @@ def sweep(c, d, listing):
                 return gone(c, peer, moved)
             if moved > 0:
                 any_moved = True
-                _comes_by(d, _MID_CHUNK)
+                _hit_failpoint(d, _MID_CHUNK)
                 store_word(part, 0, load_word(part, 0) + moved)
         if load_word(row, t.KIND) == t.REDUCE:
             slot += streams
@@ -213,7 +213,7 @@ def sweep(c, d, listing):
 
 @inlined
 def _time(c):
-    return now(c + 8 * w.PATIENCE)
+    return now(c + 8 * w.BACKOFF)
 
 
 @inlined
@@ -244,7 +244,7 @@ def _run(c, d, exchanges, idle):
         if status > DONE:
             return status
         idle = idle + 1 if status < GOES_ON else 0
-        if idle > load_word(c, w.PATIENT_SWEEPS):
+        if idle > load_word(c, w.BACKOFF_SWEEPS):
             if exchanges:
                 list_missing(c, d)
             else:
@@ -252,7 +252,7 @@ def _run(c, d, exchanges, idle):
             if wait_ready(load_word(c, w.POLLFDS), load_word(c, w.LISTED), _POLL_MS) == 0:
                 return AGAIN
             idle |= SEEN_EVERY - 1
-        if _time(c) - load_word(c, w.SINCE) > load_word(c, w.PATIENCE + BUDGET):
+        if _time(c) - load_word(c, w.SINCE) > load_word(c, w.BACKOFF + BUDGET):
             return WORKED
 
 
@@ -314,7 +314,7 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
     if tagged & w.RESUMED == 0:
         if not _place_arrays(c, d, object_at(arrays)):
             return LATER
-        _comes_by(d, _ENTER)
+        _hit_failpoint(d, _ENTER)
         store_word(c, w.CALLS, load_word(c, w.CALLS) + 1)
         began = _time(c)
         soon = began - load_word(c, w.SINCE) < SOON
@@ -339,17 +339,17 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
             return status
         _begin_plan(c, load_word(d, w.PAYLOADS))
         store_word(c, w.STAGE, w.RUN)
-        _comes_by(d, _MET)
+        _hit_failpoint(d, _MET)
     status = _run(c, d, False, idle)
     if status == DONE:
-        _comes_by(d, _BEFORE_DONE)
+        _hit_failpoint(d, _BEFORE_DONE)
         status = finish(c)
         if status != GARBLED:
             store_word(c, w.STAGE, w.IDLE)
             store_word(c, w.FINISHED, load_word(c, w.CALLS))
             if load_word(c, w.RING) != 0:
                 record_end(load_word(c, w.RING), load_word(c, w.CALLS), load_word(c, w.BEGAN), _time(c))
-            _comes_by(d, _AFTER_DONE)
+            _hit_failpoint(d, _AFTER_DONE)
     return status
 
 

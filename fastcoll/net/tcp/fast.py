@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...arrays.adopted import Adopted
+from ...arrays.imported import ImportedArray
 from ...core.group import ProcessGroup
 from ...core.message import Status
 from ...core.operands import Array, is_message, sum_for
@@ -72,12 +72,12 @@ def fast_calls(
 
     def isend(tensor: Any, dst: int, tag: int = 0) -> Work:
         if is_ready(tensor, dst, tag):
-            return gate.unheard.note(messages.isend(Adopted(tensor), dst, tag))
+            return gate.unobserved.note(messages.isend(ImportedArray(tensor), dst, tag))
         return group.isend(tensor, dst, tag)
 
     def irecv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
         if status is None and is_ready(tensor, src, tag):
-            return gate.unheard.note(messages.irecv(Adopted(tensor), src, tag))
+            return gate.unobserved.note(messages.irecv(ImportedArray(tensor), src, tag))
         return group.irecv(tensor, src, tag, status)
 
     collectives = fast_methods(group, _KINDS, run, folds_once, plan_for)

@@ -33,7 +33,7 @@ from ...kernels.copy import copy, move
 from ...kernels.failing import reached, reached_by
 from ...kernels.primitives import load_word, store_word
 from ...kernels.sockets import VECTOR_BYTES, receive_some, send_both, send_some
-from ...kernels.waiting import PATIENCE_WORDS
+from ...kernels.waiting import BACKOFF_WORDS
 from ...p2p.pipe import GO, TAKEN
 
 FRAME = 32
@@ -53,7 +53,7 @@ VECTOR = VECTOR_BYTES
 GARBLED = -(1 << 21)  # the peer has sent what no rank sends; below what kernels/sockets.py returns
 
 # ---- words of the table, behind the patience table (of which CLOCK and BUDGET are used) -------------------
-BELL = PATIENCE_WORDS  # not 0: somebody wants the kernel back
+BELL = BACKOFF_WORDS  # not 0: somebody wants the kernel back
 BELL_FD = BELL + 1  # an eventfd that wakes a thread in poll(2), written before BELL is set
 CHANNELS = BELL + 2  # address of the row of rank 0
 SIZE = BELL + 3
@@ -96,7 +96,7 @@ OUT_VECTOR = 11  # address: what `send_both` needs
 SENDING = 12  # a blocking send is under way: 1 with its first part, 2 with its rest
 SENT = 13  # number of the last message begun
 UNACKED = 14  # how many messages have no ack yet, but perhaps GO
-ACK_NUMBER, ACK_VERDICT, ACK_NBYTES, ACK_KIND = range(15, 19)  # the last ack read
+ACK_NUMBER, ACK_DECISION, ACK_NBYTES, ACK_KIND = range(15, 19)  # the last ack read
 
 IN_STAGE = 19  # see below
 IN_TO = 20  # where the next byte of the payload goes; 0: nowhere
@@ -142,8 +142,8 @@ def type_of(frame):
 
 
 @inlined
-def _write_ack(frame, number, verdict, nbytes, kind):
-    store_word(frame, TYPE, verdict | number << TYPE_BITS)
+def _write_ack(frame, number, decision, nbytes, kind):
+    store_word(frame, TYPE, decision | number << TYPE_BITS)
     store_word(frame, KIND, kind)
     store_word(frame, NBYTES, nbytes)
     store_word(frame, ATTACHED, 0)
@@ -214,7 +214,7 @@ def push(row):
 
 
 @kernel
-def answer(row, number, verdict, nbytes, kind):
+def answer(row, number, decision, nbytes, kind):
     """Send an ack; False: not all of it could be sent, call again with the same.
 
     Who has begun one is the only one who may go on: the rest of it may have gone ahead of a frame meanwhile.
@@ -226,10 +226,10 @@ def answer(row, number, verdict, nbytes, kind):
         if is_entering(row):
             return False
         reached(_BEFORE_ACK)
-        _write_ack(frame, number, verdict, nbytes, kind)
+        _write_ack(frame, number, decision, nbytes, kind)
         store_word(row, ANSWER_LEFT, FRAME)
         store_word(row, ANSWER_BEGUN, 1)
-    elif load_word(frame, TYPE) != verdict | number << TYPE_BITS:
+    elif load_word(frame, TYPE) != decision | number << TYPE_BITS:
         return False
     if load_word(row, ANSWER_LEFT) > 0 and not _flush(row):
         return False
@@ -305,7 +305,7 @@ def read_frame(row):
     else:
         store_word(row, IN_USED, load_word(row, IN_USED) + FRAME)
         store_word(row, ACK_NUMBER, number)
-        store_word(row, ACK_VERDICT, type_of_frame)
+        store_word(row, ACK_DECISION, type_of_frame)
         store_word(row, ACK_NBYTES, load_word(frame, NBYTES))
         store_word(row, ACK_KIND, load_word(frame, KIND))
         if type_of_frame != GO:

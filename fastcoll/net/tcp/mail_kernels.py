@@ -112,9 +112,9 @@ def flush(mail: Index) -> int:
 
 
 @entry
-def mind(mail: Index, patience: Index) -> int:
-    """Send answers that stay deferred, until none was for 20 ms or STOP is set; `patience` says how long a nap is."""
-    m, own = integer(mail), integer(patience)
+def mind(mail: Index, backoff: Index) -> int:
+    """Send answers that stay deferred, until none was for 20 ms or STOP is set; `backoff` says how long a nap is."""
+    m, own = integer(mail), integer(backoff)
     store_release(m + 8 * f.MINDED, 1)
     seen = -1
     naps = 0
@@ -406,10 +406,10 @@ def accept(mail: Index, peer: Index, address: Index, nbytes: Index) -> int:
 
 
 @entry
-def acknowledge(mail: Index, peer: Index, number: Index, verdict: Index, nbytes: Index, kind: Index) -> int:
+def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index) -> int:
     """Answer a message of `peer`, with what the receive asked for; AGAIN: not all of it could be sent."""
     row = row_of(integer(mail), integer(peer))
-    sent = f.answer(row, integer(number), integer(verdict), integer(nbytes), integer(kind))
+    sent = f.answer(row, integer(number), integer(decision), integer(nbytes), integer(kind))
     return DONE if sent else AGAIN
 
 

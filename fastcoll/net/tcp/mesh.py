@@ -29,7 +29,7 @@ from ...rendezvous.control import Control, NetMonitor
 from ...rendezvous.dials import LOOK_SECONDS, RETRY_FIRST, RETRY_MOST, Dial, dial_all, dial_until
 from ...rendezvous.listener import Roster, gather
 from ...store import Store
-from ...store.opening import Kind, Opening
+from ...store.opening import ConnectionKind, Opening
 from ...system.processes import Member, witnesses
 
 ALL_CONTROL = 32
@@ -40,7 +40,7 @@ _REFUSED_SECONDS = 2.0
 # with its buffers full gives none.
 _ARRIVE_SECONDS, _ARRIVE_LOOK_SECONDS = 5.0, 0.001
 
-Key = tuple[Kind, int, int]
+Key = tuple[ConnectionKind, int, int]
 """A connection by its kind, peer and stream."""
 OnMail = Callable[[int, socket.socket], None]
 """Takes the connection with a group rank for messages; on the listener's thread, must not block."""
@@ -95,7 +95,7 @@ class Mesh:
         self._made: dict[Key, socket.socket] = {}
         self._dialing_mail: set[int] = set()  # higher peers
         self._on_mail: OnMail = lambda peer, connection: None
-        self._sought: list[socket.socket] = []  # of ranks that seek one another (refuge.py)
+        self._sought: list[socket.socket] = []  # of ranks that seek one another (recovery_endpoint.py)
         self._seeking: dict[int, Dial] = {}  # by peer
         self._on_seek: Callable[[socket.socket], None] = lambda connection: None
         self._changed = threading.Condition()
@@ -115,12 +115,14 @@ class Mesh:
         Raises:
             GroupError: the peer died, left or did not come in time, or what answers at its address does not fit.
         """
-        return self._connection(Kind.DATA, peer, stream, timeout).fileno()
+        return self._connection(ConnectionKind.DATA, peer, stream, timeout).fileno()
 
     def dial_data(self, peers: Sequence[int], timeout: float) -> None:
         """Make, all at one time, the data connections with these peers that this rank dials; as `data`."""
         streams = range(self.streams)
-        keys = [(Kind.DATA, peer, stream) for peer in peers if peer > self.rank for stream in streams]
+        keys = [
+            (ConnectionKind.DATA, peer, stream) for peer in peers if peer > self.rank for stream in streams
+        ]
         if not (keys := [key for key in keys if key not in self._made]):
             return
         reach("tcp.connection.enter")
@@ -138,13 +140,15 @@ class Mesh:
 
     def mail(self, peer: int) -> socket.socket:
         """The connection for messages with `peer`, made unless either has done so; as `data`, but by one rank alone."""
-        return self._connection(Kind.MAIL, peer, 0, None)
+        return self._connection(ConnectionKind.MAIL, peer, 0, None)
 
     def on_mail(self, callback: OnMail) -> None:
         """Give `callback` the connections for messages that peers have made, those of before and of later."""
         with self._changed:
             self._on_mail = callback
-            held = [(peer, each) for (kind, peer, _), each in self._made.items() if kind is Kind.MAIL]
+            held = [
+                (peer, each) for (kind, peer, _), each in self._made.items() if kind is ConnectionKind.MAIL
+            ]
         for peer, connection in held:
             callback(peer, connection)
 
@@ -157,14 +161,14 @@ class Mesh:
         self._on_seek = callback
 
     def seek(self, peer: int, deadline: float) -> socket.socket:
-        """A connection on which `peer` answers where survivors meet (refuge.py); also when the group has failed.
+        """A connection on which `peer` answers where survivors meet (recovery_endpoint.py); also when the group has failed.
 
         Raises:
             TimeoutError: it does not stand by the deadline; the next call goes on with it.
             ConnectionRefusedError: the peer's process has ended.
             RendezvousError: the peer has closed the group.
         """
-        dial = self._seeking.setdefault(peer, self._new_dial(peer, Kind.REFUGE, 0))
+        dial = self._seeking.setdefault(peer, self._new_dial(peer, ConnectionKind.RECOVERY, 0))
         try:
             stands = dial_until(dial, deadline)
             if not stands and dial.refused_since is not None:
@@ -252,12 +256,12 @@ class Mesh:
     def _dial_control(self, peers: Sequence[int], wait: Wait) -> None:
         # Each is looked at as soon as it stands: who dies meanwhile is seen by its end.
         self._bring_about(
-            [self._new_dial(peer, Kind.CONTROL, 0) for peer in peers],
+            [self._new_dial(peer, ConnectionKind.CONTROL, 0) for peer in peers],
             wait,
             lambda dial: self._control.add(dial.peer, dial.connection),
         )
 
-    def _new_dial(self, peer: int, kind: Kind, stream: int) -> Dial:
+    def _new_dial(self, peer: int, kind: ConnectionKind, stream: int) -> Dial:
         """A connection on the interface whose turn it is, by the pair of ranks and the stream."""
         assert self._roster is not None, "a group of one has no peers"
         turn = (min(self.rank, peer) + stream) % len(self._roster.interfaces)
@@ -297,17 +301,19 @@ class Mesh:
                 raise
             raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
 
-    def _connection(self, kind: Kind, peer: int, stream: int, timeout: float | None) -> socket.socket:
+    def _connection(
+        self, kind: ConnectionKind, peer: int, stream: int, timeout: float | None
+    ) -> socket.socket:
         """The connection of this kind with a peer, made unless it or another thread has done so."""
         key = (kind, peer, stream)
         if key in self._made:
             return self._made[key]
         assert peer != self.rank, "there is no connection with oneself"
         reach("tcp.connection.enter")
-        what = "a data connection with" if kind is Kind.DATA else "a connection for messages to"
+        what = "a data connection with" if kind is ConnectionKind.DATA else "a connection for messages to"
         doing = f"making {what} {self.monitor.name(peer)}"
         wait = Wait(self.monitor, doing, lambda: [peer], self._timeout if timeout is None else timeout)
-        if kind is Kind.DATA and self.rank > peer:
+        if kind is ConnectionKind.DATA and self.rank > peer:
             self._await(lambda: key in self._made, wait)
             wait.over()
             return self._made[key]
@@ -315,7 +321,7 @@ class Mesh:
             if key not in self._made:
                 if peer not in self._control.peers:
                     self._dial_control([peer], wait)  # its end is seen there
-                if kind is Kind.DATA:
+                if kind is ConnectionKind.DATA:
                     self._dial([key], wait)
                 elif self.rank < peer:
                     self._dial_mail_up(key, wait)
@@ -354,7 +360,7 @@ class Mesh:
         """Dial a lower rank until the connection stands, or that of the lower rank has come."""
         pause = RETRY_FIRST
         while key not in self._made:
-            new = self._new_dial(key[1], Kind.MAIL, 0)
+            new = self._new_dial(key[1], ConnectionKind.MAIL, 0)
             try:
                 self._bring_about([new], wait, lambda dial: None)
                 if self._stands(new.connection, key, wait):
@@ -407,19 +413,19 @@ class Mesh:
 
     def _arrived(self, theirs: Opening, connection: socket.socket) -> None:
         key = (theirs.kind, theirs.rank, theirs.stream)
-        is_lower, is_mail = theirs.rank < self.rank, theirs.kind is Kind.MAIL
+        is_lower, is_mail = theirs.rank < self.rank, theirs.kind is ConnectionKind.MAIL
         with self._changed:
-            wanted = theirs.kind is Kind.CONTROL or key not in self._made
-            if theirs.kind is Kind.DATA:
+            wanted = theirs.kind is ConnectionKind.CONTROL or key not in self._made
+            if theirs.kind is ConnectionKind.DATA:
                 wanted &= is_lower
             elif is_mail and not is_lower:
                 wanted &= theirs.rank not in self._dialing_mail
             if self._closed or not wanted:
                 connection.close()
                 return
-            if theirs.kind is Kind.CONTROL:
+            if theirs.kind is ConnectionKind.CONTROL:
                 self._control.add(theirs.rank, connection)
-            elif theirs.kind is Kind.REFUGE:
+            elif theirs.kind is ConnectionKind.RECOVERY:
                 self._sought.append(connection)
             else:
                 if is_mail and not is_lower:
@@ -430,5 +436,5 @@ class Mesh:
             self._changed.notify_all()
         if is_mail:
             on_mail(theirs.rank, connection)
-        if theirs.kind is Kind.REFUGE:
+        if theirs.kind is ConnectionKind.RECOVERY:
             self._on_seek(connection)

@@ -178,9 +178,9 @@ class TcpPipe(WordPipe):
         """Start the thread that sends answers which stay deferred, unless there is one."""
 
         def mind() -> None:
-            patience = np.zeros(waiting.PATIENCE_WORDS, np.int64)
-            patience[waiting.IDLE] = 1 << 30  # long naps
-            kernels.mind.call(self.address, address_of(patience))
+            backoff = np.zeros(waiting.BACKOFF_WORDS, np.int64)
+            backoff[waiting.IDLE] = 1 << 30  # long naps
+            kernels.mind.call(self.address, address_of(backoff))
 
         with self._lock:
             if not self.words[f.STOP] and (self._minder is None or not self._minder.is_alive()):

@@ -59,7 +59,7 @@ class Departure(Function):  # type: ignore[misc]
         return _running().wait_for(ctx.message), None
 
 
-class Arrival(Function):  # type: ignore[misc]
+class ArrivalNode(Function):  # type: ignore[misc]
     """The beginning of the local graph at a tensor that has come from another worker."""
 
     @staticmethod
@@ -86,7 +86,7 @@ def departed(tensor: Any, message: int, number: int) -> Any:
 def arrived(data: Any, origin: Origin) -> Any:
     """A tensor that has come, as one of the local graph. It may be changed in place."""
     with torch.enable_grad():
-        return Arrival.apply(_anchor, [data], origin)
+        return ArrivalNode.apply(_anchor, [data], origin)
 
 
 def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origin]]:
@@ -102,7 +102,7 @@ def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origi
         number = node._sequence_nr()
         if number < RESERVED and kind is not Departure._backward_cls:
             node._set_sequence_nr(RESERVED + number)
-        if kind is Arrival._backward_cls:
+        if kind is ArrivalNode._backward_cls:
             origins.append(node.origin)
             continue
         for following, _ in node.next_functions:

@@ -6,11 +6,11 @@ import pytest
 from kernels.cuda.fake_driver import Library
 
 from fastcoll.errors import FastcollError, UnavailableError, UsageError
-from fastcoll.kernels.cuda.driver import Driver
+from fastcoll.kernels.cuda.driver import CudaDriver
 
 
 def test_it_knows_its_devices() -> None:
-    driver = Driver(Library())
+    driver = CudaDriver(Library())
     assert driver.capabilities == [(8, 6), (9, 0)]
     assert driver.multiprocessors == 132
     assert driver.uuid(1) == b"\1\0\7" + b"\1" * 13, "also what comes after a zero"
@@ -18,7 +18,7 @@ def test_it_knows_its_devices() -> None:
 
 def test_code_is_loaded_as_it_is() -> None:
     library = Library()
-    assert Driver(library).load(b"cubin", "reduce") == 8
+    assert CudaDriver(library).load(b"cubin", "reduce") == 8
     assert library.loaded == [b"cubin"]
 
 
@@ -27,31 +27,31 @@ def test_another_devices_context_is_misuse_with_the_cure(status: int) -> None:
     with pytest.raises(
         UsageError, match=rf"launching failed: CUDA_ERROR_{status} \({status}\): .*select_device"
     ):
-        Driver(Library()).check(status, "launching")
+        CudaDriver(Library()).check(status, "launching")
 
 
 def test_other_errors_name_what_failed() -> None:
     with pytest.raises(
         FastcollError, match=r"loading a kernel failed: CUDA_ERROR_218 \(218\): what it means"
     ) as caught:
-        Driver(Library(cuLibraryLoadData=218)).load(b"?", "reduce")
+        CudaDriver(Library(cuLibraryLoadData=218)).load(b"?", "reduce")
     assert not isinstance(caught.value, UsageError)
 
 
 def test_a_driver_that_does_not_start_is_unavailable() -> None:
     with pytest.raises(UnavailableError, match=r"does not start: CUDA_ERROR_100 \(100\)"):
-        Driver(Library(cuInit=100))
+        CudaDriver(Library(cuInit=100))
 
 
 def test_a_driver_without_libraries_is_too_old() -> None:
     library = Library()
     del library.cuLibraryLoadData
     with pytest.raises(UnavailableError, match=r"no cuLibraryLoadData; .* CUDA 12 or later"):
-        Driver(library)
+        CudaDriver(library)
 
 
 def test_no_devices_is_unavailable() -> None:
     library = Library()
     library.define("cuDeviceGetCount", lambda out: library.set(out, 0))
     with pytest.raises(UnavailableError, match="sees no device"):
-        Driver(library)
+        CudaDriver(library)

@@ -12,7 +12,7 @@ from kernels.cuda.fake_driver import HOPPER, Library
 
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import ArrayError, UnavailableError, UsageError
-from fastcoll.kernels.cuda.driver import Driver
+from fastcoll.kernels.cuda.driver import CudaDriver
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -82,7 +82,7 @@ def test_a_launch_passes_the_words_in_a_row(monkeypatch: pytest.MonkeyPatch) -> 
     from fastcoll.kernels.cuda import reducers as reduce
 
     library = Library([HOPPER])
-    monkeypatch.setattr(launch, "driver", lambda: Driver(library))
+    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(library))
     reducer = reduce.CudaReducer(ReduceOp.SUM, np.dtype("f4"))
     reducer.launch(0x10000, [0x20000, 0x30000], 1003, 77)
     reducer.launch(0x10000, [0x20000, 0x30004], 1003)
@@ -105,7 +105,7 @@ def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], monkeypatch: pytest
     from fastcoll.kernels.cuda import packing
 
     library = Library([HOPPER])
-    monkeypatch.setattr(launch, "driver", lambda: Driver(library))
+    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(library))
     packing._scaler.cache_clear()
     packing.scale(0x1000, 0x2000, 5, dtype, -1.5, 7)
     packing._scaler.cache_clear()  # of this library
@@ -123,7 +123,7 @@ def test_a_compiler_that_fails_is_an_extra_that_is_not_there(monkeypatch: pytest
     def fail(*args: Any) -> Any:
         raise AttributeError("module 'numpy' has no attribute 'row_stack'")
 
-    monkeypatch.setattr(launch, "driver", lambda: Driver(Library()))
+    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(Library()))
     monkeypatch.setattr(launch, "compile_ptx", fail)
     with pytest.raises(UnavailableError, match=r"\(AttributeError: .*row_stack.*\): pip install") as caught:
         reduce.CudaReducer(ReduceOp.SUM, np.dtype("f4")).launch(16, [16, 32], 4)
@@ -138,7 +138,7 @@ def test_devices_of_several_kinds_share_ptx(monkeypatch: pytest.MonkeyPatch) -> 
     from fastcoll.kernels.cuda import reducers as reduce
 
     library = Library([HOPPER, (8, 6)])
-    monkeypatch.setattr(launch, "driver", lambda: Driver(library))
+    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(library))
     reduce.CudaReducer(ReduceOp.SUM, np.dtype("f4")).launch(0x10000, [0x20000], 3)
     assert b".target sm_86" in library.loaded[0]
     assert library.loaded[0].endswith(b"\0")
@@ -152,7 +152,7 @@ def test_what_numba_cannot_compile_is_refused_by_name(function: Any, monkeypatch
     from fastcoll.kernels.cuda import kernel as launch
     from fastcoll.kernels.cuda import reducers as reduce
 
-    monkeypatch.setattr(launch, "driver", lambda: Driver(Library()))
+    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(Library()))
     reducer = reduce.CudaReducer(ReduceOp.custom(function, "odd"), np.dtype("f4"))
     with pytest.raises(UsageError, match=r"'odd' for CUDA and elements of dtype float32.* Numba says: \w"):
         reducer.launch(16, [16, 32], 4)

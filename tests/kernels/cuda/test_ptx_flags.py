@@ -7,7 +7,7 @@ import re
 import pytest
 from kernels.cuda.fake_driver import HOPPER, Library
 
-from fastcoll.kernels.cuda.driver import Driver
+from fastcoll.kernels.cuda.driver import CudaDriver
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ class Waits(Library):
 
 def test_streams_wait_for_words_where_the_device_can() -> None:
     library = Waits()
-    driver = Driver(library)
+    driver = CudaDriver(library)
     assert driver.can_wait(0)
     assert not driver.can_wait(1)
     driver.wait_value(7, 0x1000, 5)
@@ -67,4 +67,4 @@ def test_streams_wait_for_words_where_the_device_can() -> None:
 
 
 def test_a_driver_without_waits_has_none() -> None:
-    assert not Driver(Library()).can_wait(0)
+    assert not CudaDriver(Library()).can_wait(0)

@@ -10,18 +10,18 @@ from ....core.partition import Span, even
 from .circulant import gather_spans
 from .plan import SCRATCH, Plan, Rows
 from .ring import gather_around
-from .shape import Shape, array
+from .shape import CallShape, array
 
 
 def _steps(size: int) -> int:
     return (size - 1).bit_length()
 
 
-def _number(shape: Shape) -> int:
+def _number(shape: CallShape) -> int:
     return (shape.rank - shape.root) % shape.size
 
 
-def broadcast(shape: Shape) -> Plan:
+def broadcast(shape: CallShape) -> Plan:
     """The whole array in each step."""
     rows, x, number = Rows(), (array(0), 0), _number(shape)
     for step in range(_steps(shape.size)):
@@ -34,7 +34,7 @@ def broadcast(shape: Shape) -> Plan:
     return rows.plan()
 
 
-def reduce(shape: Shape) -> Plan:
+def reduce(shape: CallShape) -> Plan:
     """The whole array in each step. Adjacent ranks are combined, in the order from the root around.
 
     In an ordered call they are combined in rank order, by rank 0, which sends the root the result.
@@ -61,7 +61,7 @@ def reduce(shape: Shape) -> Plan:
     return rows.plan(3 * total)
 
 
-def chain(shape: Shape) -> Plan:
+def chain(shape: CallShape) -> Plan:
     """Segments go from rank to rank, all links at work: the array once through each, n - 2 segments' delay."""
     rows, number, whole = Rows(), _number(shape), Span(0, shape.total)
     parts = shape.segments([whole], 1)
@@ -75,7 +75,7 @@ def chain(shape: Shape) -> Plan:
     return rows.plan()
 
 
-def scatter_ring(shape: Shape) -> Plan:
+def scatter_ring(shape: CallShape) -> Plan:
     """Blocks go down a binomial tree, then around the ring, both ways: log2 n + n/2 steps, the array twice.
 
     Van de Geijn and others: see Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
@@ -86,14 +86,14 @@ def scatter_ring(shape: Shape) -> Plan:
     return rows.plan()
 
 
-def scatter_circulant(shape: Shape) -> Plan:
+def scatter_circulant(shape: CallShape) -> Plan:
     """Blocks go down a binomial tree, then to all as in circulant.py: 2 log2 n steps, the array twice."""
     rows, blocks = _scattered(shape)
     gather_spans(rows, shape.rank, blocks, array(0), _steps(shape.size))
     return rows.plan()
 
 
-def _scattered(shape: Shape) -> tuple[Rows, list[Span]]:
+def _scattered(shape: CallShape) -> tuple[Rows, list[Span]]:
     """The rows by which each rank gets a block of array 0 down the tree, and the block of each rank."""
     rows, number, steps = Rows(), _number(shape), _steps(shape.size)
     blocks = even(shape.total, shape.size, shape.itemsize)

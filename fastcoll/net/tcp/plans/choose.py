@@ -31,7 +31,7 @@ from . import binomial as trees
 from . import circulant, direct, doubling, ring
 from .direct import attached, exchange
 from .plan import Plan, Rows
-from .shape import MEET_RANKS, Limits, Shape
+from .shape import MEET_RANKS, CallShape, Limits
 
 
 class Cost(NamedTuple):
@@ -152,7 +152,7 @@ def scattered(c: Scale, steps: int, messages: int) -> Cost:
     return one_way(c.log, c.log, c.rest, 0).then(both(steps, 2 * messages, c.rest, 0))
 
 
-Algorithm = tuple[Callable[[Shape], Plan], Callable[[Scale], Cost], int]
+Algorithm = tuple[Callable[[CallShape], Plan], Callable[[Scale], Cost], int]
 """What makes a rank's plan, what it costs, and where more than MEET_RANKS ranks consider it."""
 NEVER, FREE, ORDERED = 0, 1, 2  # FREE: where operands may be combined in any order; ORDERED: where not
 ALWAYS = FREE | ORDERED
@@ -171,7 +171,7 @@ _RINGS = frozenset({"ring", "chain", "scatter and ring"})
 
 
 @lru_cache(maxsize=256)
-def plan_for(shape: Shape) -> Plan:
+def plan_for(shape: CallShape) -> Plan:
     """This rank's plan of a call; all ranks choose the same algorithm."""
     name = chosen(shape)
     if name == "nothing":
@@ -181,7 +181,7 @@ def plan_for(shape: Shape) -> Plan:
     return ALGORITHMS[shape.operation]["direct" if name == "alone" else name][0](shape)
 
 
-def chosen(shape: Shape) -> str:
+def chosen(shape: CallShape) -> str:
     """The name of the algorithm, as in ALGORITHMS, or attached, alone or nothing."""
     if shape.operation == "barrier" or not any(shape.nbytes):
         return "nothing"
@@ -199,7 +199,7 @@ def chosen(shape: Shape) -> str:
     return cheapest(shape) if many else "direct"
 
 
-def cheapest(shape: Shape) -> str:
+def cheapest(shape: CallShape) -> str:
     """The name of the algorithm that costs least among many ranks."""
     order = ORDERED if shape.ordered else FREE
     found = ALGORITHMS[shape.operation].items()
@@ -216,7 +216,7 @@ def cost(operation: str, name: str, size: int, nbytes: int, limits: Limits) -> C
     return ALGORITHMS[operation][name][1](Scale(size, nbytes, limits))
 
 
-def nothing(shape: Shape) -> Plan:
+def nothing(shape: CallShape) -> Plan:
     """Nothing moves after the meeting."""
     return Rows().plan()
 

@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 
 from ....core.partition import Span, even
 from .plan import FRAMES, SCRATCH, Plan, Rows
-from .shape import Shape, array
+from .shape import CallShape, array
 
 
 def _rounds(size: int) -> list[tuple[int, int]]:
@@ -30,7 +30,7 @@ def _rounds(size: int) -> list[tuple[int, int]]:
     return [(1 << k, min(1 << k, size - (1 << k))) for k in range((size - 1).bit_length())]
 
 
-def all_reduce(shape: Shape) -> Plan:
+def all_reduce(shape: CallShape) -> Plan:
     """reduce_scatter, then all_gather, in place: 2 log2 n rounds, 2 (n - 1)/n of the array in and out."""
     rows, x, size, rank = Rows(), array(0), shape.size, shape.rank
     blocks = even(shape.total, size, shape.itemsize)
@@ -109,7 +109,7 @@ def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
     return found
 
 
-def reduce_scatter(shape: Shape) -> Plan:
+def reduce_scatter(shape: CallShape) -> Plan:
     """log2 n rounds, n - 1 blocks in and out, by way of a copy of all blocks."""
     rows, size, rank = Rows(), shape.size, shape.rank
     borders = _borders(shape)
@@ -125,7 +125,7 @@ def reduce_scatter(shape: Shape) -> Plan:
     return rows.plan(borders[-1])
 
 
-def all_gather(shape: Shape) -> Plan:
+def all_gather(shape: CallShape) -> Plan:
     """log2 n rounds, n - 1 parts in and out, by way of scratch."""
     rows, size, rank = Rows(), shape.size, shape.rank
     borders, rounds = _borders(shape), _rounds(size)
@@ -140,7 +140,7 @@ def all_gather(shape: Shape) -> Plan:
     return rows.plan(borders[-1])
 
 
-def _borders(shape: Shape) -> list[int]:
+def _borders(shape: CallShape) -> list[int]:
     """Where the block of each rank begins in scratch, this rank's first, and where the last one ends."""
     around = shape.nbytes[shape.rank :] + shape.nbytes[: shape.rank]
     return list(accumulate(around, initial=0))

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from ....core.partition import Segments, Span, even
 from .plan import SCRATCH, Place, Plan, Rows
-from .shape import Shape, array
+from .shape import CallShape, array
 
 
-def attached(shape: Shape) -> Plan:
+def attached(shape: CallShape) -> Plan:
     """The plan of a call of which every payload fits; reductions combine the ranks in order, in one pass."""
     if shape.operation == "all_gather":
         return exchange(shape)
@@ -38,7 +38,7 @@ def attached(shape: Shape) -> Plan:
     return rows.plan()
 
 
-def exchange(shape: Shape) -> Plan:
+def exchange(shape: CallShape) -> Plan:
     """all_gather, gather, scatter and all_to_all: each rank's part or block to whoever gets it."""
     rows, size, payload = Rows(), shape.size, shape.limits.payload
     _, gives, takes = shape.sizes()
@@ -67,7 +67,7 @@ def exchange(shape: Shape) -> Plan:
 
 
 def _reduce_segment(
-    shape: Shape,
+    shape: CallShape,
     rows: Rows,
     k: int,
     parts: Segments,
@@ -89,7 +89,7 @@ def _reduce_segment(
     return own
 
 
-def reduce_scatter(shape: Shape) -> Plan:
+def reduce_scatter(shape: CallShape) -> Plan:
     """Each rank receives all of its block and reduces it: n - 1 blocks in and out."""
     rows, size = Rows(), shape.size
     blocks = [Span(0, nbytes) for nbytes in shape.nbytes]
@@ -99,7 +99,7 @@ def reduce_scatter(shape: Shape) -> Plan:
     return rows.plan(2 * size * parts.nbytes)
 
 
-def all_reduce(shape: Shape) -> Plan:
+def all_reduce(shape: CallShape) -> Plan:
     """As reduce_scatter, and each rank sends every other what it has reduced: 2 (n - 1)/n of the array in and out."""
     rows, size, x = Rows(), shape.size, array(0)
     blocks = even(shape.total, size, shape.itemsize)
@@ -122,7 +122,7 @@ def all_reduce(shape: Shape) -> Plan:
     return rows.plan(2 * size * parts.nbytes)
 
 
-def reduce(shape: Shape) -> Plan:
+def reduce(shape: CallShape) -> Plan:
     """As reduce_scatter, and each rank sends the root what it has reduced: 2 (n - 1)/n of the array into the root."""
     rows, size = Rows(), shape.size
     blocks = even(shape.total, size, shape.itemsize)
@@ -140,7 +140,7 @@ def reduce(shape: Shape) -> Plan:
     return rows.plan((2 * size + 1) * parts.nbytes)
 
 
-def whole(shape: Shape) -> Plan:
+def whole(shape: CallShape) -> Plan:
     """Everything goes where it is combined in one pass: for two ranks, where no other way moves less."""
     rows, entire = Rows(), Span(0, shape.total)
     takers, givers = shape.takers_and_givers()
@@ -158,7 +158,7 @@ def whole(shape: Shape) -> Plan:
     return rows.plan(2 * shape.size * parts.nbytes if {*givers} - {shape.rank} else 0)
 
 
-def scan(shape: Shape) -> Plan:
+def scan(shape: CallShape) -> Plan:
     """Rank j receives block j of all ranks, reduces all its prefixes, and sends rank i the one that i needs.
 
     At most 2 (n - 1)/n of the array in and out. Prefixes combine ranks in order; each is made in one pass over its
@@ -195,7 +195,7 @@ def scan(shape: Shape) -> Plan:
     return rows.plan(3 * size * parts.nbytes)
 
 
-def broadcast(shape: Shape) -> Plan:
+def broadcast(shape: CallShape) -> Plan:
     """The root sends each other rank a block, which that sends on to the rest: all links carry at most the array."""
     rows = Rows()
     takers = [rank for rank in range(shape.size) if rank != shape.root]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ....core.partition import Span, even
 from .plan import SCRATCH, Plan, Rows
-from .shape import Shape, array
+from .shape import CallShape, array
 
 
 def _partners(size: int, rank: int) -> tuple[list[int], bool] | None:
@@ -29,14 +29,14 @@ def _partners(size: int, rank: int) -> tuple[list[int], bool] | None:
     return [2 * other + 1 if other < joined else other + joined for other in others], rank < 2 * joined
 
 
-def _leave_to_next(shape: Shape, last: int) -> Plan:
+def _leave_to_next(shape: CallShape, last: int) -> Plan:
     rows = Rows()
     rows.send(0, shape.rank + 1, (array(0), 0), shape.total)
     rows.recv(last, shape.rank + 1, (array(0), 0), shape.total)
     return rows.plan()
 
 
-def all_reduce(shape: Shape) -> Plan:
+def all_reduce(shape: CallShape) -> Plan:
     """Recursive doubling: the whole array in each of log2 n steps."""
     rows, rank, x, last = Rows(), shape.rank, (array(0), 0), shape.size.bit_length()
     if (partners := _partners(shape.size, rank)) is None:
@@ -54,7 +54,7 @@ def all_reduce(shape: Shape) -> Plan:
     return rows.plan(2 * shape.total)
 
 
-def halving(shape: Shape) -> Plan:
+def halving(shape: CallShape) -> Plan:
     """Recursive halving, then doubling: n/2, n/4, ... of the array in 2 log2 n steps, 2 (n - 1)/n of it in all.
 
     Where n is no power of two, ranks that work for two receive and send the whole array besides.
@@ -78,7 +78,7 @@ def halving(shape: Shape) -> Plan:
     return rows.plan()
 
 
-def scan(shape: Shape) -> Plan:
+def scan(shape: CallShape) -> Plan:
     """Prefix reduction: in step k every rank sends what it has to the rank 2**k further; the array log2 n times.
 
     Operands are combined in rank order; which ones first depends on the rank.

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from ....core.partition import Span, even
 from .plan import SCRATCH, Place, Plan, Rows
-from .shape import Shape, array
+from .shape import CallShape, array
 
 
-def all_reduce(shape: Shape) -> Plan:
+def all_reduce(shape: CallShape) -> Plan:
     """One half of the array goes around each way: 2 (n - 1) steps, 2 (n - 1)/n of the array in and out."""
     rows, size, rank, x = Rows(), shape.size, shape.rank, array(0)
     for half, way in zip(even(shape.total, 2, shape.itemsize), (1, -1), strict=True):
@@ -35,7 +35,7 @@ def all_reduce(shape: Shape) -> Plan:
     return rows.plan()
 
 
-def reduce_scatter(shape: Shape) -> Plan:
+def reduce_scatter(shape: CallShape) -> Plan:
     """n - 1 steps, n - 1 blocks in and out; partial results pass through two blocks of scratch."""
     rows = Rows()
     sources = [(array(1 + rank), 0) for rank in range(shape.size)]
@@ -43,7 +43,7 @@ def reduce_scatter(shape: Shape) -> Plan:
     return rows.plan(2 * max(shape.nbytes))
 
 
-def reduce(shape: Shape) -> Plan:
+def reduce(shape: CallShape) -> Plan:
     """As reduce_scatter, then the blocks go to the root: n - 1 steps and the root's n - 1 receives."""
     rows, size, rank = Rows(), shape.size, shape.rank
     blocks = even(shape.total, size, shape.itemsize)
@@ -63,7 +63,7 @@ def reduce(shape: Shape) -> Plan:
 
 
 def _reduce_through(
-    shape: Shape, rows: Rows, sources: Sequence[Place], nbytes: Sequence[int], result: Place
+    shape: CallShape, rows: Rows, sources: Sequence[Place], nbytes: Sequence[int], result: Place
 ) -> None:
     """Phases 0 to n - 1: reduce without writing into the sources; block `rank` becomes the result."""
     size, rank = shape.size, shape.rank
@@ -79,7 +79,7 @@ def _reduce_through(
         partial = landing
 
 
-def all_gather(shape: Shape) -> Plan:
+def all_gather(shape: CallShape) -> Plan:
     """Both ways at once, whole parts: n/2 steps, n - 1 parts in and out."""
     rows, rank = Rows(), shape.rank
     rows.copy(0, (array(rank), 0), (array(shape.size), 0), shape.nbytes[rank])

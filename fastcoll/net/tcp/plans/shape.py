@@ -33,7 +33,7 @@ def default_limits(size: int) -> Limits:
     return Limits(max(2 << 10, (64 << 10) // (size - 1) // 64 * 64) if 1 < size <= MEET_RANKS else 0)
 
 
-class Shape(NamedTuple):
+class CallShape(NamedTuple):
     """One rank's view of a call.
 
     Attributes:

@@ -22,7 +22,7 @@ class OnDeviceError(ArrayError):
         )
 
 
-class Adopted:
+class ImportedArray:
     """A C-contiguous array for the backends: the caller's memory, or a packed copy of it.
 
     A packed copy is copied back by `owner[...] = array`.
@@ -45,7 +45,7 @@ class Adopted:
         return self.array if self._owner is None else self._owner
 
     @property
-    def owes(self) -> bool:
+    def needs_copy_back(self) -> bool:
         """`finish` has work to do."""
         return self._owner is not None
 
@@ -66,21 +66,21 @@ class Adopted:
         return None
 
 
-class Renewed(Adopted):
+class FunctionalResult(ImportedArray):
     """The host array of a functional result: the caller's array is immutable, and the call returns a new one."""
 
     __slots__ = ("_renew",)
-    owes = True
+    needs_copy_back = True
 
-    def __init__(self, array: Array, renew: Callable[[Array], Any]) -> None:
+    def __init__(self, array: Array, functional: Callable[[Array], Any]) -> None:
         super().__init__(array)
-        self._renew = renew
+        self._renew = functional
 
     def finish(self) -> Any:
         return self._renew(self.array)
 
 
-def finish_all(owners: Sequence[Adopted]) -> Any:
+def finish_all(owners: Sequence[ImportedArray]) -> Any:
     """Finish every array; return the new array that replaces an immutable one, if any."""
     new = [owner.finish() for owner in owners]
     return next((array for array in new if array is not None), None)

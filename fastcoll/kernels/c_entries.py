@@ -8,7 +8,7 @@ A group has a *descriptor*, a table of words at a fixed address, which is never 
     RANK, SIZE     this process's rank in the group and the number of ranks; SIZE is 0 before the first use and after
                    the end of the group; both are -1 if this process is not in the group
     RANKS          address of a word for each rank, its global rank; 0: they are the same
-    NUMBER         number of the descriptor (callers/rows.py)
+    NUMBER         number of the descriptor (callers/descriptors.py)
     DOOR           address of `door`, the entry point
     ASK, TORN      Python's functions: ASK executes what no native call can, TORN handles an exception
     ERRORS         a dict of their exceptions, by thread
@@ -35,10 +35,10 @@ from ..core.operations import OPERATIONS
 from ..core.status import DONE, LATER
 from .primitives import load_acquire, load_word, store_word, this_thread
 
-CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, DOOR, ASK, TORN, ERRORS, AGAIN, WAYS = range(12)
+CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, C_ENTRY, ASK, TORN, ERRORS, AGAIN, NATIVE_CALLS = range(12)
 # Operations in addition to those of core/signature.py.
 REDUCE_SCATTER_SPLIT, SPLIT, SEND, RECV, POST_SEND, POST_RECV, WAIT, TEST, WAIT_ANY = range(28, 37)
-ROW_WORDS = WAYS + WAIT_ANY + 1
+DESCRIPTOR_WORDS = NATIVE_CALLS + WAIT_ANY + 1
 RAISED = -1  # result of the entry point for an exception, which is kept
 
 # The words of a request to Python: the entry point's arguments, the status so far, room for the three of an exception.
@@ -74,9 +74,9 @@ def own_words(builder):
 
 
 @instruction("int64")
-def _go(builder, way, handle, data, out, nbytes, call, peer):
+def _go(builder, native_call, handle, data, out, nbytes, call, peer):
     kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD] * 6)
-    return builder.call(llvm.pointer(builder, way, kind), [handle, data, out, nbytes, call, peer])
+    return builder.call(llvm.pointer(builder, native_call, kind), [handle, data, out, nbytes, call, peer])
 
 
 @inlined
@@ -121,7 +121,7 @@ def _truth(builder):
 
 
 @kernel
-def _ask(row, question):
+def _ask(descriptor, question):
     """Let Python's function execute a request; return a number from 0 on, or RAISED.
 
     A signal handler may raise before the function's first line or after its last one. So the exception is taken here,
@@ -132,15 +132,15 @@ def _ask(row, question):
     """
     state = ensure()
     given = new_integer(question)
-    answer = call_with(load_word(row, ASK), given)
+    answer = call_with(load_word(descriptor, ASK), given)
     if answer == 0:
-        keep_error(load_word(row, ERRORS), question)
-        answer = call_with(load_word(row, TORN), given)
+        keep_error(load_word(descriptor, ERRORS), question)
+        answer = call_with(load_word(descriptor, TORN), given)
         if answer == 0:
-            keep_error(load_word(row, ERRORS), question)
+            keep_error(load_word(descriptor, ERRORS), question)
         else:
             drop(answer)
-        _add_pending(_truth(), load_word(row, AGAIN))
+        _add_pending(_truth(), load_word(descriptor, AGAIN))
         value = RAISED
     else:
         value = value_of(answer)
@@ -150,19 +150,22 @@ def _ask(row, question):
     return value
 
 
-def door(row, op, data, out, nbytes, call, peer):
-    """Execute an operation; see callers/rows.py for the callers."""
+def c_entry(descriptor, op, data, out, nbytes, call, peer):
+    """Execute an operation; see callers/descriptors.py for the callers."""
     code = LATER
-    way, handle = load_acquire(row + 8 * (WAYS + op)), load_word(row, MAILBOX if op >= SEND else CONTEXT)
-    if way != 0 and handle != 0:
+    native_call, handle = (
+        load_acquire(descriptor + 8 * (NATIVE_CALLS + op)),
+        load_word(descriptor, MAILBOX if op >= SEND else CONTEXT),
+    )
+    if native_call != 0 and handle != 0:
         thread = _leave() if _has_gil() else 0
-        code = _go(way, handle, data, out, nbytes, call, peer)
+        code = _go(native_call, handle, data, out, nbytes, call, peer)
         if thread != 0:
             _return(thread)
         if code <= DONE:
             return -1 - code if code < DONE else DONE
     question = own_words()
-    store_word(question, 0, row)
+    store_word(question, 0, descriptor)
     store_word(question, 1, op)
     store_word(question, 2, data)
     store_word(question, 3, out)
@@ -170,10 +173,10 @@ def door(row, op, data, out, nbytes, call, peer):
     store_word(question, 5, call)
     store_word(question, 6, peer)
     store_word(question, 7, code)
-    return _ask(row, question)
+    return _ask(descriptor, question)
 
 
 @cache
-def door_address() -> int:
+def c_entry_address() -> int:
     """Return the address of `door`, compiled or loaded."""
-    return c_function(door, f"int64({', '.join(['int64'] * 7)})", "the door", NJIT)
+    return c_function(c_entry, f"int64({', '.join(['int64'] * 7)})", "the door", NJIT)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..core.backend import Refuge
-from .layout import REFUGE
+from ..core.backend import RecoveryEndpoint
+from .layout import RECOVERY
 from .segment import Segment
 
 
-class ShmRefuge(Refuge):
+class ShmRecoveryEndpoint(RecoveryEndpoint):
     """The ports are written by their ranks and read by all others; a port that is 0, or old, is looked at again."""
 
     host = "127.0.0.1"
@@ -16,8 +16,8 @@ class ShmRefuge(Refuge):
         self._segment, self._rank = segment, rank
 
     def offer(self, port: int) -> None:
-        self._segment.reach(self._rank)[REFUGE] = port
+        self._segment.reach(self._rank)[RECOVERY] = port
 
     def seek(self, rank: int) -> tuple[str, int] | None:
-        port = int(self._segment.reach(rank)[REFUGE])
+        port = int(self._segment.reach(rank)[RECOVERY])
         return (self.host, port) if port else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from fastcoll.rpc.farewell import Rounds, _Told
+from fastcoll.rpc.termination import Rounds, _Told
 from fastcoll.rpc.worker_info import WorkerInfo
 
 

@@ -22,7 +22,7 @@ from ..store.table import HashStore
 from ..store.tcp_store import TCPStore
 from ..store.waiting import raise_if_dead
 from ..system.address import make_room, own_address
-from ..system.processes import forget, speak_as, status_of, this_process
+from ..system.processes import forget, set_process_rank, status_of, this_process
 from .detect import TORCH, Detected, derived_port, detect, port_beside
 from .join import FullError, arrive, check_rank
 
@@ -32,7 +32,7 @@ _FULL_SECONDS = 2.0
 _LOOK_AGAIN_SECONDS = 0.5
 
 
-class Place(NamedTuple):
+class WorldSettings(NamedTuple):
     """What the environment says of a world: this process's rank, and where to meet unless it is alone."""
 
     rank: int
@@ -56,7 +56,7 @@ def meet_by_environment(rank: int | None, world_size: int | None, timeout: float
     return meet_at_address(host, port, rank, world_size, timeout, f"MASTER_ADDR={host} MASTER_PORT={port}")
 
 
-def place_of(said: Detected) -> Place:
+def place_of(said: Detected) -> WorldSettings:
     """Where ranks meet of whom the environment says this.
 
     Where the launcher says that all ranks are on this machine and no MASTER_PORT is set, they meet in a file named
@@ -70,9 +70,9 @@ def place_of(said: Detected) -> Place:
         raise _missing(said, {TORCH.rank: rank, TORCH.size: world_size})
     check_rank(rank, world_size)
     if world_size == 1:
-        return Place(0, 1)
+        return WorldSettings(0, 1)
     if said.master_port is None and said.on_one_node and said.rank_variable not in ("", TORCH.rank):
-        return Place(rank, world_size, shared_path(said.rank_variable))
+        return WorldSettings(rank, world_size, shared_path(said.rank_variable))
     port = said.master_port
     if port is None and said.job_id is not None:
         port = derived_port(said.job_id)
@@ -81,7 +81,7 @@ def place_of(said: Detected) -> Place:
         host = "0.0.0.0"  # rank 0 need not know by which of its addresses the others come
     if host is None or port is None:
         raise _missing(said, {"MASTER_ADDR": host, "MASTER_PORT": port})
-    return Place(rank, world_size, host=host, port=port)
+    return WorldSettings(rank, world_size, host=host, port=port)
 
 
 def _missing(said: Detected, needed: Mapping[str, object]) -> UsageError:
@@ -178,7 +178,7 @@ def meet_at_address(
             "write ?rank=0&world_size=4 behind the URL; only a multicast address or file:// assigns ranks"
         )
     check_rank(rank, world_size)
-    speak_as(rank)
+    set_process_rank(rank)
     if port == 0 and world_size > 1:
         raise UsageError(f"{source} has port 0; the ranks can only meet at a port that all know")
     if rank == 0:

@@ -20,7 +20,7 @@ COUNTS = (1, 5000, 1_000_001)  # in the call line; one slot; several rounds of a
 def group_of(share=1):
     """A group of all ranks whose progress threads have no cores, as there are so many for each rank."""
     group = dist.new_group()
-    group.backend.head_start._share = share
+    group.backend.inline_start._share = share
     group.backend.begin_at_once()
     try:
         yield group
@@ -113,4 +113,4 @@ def test_closing_ends_a_call_that_was_handed_over(rank, world_size):
 @pytest.mark.ranks(2)
 def test_with_cores_for_progress_threads_there_is_none(rank, world_size):
     with group_of(share=2) as group:
-        assert group.backend.head_start._ahead == 0
+        assert group.backend.inline_start._ahead == 0

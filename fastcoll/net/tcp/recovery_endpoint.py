@@ -12,7 +12,7 @@ import threading
 import time
 from contextlib import suppress
 
-from ...core.backend import Refuge
+from ...core.backend import RecoveryEndpoint
 from ...errors import RendezvousError
 from .mesh import Mesh
 
@@ -20,7 +20,7 @@ _PORT = struct.Struct("!I")
 _SEEK_SECONDS = 0.05  # at one time: a connection that takes longer is gone on with the next time
 
 
-class TcpRefuge(Refuge):
+class TcpRecoveryEndpoint(RecoveryEndpoint):
     """Those that ask wait, each on a connection of its own, which is the mesh's to close."""
 
     def __init__(self, mesh: Mesh) -> None:

@@ -1,10 +1,10 @@
-"""Rows of groups for compiled callers, and what Python does for them. `kernels/doors.py` has the words of a row.
+"""Rows of groups for compiled callers, and what Python does for them. `kernels/c_entries.py` has the words of a row.
 
 A compiled caller gets the address of a row (`row`) and calls the C function whose address is in its word DOOR:
 
     int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
-    op               of `code_of` (core/signature.py), or one of kernels/doors.py
+    op               of `code_of` (core/signature.py), or one of kernels/c_entries.py
     data, out        addresses of contiguous, aligned memory, which belongs to the call until it returns; `nbytes` is
                      what a rank contributes or gets: one block where there is a block for each rank:
 
@@ -65,7 +65,7 @@ from ..core.status import LATER
 from ..core.work import Work
 from ..errors import NotInitializedError, UsageError
 from ..job.groups import Group, NonMember, group_rank, groups, member_of
-from ..kernels import doors as d
+from ..kernels import c_entries as d
 from ..kernels.primitives import address_of
 from ..p2p import handles
 from ..p2p.pipe import ANY
@@ -88,7 +88,7 @@ _custom: list[ReduceOp] = []
 def _after_fork() -> None:
     global _lock
     _lock = threading.RLock()  # who had it is not in this process
-    for world in _rows[:1]:
+    for world in _descriptors[:1]:
         world.clear()  # this process may get a world of its own
 
 
@@ -171,15 +171,15 @@ def _op_in(word: int) -> ReduceOp:
 # ---- rows ---------------------------------------------------------------------------------------------
 
 
-class _Row:
+class _Descriptor:
     """The row of one group, or of whichever is the world; `memory`: what its words lead to."""
 
-    def __init__(self, number: int, door: int) -> None:
-        self.words = np.zeros(d.ROW_WORDS, np.int64)
+    def __init__(self, number: int, c_entry: int) -> None:
+        self.words = np.zeros(d.DESCRIPTOR_WORDS, np.int64)
         self.address = address_of(self.words)
         self.group: Callable[[], ProcessGroup | None] = lambda: None
         self.memory: Any = None
-        self.words[d.NUMBER], self.words[d.DOOR], self.words[d.ERRORS] = number, door, id(_errors)
+        self.words[d.NUMBER], self.words[d.C_ENTRY], self.words[d.ERRORS] = number, c_entry, id(_errors)
         self.words[d.ASK], self.words[d.TORN], self.words[d.AGAIN] = id(_answer), id(_torn), id(_again)
 
     def fill(self, group: ProcessGroup) -> None:
@@ -187,10 +187,10 @@ class _Row:
         if self.group() is group or group.gate.closed:
             return
         self.clear()
-        ranks, ways = np.array(group.ranks, np.int64), group.backend.ways
-        self.memory = ranks, ways and ways.memory
-        if ways is not None:
-            self.words[d.CONTEXT], self.words[d.MAILBOX] = ways.context, ways.mailbox
+        ranks, native_calls = np.array(group.ranks, np.int64), group.backend.native_calls
+        self.memory = ranks, native_calls and native_calls.memory
+        if native_calls is not None:
+            self.words[d.CONTEXT], self.words[d.MAILBOX] = native_calls.context, native_calls.mailbox
         if group.ranks != tuple(range(group.size)):
             self.words[d.RANKS] = address_of(ranks)
         self.words[d.RANK], self.words[d.SIZE] = group.rank, group.size
@@ -204,7 +204,7 @@ class _Row:
     def clear(self) -> None:
         """There is no group any more."""
         self.group = lambda: None
-        self.words[d.WAYS :] = 0
+        self.words[d.NATIVE_CALLS :] = 0
         for word in (d.SIZE, d.RANK, d.RANKS, d.CONTEXT, d.MAILBOX):
             self.words[word] = 0
         if self.memory is not None:
@@ -216,38 +216,38 @@ _left_behind: deque[Any] = deque(maxlen=32)
 """What rows of ended groups led to (61 KiB each): a thread may be about to use what it has just read in a row. A way
 that is called then sees that the group has ended. Such a thread would have to wait while 32 groups end."""
 
-_rows: list[_Row] = []
+_descriptors: list[_Descriptor] = []
 _numbers: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 WORLD, NOBODY = 0, 1
 """Numbers of the rows of the world, and of groups that this process is not in."""
 
 
-def row(group: Group) -> int:
+def group_descriptor(group: Group) -> int:
     """The address of a group's row; None: of whichever group is the world, now and later.
 
     The caller keeps the group alive while compiled code uses the row.
     """
     with _lock:
-        if not _rows:
-            world, nobody = (_Row(number, d.door_address()) for number in (WORLD, NOBODY))
+        if not _descriptors:
+            world, nobody = (_Descriptor(number, d.c_entry_address()) for number in (WORLD, NOBODY))
             nobody.words[d.RANK] = nobody.words[d.SIZE] = -1
-            _rows.extend((world, nobody))
+            _descriptors.extend((world, nobody))
         if group is None:
-            return _rows[WORLD].address
+            return _descriptors[WORLD].address
         if isinstance(group, NonMember):
-            return _rows[NOBODY].address
+            return _descriptors[NOBODY].address
         if not isinstance(group, ProcessGroup):
             raise UsageError(
                 f"group is {group!r}; give a group made by new_group, or None for the default group"
             )
         number = _numbers.get(group)
         if number is None:
-            number = len(_rows)
-            made = _Row(number, d.door_address())
+            number = len(_descriptors)
+            made = _Descriptor(number, d.c_entry_address())
             made.fill(group)
-            _rows.append(made)
+            _descriptors.append(made)
             _numbers[group] = number  # last, as Ctrl-C may come before
-        return _rows[number].address
+        return _descriptors[number].address
 
 
 def take_error() -> BaseException | None:
@@ -272,7 +272,7 @@ _again = _Again()
 
 
 class _Question(NamedTuple):
-    row: int
+    descriptor: int
     op: int
     data: int
     out: int
@@ -404,8 +404,8 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
 
 
 def _post_receive(group: ProcessGroup, asked: _Asked) -> int:
-    if group.backend.ways is not None:
-        group.backend.ways.stay_awake()
+    if group.backend.native_calls is not None:
+        group.backend.native_calls.stay_awake()
     return handles.post(group.fast.irecv(asked.held, None if asked.peer == ANY else asked.peer, asked.tag))
 
 
@@ -433,15 +433,15 @@ _ROOTS = {name: kind.root for name, kind in KINDS.items()} | {
 
 def _group_of(question: _Question, number: int) -> ProcessGroup | None:
     """The group that is asked; where its way came back early, the one whose way that was."""
-    return groups.world if number == WORLD and question.code == LATER else _rows[number].group()
+    return groups.world if number == WORLD and question.code == LATER else _descriptors[number].group()
 
 
 def _answer(address: int) -> int:
     """What the door returns, for the question at an address."""
     question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
-    number = ctypes.c_int64.from_address(question.row + 8 * d.NUMBER).value
+    number = ctypes.c_int64.from_address(question.descriptor + 8 * d.NUMBER).value
     if question.op in _OF_REQUESTS:
-        _open(_rows[number].group(), number, question, None, None)
+        _open(_descriptors[number].group(), number, question, None, None)
         return _OF_REQUESTS[question.op](question)
     name, method = _METHODS[question.op]
     if number == NOBODY:
@@ -453,13 +453,13 @@ def _answer(address: int) -> int:
         raise NotInitializedError(f"{name or 'get_rank'}: the group was destroyed; make a new one")
     if question.peer >= FOREIGN // 2:  # which raises
         group_rank(group, _ROOTS[name], question.peer - FOREIGN, None)
-    asked, ways = _Asked(question, group), group.backend.ways
-    if question.code != LATER and ways is not None:
-        return ways.go_on(question.code, question.op, question[2:7], lambda: asked.x)
+    asked, native_calls = _Asked(question, group), group.backend.native_calls
+    if question.code != LATER and native_calls is not None:
+        return native_calls.go_on(question.code, question.op, question[2:7], lambda: asked.x)
     result = method(group, asked) or 0
     with _lock:
         if number == WORLD:
-            _rows[WORLD].fill(group)
+            _descriptors[WORLD].fill(group)
     if name:
         dtype, op = None if name == "barrier" else asked.dtype, asked.op if asked.reduces else None
         _open(group, number, question, dtype, op)
@@ -474,34 +474,34 @@ def _open(
     op: ReduceOp | None,
 ) -> None:
     """Install the native call of an operation, if there is one, so that later calls need no Python."""
-    if group is None or group.backend.ways is None:
+    if group is None or group.backend.native_calls is None:
         return
-    way = group.backend.ways.open(question.op, question.call, dtype, op)  # may compile it
+    native_call = group.backend.native_calls.open(question.op, question.call, dtype, op)  # may compile it
     with _lock:
-        if _rows[number].group() is group:
-            _rows[number].words[d.WAYS + question.op] = way
+        if _descriptors[number].group() is group:
+            _descriptors[number].words[d.NATIVE_CALLS + question.op] = native_call
 
 
 # ---- requests ---------------------------------------------------------------------------------------------
 
 
-def _work_of(row: int, number: int) -> Work | None:
+def _work_of(descriptor: int, number: int) -> Work | None:
     """Return a request's operation, which the engine has from now on; None: it was waited for."""
     work = handles.find(number)
-    group = _rows[ctypes.c_int64.from_address(row + 8 * d.NUMBER).value].group()
-    if work is None and number < handles.OWN and group is not None and group.backend.ways is not None:
-        group.backend.ways.take_over()
+    group = _descriptors[ctypes.c_int64.from_address(descriptor + 8 * d.NUMBER).value].group()
+    if work is None and number < handles.OWN and group is not None and group.backend.native_calls is not None:
+        group.backend.native_calls.take_over()
         work = handles.find(number)
     return work
 
 
 def _wait(question: _Question) -> int:
-    work = _work_of(question.row, question.data)
+    work = _work_of(question.descriptor, question.data)
     return handles.source_of(question.data) if work is None else handles.end(question.data, work)
 
 
 def _test(question: _Question) -> int:
-    work = _work_of(question.row, question.data)
+    work = _work_of(question.descriptor, question.data)
     if work is not None:
         if not work.is_completed():
             return 0
@@ -528,10 +528,10 @@ _NON_MEMBER = NonMember()
 def _torn(address: int) -> None:
     """An exception has left `_answer`; it is in ERRORS. Where the way came back early its call may be half-way."""
     question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
-    number = ctypes.c_int64.from_address(question.row + 8 * d.NUMBER).value
+    number = ctypes.c_int64.from_address(question.descriptor + 8 * d.NUMBER).value
     group = _group_of(question, number)
-    if question.code != LATER and group is not None and group.backend.ways is not None:
-        group.backend.ways.torn(question.op, _errors[threading.get_ident()])
+    if question.code != LATER and group is not None and group.backend.native_calls is not None:
+        group.backend.native_calls.torn(question.op, _errors[threading.get_ident()])
 
 
 for _name in NUMPY:

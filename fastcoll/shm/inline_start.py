@@ -34,7 +34,7 @@ from ..core.status import AGAIN, DONE, LATER, WORKED
 from ..core.work import ProgressQueue, Work
 from ..errors import AbortedError
 from . import context_layout as words
-from .context import HANDED_OVER, Context, changed
+from .context import HANDED_OVER, ShmContext, changed
 from .rounds import RESUMED
 
 # Nanoseconds that one wait of an inline start may take. With a core for each rank, the core idles during the wait, so
@@ -73,7 +73,7 @@ def may_take_over(busy: int, closed: bool) -> bool:
     return busy < 0 and not closed
 
 
-class HeadStart:
+class InlineStart:
     """Begins a group's asynchronous calls on their callers' threads.
 
     Args:
@@ -82,7 +82,12 @@ class HeadStart:
     """
 
     def __init__(
-        self, gate: Gate, context: Context, resume: Callable[..., bool], torn: Callable[..., None], share: int
+        self,
+        gate: Gate,
+        context: ShmContext,
+        resume: Callable[..., bool],
+        torn: Callable[..., None],
+        share: int,
     ) -> None:
         self._gate = gate
         self._context, self._c = context, context.address
@@ -119,7 +124,7 @@ class HeadStart:
                 code = entry.call(self._c | RESUMED, *args)
                 step = next_step(code, True, self._gate.failure is not None)
             if step == HAND_OVER:
-                return self._gate.unheard.note(self._hand_over(code, entry, args, given))
+                return self._gate.unobserved.note(self._hand_over(code, entry, args, given))
             if step == BROKEN:
                 raise changed(entry.name)
         except BaseException as error:

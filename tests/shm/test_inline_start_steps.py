@@ -1,6 +1,6 @@
-"""What comes between any two steps of a head start: an exception, a signal handler's call, another thread's call.
+"""What comes between any two steps of an inline start: an exception, a signal handler's call, another thread's call.
 
-The steps are the caller's in the files of head starts, as far apart as Python looks at signals. An entry that says what
+The steps are the caller's in the files of inline starts, as far apart as Python looks at signals. An entry that says what
 it is told stands for the compiled one, which no signal interrupts.
 """
 
@@ -21,11 +21,11 @@ import pytest
 import fastcoll as dist
 from fastcoll import AbortedError, UsageError
 from fastcoll.core.status import AGAIN, DONE, LATER, WORKED
-from fastcoll.shm import context, head_start
+from fastcoll.shm import context, inline_start
 from fastcoll.shm import context_layout as words
 from fastcoll.shm.rounds import HELD, RESUMED
 
-FILES = {module.__file__ for module in (context, head_start)}
+FILES = {module.__file__ for module in (context, inline_start)}
 AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # what Python looks at signals after
 DEADLINE = 120
 
@@ -80,7 +80,7 @@ class Between:
 
 def new_group() -> Any:
     group = dist.new_group()
-    group.backend.head_start._share = 1
+    group.backend.inline_start._share = 1
     group.backend.begin_at_once()
     group.fast.all_reduce(np.ones(3))  # its description is known from now on
     return group
@@ -89,7 +89,7 @@ def new_group() -> Any:
 def begin(group: Any, script: Script, step: int, act: Callable[[], None]) -> tuple[Any, int]:
     """Begin a call, do `act` at a step of it; the Work, and how many steps there were."""
     with Between(step, act) as between:
-        made = group.backend.head_start.begin(script)
+        made = group.backend.inline_start.begin(script)
     return made, between.steps
 
 
@@ -178,7 +178,7 @@ def test_an_array_that_changes_in_the_middle_of_its_call_fails_the_group(
 ) -> None:
     group = new_group()
     with pytest.raises(AbortedError, match="changed meanwhile"):
-        group.backend.head_start.begin(Script(group, *codes)).wait(DEADLINE)
+        group.backend.inline_start.begin(Script(group, *codes)).wait(DEADLINE)
     with pytest.raises(AbortedError, match="changed meanwhile"):
         group.fast.all_reduce(np.ones(3))
     group.gate.queue.close()
@@ -206,11 +206,11 @@ def test_a_tensor_lives_until_its_call_is_complete(rank: int, world_size: int) -
 
     script.call = first_in_vain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_start, "plain_types", {Tensor})
-        patch.setattr(head_start, "headers_for", lambda args: ("header",))
+        patch.setattr(inline_start, "plain_types", {Tensor})
+        patch.setattr(inline_start, "headers_for", lambda args: ("header",))
         x = Tensor()
         there = weakref.ref(x)
-        made = group.backend.head_start.begin(script, x)
+        made = group.backend.inline_start.begin(script, x)
     del x
     assert there() is not None
     go_on.set()
