@@ -180,7 +180,11 @@ class _Descriptor:
         self.group: Callable[[], ProcessGroup | None] = lambda: None
         self.memory: Any = None
         self.words[d.NUMBER], self.words[d.C_ENTRY], self.words[d.ERRORS] = number, c_entry, id(_errors)
-        self.words[d.ASK], self.words[d.TORN], self.words[d.AGAIN] = id(_answer), id(_torn), id(_again)
+        self.words[d.ASK], self.words[d.TORN], self.words[d.AGAIN] = (
+            id(_call_in_python),
+            id(_torn),
+            id(_again),
+        )
 
     def fill(self, group: ProcessGroup) -> None:
         """Tell what there is of the group from now on; with `_lock`."""
@@ -208,11 +212,11 @@ class _Descriptor:
         for word in (d.SIZE, d.RANK, d.RANKS, d.CONTEXT, d.MAILBOX):
             self.words[word] = 0
         if self.memory is not None:
-            _left_behind.append(self.memory)
+            _retired.append(self.memory)
             self.memory = None
 
 
-_left_behind: deque[Any] = deque(maxlen=32)
+_retired: deque[Any] = deque(maxlen=32)
 """What rows of ended groups led to (61 KiB each): a thread may be about to use what it has just read in a row. A way
 that is called then sees that the group has ended. Such a thread would have to wait while 32 groups end."""
 
@@ -271,7 +275,7 @@ _again = _Again()
 # ---- what no way can do -----------------------------------------------------------------------------------
 
 
-class _Question(NamedTuple):
+class _CallWords(NamedTuple):
     descriptor: int
     op: int
     data: int
@@ -288,59 +292,59 @@ def _memory(address: int, nbytes: int, dtype: np.dtype[Any]) -> Array:
     return np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), dtype)
 
 
-class _Asked:
+class _DecodedCall:
     """A question with what its words stand for."""
 
-    def __init__(self, question: _Question, group: ProcessGroup) -> None:
-        self._question, self._size = question, group.size
-        self.is_root = question.peer == group.rank
-        self.peer, self.nbytes, self.call = question.peer, question.nbytes, question.call
-        self.reduces = question.op < d.SEND and question.call >> signature.OP_SHIFT & 0xFFFF != 0
+    def __init__(self, words: _CallWords, group: ProcessGroup) -> None:
+        self._words, self._size = words, group.size
+        self.is_root = words.peer == group.rank
+        self.peer, self.nbytes, self.call = words.peer, words.nbytes, words.call
+        self.reduces = words.op < d.SEND and words.call >> signature.OP_SHIFT & 0xFFFF != 0
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        q = self._question
+        q = self._words
         code = q.call & _DTYPE_MASK if q.op >= d.SEND else _dtype_in(q.call)
         if code not in _dtypes:
             raise UsageError("this process does not know the dtype in the compiled code; compile it anew")
         return _dtypes[code]
 
     def _array(self, address: int, blocks: int) -> Array:
-        return _memory(address, blocks * self._question.nbytes, self.dtype)
+        return _memory(address, blocks * self._words.nbytes, self.dtype)
 
     @property
     def x(self) -> Array:
-        return self._array(self._question.data, 1)
+        return self._array(self._words.data, 1)
 
     @property
     def held(self) -> Array:
         """Return a message's array; its owner is released with it."""
-        q = self._question
+        q = self._words
         return handles.memory(q.data, q.nbytes, q.out).view(self.dtype)
 
     @property
     def blocks(self) -> Array:
-        return self._array(self._question.data, self._size)
+        return self._array(self._words.data, self._size)
 
     @property
     def out(self) -> Array:
-        return self._array(self._question.out, 1)
+        return self._array(self._words.out, 1)
 
     @property
     def outs(self) -> Array:
-        return self._array(self._question.out, self._size)
+        return self._array(self._words.out, self._size)
 
     @property
     def split(self) -> tuple[list[Array], list[Array]]:
         """The blocks that an all_to_all writes, and those that it reads."""
-        q, n = self._question, self._size
+        q, n = self._words, self._size
         sizes = list((ctypes.c_int64 * (2 * n)).from_address(q.nbytes))
         return self._blocks(q.out, sizes[n:]), self._blocks(q.data, sizes[:n])
 
     @property
     def reduce_scatter_split(self) -> tuple[Array, list[Array]]:
         """The output of a reduce_scatter, and the blocks that it reads."""
-        q, n = self._question, self._size
+        q, n = self._words, self._size
         *sizes, own = (ctypes.c_int64 * (n + 1)).from_address(q.nbytes)
         return _memory(q.out, own, self.dtype), self._blocks(q.data, sizes)
 
@@ -350,11 +354,11 @@ class _Asked:
 
     @property
     def op(self) -> ReduceOp:
-        return _op_in(self._question.call)
+        return _op_in(self._words.call)
 
     @property
     def tag(self) -> int:
-        return self._question.call >> DTYPE_BITS
+        return self._words.call >> DTYPE_BITS
 
     @property
     def is_apart(self) -> bool:
@@ -366,25 +370,25 @@ class _Asked:
         return None if self.peer == ANY else self.peer
 
 
-def _collective(method: str) -> Callable[[ProcessGroup, _Asked], Any]:
+def _collective(method: str) -> Callable[[ProcessGroup, _DecodedCall], Any]:
     """How a group's method of a collective operation is called, where all blocks are one array."""
     kind = KINDS[METHODS[method]]
 
-    def call(group: ProcessGroup, asked: _Asked) -> Any:
+    def call(group: ProcessGroup, decoded: _DecodedCall) -> Any:
         if kind.form == NO_ARRAY:
             return call_method(group, method, None, None, None, None)
-        op = asked.op if kind.reduces else None
+        op = decoded.op if kind.reduces else None
         if not kind.has_blocks:
-            return call_method(group, method, asked.x, None, asked.peer, op)
-        here = asked.is_root or not kind.root  # only the root has blocks
-        out = asked.out if not kind.takes_blocks else asked.outs if here else None
-        given = asked.x if not kind.gives_blocks else asked.blocks if here else None
-        return call_method(group, method, out, given, asked.peer, op)
+            return call_method(group, method, decoded.x, None, decoded.peer, op)
+        here = decoded.is_root or not kind.root  # only the root has blocks
+        out = decoded.out if not kind.takes_blocks else decoded.outs if here else None
+        given = decoded.x if not kind.gives_blocks else decoded.blocks if here else None
+        return call_method(group, method, out, given, decoded.peer, op)
 
     return call
 
 
-_METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
+_METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _DecodedCall], Any]]] = {
     0: ("", lambda g, a: None),
     d.SPLIT: ("all_to_all", lambda g, a: g.fast.all_to_all(*a.split)),
     d.REDUCE_SCATTER_SPLIT: (
@@ -403,24 +407,26 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _Asked], Any]]] = {
 """How a group's method is called for an operation."""
 
 
-def _post_receive(group: ProcessGroup, asked: _Asked) -> int:
+def _post_receive(group: ProcessGroup, decoded: _DecodedCall) -> int:
     if group.backend.native_calls is not None:
         group.backend.native_calls.stay_awake()
-    return handles.post(group.fast.irecv(asked.held, None if asked.peer == ANY else asked.peer, asked.tag))
+    return handles.post(
+        group.fast.irecv(decoded.held, None if decoded.peer == ANY else decoded.peer, decoded.tag)
+    )
 
 
-def _refuse(group: ProcessGroup, asked: _Asked) -> None:
+def _refuse(group: ProcessGroup, decoded: _DecodedCall) -> None:
     """Of an operation whose second array does not fit."""
-    name = OPERATIONS[asked.call & 0xFF]
+    name = OPERATIONS[decoded.call & 0xFF]
     with group.preparing(name):
-        if asked.call & SPLITS:
+        if decoded.call & SPLITS:
             raise UsageError(
                 f"{name} inside compiled code: split sizes must be {group.size} numbers >= 0 that add up to the "
-                f"{asked.peer} rows of their array; here are {asked.nbytes} rows in all"
+                f"{decoded.peer} rows of their array; here are {decoded.nbytes} rows in all"
             )
         raise UsageError(
-            f"{name} inside compiled code: the array with a block for each rank has {asked.nbytes} elements; expected "
-            f"{asked.peer}, as many blocks as there are ranks, {group.size}"
+            f"{name} inside compiled code: the array with a block for each rank has {decoded.nbytes} elements; expected "
+            f"{decoded.peer}, as many blocks as there are ranks, {group.size}"
         )
 
 
@@ -431,55 +437,55 @@ _ROOTS = {name: kind.root for name, kind in KINDS.items()} | {
 }  # fmt: skip
 
 
-def _group_of(question: _Question, number: int) -> ProcessGroup | None:
+def _group_of(words: _CallWords, number: int) -> ProcessGroup | None:
     """The group that is asked; where its way came back early, the one whose way that was."""
-    return groups.world if number == WORLD and question.code == LATER else _descriptors[number].group()
+    return groups.world if number == WORLD and words.code == LATER else _descriptors[number].group()
 
 
-def _answer(address: int) -> int:
+def _call_in_python(address: int) -> int:
     """What the door returns, for the question at an address."""
-    question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
-    number = ctypes.c_int64.from_address(question.descriptor + 8 * d.NUMBER).value
-    if question.op in _OF_REQUESTS:
-        _open(_descriptors[number].group(), number, question, None, None)
-        return _OF_REQUESTS[question.op](question)
-    name, method = _METHODS[question.op]
+    words = _CallWords(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
+    number = ctypes.c_int64.from_address(words.descriptor + 8 * d.NUMBER).value
+    if words.op in _OF_REQUESTS:
+        _open(_descriptors[number].group(), number, words, None, None)
+        return _OF_REQUESTS[words.op](words)
+    name, method = _METHODS[words.op]
     if number == NOBODY:
         member_of(_NON_MEMBER, name)
-        handles.release(question.out if question.op > d.RECV else 0)
+        handles.release(words.out if words.op > d.RECV else 0)
         return 0
-    group = _group_of(question, number)
+    group = _group_of(words, number)
     if group is None:
         raise NotInitializedError(f"{name or 'get_rank'}: the group was destroyed; make a new one")
-    if question.peer >= FOREIGN // 2:  # which raises
-        group_rank(group, _ROOTS[name], question.peer - FOREIGN, None)
-    asked, native_calls = _Asked(question, group), group.backend.native_calls
-    if question.code != LATER and native_calls is not None:
-        return native_calls.go_on(question.code, question.op, question[2:7], lambda: asked.x)
-    result = method(group, asked) or 0
+    if words.peer >= FOREIGN // 2:  # which raises
+        group_rank(group, _ROOTS[name], words.peer - FOREIGN, None)
+    decoded, native_calls = _DecodedCall(words, group), group.backend.native_calls
+    if words.code != LATER and native_calls is not None:
+        return native_calls.go_on(words.code, words.op, words[2:7], lambda: decoded.x)
+    result = method(group, decoded) or 0
     with _lock:
         if number == WORLD:
             _descriptors[WORLD].fill(group)
     if name:
-        dtype, op = None if name == "barrier" else asked.dtype, asked.op if asked.reduces else None
-        _open(group, number, question, dtype, op)
+        dtype, op = None if name == "barrier" else decoded.dtype, decoded.op if decoded.reduces else None
+        _open(group, number, words, dtype, op)
     return result
 
 
 def _open(
     group: ProcessGroup | None,
     number: int,
-    question: _Question,
+    words: _CallWords,
     dtype: np.dtype[Any] | None,
     op: ReduceOp | None,
 ) -> None:
     """Install the native call of an operation, if there is one, so that later calls need no Python."""
     if group is None or group.backend.native_calls is None:
         return
-    native_call = group.backend.native_calls.open(question.op, question.call, dtype, op)  # may compile it
+    native_call = group.backend.native_calls.open(words.op, words.call, dtype, op)  # may compile it
     with _lock:
         if _descriptors[number].group() is group:
-            _descriptors[number].words[d.NATIVE_CALLS + question.op] = native_call
+            _descriptors[number].words[d.NATIVE_CALLS + words.op] = native_call
 
 
 # ---- requests ---------------------------------------------------------------------------------------------
@@ -495,27 +501,27 @@ def _work_of(descriptor: int, number: int) -> Work | None:
     return work
 
 
-def _wait(question: _Question) -> int:
-    work = _work_of(question.descriptor, question.data)
-    return handles.source_of(question.data) if work is None else handles.end(question.data, work)
+def _wait(words: _CallWords) -> int:
+    work = _work_of(words.descriptor, words.data)
+    return handles.source_of(words.data) if work is None else handles.end(words.data, work)
 
 
-def _test(question: _Question) -> int:
-    work = _work_of(question.descriptor, question.data)
+def _test(words: _CallWords) -> int:
+    work = _work_of(words.descriptor, words.data)
     if work is not None:
         if not work.is_completed():
             return 0
-        handles.end(question.data, work)
+        handles.end(words.data, work)
     return 1
 
 
-def _wait_any(question: _Question) -> int:
-    count = question.nbytes
-    words = (ctypes.c_int64 * (2 * count)).from_address(question.data)
-    works = [_work_of(words[count + index], words[index]) for index in range(count)]
+def _wait_any(words: _CallWords) -> int:
+    count = words.nbytes
+    table = (ctypes.c_int64 * (2 * count)).from_address(words.data)
+    works = [_work_of(table[count + index], table[index]) for index in range(count)]
     found = works.index(None) if None in works else waitany([work for work in works if work is not None])
     if (work := works[found]) is not None:
-        handles.end(words[found], work)
+        handles.end(table[found], work)
     return found
 
 
@@ -527,11 +533,11 @@ _NON_MEMBER = NonMember()
 
 def _torn(address: int) -> None:
     """An exception has left `_answer`; it is in ERRORS. Where the way came back early its call may be half-way."""
-    question = _Question(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
-    number = ctypes.c_int64.from_address(question.descriptor + 8 * d.NUMBER).value
-    group = _group_of(question, number)
-    if question.code != LATER and group is not None and group.backend.native_calls is not None:
-        group.backend.native_calls.torn(question.op, _errors[threading.get_ident()])
+    words = _CallWords(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
+    number = ctypes.c_int64.from_address(words.descriptor + 8 * d.NUMBER).value
+    group = _group_of(words, number)
+    if words.code != LATER and group is not None and group.backend.native_calls is not None:
+        group.backend.native_calls.torn(words.op, _errors[threading.get_ident()])
 
 
 for _name in NUMPY:

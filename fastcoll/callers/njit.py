@@ -43,7 +43,7 @@ from .numba_types import (
     know_dtype,
     new_work,
     op_word_of,
-    place_of,
+    data_and_owner,
     refresh,
     word,
     words_of,
@@ -94,7 +94,7 @@ def _expect(descriptor, code, count, expected):
 
 
 @register_jitable
-def _local(descriptor, rank):
+def _to_group_rank(descriptor, rank):
     """A global rank as a rank in the group."""
     ranks = word(descriptor, _RANKS)
     if ranks == 0:
@@ -106,7 +106,7 @@ def _local(descriptor, rank):
 
 
 @register_jitable
-def _global(descriptor, rank):
+def _to_global_rank(descriptor, rank):
     """And the other way round; -1 outside the group."""
     if word(descriptor, _SIZE) < 0:
         return -1
@@ -114,8 +114,8 @@ def _global(descriptor, rank):
 
 
 @register_jitable
-def _as_it_is(x):
-    return place_of(x), x.size * x.itemsize, None
+def _in_place_memory(x):
+    return data_and_owner(x), x.size * x.itemsize, None
 
 
 @register_jitable
@@ -146,7 +146,7 @@ def _packing(x: types.Array) -> tuple[Any, Any]:
     half of the time of a call in a world of one rank. Who calls the overload holds it.
     """
     if x.layout == "C":
-        return (_as_it_is, _leave) if x.aligned else (_copied, _put)
+        return (_in_place_memory, _leave) if x.aligned else (_copied, _put)
     return _packed, _put
 
 
@@ -161,19 +161,19 @@ def _array(x: Any, name: str, writes: bool) -> Any:
 
 def _called(name: str, x: Any, async_op: Any, writes: bool = True, what: str = "tensor") -> tuple[int, int]:
     """An operation's code, and its call word without the reduce operation."""
-    _waits(async_op)
+    _check_synchronous(async_op)
     dtype = _array(x, what, writes)
-    return signature.code_of(name), _known(lambda: descriptors.call_word(name, dtype))
+    return signature.code_of(name), _or_typing_error(lambda: descriptors.call_word(name, dtype))
 
 
-def _known(make: Callable[[], int]) -> int:
+def _or_typing_error(make: Callable[[], int]) -> int:
     try:
         return make()
     except UsageError as error:
         raise TypingError(str(error)) from None
 
 
-def _waits(async_op: Any) -> None:
+def _check_synchronous(async_op: Any) -> None:
     _callable_here()
     value = getattr(async_op, "value", getattr(async_op, "literal_value", async_op))
     if value is not False:
@@ -208,11 +208,11 @@ def _one_of(what: str, rank: Any, group_rank: Any, default: bool = False) -> boo
 
 
 @register_jitable
-def _other(descriptor, rank, group_rank, by_group):
-    return integer_of(group_rank) if by_group else _local(descriptor, integer_of(rank))
+def _peer(descriptor, rank, group_rank, by_group):
+    return integer_of(group_rank) if by_group else _to_group_rank(descriptor, integer_of(rank))
 
 
-def _alike(x: Any, y: Any, name: str, other: str) -> None:
+def _check_same_dtype(x: Any, y: Any, name: str, other: str) -> None:
     if isinstance(y, types.Array) and x.dtype != y.dtype:
         raise TypingError(f"{name} is {x.dtype}, {other} is {y.dtype}; they must be the same")
 
@@ -293,9 +293,7 @@ def _reduce(tensor, dst=None, op=_SUM, group=None, async_op=False, group_dst=Non
         x, nbytes, back = pack(tensor)
         descriptor, call = _descriptor(group), base | op_word_of(op) << _OP_SHIFT
         _done(
-            call_c_entry(
-                descriptor, code, x, None, nbytes, call, _other(descriptor, dst, group_dst, by_group)
-            )
+            call_c_entry(descriptor, code, x, None, nbytes, call, _peer(descriptor, dst, group_dst, by_group))
         )
         put(back, x)
 
@@ -306,7 +304,7 @@ def _reduce(tensor, dst=None, op=_SUM, group=None, async_op=False, group_dst=Non
 def _reduce_scatter_tensor(output, input, op=_SUM, group=None, async_op=False, input_split_sizes=None):
     code, base = _called("reduce_scatter", output, async_op, what="output")
     _array(input, "input", False)
-    _alike(output, input, "output", "input")
+    _check_same_dtype(output, input, "output", "input")
     (pack, put), (pack_input, _) = _packing(output), _packing(input)
     if not is_none(input_split_sizes):
         list_sizes = _splitting(input_split_sizes, "reduce_scatter_tensor", input)
@@ -351,9 +349,7 @@ def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
         x, nbytes, back = pack(tensor)
         descriptor = _descriptor(group)
         _done(
-            call_c_entry(
-                descriptor, code, x, None, nbytes, base, _other(descriptor, src, group_src, by_group)
-            )
+            call_c_entry(descriptor, code, x, None, nbytes, base, _peer(descriptor, src, group_src, by_group))
         )
         put(back, x)
 
@@ -364,7 +360,7 @@ def _broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
 def _all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
     code, base = _called("all_gather", output_tensor, async_op, what="output_tensor")
     _array(input_tensor, "input_tensor", False)
-    _alike(output_tensor, input_tensor, "output_tensor", "input_tensor")
+    _check_same_dtype(output_tensor, input_tensor, "output_tensor", "input_tensor")
     (pack, put), (pack_input, _) = _packing(output_tensor), _packing(input_tensor)
 
     def impl(output_tensor, input_tensor, group=None, async_op=False):
@@ -391,13 +387,13 @@ def _gather_single(tensor, gather_tensor=None, dst=None, group=None, async_op=Fa
             count = tensor.size
             x, nbytes, _ = pack_input(tensor)
             descriptor = _descriptor(group)
-            size, root = _size(descriptor), _other(descriptor, dst, group_dst, by_group)
+            size, root = _size(descriptor), _peer(descriptor, dst, group_dst, by_group)
             _expect(descriptor, code, 0, (size if root == word(descriptor, _RANK) else 0) * max(1, count))
             _done(call_c_entry(descriptor, code, x, None, nbytes, base, root))
 
         return alone
     _array(gather_tensor, "gather_tensor", True)
-    _alike(tensor, gather_tensor, "tensor", "gather_tensor")
+    _check_same_dtype(tensor, gather_tensor, "tensor", "gather_tensor")
     pack, put = _packing(gather_tensor)
 
     def impl(tensor, gather_tensor=None, dst=None, group=None, async_op=False, group_dst=None):
@@ -405,7 +401,7 @@ def _gather_single(tensor, gather_tensor=None, dst=None, group=None, async_op=Fa
         count, whole = tensor.size, gather_tensor.size
         (x, nbytes, _), (out, _, back) = pack_input(tensor), pack(gather_tensor)
         descriptor = _descriptor(group)
-        size, root = _size(descriptor), _other(descriptor, dst, group_dst, by_group)
+        size, root = _size(descriptor), _peer(descriptor, dst, group_dst, by_group)
         _expect(descriptor, code, whole, size * count if root == word(descriptor, _RANK) else whole)
         _done(call_c_entry(descriptor, code, x, out, nbytes, base, root))
         if root == word(descriptor, _RANK):
@@ -426,14 +422,14 @@ def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=
             count = tensor.size
             out, nbytes, back = pack(tensor)
             descriptor = _descriptor(group)
-            size, root = _size(descriptor), _other(descriptor, src, group_src, by_group)
+            size, root = _size(descriptor), _peer(descriptor, src, group_src, by_group)
             _expect(descriptor, code, 0, (size if root == word(descriptor, _RANK) else 0) * max(1, count))
             _done(call_c_entry(descriptor, code, None, out, nbytes, base, root))
             put(back, out)
 
         return alone
     _array(scatter_tensor, "scatter_tensor", False)
-    _alike(tensor, scatter_tensor, "tensor", "scatter_tensor")
+    _check_same_dtype(tensor, scatter_tensor, "tensor", "scatter_tensor")
     pack_input, _ = _packing(scatter_tensor)
 
     def impl(tensor, scatter_tensor=None, src=None, group=None, async_op=False, group_src=None):
@@ -441,7 +437,7 @@ def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=
         count, whole = tensor.size, scatter_tensor.size
         (out, nbytes, back), (x, _, _) = pack(tensor), pack_input(scatter_tensor)
         descriptor = _descriptor(group)
-        size, root = _size(descriptor), _other(descriptor, src, group_src, by_group)
+        size, root = _size(descriptor), _peer(descriptor, src, group_src, by_group)
         _expect(descriptor, code, whole, size * count if root == word(descriptor, _RANK) else whole)
         _done(call_c_entry(descriptor, code, x, out, nbytes, base, root))
         put(back, out)
@@ -455,7 +451,7 @@ def _all_to_all_single(
 ):
     code, base = _called("all_to_all", output, async_op, what="output")
     _array(input, "input", False)
-    _alike(output, input, "output", "input")
+    _check_same_dtype(output, input, "output", "input")
     outputs, inputs = (
         _splitting(sizes, "all_to_all_single", output, input)
         for sizes in (output_split_sizes, input_split_sizes)
@@ -496,7 +492,7 @@ def _all_to_all_single(
 
 @overload(collectives.barrier)
 def _barrier(group=None, async_op=False, device_ids=None, timeout=None):
-    _waits(async_op)
+    _check_synchronous(async_op)
     if not (is_none(device_ids) and is_none(timeout)):
         raise TypingError(
             "barrier inside njit takes neither device_ids nor a timeout; the group's own timeout holds"
@@ -511,7 +507,7 @@ def _barrier(group=None, async_op=False, device_ids=None, timeout=None):
 def _message(tensor: Any, writes: bool) -> int:
     _callable_here()
     dtype = _array(tensor, "tensor", writes)
-    return _known(lambda: descriptors.message_word(0, dtype))
+    return _or_typing_error(lambda: descriptors.message_word(0, dtype))
 
 
 @register_jitable
@@ -529,7 +525,7 @@ def _send(tensor, dst=None, group=None, tag=0, group_dst=None):
         know_dtype(tensor)
         x, nbytes, _ = pack(tensor)
         descriptor = _descriptor(group)
-        peer = _other(descriptor, dst, group_dst, by_group)
+        peer = _peer(descriptor, dst, group_dst, by_group)
         _done(call_c_entry(descriptor, _SEND, x, None, nbytes, _kind(kind, tag), peer))
 
     return impl
@@ -545,10 +541,10 @@ def _recv(tensor, src=None, group=None, tag=0, group_src=None):
         know_dtype(tensor)
         x, nbytes, back = pack(tensor)
         descriptor = _descriptor(group)
-        peer = ANY if any_rank else _other(descriptor, src, group_src, by_group)
+        peer = ANY if any_rank else _peer(descriptor, src, group_src, by_group)
         found = _done(call_c_entry(descriptor, _RECV, x, None, nbytes, _kind(kind, tag), peer))
         put(back, x)
-        return _global(descriptor, found)
+        return _to_global_rank(descriptor, found)
 
     return impl
 
@@ -583,7 +579,7 @@ def _isend(tensor, dst=None, group=None, tag=0, group_dst=None):
     def impl(tensor, dst=None, group=None, tag=0, group_dst=None):
         know_dtype(tensor)
         descriptor = _descriptor(group)
-        peer = _other(descriptor, dst, group_dst, by_group)
+        peer = _peer(descriptor, dst, group_dst, by_group)
         return new_work(descriptor, _sent(descriptor, contiguous(tensor), _kind(kind, tag), peer), NO_SENDER)
 
     return impl
@@ -599,11 +595,13 @@ def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
     def impl(tensor, src=None, group=None, tag=0, group_src=None):
         know_dtype(tensor)
         descriptor = _descriptor(group)
-        peer = ANY if any_rank else _other(descriptor, src, group_src, by_group)
+        peer = ANY if any_rank else _peer(descriptor, src, group_src, by_group)
         nbytes = tensor.size * tensor.itemsize
         data, owner = held(tensor)
         number = _done(call_c_entry(descriptor, _POST_RECV, data, owner, nbytes, _kind(kind, tag), peer))
-        sender = ANY_SENDER if any_rank else _global(descriptor, peer) if by_group else integer_of(src)
+        sender = (
+            ANY_SENDER if any_rank else _to_global_rank(descriptor, peer) if by_group else integer_of(src)
+        )
         return new_work(descriptor, number, sender)
 
     return impl
@@ -654,7 +652,7 @@ def _work_source_rank(work):
         descriptor, _, sender = words_of(work)
         found = _wait(work)
         if sender == ANY_SENDER:
-            return _global(descriptor, found)
+            return _to_global_rank(descriptor, found)
         return sender if sender >= 0 else -1
 
     return impl

@@ -129,10 +129,10 @@ def _refused(op: ReduceOp) -> str:
 
 @unbox(_ReduceOp)
 def _unbox_reduce_op(kind: Any, value: Any, c: Any) -> NativeValue:
-    return _asked_of(c, descriptors.op_word, (value,))
+    return _call_python(c, descriptors.op_word, (value,))
 
 
-def _asked_of(c: Any, function: Any, values: Sequence[Any]) -> NativeValue:
+def _call_python(c: Any, function: Any, values: Sequence[Any]) -> NativeValue:
     """What a function of Python makes of objects: an integer, or an exception."""
     callee = c.pyapi.unserialize(c.pyapi.serialize_object(function))
     answer = c.pyapi.call_function_objargs(callee, values)
@@ -205,7 +205,7 @@ def _typeof_group(given: Any, context: Any) -> types.Type:
 @unbox(_Group)
 def _unbox_group(kind: Any, value: Any, c: Any) -> NativeValue:
     layout = c.pyapi.long_from_longlong(WORD(LAYOUT))
-    found = _asked_of(c, descriptor_for, (value, layout))
+    found = _call_python(c, descriptor_for, (value, layout))
     c.pyapi.decref(layout)
     return found
 
@@ -225,7 +225,7 @@ class _Work(types.Type):
 
 ANY_SENDER, NO_SENDER = -1, -2
 work = _Work()
-_WORDS = ("row", "number", "sender")
+_WORDS = ("descriptor", "number", "sender")
 
 
 @register_model(_Work)
@@ -238,8 +238,8 @@ class _WorkModel(models.StructModel):
 def new_work(typing_context, descriptor, number, sender):
     def emit(context, builder, made, args):
         value = ir.Constant(context.get_value_type(work), ir.Undefined)
-        for place, word in enumerate(args):
-            value = builder.insert_value(value, word, place)
+        for position, word in enumerate(args):
+            value = builder.insert_value(value, word, position)
         return value
 
     return work(types.int64, types.int64, types.int64), emit
@@ -250,7 +250,7 @@ def words_of(typing_context, given):
     """Return row, number and sender of a request."""
 
     def emit(context, builder, made, args):
-        words = [builder.extract_value(args[0], place) for place in range(len(_WORDS))]
+        words = [builder.extract_value(args[0], position) for position in range(len(_WORDS))]
         return context.make_tuple(builder, made.return_type, words)
 
     return types.UniTuple(types.int64, len(_WORDS))(work), emit
@@ -266,7 +266,7 @@ def held(typing_context, array):
         words = [builder.ptrtoint(part, WORD) for part in (given.data, given.meminfo)]
         return context.make_tuple(builder, made.return_type, words)
 
-    return _PLACE(array), emit
+    return _DATA_AND_OWNER(array), emit
 
 
 handles.release_by(_nrt_python.c_helpers["MemInfo_release"])
@@ -279,9 +279,9 @@ def _word_of_library(module: ir.Module, name: str) -> ir.GlobalVariable:
     """Where a library of code keeps a word: 0 until its first call in a process."""
     if name in module.globals:
         return module.globals[name]
-    place = ir.GlobalVariable(module, WORD, name)
-    place.linkage, place.initializer = "linkonce_odr", WORD(0)
-    return place
+    variable = ir.GlobalVariable(module, WORD, name)
+    variable.linkage, variable.initializer = "linkonce_odr", WORD(0)
+    return variable
 
 
 def _world_descriptor(module: ir.Module) -> ir.GlobalVariable:
@@ -291,7 +291,7 @@ def _world_descriptor(module: ir.Module) -> ir.GlobalVariable:
 
 def _finder(module: ir.Module) -> ir.Function:
     """A function that asks `world_descriptor`, also in a process that has not imported fastcoll; 0: it has raised."""
-    name = "fastcoll.find_world_row"
+    name = "fastcoll.find_world_descriptor"
     if name in module.globals:
         return module.globals[name]
     function = ir.Function(module, ir.FunctionType(WORD, []), name)
@@ -345,14 +345,14 @@ def word(typing_context, address, index):
     """A word of the table at an address."""
 
     def emit(context, builder, made, args):
-        place = builder.add(args[0], builder.mul(args[1], WORD(8)))
-        return builder.load(builder.inttoptr(place, WORD.as_pointer()))
+        slot = builder.add(args[0], builder.mul(args[1], WORD(8)))
+        return builder.load(builder.inttoptr(slot, WORD.as_pointer()))
 
     return types.int64(types.int64, types.int64), emit
 
 
 @intrinsic
-def place_of(typing_context, array):
+def data_and_owner(typing_context, array):
     """The address of an array's data, and of what owns it."""
 
     def emit(context, builder, made, args):
@@ -360,10 +360,10 @@ def place_of(typing_context, array):
         words = [builder.ptrtoint(part, WORD) for part in (given.data, given.meminfo)]
         return context.make_tuple(builder, made.return_type, words)
 
-    return _PLACE(array), emit
+    return _DATA_AND_OWNER(array), emit
 
 
-_PLACE = types.UniTuple(types.int64, 2)
+_DATA_AND_OWNER = types.UniTuple(types.int64, 2)
 
 
 def _hold(builder: Any, owner: Any) -> None:
@@ -383,16 +383,18 @@ def call_c_entry(typing_context, descriptor, op, data, out, nbytes, call, peer):
         def address(kind: Any, value: Any) -> Any:
             if isinstance(kind, types.Array):
                 return builder.ptrtoint(context.make_array(kind)(context, builder, value).data, WORD)
-            if kind == _PLACE:
+            if kind == _DATA_AND_OWNER:
                 return builder.extract_value(value, 0)
             return value if isinstance(kind, types.Integer) else WORD(0)
 
-        place = builder.add(args[0], WORD(8 * d.C_ENTRY))
-        c_entry = builder.load(builder.inttoptr(place, WORD.as_pointer()))
+        slot = builder.add(args[0], WORD(8 * d.C_ENTRY))
+        c_entry = builder.load(builder.inttoptr(slot, WORD.as_pointer()))
         kind = ir.FunctionType(WORD, [WORD] * 7).as_pointer()
         found = builder.call(builder.inttoptr(c_entry, kind), list(map(address, made.args, args)))
         with builder.if_then(builder.icmp_signed("<", found, WORD(0)), likely=False):
-            for value in (value for kind, value in zip(made.args, args, strict=True) if kind == _PLACE):
+            for value in (
+                value for kind, value in zip(made.args, args, strict=True) if kind == _DATA_AND_OWNER
+            ):
                 _hold(builder, builder.inttoptr(builder.extract_value(value, 1), _POINTER))
         return found
 
