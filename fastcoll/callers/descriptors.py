@@ -1,43 +1,45 @@
-"""Rows of groups for compiled callers, and what Python does for them. `kernels/c_entries.py` has the words of a row.
+"""Group descriptors for compiled callers, and the Python code that runs the calls that native code cannot complete.
 
-A compiled caller gets the address of a row (`row`) and calls the C function whose address is in its word DOOR:
+A compiled caller gets the address of a descriptor (`group_descriptor`), a table of words that kernels/c_entries.py lays
+out. It calls the C function whose address is in the word C_ENTRY:
 
-    int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
+    int64 c_entry(int64 descriptor, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
-    op               of `code_of` (core/signature.py), or one of kernels/c_entries.py
+    op               a number from `code_of` (core/signature.py), or one of kernels/c_entries.py
     data, out        addresses of contiguous, aligned memory, which belongs to the call until it returns; `nbytes` is
-                     what a rank contributes or gets: one block where there is a block for each rank:
+                     the size of what a rank contributes or gets: of one block where there is a block for each rank:
 
         all_reduce, scan, exscan, reduce, broadcast   in place at `data`
         all_gather, gather       data: a block      out: a block for each rank (gather: on the root alone)
         reduce_scatter, scatter  data: a block for each rank (scatter: on the root alone)      out: a block
         all_to_all               data and out: a block for each rank; they share no memory
-        SPLIT                    the same with blocks of any sizes; nbytes: address of as many words as there are ranks
-                                 with the bytes of those in data, and as many for out
-        REDUCE_SCATTER_SPLIT     reduce_scatter with blocks of any sizes; nbytes: address of as many words as there are
-                                 ranks with the bytes of those in data, and one for out
+        SPLIT                    the same with blocks of any sizes; nbytes: address of a table with the bytes of each
+                                 block in data, then of each block in out
+        REDUCE_SCATTER_SPLIT     reduce_scatter with blocks of any sizes; nbytes: address of a table with the bytes of
+                                 each block in data, then of out
         SEND, RECV               data: the message
         POST_SEND, POST_RECV     the same; out: the array's owner, which the request holds; 0: the caller holds it
         WAIT, TEST               data: the number of a request
-        WAIT_ANY                 data: address of `nbytes` request numbers, followed by the rows of their groups
+        WAIT_ANY                 data: address of `nbytes` request numbers, then the descriptors of their groups
         barrier                  nothing
 
-    call             of `call_word`; of messages `message_word`
-    peer             group rank of the root or of the other side; ANY: whoever sends first; FOREIGN + global rank, where
-                     a global rank is not in the group
+    call             from `call_word`; for messages from `message_word`
+    peer             group rank of the root or of the other side; ANY: the first sender; FOREIGN + global rank: a rank
+                     that is not in the group
 
 It returns 0 when the operation is complete. RECV, and WAIT for a receive, return the sender's group rank; POST_SEND and
-POST_RECV the number of a request; TEST whether the request has ended; WAIT_ANY the index of one that has. RAISED stands
-for an exception, which the same thread gets from `take_error`: the same error as outside, with the same effect on
-peers. The call blocks as the operation does, within the group's timeout; meanwhile Python's signal handlers run in the
-main thread. The caller may hold the GIL or not; a thread that holds it releases it while it waits. Where a backend has
-no native call for an operation, or the native call returns early, `_answer` wraps the memory in arrays and calls the
-group's method.
+POST_RECV the number of a request; TEST whether the request has ended; WAIT_ANY the index of a request that has ended.
+RAISED stands for an exception, which the same thread gets from `take_error`: the error that a call from Python raises,
+with the same effect on peers. The call blocks as the operation does, within the group's timeout; meanwhile Python's
+signal handlers run in the main thread. The caller may hold the GIL or not; a thread that holds it releases it while it
+waits. If the backend has no native call for the operation, or the native call returns early, `_call_in_python` wraps
+the memory in arrays and calls the group's method.
 
-A row keeps nothing alive but its own words, which stay for the life of the process (384 bytes per group that compiled
-callers have used). It is blank as its group ends; who calls the door then gets the error that the method raises. What
-RAISED ends early may have been queued behind asynchronous operations, and be under way still: so the memory must not be
-freed then.
+A descriptor keeps nothing alive but its own words, which stay for the life of the process (384 bytes per group that
+compiled callers have used). It is zeroed when its group ends; a later call gets the error that the method raises.
+
+After RAISED the operation may still be running, queued behind asynchronous operations. So the caller must not free the
+memory then.
 """
 
 from __future__ import annotations
@@ -76,10 +78,10 @@ FOREIGN = 1 << 40
 """Added to a global rank in the place of a group rank."""
 
 SPLITS = 1 << 8
-"""In the word of a refused call: its split sizes are wrong."""
+"""A bit in the word of a refused call: its split sizes are wrong."""
 
 _DTYPE_MASK = (1 << DTYPE_BITS) - 1
-_lock = threading.RLock()  # a signal's handler may call compiled code, too
+_lock = threading.RLock()  # reentrant, as a signal handler may call compiled code
 _errors: dict[int, BaseException] = {}
 _dtypes: dict[int, np.dtype[Any]] = {}
 _custom: list[ReduceOp] = []
@@ -87,22 +89,22 @@ _custom: list[ReduceOp] = []
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.RLock()  # who had it is not in this process
+    _lock = threading.RLock()  # the thread that held it is not in this process
     for world in _descriptors[:1]:
-        world.clear()  # this process may get a world of its own
+        world.clear()  # this process may initialise a world of its own
 
 
 at_fork("group descriptors", _after_fork)
 
 
-# ---- what a call word says ------------------------------------------------------------------------------
+# ---- call words -----------------------------------------------------------------------------------------
 
 
 def call_word(operation: str, dtype: np.dtype[Any], op: ReduceOp | None = None) -> int:
-    """The word of a collective that the door takes; the same in all processes, but for custom operations.
+    """Return the `call` word of a collective; the same in all processes, except for custom operations.
 
     Raises:
-        UsageError: a custom operation or a dtype that cannot be told from another one, or PREMUL_SUM.
+        UsageError: PREMUL_SUM, too many custom operations, or a dtype whose code another dtype has.
     """
     word = signature.encode(operation, dtype)
     _keep(_dtypes, _dtype_in(word), dtype)
@@ -110,10 +112,12 @@ def call_word(operation: str, dtype: np.dtype[Any], op: ReduceOp | None = None) 
 
 
 def op_word(op: ReduceOp) -> int:
-    """What `call_word` has of a reduce operation; above its code the number of a custom one in this process.
+    """Return the bits of a reduce operation in a call word: its code, and above it a custom one's number.
+
+    A custom operation's number holds in this process only.
 
     Raises:
-        UsageError: PREMUL_SUM, whose factor is not in a word.
+        UsageError: PREMUL_SUM, whose factor does not fit into a word, or too many custom operations.
     """
     if op.code == PREMUL_SUM:
         raise UsageError(
@@ -132,14 +136,14 @@ def op_word(op: ReduceOp) -> int:
 
 
 def message_word(tag: int, dtype: np.dtype[Any]) -> int:
-    """The word of a message that the door takes; the same in all processes."""
+    """Return the `call` word of a message; the same in all processes."""
     word = kind_of(tag, dtype)
     _keep(_dtypes, word & _DTYPE_MASK, dtype)
     return word
 
 
 def learn(dtype: np.dtype[Any]) -> None:
-    """Know a dtype from now on, in words of collectives and messages."""
+    """Register a dtype, so that this process can decode it from the words of collectives and messages."""
     call_word("broadcast", dtype)
     message_word(0, dtype)
 
@@ -152,7 +156,10 @@ def _keep(known: dict[int, Any], code: int, value: Any) -> None:
 
 
 def _dtype_in(word: int) -> int:
-    """The code of the dtype in a call word: as in messages, but for a bit of other dtypes, which has no place."""
+    """Return the dtype's code in a call word.
+
+    It is that of messages, except for one bit of dtypes outside the table, for which a call word has no room.
+    """
     return word >> 8 & 0xFF | (word >> 48 & 0x1FFF) << 8
 
 
@@ -168,11 +175,11 @@ def _op_in(word: int) -> ReduceOp:
     return found[0]
 
 
-# ---- rows ---------------------------------------------------------------------------------------------
+# ---- descriptors --------------------------------------------------------------------------------------
 
 
 class _Descriptor:
-    """The row of one group, or of whichever is the world; `memory`: what its words lead to."""
+    """The descriptor of one group, or of the current world; `memory` keeps alive what its words point to."""
 
     def __init__(self, number: int, c_entry: int) -> None:
         self.words = np.zeros(d.DESCRIPTOR_WORDS, np.int64)
@@ -187,7 +194,7 @@ class _Descriptor:
         )
 
     def fill(self, group: ProcessGroup) -> None:
-        """Tell what there is of the group from now on; with `_lock`."""
+        """Write the group's words; the caller holds `_lock`."""
         if self.group() is group or group.gate.closed:
             return
         self.clear()
@@ -206,7 +213,7 @@ class _Descriptor:
             self.clear()
 
     def clear(self) -> None:
-        """There is no group any more."""
+        """Zero the words of the group, which has ended."""
         self.group = lambda: None
         self.words[d.NATIVE_CALLS :] = 0
         for word in (d.SIZE, d.RANK, d.RANKS, d.CONTEXT, d.MAILBOX):
@@ -217,19 +224,20 @@ class _Descriptor:
 
 
 _retired: deque[Any] = deque(maxlen=32)
-"""What rows of ended groups led to (61 KiB each): a thread may be about to use what it has just read in a row. A way
-that is called then sees that the group has ended. Such a thread would have to wait while 32 groups end."""
+"""The memory of the last 32 groups that ended (61 KiB each), because a thread may have read an address in a descriptor
+and not used it yet. The native call that it makes then finds that the group has ended. The memory is freed too early
+only if 32 groups end between the read and the use."""
 
 _descriptors: list[_Descriptor] = []
 _numbers: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 WORLD, NOBODY = 0, 1
-"""Numbers of the rows of the world, and of groups that this process is not in."""
+"""Numbers of two descriptors: of the current world, and of all groups that this process is not in."""
 
 
 def group_descriptor(group: Group) -> int:
-    """The address of a group's row; None: of whichever group is the world, now and later.
+    """Return the address of a group's descriptor; for None, of the descriptor of the current world, now and later.
 
-    The caller keeps the group alive while compiled code uses the row.
+    The caller keeps the group alive while compiled code uses the descriptor.
     """
     with _lock:
         if not _descriptors:
@@ -250,20 +258,22 @@ def group_descriptor(group: Group) -> int:
             made = _Descriptor(number, d.c_entry_address())
             made.fill(group)
             _descriptors.append(made)
-            _numbers[group] = number  # last, as Ctrl-C may come before
+            _numbers[group] = number  # last, because Ctrl-C may interrupt the lines above
         return _descriptors[number].address
 
 
 def take_error() -> BaseException | None:
-    """The exception for which the door has returned RAISED to this thread; once."""
+    """Return and forget the exception for which the C entry point has returned RAISED to this thread."""
     return _errors.pop(threading.get_ident(), None)
 
 
 class _Again:
-    """Of `_errors`, what its thread's compiled code must not end: Ctrl-C, and what else is no Exception."""
+    """An object whose truth value raises this thread's error if `except Exception` must not end it, such as Ctrl-C.
+
+    The error is raised once: here or by the caller of `take_error`, whichever comes first.
+    """
 
     def __bool__(self) -> bool:
-        """False; or raises that, whoever is first to do so: this or who calls `take_error`."""
         if isinstance(_errors.get(threading.get_ident(), Exception()), Exception):
             return False
         raise _errors.pop(threading.get_ident())
@@ -272,10 +282,12 @@ class _Again:
 _again = _Again()
 
 
-# ---- what no way can do -----------------------------------------------------------------------------------
+# ---- calls in Python --------------------------------------------------------------------------------------
 
 
 class _CallWords(NamedTuple):
+    """The arguments of the C entry point, and the status of the native call (LATER: there was none)."""
+
     descriptor: int
     op: int
     data: int
@@ -293,7 +305,7 @@ def _memory(address: int, nbytes: int, dtype: np.dtype[Any]) -> Array:
 
 
 class _DecodedCall:
-    """A question with what its words stand for."""
+    """The arguments of a call, decoded from its words."""
 
     def __init__(self, words: _CallWords, group: ProcessGroup) -> None:
         self._words, self._size = words, group.size
@@ -371,7 +383,7 @@ class _DecodedCall:
 
 
 def _collective(method: str) -> Callable[[ProcessGroup, _DecodedCall], Any]:
-    """How a group's method of a collective operation is called, where all blocks are one array."""
+    """Return a function that calls a group's method of a collective operation; all blocks are one array."""
     kind = KINDS[METHODS[method]]
 
     def call(group: ProcessGroup, decoded: _DecodedCall) -> Any:
@@ -380,7 +392,7 @@ def _collective(method: str) -> Callable[[ProcessGroup, _DecodedCall], Any]:
         op = decoded.op if kind.reduces else None
         if not kind.has_blocks:
             return call_method(group, method, decoded.x, None, decoded.peer, op)
-        here = decoded.is_root or not kind.root  # only the root has blocks
+        here = decoded.is_root or not kind.root  # where there is a root, no other rank has blocks
         out = decoded.out if not kind.takes_blocks else decoded.outs if here else None
         given = decoded.x if not kind.gives_blocks else decoded.blocks if here else None
         return call_method(group, method, out, given, decoded.peer, op)
@@ -404,7 +416,7 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _DecodedCall], Any]]] = {
     for method, name in METHODS.items()
     if name in NATIVE and (method != name or not KINDS[name].has_blocks)
 }
-"""How a group's method is called for an operation."""
+"""For each operation its name, and a function that calls the group's method."""
 
 
 def _post_receive(group: ProcessGroup, decoded: _DecodedCall) -> int:
@@ -416,7 +428,7 @@ def _post_receive(group: ProcessGroup, decoded: _DecodedCall) -> int:
 
 
 def _refuse(group: ProcessGroup, decoded: _DecodedCall) -> None:
-    """Of an operation whose second array does not fit."""
+    """Refuse an operation whose second array, or whose split sizes, do not fit; the peers are told."""
     name = OPERATIONS[decoded.call & 0xFF]
     with group.preparing(name):
         if decoded.call & SPLITS:
@@ -425,8 +437,8 @@ def _refuse(group: ProcessGroup, decoded: _DecodedCall) -> None:
                 f"{decoded.peer} rows of their array; here are {decoded.nbytes} rows in all"
             )
         raise UsageError(
-            f"{name} inside compiled code: the array with a block for each rank has {decoded.nbytes} elements; expected "
-            f"{decoded.peer}, as many blocks as there are ranks, {group.size}"
+            f"{name} inside compiled code: the array with a block for each rank has {decoded.nbytes} elements; "
+            f"expected {decoded.peer}, as many blocks as there are ranks, {group.size}"
         )
 
 
@@ -438,12 +450,15 @@ _ROOTS = {name: kind.root for name, kind in KINDS.items()} | {
 
 
 def _group_of(words: _CallWords, number: int) -> ProcessGroup | None:
-    """The group that is asked; where its way came back early, the one whose way that was."""
+    """Return the group of a call.
+
+    For the world this is the current one, unless a native call has begun: then it is the group whose call that was.
+    """
     return groups.world if number == WORLD and words.code == LATER else _descriptors[number].group()
 
 
 def _call_in_python(address: int) -> int:
-    """What the door returns, for the question at an address."""
+    """Return the result of the C entry point, for the call whose words are at an address."""
     words = _CallWords(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
     number = ctypes.c_int64.from_address(words.descriptor + 8 * d.NUMBER).value
     if words.op in _OF_REQUESTS:
@@ -457,7 +472,7 @@ def _call_in_python(address: int) -> int:
     group = _group_of(words, number)
     if group is None:
         raise NotInitializedError(f"{name or 'get_rank'}: the group was destroyed; make a new one")
-    if words.peer >= FOREIGN // 2:  # which raises
+    if words.peer >= FOREIGN // 2:  # group_rank raises, as the rank is not in the group
         group_rank(group, _ROOTS[name], words.peer - FOREIGN, None)
     decoded, native_calls = _DecodedCall(words, group), group.backend.native_calls
     if words.code != LATER and native_calls is not None:
@@ -492,7 +507,7 @@ def _open(
 
 
 def _work_of(descriptor: int, number: int) -> Work | None:
-    """Return a request's operation, which the engine has from now on; None: it was waited for."""
+    """Have the engine take a request over and return its operation; None: the request was waited for."""
     work = handles.find(number)
     group = _descriptors[ctypes.c_int64.from_address(descriptor + 8 * d.NUMBER).value].group()
     if work is None and number < handles.OWN and group is not None and group.backend.native_calls is not None:
@@ -532,7 +547,7 @@ _NON_MEMBER = NonMember()
 
 
 def _torn(address: int) -> None:
-    """An exception has left `_answer`; it is in ERRORS. Where the way came back early its call may be half-way."""
+    """Fail a native call that may be half done, after `_call_in_python` has raised; the exception is in ERRORS."""
     words = _CallWords(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
     number = ctypes.c_int64.from_address(words.descriptor + 8 * d.NUMBER).value
     group = _group_of(words, number)

@@ -36,7 +36,8 @@ def refuse_lost(code: CodeType) -> None:
     """Refuse a function with keyword arguments in a call inside `try`, if Numba drops their names.
 
     Raises:
-        TypingError: it has one, to any function: the bytecode does not show which call is fastcoll's.
+        TypingError: the function has such a call, of any function, because the bytecode does not show which calls are
+            fastcoll's.
     """
     if are_lost() and _names_inside_try(code):
         raise TypingError(

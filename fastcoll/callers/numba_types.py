@@ -1,12 +1,13 @@
-"""Groups and reduce operations inside numba.njit, and how compiled code finds rows and calls the door.
+"""The Numba types of groups, reduce operations and requests, and the code that calls a descriptor's C entry point.
 
-    value                    in compiled code
-    group, GroupMember       the address of its row (rows.py)
-    None in a group's place  the address of the world's row, asked for once a library of compiled code (`world_descriptor`)
-    ReduceOp                 its `op_word`
+    value                 in compiled code
+    group, GroupMember    the address of its descriptor (descriptors.py)
+    None for a group      the address of the world's descriptor; each library of compiled code asks Python for it once
+                          (`world_descriptor`)
+    ReduceOp              its `op_word`
 
-Code that Numba keeps on the disk may be run by any process, and later by another fastcoll: nothing of a process is in
-it, and rows are asked for by LAYOUT, which says what the code knows of them.
+Numba may keep compiled code on disk, where another process runs it, perhaps with another version of fastcoll. So the
+code holds no address of a process. It asks for descriptors by LAYOUT, a checksum of what it assumes about them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from . import descriptors
 WORD = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 
-_REVISION = 3  # increment it when a change of the overloads must not be used with code compiled before
+_REVISION = 3  # increment it when code that was compiled before a change of the overloads must not be used
 LAYOUT = zlib.crc32(
     repr(
         (
@@ -61,11 +62,11 @@ LAYOUT = zlib.crc32(
         )
     ).encode()
 )
-"""Of what is in compiled code of rows and words."""
+"""A checksum of all that compiled code assumes about descriptors and words."""
 
 
 class Raised(Exception):
-    """What compiled code raises: as Python makes an instance, it is the exception that was kept."""
+    """The exception class that compiled code raises; making an instance raises the error that `take_error` returns."""
 
     def __new__(cls, *args: Any) -> Raised:
         error = descriptors.take_error()
@@ -75,7 +76,7 @@ class Raised(Exception):
 
 
 def descriptor_for(group: Any, layout: int) -> int:
-    """The address of a group's row, for code that was compiled for rows of this layout."""
+    """Return the address of a group's descriptor, to code that was compiled for descriptors of this layout."""
     if layout != LAYOUT:
         raise UsageError(
             "this code was compiled with another fastcoll; delete what Numba has kept (__pycache__)"
@@ -96,7 +97,7 @@ class _ReduceOp(types.Type):
 
 
 class _ReduceOpClass(types.Dummy):
-    """The class itself, of which compiled code takes SUM and the others."""
+    """The type of the class ReduceOp, whose attributes SUM and so on compiled code reads."""
 
 
 reduce_op = _ReduceOp()
@@ -133,7 +134,7 @@ def _unbox_reduce_op(kind: Any, value: Any, c: Any) -> NativeValue:
 
 
 def _call_python(c: Any, function: Any, values: Sequence[Any]) -> NativeValue:
-    """What a function of Python makes of objects: an integer, or an exception."""
+    """Emit a call of a Python function that returns an integer, or raises."""
     callee = c.pyapi.unserialize(c.pyapi.serialize_object(function))
     answer = c.pyapi.call_function_objargs(callee, values)
     number = cgutils.alloca_once_value(c.builder, WORD(0))
@@ -146,7 +147,7 @@ def _call_python(c: Any, function: Any, values: Sequence[Any]) -> NativeValue:
 
 
 def _constant_word(op: ReduceOp) -> Any:
-    """Of a custom operation only the code, by which this process knows it, and another one may not."""
+    """Return an operation's code as a constant, without the number of a custom one, which holds in one process only."""
     return WORD(descriptors.op_word(op) & 0xFFFF)
 
 
@@ -214,7 +215,7 @@ def _unbox_group(kind: Any, value: Any, c: Any) -> NativeValue:
 
 
 class _Work(types.Type):
-    """The type that isend and irecv return: the group's row, the request's number, and the sender's global rank.
+    """The type that isend and irecv return: the group's descriptor, the request's number and the sender's global rank.
 
     The number is 0 outside the group. The rank is ANY_SENDER if the message determines it, NO_SENDER for a send.
     """
@@ -247,7 +248,7 @@ def new_work(typing_context, descriptor, number, sender):
 
 @intrinsic
 def words_of(typing_context, given):
-    """Return row, number and sender of a request."""
+    """Return descriptor, number and sender of a request."""
 
     def emit(context, builder, made, args):
         words = [builder.extract_value(args[0], position) for position in range(len(_WORDS))]
@@ -258,7 +259,7 @@ def words_of(typing_context, given):
 
 @intrinsic
 def held(typing_context, array):
-    """Return the words of `place_of`, and hold the array's owner for a request."""
+    """Return the words of `data_and_owner`, and take a reference to the owner for a request."""
 
     def emit(context, builder, made, args):
         given = context.make_array(made.args[0])(context, builder, args[0])
@@ -272,11 +273,11 @@ def held(typing_context, array):
 handles.release_by(_nrt_python.c_helpers["MemInfo_release"])
 
 
-# ---- rows and the door, in compiled code ------------------------------------------------------------------
+# ---- descriptors and the C entry point, in compiled code --------------------------------------------------
 
 
 def _word_of_library(module: ir.Module, name: str) -> ir.GlobalVariable:
-    """Where a library of code keeps a word: 0 until its first call in a process."""
+    """Return a variable of a library of code: one word, which is 0 until the library's first call in a process."""
     if name in module.globals:
         return module.globals[name]
     variable = ir.GlobalVariable(module, WORD, name)
@@ -285,12 +286,15 @@ def _word_of_library(module: ir.Module, name: str) -> ir.GlobalVariable:
 
 
 def _world_descriptor(module: ir.Module) -> ir.GlobalVariable:
-    """The address of the world's row."""
+    """Return the variable with the address of the world's descriptor."""
     return _word_of_library(module, "fastcoll.world_descriptor")
 
 
 def _finder(module: ir.Module) -> ir.Function:
-    """A function that asks `world_descriptor`, also in a process that has not imported fastcoll; 0: it has raised."""
+    """Emit a function that calls `world_descriptor`, and imports fastcoll first where the process has not.
+
+    It prints an exception, and returns 0 then.
+    """
     name = "fastcoll.find_world_descriptor"
     if name in module.globals:
         return module.globals[name]
@@ -325,7 +329,7 @@ def _finder(module: ir.Module) -> ir.Function:
 
 @intrinsic
 def descriptor_of(typing_context, given):
-    """The address of the row of a group, or of the world for None; 0: fastcoll cannot be used, which has been said."""
+    """Return the address of a group's descriptor, for None of the world's; 0: an error was printed."""
 
     def emit(context, builder, made, args):
         if made.args[0] is group:
@@ -342,7 +346,7 @@ def descriptor_of(typing_context, given):
 
 @intrinsic
 def word(typing_context, address, index):
-    """A word of the table at an address."""
+    """Return a word of the table at an address."""
 
     def emit(context, builder, made, args):
         slot = builder.add(args[0], builder.mul(args[1], WORD(8)))
@@ -353,7 +357,7 @@ def word(typing_context, address, index):
 
 @intrinsic
 def data_and_owner(typing_context, array):
-    """The address of an array's data, and of what owns it."""
+    """Return the addresses of an array's data and of its owner."""
 
     def emit(context, builder, made, args):
         given = context.make_array(made.args[0])(context, builder, args[0])
@@ -373,10 +377,11 @@ def _hold(builder: Any, owner: Any) -> None:
 
 @intrinsic
 def call_c_entry(typing_context, descriptor, op, data, out, nbytes, call, peer):
-    """Call the door. `data`, `out`: an array, which so lives until it returns, a place, or None; `nbytes` may be one.
+    """Call the C entry point of a descriptor.
 
-    Where the door raises, the operation may be under way still, so what owns a place is never freed; Numba does the
-    same with arrays that a function holds as it raises.
+    `data` and `out` are arrays, which then live until the call returns, pairs of `data_and_owner`, or None. `nbytes` is
+    a number or an array. If the call raises, the operation may still be running: so the owners of the pairs are never
+    freed. Numba does the same with arrays that a function holds when it raises.
     """
 
     def emit(context, builder, made, args):
@@ -405,7 +410,7 @@ def call_c_entry(typing_context, descriptor, op, data, out, nbytes, call, peer):
 
 @intrinsic
 def op_word_of(typing_context, op):
-    """What a call word has of a ReduceOp."""
+    """Return the bits of a ReduceOp in a call word."""
 
     def emit(context, builder, made, args):
         return context.cast(builder, args[0], made.args[0], reduce_op)
@@ -417,7 +422,7 @@ def op_word_of(typing_context, op):
 
 @intrinsic
 def integer_of(typing_context, value):
-    """An integer, or 0 for None."""
+    """Return an integer, or 0 for None."""
 
     def emit(context, builder, made, args):
         kind = made.args[0]
@@ -430,7 +435,10 @@ def integer_of(typing_context, value):
 
 @intrinsic
 def know_dtype(typing_context, array):
-    """Have this process know an array's dtype, if it is in no table, as of records; code from the disk does not."""
+    """Register an array's dtype in this process, if it is not NumPy's own, such as that of records.
+
+    Code that is loaded from disk was compiled by another process, which registered the dtype there only.
+    """
     numpys = as_dtype(array.dtype)
 
     def emit(context, builder, made, args):
@@ -456,11 +464,11 @@ def know_dtype(typing_context, array):
 
 
 def is_none(given: Any) -> bool:
-    """Whether an argument, by its type, is None or left out."""
+    """Whether an argument, by its type, is None or omitted."""
     return given is None or isinstance(given, types.NoneType) or getattr(given, "value", 0) is None
 
 
 def refresh() -> None:
-    """Have Numba see what was registered a moment ago, in the middle of a compilation too."""
+    """Make Numba read new registrations at once, even in the middle of a compilation."""
     cpu_target.typing_context.refresh()
     cpu_target.target_context.refresh()
