@@ -1,11 +1,12 @@
 """fastcoll's functions inside numba.njit: the same names and arguments, in nopython code.
 
-Each overload looks at the arguments' types, refuses by TypingError what cannot be, and returns what is compiled: pack
-arrays that are not contiguous, call the door (kernels/c_entries.py), and raise what that has kept. What only a running
-program can see, such as sizes that do not fit, is refused by the door too (REFUSED), so that the peers are told.
+Each overload checks the arguments' types, refuses wrong ones by TypingError, and returns the function that is compiled.
+That function packs arrays that are not contiguous, calls the C entry point (kernels/c_entries.py), and raises the error
+that the call has left behind. Errors that depend on values, such as sizes that do not fit, also go through the C entry
+point (REFUSED), so that the peers are told.
 
-Importing this registers the overloads. Numba does so by an entry point, as it first meets a function or an object of
-fastcoll (fastcoll_autoload.py), so neither `import numba` nor `import fastcoll` pays for it.
+Importing this module registers the overloads. Numba imports it by an entry point when it first compiles a use of
+fastcoll (fastcoll_autoload.py), so neither `import numba` nor `import fastcoll` takes longer for it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _BARRIER_WORD = signature.encode("barrier")
 _SUM = ReduceOp.SUM
 
 
-# ---- what all of them share -------------------------------------------------------------------------------
+# ---- shared by all functions ------------------------------------------------------------------------------
 
 
 @register_jitable
@@ -80,7 +81,7 @@ def _done(found):
 
 @register_jitable
 def _size(descriptor):
-    """How many ranks there are; -1 outside the group."""
+    """Return the number of ranks; -1 outside the group."""
     if word(descriptor, _SIZE) == 0:
         _done(call_c_entry(descriptor, 0, None, None, 0, 0, 0))
     return word(descriptor, _SIZE)
@@ -88,14 +89,14 @@ def _size(descriptor):
 
 @register_jitable
 def _expect(descriptor, code, count, expected):
-    """Refuse a call whose second array has `count` elements, and not as many as `expected`."""
+    """Refuse the call if its second array has not the `expected` number of elements."""
     if count != expected and word(descriptor, _SIZE) > 0:
         _done(call_c_entry(descriptor, _REFUSED, None, None, count, code, expected))
 
 
 @register_jitable
 def _to_group_rank(descriptor, rank):
-    """A global rank as a rank in the group."""
+    """Return the group rank of a global rank; _FOREIGN + rank if it is not in the group."""
     ranks = word(descriptor, _RANKS)
     if ranks == 0:
         return rank
@@ -107,7 +108,7 @@ def _to_group_rank(descriptor, rank):
 
 @register_jitable
 def _to_global_rank(descriptor, rank):
-    """And the other way round; -1 outside the group."""
+    """Return the global rank of a group rank; -1 outside the group."""
     if word(descriptor, _SIZE) < 0:
         return -1
     return rank if word(descriptor, _RANKS) == 0 else word(word(descriptor, _RANKS), rank)
@@ -139,11 +140,11 @@ def _put(to, x):
 
 
 def _packing(x: types.Array) -> tuple[Any, Any]:
-    """What makes an array's memory contiguous and aligned, and what writes that back.
+    """Return a function that makes an array's memory contiguous and aligned, and one that writes results back.
 
-    The first one returns what the door is called with, its bytes, and what the second one writes to. An overload looks
-    at an array itself no more after that: then Numba leaves out the two atomic instructions that hold it meanwhile,
-    half of the time of a call in a world of one rank. Who calls the overload holds it.
+    The first function returns the memory for the C entry point, its bytes, and the array to write back to. After it an
+    overload must not use the array itself: then Numba leaves out the two atomic instructions that hold a reference to
+    it, which are half of the time of a call in a world of one rank. The overload's caller holds a reference.
     """
     if x.layout == "C":
         return (_in_place_memory, _leave) if x.aligned else (_copied, _put)
@@ -151,7 +152,7 @@ def _packing(x: types.Array) -> tuple[Any, Any]:
 
 
 def _array(x: Any, name: str, writes: bool) -> Any:
-    """An argument's dtype, if the argument is an array; NumPy's."""
+    """Return the NumPy dtype of an argument, or refuse one that is not an array, or not writable where it must be."""
     if not isinstance(x, types.Array):
         raise TypingError(f"{name} is of type {x}; inside njit fastcoll takes arrays")
     if writes and not x.mutable:
@@ -160,7 +161,7 @@ def _array(x: Any, name: str, writes: bool) -> Any:
 
 
 def _called(name: str, x: Any, async_op: Any, writes: bool = True, what: str = "tensor") -> tuple[int, int]:
-    """An operation's code, and its call word without the reduce operation."""
+    """Return an operation's code, and its call word without the reduce operation."""
     _check_synchronous(async_op)
     dtype = _array(x, what, writes)
     return signature.code_of(name), _or_typing_error(lambda: descriptors.call_word(name, dtype))
@@ -183,7 +184,7 @@ def _check_synchronous(async_op: Any) -> None:
 
 
 def _callable_here() -> None:
-    """Refuse calls whose keywords are lost, and bodies of parallel loops, which Numba compiles as functions."""
+    """Refuse calls whose keywords Numba would lose, and calls in bodies of parallel loops (functions to Numba)."""
     frames = cpu_target.typing_context.callstack
     if len(frames) > 0:
         refuse_lost(frames[0].func_id.code)  # the calling function
@@ -195,7 +196,7 @@ def _callable_here() -> None:
 
 
 def _one_of(what: str, rank: Any, group_rank: Any, default: bool = False) -> bool:
-    """Whether the rank in the group is given, of torch's pair of arguments."""
+    """Whether the group rank is given, in torch's pair of arguments `what` and `group_what`."""
     if not is_none(rank) and not is_none(group_rank):
         raise TypingError(f"{what} and group_{what} are both given; give one of them")
     if is_none(rank) and is_none(group_rank) and not default:
@@ -240,7 +241,7 @@ def _split_equally(descriptor, code, table, sizes, rows, nbytes):
 
 
 def _splitting(sizes: Any, name: str, *arrays: Any) -> Any:
-    """What fills a table by split sizes of this type, for a function that cuts these arrays."""
+    """Return the function that writes split sizes of this type into a table; the call cuts these arrays."""
     if any(array.ndim == 0 for array in arrays):
         raise TypingError(f"{name} divides arrays along their first dimension; give arrays that have one")
     if is_none(sizes):
@@ -487,7 +488,7 @@ def _all_to_all_single(
     return impl
 
 
-# ---- barrier, messages, questions ---------------------------------------------------------------------------
+# ---- barrier, messages, ranks -------------------------------------------------------------------------------
 
 
 @overload(collectives.barrier)
@@ -711,7 +712,7 @@ def _get_world_size(group=None):
     return impl
 
 
-# ---- what is for outside ------------------------------------------------------------------------------------
+# ---- functions that compiled code cannot call ---------------------------------------------------------------
 
 _INSTEAD = {
     collectives.all_gather: "all_gather_into_tensor, which takes one array with a block for each rank",
