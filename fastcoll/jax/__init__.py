@@ -4,8 +4,8 @@
 >>> fastcoll.init_process_group()
 >>> y = jax.jit(lambda x: fj.all_reduce(x * 2))(x)
 
-All ranks make the same calls in the same order, as everywhere in fastcoll. Nothing is changed in place: a call returns
-a new array. What all functions share is explained by `all_reduce`; docs/jax.md has derivatives, errors and tokens.
+All ranks make the same calls in the same order, as everywhere in fastcoll. A call changes no array in place and returns
+a new one. `all_reduce` explains the arguments that all functions share; docs/jax.md has derivatives, errors and tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 # isort: off
-from . import tested  # noqa: F401 - refuses releases whose inside is another one
+from . import tested  # noqa: F401 - refuses releases of JAX whose internals differ
 import jax
 import jax.numpy as jnp
 from jax._src import dispatch
@@ -38,20 +38,20 @@ def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, toke
     Args:
         x: same dtype and number of elements on all ranks; bool, integers, floats or complex.
         op: a predefined ReduceOp, ReduceOp.PREMUL_SUM(factor) or ReduceOp.custom(function).
-        group: from `new_group`; None is the world of when the program runs. The first call on a group, traced or not,
-            is collective among its ranks: it makes a group of JAX's own.
-        token: None: JAX orders this call among all others without a token. Or what `create_token` or the call before
-            has returned: faster, and ordered by that alone.
+        group: from `new_group`; None is the world at the time when the program runs. The first call on a group, traced
+            or not, is collective among its ranks: it makes a second group for JAX.
+        token: None: JAX orders this call among all other calls without a token. Else the token that `create_token` or
+            the previous call has returned: that is faster, and tokens alone order such calls.
 
     Returns:
         A new array like `x`; with a token `(array, token)`.
 
     Raises:
-        UsageError: a wrong argument, when it is traced. The shapes of JAX's arrays are known by then.
+        UsageError: a wrong argument; raised while JAX traces the call, because shapes are known then.
         NotInitializedError: there is no world, or the group was destroyed.
-        jax.errors.JaxRuntimeError: what went wrong when the program ran, with the text of fastcoll's error, where its
-            results are waited for: ranks whose calls differ, a rank that died or did not come in time. Where JAX runs
-            the program at once it is a ValueError.
+        jax.errors.JaxRuntimeError: an error of the running program, with the text of fastcoll's error; raised where the
+            program waits for its results: calls that differ between ranks, a dead rank, a timeout. It is a ValueError
+            if JAX runs the program at once.
 
     Example:
         >>> jax.jit(fj.all_reduce)(jnp.ones(3))  # two ranks: Array([2., 2., 2.])
@@ -82,7 +82,7 @@ def broadcast(x: Any, src: int, *, group: Group = None, token: Any = None) -> An
     """Every rank gets the array of rank `src`.
 
     Args:
-        x: same dtype and number of elements on all ranks; its content counts on `src` alone.
+        x: same dtype and number of elements on all ranks; its values are used on `src` only.
         src: a global rank.
         group, token, and what it returns and raises: as for `all_reduce`.
     """
@@ -90,7 +90,7 @@ def broadcast(x: Any, src: int, *, group: Group = None, token: Any = None) -> An
 
 
 def all_gather(x: Any, *, group: Group = None, token: Any = None) -> Any:
-    """Every rank gets the arrays of all, stacked: rank r's is `[r]` of the result.
+    """Gather the arrays of all ranks on every rank, stacked: rank r's is `[r]` of the result.
 
     Args:
         x: same dtype and shape on all ranks.
@@ -145,7 +145,7 @@ def reduce_scatter(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, 
 
 
 def all_to_all(x: Any, *, group: Group = None, token: Any = None) -> Any:
-    """`x[p]` of rank r becomes `[r]` of the result of rank p.
+    """Send `x[p]` to rank p, and receive item r of the result from rank r.
 
     Args:
         x: of shape `(world_size, ...)`, the same on all ranks.
@@ -155,12 +155,12 @@ def all_to_all(x: Any, *, group: Group = None, token: Any = None) -> Any:
 
 
 def send(x: Any, dst: int, tag: int = 0, *, group: Group = None, token: Any = None) -> Any:
-    """Send an array to rank `dst`, which receives it by `recv` of this module, in its own program.
+    """Send an array to rank `dst`, whose program receives it by `recv` of this module.
 
     Args:
-        x: any shape; the receiver's has the same dtype and number of elements.
+        x: any shape; the receiver's array has the same dtype and number of elements.
         dst: a global rank.
-        tag: 0 to 2**31 - 1; a message is received by a call with its tag only.
+        tag: 0 to 2**31 - 1; only a receive with this tag, or with ANY_TAG, takes the message.
         group, token, and what it raises: as for `all_reduce`.
 
     Returns:
@@ -204,7 +204,7 @@ def sendrecv(
     token: Any = None,
     status: Status | None = None,
 ) -> Any:
-    """Send `x` to rank `dst` and receive what rank `src` sends, at the same time; either may be this rank.
+    """Send `x` to rank `dst` and receive a message from rank `src`, at the same time; either may be this rank.
 
     Args:
         x, dst: as for `send`.
@@ -220,7 +220,7 @@ def sendrecv(
 
 
 def barrier(*, group: Group = None, token: Any = None) -> Any:
-    """Wait until every rank's program is here.
+    """Wait until the programs of all ranks have called this.
 
     Args:
         group, token, and what it raises: as for `all_reduce`.
@@ -232,19 +232,20 @@ def barrier(*, group: Group = None, token: Any = None) -> Any:
 
 
 def create_token() -> Any:
-    """A token, to begin a chain of calls with: each call with it is behind the call that returned it.
+    """Return a token, which begins a chain of calls: each call runs after the call that returned its token.
 
-    It is an array, and goes in and out of programs and loops as any other. Calls of a program that are not in one
-    chain run in no order that ranks agree on: begin one chain a program, and hand each call what the last returned.
+    A token is an array, and an argument and result of programs and loops like any other. Calls of one program in
+    different chains run in different orders on different ranks. So begin one chain in a program, and give each call the
+    token that the previous call returned.
     """
     return jnp.zeros((), jnp.uint32)
 
 
 def clear_errors() -> None:
-    """Go on after an error of a call without a token: wait for all such calls of this thread, and forget their errors.
+    """Forget the errors of calls without a token, after waiting for all such calls of this thread.
 
-    Where JAX orders calls, what comes behind a failed one on the same thread does not run and has the same error, for
-    ever. After a MismatchError, which leaves the group usable, call this on all ranks, between the programs.
+    JAX orders the calls of a thread. Once a call has failed, all later ones on the thread do not run, and raise its
+    error. After a MismatchError, which leaves the group usable, call this function on all ranks, between two programs.
     """
     wait_for_effects()
     dispatch.runtime_tokens.clear()
@@ -280,7 +281,7 @@ def _rows(x: Any, group: Group) -> Any:
 
 
 def _called(site: Site, arrays: list[Any], token: Any) -> Any:
-    """The array, the token, both or None."""
+    """Make the call; return the array, the token, both or None."""
     arrays = [jnp.asarray(x) for x in arrays]
     for x in arrays:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
@@ -293,8 +294,8 @@ def _called(site: Site, arrays: list[Any], token: Any) -> Any:
         token = jnp.asarray(token)
         if token.shape != () or token.dtype != jnp.uint32:
             raise UsageError(
-                f"{site.kind}: token is an array of {token.dtype} and shape {token.shape}; give what create_token() or "
-                "the call before has returned"
+                f"{site.kind}: token is an array of {token.dtype} and shape {token.shape}; give the token that "
+                "create_token() or the previous call has returned"
             )
         arrays.append(token)
     results = call(site, *arrays)

@@ -1,10 +1,10 @@
 """The groups of JAX's calls: the user's own group for messages, a copy of it for collectives.
 
-JAX runs programs later than they are called, so there is no order of JAX's and Python's calls that is the same on all
-ranks. Messages match by tag: JAX's have their own range of tags (`JAX_TAGS`), and need only the two ranks. Collectives
-match by order, so they need their own group. The copy is made when JAX first traces a collective on the group, by the
-calling thread; each new world gets a new copy. Leaving the group leaves its copy as well. Before that, running programs
-are waited for, as asynchronous calls are.
+JAX runs programs later than they are called, so the order of JAX's calls among Python's differs between ranks. Messages
+match by tag: JAX's messages have their own range of tags (`JAX_TAGS`), and involve two ranks only. Collectives match by
+order, so they need a group of their own. The calling thread makes the copy when JAX first traces a collective on the
+group; each new world gets a new copy. A rank that leaves the group also leaves the copy. It first waits for running
+programs, as it does for asynchronous calls.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def group_for(group: Group, is_message: bool) -> ProcessGroup:
 
 
 def copy_of(group: Group) -> ProcessGroup:
-    """The group of JAX's own with the ranks of this one; collective among them at its first use.
+    """Return the copy of a group for JAX's collectives; the first use is collective among its ranks.
 
     Raises:
         UsageError: this process is not in the group, or it is a group without a world.
         NotInitializedError: there is no world, or the group was destroyed.
     """
     job, original = current_job(), entered(group)
-    # Without the lock: whoever has it may wait for ranks that wait for a program that is here on its way to its call.
+    # Without the lock, because its holder may wait for ranks that in turn wait for the program which runs this line.
     if original in _copies:
         return _copies[original]
     with _making:
@@ -80,12 +80,12 @@ _fences: list[Callable[[], None]] = []
 
 
 def settle_by(fence: Callable[[], None]) -> None:
-    """`fence`: runs a program, behind all that JAX was given before, and waits for it."""
+    """Set the function that runs a program, which JAX queues after all earlier ones, and waits for it."""
     _fences[:] = [fence]
 
 
 def wait_for_effects() -> None:
-    """Wait for this thread's programs with effects. As `jax.effects_barrier`, but for all of them where one failed."""
+    """Wait for this thread's programs with effects; unlike `jax.effects_barrier`, for all of them even if one fails."""
     last = dispatch.runtime_tokens
     for token in (*last.current_tokens.values(), *last.output_runtime_tokens.values()):
         with suppress(Exception):
@@ -93,7 +93,7 @@ def wait_for_effects() -> None:
 
 
 def settle() -> None:
-    """Wait for all programs that this process has given to JAX. Their errors are for who looks at the results."""
+    """Wait for all programs that this process has given to JAX; ignore their errors, which their results raise."""
     wait_for_effects()
     for fence in _fences:
         with suppress(Exception):
@@ -102,10 +102,13 @@ def settle() -> None:
 
 @cache
 def _leave_at_exit() -> None:
-    """Once a process: before JAX clears its backends, which is later since it was imported earlier."""
+    """Set the exit hook, once in a process.
+
+    It runs before JAX clears its backends, because exit hooks run in reverse order and JAX was imported before.
+    """
 
     def at_exit(error: BaseException | None) -> GroupError | None:
-        if error is not None:  # nothing is waited for: the calls that are under way end with an error
+        if error is not None:  # running calls are not waited for: they end with an error
             close(list(_used), describe_exit(error))
         settle()
         return None

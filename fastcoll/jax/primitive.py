@@ -1,12 +1,14 @@
-"""The primitive of JAX behind all calls, and what JAX's transformations make of it.
+"""The primitive of JAX behind all calls, and its rules for JAX's transformations.
 
 Without a token a call has an *ordered effect*: JAX runs all calls of a thread's programs in the order in which Python
-made them, by tokens of its own. With one, the token is an array that goes in and comes out, so the order is that of the
-data; XLA must neither drop nor merge such calls, but JAX knows of no effect, and starts programs by its fast way.
+made them, by tokens of its own. With a token, which is an input and an output of the call, the data dependence orders
+the calls. XLA must neither drop nor merge such calls. But for JAX they have no effect, so it dispatches their programs
+by its fast path.
 
-Derivatives follow mpi4jax: the transpose of an all_reduce by SUM is the identity, and that of the transpose is the
-all_reduce. It is right where all ranks work out one loss from the sum: each rank then has the whole derivative of that
-loss by what it gave. all_to_all and sendrecv send back; other calls have derivatives forward alone.
+Derivatives follow mpi4jax: the transpose of an all_reduce by SUM is the identity, and the transpose of that is the
+all_reduce. This is right if all ranks compute one loss from the sum: each rank then has the complete derivative of the
+loss with respect to its own input. The transposes of all_to_all and sendrecv send back; other calls have derivatives
+in forward mode only.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ call_p.def_impl(partial(dispatch.apply_primitive, call_p))
 
 
 def call(site: Site, *arrays: Any) -> list[Any]:
-    """Trace or do a call."""
+    """Trace a call, or run it at once outside of tracing."""
     xla_frames.ready()
     group_for(site.group, site.traits.is_message)
     results: list[Any] = call_p.bind(*arrays, site=site)
@@ -73,7 +75,7 @@ def _shapes(*ins: Any, site: Site) -> tuple[list[Any], set[Order]]:
     kind = site.traits
     outs = []
     if kind.shape:
-        like = ins[-1 - site.token]  # of sendrecv what is received, else all there is
+        like = ins[-1 - site.token]  # for sendrecv `like`, for others their only array
         outs = [core.ShapedArray(kind.shape(like.shape, site.size), like.dtype)]
     if site.token:
         outs.append(ins[-1])
@@ -112,7 +114,7 @@ mlir.register_lowering(call_p, _lower, platform="cpu")
 
 
 def _keep(used: list[bool], call: Any) -> tuple[list[bool], Any]:
-    """A call with a token happens, even if nobody uses what it returns."""
+    """Keep a call that has a token or an effect, even if its outputs are not used."""
     kept = call.params["site"].token or any(used) or bool(call.effects)
     return [kept] * len(call.invars), call if kept else None
 
@@ -124,7 +126,7 @@ partial_eval.dce_rules[call_p] = _keep
 
 
 def _batch(ins: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[list[Any], list[int | None]]:
-    """One call for the whole batch, which comes first on all ranks, after a dimension that counts ranks."""
+    """Make one call for the complete batch; its dimension is the first, or the second after the rank's dimension."""
     kind = site.traits
     place_in, place_out = map(int, kind.rows)
     arrays, sizes = list(ins), {x.shape[d] for x, d in zip(ins, dims, strict=True) if d is not None}
@@ -133,7 +135,7 @@ def _batch(ins: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[list
             f"{site}: the token is mapped by vmap; give one token for the whole batch (in_axes=None)"
         )
     for k in range(len(ins) - site.token):
-        if dims[k] is None:  # of sendrecv's two
+        if dims[k] is None:  # one of sendrecv's two arrays
             arrays[k] = jnp.broadcast_to(ins[k], (*sizes, *ins[k].shape))
         else:
             arrays[k] = jnp.moveaxis(ins[k], dims[k], place_in)
@@ -162,7 +164,7 @@ def _jvp(ins: Sequence[Any], tangents: Sequence[Any], *, site: Site) -> tuple[li
         )
     if averages:
         site = replace(site, op=ReduceOp.SUM)
-    if site.token:  # only its transpose can run, which needs no order
+    if site.token:  # only the transpose runs, which moves no data and needs no order
         site = replace(site, tangent=True, token=False)
     moved = call_p.bind(*map(ad.instantiate_zeros, given), site=site)
     if averages:
@@ -188,7 +190,7 @@ def _transpose(cotangents: Sequence[Any], *ins: Any, site: Site) -> list[Any]:
     zeros = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in ins]
     if type(ct) is ad.Zero:
         return zeros
-    if site.kind == "sendrecv":  # the second array says only what is received
+    if site.kind == "sendrecv":  # the second array has only the shape and dtype of the message received
         like = ins[0].aval
         return [*call_p.bind(ct, jnp.zeros(like.shape, like.dtype), site=back), *zeros[1:]]
     results: list[Any] = call_p.bind(ct, site=back)

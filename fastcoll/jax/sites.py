@@ -1,7 +1,7 @@
-"""A call as data: what a place in a traced program asks for, what its arrays are, and how a group carries it out.
+"""A call in a traced program as data (`Site`), and how a group carries it out (`CallKind`).
 
-JAX traces a call once and runs it often, so all of this is worked out while it traces. A compiled program names the
-call by a number: JAX may keep programs on disk, where an address or an object would mean nothing to the next process.
+JAX traces a call once and runs it often, so all of this is computed during tracing. A compiled program refers to the
+call by a number, because JAX may keep the program on disk, where an address would be invalid in the next process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Site:
-    """One call: the arguments that are no arrays.
+    """The arguments of one call, except its arrays.
 
-    `group` is the user's (None: the world at the time of the run) and has `size` ranks; `dst` and `src` are ranks in
-    it; a `src` of None is any rank. `off_root` marks a gather or scatter on a rank that is not its root. A message is
-    sent with `tag`. It is received with `recv_tag`, which may be ANY_TAG, and with `status`. With `token`, the last
-    array in and out is a token, which orders the call; without, a JAX effect orders it. A `tangent` never runs, only
-    its transpose does. `transposed` marks an all_reduce that does nothing.
+    Attributes:
+        group: the user's group; None: the world at the time of the run.
+        size: how many ranks the group has.
+        dst, src: group ranks; a `src` of None is any rank.
+        off_root: marks a gather or scatter on a rank that is not its root.
+        tag, recv_tag: a message is sent with `tag`, and received with `recv_tag`, which may be ANY_TAG.
+        status: filled by a receive.
+        token: the last input and the last output are tokens, which order the call; else a JAX effect orders it.
+        tangent: marks a call that never runs; only its transpose does.
+        transposed: marks an all_reduce that does nothing.
     """
 
     kind: str
@@ -63,15 +68,15 @@ class Site:
 
 
 class CallKind(NamedTuple):
-    """What the calls of one name have in common.
+    """The properties that all calls of one name share.
 
     Attributes:
-        run: carries it out on a group: (group, site, arrays in, array out).
-        shape: of what comes out, of (shape in, size of the group); None: nothing comes out.
-        rows: whether the first dimension of what goes in, and of what comes out, counts ranks.
-        form: which arrays the door gets (kernels/call_frames.py); None: there is no door for it.
-        is_message: it involves two ranks and uses the user's group; other calls use a copy of it (own_groups.py).
-        linear: whether the result is a linear function of what goes in (of reductions: of sums alone).
+        run: carries the call out: (group, site, inputs, output).
+        shape: returns the output's shape for (input's shape, group's size); None: there is no output.
+        rows: whether the first dimension of the input, and of the output, is the rank.
+        form: which arrays the C entry point gets (kernels/call_frames.py); None: the handler calls Python instead.
+        is_message: the call involves two ranks and uses the user's group; other calls use a copy of it (own_groups.py).
+        linear: whether the output is a linear function of the input (among reductions: of SUM only).
     """
 
     run: Callable[[ProcessGroup, Any, list[Array], Any], object]
@@ -103,14 +108,14 @@ def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> 
     try:
         _recv(group, site, ins[1:], out)
     except BaseException:
-        with suppress(FastcollError):  # the error of the receive counts
+        with suppress(FastcollError):  # raise the error of the receive
             sent.wait()
         raise
     sent.wait()
 
 
 def _collective(name: str, linear: bool = True) -> CallKind:
-    """The properties of a collective operation, where all blocks are one array with a row for each rank."""
+    """Return the properties of a collective operation; all blocks are one array with a row for each rank."""
     kind = operations.KINDS[name]
     method = f"{name}_single" if kind.has_blocks else name
     rows = kind.gives_blocks, kind.takes_blocks
@@ -151,7 +156,7 @@ _numbering = threading.Lock()
 
 
 def number_of(site: Site, dtypes: tuple[Any, ...]) -> int:
-    """The number of a call on arrays of these dtypes: the same each time, in this process."""
+    """Return the number of a call on arrays of these dtypes; equal calls have one number in this process."""
     with _numbering:
         number = _numbers.setdefault((site, dtypes), len(_numbered))
         if number == len(_numbered):
@@ -160,5 +165,5 @@ def number_of(site: Site, dtypes: tuple[Any, ...]) -> int:
 
 
 def site_of(number: int) -> tuple[Site, tuple[Any, ...]]:
-    """The call, and the dtypes of what goes in."""
+    """Return the call of a number, and the dtypes of its inputs."""
     return _numbered[number]

@@ -1,4 +1,4 @@
-"""Which releases of JAX there may be. Importing this module, before all others here, refuses the rest by name."""
+"""The check of JAX's release. This module is imported before all others here, and refuses untested releases."""
 
 from __future__ import annotations
 

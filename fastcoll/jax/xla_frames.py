@@ -1,8 +1,9 @@
-"""What Python does for XLA: it answers what the handler (kernels/call_frames.py) leaves to it, and reports errors.
+"""The Python side of the XLA handler (kernels/call_frames.py): calls that it cannot make itself, and errors.
 
-What goes wrong becomes an error of XLA, with a code that says of what kind, and the text; JAX raises it where the
-program's results are waited for. A call that Python has carried out once gets a line for the handler, which calls the
-group's door then. `ready` compares the layout of frames with what a first program of known arrays brings.
+An exception becomes an XLA error with a code for its kind and its text; JAX raises it where the program waits for its
+results. After Python has carried a call out once, it writes a line for the handler, which then calls the group's C
+entry point directly. `ready` runs a program on known arrays, and compares the call frame that it gets with the layout
+that this file assumes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .sites import Array, Site, own_tag, site_of
 TARGET = "fastcoll"
 """The handler's name in programs; its one attribute is `site`, the number of the call."""
 PROBE = -1
-"""The number of no call: the handler looks at the frame alone."""
+"""The number of the program that `ready` runs, which makes no call."""
 
 # Offsets in bytes.
 _EXTENSION_TYPE, _NEXT, _METADATA = 8, 16, 24
@@ -66,7 +67,7 @@ def _half(address: int) -> int:
 
 
 def _answer(frame: int) -> int:
-    """What the handler calls for what it cannot do: returns 0, or the address of an error."""
+    """Carry out a call that the handler cannot make; return 0, or the address of an error."""
     try:
         if _is_query(frame):
             return 0
@@ -77,7 +78,7 @@ def _answer(frame: int) -> int:
         site, dtypes = site_of(number)
         arguments, results = _word(frame + f.ARGS + f.POINTERS), _word(frame + f.RETS + f.POINTERS)
         ins = [_array(_word(arguments + 8 * k), dtype) for k, dtype in enumerate(dtypes)]
-        # What comes out is like the last array that goes in, but for the token.
+        # The output has the dtype of the last input that is not a token.
         out = _array(_word(results), dtypes[-1 - site.token]) if site.traits.shape else None
         group = own_groups.group_for(site.group, site.traits.is_message)
         if group.size != site.size:
@@ -86,7 +87,7 @@ def _answer(frame: int) -> int:
                 "jax.clear_caches() when the world has changed, so that JAX traces its functions again"
             )
         carry_out(group, site, ins, out)
-        with suppress(UsageError):  # what no call word says stays Python's
+        with suppress(UsageError):  # calls that no call word can express stay in Python
             _write_line(number, group, site, dtypes)
         return 0
     except BaseException as error:
@@ -94,7 +95,7 @@ def _answer(frame: int) -> int:
 
 
 def _told(frame: int) -> int:
-    """What the handler calls when the door has raised."""
+    """Return the address of the error that the C entry point has raised."""
     error = take_error()
     assert error is not None
     return _failed(frame, error)
@@ -104,7 +105,7 @@ _errors: dict[int, BaseException] = {}
 
 
 def _torn(frame: int) -> int:
-    """What the handler calls when an exception has left one of these functions."""
+    """Return the address of the error with which one of the functions above has ended."""
     return _failed(frame, _errors.pop(threading.get_ident()))
 
 
@@ -112,7 +113,7 @@ _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any, ...]) -> None:
-    """Have the handler do this call from now on, until the group ends: then it is Python's again."""
+    """Let the handler make this call directly from now on, until the group ends."""
     form = site.traits.form
     in_python = form is None or site.status is not None or site.recv_tag == ANY_TAG
     if in_python or number >= f.MOST or group.gate.closed:
@@ -130,15 +131,15 @@ def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any,
     line[f.ITEM] = dtypes[0].itemsize if dtypes else 0
     line[f.BLOCKS] = group.size if site.traits.rows[0] else 1
     line[f.FORM] = form
-    # Where another thread ends the group meanwhile, either it finds this or the end is seen below.
+    # If another thread closes the group now, it either finds this callback, or has set `closed` before the check below.
     group.at_the_end.append(partial(line.__setitem__, f.DESCRIPTOR, 0))
-    line[f.DESCRIPTOR] = group_descriptor(group)  # last: then the rest counts
+    line[f.DESCRIPTOR] = group_descriptor(group)  # last, because it makes the line valid
     if group.gate.closed:
         line[f.DESCRIPTOR] = 0
 
 
 def carry_out(group: ProcessGroup, site: Site, ins: list[Array], out: Array | None) -> None:
-    """Do what a site says."""
+    """Make the call of a site, after copying the input to the output of a call in place."""
     kind = site.traits
     if kind.form == f.IN_PLACE and out is not None and out.ctypes.data != ins[0].ctypes.data:
         np.copyto(out, ins[0])
@@ -151,14 +152,17 @@ def _shape(buffer: int) -> tuple[int, ...]:
 
 
 def _array(buffer: int, dtype: Any) -> Array:
-    """A buffer as an array, which is valid as long as the handler runs."""
+    """Return a buffer as an array, which is valid until the handler returns."""
     shape = _shape(buffer)
     room = (ctypes.c_char * max(1, int(np.prod(shape)) * dtype.itemsize)).from_address(_word(buffer + f.DATA))
     return np.ndarray(shape, dtype, room)
 
 
 def _is_query(frame: int) -> bool:
-    """Whether XLA asks which version of its interface the handler is for; it gets its own, of which nothing is new."""
+    """Whether XLA asks for the version of its interface that the handler implements; answer with XLA's own version.
+
+    The handler uses only parts of the interface that all versions have.
+    """
     extension, api = _word(frame + f.EXTENSION), _word(frame + f.API)
     while extension:
         if _half(extension + _EXTENSION_TYPE) == _IS_METADATA:
@@ -181,7 +185,7 @@ class _ErrorArguments(ctypes.Structure):
 
 
 def _failed(frame: int, error: BaseException) -> int:
-    """XLA's error for one of Python's."""
+    """Make an XLA error of an exception; return its address."""
     code = next(_CODES[kind] for kind in type(error).__mro__ if kind in _CODES)
     text = f"{type(error).__module__}.{type(error).__name__}: {error}".encode()
     arguments = _ErrorArguments(28, None, text, code)
@@ -198,7 +202,7 @@ _EXPECTED = [168, 40, 40, 48, 48, 48, _EXECUTE, 1, 1, 1, b"site", 3, 1, (2, 3), 
 
 
 def _look(frame: int) -> list[Any]:
-    """What the frame of the first program says of itself, its parts and arrays."""
+    """Return the sizes, counts, types and values in the call frame of the program that `ready` runs."""
     args, rets, attrs = (frame + place for place in (f.ARGS, f.RETS, f.ATTRS))
     x, y = _word(_word(args + f.POINTERS)), _word(_word(rets + f.POINTERS))
     sizes = [_word(part) for part in (frame, args, rets, attrs, x, y)]
@@ -214,10 +218,10 @@ _preparing = threading.Lock()
 
 
 def ready() -> None:
-    """Give XLA the handler, once a process, and see that frames are laid out as this file says.
+    """Register the handler with XLA, once in a process, and check the layout of call frames.
 
     Raises:
-        UnavailableError: they are not.
+        UnavailableError: this jaxlib lays call frames out differently.
     """
     with _preparing:  # two threads may trace their first calls at the same time
         _prepare()
@@ -235,7 +239,7 @@ def _prepare() -> None:
         program(jax.device_put(_PROBED, cpu)).block_until_ready()
 
     own_groups.settle_by(look)
-    thread = threading.Thread(target=look)  # where nothing is being traced
+    thread = threading.Thread(target=look)  # a thread of its own, because this one may be tracing
     thread.start()
     thread.join()
     if _found != _EXPECTED:
