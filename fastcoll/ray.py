@@ -91,11 +91,11 @@ class FastcollGroup(BaseGroup):  # type: ignore[misc]
         self.fastcoll.fast.barrier()
 
     def send(self, tensor: Any, send_options: Any) -> None:
-        _refuse_places("send", send_options)
+        _refuse_gpu_indices("send", send_options)
         self.fastcoll.fast.send(_only("send", tensor), send_options.dst_rank)
 
     def recv(self, tensor: Any, recv_options: Any) -> None:
-        _refuse_places("recv", recv_options)
+        _refuse_gpu_indices("recv", recv_options)
         self.fastcoll.fast.recv(_only("recv", tensor), recv_options.src_rank)
 
 
@@ -113,7 +113,7 @@ def _op(options: Any) -> ReduceOp:
     return ReduceOp.SUM if options is None else getattr(ReduceOp, options.reduceOp.name)
 
 
-def _refuse_places(name: str, options: Any) -> None:
+def _refuse_gpu_indices(name: str, options: Any) -> None:
     """What send_multigpu and recv_multigpu say beside the rank."""
     if any(getattr(options, each, 0) for each in ("dst_gpu_index", "src_gpu_index", "n_elements")):
         raise UnavailableError(

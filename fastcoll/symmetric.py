@@ -48,13 +48,13 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Grou
         >>> x[:] = fastcoll.get_rank()
         >>> fastcoll.all_reduce(x)  # as ever, but nothing is staged
     """
-    return _made(member_of(group, "symmetric.empty"), shape, dtype)
+    return _allocate(member_of(group, "symmetric.empty"), shape, dtype)
 
 
 def zeros(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Group = None) -> Any:
     """As `empty`, and every element is 0."""
     # The system clears memory before it gives it to a process.
-    return _made(member_of(group, "symmetric.zeros"), shape, dtype)
+    return _allocate(member_of(group, "symmetric.zeros"), shape, dtype)
 
 
 def is_symmetric(x: Any) -> bool:
@@ -68,8 +68,8 @@ def peer(x: Array, rank: int | None = None, *, group_rank: int | None = None) ->
     Args:
         x: a symmetric array or any view of one.
     """
-    memory, place = _place_of(x, rank, group_rank)
-    return memory.peer(x, place)
+    memory, target_rank = _memory_and_rank(x, rank, group_rank)
+    return memory.peer(x, target_rank)
 
 
 def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None = None) -> None:
@@ -78,8 +78,8 @@ def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None
     Args:
         value: an array of x's shape and dtype.
     """
-    memory, place = _place_of(x, rank, group_rank)
-    _copy(memory, memory.peer(x, place), _fitting("value", value, x))
+    memory, target_rank = _memory_and_rank(x, rank, group_rank)
+    _copy(memory, memory.peer(x, target_rank), _checked_like("value", value, x))
 
 
 def get(
@@ -93,9 +93,9 @@ def get(
     Returns:
         `out`, or the new array.
     """
-    memory, place = _place_of(x, rank, group_rank)
-    source = memory.peer(x, place)
-    target = np.empty(x.shape, x.dtype) if out is None else _fitting("out", out, x)
+    memory, target_rank = _memory_and_rank(x, rank, group_rank)
+    source = memory.peer(x, target_rank)
+    target = np.empty(x.shape, x.dtype) if out is None else _checked_like("out", out, x)
     if not target.flags.writeable:
         raise ArrayError("out is read-only; give an array that can be written")
     _copy(memory, target, source)
@@ -107,8 +107,8 @@ def signal(x: Array, rank: int | None = None, channel: int = 0, *, group_rank: i
 
     Signals of one rank to another on one channel of one array are counted: each `wait` takes one.
     """
-    memory, place = _place_of(x, rank, group_rank)
-    memory.signal(place, _checked_channel(memory, channel))
+    memory, target_rank = _memory_and_rank(x, rank, group_rank)
+    memory.signal(target_rank, _checked_channel(memory, channel))
 
 
 def wait(
@@ -127,12 +127,12 @@ def wait(
     Raises:
         CollectiveTimeoutError, PeerDiedError, AbortedError: there will be none; the group has failed then.
     """
-    memory, place = _place_of(x, rank, group_rank)
+    memory, target_rank = _memory_and_rank(x, rank, group_rank)
     limit = None if timeout is None else positive_seconds(timeout, 0.0)
-    memory.wait(place, _checked_channel(memory, channel), limit)
+    memory.wait(target_rank, _checked_channel(memory, channel), limit)
 
 
-def _made(g: ProcessGroup | None, shape: int | Sequence[int], dtype: DTypeLike) -> Any:
+def _allocate(g: ProcessGroup | None, shape: int | Sequence[int], dtype: DTypeLike) -> Any:
     if g is None:
         return None
     with g.preparing("symmetric.empty"):
@@ -151,7 +151,7 @@ def _made(g: ProcessGroup | None, shape: int | Sequence[int], dtype: DTypeLike) 
     return g.backend.symmetric_memory(g, math.prod(sizes) * kind.itemsize, label).array(sizes, kind)
 
 
-def _place_of(x: Any, rank: int | None, group_rank: int | None) -> tuple[SymmetricMemory, int]:
+def _memory_and_rank(x: Any, rank: int | None, group_rank: int | None) -> tuple[SymmetricMemory, int]:
     """What x leads into, and the group rank that is meant."""
     memory = memory_of(x) if isinstance(x, np.ndarray) else None
     if memory is None:
@@ -170,7 +170,7 @@ def _place_of(x: Any, rank: int | None, group_rank: int | None) -> tuple[Symmetr
     return memory, found
 
 
-def _fitting(what: str, value: Any, x: Array) -> Array:
+def _checked_like(what: str, value: Any, x: Array) -> Array:
     if not isinstance(value, np.ndarray):
         raise ArrayError(
             f"{what} is a {type(value).__name__}; give an ndarray of shape {x.shape} and {x.dtype}"

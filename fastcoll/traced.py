@@ -10,17 +10,17 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-_ROOMS = ("fastcoll.api.collectives", "fastcoll.api.objects", "fastcoll.api.p2p", "fastcoll.api.multigpu")
+_MODULES = ("fastcoll.api.collectives", "fastcoll.api.objects", "fastcoll.api.p2p", "fastcoll.api.multigpu")
 
 
 def mark(public: dict[str, Any]) -> None:
     """Give each function that communicates its stand-in."""
     for function in public.values():
-        if isinstance(function, FunctionType) and function.__module__ in _ROOMS:
-            vars(function)["_torchdynamo_inline"] = _stand_in(function.__name__)
+        if isinstance(function, FunctionType) and function.__module__ in _MODULES:
+            vars(function)["_torchdynamo_inline"] = _traced_by_operators(function.__name__)
 
 
-def _stand_in(name: str) -> Callable[..., Any]:
+def _traced_by_operators(name: str) -> Callable[..., Any]:
     def traced(*args: Any, **named: Any) -> Any:
         from .torch import operators  # the first time that one is traced
 

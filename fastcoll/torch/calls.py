@@ -37,15 +37,15 @@ def options(
     timeout: Any = None,
 ) -> Any:
     """The options of a call: torch's of this `kind`, or what the short forms have in their place, by type or name."""
-    said = {"reduceOp": op, "rootRank": root, "timeout": timeout}
+    values = {"reduceOp": op, "rootRank": root, "timeout": timeout}
     for value in (*short, opts):
         if isinstance(value, kind):
             return value
         if value is not None:
             is_root, is_limit = isinstance(value, int), isinstance(value, timedelta)
-            said["timeout" if is_limit else "rootRank" if is_root else "reduceOp"] = value
+            values["timeout" if is_limit else "rootRank" if is_root else "reduceOp"] = value
     options = kind()
-    for name, value in said.items():
+    for name, value in values.items():
         try:
             if value is not None:
                 setattr(options, name, value)
@@ -67,7 +67,7 @@ class _Collective:
         return f"{self._overloadpacket}.default"
 
 
-def _show(name: str) -> None:
+def _notify_modes(name: str) -> None:
     """Let modes that count collectives (CommDebugMode) see one, which does not go through torch's dispatcher."""
     if _len_torch_dispatch_stack():
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -91,7 +91,7 @@ def recorded(call: Callable[..., _T]) -> Callable[..., _T]:
 
 def run(name: str, opts: Any, tensors: Tensors, call: Callable[..., Work | None], *args: Any) -> DoneWork:
     """One operation, which torch's dispatcher has by `name`; its results are in `tensors`."""
-    _show(name)
+    _notify_modes(name)
     if profiler._is_profiler_enabled:
         call = recorded(call)
     limit = limit_of(opts)
@@ -110,7 +110,7 @@ def run_each(
     name: str, opts: Any, tensors: Tensors, call: Callable[..., Work | None], calls: Sequence[tuple[Any, ...]]
 ) -> DoneWork:
     """Several operations of one kind that are one to torch."""
-    _show(name)
+    _notify_modes(name)
     call = recorded(call)
     work = PendingWork([started(call, args) for args in calls], tensors, limit_of(opts))
     if not is_async(opts):

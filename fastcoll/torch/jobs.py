@@ -59,9 +59,9 @@ def make_group(
     began = time.monotonic()
     members = _members(parent, global_ranks) if parent is not None and size > 1 else []
     try:
-        ours, start = _place(store, rank, size, timeout, global_ranks, parent)
+        prefixed, start = _prefixed_store(store, rank, size, timeout, global_ranks, parent)
         group = standalone.make(
-            ours,
+            prefixed,
             name,
             rank,
             size,
@@ -109,24 +109,24 @@ def _members(parent: ProcessGroup, global_ranks: Sequence[int]) -> list[Member]:
     return [by_rank[rank] for rank in global_ranks]
 
 
-def _place(
+def _prefixed_store(
     store: Any, rank: int, size: int, timeout: float, global_ranks: Sequence[int], parent: ProcessGroup | None
 ) -> tuple[Store, str]:
     """Return this group's own part of torch's store (torch uses the same keys again), and the start's name."""
     if size == 1:
         return HashStore(), ""
-    ours, start = PrefixStore("fastcoll", TorchStore(store)), ""
+    prefixed, start = PrefixStore("fastcoll", TorchStore(store)), ""
     if parent is not None:
         # Ranks skip the join, so a second group of the same name would go unnoticed: each gets its own keys.
-        ours = PrefixStore(hashlib.sha256(repr(list(global_ranks)).encode()).hexdigest()[:16], ours)
+        prefixed = PrefixStore(hashlib.sha256(repr(list(global_ranks)).encode()).hexdigest()[:16], prefixed)
         start = _starts[parent]
     if dist.is_torchelastic_launched():
-        start = start or meet_anew(ours, rank, size, timeout)
-        ours = PrefixStore(start, ours)
+        start = start or meet_anew(prefixed, rank, size, timeout)
+        prefixed = PrefixStore(start, prefixed)
     # Each process counts for itself, after each destroy_process_group; two that claim one rank then meet and are told.
     me = this_process()
-    use = ours.add(f"use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
-    return PrefixStore(str(use), ours), start
+    use = prefixed.add(f"use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
+    return PrefixStore(str(use), prefixed), start
 
 
 def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:

@@ -17,31 +17,31 @@ from ..rendezvous.detect import detect
 from ..rendezvous.methods import meet_by_environment
 from ..store.store import DEFAULT_TIMEOUT, Rendezvous
 
-_PLACE = "torch/store"
+_STORE_KEY = "torch/store"
 
 
 def meet(
     url: str, otherwise: Callable[..., Iterator[Any]], timeout: timedelta = DEFAULT_TIMEOUT, **named: Any
 ) -> Iterator[tuple[Any, int, int]]:
     """A handler of env:// for torch; `otherwise` is torch's own, for processes that no launcher has started."""
-    said = {name: int(number) for name, number in parse_qsl(urlsplit(url).query)}
-    rank, size = said.get("rank"), said.get("world_size")
+    query = {name: int(number) for name, number in parse_qsl(urlsplit(url).query)}
+    rank, size = query.get("rank"), query.get("world_size")
     if detect(os.environ, rank, size).rank is None:
         yield from otherwise(url, timeout=timeout, **named)
         return
     found = meet_by_environment(rank, size, timeout.total_seconds())
     try:
-        yield _store(found, timeout), found.rank, found.world_size
+        yield _torch_store(found, timeout), found.rank, found.world_size
     finally:
         found.close()  # torch lets go of this once all have met
 
 
-def _store(found: Rendezvous, timeout: timedelta) -> Any:
+def _torch_store(found: Rendezvous, timeout: timedelta) -> Any:
     if found.world_size == 1:
         return dist.HashStore()
     if found.rank > 0:
-        host, _, port = found.store.get(_PLACE).decode().rpartition(" ")
+        host, _, port = found.store.get(_STORE_KEY).decode().rpartition(" ")
         return dist.TCPStore(host, int(port), found.world_size, False, timeout)
     store = dist.TCPStore(found.host, 0, found.world_size, True, timeout, wait_for_workers=False)
-    found.store.set(_PLACE, f"{found.host} {store.port}".encode())
+    found.store.set(_STORE_KEY, f"{found.host} {store.port}".encode())
     return store

@@ -194,38 +194,38 @@ for _kind, _call in _CALLS.items():
 # ---- what Dynamo traces --------------------------------------------------------------------------------------
 
 
-def _outside(reason: str) -> Callable[..., NoReturn]:
+def _graph_break(reason: str) -> Callable[..., NoReturn]:
     """What ends a graph, with the reason: the whole call is then made as outside of a compiled function."""
 
-    def outside(*args: Any) -> NoReturn:
+    def break_graph(*args: Any) -> NoReturn:
         raise UnavailableError(reason)
 
-    vars(outside).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
-    return outside
+    vars(break_graph).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    return break_graph
 
 
-_no_operator = _outside(
+_no_operator = _graph_break(
     "this call of fastcoll cannot be in a graph; make it outside of the compiled function"
 )
-_no_work = _outside(
+_no_work = _graph_break(
     "a call of fastcoll with async_op=True cannot be in a graph, which has no Work; leave that out"
 )
-_no_function = _outside(
+_no_function = _graph_break(
     "fastcoll's ReduceOp.custom and PREMUL_SUM cannot be in a graph; multiply first and use SUM, or make the call "
     "outside of the compiled function"
 )
-_no_shape = _outside(
+_no_shape = _graph_break(
     "what fastcoll would return is known to other ranks alone; give all_gather a list of tensors, and recv a src"
 )
-_no_timeout = _outside(
+_no_timeout = _graph_break(
     "a barrier of fastcoll with a timeout or device_ids cannot be in a graph; leave them out"
 )
 
 
-def _put(kind: str, outs: Any, given: Any, said: dict[str, Any], n: Any = ()) -> Any:
+def _put(kind: str, outs: Any, given: Any, arguments: dict[str, Any], n: Any = ()) -> Any:
     """Call an operator, and copy its results back; `said` are the arguments of the public function."""
-    group, op = said["group"], said.get("op")
-    if said.get("async_op"):
+    group, op = arguments["group"], arguments.get("op")
+    if arguments.get("async_op"):
         return _no_work()
     if op is not None and (op.function is not None or op.factor is not None):
         return _no_function()
@@ -238,15 +238,15 @@ def _put(kind: str, outs: Any, given: Any, said: dict[str, Any], n: Any = ()) ->
     return None
 
 
-def _root(said: dict[str, Any], what: str, default: int | None = None) -> list[int]:
-    group = said["group"]
+def _root(arguments: dict[str, Any], what: str, default: int | None = None) -> list[int]:
+    group = arguments["group"]
     if isinstance(group, NonMember):
         return [0]
-    return [group_rank(_group_of(said), what, said[what], said["group_" + what], default)]
+    return [group_rank(_group_of(arguments), what, arguments[what], arguments["group_" + what], default)]
 
 
-def _group_of(said: dict[str, Any]) -> Any:
-    return groups.world if said["group"] is None else said["group"]
+def _group_of(arguments: dict[str, Any]) -> Any:
+    return groups.world if arguments["group"] is None else arguments["group"]
 
 
 def _each(tree: Any) -> list[Any]:
@@ -258,42 +258,42 @@ def _each(tree: Any) -> list[Any]:
     return [leaf for part in tree or () for leaf in _each(part)]
 
 
-def _reduce(said: dict[str, Any]) -> Any:
-    root, x = _root(said, "dst"), [said["tensor"]]
-    outs, given = (x, []) if _group_of(said).rank == root[0] else ([], x)
-    return _put("reduce", outs, given, said, root)
+def _reduce(arguments: dict[str, Any]) -> Any:
+    root, x = _root(arguments, "dst"), [arguments["tensor"]]
+    outs, given = (x, []) if _group_of(arguments).rank == root[0] else ([], x)
+    return _put("reduce", outs, given, arguments, root)
 
 
-def _all_gather(said: dict[str, Any]) -> Any:
-    if said["tensor"] is None:
+def _all_gather(arguments: dict[str, Any]) -> Any:
+    if arguments["tensor"] is None:
         return _no_shape()
-    return _put("all_gather", said["tensor_list"], [said["tensor"]], said)
+    return _put("all_gather", arguments["tensor_list"], [arguments["tensor"]], arguments)
 
 
-def _all_to_all_single(said: dict[str, Any]) -> Any:
-    out, x = said["output"], said["input"]
-    outs, ins = said["output_split_sizes"], said["input_split_sizes"]
+def _all_to_all_single(arguments: dict[str, Any]) -> Any:
+    out, x = arguments["output"], arguments["input"]
+    outs, ins = arguments["output_split_sizes"], arguments["input_split_sizes"]
     n: list[int] = []
     if outs is not None or ins is not None:
         parts = len(outs or ins)
         n = [*(outs or [out.shape[0] // parts] * parts), *(ins or [x.shape[0] // parts] * parts)]
-    return _put("all_to_all_single", [out], [x], said, n)
+    return _put("all_to_all_single", [out], [x], arguments, n)
 
 
-def _barrier(said: dict[str, Any]) -> Any:
-    if said["device_ids"] is not None or said["timeout"] is not None:
+def _barrier(arguments: dict[str, Any]) -> Any:
+    if arguments["device_ids"] is not None or arguments["timeout"] is not None:
         return _no_timeout()
-    return _put("barrier", (), [torch.empty(0)], said)  # Inductor asks the tensors for a device
+    return _put("barrier", (), [torch.empty(0)], arguments)  # Inductor asks the tensors for a device
 
 
-def _recv(said: dict[str, Any]) -> Any:
-    if said["status"] is not None:
+def _recv(arguments: dict[str, Any]) -> Any:
+    if arguments["status"] is not None:
         return _no_operator()
-    if said["src"] is None and said["group_src"] is None:
+    if arguments["src"] is None and arguments["group_src"] is None:
         return _no_shape()
-    root = _root(said, "src")
-    _put("recv", [said["tensor"]], (), said, [*root, said["tag"] or 0])
-    return -1 if isinstance(said["group"], NonMember) else _group_of(said).ranks[root[0]]
+    root = _root(arguments, "src")
+    _put("recv", [arguments["tensor"]], (), arguments, [*root, arguments["tag"] or 0])
+    return -1 if isinstance(arguments["group"], NonMember) else _group_of(arguments).ranks[root[0]]
 
 
 _TRACED: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -325,14 +325,14 @@ _TRACED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "send": lambda a: _put("send", (), [a["tensor"]], a, [*_root(a, "dst"), a["tag"] or 0]),
     "recv": _recv,
 }
-_PLACES = (collectives, multigpu, objects, p2p, ProcessGroup, Work)
+_MODULES = (collectives, multigpu, objects, p2p, ProcessGroup, Work)
 _NAMES: dict[str, tuple[str, ...]] = {}
 """The names of the arguments of what is traced."""
 
-for _place in _PLACES:
-    run_uncompiled(vars(_place).values())  # where one ends a graph, and is called as it is
-    for _name in _TRACED.keys() & vars(_place).keys() if _place in (collectives, p2p) else ():
-        _code = vars(_place)[_name].__code__
+for _module in _MODULES:
+    run_uncompiled(vars(_module).values())  # where one ends a graph, and is called as it is
+    for _name in _TRACED.keys() & vars(_module).keys() if _module in (collectives, p2p) else ():
+        _code = vars(_module)[_name].__code__
         _NAMES[_name] = _code.co_varnames[: _code.co_argcount]
 
 
@@ -341,5 +341,5 @@ def trace(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     names = _NAMES.get(name, ())
     if name not in _TRACED or len(args) > len(names) or any(each not in names for each in named):
         return _no_operator()
-    said = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | named
-    return _TRACED[name](said)
+    arguments = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | named
+    return _TRACED[name](arguments)

@@ -183,8 +183,8 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self.fastcoll.fast.monitored_barrier(limit)
         except GroupError as error:
             missing = [number for number, rank in enumerate(self.fastcoll.ranks) if rank in error.ranks]
-            said = gloos_sentence(self.fastcoll.rank, missing, limit, wait_all_ranks)
-            raise type(error)(f"{said}; {error}", error.ranks) from error
+            sentence = gloos_sentence(self.fastcoll.rank, missing, limit, wait_all_ranks)
+            raise type(error)(f"{sentence}; {error}", error.ranks) from error
 
     # ---- point to point ---------------------------------------------------------------------------
 

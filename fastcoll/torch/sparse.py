@@ -55,12 +55,14 @@ def all_reduce_sparse(
         outs = tuple(part.numpy() for part in parts)
         group.planned(Operation("all_gather", outs, (sent,)))()
         found = [got.tensor_split([8 * dims * n]) for got, n in zip(parts, counts, strict=True)]
-        where = torch.cat(
+        all_indices = torch.cat(
             [i.view(torch.int64).view(dims, n) for (i, _), n in zip(found, counts, strict=True)], 1
         )
-        what = torch.cat([v.view(x.dtype).view(n, *entry) for (_, v), n in zip(found, counts, strict=True)])
+        all_values = torch.cat(
+            [v.view(x.dtype).view(n, *entry) for (_, v), n in zip(found, counts, strict=True)]
+        )
         with torch.no_grad():
-            x.copy_(torch.sparse_coo_tensor(where, what, x.shape).coalesce())
+            x.copy_(torch.sparse_coo_tensor(all_indices, all_values, x.shape).coalesce())
 
     return group.run("all_reduce", call, (), async_op)
 
