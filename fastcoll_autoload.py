@@ -1,14 +1,13 @@
-"""What torch and Numba run where fastcoll is installed.
+"""The entry points of fastcoll that torch and Numba run.
 
-By `import torch` torch.distributed learns the name of the backend `fastcoll`, and how ranks find one another that
-mpiexec or srun has started: torch 2.5 and later load the entry point `torch.backends` as they are imported, in every
-process, spawned children and other people's workers included. So this is beside the package, which takes a tenth of a
-second to import and is imported with the first group. An exception would break `import torch` for everybody: a warning
-says instead what is wrong.
+torch 2.5 and later load the entry point `torch.backends` when torch is imported, in every process, including spawned
+children and other libraries' workers. It registers the backend's name `fastcoll`, and a rendezvous for ranks that
+mpiexec or srun has started. This module lies beside the package, whose import takes a tenth of a second; the first
+group imports it. An exception would break `import torch` for every user, so errors become warnings.
 
-Numba runs the entry point `numba_extensions` before it compiles, or loads, the first function of a process. So that
-this costs nothing where fastcoll is not used, its types and functions are registered as Numba meets the first of them.
-It also mends one table of Numba's, by which keyword arguments inside `try` lose their names (`keep_keywords`).
+Numba runs the entry point `numba_extensions` before it compiles or loads the first function of a process. To cost
+nothing in programs without fastcoll, it registers fastcoll's types and functions only when Numba meets the first one.
+It also repairs a table of Numba's, because of which keyword arguments inside `try` lose their names (`keep_keywords`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import warnings
 from typing import Any
 
 _NJIT = "fastcoll.callers.njit"
-# Where the public functions and types are; the kernels, which Numba compiles, too, are elsewhere.
+# The modules of the public functions and types. Numba also compiles kernels, which are in other modules.
 _TYPED = ("fastcoll.api.", "fastcoll.job.", "fastcoll.core.group", "fastcoll.core.reduce_op")
 _READ = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FORGETFUL = ((3, 11), (3, 12))
@@ -28,12 +27,12 @@ _LAUNCHERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_
 
 
 def register() -> None:
-    """Register the backend, and make it the default that FASTCOLL_TORCH_DEFAULT asks for."""
+    """Register the backend, and make it the default if FASTCOLL_TORCH_DEFAULT is set."""
     try:
         import torch.distributed as dist
 
         if os.environ.get("FASTCOLL_TORCH_DEFAULT"):
-            import fastcoll.torch  # noqa: F401 - which does both
+            import fastcoll.torch  # noqa: F401 - does both
         elif dist.is_available():
             dist.Backend.register_backend("fastcoll", _create, extended_api=True, devices=["cpu"])
         if dist.is_available():
@@ -50,13 +49,13 @@ def _create(options: Any, pg_options: Any) -> Any:
 
 
 def keep_keywords() -> None:
-    """Have Numba keep the names of keyword arguments inside `try`, on Python 3.11 and 3.12.
+    """Make Numba keep the names of keyword arguments inside `try`, on Python 3.11 and 3.12.
 
-    There the names are an instruction (KW_NAMES) before that of the call. Inside `try` Numba begins a new block after
-    every instruction that is not in its table of those that never raise, and a block does not know the names that the
-    one before has read: `f(x, b=1)` is compiled as `f(x, 1)`, without an error. Numba 0.60 to 0.68 lack KW_NAMES in
-    that table, and CACHE, which stands between the two on 3.11. Any other table is left alone: callers/keywords.py
-    refuses such calls of fastcoll where names are still lost.
+    In these versions an instruction before the call (KW_NAMES) loads the names. Inside `try` Numba begins a new block
+    after every instruction that is not in its table of instructions that never raise, and a block does not have the
+    names that the previous block has loaded. So `f(x, b=1)` is compiled as `f(x, 1)`, without an error. Numba 0.60 to
+    0.68 lack KW_NAMES in that table, and CACHE, which is between KW_NAMES and the call on 3.11. Other tables are not
+    changed; callers/keywords.py refuses such calls of fastcoll if names are still lost.
     """
     from numba.core import byteflow
 
@@ -65,19 +64,19 @@ def keep_keywords() -> None:
 
 
 def register_numba() -> None:
-    """Have Numba know fastcoll's functions, groups and reduce operations when it is asked for one."""
+    """Make Numba register fastcoll's functions, groups and reduce operations when it first meets one."""
     from numba.extending import typeof_impl
 
     keep_keywords()
 
     def watch(kind: type) -> None:
-        """Of what Numba has no type of its own for, and of classes."""
+        """Replace Numba's `typeof` for values of this kind by one that recognises fastcoll's."""
         plain = typeof_impl.dispatch(kind)
 
         def typeof(value: Any, context: Any) -> Any:
             module = getattr(value, "__module__", None)
             if _NJIT not in sys.modules and isinstance(module, str) and module.startswith(_TYPED):
-                import fastcoll.callers.njit  # noqa: F401 - which registers them
+                import fastcoll.callers.njit  # noqa: F401 - registers them
 
                 return typeof_impl.dispatch(type(value))(value, context)
             return plain(value, context)
@@ -89,7 +88,7 @@ def register_numba() -> None:
 
 
 def _know_launchers() -> None:
-    """Where torch's env:// lacks one of its variables, and would raise, let fastcoll read those of the launcher."""
+    """Make env:// use fastcoll's rendezvous if torch would raise for a missing variable under a known launcher."""
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     of_torch = handlers["env"]
 

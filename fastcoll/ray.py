@@ -3,8 +3,8 @@
 >>> import fastcoll.ray
 >>> ray.util.collective.init_collective_group(2, rank, "fastcoll", "gradients")
 
-Ray looks for the backend in the driver and in every actor; fastcoll itself does not need torch. The ranks meet in a
-store that rank 0 serves until all have come; its address is in Ray's key-value store that long.
+The driver and every actor must import this module; it does not need torch. The ranks meet in a store that rank 0 serves
+until all ranks have joined. Meanwhile the store's address is in Ray's key-value store.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
 _POLL_SECONDS = 0.01
-_CONNECT_SECONDS = 5.0  # then the address may be that of a rank 0 that was killed before it could withdraw it
+_CONNECT_SECONDS = 5.0  # after this the address may belong to a rank 0 that was killed before it removed it
 
 
 @functools.cache
 def register() -> None:
-    """Register the backend with Ray; once is enough, and importing this module does it.
+    """Register the backend with Ray; importing this module does it, and further calls do nothing.
 
-    As the runtime environment's `worker_process_setup_hook="fastcoll.ray.register"` it does so in every worker.
+    The runtime environment's `worker_process_setup_hook="fastcoll.ray.register"` does it in every worker.
     """
     register_collective_backend("fastcoll", FastcollGroup)
 
 
 class FastcollGroup(BaseGroup):  # type: ignore[misc]
-    """What Ray's collectives call, on the group `fastcoll`, whose methods' errors it raises; all calls block.
+    """A group of Ray's collectives over the group `fastcoll`, whose errors it raises; all calls block.
 
-    Ray gives each array in a list of one, and a list of arrays in one of one: a process with several GPUs, which has
-    longer lists, has an NCCL group. Making the group is collective and takes FASTCOLL_TIMEOUT seconds at most.
+    Ray passes each array in a list of one, and each list of arrays in a list of one. Only processes with several GPUs
+    have longer lists; these need an NCCL group. Making the group is collective and takes at most FASTCOLL_TIMEOUT
+    seconds.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
@@ -66,7 +67,7 @@ class FastcollGroup(BaseGroup):  # type: ignore[misc]
         return True
 
     def destroy_group(self) -> None:
-        """Leave the group; twice is fine."""
+        """Leave the group; a second call does nothing."""
         with suppress(NotInitializedError):
             destroy_process_group(self.fastcoll)
 
@@ -109,12 +110,12 @@ def _only(name: str, given: Any) -> Any:
 
 
 def _op(options: Any) -> ReduceOp:
-    """fastcoll's operation of the same name."""
+    """Return fastcoll's operation of the same name."""
     return ReduceOp.SUM if options is None else getattr(ReduceOp, options.reduceOp.name)
 
 
 def _refuse_gpu_indices(name: str, options: Any) -> None:
-    """What send_multigpu and recv_multigpu say beside the rank."""
+    """Refuse the arguments that only send_multigpu and recv_multigpu have."""
     if any(getattr(options, each, 0) for each in ("dst_gpu_index", "src_gpu_index", "n_elements")):
         raise UnavailableError(
             f"{name}_multigpu: a group of fastcoll knows neither GPUs of a rank nor n_elements; give a part of the "
@@ -123,7 +124,7 @@ def _refuse_gpu_indices(name: str, options: Any) -> None:
 
 
 def _meet(size: int, rank: int, name: str) -> ProcessGroup:
-    """Make the group over a store of rank 0's; who waits here waits for others that are still to come."""
+    """Make the group over a store that rank 0 serves; blocks until all ranks have joined."""
     timeout = config.get("FASTCOLL_TIMEOUT")
     if size == 1:
         return group_from_store(HashStore(), 0, 1, timeout, name)
@@ -143,7 +144,7 @@ def _meet(size: int, rank: int, name: str) -> ProcessGroup:
 
 
 def _store_at(key: str, rank: int, size: int, timeout: float) -> TCPStore:
-    """Connect to the store whose address is, or will be, under this key of Ray's."""
+    """Wait for the store's address under this key of Ray's, and connect."""
     end, late = time.monotonic() + timeout, LateWarning()
     while (left := end - time.monotonic()) > 0:
         if found := internal_kv._internal_kv_get(key):

@@ -1,8 +1,8 @@
-"""What fastcoll runs on. Importing this module, before all others, refuses anything else by name.
+"""The supported platforms and versions. This module is imported before all others, and refuses other platforms.
 
-Compiled code reads objects and shared words as CPython, NumPy and x86_64 have them in memory: elsewhere it would not
-fail but be wrong. The room that imports Numba checks its version (kernels/__init__.py): to ask for it without that
-takes 40 ms.
+Compiled code relies on the memory layouts of CPython and NumPy, and on the memory model of x86_64: elsewhere it would
+not fail but give wrong results. kernels/__init__.py, which imports Numba, checks Numba's version, because finding it
+out without that import takes 40 ms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from . import config
 
 OLDEST = {"Python": (3, 10), "NumPy": (1, 26), "Numba": (0, 60)}
-"""The oldest versions that the tests run with; as in pyproject.toml."""
+"""The oldest versions that the tests run with; pyproject.toml has the same."""
 TESTED = {
     "Python": (OLDEST["Python"], (3, 13)),
     "NumPy": (OLDEST["NumPy"], (2, 5)),
@@ -23,7 +23,8 @@ TESTED = {
     "mpi4py": ((4, 1), (4, 1)),
     "JAX": ((0, 10), (0, 10)),
 }
-"""The oldest and the newest version of each that tests have run with. Nothing for GPUs is here: no GPU was at hand."""
+"""The oldest and the newest version of each package that the tests have run with. GPU libraries are missing, because no
+GPU was available."""
 
 
 _FROM_THE_KERNEL = ("/proc/self/stat", "/proc/self/ns/pid", "/proc/sys/kernel/random/boot_id")
@@ -40,7 +41,7 @@ def _check() -> None:
             f"fastcoll was written for x86_64 and never tested on this processor, {machine}, where one core may see "
             "another's stores in another order; FASTCOLL_UNTESTED_PLATFORM=1 runs it at your own risk"
         )
-    import numpy  # not before: in a subinterpreter it fails, or warns, in words of its own
+    import numpy  # only now, because in a subinterpreter the import fails or warns with a less helpful text
 
     check_version("NumPy", numpy.__version__)
 
@@ -52,7 +53,7 @@ def _why_not() -> str | None:
         )
     if sys.implementation.name != "cpython":
         return f"it needs CPython, and this is {sys.implementation.name}"
-    if "t" in sys.abiflags:  # also with PYTHON_GIL=1: objects lie otherwise in memory
+    if "t" in sys.abiflags:  # also with PYTHON_GIL=1, because objects have another layout
         return "this is a free-threaded build of Python; use the ordinary one, as in python3.13 instead of python3.13t"
     if _interpreter("PyInterpreterState_Get") != _interpreter("PyInterpreterState_Main"):
         return "this is a subinterpreter; import it in the main one, or use processes"
@@ -66,7 +67,7 @@ def _why_not() -> str | None:
 
 
 def _interpreter(function: str) -> int | None:
-    """What one of CPython's functions without arguments says of interpreters."""
+    """Return the result of one of CPython's functions without arguments, an interpreter's address."""
     ask = ctypes.pythonapi[function]
     ask.restype = ctypes.c_void_p
     found: int | None = ask()
@@ -74,7 +75,7 @@ def _interpreter(function: str) -> int | None:
 
 
 def check_version(package: str, version: str) -> None:
-    """Raise ImportError where a package is older than the oldest that the tests run with."""
+    """Raise ImportError if a package is older than the oldest version that the tests run with."""
     oldest = OLDEST[package]
     if tuple(map(int, version.split(".")[:2])) < oldest:
         needed = ".".join(map(str, oldest))
@@ -84,7 +85,7 @@ def check_version(package: str, version: str) -> None:
 
 
 def check_range(package: str, version: str) -> None:
-    """Raise ImportError where the tests have not run with a package, whose inside is used: it may be older or newer."""
+    """Raise ImportError if a package, whose internals are used, is older or newer than the versions tested."""
     oldest, newest = TESTED[package]
     if not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
         first, last = (".".join(map(str, each)) for each in (oldest, newest))

@@ -1,8 +1,8 @@
 """Symmetric arrays: ordinary ndarrays that the other ranks of the node can read and write in place.
 
-`empty` and `zeros` are collective. What the others do here is one-sided: a rank reads or writes a peer's array
-(`peer`, `put`, `get`) without the peer's help, and says so by a `signal`, for which the peer can `wait`. Between
-writing and reading the same elements there must be a signal, a barrier or another collective.
+`empty` and `zeros` are collective. The other functions are one-sided: a rank reads or writes a peer's array (`peer`,
+`put`, `get`) while the peer takes no part. It can `signal` the peer, which can `wait` for that. Between a write and a
+read of the same elements by two ranks there must be a signal, a barrier or another collective.
 
 `rank` is a global rank, `group_rank` a rank inside the array's group. Give one of the two.
 """
@@ -28,9 +28,9 @@ __all__ = ["empty", "get", "is_symmetric", "peer", "put", "signal", "wait", "zer
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Group = None) -> Any:
-    """An array of which every rank of the group has its own, in memory that all of them share; collective.
+    """Make an array on every rank of the group, in memory that all of them share; collective.
 
-    It is freed on this rank with the last array that leads into it, also after the group was destroyed.
+    This rank frees its memory with the last array that refers to it, even after the group was destroyed.
 
     Args:
         shape, dtype: the same on all ranks; any dtype of a fixed size.
@@ -39,21 +39,21 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Grou
         An ndarray, C-contiguous; None outside the group.
 
     Raises:
-        MismatchError: shape or dtype differ; says which rank asked for what.
+        MismatchError: shape or dtype differ; the text has those of each rank.
         ResourceError: /dev/shm is too small; on all ranks.
         UnavailableError: the group's backend has no shared memory.
 
     Example:
         >>> x = fastcoll.symmetric.empty(1 << 20, np.float32)
         >>> x[:] = fastcoll.get_rank()
-        >>> fastcoll.all_reduce(x)  # as ever, but nothing is staged
+        >>> fastcoll.all_reduce(x)  # without staging
     """
     return _allocate(member_of(group, "symmetric.empty"), shape, dtype)
 
 
 def zeros(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Group = None) -> Any:
-    """As `empty`, and every element is 0."""
-    # The system clears memory before it gives it to a process.
+    """Make an array as `empty` does, filled with zeros."""
+    # The kernel zeroes memory before it gives it to a process.
     return _allocate(member_of(group, "symmetric.zeros"), shape, dtype)
 
 
@@ -63,7 +63,7 @@ def is_symmetric(x: Any) -> bool:
 
 
 def peer(x: Array, rank: int | None = None, *, group_rank: int | None = None) -> Array:
-    """The same part of another rank's array: a view that can be written, with x's shape, dtype and strides.
+    """Return a writable view of another rank's array, of the same elements as x: same shape, dtype and strides.
 
     Args:
         x: a symmetric array or any view of one.
@@ -73,7 +73,7 @@ def peer(x: Array, rank: int | None = None, *, group_rank: int | None = None) ->
 
 
 def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None = None) -> None:
-    """Write `value` to where x is in another rank's array; x itself stays as it is.
+    """Write `value` into another rank's array, at the elements that x has in this rank's; x does not change.
 
     Args:
         value: an array of x's shape and dtype.
@@ -85,10 +85,10 @@ def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None
 def get(
     x: Array, rank: int | None = None, out: Array | None = None, *, group_rank: int | None = None
 ) -> Array:
-    """Read what x is in another rank's array.
+    """Read another rank's array, at the elements that x has in this rank's.
 
     Args:
-        out: where to put it, perhaps x itself; None: in a new, ordinary array.
+        out: receives the elements, and may be x itself; None: a new, ordinary array does.
 
     Returns:
         `out`, or the new array.
@@ -103,9 +103,9 @@ def get(
 
 
 def signal(x: Array, rank: int | None = None, channel: int = 0, *, group_rank: int | None = None) -> None:
-    """Tell a rank that something is ready: what was written before is there for it after its `wait`.
+    """Signal a rank: all that this rank wrote before is visible to that rank after its `wait`.
 
-    Signals of one rank to another on one channel of one array are counted: each `wait` takes one.
+    Signals from one rank to another on one channel of one array are counted; each `wait` takes one.
     """
     memory, target_rank = _memory_and_rank(x, rank, group_rank)
     memory.signal(target_rank, _checked_channel(memory, channel))
@@ -119,13 +119,13 @@ def wait(
     *,
     group_rank: int | None = None,
 ) -> None:
-    """Take one signal from a rank; blocks until there is one.
+    """Wait until there is a signal from a rank, and take it.
 
     Args:
         timeout: seconds or a timedelta; None for the group's own.
 
     Raises:
-        CollectiveTimeoutError, PeerDiedError, AbortedError: there will be none; the group has failed then.
+        CollectiveTimeoutError, PeerDiedError, AbortedError: no signal comes any longer; the group has failed.
     """
     memory, target_rank = _memory_and_rank(x, rank, group_rank)
     limit = None if timeout is None else positive_seconds(timeout, 0.0)
@@ -139,10 +139,12 @@ def _allocate(g: ProcessGroup | None, shape: int | Sequence[int], dtype: DTypeLi
         try:
             kind: np.dtype[Any] = np.dtype(dtype)
         except TypeError as error:
-            raise ArrayError(f"dtype is {dtype!r}, which is none ({error}); give e.g. np.float32") from error
+            raise ArrayError(
+                f"dtype is {dtype!r}, which is no dtype ({error}); give e.g. np.float32"
+            ) from error
         if kind.hasobject or kind.itemsize == 0 or kind.subdtype is not None:
             raise ArrayError(
-                f"dtype is {kind!r}; give one whose elements have a fixed size and are no objects"
+                f"dtype is {kind!r}; give a dtype whose elements have a fixed size and are no objects"
             )
         sizes = tuple(wholes("shape", shape) if np.iterable(shape) else [whole("shape", shape)])
         if any(size < 0 for size in sizes):
@@ -152,7 +154,7 @@ def _allocate(g: ProcessGroup | None, shape: int | Sequence[int], dtype: DTypeLi
 
 
 def _memory_and_rank(x: Any, rank: int | None, group_rank: int | None) -> tuple[SymmetricMemory, int]:
-    """What x leads into, and the group rank that is meant."""
+    """Return the memory that x lies in, and the target's group rank."""
     memory = memory_of(x) if isinstance(x, np.ndarray) else None
     if memory is None:
         raise UsageError(
@@ -184,7 +186,7 @@ def _checked_like(what: str, value: Any, x: Array) -> Array:
 
 def _copy(memory: SymmetricMemory, dst: Array, src: Array) -> None:
     if not (dst.flags.c_contiguous and src.flags.c_contiguous) or np.may_share_memory(dst, src):
-        # Packed first, so that what goes between the ranks is one copy, and so that overlaps come out right.
+        # Pack first: then the copy between ranks is one piece, and overlapping arrays get the right result.
         packed = src.copy(order="C")
         if not dst.flags.c_contiguous:
             memory.copy(packed, packed)

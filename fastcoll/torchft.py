@@ -1,4 +1,4 @@
-"""A process group of torchft on fastcoll, for CPU tensors: made anew for each quorum, and aborted between two.
+"""A process group of torchft on fastcoll, for CPU tensors; each quorum aborts the old group and makes a new one.
 
 >>> pg = fastcoll.torchft.ProcessGroupFastcoll(timeout=timedelta(seconds=30))
 >>> manager = torchft.Manager(pg=pg, min_replica_size=1, ...)
@@ -21,11 +21,11 @@ from .torch.process_group import FastcollProcessGroup
 
 
 class ProcessGroupFastcoll(ProcessGroupWrapper):  # type: ignore[misc]
-    """In the place of torchft's ProcessGroupGloo; `timeout` is for meeting, and for every call.
+    """A replacement of torchft's ProcessGroupGloo; `timeout` is for joining a group, and for every call.
 
-    `configure` (torchft 0.2) and `reconfigure` (later ones) abort the group that there is, so that calls under way
-    raise AbortedError, and block until the members of the new one have met in the store at the given address. A rank
-    that dies makes the others' calls raise PeerDiedError at once; `errored()` has it until the next quorum.
+    `configure` (torchft 0.2) and `reconfigure` (later releases) abort the old group, so that running calls raise
+    AbortedError, and block until the members of the new group have met in the store at the given address. When a rank
+    dies, the calls of the others raise PeerDiedError at once; `errored()` returns the error until the next quorum.
     """
 
     _pg: Any
@@ -40,19 +40,19 @@ class ProcessGroupFastcoll(ProcessGroupWrapper):  # type: ignore[misc]
         return "torchft-fastcoll"
 
     def abort(self, errored: bool = True) -> None:
-        """End the group, and all calls under way, here and on the other ranks."""
+        """Abort the group, and all running calls, on this rank and on the others."""
         group = self._pg
         super().abort(errored)
         if group is not None:
             group.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the group. Leaving twice is fine."""
+        """Leave the group; a second call does nothing."""
         group, self._pg = self._pg, None
         if group is not None:
             group.shutdown()
 
     def errored(self) -> Exception | None:
-        """What has ended the group, if anything has."""
+        """Return the error that has ended the group, or None."""
         failure: Exception | None = None if self._pg is None else self._pg.fastcoll.failure
         return failure

@@ -1,7 +1,7 @@
-"""What torch.compile traces in the place of the public functions: the operators of torch/operators.py.
+"""The functions that torch.compile traces instead of the public ones; they call the operators of torch/operators.py.
 
-Dynamo, which traces a function that is compiled, goes on in a function's attribute `_torchdynamo_inline` where it has
-one. So calls outside of compiled functions are as they were, and nothing of torch is imported for them.
+When Dynamo traces a call of a function that has an attribute `_torchdynamo_inline`, it traces that attribute instead.
+So calls outside of compiled functions do not change, and do not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MODULES = ("fastcoll.api.collectives", "fastcoll.api.objects", "fastcoll.api.p2
 
 
 def mark(public: dict[str, Any]) -> None:
-    """Give each function that communicates its stand-in."""
+    """Set the attribute of each public function that communicates."""
     for function in public.values():
         if isinstance(function, FunctionType) and function.__module__ in _MODULES:
             vars(function)["_torchdynamo_inline"] = _traced_by_operators(function.__name__)
@@ -22,7 +22,7 @@ def mark(public: dict[str, Any]) -> None:
 
 def _traced_by_operators(name: str) -> Callable[..., Any]:
     def traced(*args: Any, **named: Any) -> Any:
-        from .torch import operators  # the first time that one is traced
+        from .torch import operators  # imports torch, so only when a call is traced
 
         return operators.trace(name, args, named)
 

@@ -1,7 +1,7 @@
-"""`python -m fastcoll.warmup`: compile ahead what would be compiled when a program first needs it.
+"""`python -m fastcoll.warmup`: compile the kernels now that programs would compile at their first use.
 
-Into the directory from which every process of this user loads: `__pycache__` beside the sources, the user's cache
-directory where that is not writable, or NUMBA_CACHE_DIR. For images of containers, and before large jobs.
+The results go to the directory from which every process of this user loads: `__pycache__` beside the sources, the
+user's cache directory if that is not writable, or NUMBA_CACHE_DIR. Run it in container images and before large jobs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Made(NamedTuple):
     name: str
     seconds: float
     new: bool
-    unkept: str  # why it is not on disk; empty: it is
+    unkept: str  # why the result is not on disk; "": it is
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     about = (__doc__ or "").partition(": ")[2]
     parser = argparse.ArgumentParser(prog="python -m fastcoll.warmup", description=about)
     add, cores = parser.add_argument, len(os.sched_getaffinity(0))
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     logger = logging.getLogger("fastcoll")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # what it says of compiling is said here
+    logger.setLevel(logging.ERROR)  # this command reports compilations itself
     try:
         dtypes = _ALL if given.dtypes == "all" else given.dtypes
         reductions = [_REDUCTIONS + parse_dtype(name).name for name in dtypes.split(",")]
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_entries() -> dict[str, Entry]:
-    """The entries by name; those for the network as `tcp.NAME`, for MPI, too."""
+    """Return all entries by name; those of TCP and MPI have the names `tcp.NAME`."""
     from .net.mpi.compiled import ENTRIES as MPI
     from .net.tcp.entries import ENTRIES as TCP
     from .shm.backend import ENTRIES as SHM
@@ -77,7 +77,7 @@ def all_entries() -> dict[str, Entry]:
 
 
 def _for_compiled_callers() -> dict[str, Callable[[], object]]:
-    """What makes each of the functions that compiled callers call."""
+    """Return, by name, the functions that compile or load the functions that compiled callers call."""
     from .kernels.c_entries import c_entry_address
     from .kernels.call_frames import handler_address
     from .shm.callers import NATIVE_CALLS, native_call
@@ -92,7 +92,7 @@ def _warm_up(todo: Sequence[str], processes: int) -> int:
     """Compile the kernels and return the exit code."""
     began, new, unkept = time.perf_counter(), 0, ""
     print(f"{len(todo)} kernels: what is not on the disk is compiled, in {processes} processes", flush=True)
-    first = _make(todo[0])  # what every compilation needs is imported now, and inherited by the processes
+    first = _make(todo[0])  # before the fork, so that the processes inherit the imported modules
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
         later = as_completed([pool.submit(_make, name) for name in todo[1:]])
         for number, one in enumerate(chain([first], (future.result() for future in later)), 1):

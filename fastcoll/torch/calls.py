@@ -1,4 +1,4 @@
-"""From a call of torch to one on a group of fastcoll: its options, its lists of one tensor, its Work."""
+"""Conversion of torch's calls to calls of a fastcoll group: options, lists of one tensor, and the Work."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .work import DoneWork, PendingWork
 Tensors = list[torch.Tensor]
 _T = TypeVar("_T")
 
-# By torch's ReduceOp, which is what options hold: its members (RedOpType) do not equal it from their side.
+# Keys are torch's ReduceOp objects, which options hold: `RedOpType == ReduceOp` is False, though the reverse is True.
 _OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp(getattr(dist.ReduceOp, name)): getattr(ReduceOp, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
-_UNSET = timedelta()  # of a timeout: torch says "the group's" by a negative one
+_UNSET = timedelta()  # a timeout up to this one means the group's timeout; torch uses negative ones
 
 
 def options(
@@ -36,7 +36,7 @@ def options(
     root: Any = None,
     timeout: Any = None,
 ) -> Any:
-    """The options of a call: torch's of this `kind`, or what the short forms have in their place, by type or name."""
+    """Return a call's options as torch's type `kind`; short forms give op, root and timeout, by type or by name."""
     values = {"reduceOp": op, "rootRank": root, "timeout": timeout}
     for value in (*short, opts):
         if isinstance(value, kind):
@@ -55,7 +55,7 @@ def options(
 
 
 class _Collective:
-    """Stands for an operation of torch.ops.c10d where a mode looks at it; calling it does nothing."""
+    """A stand-in for an operation of torch.ops.c10d, for dispatch modes that count; calling it does nothing."""
 
     def __init__(self, name: str) -> None:
         self._overloadpacket = getattr(torch.ops.c10d, name)
@@ -68,7 +68,7 @@ class _Collective:
 
 
 def _notify_modes(name: str) -> None:
-    """Let modes that count collectives (CommDebugMode) see one, which does not go through torch's dispatcher."""
+    """Notify modes that count collectives (CommDebugMode), because this call bypasses torch's dispatcher."""
     if _len_torch_dispatch_stack():
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -78,7 +78,7 @@ def _notify_modes(name: str) -> None:
 
 
 def recorded(call: Callable[..., _T]) -> Callable[..., _T]:
-    """The call as an event of torch's profiler; of what is asynchronous, the start alone."""
+    """Record the call as an event of torch's profiler; the event of an asynchronous call covers its start only."""
     if not profiler._is_profiler_enabled:
         return call
 
@@ -90,7 +90,7 @@ def recorded(call: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def run(name: str, opts: Any, tensors: Tensors, call: Callable[..., Work | None], *args: Any) -> DoneWork:
-    """One operation, which torch's dispatcher has by `name`; its results are in `tensors`."""
+    """Carry out an operation, whose name in torch's dispatcher is `name`; its results are in `tensors`."""
     _notify_modes(name)
     if profiler._is_profiler_enabled:
         call = recorded(call)
@@ -109,7 +109,7 @@ def run(name: str, opts: Any, tensors: Tensors, call: Callable[..., Work | None]
 def run_each(
     name: str, opts: Any, tensors: Tensors, call: Callable[..., Work | None], calls: Sequence[tuple[Any, ...]]
 ) -> DoneWork:
-    """Several operations of one kind that are one to torch."""
+    """Carry out several operations of one kind as one operation of torch."""
     _notify_modes(name)
     call = recorded(call)
     work = PendingWork([started(call, args) for args in calls], tensors, limit_of(opts))
@@ -125,12 +125,12 @@ def started(call: Callable[..., Work | None], args: tuple[Any, ...], **options: 
 
 
 def is_async(opts: Any) -> bool:
-    # Older torch has no asyncOp in some options, and waits for the Work itself.
+    # Some options of older releases have no asyncOp; torch then waits for the Work.
     return bool(getattr(opts, "asyncOp", True))
 
 
 def op(opts: Any) -> ReduceOp:
-    # To compare takes a third of the time of a look into the table.
+    # The comparison takes a third of the time of a table lookup.
     if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
         return ReduceOp.SUM
     wanted = opts.reduceOp
@@ -144,7 +144,7 @@ def op(opts: Any) -> ReduceOp:
 
 
 def limit_of(opts: Any) -> float | None:
-    """The seconds that this call may take; None: those of the group."""
+    """Return this call's timeout in seconds; None: the group's timeout."""
     if opts is None or opts.timeout <= _UNSET:
         return None
     return float(opts.timeout.total_seconds())
@@ -157,7 +157,7 @@ def root(opts: Any) -> int:
 
 
 def only(what: str, items: Any) -> Any:
-    """What torch gives in a list, one for each device of a rank, or as it is."""
+    """Return the only item of a list, in which torch gives one for each device of a rank; or the item itself."""
     if isinstance(items, torch.Tensor):
         return items
     if len(items) != 1:
@@ -166,7 +166,7 @@ def only(what: str, items: Any) -> Any:
 
 
 def only_list(what: str, items: Any) -> Any:
-    """The list of tensors that torch gives in a list, one for each device of a rank, or as it is."""
+    """Return the only list of tensors of a list, in which torch gives one for each device; or the list itself."""
     return items if items and isinstance(items[0], torch.Tensor) else only(what, items)
 
 

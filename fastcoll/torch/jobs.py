@@ -1,4 +1,4 @@
-"""The fastcoll groups behind torch's process groups: made over torch's store, apart from fastcoll's own world.
+"""The fastcoll groups behind torch's process groups; they are made over torch's store and need no world of fastcoll.
 
 Each is a job of its own (job/standalone.py), which its members join by their group ranks.
 """
@@ -32,7 +32,7 @@ from .work import completions
 
 _log = logging.getLogger("fastcoll")
 _SETTLE_SECONDS = 5.0
-# The start's name on which the members of a group have agreed under torchrun.
+# For each group the name of this start, on which its members have agreed; torchrun only.
 _starts: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
@@ -46,13 +46,14 @@ def make_group(
     world_size: int,
     parent: ProcessGroup | None = None,
 ) -> ProcessGroup:
-    """Meet the other members in torch's `store`; collective. `timeout` is for this and for every call on the group.
+    """Make a group with the other members, who meet in torch's `store`; collective.
 
     Args:
         rank, size: this process's group rank, and the number of members.
-        global_ranks: of the members, in the order of their group ranks; empty: the same numbers.
-        world_size: ranks of the whole job.
-        parent: a group that has all members of the new one, so that they know one another already; or None.
+        timeout: seconds for this call and for every call on the group.
+        global_ranks: the members' global ranks, in the order of group ranks; empty: both are the same.
+        world_size: the number of ranks of the job.
+        parent: a group that contains all members, whose addresses then need no exchange; or None.
     """
     config.check()
     _watch_ends()
@@ -80,12 +81,12 @@ def make_group(
         ) from error
     _starts[group] = start
     group.serve_gpus(refuse_gpus)
-    group.backend.begin_at_once()  # what runs beside collectives of CPU tensors computes on the CPU
+    group.backend.begin_at_once()  # because the computation beside collectives of CPU tensors needs the CPU
     return group
 
 
 def refuse_gpus(group: ProcessGroup) -> NoReturn:
-    """What a group says to tensors on GPUs."""
+    """Refuse tensors on GPUs."""
     raise UnavailableError(
         f"the group {group.name!r} serves CPU tensors alone, also if cpu:fastcoll,cuda:nccl was asked for: a process "
         "group written in Python replaces the other backends of its group; make a group for CUDA tensors with "
@@ -99,7 +100,10 @@ def refuse_options(pg_options: Any) -> None:
 
 
 def leave_group(group: ProcessGroup) -> None:
-    """Leave a group; twice is fine. What was lost is logged: an exception would leave torch a group half destroyed."""
+    """Leave a group; a second call does nothing.
+
+    An error of an operation that was not waited for is logged: an exception would leave torch's group half destroyed.
+    """
     if (lost := standalone.leave_groups([group], sys.exc_info()[1])) is not None:
         _log.error("%s", lost)
 
@@ -112,37 +116,41 @@ def _members(parent: ProcessGroup, global_ranks: Sequence[int]) -> list[Member]:
 def _prefixed_store(
     store: Any, rank: int, size: int, timeout: float, global_ranks: Sequence[int], parent: ProcessGroup | None
 ) -> tuple[Store, str]:
-    """Return this group's own part of torch's store (torch uses the same keys again), and the start's name."""
+    """Return torch's store with a prefix that is new for each group, and the start's name.
+
+    torch itself uses the same keys again after destroy_process_group.
+    """
     if size == 1:
         return HashStore(), ""
     prefixed, start = PrefixStore("fastcoll", TorchStore(store)), ""
     if parent is not None:
-        # Ranks skip the join, so a second group of the same name would go unnoticed: each gets its own keys.
+        # Members of `parent` skip the join, which would detect a second group of the same name: so each has own keys.
         prefixed = PrefixStore(hashlib.sha256(repr(list(global_ranks)).encode()).hexdigest()[:16], prefixed)
         start = _starts[parent]
     if dist.is_torchelastic_launched():
         start = start or meet_anew(prefixed, rank, size, timeout)
         prefixed = PrefixStore(start, prefixed)
-    # Each process counts for itself, after each destroy_process_group; two that claim one rank then meet and are told.
+    # Each process counts its groups itself. So two processes that claim one rank have the same keys, meet, and both get
+    # an error.
     me = this_process()
     use = prefixed.add(f"use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
     return PrefixStore(str(use), prefixed), start
 
 
 def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
-    """A name that all ranks of this start get, and nobody got before; collective.
+    """Return a name that all ranks of this start share, and no earlier start had; collective.
 
-    torchrun starts all ranks anew after a failure or a change of members, and its store has the keys of those before.
-    Nothing that it tells a rank is then both new and the same on all ranks: agents of several nodes count restarts each
-    for itself. So rank 0 names a meeting, and the other ranks take that name once rank 0 has seen them there. A group
-    whose members are in such a group uses its name and needs no meeting.
+    torchrun restarts all ranks after a failure or a change of members, and its store keeps the keys of earlier starts.
+    No variable that it sets is both new and the same on all ranks, because the agents of several nodes count restarts
+    separately. So rank 0 publishes the name of a meeting, and waits until all other ranks have joined it; these then
+    use its name. A group whose members are in such a group uses that group's name and needs no meeting.
 
-        meeting             the name of the latest meeting, as rank 0 set it
-        <name>/here/<rank>  a counter: who makes it 1 has come to that meeting
-        <name>/met          set when all have come
+        meeting             the name of the latest meeting; rank 0 sets it
+        <name>/here/<rank>  a counter: the process that makes it 1 joins the meeting as this rank
+        <name>/met          set when all ranks have joined
 
     Raises:
-        StoreTimeoutError: not all ranks came within `timeout` seconds; on rank 0 it names them.
+        StoreTimeoutError: not all ranks joined within `timeout` seconds; on rank 0 it names them.
         StoreError: the store is gone.
     """
     late, doing = LateWarning(), f"joining as rank {rank} of {size}"
@@ -161,7 +169,7 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
     def missing() -> str:
         return "others, which rank 0 knows," if mine else "rank 0"
 
-    # Come to the latest meeting, and go on to a later one while this one has not met.
+    # Join the latest meeting, and join a later one if it appears before this one is complete.
     seen = mine = ""
     for _ in tries(timeout, 0.0002, growth=1.25):
         if mine and store.check([f"{mine}/met"]):
@@ -169,7 +177,7 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
         latest = (store.peek(["meeting"])[0] or b"").decode()
         if latest != seen:
             seen = latest
-            # One of another size, or to which this rank has come, is of processes before.
+            # A meeting of another size, or that this rank has joined already, is of an earlier start.
             is_new = latest.startswith(f"{size}/") and store.add(f"{latest}/here/{rank}", 1) == 1
             mine = latest if is_new else ""
         late.look(doing, missing)
@@ -178,13 +186,13 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
 
 @functools.cache
 def _watch_ends() -> None:
-    """Once a process."""
+    """Set the exit and fork hooks, once in a process."""
 
     def leave_all(error: BaseException | None) -> GroupError | None:
         try:
             return standalone.leave_all(error)
         finally:
-            # A thread that Python's end finds inside torch's C++ would take the process down.
+            # A thread that is inside torch's C++ when Python ends would crash the process.
             completions.settle(_SETTLE_SECONDS)
 
     ExitHook(leave_all).set()

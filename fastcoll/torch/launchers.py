@@ -1,6 +1,6 @@
-"""torch's env:// under mpiexec and srun, of whose variables torch itself reads none.
+"""torch's env:// under mpiexec and srun, whose variables torch itself does not read.
 
-The ranks meet as fastcoll's own do, and tell one another there where torch's store is.
+The ranks meet by fastcoll's own rendezvous. Its store then has the address of torch's store, which rank 0 serves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STORE_KEY = "torch/store"
 def meet(
     url: str, otherwise: Callable[..., Iterator[Any]], timeout: timedelta = DEFAULT_TIMEOUT, **named: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """A handler of env:// for torch; `otherwise` is torch's own, for processes that no launcher has started."""
+    """Handle env:// for torch; `otherwise` is torch's handler, for processes that no launcher has started."""
     query = {name: int(number) for name, number in parse_qsl(urlsplit(url).query)}
     rank, size = query.get("rank"), query.get("world_size")
     if detect(os.environ, rank, size).rank is None:
@@ -33,7 +33,7 @@ def meet(
     try:
         yield _torch_store(found, timeout), found.rank, found.world_size
     finally:
-        found.close()  # torch lets go of this once all have met
+        found.close()  # torch ends this generator when all ranks have met
 
 
 def _torch_store(found: Rendezvous, timeout: timedelta) -> Any:

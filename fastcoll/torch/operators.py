@@ -1,13 +1,13 @@
-"""fastcoll's functions in graphs of torch.compile: operators of torch, and the functions that put them there.
+"""fastcoll's functions in graphs of torch.compile: operators of torch, and the functions that Dynamo traces.
 
-Dynamo traces the functions at the end of this file in the place of the public ones (traced.py). Each operator takes the
-arrays that its call writes into and those that it reads alone, and gives new ones, which are copied back: Inductor
-and the functionalization before it then see every read and write. Where nobody reads the old content, Inductor puts a
-twin in its place that writes into the arrays. All have one ordered effect. So no pass takes one out or moves it before
-another, which would be a deadlock where the ranks' graphs differ.
+Dynamo traces the functions at the end of this file instead of the public ones (traced.py). Each operator takes the
+tensors that its call writes, and those that it only reads. It returns new tensors, which are copied back, so that
+Inductor and the functionalization before it see every read and write. If the old content is not read, Inductor replaces
+the operator by its in-place variant, which writes into the tensors. All operators have one ordered effect. So no pass
+removes an operator or reorders two of them, which would be a deadlock if the ranks' graphs differ.
 
-Derivatives are those of torch's functional collectives, where the derivative of a sum over ranks is the sum of the
-ranks' derivatives; torch has them for SUM alone, and so have these but for AVG.
+Derivatives are those of torch's functional collectives: the derivative of a sum over ranks is the sum of the ranks'
+derivatives. torch has them for SUM only; these operators have them for SUM and AVG.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _splits(n: Sequence[int]) -> Sequence[Any]:
 
 
 def _collective(method: str) -> _Call:
-    """What the operator of a collective operation does; where there is no root's tensor it gives None."""
+    """Return the function of a collective's operator; it passes None where only the root has a tensor."""
     kind, is_list = KINDS[METHODS[method]], not method.endswith("_single")
 
     def call(g: ProcessGroup, outs: Any, given: Any, op: Any, n: Any) -> object:
@@ -55,8 +55,8 @@ def _collective(method: str) -> _Call:
     return call
 
 
-# What each operator does with the tensors that it writes into, those that it reads, a ReduceOp and numbers: a root, a
-# peer and a tag, or the sizes of parts.
+# Each operator's function of the group, the tensors that it writes, those that it reads, a ReduceOp, and numbers: a
+# root, a peer and a tag, or the sizes of parts.
 _CALLS: dict[str, _Call] = {
     method: _collective(method)
     for method in METHODS
@@ -84,7 +84,7 @@ def _operator(kind: str) -> Any:
 
 
 def _group(name: str) -> ProcessGroup:
-    """By name, as graphs outlive groups and are kept in files; "" is the world of the time."""
+    """Find a group by its name, because graphs outlive groups and are kept in files; "" is the current world."""
     if not name:
         return groups.world
     found = [group for group in (*groups.backends, *groups.standalone) if group.name == name]
@@ -121,7 +121,7 @@ def _define(library: torch.library.Library, kind: str, call: _Call) -> None:
             of_outs = _derive_in_place(kind, grads, ctx.op, ctx.n, ctx.group)
         else:
             of_given = _derive_moved(kind, of_given, grads, ctx.op, ctx.n, ctx.group)
-        return of_outs, of_given, None, None if ctx.n else [], None  # as torch takes empty lists for trees
+        return of_outs, of_given, None, None if ctx.n else [], None  # []: an empty list is a tree to torch
 
     library.define(kind + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(kind, run, "CompositeExplicitAutograd")
@@ -171,7 +171,7 @@ def _refuse(kind: str, op: str) -> NoReturn:
 
 
 def _define_in_place(library: torch.library.Library, kind: str, call: _Call) -> None:
-    """Define the twin that writes into `outs`, for Inductor's pass, which has a case for operators with effects."""
+    """Define the variant that writes into `outs`; Inductor's reinplacing pass handles operators with effects."""
 
     def run(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str) -> None:
         call(_group(group), outs, given, getattr(ReduceOp, op), n)
@@ -191,11 +191,11 @@ for _kind, _call in _CALLS.items():
         _define_in_place(_library, _kind, _call)
 
 
-# ---- what Dynamo traces --------------------------------------------------------------------------------------
+# ---- functions that Dynamo traces ----------------------------------------------------------------------------
 
 
 def _graph_break(reason: str) -> Callable[..., NoReturn]:
-    """What ends a graph, with the reason: the whole call is then made as outside of a compiled function."""
+    """Return a function that breaks the graph for this reason; the call is then made outside of the graph."""
 
     def break_graph(*args: Any) -> NoReturn:
         raise UnavailableError(reason)
@@ -223,7 +223,7 @@ _no_timeout = _graph_break(
 
 
 def _put(kind: str, outs: Any, given: Any, arguments: dict[str, Any], n: Any = ()) -> Any:
-    """Call an operator, and copy its results back; `said` are the arguments of the public function."""
+    """Call an operator, and copy its results back; `arguments` are those of the public function."""
     group, op = arguments["group"], arguments.get("op")
     if arguments.get("async_op"):
         return _no_work()
@@ -250,7 +250,7 @@ def _group_of(arguments: dict[str, Any]) -> Any:
 
 
 def _each(tree: Any) -> list[Any]:
-    """The tensors of a tree; of a dict by its keys, since two ranks may have put them in in another order."""
+    """List the tensors of a tree; those of a dict by key, because ranks may insert keys in different orders."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -327,17 +327,17 @@ _TRACED: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 _MODULES = (collectives, multigpu, objects, p2p, ProcessGroup, Work)
 _NAMES: dict[str, tuple[str, ...]] = {}
-"""The names of the arguments of what is traced."""
+"""The names of the arguments of each public function that is traced."""
 
 for _module in _MODULES:
-    run_uncompiled(vars(_module).values())  # where one ends a graph, and is called as it is
+    run_uncompiled(vars(_module).values())  # for calls that break the graph
     for _name in _TRACED.keys() & vars(_module).keys() if _module in (collectives, p2p) else ():
         _code = vars(_module)[_name].__code__
         _NAMES[_name] = _code.co_varnames[: _code.co_argcount]
 
 
 def trace(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What Dynamo traces of a call of the public function `name`."""
+    """Trace a call of the public function `name`."""
     names = _NAMES.get(name, ())
     if name not in _TRACED or len(args) > len(names) or any(each not in names for each in named):
         return _no_operator()

@@ -1,15 +1,13 @@
-"""The process group that torch sees, all of whose operations are those of a group of fastcoll.
+"""The process group that torch uses; a group of fastcoll carries out its operations.
 
-It subclasses torch's ProcessGroup, not its Backend. Up to 2.13 Python can subclass no Backend; from then on C++ hides
-the Works of a Backend in Python behind its own, which are never `is_completed` and know no source of a message. Such a
-group takes the place of all the backends that were asked for together, so that none of them serves CUDA tensors beside
-it.
+It subclasses torch's ProcessGroup, not its Backend. Up to 2.13 Python cannot subclass Backend. In later releases C++
+wraps the Works of a Python Backend in its own, whose `is_completed` is always False and which have no source rank. A
+ProcessGroup replaces all backends that were asked for together, so no other backend serves CUDA tensors in its group.
 
-The methods are named as torch names them since 2.13, and take what those of groups in C++ take: torch's options, or in
-their place `op`, `root` and `timeout`, by position too, and then a tensor where there is a list of one. A call with
-opts.asyncOp goes to the group's progress thread, so that it overlaps with what the caller computes; C++ (DDP's reducer,
-functional collectives) always asks for that. Without it, as in `dist.all_reduce(x)`, the operation is done when the
-call returns.
+The methods have torch's names since 2.13, and take the arguments of groups in C++: torch's options, or `op`, `root` and
+`timeout` instead, also by position; a tensor is then allowed instead of a list of one. A call with opts.asyncOp runs on
+the group's progress thread and overlaps with the caller's computation; C++ (DDP's reducer, functional collectives)
+always sets it. Without it, as in `dist.all_reduce(x)`, the operation is complete when the call returns.
 """
 
 from __future__ import annotations
@@ -48,19 +46,19 @@ def gloos_sentence(rank: int, missing: Sequence[int], limit: float, all_of_them:
 
 
 def _lacks(name: str, cure: str) -> Any:
-    """A method of torch's backends that fastcoll's have not."""
+    """Return a method that refuses the call; torch's own backends have it."""
 
     def refuse(self: FastcollProcessGroup, *args: Any, **options: Any) -> NoReturn:
-        raise UnavailableError(f"{name}: a group of fastcoll has no such thing; {cure}")
+        raise UnavailableError(f"{name}: a group of fastcoll does not have it; {cure}")
 
     return refuse
 
 
 class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch on the group `fastcoll`, whose methods' errors it raises; operations return a Work.
+    """A process group of torch over the group `fastcoll`, whose errors it raises; operations return a Work.
 
-    `opts` are torch's options of each operation, None for the defaults; ranks are group ranks. `store` is torch's, for
-    this group alone.
+    `opts` are torch's options of each operation, None for the defaults; ranks are group ranks. `store` is torch's store
+    for this group.
     """
 
     def __init__(self, group: ProcessGroup, store: Any) -> None:
@@ -161,12 +159,12 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         **named: Any,
     ) -> DoneWork:
         opts, exchange = c.options(c10d.AllToAllOptions, short, **named), self.fastcoll.fast.all_to_all_single
-        outs, ins = output_splits or None, input_splits or None  # torch says "equal parts" by an empty list
+        outs, ins = output_splits or None, input_splits or None  # an empty list means equal parts
         return c.run("alltoall_base_", opts, [output], exchange, output, input, outs, ins)
 
     def barrier(self, *short: Any, **named: Any) -> DoneWork:
         opts = c.options(c10d.BarrierOptions, short, **named)
-        # The timeout is the barrier's own here, not that of waiting for it.
+        # Here the timeout is that of the barrier itself, not of waiting for its Work.
         barrier = c.recorded(self.fastcoll.fast.barrier)
         if c.is_async(opts):
             return PendingWork([c.started(barrier, (), timeout=c.limit_of(opts))], [])
@@ -174,7 +172,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return DoneWork([])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Synchronise all ranks; the error names every missing rank, after Gloo's sentence, on which callers match.
+        """Synchronise all ranks; the error names every missing rank, after Gloo's text, which callers match on.
 
         torch.distributed.monitored_barrier calls it only if the backend is named gloo; otherwise call it on the group.
         """
@@ -246,7 +244,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """What collectives may take from now on; sends and receives keep the timeout that the group was made with."""
+        """Set the timeout of later collectives; messages keep the timeout that the group was made with."""
         self.fastcoll.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout  # the name in Gloo's and NCCL's backends
@@ -271,7 +269,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
     gather_into_tensor = gather_single
-    recvAnysource = recv_anysource  # what C++ looks for
+    recvAnysource = recv_anysource  # the name that C++ looks up
 
     # ---- names, by which DeviceMesh, functional collectives and FSDP2 find groups ------------------
 
@@ -290,12 +288,12 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:
         return self._description
 
-    # ---- what torch asks of the backend of a device -----------------------------------------------
+    # ---- methods that torch calls on the backend of a device --------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
         # From 2.15 on, torch may give a group that has devices during its creation a flight recorder, which needs a
-        # group in C++. A group that is split off must have devices then; registration.py excludes it from recorders.
+        # group in C++. A group made by split_group must have devices then; registration.py excludes it from recorders.
         is_made = self._is_split or self in dist.distributed_c10d._world.pg_map
         return [torch.device("cpu")] if is_made else []
 
@@ -306,10 +304,10 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """torch's Backend.Options: the name and the timeout."""
+        """Return torch's Backend.Options with the name and the timeout."""
         return c10d.Backend.Options("fastcoll", timedelta(seconds=self.fastcoll.timeout))
 
-    # ---- what torch asks other backends for -------------------------------------------------------
+    # ---- methods that torch calls on other backends -----------------------------------------------
 
     supports_splitting = True
     supports_coalescing = supports_shrinking = supports_reconfigure = False

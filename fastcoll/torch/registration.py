@@ -1,4 +1,4 @@
-"""How torch learns of the backend, makes a group of it, and leaves it alone when it compiles."""
+"""Registration with torch: the backend's name, the function that makes its groups, and what torch.compile skips."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from .process_group import FastcollProcessGroup
 from .work import PendingWork
 
 _log = logging.getLogger("fastcoll")
-_kept: list[Any] = []  # what must live as long as the registration
+_kept: list[Any] = []  # objects that must live as long as the registration
 
 
 @functools.cache
 def register() -> None:
-    """Register the backend `fastcoll` with torch.distributed; once is enough.
+    """Register the backend `fastcoll` with torch.distributed; further calls do nothing.
 
-    torch itself registers it by name as it is imported (fastcoll_autoload.py), and from 2.14 on finds this function by
-    the entry point `torch.distributed.backends`.
+    `import torch` registers the name (fastcoll_autoload.py). From 2.14 on torch finds this function by the entry point
+    `torch.distributed.backends`.
 
     Raises:
         UnavailableError: this torch was built without torch.distributed.
     """
     if not dist.is_available():
         raise UnavailableError("this torch was built without torch.distributed; install another build of it")
-    if not hasattr(dist, "gather_single"):  # came together with torch's own look at groups in Python
+    if not hasattr(dist, "gather_single"):  # the release that added it also looks up the method in Python
         _kept.append(torch.library.Library("_c10d_functional", "IMPL", "CPU"))
         _kept[0].impl("all_gather_into_tensor_out", _all_gather_into_tensor_out)
-    # torch 2.15 attaches its flight recorder, which needs groups in C++, to all backends but these; ours has its own.
+    # torch 2.15 attaches its flight recorder, which needs groups in C++, to all backends except these; fastcoll has its
+    # own recorder.
     record_themselves: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     record_themselves.add("fastcoll")
     run_uncompiled(_methods_of_groups())
-    # A list: torch 2.13 takes a text for a list of one-letter devices.
+    # A list, because torch 2.13 reads a string as a list of one-letter devices.
     dist.Backend.register_backend("fastcoll", create, extended_api=True, devices=["cpu"])
     if default := config.get("FASTCOLL_TORCH_DEFAULT"):
         _be_default(default == "gloo")
@@ -56,7 +57,7 @@ def register() -> None:
 
 
 def is_alone_under_accelerate(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` was asked for several processes but has started one, which trains alone silently.
+    """Whether `accelerate launch` was asked for several processes but started one, which silently trains alone.
 
     Accelerate sets MASTER_ADDR only if it was asked for several processes, and sets no ranks. If it starts the
     processes with mpirun, that sets ranks.
@@ -67,9 +68,9 @@ def is_alone_under_accelerate(environ: Mapping[str, str]) -> bool:
 
 
 def says_more_ranks(environ: Mapping[str, str]) -> str:
-    """The variable by which an MPI launcher says that it has started several ranks; "": none says so.
+    """Return the variable by which an MPI launcher announces several ranks, or "".
 
-    Under torchrun, whose agent such a launcher may start, the ranks are torchrun's.
+    Under torchrun it is "": an MPI launcher may start torchrun's agents, and then torchrun sets the ranks.
     """
     if TORCH.local_size in environ:
         return ""
@@ -78,9 +79,9 @@ def says_more_ranks(environ: Mapping[str, str]) -> str:
 
 
 def _be_default(for_gloo: bool) -> None:
-    """Serve CPU tensors where a program names no backend, or where it names gloo for all of a group's devices.
+    """Make fastcoll the default for CPU tensors, or the replacement of gloo in groups that have gloo only.
 
-    A group that has NCCL beside Gloo keeps both: a process group written in Python takes the place of all others.
+    A group with NCCL and Gloo keeps both, because a process group written in Python replaces all backends of its group.
     """
     if for_gloo:
         ask = BackendConfig.get_device_backend_map
@@ -100,7 +101,7 @@ def _be_default(for_gloo: bool) -> None:
 
 
 def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
-    """What torch calls to make a group."""
+    """Make a group for torch, which calls this function; collective."""
     refuse_options(pg_options)
     world = dist.group.WORLD
     if world is None and options.group_size == 1 and (variable := says_more_ranks(os.environ)):
@@ -126,18 +127,17 @@ def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
 def _all_gather_into_tensor_out(
     input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
 ) -> torch.Tensor:
-    """As torch's own, which up to 2.13 calls the one method that C++ does not look for in Python."""
+    """Replace torch's own function, which up to 2.13 calls a method that C++ does not look up in Python."""
     group = group_name if isinstance(group_name, dist.ProcessGroup) else _resolve_process_group(group_name)
     _register_work(out, group.all_gather_single(out, input))
     return out
 
 
 def run_uncompiled(methods: Iterable[object]) -> None:
-    """Let Dynamo skip what of these are functions, and all that they call.
+    """Make Dynamo skip these functions, and all functions that they call.
 
-    It would compile them as it compiles the function around them, and refuses to look at a process group's members; so
-    they run as they are where it could not put a call into a graph. Dynamo itself, seconds of import, is not loaded for
-    that. A torch without this switch is left as it is.
+    Without this Dynamo compiles them too when a call breaks the graph, and fails at the members of a process group.
+    This does not import Dynamo, which takes seconds. It does nothing under a torch that has no such switch.
     """
     try:
         from torch._C._dynamo import eval_frame

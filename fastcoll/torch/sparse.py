@@ -1,7 +1,7 @@
-"""all_reduce of sparse tensors: every rank gets the parts of all, and adds them.
+"""all_reduce of sparse tensors: every rank gathers the entries of all ranks and adds them.
 
-What is not zero differs from rank to rank, so the sizes are exchanged first. Both exchanges are one operation of the
-group: nothing that is called meanwhile comes between them on one rank and before them on another.
+The number of entries differs between ranks, so the ranks exchange the sizes first. Both exchanges are one operation of
+the group, so that no other call of a rank can run between them.
 """
 
 from __future__ import annotations

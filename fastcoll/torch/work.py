@@ -1,7 +1,7 @@
 """torch's Work over fastcoll's.
 
-C++ (DDP, functional collectives) calls `wait` and `get_future` alone. An error must reach a future by a callback that
-raises: Future.set_exception makes DDP crash, and lets C++ take the failure for success.
+C++ (DDP, functional collectives) calls only `wait` and `get_future`. An error must reach a future by a callback that
+raises, because Future.set_exception makes DDP crash, and lets other C++ code take the failure for success.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..errors import CollectiveTimeoutError
 
 _log = logging.getLogger("fastcoll")
 _IDLE_SECONDS = 5.0
-_NO_LIMIT = timedelta()  # how C++ says "no timeout"; it also uses negative ones
+_NO_LIMIT = timedelta()  # means "no timeout" in C++, as negative ones do
 
 Job = Callable[[], None]
 
 
 class DoneWork(TorchWork):  # type: ignore[misc]
-    """An operation that was complete when it was called; its results are in `tensors`."""
+    """An operation that was complete when its call returned; its results are in `tensors`."""
 
     _works: Sequence[Work] = ()
     _limit: float | None = None
@@ -40,11 +40,11 @@ class DoneWork(TorchWork):  # type: ignore[misc]
         self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Block until complete; several operations share the time.
+        """Block until the operations are complete; the timeout is for all of them together.
 
         Raises:
-            CollectiveTimeoutError: not complete within `timeout`; the operation goes on.
-            FastcollError: whatever ended the operation.
+            CollectiveTimeoutError: not complete within `timeout`; the operations continue.
+            FastcollError: the error that ended an operation.
         """
         if not self._works:
             return True
@@ -55,7 +55,7 @@ class DoneWork(TorchWork):  # type: ignore[misc]
                 work.wait(left)
             except CollectiveTimeoutError as error:
                 if limit is None or len(self._works) == 1 or work.is_completed():
-                    raise  # the operation's own
+                    raise  # the operation itself timed out
                 count = len(self._works)
                 raise CollectiveTimeoutError(
                     f"{count} operations are not complete after {limit:g} s"
@@ -81,7 +81,7 @@ class DoneWork(TorchWork):  # type: ignore[misc]
         return self._tensors
 
     def get_future(self) -> Any:
-        """A future with the tensors, or with the error of one of the works."""
+        """Return a future of the tensors, or of the error of an operation."""
         base: Any = torch.futures.Future()
         if not self._works:
             base.set_result(self._tensors)
@@ -96,8 +96,8 @@ class DoneWork(TorchWork):  # type: ignore[misc]
                 return tensors
 
             self._future = base.then(outcome)
-            # Operations of one group end in the order in which they were started, so at the end of the last one there
-            # is hardly anything to wait for.
+            # Operations of one group end in the order in which they were started, so the earlier ones have ended when
+            # the last one does.
             if self.is_completed():
                 base.set_result(None)
             else:
@@ -107,9 +107,9 @@ class DoneWork(TorchWork):  # type: ignore[misc]
 
 
 class PendingWork(DoneWork):
-    """Operations of fastcoll, in the order in which they were started, that make up one of torch.
+    """Operations of fastcoll, in the order of their start, that are one operation of torch.
 
-    `wait` takes `limit` seconds at most; None leaves it to the group's timeout.
+    `wait` takes at most `limit` seconds; None: the group's timeout applies.
     """
 
     def __init__(
@@ -119,25 +119,25 @@ class PendingWork(DoneWork):
         self._works, self._limit = tuple(works), limit
 
     def source_rank(self) -> int:
-        """The group rank that a receive got its message from; waits for it."""
+        """Wait for a receive, and return the sender's group rank."""
         return self._works[0].source_rank()
 
     _source_rank = source_rank
 
 
 class Completions:
-    """Threads that complete futures, as many as there are completions at one time; idle ones end after a while.
+    """Threads that complete futures, one for each completion in progress; idle threads end after a while.
 
-    A future's callbacks run where it is completed, and may wait for other operations of the same group (PowerSGD's do).
-    On the progress thread, which carries these out, they would wait for ever; so each completion goes to a thread that
-    is idle, or to a new one.
+    A future's callbacks run on the thread that completes it, and may wait for other operations of the same group
+    (PowerSGD's do). The progress thread carries these operations out, so a callback on it would wait for ever. So an
+    idle thread, or a new one, completes the future.
     """
 
     def __init__(self) -> None:
         self.start_anew()
 
     def start_anew(self) -> None:
-        """In a child of fork, which has none of the threads."""
+        """Reset the state in a child of fork, which has none of the threads."""
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._idle = 0
@@ -146,8 +146,8 @@ class Completions:
     def submit(self, job: Job) -> None:
         """Run `job` on another thread. Never blocks.
 
-        Where Python starts no more threads, as at its end, this one runs it: what waits there for the group whose
-        progress thread this is, raises.
+        If Python starts no more threads, as at its exit, this thread runs the job. If this is a group's progress
+        thread, a wait for the group in the job raises.
         """
         with self._changed:
             self._jobs.append(job)
@@ -167,7 +167,7 @@ class Completions:
                 self._changed.notify_all()
 
     def settle(self, timeout: float) -> bool:
-        """Wait until nothing is under way, `timeout` seconds at most; whether that was reached."""
+        """Wait until no job is running, for at most `timeout` seconds; return whether none is."""
         with self._changed:
             return self._changed.wait_for(self._is_settled, timeout)
 

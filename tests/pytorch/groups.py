@@ -183,7 +183,7 @@ def check_what_torch_asks_a_backend() -> None:
         "shrink split merge merge_remote_group reconfigure get_reconfigure_handle suspend resume "
         "memory_stats new_window allocate_tensor register_abort_hook register_completion_hook"
     ).split():
-        with pytest.raises(UnavailableError, match=r".+: a group of fastcoll has no such thing; .+"):
+        with pytest.raises(UnavailableError, match=r".+: a group of fastcoll does not have it; .+"):
             getattr(ours, name)([0])
     group = dist.new_group(backend="fastcoll")
     assert group.get_error() == ErrorType.SUCCESS
