@@ -244,7 +244,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later collectives; messages keep the timeout that the group was made with."""
+        """Set the timeout of later collectives and messages."""
         self.fastcoll.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout  # the name in Gloo's and NCCL's backends
