@@ -69,13 +69,13 @@ BY_TWO = ["test_tags_are_matched_and_one_tag_never_overtakes", "test_strided_arr
 
 @pytest.mark.parametrize(("module", "name"), TESTS, ids=[name for _, name in TESTS])
 @pytest.mark.ranks(2, 3)
-def test_as_outside(rank, world_size, module, name):
+def test_the_suite_passes_inside_njit(rank, world_size, module, name):
     run(rank, world_size, module, name)
 
 
 @pytest.mark.parametrize("name", BY_TWO)
 @pytest.mark.ranks(2)
-def test_messages_of_two(rank, world_size, name):
+def test_messages_of_the_suite_pass_inside_njit(rank, world_size, name):
     run(rank, world_size, test_point_to_point, name)
 
 

@@ -26,7 +26,7 @@ def shared(x, group):
 
 
 @pytest.mark.ranks(3)
-def test_the_root_inside_try_is_the_one_that_was_named(rank, world_size):
+def test_the_root_inside_try_is_the_named_rank(rank, world_size):
     group = dist.new_group([1, 2])
     if rank > 0:
         x = np.array([float(rank)])
@@ -60,11 +60,11 @@ def forgetful(monkeypatch):
     keywords.are_lost.cache_clear()
 
 
-def test_names_are_kept_where_numba_is_as_expected():
+def test_names_are_kept_in_supported_numba():
     assert not keywords.are_lost()
 
 
-def test_a_numba_that_loses_the_names_is_found_out_and_refused(forgetful):
+def test_a_numba_that_loses_the_names_is_detected_and_refused(forgetful):
     assert keywords.are_lost() == (sys.version_info[:2] in ((3, 11), (3, 12)))
     if keywords.are_lost():
         with pytest.raises(TypingError, match="tried calls with keyword arguments inside try"):
@@ -94,5 +94,5 @@ assert tried(1) == tried.py_func(1) == 24_013, tried(1)
 """
 
 
-def test_functions_of_others_get_their_names_too():
+def test_functions_of_other_libraries_keep_their_names():
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=600)

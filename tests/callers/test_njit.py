@@ -160,7 +160,7 @@ def tagged(x, tag):
 
 
 @pytest.mark.ranks(1)
-def test_tags_that_no_word_has_are_refused(rank, world_size):
+def test_tags_that_do_not_fit_into_a_word_are_refused(rank, world_size):
     for tag in (-1, 1 << 31, 1 << 42, 1 << 62):
         with pytest.raises(dist.UsageError, match="tags are integers from 0 to"):
             tagged(np.ones(1), tag)
@@ -187,7 +187,7 @@ def test_a_child_of_fork_has_a_world_of_its_own(rank, world_size, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
-def test_operations_of_users_and_records(rank, world_size):
+def test_custom_operations_and_records(rank, world_size):
     farther = ReduceOp.custom(lambda a, b: a if abs(a) > abs(b) else b, "farther")
 
     @numba.njit
@@ -243,7 +243,7 @@ def refusals():
 
 
 @pytest.mark.ranks(1)
-def test_what_cannot_be_compiled_says_why(rank, world_size):
+def test_compile_errors_name_their_reason(rank, world_size):
     for reason, call in refusals().items():
         with pytest.raises(TypingError, match=reason):
             numba.njit(call)()
@@ -348,7 +348,7 @@ def whole_of(out, x):
 
 
 @pytest.mark.ranks(2)
-def test_wrong_calls_are_told_to_all_and_the_group_stays_usable(rank, world_size):
+def test_wrong_calls_raise_on_all_ranks_and_the_group_stays_usable(rank, world_size):
     x = np.ones(3 + rank)
     for _ in range(2):
         with pytest.raises(
@@ -378,7 +378,7 @@ def test_a_dead_peer_is_named(rank, world_size):
 
 @pytest.mark.long
 @pytest.mark.ranks(2, fresh=True)
-def test_a_late_peer_ends_a_call_by_its_deadline(rank, world_size):
+def test_a_call_times_out_if_a_peer_is_late(rank, world_size):
     group = dist.new_group()
     total(np.ones(1), ReduceOp.SUM, group)
     if rank == 0:
@@ -419,7 +419,9 @@ def stop(number, frame):
 @pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("function", [total_after, caught_after], ids=["uncaught", "caught"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "exit"])
-def test_ctrl_c_ends_a_call_and_is_raised_once_whoever_catches_it(rank, world_size, function, number):
+def test_ctrl_c_ends_a_call_and_is_raised_once_even_if_compiled_code_catches_it(
+    rank, world_size, function, number
+):
     begun = np.zeros(1)
     for _ in range(2):
         function(begun, np.ones(1))
@@ -440,7 +442,7 @@ def test_ctrl_c_ends_a_call_and_is_raised_once_whoever_catches_it(rank, world_si
 
 
 @pytest.mark.ranks(2)
-def test_calls_go_behind_asynchronous_ones(rank, world_size):
+def test_calls_run_after_earlier_asynchronous_calls(rank, world_size):
     x, y = np.full(100_000, rank + 1.0), np.ones(1)
     for _ in range(5):
         x[:] = rank + 1
@@ -480,7 +482,7 @@ print(sum(f.stats.cache_hits.values()), sum(f.stats.cache_misses.values()))
 
 
 @pytest.mark.long
-def test_code_is_kept_on_the_disk_until_the_file_changes(tmp_path):
+def test_cached_code_is_used_until_the_file_changes(tmp_path):
     program = tmp_path / "program.py"
 
     def run(body):
@@ -506,7 +508,7 @@ def test_without_a_world_the_functions_say_so():
 
 
 @pytest.mark.ranks(2)
-def test_a_row_is_blank_when_its_own_group_ends(rank, world_size):
+def test_a_descriptor_is_zeroed_when_its_own_group_ends(rank, world_size):
     """A new world may be known before the old one has ended."""
     old, new = dist.new_group(), dist.new_group()
     row = descriptors._Descriptor(99, 0)
@@ -518,7 +520,7 @@ def test_a_row_is_blank_when_its_own_group_ends(rank, world_size):
     assert row.words[d.SIZE] == 0
 
 
-def test_ctrl_c_while_the_door_is_compiled_leaves_no_row_without_one():
+def test_ctrl_c_during_compilation_leaves_no_descriptor_without_c_entry():
     with patch.object(descriptors, "_descriptors", []):
         with (
             patch.object(d, "c_entry_address", side_effect=KeyboardInterrupt),
@@ -529,7 +531,7 @@ def test_ctrl_c_while_the_door_is_compiled_leaves_no_row_without_one():
         assert row[d.C_ENTRY] == d.c_entry_address()
 
 
-def test_who_does_not_use_it_does_not_import_it():
+def test_njit_without_fastcoll_does_not_import_it():
     code = (
         "import sys, fastcoll, fastcoll_autoload, numba; fastcoll_autoload.register_numba()\n"
         "assert numba.njit(lambda x: x + 1)(1) == 2; print('fastcoll.callers' in sys.modules)"

@@ -108,7 +108,7 @@ def of_any_tag(y, peer):
 
 
 @pytest.mark.ranks(2)
-def test_a_receive_of_any_tag_takes_the_earliest_message_that_no_other_one_wants(rank, world_size):
+def test_a_receive_of_any_tag_takes_the_earliest_unmatched_message(rank, world_size):
     for _ in range(4):
         y = np.zeros((3, 2))
         if rank == 0:
@@ -167,7 +167,7 @@ def forgotten(count, value, peer):
 
 
 @pytest.mark.ranks(2)
-def test_a_request_keeps_its_array_until_it_was_waited_for(rank, world_size):
+def test_a_request_keeps_its_array_alive_until_the_wait(rank, world_size):
     _nrt_python.memsys_enable_stats()
     for count in SIZES:
         for turn in range(4):
@@ -204,7 +204,7 @@ def any_of_one(y, peer):
 
 
 @pytest.mark.ranks(2)
-def test_a_request_that_was_waited_for_among_others_is_forgotten(rank, world_size):
+def test_a_completed_request_among_others_is_released(rank, world_size):
     for _ in range(3):
         if rank == 0:
             given(np.ones(2), 1, None)
@@ -238,7 +238,7 @@ def around_a_barrier(x, y, peer):
 
 
 @pytest.mark.ranks(2)
-def test_what_is_posted_gets_on_while_its_rank_does_something_else(rank, world_size):
+def test_posted_messages_progress_while_their_rank_computes(rank, world_size):
     x = np.full(300_000, rank + 1.0)
     for _ in range(4):
         y = np.zeros_like(x)
@@ -267,7 +267,7 @@ def two_ways(x, y, peer, left):
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_python_goes_on_with_what_compiled_code_has_posted(rank, world_size):
+def test_python_completes_requests_that_compiled_code_has_posted(rank, world_size):
     y, left = np.zeros(3), np.zeros(1)
     for turn in range(4):
         two_ways(np.full(3, rank + 1.0), y, 1 - rank, np.full(1, turn + 1.0))

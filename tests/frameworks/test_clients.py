@@ -124,7 +124,7 @@ def test_accelerate_that_starts_one_process_instead_of_two_is_warned_of(tmp_path
 
 
 @needs("accelerate")
-def test_accelerate_that_starts_what_it_was_asked_for_is_not_warned_of() -> None:
+def test_accelerate_that_starts_all_processes_is_not_warned_of() -> None:
     from fastcoll.torch.registration import is_alone_under_accelerate
 
     one, meeting = {"ACCELERATE_MIXED_PRECISION": "no"}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -151,7 +151,7 @@ def typing(folder: Path, program: str) -> dict[str, str]:
 
 @needs("accelerate")  # torch alone is there in other environments, too, where this takes half a minute
 @pytest.mark.parametrize("how", ["exception", "SIGKILL", "exit"])
-def test_torchrun_starts_ranks_anew(how: str) -> None:
+def test_torchrun_restarts_ranks(how: str) -> None:
     default = {"FASTCOLL_TORCH_DEFAULT": "gloo"}
     said = end(start(default, *TORCHRUN, "--max-restarts", "1", HERE / "restarted.py", how))
     assert said.count("start 1: FastcollProcessGroup [4.0, 4.0]") == 2, said
@@ -165,7 +165,7 @@ def test_ray_actors_and_ray_train(tmp_path: Path) -> None:
 
 
 @needs("torchft")
-def test_torchft_makes_groups_anew() -> None:
+def test_torchft_makes_a_group_for_each_quorum() -> None:
     assert "quorums did it" in end(start({}, HERE / "quorums.py"))
 
 

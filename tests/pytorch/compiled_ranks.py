@@ -97,7 +97,7 @@ def check_inputs_that_are_written() -> None:
         assert_close(x, changed)
 
 
-def check_that_inductor_writes_where_nobody_reads() -> None:
+def check_that_inductor_writes_in_place_if_old_content_is_not_read() -> None:
     """What is read later, or is no whole array, is copied; what is written in place is so outside as well."""
 
     def call(x: torch.Tensor) -> Any:
@@ -240,7 +240,7 @@ def main() -> None:
     group, alone = dist.new_group([0, 1]), dist.new_group([0])
     check_values(group)
     check_inputs_that_are_written()
-    check_that_inductor_writes_where_nobody_reads()
+    check_that_inductor_writes_in_place_if_old_content_is_not_read()
     check_derivatives()
     check_unused_results_and_outsiders(alone)
     check_what_cannot_be_in_a_graph()

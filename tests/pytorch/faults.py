@@ -64,7 +64,7 @@ def check_ranks_that_are_late() -> None:
     assert x.tolist() == [2.0]
 
 
-def check_a_tensor_that_nobody_keeps() -> None:
+def check_a_tensor_without_other_references() -> None:
     """Its memory is not used for anything else while its operation is under way."""
     if rank() == 1:
         dist.barrier(pair.GLOO)
@@ -79,7 +79,7 @@ def check_a_tensor_that_nobody_keeps() -> None:
     assert kept
 
 
-def check_collectives_that_nobody_waits_for() -> None:
+def check_collectives_that_are_not_waited_for() -> None:
     """A rank that leaves does its part in them first."""
     group = dist.new_group(backend="fastcoll")
     xs = [torch.ones(100_000) for _ in range(20)]

@@ -50,7 +50,7 @@ def check_groups_of_some_ranks() -> None:
         dist.destroy_process_group(members)
 
 
-def check_members_of_a_group_know_one_another() -> None:
+def check_groups_of_the_world_skip_the_join() -> None:
     """A group of the world's ranks needs no join, and under torchrun no meeting; each is several waits in a row."""
     with pytest.MonkeyPatch.context() as patch:
         for place in ("fastcoll.job.standalone.join", "fastcoll.torch.jobs.meet_anew"):
@@ -63,7 +63,7 @@ def check_members_of_a_group_know_one_another() -> None:
         assert [member.rank for member in group.fastcoll.monitor.members] == [0, 2]
 
 
-def check_groups_that_are_split_off() -> None:
+def check_split_groups() -> None:
     """On CPUs, torch.distributed.split_group also accepts Gloo's groups from 2.15 on."""
 
     def check(group: Any, parent: Any) -> None:
@@ -106,7 +106,7 @@ def check_groups_that_are_split_off() -> None:
     dist.barrier(pair.OURS)
 
 
-def check_monitored_barriers_say_what_gloos_say() -> None:
+def check_monitored_barriers_have_gloos_texts() -> None:
     """Callers match Gloo's sentences; fastcoll's own text follows them."""
     for all_ranks, culprits in ((False, "Rank 1"), (True, "Ranks 1, 2")):
         for backend in ("fastcoll", "gloo"):
@@ -162,7 +162,7 @@ def check_children_of_fork_leave_the_group_alone() -> None:
     dist.barrier(pair.OURS)
 
 
-def check_what_torch_asks_a_backend() -> None:
+def check_methods_that_torch_calls_on_a_backend() -> None:
     ours = pair.OURS._get_backend(torch.device("cpu"))
     assert ours.options.backend == "fastcoll"
     assert ours.options._timeout == pair.TIMEOUT

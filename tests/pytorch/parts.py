@@ -31,7 +31,7 @@ def check_torchs_store_is_one_of_ours() -> None:
         store.wait(["b"], 0.01)
 
 
-def check_waits_end_soon_after_the_key_is_there() -> None:
+def check_waits_end_soon_after_the_key_is_set() -> None:
     """At most a quarter longer than needed, for any length: a group's meeting is several waits in a row."""
     store, clock = TorchStore(dist.HashStore()), [0.0]
 
@@ -57,7 +57,7 @@ def check_a_lost_store_says_so() -> None:
         store.multi_set(["a", "b", "c"], ["1", "2", "3"])  # what was sent last before the end is not missed
 
 
-def check_a_store_that_lives_on_has_a_meeting_for_each_start() -> None:
+def check_a_persistent_store_has_a_meeting_for_each_start() -> None:
     """Also after ranks that came to one in vain, and after one of another size."""
     store = TorchStore(dist.HashStore())
     met = {_meeting(store, 3) for _ in range(3)}

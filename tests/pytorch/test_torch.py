@@ -65,7 +65,7 @@ def check(results: Path, ranks: int, least: int, said: str) -> None:
 
 
 @pytest.mark.long
-def test_every_operation_gives_what_gloo_gives(tmp_path: Path) -> None:
+def test_every_operation_has_the_results_of_gloo(tmp_path: Path) -> None:
     """With torchrun, and without destroy_process_group."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     code, said = end(start(*torchrun, HERE / "three_ranks.py", tmp_path / "results"))
@@ -93,7 +93,7 @@ def test_gloo_and_fastcoll_meet_at_one_address(how: str) -> None:
 
 
 @pytest.mark.long  # that two jobs meet at one port, one after the other, is also tested above
-def test_torchrun_starts_ranks_anew() -> None:
+def test_torchrun_restarts_ranks() -> None:
     """Its store has the keys of the ranks before, and its agent listens at MASTER_PORT."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     code, said = end(start(*torchrun, HERE / "started_anew.py"))
@@ -102,7 +102,7 @@ def test_torchrun_starts_ranks_anew() -> None:
 
 
 @pytest.mark.long
-def test_programs_that_import_torch_alone_have_the_backend() -> None:
+def test_programs_that_import_only_torch_have_the_backend() -> None:
     """By the entry point of the installed package; `get_backend` says what was asked for. All at once, to save time."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     launch = ("-m", "fastcoll.launch", "-n", "2")  # without a torch of its own
@@ -123,7 +123,7 @@ def test_programs_that_import_torch_alone_have_the_backend() -> None:
 
 
 @pytest.mark.long
-def test_ranks_of_mpiexec_and_srun_meet_by_env() -> None:
+def test_ranks_of_mpiexec_and_srun_join_by_env() -> None:
     """Where the variables that torch reads are missing, also over Gloo."""
     if (mpiexec := shutil.which("mpiexec")) is None:
         pytest.skip("there is no mpiexec on the PATH")
@@ -140,7 +140,7 @@ def test_ranks_of_mpiexec_and_srun_meet_by_env() -> None:
 
 
 @pytest.mark.long
-def test_importing_torch_outlives_a_wrong_setting() -> None:
+def test_importing_torch_survives_a_wrong_setting() -> None:
     program = start("-c", "import torch; print(torch.ones(1).item())", FASTCOLL_TORCH_DEFAULT="nccl")
     code, said = end(program)
     assert code == 0, said
@@ -150,7 +150,7 @@ def test_importing_torch_outlives_a_wrong_setting() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("launched", ["1", "4"])
-def test_a_world_of_one_where_the_launcher_started_several_is_warned_of(launched: str) -> None:
+def test_a_world_of_one_under_a_launcher_of_several_ranks_is_warned_of(launched: str) -> None:
     program = "import torch.distributed as d; d.init_process_group('fastcoll'); d.destroy_process_group()"
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables |= {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": launched}
@@ -160,6 +160,6 @@ def test_a_world_of_one_where_the_launcher_started_several_is_warned_of(launched
 
 
 @pytest.mark.long
-def test_functions_of_fastcoll_are_compiled_without_a_break() -> None:
+def test_functions_of_fastcoll_are_compiled_without_a_graph_break() -> None:
     code, said = end(start("-m", "fastcoll.launch", "-n", "2", HERE / "compiled_ranks.py"))
     assert code == 0, said

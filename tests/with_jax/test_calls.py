@@ -86,7 +86,7 @@ def test_a_first_message_needs_no_other_rank(rank, world_size, jax, fj):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_messages_of_python_and_of_jax_do_not_meet(rank, world_size, jax, fj):
+def test_messages_of_python_and_of_jax_do_not_match(rank, world_size, jax, fj):
     x = np.float32([rank, 5])
     if rank == 0:
         work = dist.isend(x + 1, 1)
@@ -100,7 +100,7 @@ def test_messages_of_python_and_of_jax_do_not_meet(rank, world_size, jax, fj):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_messages_of_programs_are_carried_out_without_python(rank, world_size, jax, fj, monkeypatch):
+def test_messages_of_programs_run_without_python(rank, world_size, jax, fj, monkeypatch):
     asked = []
     for name in ("send_apart", "recv_apart"):
         method = getattr(dist.ProcessGroup, name)
@@ -119,7 +119,7 @@ def test_messages_of_programs_are_carried_out_without_python(rank, world_size, j
 
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_status_says_whose_message_of_any_tag_came(rank, world_size, jax, fj, way):
+def test_a_status_has_the_source_and_tag_of_a_message_of_any_tag(rank, world_size, jax, fj, way):
     x, like, status = np.float32([rank, 5]), np.float32([1, 2, 3]), dist.Status()
     if rank == 0:
         do(jax, way, fj.send, x, dst=1, tag=7)
@@ -175,7 +175,7 @@ def test_reductions_with_functions_and_factors_and_all_shapes(rank, world_size, 
 
 
 @pytest.mark.ranks(3, timeout=120)
-def test_groups_and_who_is_outside(rank, world_size, jax, fj):
+def test_groups_and_ranks_outside_them(rank, world_size, jax, fj):
     group = dist.new_group([0, 2])
     if rank == 1:
         with pytest.raises(dist.UsageError, match="this process is not in the group"):
@@ -194,7 +194,7 @@ def test_groups_and_who_is_outside(rank, world_size, jax, fj):
 
 
 @pytest.mark.ranks(1, timeout=120)
-def test_a_call_with_a_token_happens_though_nobody_uses_its_result(rank, world_size, jax, fj):
+def test_a_call_with_a_token_runs_even_if_its_result_is_unused(rank, world_size, jax, fj):
     def calls():
         return next(group.calls for group in own().groups if "JAX" in group.name)
 

@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "compiled" / "logistic_regres
 
 
 @pytest.mark.long  # test_calls.py has derivatives through collectives
-def test_logistic_regression_finds_the_same_with_any_number_of_ranks(tmp_path):
+def test_logistic_regression_has_the_same_result_with_any_number_of_ranks(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     weights = {}
     for ranks in (1, 3):

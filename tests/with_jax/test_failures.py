@@ -46,7 +46,7 @@ def test_wrong_calls(rank, world_size, jax, fj):
 
 
 @pytest.mark.ranks(1, timeout=120)
-def test_what_compiled_code_has_caught_is_no_error_of_a_later_program(rank, world_size, jax, fj):
+def test_an_error_caught_in_compiled_code_does_not_reach_a_later_program(rank, world_size, jax, fj):
     @numba.njit
     def caught(x):
         try:
@@ -79,7 +79,7 @@ def test_calls_that_differ(rank, world_size, jax, fj, with_token):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_rank_that_does_not_come(rank, world_size, jax, fj):
+def test_a_rank_that_does_not_call(rank, world_size, jax, fj):
     from fastcoll.jax.own_groups import copy_of
 
     group = dist.new_group()
@@ -93,7 +93,7 @@ def test_a_rank_that_does_not_come(rank, world_size, jax, fj):
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_group_is_left_behind_programs_that_are_under_way(rank, world_size, jax, fj):
+def test_a_group_is_left_after_running_programs(rank, world_size, jax, fj):
     group = dist.new_group()
     slow = jax.jit(lambda x: fj.all_reduce(jax.lax.fori_loop(0, 500, lambda _, v: v + 1.0, x), group=group))
     x = np.full(400_000, rank, np.float32)  # JAX runs smaller programs at once
@@ -105,7 +105,7 @@ def test_a_group_is_left_behind_programs_that_are_under_way(rank, world_size, ja
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_program_goes_on_while_another_thread_makes_a_group(rank, world_size, jax, fj):
+def test_a_program_continues_while_another_thread_makes_a_group(rank, world_size, jax, fj):
     """Rank 0 begins to make it before its first program is at its call, and rank 1 when that is through."""
     group = dist.new_group()
     fj.barrier()
@@ -151,7 +151,7 @@ def ends(processes):
     return told
 
 
-def test_the_end_of_a_program_waits_for_what_is_under_way(tmp_path):
+def test_the_exit_of_a_process_waits_for_running_programs(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     text = """
         slow = jax.jit(lambda x: fj.all_reduce(jax.lax.fori_loop(0, 3_000_000, lambda _, v: v + 1.0, x[0])))
@@ -173,7 +173,7 @@ def test_the_end_of_a_program_waits_for_what_is_under_way(tmp_path):
 
 
 @pytest.mark.long
-def test_an_error_ends_a_rank_while_programs_are_under_way(tmp_path):
+def test_an_exception_ends_a_rank_while_programs_run(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     text = """
         y = total(x)
@@ -219,7 +219,7 @@ def test_a_killed_rank(tmp_path, way):
 
 
 @pytest.mark.long
-def test_ctrl_c_where_jax_runs_programs_on_the_caller_s_thread(tmp_path):
+def test_ctrl_c_if_jax_runs_programs_on_the_callers_thread(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     text = """
         jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -252,7 +252,7 @@ def test_ctrl_c_where_jax_runs_programs_on_the_caller_s_thread(tmp_path):
 
 
 @pytest.mark.long
-def test_other_releases_are_refused_by_name(monkeypatch):
+def test_other_releases_are_refused(monkeypatch):
     jax = pytest.importorskip("jax", reason="pip install jax")
     for release in ("0.9.2", "0.11.0"):
         code = f"import jax; jax.__version__ = {release!r}\ntry: import fastcoll.jax\nexcept ImportError as e: print(e)"

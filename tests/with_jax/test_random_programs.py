@@ -85,7 +85,7 @@ def test_random_programs(rank, world_size, jax, way):
 
 @pytest.mark.long
 @pytest.mark.ranks(2, timeout=300)
-def test_a_fresh_token_for_each_call_is_found(rank, world_size, jax):
+def test_a_new_token_for_each_call_is_detected(rank, world_size, jax):
     """A planted fault: these calls are in no order, and the results show it."""
     import fastcoll as dist
 
