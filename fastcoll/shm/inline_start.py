@@ -18,7 +18,7 @@ Invariants:
   thread may have queued an operation since the call began. That operation waits for the context, which this call owns,
   so the call would wait behind an operation that waits for it.
 
-`tests/shm/test_head_start_model.py` explores every schedule.
+`tests/shm/test_inline_start_model.py` explores every schedule.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ FIRST_RANK = 10  # global ranks differ from group ranks
 
 
 @pytest.fixture
-def vigils() -> Iterator[list[ShmMonitor]]:
+def monitors() -> Iterator[list[ShmMonitor]]:
     members = [replace(Member.here(rank, 4, "shm"), rank=FIRST_RANK + rank) for rank in range(4)]
     name = new_name()
     segment = Segment.create(name, Layout(4, 4096, 4096))
@@ -34,9 +34,9 @@ def passed_on(monitor: ShmMonitor) -> GroupError:
     return found
 
 
-def test_whoever_passes_a_failure_on_is_not_at_fault(vigils: list[ShmMonitor]) -> None:
-    vigils[1].fail(PeerDiedError("rank 13 died", [13]))
-    first, second = passed_on(vigils[0]), passed_on(vigils[2])
+def test_whoever_passes_a_failure_on_is_not_at_fault(monitors: list[ShmMonitor]) -> None:
+    monitors[1].fail(PeerDiedError("rank 13 died", [13]))
+    first, second = passed_on(monitors[0]), passed_on(monitors[2])
     assert type(first) is type(second) is AbortedError
     assert first.ranks == second.ranks == (13,)
     assert "rank 11" in str(first)
@@ -44,38 +44,38 @@ def test_whoever_passes_a_failure_on_is_not_at_fault(vigils: list[ShmMonitor]) -
 
 
 def test_a_dead_rank_is_named_by_its_global_rank(
-    vigils: list[ShmMonitor], monkeypatch: pytest.MonkeyPatch
+    monitors: list[ShmMonitor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vigils[0], "_dead", lambda working: [vigils[0].members[2]])
-    assert passed_on(vigils[0]).ranks == (12,)
+    monkeypatch.setattr(monitors[0], "_dead", lambda working: [monitors[0].members[2]])
+    assert passed_on(monitors[0]).ranks == (12,)
 
 
-def test_who_blames_nobody_is_blamed(vigils: list[ShmMonitor]) -> None:
-    vigils[1].fail(AbortedError("abort() was called"))
-    assert passed_on(vigils[0]).ranks == (11,)
+def test_who_blames_nobody_is_blamed(monitors: list[ShmMonitor]) -> None:
+    monitors[1].fail(AbortedError("abort() was called"))
+    assert passed_on(monitors[0]).ranks == (11,)
 
 
-def test_a_timeout_is_one_for_all_but_the_late(vigils: list[ShmMonitor]) -> None:
-    vigils[1].fail(CollectiveTimeoutError("rank 13 did not arrive", [13]))
+def test_a_timeout_is_one_for_all_but_the_late(monitors: list[ShmMonitor]) -> None:
+    monitors[1].fail(CollectiveTimeoutError("rank 13 did not arrive", [13]))
     for rank, kind in ((0, CollectiveTimeoutError), (2, CollectiveTimeoutError), (3, AbortedError)):
-        error = passed_on(vigils[rank])
+        error = passed_on(monitors[rank])
         assert type(error) is kind
         assert error.ranks == (13,)
 
 
-def test_many_blamed_ranks_leave_room_for_the_reason(vigils: list[ShmMonitor]) -> None:
-    vigils[1].fail(CollectiveTimeoutError("\u00e4" * 2000, range(100_000, 101_000)))
-    error = passed_on(vigils[0])
+def test_many_blamed_ranks_leave_room_for_the_reason(monitors: list[ShmMonitor]) -> None:
+    monitors[1].fail(CollectiveTimeoutError("\u00e4" * 2000, range(100_000, 101_000)))
+    error = passed_on(monitors[0])
     assert error.ranks == tuple(range(100_000, 100_032))
     assert "\u00e4" * 300 in str(error)
 
 
 def test_who_fails_and_ends_while_it_is_looked_at_is_not_dead(
-    vigils: list[ShmMonitor], monkeypatch: pytest.MonkeyPatch
+    monitors: list[ShmMonitor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(working: list[Member]) -> list[Member]:
-        vigils[1].fail(PeerDiedError("rank 13 died", [13]))
+        monitors[1].fail(PeerDiedError("rank 13 died", [13]))
         return [working[0]]
 
-    monkeypatch.setattr(vigils[0], "_dead", end)
-    assert passed_on(vigils[0]).ranks == (13,)
+    monkeypatch.setattr(monitors[0], "_dead", end)
+    assert passed_on(monitors[0]).ranks == (13,)
