@@ -1,22 +1,22 @@
-"""What this machine is known to do best: one file a user, in JSON, read by rank 0 of each group and kept up by it.
+"""Tuning cache of a machine: one JSON file for each user, read by rank 0 of each group, and updated by it.
 
-Rank 0 gives what it reads to all ranks as they meet, so that all of them begin alike. When its group closes it puts
-what the group has found out beside it; `python -m fastcoll.bench --tune` does so for all operations and sizes at once.
-Results are the same bits whatever it says, so no trouble with the file is an error, and no job waits for it.
+Rank 0 publishes the cached times when a group meets, so that all ranks begin with the same ones. When the group closes,
+rank 0 merges the group's own times into the file; `python -m fastcoll.bench --tune` measures all operations and sizes
+at once. The cache does not influence results, so no problem with the file is an error, and no job waits for it.
 
-    format      2; the other fields are of this format, and a file of another one is replaced
-    sections    a list; each is what was found under the same conditions:
+    format      2; the other fields are of this format, and a file of another format is replaced
+    sections    a list of measurements, each under the same conditions:
         machine                     "AMD EPYC, family 26, model 2, 2 CPUs"
-        ranks, cores, slot          of the group: ranks; "own" where each of the job's has a core, else "shared";
-                                    bytes of a slot
-        command, date, calls        what found it out last, and from how many calls
-        ns_per_mib                  {operation: {smallest bytes of a class: {way: nanoseconds a MiB}}} (tuning_table.py)
-        one_shot                    bytes up to which all_reduce and reduce go one-shot; only from --tune
+        ranks, cores, slot          of the group: number of ranks; "own" if each rank of the job has a core, else
+                                    "shared"; bytes of a slot
+        command, date, calls        of the last measurement: what made it, when, and from how many calls
+        ns_per_mib                  {operation: {smallest bytes of a class: {algorithm: nanoseconds a MiB}}}
+        one_shot                    bytes up to which all_reduce and reduce are one-shot; only from --tune
 
-Names that this version does not know stay as they are.
+Names that this version does not have are kept.
 
-One-shot: every rank reduces everything, one synchronisation. Beyond it two-shot: each rank reduces its slice, two
-synchronisations, less to read. Two ranks always go one-shot.
+One-shot: every rank reduces everything, with one synchronisation. Beyond the limit two-shot: each rank reduces its
+slice, with two synchronisations and less data to read. Two ranks always use one-shot.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from ..system.own_files import open_own
 _log = logging.getLogger("fastcoll")
 
 Times = dict[str, dict[str, dict[str, int]]]
-"""How long each way took: {operation: {class: {way: number}}}."""
+"""Times of algorithms: {operation: {class: {algorithm: number}}}."""
 
 FORMAT = 2
 RUNNING = "learned while running"
-_NOTHING = "none"  # FASTCOLL_TUNING: read and keep nothing
-_MOST_SECTIONS = 64  # the oldest leave: 5 KB each
+_NOTHING = "none"  # value of FASTCOLL_TUNING: neither read nor write a file
+_MOST_SECTIONS = 64  # of 5 KB each; the oldest are dropped
 _LARGEST = 1 << 40  # ns a MiB: 18 minutes
 
-# One-shot limits by number of ranks, where --tune found none. AMD EPYC, 2 CPUs:
+# One-shot limits by number of ranks, used if --tune has measured none. AMD EPYC, 2 CPUs:
 # python -m fastcoll.bench --tune -n 4; -n 8; -n 16; -n 32
 ONE_SHOT = {4: 32 << 10, 8: 16 << 10, 16: 16 << 10, 32: 4 << 10}
 
 
 class Conditions(NamedTuple):
-    """Under which a group's ranks work: see the table above."""
+    """Conditions of a group's measurements; see the fields in the module's docstring."""
 
     ranks: int
     cores: str
@@ -61,7 +61,7 @@ class Conditions(NamedTuple):
 
 
 def path() -> Path | None:
-    """Where the file is, or would be: FASTCOLL_TUNING, or in the user's configuration directory; None: nowhere."""
+    """Path of the file: FASTCOLL_TUNING, or in the user's configuration directory; None: no file is used."""
     named: str = config.get("FASTCOLL_TUNING")
     if named == _NOTHING:
         return None
@@ -71,14 +71,14 @@ def path() -> Path | None:
 
 @functools.cache
 def machine() -> str:
-    """The machine's processor and number of CPUs, for which a section holds."""
+    """Describe the machine's processor and number of CPUs, as a section's `machine`."""
     with open("/proc/cpuinfo") as file:
         lines = [line.partition(":") for line in file.read(4096).splitlines()]
     found = {name.strip(): value.strip() for name, _, value in reversed(lines)}
     model = next(
         (found[name] for name in ("model name", "Model", "cpu") if name in found), os.uname().machine
     )
-    # Virtual machines call processors of several generations "AMD EPYC", or "Intel Xeon Processor".
+    # On virtual machines processors of several generations have the name "AMD EPYC" or "Intel Xeon Processor".
     which = (
         f", {name} {found[key]}"
         for name, key in (("family", "cpu family"), ("model", "model"))
@@ -87,13 +87,13 @@ def machine() -> str:
     return f"{model}{''.join(which)}, {os.cpu_count()} CPUs"
 
 
-# ---- what is known -----------------------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------------------------------
 
 _read_files: dict[Path, list[dict[str, Any]]] = {}
 
 
 def sections() -> list[dict[str, Any]]:
-    """This machine's sections, with what this process has found out; the file is read once."""
+    """Return this machine's sections with this process's own measurements; the file is read once."""
     file = path()
     if file is None:
         return []
@@ -104,31 +104,31 @@ def sections() -> list[dict[str, Any]]:
             _read_files[file] = []
         except (OSError, ValueError) as error:
             _read_files[file] = []
-            _log.warning("what is known of this machine, in %s, cannot be used: %s", file, error)
+            _log.warning("the tuning cache %s cannot be used: %s", file, error)
     return [section for section in _read_files[file] if section["machine"] == machine()]
 
 
 def _read(file: Path) -> str:
-    """Return a file's text. Opened without blocking: another user who can write to the folder may put a pipe there."""
+    """Return a file's text. A user who can write to the folder may put a pipe there, so opening must not block."""
     with open(file, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         return opened.read()
 
 
 def one_shot_limit(size: int) -> int:
-    """Bytes for a group of `size` ranks: this machine's own number where there is one."""
+    """One-shot limit in bytes for a group of `size` ranks: this machine's own if --tune has measured one."""
     tuned: dict[int, int] = {s["ranks"]: s["one_shot"] for s in sections() if "one_shot" in s}
     known = {**ONE_SHOT, **tuned}
-    # Smaller groups go as the next larger one that was measured, larger ones as the largest.
+    # A size that was not measured uses the limit of the next larger one, or of the largest.
     return known[min((ranks for ranks in known if ranks >= size), default=max(known))]
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """A file's sections, with those fields that can be used.
+    """Parse the sections of a file, without invalid fields.
 
     Raises:
-        ValueError: it is none of this format.
+        ValueError: the text is not of this format.
     """
     values = json.loads(text)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -138,7 +138,7 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 
 def _usable(section: Any) -> dict[str, Any] | None:
-    """A section without what is impossible in it; None: there is nothing left."""
+    """Return a section without invalid fields; None: its conditions are invalid."""
     try:
         usable = {**section, "machine": str(section["machine"]), **_conditions(section)._asdict()}
     except (KeyError, TypeError, ValueError):
@@ -159,25 +159,25 @@ def _is_number(value: Any, least: int, end: int) -> bool:
 
 
 def _numbers_in(table: Any, depth: int) -> dict[str, Any]:
-    """What of a table of tables, so many deep, are possible times."""
+    """Return a table of tables, `depth` levels deep, without invalid times."""
     items = table.items() if isinstance(table, dict) else ()
     if depth == 1:
         return {key: value for key, value in items if _is_number(value, 1, _LARGEST)}
     return {key: usable for key, value in items if (usable := _numbers_in(value, depth - 1))}
 
 
-# ---- what is learned ---------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------------
 
 
 def save(
     conditions: Conditions, times: Times, calls: int, command: str = RUNNING, one_shot: int | None = None
 ) -> Path | None:
-    """Put what was found out here into the file; where it was written, or None: there is nothing new in it.
+    """Merge a group's times into the file; return the file's path, or None if nothing has changed.
 
-    What a run for this purpose finds, by a `command`, replaces what was known.
+    Times that a `command` has measured on purpose replace the cached ones.
 
     Raises:
-        OSError: the file cannot be written, or another process writes it now. In this process it is known all the same.
+        OSError: the file cannot be written, or another process is writing it. This process uses the times anyway.
     """
     file = path()
 
@@ -188,7 +188,7 @@ def save(
     if file is None or mine is None:
         return None
     _read_files[file] = mine
-    # Into the file's own sections: other processes have written since this one has read it.
+    # Merge into the file's current sections: other processes may have written since this one has read it.
     _read_files[file] = _write(file, put)
     return file
 
@@ -196,21 +196,21 @@ def save(
 def _write(
     file: Path, put: Callable[[list[dict[str, Any]]], list[dict[str, Any]] | None]
 ) -> list[dict[str, Any]]:
-    """Replace the file by what `put` makes of its sections, and return that.
+    """Replace the file's sections by the result of `put`, and return that.
 
-    The new file is also the lock (flock): only its holder writes it. A file that a killed process has left is
-    overwritten, but only if this user owns it: another user who can write to the folder may put a link there.
+    The new file is also the lock (flock): only the process that holds it writes. A new file that a killed process has
+    left is overwritten, but only if this user owns it: a user who can write to the folder may put a link there.
 
     Raises:
-        OSError: another process writes it now, or nobody can.
+        OSError: another process is writing the file, or it cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".new")
     with open(open_own(part, os.O_RDWR, 0o644), "r+") as new:
         fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Who had the lock may have renamed what was opened here: then it is the file itself.
+        # The last holder of the lock may have renamed the opened file: then this is the cache itself.
         if os.fstat(new.fileno()).st_ino != part.stat().st_ino:
-            raise BlockingIOError("another process has just written it")
+            raise BlockingIOError("another process has just written the file")
         try:
             old = parse(_read(file))
         except (OSError, ValueError):
@@ -234,7 +234,7 @@ def with_section(
     command: str,
     one_shot: int | None = None,
 ) -> list[dict[str, Any]] | None:
-    """The sections with what was found out put into the one of these conditions; None: there is nothing new in it."""
+    """Return the sections with times merged into the one of `conditions`; None: nothing has changed."""
     others: list[dict[str, Any]] = []
     mine: dict[str, Any] = {"machine": machine(), **conditions._asdict(), "ns_per_mib": {}}
     for section in old:
@@ -252,7 +252,7 @@ def with_section(
 
 
 def merged(known: Times, times: Times, fresh: bool) -> Times:
-    """What was known with what was found out: quick to believe good news, slow to believe bad, but for `fresh` ones."""
+    """Merge new times: a shorter one counts at once, a longer one by a quarter; with `fresh` every new time counts."""
     updated = {
         operation: {size: {**algorithms} for size, algorithms in known[operation].items()}
         for operation in known
@@ -267,7 +267,7 @@ def merged(known: Times, times: Times, fresh: bool) -> Times:
 
 
 def _differs(known: Times, updated: Times) -> bool:
-    """Whether a time is new, or an eighth off what was known: less is no reason to write a file."""
+    """Whether a time is new or differs from the cached one by an eighth; less is not worth writing the file."""
     return any(
         8 * abs(time - known.get(operation, {}).get(size, {}).get(algorithm, 0)) > time
         for operation, classes in updated.items()

@@ -23,32 +23,32 @@ from . import tuning_cache
 from .tuning_cache import Conditions, Times
 
 COLLECTIVES = (*OPERATIONS, *(f"shared:{name}" for name in OPERATIONS))
-"""The operations of a context's table, on any arrays and on such as lie in arenas (rounds.py)."""
+"""Operations of a context's table: on arrays anywhere, then on arrays in arenas (rounds.py)."""
 
 _CLASSES = tuple(str(a.SMALLEST << 2 * number) for number in range(a.CLASSES))
 
-# Calls from which on a row is worth keeping: all ways have been tried, and the best one often.
+# A row is kept from this many calls on: all algorithms have been tried by then, and the best one often.
 _ENOUGH = 32
-# Calls until a way of a known row is tried of which nothing is known: as if it took twice the best of so many.
+# Back-off of an algorithm without a time in a row with times, in calls: as if it took twice the time of the best.
 _UNKNOWN = a.SHARE * a.ALGORITHMS
-_NANOSECONDS = 1_000_000  # for which the clock is measured
+_NANOSECONDS = 1_000_000  # duration of the measurement of the clock's rate
 
 
 @entry
 def read_clock() -> int:
-    """The processor's clock, in ticks."""
+    """Read the processor's clock, in ticks."""
     return ticks()  # type: ignore[no-any-return]
 
 
 @functools.cache
 def _ticks_a_nanosecond() -> float:
-    """Measured for a millisecond, once: 0.02 % off."""
+    """Measure the clock's rate for a millisecond, once; the error is 0.02 %."""
 
     def look() -> tuple[int, int, int]:
         before, count, after = time.perf_counter_ns(), read_clock.call(), time.perf_counter_ns()
         return after - before, count, after
 
-    # Of several looks the quickest: this thread may have lost its core in the middle of another.
+    # Use the quickest of several readings: this thread may lose its core during one of them.
     _, begun, start = min(look() for _ in range(9))
     while time.perf_counter_ns() < start + _NANOSECONDS:
         pass
@@ -57,10 +57,11 @@ def _ticks_a_nanosecond() -> float:
 
 
 def to_publish(ranks: int, slot: int) -> list[list[Any]]:
-    """What rank 0 tells all ranks of groups like this one, under whatever other conditions.
+    """Return what rank 0 publishes: the cached times of groups with so many ranks and this slot size.
 
-    Of each: cores, ticks, and how much of their rests the ways still have before them, drawn by lot: so
-    programs too short for a rest's end take part in trying the ways, too, and at the same share of the time.
+    Each entry has the conditions on cores, the times in ticks, and the fraction of their back-off that algorithms still
+    have to wait. The fraction is random, so programs that are too short for a whole back-off also try algorithms, at
+    the same share of their time.
     """
     found = [
         s for s in tuning_cache.sections() if (s["ranks"], s["slot"]) == (ranks, slot) and s["ns_per_mib"]
@@ -80,13 +81,13 @@ def _each(times: Mapping[str, Any], convert: Callable[[int], int]) -> dict[str, 
 
 
 def matching(sections: Iterable[Sequence[Any]], conditions: Conditions) -> tuple[Times, float]:
-    """Ticks for a group, and how much of their rests the ways have before them, of what rank 0 has told."""
+    """Select the times in ticks, and the fraction of the back-off left, for a group's conditions."""
     same = [s[1:] for s in sections if s[0] == conditions.cores]
     return (same[-1][0], same[-1][1]) if same else ({}, 1.0)
 
 
 def fill(table: Array, times: Times, left: float = 1.0) -> None:
-    """Begin a table with known times in ticks; `left`: how much of their rests the ways have before them."""
+    """Fill a new table with times in ticks; `left`: fraction of the back-off that algorithms still have to wait."""
     for row, operation, size in _rows(table):
         algorithms = times.get(operation, {}).get(size, {})
         ticks = {
@@ -103,7 +104,7 @@ def fill(table: Array, times: Times, left: float = 1.0) -> None:
 
 
 def results(table: Array) -> tuple[Times, int]:
-    """What a table holds, in nanoseconds, of its rows with enough calls; and how many calls these had."""
+    """Return the times in nanoseconds of the rows with enough calls, and the number of these calls."""
     rate = _ticks_a_nanosecond()
     times: Times = {}
     calls = 0
@@ -118,7 +119,7 @@ def results(table: Array) -> tuple[Times, int]:
 
 
 def _rows(table: Array) -> Iterable[tuple[Array, str, str]]:
-    """The rows of a table, with their operations and classes."""
+    """Yield the rows of a table with the names of their operations and classes."""
     number = len(COLLECTIVES)
     rows = table[a.ROWS : a.table_words(number)].reshape(number, a.CLASSES, a.ROW_WORDS)
     for operation, classes in zip(COLLECTIVES, rows, strict=True):

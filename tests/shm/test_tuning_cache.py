@@ -226,7 +226,7 @@ def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(path: Path, caplog):
     path.parent.mkdir()
     os.mkfifo(path)
     assert again() == []
-    assert "it is no file" in caplog.text
+    assert "it is not a regular file" in caplog.text
 
 
 WRITE_OFTEN = """
