@@ -1,32 +1,32 @@
-"""Where everything lies in a segment: pure arithmetic on sizes, no memory touched.
+"""Layout of a segment: pure arithmetic on sizes, without access to memory.
 
     segment  = header | section of rank 0 | section of rank 1 | ...
     section  = control page | slots | outgoing rings, one for each other rank
 
-Header: words that the creator writes before anybody attaches, and that are then only read:
+Header: words that rank 0 writes before other ranks attach, and that nobody writes afterwards:
     word 0   MAGIC
-    word 1   nonce, proves that two ranks mapped the same segment
+    word 1   nonce, which proves that two ranks have mapped the same segment
     word 2   number of ranks
-    word 3   ONE_SHOT_LIMIT, rank 0's number for all (tuning_cache.py)
-    word 4   WAYS, those of autotune.py that rank 0's FASTCOLL_SHM_ALGORITHMS allows, as bits, for all
-and behind it, from COMBINED on, where there are groups: for each group of GROUP ranks two combined lines by parity of
-the call's number, written by any of its ranks (rounds.py); like call lines, with the first word of each rank's payload
+    word 3   ONE_SHOT_LIMIT, rank 0's limit for all ranks (tuning_cache.py)
+    word 4   ALGORITHMS that rank 0's FASTCOLL_SHM_ALGORITHMS allows, as bits, for all ranks (autotune.py)
+From COMBINED on, if the ranks meet in groups: two combined lines for each group of GROUP ranks, by parity of the call's
+number. Any rank of the group writes them (rounds.py). They are like call lines, with one word of each rank's payload.
 
-Control page of a section; single writer: its rank. Each item has 128 bytes of its own, two cache
-lines, since adjacent-line prefetch makes neighbours share.
+Control page of a section. Only its rank writes it. Each item has 128 bytes of its own, two cache lines, because the
+adjacent-line prefetcher makes two neighbours behave as one.
     LINES      two call lines by parity of the call's number, 128 bytes each:
-               word 0 sequence (release), 1 call, 2 shape, 3 balance, 4 time of the last call, then INLINE
-               bytes of payload
+               word 0 sequence (release), 1 call, 2 shape, 3 balance, 4 time of the last call; then INLINE bytes of
+               payload
     PUBLISHED  word 0: see rounds.py (release)
     CONSUMED   word 0: see rounds.py (release)
-    STATE      word 0: 0 in order, 1 left, 2 failed, 3 leaving (release); word 1: length of the reason
-    REASON     who is at fault and the reason as UTF-8 (monitor.py), at most REASON_BYTES
-    ATTACHED   word 0: the nonce, once this rank has mapped the segment; before: words 1.. its CPUs
+    STATE      word 0: 0 working, 1 left, 2 failed, 3 leaving (release); word 1: length of the reason
+    REASON     the ranks at fault, and the reason as UTF-8 (monitor.py), at most REASON_BYTES
+    ATTACHED   word 0: the nonce, once this rank has mapped the segment; words 1 and up: its CPUs, written before
     QUOTA      word 0: cores that its cgroup allows
-    REACH      word 0: address of a word in its memory, word 1: how it can reach all others' (reach.py); words 2 to 5:
-               the table of its arena (arena.py), there before a call line names that arena; word PUSHING: 1 while it
-               writes into peers' arrays (single_copy.py); word REFUGE: the port at which it serves a store for the
-               survivors of a failure, 0 for none
+    REACH      word 0: address of a word in its memory; word 1: how it can access all peers' memory (reach.py); words 2
+               to 5: the table of its arena (arena.py), written before a call line names that arena; word PUSHING: 1
+               while it writes into peers' arrays (single_copy.py); word RECOVERY: the port of the store that it
+               serves to the survivors of a failure, 0 for none
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ PAGE = 4096
 LINE = 128
 
 COMBINED = LINE
-# Up to so many ranks read all lines, more meet in groups (rounds.py). Lines that another core has just written take
-# 0.15 us to read when they are up to 12, 0.23 when they are 16, 0.53 when they are 32, 0.80 when they are 64 (as far
-# apart as sections, best of 20,000, one L3 of an AMD EPYC of family 26); to meet in groups is two such steps.
+# Up to FLAT ranks read all lines, more ranks meet in groups (rounds.py). To read lines that other cores have just
+# written takes 0.15 us for up to 12 lines, 0.23 for 16, 0.53 for 32, 0.80 for 64 (as far apart as sections, best of
+# 20,000, one L3 of an AMD EPYC of family 26). A meeting in groups is two such steps.
 FLAT = 16
-GROUP = 8  # ranks; a combined line has room for a word of each
+GROUP = 8  # ranks; a combined line has room for one word of each
 
 LINES = 0
 PUBLISHED = 2 * LINE
@@ -67,8 +67,8 @@ CONTROL = PAGE
 SEQUENCE, CALL, SHAPE, BALANCE, TIME, PAYLOAD = range(6)
 INLINE = LINE - 8 * PAYLOAD
 
-CHANNELS = LINE // 8  # signals from one rank to another in a segment of symmetric arrays
-SLOTS = 8  # rounds take turns; why so many: docs/architecture.md, "Where the data lies"
+CHANNELS = LINE // 8  # signal counters from one rank to another in a segment of a symmetric array
+SLOTS = 8  # round t uses slot t % SLOTS; why so many: docs/architecture.md, "Where the data lies"
 RING_HEADER = 1024  # control words of a ring, see rings.py
 _SMALLEST_SLOT = 1024
 _SMALLEST_RING = 2048
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        """How many groups the ranks meet in; 0: all meet at once."""
+        """Number of groups in which the ranks meet; 0: all ranks read all lines."""
         return -(-self.size // GROUP) if self.size > FLAT else 0
 
     @property
@@ -101,13 +101,13 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """From one rank's section to the next."""
+        """Bytes from one rank's section to the next."""
         used = self.rings_at + (self.size - 1) * (RING_HEADER + self.ring)
         return -(-used // PAGE) * PAGE
 
     @property
     def nbytes(self) -> int:
-        """The whole segment."""
+        """Bytes of the segment."""
         return self.header + self.size * self.stride
 
     def section(self, rank: int) -> int:
@@ -122,10 +122,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class SymmetricLayout(Layout):
-    """A segment of symmetric arrays: of `slot` bytes a rank, and no rings.
+    """Layout of a segment with a symmetric array of `slot` bytes for each rank, and no rings.
 
     section  = signals | the rank's array
-    signals    a line for each rank: word k counts the signals on channel k to that rank (release)
+    signals    a line for each peer: word k counts the signals on channel k to that peer (release)
     """
 
     cure: ClassVar[str] = "ask for smaller arrays"
@@ -140,16 +140,16 @@ class SymmetricLayout(Layout):
         return -(-(self.array_at + self.slot) // PAGE) * PAGE
 
     def signal(self, src: int, dst: int, channel: int) -> int:
-        """Offset of the count of signals from src to dst."""
+        """Offset of the counter of signals from src to dst on a channel."""
         return self.section(src) + LINE * dst + 8 * channel
 
 
 def plan(size: int, bytes_per_rank: int) -> Layout:
-    """The layout for `size` ranks that each bring about `bytes_per_rank` of memory.
+    """Plan a layout for `size` ranks that contribute about `bytes_per_rank` of memory each.
 
-    Half goes to the slots, three eighths to the rings; the rest is for headers. Slots are at most
-    256 KiB: all slots of a rank are then twice a large L2, so that what is read was written long enough ago to
-    have moved on to the last-level cache (docs/architecture.md).
+    Half is for the slots, three eighths for the rings, the rest for headers. A slot has at most 256 KiB. All slots of a
+    rank are then twice as large as a large L2, so data has moved to the last-level cache when peers read it
+    (docs/architecture.md).
 
     Raises:
         ResourceError: `bytes_per_rank` is too small for this many ranks.
