@@ -1,6 +1,7 @@
-"""The compiled calls of a group: their descriptions, and what follows when an entry comes back early.
+"""The compiled calls of a group: their specs, and what follows when an entry returns early.
 
-An entry comes back early for signals, deadlines, dead peers and mismatches, and for what Python alone can do.
+An entry returns early so that Python can check signals, deadlines and peers, after a mismatch, and for work that only
+Python can do.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from .segment import Segment
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 1e-4
-_WRITER_SECONDS = 0.2  # to write a piece of 64 KiB takes 10 us; who takes longer was stopped
-_ENDING_SECONDS = 0.2  # from when an ending process has no descriptors any more until it is seen to be dead
+_WRITER_SECONDS = 0.2  # a peer writes a piece of 64 KiB in 10 us; if it takes longer, the process is stopped
+_ENDING_SECONDS = 0.2  # from when an ending process has closed its descriptors until it is found dead
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
 _RETURNED_EARLY = (AGAIN, WORKED, MIXED, UNREADABLE, UNMAPPED)
 
@@ -47,7 +48,7 @@ class Calls:
     """The calls of one rank of a group.
 
     Args:
-        interrupted: fails the group, as an exception has left a call.
+        interrupted: fails the group after an exception has ended a call.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class Calls:
         *,
         parts: Sequence[int] = (),
     ) -> CallSpec:
-        """The description of a call, made at its first use; `op`: of a reducing one.
+        """Return the spec of a call, which is made at its first use; `op`: None if the call moves data.
 
         Args:
-            parts: sizes of the arrays of a coalesced call; its description is not kept.
+            parts: sizes of the arrays of a coalesced call; its spec is not kept.
         """
         key = (operation, op, dtype)
         if not parts and key in self._specs:
@@ -97,7 +98,7 @@ class Calls:
         return spec
 
     def prepared(self, entry: Entry, spec: CallSpec | None, *args: Any, timeout: float | None = None) -> Call:
-        """A call of an entry on prepared arrays."""
+        """Return a call of an entry on validated arrays."""
         if spec is not None:
             args = pinned(entry.name, args, spec.itemsize)
         tags = rounds.PREPARED
@@ -109,7 +110,7 @@ class Calls:
                 self.context.words[words.GIVEN] = spec.address
             try:
                 while not self.resume(entry.call(handle, *args), entry, *args, tags=tags, timeout=timeout):
-                    # The synchronous call of another thread is under way, which ends within its own timeout.
+                    # Another thread's synchronous call owns the context; it ends within its own timeout.
                     time.sleep(_POLL_SECONDS)
                     self.gate.check_usable()
             except BaseException as error:
@@ -117,12 +118,15 @@ class Calls:
 
         return call
 
-    # ---- when an entry comes back early --------------------------------------------------------------
+    # ---- when an entry returns early -----------------------------------------------------------------
 
     def resume(
         self, code: int, entry: Entry, *args: Any, tags: int = 0, timeout: float | None = None
     ) -> bool:
-        """Call an entry again until it has an end; whether it has done the call, which it may not have begun."""
+        """Call an entry again until its call ends; return whether the entry has done the call.
+
+        False: the entry did not begin the call (LATER), so the general path must make it.
+        """
         begun = code in _RETURNED_EARLY
         wait: Wait | None = None
         limit = self.gate.timeout if timeout is None else timeout
@@ -153,8 +157,8 @@ class Calls:
         return code == DONE
 
     def _refuse_to_read(self, entry: Entry, look: Callable[[int], None]) -> None:
-        """A peer's array cannot be read: raise why, first of all that it or another one died, or failed the group."""
-        look(AGAIN)  # which raises what it has seen twice
+        """Raise the reason why a peer's array cannot be read: a death, a failure of the group, or the array itself."""
+        look(AGAIN)  # it raises a failure that it finds in two consecutive checks
         deadline = time.monotonic() + _ENDING_SECONDS
         while True:
             look(AGAIN)
@@ -163,7 +167,7 @@ class Calls:
             time.sleep(_POLL_SECONDS)
 
     def _map_arena(self, peer: int, look: Callable[[int], None]) -> None:
-        """Map the arena that a peer's call has named; a peer that has ended meanwhile is what `look` raises."""
+        """Map the arena that a peer's call has published; if the peer has ended, `look` raises that."""
         base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:6])
         reach("shm.arena.before_mapping")
         deadline = time.monotonic() + _ENDING_SECONDS
@@ -181,14 +185,14 @@ class Calls:
         self.context.note_arena(peer, base, nbytes, mapping.address)
 
     def _gather(self, everybody: Array, own: Array) -> None:
-        """Every rank's array, by the thread whose call has the context; its dtype is one of `_SHARED`."""
+        """Gather every rank's array, on the thread whose call owns the context; the dtype is one of `_SHARED`."""
         code = movement.all_gather.call(self.context.address | rounds.HELD, everybody, own)
         self.resume(code, movement.all_gather, everybody, own, tags=rounds.HELD)
 
     def torn(self, entry: Entry, error: BaseException, *integers: Any) -> None:
-        """An entry's call was left by an exception, which goes on; where the call was half-way, the group fails.
+        """Raise the exception that has ended an entry's call; fail the group if the call had begun.
 
-        Where the entry refused one of the integers it does not, since the general path then says what is wrong.
+        Return instead if the entry rejected one of `integers`: the general path then raises the proper error.
         """
         if not self.context.is_mine():
             if refuses(error, integers):
@@ -200,13 +204,15 @@ class Calls:
         raise error
 
     def _await_writers(self) -> None:
-        """The group has failed: no peer writes into this rank's array any more, or it is withdrawn (single_copy.py)."""
+        """After a failure wait until no peer writes into this rank's array, or withdraw it (single_copy.py)."""
         address, nbytes = self.context[words.EXPOSED], self.context[words.EXPOSED_BYTES]
         deadline = time.monotonic() + _WRITER_SECONDS
         while address and (writers := self._living_writers()):
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, writers))
-                _log.warning("%s may still write into a shared array: arrays are shared no more", names)
+                _log.warning(
+                    "%s may still write into a shared array; this process shares no more arrays", names
+                )
                 arena.withdraw(address, nbytes)
                 break
             time.sleep(_POLL_SECONDS)

@@ -1,7 +1,6 @@
-"""A group's private context: the table of words that its entries read and keep their state in; and what it tells.
+"""A group's private context, the table of words that entries use, and reports about the current call.
 
-Everything that is said of the call under way is read from the call lines, which stay as they are until every rank has
-compared them.
+Reports read the call lines, which do not change until every rank has compared them.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from .reach import MAPS, READS
 from .segment import Segment
 from .validate import BY_CALL, MEMO_PROBES, memo_slot
 
-BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
+BUDGET = 50_000_000  # ns that a kernel may wait before Python checks signals, deadlines and peers
 
-# Polls before yielding when every rank has a core of its own: 20 to 50 us, longer than any peer's lag
-# in a tight loop (Zen 5: 15 ns a pause). Oversubscribed, a spinning rank steals the very core that its
-# peer needs: 4 ranks on 2 cores take 3.4 us yielding at once and 25 us after 1000 spins.
+# Polls, then yields, before sleeping. If every rank has a core of its own, it polls for 20 to 50 us, longer than any
+# peer's lag in a tight loop (Zen 5: 15 ns a pause). With fewer cores, a polling rank keeps its peer from running: 4
+# ranks on 2 cores take 3.4 us if they yield at once and 25 us after 1000 polls.
 _DEDICATED = (2000, 200)
 _OVERSUBSCRIBED = (0, 1000)
 
-HANDED_OVER = -1  # in BUSY, no thread's number: the progress thread will go on with the call
+HANDED_OVER = -1  # value of BUSY, no thread's number: another thread will take the call over
 
 
 def backoff(ranks: int, cores: int) -> tuple[int, int]:
-    """Spins and yields before sleeping, for so many ranks on so many cores."""
+    """Polls and yields before sleeping, for a number of ranks on a number of cores."""
     return _DEDICATED if ranks <= cores else _OVERSUBSCRIBED
 
 
@@ -48,9 +47,9 @@ _NO_ARENA = np.zeros(TABLE_WORDS, np.int64)
 
 
 class CallSpec:
-    """The description of a call that depends on its operation, dtype and reduce operation only.
+    """The values of a call that depend only on its operation, dtype and reduce operation.
 
-    Its `address` is of the words that entries read, and valid while this object lives.
+    Entries read them from `address`, which is valid as long as this object exists.
     """
 
     def __init__(self, call: int, itemsize: int, reducer: Sequence[int] = (0, 0)) -> None:
@@ -60,12 +59,12 @@ class CallSpec:
 
 
 def changed(name: str) -> AbortedError:
-    """The error of a call whose array another thread has changed in the middle of it."""
+    """Return the error of a call during which another thread has changed an array."""
     return AbortedError(f"{name}: an array was changed meanwhile")
 
 
 def pinned(name: str, args: tuple[Any, ...], itemsize: int) -> tuple[Any, ...]:
-    """Arguments that no other thread can change: the arrays' bytes are as many as the call's description says."""
+    """Replace arrays by views, which no other thread can reshape, and check their itemsize."""
 
     def keep(x: Any) -> Any:
         if type(x) is tuple:
@@ -81,12 +80,12 @@ def pinned(name: str, args: tuple[Any, ...], itemsize: int) -> tuple[Any, ...]:
 
 
 def words_for(size: int) -> int:
-    """How many words the context has in a group of so many ranks."""
+    """Number of words of the context of a group of `size` ranks."""
     return at.TABLES + at.TABLES_A_RANK * size
 
 
 class ShmContext:
-    """The context of one rank, and typed access to the words that Python needs; zeros in `words`, if it is given."""
+    """The context of one rank, with access to the words that Python needs; `words`: memory for it, all zeros."""
 
     def __init__(self, base: int, layout: Layout, rank: int, cores: int, words: Array | None = None) -> None:
         words = self.words = np.zeros(words_for(layout.size), np.int64) if words is None else words
@@ -109,21 +108,22 @@ class ShmContext:
         return int(self.words[index])
 
     def table(self, which: int) -> list[int]:
-        """A table of a word a rank."""
+        """Return a table with one word for each rank."""
         start = at.TABLES + which * self[at.SIZE]
         return [int(word) for word in self.words[start : start + self[at.SIZE]]]
 
     def go_one_shot(self, limit: int) -> None:
-        """Let reductions of up to `limit` bytes go one-shot from now on; on all ranks between the same two calls."""
+        """Set the one-shot limit in bytes; collective: between the same two calls on all ranks."""
         self.words[at.ONE_SHOT] = limit
 
     def go_direct(self, pids: Sequence[int], reach: int) -> int:
-        """Let calls go direct from now on: all ranks, which are these processes, reach one another so (reach.py).
+        """Allow direct calls between the ranks, which are these processes; return all allowed algorithms as bits.
 
-        Returns the ways of autotune.py that calls may go, as bits.
+        Args:
+            reach: how every rank can access every other's memory (reach.py).
         """
         algorithms = ctypes.c_int64.from_address(self._base + 8 * ALGORITHMS).value
-        # A call tells an address a rank and one more, in a slot at most.
+        # A direct call publishes one address for each rank, and one more, in a slot at most.
         if reach & (READS | MAPS) and len(pids) > 1 and 8 * (len(pids) + 1) <= self[at.SLOT]:
             self.words[at.DIRECT_FROM] = autotune.direct_from(algorithms)
         self.words[at.ONLY_SHARED] = 0 if reach & READS else 1
@@ -134,33 +134,33 @@ class ShmContext:
         return algorithms
 
     def note_arena(self, peer: int, base: int, nbytes: int, here: int) -> None:
-        """A peer's arena, of nbytes from `base` on there, is mapped `here`."""
+        """Record that a peer's arena, of nbytes at `base` in the peer, is mapped at `here`."""
         for which, word in ((at.ARENA_BYTES, nbytes), (at.ARENA_SHIFTS, here - base), (at.ARENA_BASES, base)):
             self.words[at.TABLES + which * self[at.SIZE] + peer] = word
 
     def wait_no_longer_than(self, nanoseconds: int = BUDGET) -> None:
-        """Have entries come back after so long a wait; another thread's call then does too, without harm."""
+        """Limit how long entries wait before they return; a call of another thread may return early too."""
         self.words[at.BACKOFF + waiting.BUDGET] = nanoseconds
 
     def is_mine(self) -> bool:
-        """Whether a call of this very thread is under way."""
+        """Whether a call of this thread owns the context."""
         return self[at.BUSY] == threading.get_ident()
 
     def let_go(self, whose: int | None = None) -> None:
-        """End the call of this thread, or that which is HANDED_OVER and nobody will go on with, if there is one."""
+        """Release the context if a call of this thread owns it; with `whose` HANDED_OVER if such a call does."""
         if self[at.BUSY] == (threading.get_ident() if whose is None else whose):
             self.words[at.BUSY] = 0
 
     def remember(self, operation: int, dtype: np.dtype[Any], op: Any, spec: CallSpec) -> None:
-        """Let entries find a description by themselves, unless the memo is full; None for `op`: a moving operation.
+        """Add a spec to the memo, where entries find it, unless the memo is full; `op` None: the call moves data.
 
-        The memo goes by identity, so it keeps the objects alive.
+        The memo compares addresses of objects, so it keeps the objects alive.
         """
         self._alive.append((dtype, op))
         self._remember((id(dtype), 0 if op is None else id(op), operation), spec)
 
     def remember_call(self, operation: int, call: int, spec: CallSpec) -> None:
-        """The same by a word that doors are given, for ever."""
+        """Add a spec to the memo by a call word, for compiled callers."""
         self._remember((call, BY_CALL, operation), spec)
 
     def _remember(self, key: tuple[int, int, int], spec: CallSpec) -> None:
@@ -176,13 +176,13 @@ class ShmContext:
 
 
 class CallReport:
-    """What one rank can say about its group's current call. Nothing here blocks but `mismatch`."""
+    """Reports of one rank about its group's current call. Only `mismatch` blocks."""
 
     def __init__(self, segment: Segment, context: ShmContext, gate: Gate) -> None:
         self._segment, self._context, self._gate = segment, context, gate
 
     def doing(self, entry: str) -> str:
-        """The call under way, for messages; `entry` is its name while it has not been published."""
+        """Describe the current call, for messages; `entry`: its name, used until the call is published."""
         number = self._context[at.CALLS]
         line = self._line(self._gate.rank)
         published = line[layout.SEQUENCE] == number
@@ -190,14 +190,14 @@ class CallReport:
         return self._gate.name_of(call, number)
 
     def late(self) -> list[int]:
-        """The group ranks that have not arrived at the call under way, or else whom the kernel waits for."""
+        """The group ranks that have not begun the current call; if all have, the rank for which the kernel waits."""
         number = self._context[at.CALLS]
         late = [rank for rank in range(self._gate.size) if self._line(rank)[layout.SEQUENCE] < number]
         waits_for = late or [self._context[at.LATE]]
         return [rank for rank in waits_for if rank != self._gate.rank]
 
     def mismatch(self, gather: Callable[[Array, Array], None]) -> MismatchError:
-        """What each rank called. Every rank of a mismatch is here, so they can `gather` more from one another."""
+        """Make the error that lists each rank's call. All ranks find a mismatch, so they can `gather` more values."""
         number = self._context[at.CALLS]
         sizes = self._context.table(at.GIVES + 1), self._context.table(at.TAKES + 1)
         lines = map(self._line, range(self._gate.size))
@@ -207,17 +207,17 @@ class CallReport:
         return signature.difference(heads, self._gate, number, gather, sizes, describe)
 
     def _line(self, rank: int) -> Array:
-        """The words of a rank's line of the current call."""
+        """Words of a rank's line of the current call."""
         start = self._segment.word(rank, layout.LINE * (self._context[at.CALLS] % 2))
         return self._segment.words[start : start + layout.PAYLOAD]
 
 
 def describe_symmetric(tables: Sequence[signature.Sizes], ranks: Sequence[int]) -> str:
-    """Where in symmetric memory each rank's array lies, which it says instead of sizes (symmetric.py)."""
+    """Describe each rank's position in symmetric memory, which its tables have instead of sizes (symmetric.py)."""
     places = [(gives[0], gives[1]) for gives, _ in tables]
     names = {memory: f"array {number}" for number, memory in enumerate(dict.fromkeys(m for m, _ in places))}
-    said = [
-        f"rank {rank} gave what begins {offset} bytes into symmetric {names[memory]}"
+    lines = [
+        f"rank {rank} passed the slice at byte {offset} of symmetric {names[memory]}"
         for rank, (memory, offset) in zip(ranks, places, strict=True)
     ]
-    return "; ".join([*said[:8], "give the same slice of the same symmetric array on all ranks"])
+    return "; ".join([*lines[:8], "pass the same slice of the same symmetric array on all ranks"])

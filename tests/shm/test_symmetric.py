@@ -278,10 +278,10 @@ def test_different_slices_are_a_mismatch(rank, world_size):
     x, y = symmetric.zeros(10_000), symmetric.zeros(10_000)
     last = rank == world_size - 1
     with pytest.raises(
-        dist.MismatchError, match=f"rank {world_size - 1} gave what begins 8 bytes into symmetric array 0"
+        dist.MismatchError, match=f"rank {world_size - 1} passed the slice at byte 8 of symmetric array 0"
     ):
         dist.all_reduce(x[1:9001] if last else x[:9000])
-    with pytest.raises(dist.MismatchError, match="0 bytes into symmetric array 1; give the same slice"):
+    with pytest.raises(dist.MismatchError, match="byte 0 of symmetric array 1; pass the same slice"):
         dist.all_reduce(y if last else x)
     with pytest.raises(dist.MismatchError, match="all_reduce"):
         dist.all_reduce(x[:9000] if last else x)
