@@ -1,6 +1,6 @@
 """The backend of the ranks of one node, over one shared-memory segment.
 
-The synchronous path is in fast.py, what follows when an entry comes back early in calls.py.
+The synchronous path is in fast.py; calls.py has what follows when an entry returns early.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..core.group import ProcessGroup
 from ..core.operands import Array
 from ..core.operation import Call, Operation
 from ..core.operations import KINDS, NO_ARRAY
-from ..core.status import AGAIN, LATER, MIXED, UNMAPPED, UNREADABLE, WORKED
+from ..core.status import LATER
 from ..errors import GroupError
 from ..kernels import waiting
 from ..p2p.engine import Engine
@@ -48,10 +48,6 @@ from .symmetric import ShmMemory, SymmetricArrays
 _log = logging.getLogger("fastcoll")
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
-_WRITER_SECONDS = 0.2  # to write a piece of 64 KiB takes 10 us; who takes longer was stopped
-_ENDING_SECONDS = 0.2  # from when an ending process has no descriptors any more until it is seen to be dead
-_SHARED = np.dtype(np.int64), np.dtype(np.uint8)
-_UNDER_WAY = (AGAIN, WORKED, MIXED, UNREADABLE, UNMAPPED)
 
 
 class ShmBackend(Backend):
@@ -69,7 +65,7 @@ class ShmBackend(Backend):
         timeout: float,
         neighbours: int | None = None,
     ) -> ShmBackend:
-        """Meet the other members, who are in the order of their group ranks, in a new segment; collective.
+        """Meet the other members, in the order of their group ranks, in a new segment; collective.
 
         Args:
             store: the group's own (prefixed) store.
@@ -78,7 +74,7 @@ class ShmBackend(Backend):
 
         Raises:
             ResourceError: no shared memory; raised on every rank.
-            PeerDiedError, StoreTimeoutError: a member died or did not come.
+            PeerDiedError, StoreTimeoutError: a member died or did not arrive.
         """
         there = members[rank].world_size if neighbours is None else neighbours
         met = meet(store, members, rank, timeout, there)
@@ -115,14 +111,14 @@ class ShmBackend(Backend):
 
     @cached_property
     def native_calls(self) -> ShmNativeCalls | None:  # type: ignore[override]  # made when it is first asked for
-        """None where the record has where calls come from, which compiled callers cannot say."""
+        """None if the record must have the file and line of each call, which compiled callers cannot pass."""
         return None if self._record.keeps_sites else ShmNativeCalls(self.calls, self.pipe, self.messages)
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
         return Fast(group, self.calls, self.messages, self.pipe.address, self.inline_start).table()
 
     def go_direct(self, reach: int) -> None:
-        """Let calls and messages be read where they are, as all ranks can do that (reach.py)."""
+        """Allow direct calls and messages, if all ranks can access one another's memory (reach.py)."""
         pids = [member.pid for member in self.monitor.members]
         algorithms = self.context.go_direct(pids, reach)
         if reach & READS:
@@ -139,7 +135,7 @@ class ShmBackend(Backend):
         return ShmRecoveryEndpoint(self._segment, self.gate.rank)
 
     def stop(self) -> None:
-        self.context.words[words.SHUT] = 1  # leave the synchronous path from now on
+        self.context.words[words.SHUT] = 1  # entries return LATER from now on
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         kind, outputs, inputs, op, _, parts = operation
@@ -154,7 +150,7 @@ class ShmBackend(Backend):
         return self._symmetric.allocate(partial(self._exchange, group), nbytes, label)
 
     def _exchange(self, group: ProcessGroup, note: str) -> list[str]:
-        """Every rank's note."""
+        """Exchange notes with all ranks."""
 
         def gather(everybody: Array, own: Array) -> None:
             spec = self.calls.spec("symmetric.empty", own.dtype)
@@ -163,18 +159,18 @@ class ShmBackend(Backend):
 
         return signature.tell(note, self.gate.size, gather)
 
-    # ---- what the group finds out --------------------------------------------------------------------
+    # ---- the tuner's times ---------------------------------------------------------------------------
 
     @property
     def _tuning(self) -> Array:
         return self.context.words[words.CHOOSING : words.MEMO]
 
     def reset_tuning(self) -> None:
-        """Begin anew to find out what is fast; on all ranks between the same two calls."""
+        """Forget all times; collective: between the same two calls on all ranks."""
         self._tuning[:] = 0
 
     def save_tuning(self, command: str = tuning_cache.RUNNING, one_shot: int | None = None) -> Path | None:
-        """Write down what this rank has found out; see tuning_cache.py."""
+        """Merge this rank's times into the tuning cache; see `tuning_cache.save`."""
         return tuning_cache.save(self.conditions, *tuning_table.results(self._tuning), command, one_shot)
 
     # ---- the end ---------------------------------------------------------------------------------
@@ -182,12 +178,13 @@ class ShmBackend(Backend):
     def close(self, reason: GroupError | None) -> None:
         self.context.words[words.SHUT] = 1
         self.context.let_go(HANDED_OVER)
-        # A signal handler that closes the group whose call it interrupted would wait for itself; one that interrupted a
-        # message would have it go on in memory that is gone. Closed messages keep their pipe, so look before.
+        # A signal handler that closes the group whose call it has interrupted would wait for itself. One that has
+        # interrupted a message would unmap the memory that the message uses. Closed messages keep their pipe, so check
+        # before they are closed.
         inside = self.gate.is_inside() or self.messages.has_lock()
         self.messages.close(reason)
-        # A call under way was aborted and ends within moments. One that a killed thread has left behind is
-        # not worth waiting for: then the mapping stays until the process ends.
+        # A running call was aborted and ends within moments. If a thread was killed inside a call, nobody releases the
+        # context; then the mapping stays until the process ends.
         deadline = time.monotonic() + _CLOSE_SECONDS
         turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         free = turn
@@ -199,7 +196,7 @@ class ShmBackend(Backend):
             try:
                 self.save_tuning()
             except OSError as error:
-                _log.debug("what the group %s has learned is not kept: %s", self.gate.name, error)
+                _log.debug("the times of group %s are not kept: %s", self.gate.name, error)
         if free:
             self._segment.close()
             self.calls.close()
@@ -208,11 +205,11 @@ class ShmBackend(Backend):
             self.gate.turn.release()
 
     def disown(self, error: GroupError) -> None:
-        self.stop()  # the segment is the parent's
+        self.stop()  # the segment belongs to the parent process
 
 
 def arguments_of(operation: Operation) -> tuple[Any, ...]:
-    """What the entry of an operation's kind takes after the context."""
+    """Return the arguments that the entry of an operation's kind takes after the handle."""
     kind = KINDS[operation.kind]
     outputs = (operation.outputs or None) if kind.takes_blocks else operation.outputs[0]
     inputs = (operation.inputs or None) if kind.gives_blocks else operation.inputs[0]
@@ -240,4 +237,4 @@ ENTRIES: tuple[Entry, ...] = (
     ring_kernels.retire,
     symmetric.copy_bytes, symmetric.count_signal, symmetric.await_signal,
 )  # fmt: skip
-"""Every entry there is, for whoever wants them compiled ahead."""
+"""All entries, for compilation ahead of time."""

@@ -1,10 +1,10 @@
-"""The synchronous path: a collective on arrays that need no preparation is one compiled call, and nothing else.
+"""The synchronous path: a collective on arrays that need no preparation is one compiled call.
 
-Each method tries that first. The entry itself finds out whether it can do the call (validate.py), and says LATER
-where it cannot: arrays of other kinds, a dtype or reduce operation seen for the first time, wrong arguments, a
-group that failed, operations that are queued. Then the general path in group.py has it.
+Each method tries that first. The entry validates the arguments itself (validate.py) and returns LATER if it cannot do
+the call: other kinds of arrays, a dtype or reduce operation used for the first time, wrong arguments, a failed group,
+or queued operations. Then the method makes the call on the general path in group.py.
 
-A list becomes a tuple, since another thread could take an array out of a list while the entry uses it.
+A list is copied to a tuple, because another thread could remove an array from a list while the entry uses it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MESSAGES = Entries(ring_kernels.send, ring_kernels.receive, ring_kernels.post_se
 
 
 class Fast:
-    """What stands in for a group's methods where it runs in shared memory."""
+    """Fast versions of the methods of a group in shared memory."""
 
     def __init__(
         self, group: ProcessGroup, calls: Calls, messages: Engine, mailbox: int, inline_start: InlineStart
@@ -46,12 +46,12 @@ class Fast:
         self._inline_start = inline_start
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """The methods below and those of messages, by the names of the group's."""
+        """Return the methods below and those of messages, by the names of the group's methods."""
         own = {name: getattr(self, name) for name in vars(Fast) if name[0] != "_" and name != "table"}
         return own | self._messages._asdict()
 
-    def _further(self, code: int, entry: Entry, tensor: Any, how: Any) -> bool:
-        """As `_go_on`, and on LATER the call once more with a header in the place of a tensor."""
+    def _continue(self, code: int, entry: Entry, tensor: Any, how: Any) -> bool:
+        """Continue a call after `code`; on LATER call the entry again with an array header in place of a tensor."""
         if code == LATER:
             if type(tensor) not in plain_types:
                 return False
@@ -60,8 +60,8 @@ class Fast:
                 return True
         return self._resume(code, entry, tensor, how)
 
-    def _further_on(self, code: int, entry: Entry, *args: Any) -> bool:
-        """As `_further`, where any of the arguments may be a tensor or a tuple with tensors."""
+    def _continue_any(self, code: int, entry: Entry, *args: Any) -> bool:
+        """Continue a call as `_continue` does, if any argument may be a tensor or a tuple with tensors."""
         if code == LATER:
             if not plain_types:
                 return False
@@ -74,7 +74,7 @@ class Fast:
         if not async_op:
             try:
                 code = all_reduce.call(self._c, tensor, op)
-                if code == DONE or self._further(code, all_reduce, tensor, op):
+                if code == DONE or self._continue(code, all_reduce, tensor, op):
                     return None
             except BaseException as error:
                 self._torn(all_reduce, error)
@@ -86,7 +86,7 @@ class Fast:
         if not async_op:
             try:
                 code = reduce.call(self._c, tensor, tensor, op, root)
-                if code == DONE or self._further_on(code, reduce, tensor, tensor, op, root):
+                if code == DONE or self._continue_any(code, reduce, tensor, tensor, op, root):
                     return None
             except BaseException as error:
                 self._torn(reduce, error, root)
@@ -99,7 +99,7 @@ class Fast:
             blocks = tuple(input_list)
             try:
                 code = reduce_scatter.call(self._c, output, blocks, op)
-                if code == DONE or self._further_on(code, reduce_scatter, output, blocks, op):
+                if code == DONE or self._continue_any(code, reduce_scatter, output, blocks, op):
                     return None
             except BaseException as error:
                 self._torn(reduce_scatter, error)
@@ -117,7 +117,7 @@ class Fast:
         if not async_op and (blocks is not input or type(input) is not tuple):
             try:
                 code = reduce_scatter.call(self._c, output, blocks, op)
-                if code == DONE or self._further_on(code, reduce_scatter, output, blocks, op):
+                if code == DONE or self._continue_any(code, reduce_scatter, output, blocks, op):
                     return None
             except BaseException as error:
                 self._torn(reduce_scatter, error)
@@ -131,7 +131,7 @@ class Fast:
         if not async_op:
             try:
                 code = broadcast.call(self._c, tensor, root)
-                if code == DONE or self._further(code, broadcast, tensor, root):
+                if code == DONE or self._continue(code, broadcast, tensor, root):
                     return None
             except BaseException as error:
                 self._torn(broadcast, error, root)
@@ -144,7 +144,7 @@ class Fast:
             outs = tuple(output_list)
             try:
                 code = all_gather.call(self._c, outs, tensor)
-                if code == DONE or self._further_on(code, all_gather, outs, tensor):
+                if code == DONE or self._continue_any(code, all_gather, outs, tensor):
                     return None
             except BaseException as error:
                 self._torn(all_gather, error)
@@ -154,7 +154,7 @@ class Fast:
         if not async_op and type(output) is not tuple:
             try:
                 code = all_gather.call(self._c, output, input)
-                if code == DONE or self._further_on(code, all_gather, output, input):
+                if code == DONE or self._continue_any(code, all_gather, output, input):
                     return None
             except BaseException as error:
                 self._torn(all_gather, error)
@@ -169,7 +169,7 @@ class Fast:
             outs = None if output_list is None else tuple(output_list)
             try:
                 code = gather.call(self._c, outs, tensor, root)
-                if code == DONE or self._further_on(code, gather, outs, tensor, root):
+                if code == DONE or self._continue_any(code, gather, outs, tensor, root):
                     return None
             except BaseException as error:
                 self._torn(gather, error, root)
@@ -182,7 +182,7 @@ class Fast:
             blocks = None if input_list is None else tuple(input_list)
             try:
                 code = scatter.call(self._c, tensor, blocks, root)
-                if code == DONE or self._further_on(code, scatter, tensor, blocks, root):
+                if code == DONE or self._continue_any(code, scatter, tensor, blocks, root):
                     return None
             except BaseException as error:
                 self._torn(scatter, error, root)
@@ -195,7 +195,7 @@ class Fast:
             outs, blocks = tuple(output_list), tuple(input_list)
             try:
                 code = all_to_all.call(self._c, outs, blocks, blocks[0])
-                if code == DONE or self._further_on(code, all_to_all, outs, blocks, blocks[0]):
+                if code == DONE or self._continue_any(code, all_to_all, outs, blocks, blocks[0]):
                     return None
             except BaseException as error:
                 self._torn(all_to_all, error)
@@ -213,7 +213,7 @@ class Fast:
         if even and not async_op and type(output) is not tuple:
             try:
                 code = all_to_all.call(self._c, output, input, input)
-                if code == DONE or self._further_on(code, all_to_all, output, input, input):
+                if code == DONE or self._continue_any(code, all_to_all, output, input, input):
                     return None
             except BaseException as error:
                 self._torn(all_to_all, error)

@@ -344,5 +344,5 @@ def test_a_group_that_failed_writes_nothing_and_others_close_though_they_cannot(
         group.abort("enough")
     group.close()
     assert list(tmp_path.iterdir()) == []
-    assert ("is not kept" in caplog.text) == (rank == 0 and not fails)
+    assert ("are not kept" in caplog.text) == (rank == 0 and not fails)
     config.forget()
