@@ -1,9 +1,9 @@
-"""The ways of shared memory for compiled callers: C functions as kernels/c_entries.py has them, beside the entries.
+"""Native calls of shared memory for compiled callers: C functions as kernels/c_entries.py specifies them.
 
-A way takes the context, finds the call's description by the caller's word, which Python has told it once (`learn`), and
-runs what the entry of the same operation runs: so failpoints, the record, the autotuner's choices, symmetric and
-shared arrays are the entry's. A call that comes back early is gone on with as an entry's is, by calling the way again:
-`_Way` has an entry's face. A way is compiled, or loaded, when its operation is first called so.
+A native call takes the context, finds the call's spec in the memo by the caller's call word, which Python has added
+(`open`), and runs the same code as the entry of its operation. So failpoints, the record, the tuner, and symmetric and
+shared arrays work as in the entry. If it returns early, Python continues the call by calling it again, as an entry:
+`_NativeCall` has an entry's interface. A native call is compiled or loaded when its operation is first used.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ _ALL_TO_ALL = signature.code_of("all_to_all")
 
 @inlined
 def _begin(h, operation, call, root):
-    """The context and the call's description; 0 and 0: that cannot be now, or Python has to say more."""
+    """Take the context and find the call's spec; return 0 and 0 if Python must make the call."""
     c = r.take(h)
     if c == 0:
         return 0, 0
-    spec = v.description_by_call(c, h, operation, call)
+    spec = v.spec_by_call(c, h, operation, call)
     if spec == 0 or not v.is_rank(c, root):
         r.give_up(h)
         return 0, 0
@@ -125,7 +125,7 @@ def reduce_scatter_call(h, data, out, nbytes, call, peer):
 
 @inlined
 def _list_split(c, which, address, sizes):
-    """Fill the tables: blocks of these sizes, one after the other; how many bytes they have."""
+    """Fill the tables with consecutive blocks of these sizes; return the sum of the sizes."""
     nbytes = 0
     for peer in range(load_word(c, at.SIZE)):
         v.list_one(c, which, peer, address + nbytes, load_word(sizes, peer))
@@ -219,11 +219,11 @@ _FUNCTIONS: dict[int, Callable[..., Any]] = {
 }  # fmt: skip
 _WORDS = ("int64",) * 6
 NATIVE_CALLS = {op: function.__name__.removesuffix("_call") for op, function in _FUNCTIONS.items()}
-"""The ways' names, by what the door calls their operations."""
+"""Names of the native calls, by the numbers of operations in kernels/c_entries.py."""
 
 
 class _NativeCall:
-    """A way as Python goes on with it: what `Calls.resume` knows of an entry."""
+    """A native call with an entry's interface, as `Calls.resume` uses it."""
 
     def __init__(self, op: int) -> None:
         self.name = NATIVE_CALLS[op]
@@ -239,14 +239,14 @@ _mailboxes = count(1)
 
 
 def native_call(op: int) -> Any:
-    """The way of an operation, compiled or loaded."""
+    """Return the native call of an operation, compiled or loaded."""
     if op not in _made:
         _made[op] = _NativeCall(op)
     return _made[op]
 
 
 class ShmNativeCalls(NativeCalls):
-    """The ways of one group."""
+    """The native calls of one group."""
 
     def __init__(self, calls: Calls, pipe: RingPipe, messages: Engine) -> None:
         self._calls, self._messages = calls, messages
@@ -295,7 +295,7 @@ class ShmNativeCalls(NativeCalls):
         return DONE
 
     def _wait(self, number: int) -> int:
-        """Wait for the request that `send_call` or `receive_call` has posted."""
+        """Wait for a request that `send_call` or `receive_call` has posted."""
         self.take_over()
         work = handles.find(number)
         return handles.source_of(number) if work is None else handles.end(number, work)

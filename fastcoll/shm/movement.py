@@ -1,7 +1,7 @@
-"""The collectives of a segment that move data and do not look at it; entries as in reductions.py.
+"""The collectives of a segment that move data; entries as in reductions.py.
 
-Here a round waits for single peers, in an order that differs from rank to rank, so that not all copy out of the
-same slot at once.
+A round waits for one peer at a time, in an order that differs between ranks, so that ranks copy from different slots at
+the same time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ALL_TO_ALL = signature.code_of("all_to_all")
 
 @locked_entry
 def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
-    """Copy the array of rank src into everybody's."""
+    """Copy the array of rank src into the arrays of all ranks."""
     h = integer(handle)
     c = r.take(h)
     if c == 0:
         return LATER
     x, root = object_at(tensor), integer(src)
-    spec = v.description(c, h, _BROADCAST, x, 0)
+    spec = v.spec_of(c, h, _BROADCAST, x, 0)
     here = load_word(c, at.RANK) == root
     if spec == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, 0 if here else WRITEABLE):
         return r.give_up(h)
@@ -42,7 +42,7 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
 
 @inlined
 def run_broadcast(h, c, data, nbytes, spec, root):
-    """The call whose context is taken; so are all that begin with `run`: without the GIL, for entries and doors."""
+    """Run the call; the context is taken. Entries and native calls share the functions `run_*`, which need no GIL."""
     call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     r.begin(h, _BROADCAST, nbytes, True, single_copy.kind_of(c, data, nbytes))
     if is_direct(r.tuning_at(c)):
@@ -89,13 +89,13 @@ def _broadcast(c, x, nbytes, call, root):
 
 @locked_entry
 def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
-    """Copy every rank's array into block r of everybody's `outputs`: a tuple of arrays, or one in equal parts."""
+    """Copy rank r's array into block r of all ranks' `outputs`: a tuple of arrays, or one array of equal blocks."""
     h = integer(handle)
     c = r.take(h)
     if c == 0:
         return LATER
     x = object_at(tensor)
-    spec = v.description(c, h, _ALL_GATHER, x, 0)
+    spec = v.spec_of(c, h, _ALL_GATHER, x, 0)
     if spec == 0 or not v.is_plain(c, h, x, 0):
         return r.give_up(h)
     if not v.list_blocks(c, h, at.TAKES, object_at(outputs), x, spec, WRITEABLE):
@@ -115,19 +115,19 @@ def _balance_of(c):
 
 @inlined
 def _own_fits(c):
-    """Whether this rank gives itself what it takes from itself."""
+    """Whether this rank's own block has the same size on both sides."""
     rank = load_word(c, at.RANK)
     return load_word(r.table(c, at.GIVES + 1), rank) == load_word(r.table(c, at.TAKES + 1), rank)
 
 
 @inlined
 def _rooted(h, operation, x, holder, root, one, many):
-    """A call of one rank with all: the table `one` gets x, for or from the root, and there `many` gets the blocks."""
+    """Run a gather or scatter: table `one` gets x, to or from the root; on the root table `many` gets the blocks."""
     c = r.take(h)
     if c == 0:
         return LATER
     here = load_word(c, at.RANK) == root
-    spec = v.description(c, h, operation, x, 0)
+    spec = v.spec_of(c, h, operation, x, 0)
     flags = WRITEABLE if one == at.TAKES else 0
     if spec == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, flags):
         return r.give_up(h)
@@ -147,27 +147,27 @@ def _rooted(h, operation, x, holder, root, one, many):
 
 @locked_entry
 def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> int:
-    """Copy rank r's array into block r of rank dst's `outputs`, which are None elsewhere."""
+    """Copy rank r's array into block r of rank dst's `outputs`, which are None on other ranks."""
     x, holder = object_at(tensor), object_at(outputs)
     return _rooted(integer(handle), _GATHER, x, holder, integer(dst), at.GIVES, at.TAKES)
 
 
 @locked_entry
 def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> int:
-    """Copy block r of rank src's `blocks`, which are None elsewhere, into rank r's `output`."""
+    """Copy block r of rank src's `blocks`, which are None on other ranks, into rank r's `output`."""
     x, holder = object_at(output), object_at(blocks)
     return _rooted(integer(handle), _SCATTER, x, holder, integer(src), at.TAKES, at.GIVES)
 
 
 @locked_entry
 def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObject) -> int:
-    """Copy block p of every rank's `blocks` into block r of rank p's `outputs`; `like` is one of the arrays."""
+    """Copy block p of rank r's `blocks` into block r of rank p's `outputs`; `like` is one of the arrays."""
     h = integer(handle)
     c = r.take(h)
     if c == 0:
         return LATER
     x = object_at(like)
-    spec = v.description(c, h, _ALL_TO_ALL, x, 0)
+    spec = v.spec_of(c, h, _ALL_TO_ALL, x, 0)
     if spec == 0 or not v.list_blocks(c, h, at.GIVES, object_at(blocks), x, spec, 0):
         return r.give_up(h)
     if not v.list_blocks(c, h, at.TAKES, object_at(outputs), x, spec, WRITEABLE) or not _own_fits(c):
@@ -181,13 +181,13 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
 
 @inlined
 def _largest(c):
-    """Bytes of the largest block that this rank gives or takes."""
+    """Bytes of the largest block that this rank sends or receives."""
     return max(v.largest_of(c, at.GIVES), v.largest_of(c, at.TAKES))
 
 
 @inlined
 def _piece_of(c, src, dst, step, nbytes, spread, piece):
-    """Where in src's slot, or in its call line if it fits, the piece for rank dst lies."""
+    """Address of the piece for rank dst: in src's slot, or in its call line if it fits there."""
     place = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
     room = layout.INLINE // max(1, spread) & -8
     return r.payload_of(c, src, step, nbytes, room) + place * (room if nbytes <= room else piece)
@@ -195,10 +195,10 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
 
 @inlined
 def run_exchange(h, c, operation, spec, root):
-    """Copy what the tables give to what the tables take; all sizes are free.
+    """Copy the blocks in the tables GIVES to the blocks in the tables TAKES; blocks may have any sizes.
 
-    `spread` pieces share a slot: 0 when a rank sends all the same, 1 when it sends to one rank only, else the number
-    of other ranks.
+    `spread` is the number of pieces in a slot: 1 if a rank sends to one rank only, else the number of other ranks; 0 if
+    it sends the same block to all.
     """
     spread = load_word(c, at.SIZE) - 1
     if operation == _ALL_GATHER:
@@ -222,7 +222,7 @@ def run_exchange(h, c, operation, spec, root):
     receives, receive_sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
     largest = _largest(c)
     balance = _balance_of(c)
-    # How many rounds there are, ranks learn at the meeting.
+    # The number of rounds depends on the largest block of all ranks, which is known after the meeting.
     total = r.rounds_of(load_word(c, at.LARGEST) if load_word(c, at.MET) else largest, piece)
     while True:
         if r.may_write(c, total):
@@ -244,7 +244,7 @@ def run_exchange(h, c, operation, spec, root):
             if waited != DONE:
                 return waited
             total = r.rounds_of(load_word(c, at.LARGEST), piece)
-            continue  # there may be more rounds than this rank knew of
+            continue  # there may be more rounds than this rank's own blocks need
         step = load_word(c, at.READ)
         start = step * piece
         for shift in range(size):

@@ -1,11 +1,12 @@
-"""The reducing collectives of a segment and the barrier, each one compiled call that runs without the GIL.
+"""The reducing collectives of a segment and the barrier. Each is one compiled entry that runs without the GIL.
 
-An entry takes the context (rounds.py, with its tags), Python objects and integers, and returns DONE, AGAIN or
-WORKED (call again with the same arguments and RESUMED), MISMATCH or LATER. It looks at its arguments first
-(validate.py) and then runs rounds. All reduce in rank order, so every rank gets the same bits.
+An entry takes a handle (the context's address with the tags of rounds.py), Python objects and integers. It validates
+its arguments (validate.py) and then runs rounds. It returns DONE; AGAIN or WORKED (call again with the same arguments
+and RESUMED); UNMAPPED, UNREADABLE, MIXED or MISMATCH (see calls.py); or LATER. All ranks reduce in rank order, so every
+rank gets the same bits.
 
-Algorithms: one-shot (every rank reduces everything), and two-shot (each rank reduces its slice, then
-gathers the others': Rabenseifner's reduce-scatter and all-gather, here through staged slots).
+Through the slots a reduction is one-shot (every rank reduces everything) or two-shot (each rank reduces its slice, then
+gathers the slices of the others: Rabenseifner's reduce-scatter and all-gather).
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _REDUCE_SCATTER = signature.code_of("reduce_scatter")
 
 @inlined
 def _reduce(c, spec, dst, n, nbytes):
-    """dst = the first n sources, reduced."""
+    """Reduce the first n of SOURCES into dst."""
     count = nbytes // load_word(spec, v.ITEMSIZE)
     call_reducer(load_word(spec, v.REDUCER), load_word(spec, v.CODE), dst, r.table(c, at.SOURCES), n, count)
 
 
 @inlined
 def _whole(nbytes, itemsize):
-    """The part of nbytes that is whole elements."""
+    """Round nbytes down to complete elements."""
     return nbytes - nbytes % itemsize
 
 
@@ -61,7 +62,7 @@ def barrier(handle: Index, call: Index) -> int:
 
 @inlined
 def run_barrier(h, c, call):
-    """The call whose context is taken; so are all that begin with `run`: without the GIL, for entries and doors."""
+    """Run the call; the context is taken. Entries and native calls share the functions `run_*`, which need no GIL."""
     r.begin(h, 0, 0, False, 0)
     if r.may_write(c, 1):
         r.publish(c, call, 0, 0)
@@ -74,7 +75,7 @@ def run_barrier(h, c, call):
 
 @kernel
 def _one_shot(c, dst, src, nbytes, spec, call, last):
-    """Everybody publishes src; each reduces the ranks 0..last-1 into dst."""
+    """Publish src, and reduce the arrays of ranks 0..last-1 into dst."""
     rank = load_word(c, at.RANK)
     chunk = _whole(load_word(c, at.SLOT), load_word(spec, v.ITEMSIZE))
     total = r.rounds_of(nbytes, chunk)
@@ -107,7 +108,7 @@ def _one_shot(c, dst, src, nbytes, spec, call, last):
 
 @kernel
 def _two_shot(c, dst, src, nbytes, spec, call, keep):
-    """Rounds in pairs: each rank reduces its slice of a chunk, then ranks with `keep` gather all slices."""
+    """Run rounds in pairs: each rank reduces its slice of a chunk, then ranks with `keep` gather all slices."""
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
     itemsize = load_word(spec, v.ITEMSIZE)
@@ -150,7 +151,7 @@ def _two_shot(c, dst, src, nbytes, spec, call, keep):
 
 @inlined
 def _reduce_arrays(c, dst, src, nbytes, spec, call, last, of_all):
-    """Through the slots: the ranks 0..last-1 into dst; `of_all`: all of them, or none."""
+    """Reduce the arrays of ranks 0..last-1 into dst through the slots; `of_all`: `last` is 0 or the number of ranks."""
     if of_all and load_word(c, at.SIZE) > 2 and nbytes > load_word(c, at.ONE_SHOT):
         return _two_shot(c, dst, src, nbytes, spec, call, last > 0)
     return _one_shot(c, dst, src, nbytes, spec, call, last)
@@ -164,7 +165,7 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     if c == 0:
         return LATER
     x = object_at(tensor)
-    spec = v.description(c, h, _ALL_REDUCE, x, object_at(op))
+    spec = v.spec_of(c, h, _ALL_REDUCE, x, object_at(op))
     if spec == 0 or not v.is_plain(c, h, x, WRITEABLE):
         return r.give_up(h)
     data, nbytes = v.data_of(x), v.nbytes_of(x, spec)
@@ -187,14 +188,14 @@ def run_all_reduce(h, c, data, nbytes, spec):
 
 @locked_entry
 def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst: Index) -> int:
-    """Reduce over all ranks into `output` of rank dst (which may be the tensor itself)."""
+    """Reduce over all ranks into `output` of rank dst, which may be the tensor itself."""
     h = integer(handle)
     c = r.take(h)
     if c == 0:
         return LATER
     x, root = object_at(tensor), integer(dst)
     here = load_word(c, at.RANK) == root
-    spec = v.description(c, h, _REDUCE, x, object_at(op))
+    spec = v.spec_of(c, h, _REDUCE, x, object_at(op))
     if spec == 0 or not v.is_rank(c, root) or not v.is_plain(c, h, x, WRITEABLE if here else 0):
         return r.give_up(h)
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, spec)
@@ -213,14 +214,14 @@ def run_reduce(h, c, out, data, nbytes, spec, root):
 
 @locked_entry
 def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclusive: Index) -> int:
-    """Reduce ranks 0..rank (exclusive: 0..rank-1) into `output`; exclusive leaves rank 0's untouched."""
+    """Reduce ranks 0..rank into `output`; `exclusive`: ranks 0..rank-1, and rank 0's output does not change."""
     h = integer(handle)
     c = r.take(h)
     if c == 0:
         return LATER
     x = object_at(tensor)
     operation = _EXSCAN if integer(exclusive) else _SCAN
-    spec = v.description(c, h, operation, x, object_at(op))
+    spec = v.spec_of(c, h, operation, x, object_at(op))
     if spec == 0 or not v.is_plain(c, h, x, WRITEABLE):
         return r.give_up(h)
     out, data, nbytes = v.data_of(object_at(output)), v.data_of(x), v.nbytes_of(x, spec)
@@ -245,7 +246,7 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
     if c == 0:
         return LATER
     out = object_at(output)
-    spec = v.description(c, h, _REDUCE_SCATTER, out, object_at(op))
+    spec = v.spec_of(c, h, _REDUCE_SCATTER, out, object_at(op))
     if spec == 0 or not v.is_plain(c, h, out, WRITEABLE):
         return r.give_up(h)
     if not v.list_blocks(c, h, at.GIVES, object_at(blocks), out, spec, 0):
@@ -259,7 +260,7 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
 
 @inlined
 def run_reduce_scatter(h, c, data, nbytes, spec):
-    """Of the blocks in the table GIVES."""
+    """Run a reduce_scatter of the blocks in the table GIVES; the context is taken."""
     longest, call = v.largest_of(c, at.GIVES), load_word(spec, v.CALL)
     kind = single_copy.kind_of_blocks(c, at.GIVES) if longest >= load_word(c, at.DIRECT_FROM) else 0
     r.begin(h, _REDUCE_SCATTER, longest, False, kind)
@@ -270,7 +271,7 @@ def run_reduce_scatter(h, c, data, nbytes, spec):
 
 @kernel
 def _reduce_scatter(c, dst, spec):
-    """A slot holds a piece for each of the other ranks."""
+    """Run a reduce_scatter through the slots; a slot has one piece for each of the other ranks."""
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
     call = load_word(spec, v.CALL)

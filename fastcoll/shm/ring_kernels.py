@@ -44,7 +44,7 @@ from ..p2p.transfers import DTYPE_BITS
 from . import rings as r
 from .autotune import ALGORITHM, CLOSE, DIRECT, LARGE, SMALLEST, best_algorithm, choose, choose_none, conclude
 from .context_layout import SHUT
-from .validate import CALL, data_of, description, is_plain, nbytes_of
+from .validate import CALL, data_of, is_plain, nbytes_of, spec_of
 
 _MESSAGE = signature.code_of("message")
 
@@ -146,7 +146,7 @@ def _message(m, x, word, size, flags):
     if size >= 0:
         return size, word
     c = load_word(m, r.CONTEXT)
-    spec = description(c, 0, _MESSAGE, x, 0)
+    spec = spec_of(c, 0, _MESSAGE, x, 0)
     if spec == 0 or word < 0 or word > LARGEST_TAG or not is_plain(c, 0, x, flags):
         return -1, word
     return nbytes_of(x, spec), word << DTYPE_BITS | load_word(spec, CALL)

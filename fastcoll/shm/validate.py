@@ -1,12 +1,12 @@
-"""The border in compiled form: calls whose arrays need no preparation go through without Python's help.
+"""Compiled input validation, for calls whose arrays need no preparation by Python.
 
-An array needs none if it is exactly an ndarray, C-contiguous and aligned, writable where the call writes, and
-has a dtype and reduce operation that were seen before: then the *memo* knows the call's description `What`. A
-list of arrays comes as a tuple. All else is left to Python (LATER), which adopts the arrays or refuses them, and
-calls again with PREPARED set; nothing is looked at twice then.
+An array needs no preparation if its type is exactly ndarray, it is C-contiguous and aligned, writable if the call
+writes it, and the *memo* has the spec (CallSpec) of the call's operation, dtype and reduce operation. A list of arrays
+is passed as a tuple. An entry leaves every other call to Python (LATER). Python imports or rejects the arrays and calls
+the entry again with PREPARED, and the entry then validates nothing.
 
-The memo is an open hash table that only grows. Python writes an entry's words while kernels may read them;
-each goes from 0 to its value once, so a half-written entry is one that does not match.
+The memo is an open hash table that only grows. Python writes an entry's words while kernels may read them. Each word
+changes once, from 0 to its value, so an incomplete entry does not match.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from ..kernels.primitives import half_word_at, load_word, store_word, word_at
 from . import context_layout as at
 from . import rounds as r
 
-# Words of What, the description of a call that depends on (operation, dtype, reduce operation) only.
+# Words of a CallSpec.
 CALL, REDUCER, CODE, ITEMSIZE = range(4)
-NO_MESSAGE = -1  # bytes, in a table, where two ranks have nothing for each other
-MEMO_PROBES = 8  # places where a description may be
-BY_CALL = (
-    1  # in the place of a reduce operation's address: the other key is a caller's word, not a dtype's address
-)
+NO_MESSAGE = -1  # size in a table: no message between the two ranks
+MEMO_PROBES = 8  # entries in which a spec may be
+BY_CALL = 1  # instead of a ReduceOp's address: the key is a caller's call word, not a dtype's address
 
 
 @inlined
 def memo_slot(dtype, op, operation, probe):
-    """The entry to look at first, second, ... for a dtype and a reduce operation at these addresses."""
+    """Index of the memo entry to check at probe number `probe`; `dtype` and `op` are addresses."""
     return ((dtype >> 4) + (op >> 4) * 7 + operation * 37 + probe) & (at.MEMO_ENTRIES - 1)
 
 
 @kernel
-def _recall(c, operation, dtype, op):
-    """The address of the description of a call; 0 if it is not known."""
+def _find_spec(c, operation, dtype, op):
+    """Return the address of a call's spec; 0: the memo does not have it."""
     for probe in range(MEMO_PROBES):
         entry = c + 8 * (at.MEMO + at.MEMO_WORDS * memo_slot(dtype, op, operation, probe))
         if load_word(entry, 0) == dtype and load_word(entry, 1) == op and load_word(entry, 2) == operation:
@@ -43,26 +41,26 @@ def _recall(c, operation, dtype, op):
 
 
 @inlined
-def description(c, handle, operation, x, op):
-    """The description of a call on the array at x (op: 0 for a call that only moves data); 0: ask Python."""
+def spec_of(c, handle, operation, x, op):
+    """Return the spec of a call on the array at x; 0: Python must prepare the call. `op` is 0 if the call moves data."""
     if handle & r.PREPARED:
         return load_word(c, at.GIVEN)
     if word_at(x + py.TYPE) != load_word(c, at.NDARRAY):
         return 0
-    return _recall(c, operation, word_at(x + py.DESCR), op)
+    return _find_spec(c, operation, word_at(x + py.DESCR), op)
 
 
 @inlined
-def description_by_call(c, handle, operation, call):
-    """The same of a call by its word, which doors are given; see callers/descriptors.py."""
+def spec_by_call(c, handle, operation, call):
+    """Return the spec of a compiled caller's call by its call word, see callers/descriptors.py; 0: Python must help."""
     if handle & r.PREPARED:
         return load_word(c, at.GIVEN)
-    return _recall(c, operation, call, BY_CALL)
+    return _find_spec(c, operation, call, BY_CALL)
 
 
 @inlined
 def is_plain(c, handle, x, flags):
-    """Whether x is an ndarray, contiguous and aligned, with these flags besides."""
+    """Whether x is an ndarray, contiguous and aligned, and has the flags `flags`."""
     if handle & r.PREPARED:
         return True
     flags |= py.CONTIGUOUS | py.ALIGNED
@@ -82,13 +80,13 @@ def is_rank(c, root):
 
 @inlined
 def data_of(x):
-    """The address of an array's data."""
+    """Address of an array's data."""
     return word_at(x + py.DATA)
 
 
 @inlined
 def nbytes_of(x, spec):
-    """The bytes of an array."""
+    """Size of an array in bytes."""
     nbytes = load_word(spec, ITEMSIZE)
     shape = word_at(x + py.SHAPE)
     for k in range(half_word_at(x + py.NDIM)):
@@ -98,9 +96,10 @@ def nbytes_of(x, spec):
 
 @kernel
 def list_blocks(c, handle, which, holder, like, spec, flags):
-    """Fill the tables `which` and `which + 1` from a tuple of arrays, or the equal parts of one array along rows.
+    """Fill the tables `which` and `which + 1` with a tuple of arrays, or with the equal blocks of one array along rows.
 
-    `like` is an array of the same dtype. False: ask Python. None in a PREPARED tuple is no message.
+    `like` is an array of the same dtype. Return False if Python must prepare the call. None in a PREPARED tuple means
+    no message.
     """
     size = load_word(c, at.SIZE)
     if word_at(holder + py.TYPE) == load_word(c, at.TUPLE):
@@ -133,7 +132,7 @@ def list_blocks(c, handle, which, holder, like, spec, flags):
 
 @kernel
 def _touches(c, which, address, nbytes, among, mine):
-    """Whether a range shares memory with one of the first `among` blocks of a table but for block `mine`."""
+    """Whether a range shares memory with one of the first `among` blocks of a table, except block `mine`."""
     blocks, sizes = r.table(c, which), r.table(c, which + 1)
     for peer in range(among):
         block, length = load_word(blocks, peer), load_word(sizes, peer)
@@ -150,7 +149,7 @@ def _touches(c, which, address, nbytes, among, mine):
 
 @inlined
 def are_apart(c, handle, address, nbytes, which, own):
-    """Whether an array shares no memory with the blocks of a table but, if `own`, is this rank's block itself."""
+    """Whether an array shares no memory with the blocks of a table; with `own` it may be this rank's block."""
     if handle & r.PREPARED:
         return True
     rank = load_word(c, at.RANK)
@@ -160,28 +159,28 @@ def are_apart(c, handle, address, nbytes, which, own):
 
 @inlined
 def list_none(c, which):
-    """Fill the tables: no messages."""
+    """Fill the tables with NO_MESSAGE."""
     for peer in range(load_word(c, at.SIZE)):
         store_word(r.table(c, which + 1), peer, NO_MESSAGE)
 
 
 @inlined
 def list_one(c, which, peer, address, nbytes):
-    """Fill a rank's place in the tables."""
+    """Set a rank's block in the tables."""
     store_word(r.table(c, which), peer, address)
     store_word(r.table(c, which + 1), peer, nbytes)
 
 
 @inlined
 def list_equal(c, which, address, nbytes):
-    """Fill the tables: blocks of nbytes, one after the other."""
+    """Fill the tables with consecutive blocks of nbytes."""
     for peer in range(load_word(c, at.SIZE)):
         list_one(c, which, peer, address + peer * nbytes, nbytes)
 
 
 @inlined
 def list_same(c, which, address, nbytes):
-    """Fill the tables: the same for every rank."""
+    """Fill the tables with the same block for every rank."""
     for peer in range(load_word(c, at.SIZE)):
         list_one(c, which, peer, address, nbytes)
 

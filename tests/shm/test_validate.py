@@ -263,7 +263,7 @@ def test_more_dtypes_and_operations_than_the_memo_holds(rank, world_size):
 def recall(handle: Index, operation: Index, x: PyObject, op: PyObject) -> int:
     """The description that compiled code finds for a call."""
     c = integer(handle)
-    return description(c, c, integer(operation), object_at(x), object_at(op))
+    return spec_of(c, c, integer(operation), object_at(x), object_at(op))
 
 
 class Op:
