@@ -1,17 +1,17 @@
-"""The arena: one piece of shared memory a process, for the arrays that its peers read where they are.
+"""The arena: shared memory of one process for arrays that its peers read in place.
 
     arena  = first page: MAGIC, nonce | blocks (kernels/allocator.py)
 
-It is a POSIX shared memory object whose name is gone as soon as it is made, so it ends with the last process that has
-it mapped, whatever is killed. Its address range is as large as the machine's memory and reserved at once; only the
-pages of blocks exist. So a peer that has mapped it sees all that comes later. It stays until the process ends, since
-arrays may outlive every group and are freed as late as in the interpreter's last moments.
+An arena is a POSIX shared memory object whose name is unlinked at once, so the kernel frees it when no process has it
+mapped, whichever process is killed. Its address range is as large as the machine's memory and is reserved at once, but
+only the pages of blocks are allocated. So a peer that has mapped it also sees later blocks. The arena exists until the
+process ends, because arrays may outlive every group and may be freed in the interpreter's last moments.
 
-A peer on the node opens it by /proc/PID/fd/FD and compares the nonce. What it needs to know is in the table at
-STATE_ADDRESS, whose words BASE, LIMIT, FD and NONCE (kernels/allocator.py) are 0 until there is an arena.
+A peer on the node opens the arena as /proc/PID/fd/FD and checks the nonce. It gets the values from the table at
+STATE_ADDRESS. The words BASE, LIMIT, FD and NONCE of the table (kernels/allocator.py) are 0 if there is no arena.
 
-A fork copies what is in use: the parent makes another arena just before it and copies the blocks, and the child has
-that one at the same addresses. So parent and child share nothing, as with all other memory.
+A fork copies the blocks that are in use. Before the fork the parent creates a second arena and copies the blocks into
+it, and the child maps it at the same addresses. So parent and child share no arrays, as with all other memory.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _log = logging.getLogger("fastcoll")
 MAGIC = 0x6661737463_04
 _HEADER_BYTES = 16
 _KEEP_BYTES = 256 << 20
-"""Idle bytes that stay in the arena, at most an eighth of /dev/shm; pages of larger arrays come and go with them."""
-_LOCK_SECONDS = 1.0  # that a fork waits for other threads' allocations, of microseconds
+"""Free bytes that stay allocated, at most an eighth of /dev/shm; beyond that, pages are freed with their arrays."""
+_LOCK_SECONDS = 1.0  # how long a fork waits for other threads' allocations, which take microseconds
 
 _MREMAP_TO = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,7 +58,7 @@ def _words(address: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 STATE_ADDRESS = map_memory(8 * a.TABLE_WORDS, private=True)
-"""The address of the table of this process's arena, valid until the process ends."""
+"""Address of the table of this process's arena, valid until the process ends."""
 _state = _words(STATE_ADDRESS, a.TABLE_WORDS)
 _making = threading.Lock()
 
@@ -69,46 +69,46 @@ def exists() -> bool:
 
 
 def is_shared(x: Array) -> bool:
-    """Whether the memory of an ndarray, or of a view, is in this process's arena, and peers may map that."""
+    """Whether an ndarray's memory is in this process's arena and peers may map it."""
     return 0 <= address_of(x) - int(_state[a.BASE]) < int(_state[a.LIMIT])
 
 
 def descriptor() -> int:
-    """The descriptor of the arena, which is open until the process ends; -1: there is none."""
+    """Return the descriptor of the arena, which stays open until the process ends; -1: there is no arena."""
     return int(_state[a.FD]) if exists() else -1
 
 
 def functions() -> tuple[int, tuple[int, ...]]:
-    """What a memory handler is made of: STATE_ADDRESS, and addresses of malloc, calloc, realloc and free."""
+    """Return the parts of a memory handler: STATE_ADDRESS, and addresses of malloc, calloc, realloc and free."""
     return STATE_ADDRESS, a.functions()[:4]
 
 
 def ordinary_functions() -> tuple[int, ...]:
-    """Addresses of NumPy's own malloc, calloc, realloc and free."""
+    """Return the addresses of NumPy's own malloc, calloc, realloc and free."""
     return tuple(_state[a.BEFORE : a.BEFORE + 4].tolist())
 
 
 def bytes_in_use() -> int:
-    """Bytes of all blocks in use."""
+    """Return the bytes of all blocks in use."""
     return int(_state[a.IN_USE]) * a.PAGE
 
 
 def refused() -> int:
-    """How many arrays were made in ordinary memory since the arena had no room."""
+    """Return the number of arrays that were made in ordinary memory because the arena had no room."""
     return int(_state[a.REFUSED])
 
 
 def create() -> None:
-    """Make the arena, unless there is one.
+    """Create the arena, unless it exists.
 
     Raises:
-        ResourceError: there is no /dev/shm, it is full, or this process may not reserve so much address space.
+        ResourceError: there is no /dev/shm, it is full, or this process may not reserve the address space.
     """
-    global _hold
+    global _lock
     with _making:
         if exists():
             return
-        _hold = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(a.functions().hold)
+        _lock = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(a.functions().hold)
         limit = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // a.PAGE * a.PAGE
         _state[a.FD], base, _state[a.NONCE] = _new(limit)
         _state[a.LIMIT] = _state[a.RANGE] = limit
@@ -121,11 +121,11 @@ def create() -> None:
         count = limit // a.PAGE + 1
         _state[a.PAGES] = map_memory(8 * count, private=True)
         a.begin(_state, _words(int(_state[a.PAGES]), count))
-        _state[a.BASE] = base  # last: whoever sees it sees all the rest
+        _state[a.BASE] = base  # last: a reader that sees it sees all other words
         reach("shm.arena.after_create")
 
 
-_hold: Any = None
+_lock: Any = None
 
 
 def _address_of_function(function: Any) -> int:
@@ -133,10 +133,10 @@ def _address_of_function(function: Any) -> int:
 
 
 def _warn_of_full(_: int | None) -> int:
-    """Say once that there is no room. The C functions cannot: they have Python call this when it comes to it."""
+    """Warn once that the arena has no room. The allocator's C functions schedule this as a pending call of Python."""
     _log.warning(
-        "shared arrays are made in ordinary memory from now on where %s is full: %d KiB of it are shared arrays, "
-        "%d KiB are free, of which a part is left for others; make it larger (docker: --shm-size=1g)",
+        "%s is full, so new shared arrays are made in ordinary memory: %d KiB of it are shared arrays, %d KiB are "
+        "free, of which a part is reserved for other programs; make it larger (docker: --shm-size=1g)",
         shared.DIRECTORY,
         bytes_in_use() >> 10,
         shared.free_bytes() >> 10,
@@ -148,11 +148,11 @@ _tell = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_warn_of_full)
 
 
 def _new(limit: int) -> tuple[int, int, int]:
-    """A new, empty arena: its descriptor, its address and its nonce."""
+    """Create an empty arena; return its descriptor, address and nonce."""
     fd = aside(shared.nameless())
     try:
         os.ftruncate(fd, limit)
-        os.posix_fallocate(fd, 0, a.PAGE)  # ftruncate alone would let a full /dev/shm end in SIGBUS
+        os.posix_fallocate(fd, 0, a.PAGE)  # with ftruncate alone a full /dev/shm would end in SIGBUS
         base, nonce = map_memory(limit, fd), secrets.randbits(62) + 1
     except OSError as error:
         os.close(fd)
@@ -165,9 +165,9 @@ def _new(limit: int) -> tuple[int, int, int]:
 
 
 def withdraw(address: int, nbytes: int) -> None:
-    """Make part of the arena this process's own memory: what peers still write there, it does not see.
+    """Replace part of the arena by private memory with the same content, so that peers' writes no longer reach it.
 
-    Where that was necessary arrays are shared no more: new ones lie in ordinary memory, and calls take all for such.
+    Afterwards this process shares no arrays: new ones are in ordinary memory, and calls treat all arrays as ordinary.
     """
     reach("shm.arena.before_withdraw")
     _state[a.SHUT] = 1
@@ -181,10 +181,9 @@ def withdraw(address: int, nbytes: int) -> None:
 
 
 class Mapping:
-    """A peer's arena in this process, from `address` on; it is a context manager, and closing it twice is fine.
+    """A peer's arena, mapped at `address`; a context manager, and closing it twice is fine.
 
-    It keeps the memory alive even when the peer is dead. What the peer frees may be gone at any time, and is then read
-    as anything.
+    The mapping keeps the memory alive if the peer dies. Memory that the peer frees has undefined content.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -205,17 +204,17 @@ class Mapping:
 
 
 def map_peer(pid: int, fd: int, nonce: int, nbytes: int) -> Mapping:
-    """Map the arena of another process of this node, all of it, to read and write.
+    """Map the complete arena of another process of this node, for reading and writing.
 
     Args:
-        fd, nonce, nbytes: what the words FD, NONCE and LIMIT of its table say.
+        fd, nonce, nbytes: the words FD, NONCE and LIMIT of its table.
 
     Raises:
-        ResourceError: it cannot be opened or mapped, or it is another one; says which.
+        ResourceError: the arena cannot be opened or mapped, or the descriptor is something else.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        # Anything may have this number by now; the opening of a pipe would wait.
+        # The descriptor's number may have been reused by now; opening a pipe would block.
         mine = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status, header = os.fstat(mine), os.pread(mine, _HEADER_BYTES, 0)
@@ -234,7 +233,7 @@ def map_peer(pid: int, fd: int, nonce: int, nbytes: int) -> Mapping:
 
 
 class _Copy(NamedTuple):
-    """An arena like this process's, in which a child will find its arrays."""
+    """A copy of this process's arena for a child process."""
 
     fd: int
     address: int
@@ -242,35 +241,35 @@ class _Copy(NamedTuple):
 
 
 _copy: _Copy | None = None
-_held = False
+_is_locked = False
 
 
 def _before_fork() -> None:
-    """Take the lock, for no thread of the child could let go of it, and copy what is in use."""
-    global _copy, _held
+    """Take the allocator's lock, since no thread of the child could release it, and copy the blocks in use."""
+    global _copy, _is_locked
     _making.acquire()
-    _copy, _held = None, False
+    _copy, _is_locked = None, False
     if not exists():
         return
     end = time.monotonic() + _LOCK_SECONDS
-    while not (_held := bool(_hold(STATE_ADDRESS, 1))) and time.monotonic() < end:
+    while not (_is_locked := bool(_lock(STATE_ADDRESS, 1))) and time.monotonic() < end:
         os.sched_yield()
     if not _state[a.LIMIT]:
-        return  # this process was forked itself, and its arrays lie in memory of its own
+        return  # this process was forked itself, and its arrays are in private memory
     try:
         _copy = _copied()
     except (OSError, ResourceError) as error:
         _log.warning(
-            "the shared arrays are not copied for a forked process (%s): it will see them change where this process "
-            "writes into them, until it writes there itself",
+            "the shared arrays are not copied for a forked process (%s): it sees this process's writes to a page of "
+            "them until it writes to the page itself",
             error,
         )
 
 
 def _copied() -> _Copy:
     limit = int(_state[a.RANGE])
-    if not _held:
-        raise ResourceError("another thread does not end making an array")
+    if not _is_locked:
+        raise ResourceError("another thread does not finish an allocation")
     if shared.free_bytes() - bytes_in_use() < int(_state[a.RESERVE]):
         raise ResourceError(shared.shortage(bytes_in_use(), "make fewer shared arrays"))
     copy = _Copy(*_new(limit))
@@ -286,7 +285,7 @@ def _copied() -> _Copy:
 
 
 def _blocks_in_use() -> Iterator[tuple[int, int]]:
-    """Where each block in use begins, and its bytes."""
+    """Yield the offset and size of each block in use."""
     count = int(_state[a.RANGE]) // a.PAGE
     pages, page = _words(int(_state[a.PAGES]), count), 1
     while page < count:
@@ -304,22 +303,22 @@ def _drop(copy: _Copy) -> None:
 def _after_fork_in_parent() -> None:
     if _copy is not None:
         _drop(_copy)
-    if _held:
-        _hold(STATE_ADDRESS, 0)
+    if _is_locked:
+        _lock(STATE_ADDRESS, 0)
     _making.release()
 
 
 def _after_fork_in_child() -> None:
     if exists():
         if _state[a.LIMIT]:
-            _put_in_place()
+            _replace_in_child()
         _state[a.OWNER] = os.getpid()
-        _hold(STATE_ADDRESS, 0)  # whoever held it
+        _lock(STATE_ADDRESS, 0)  # release the lock, whichever thread held it
     _making.release()
 
 
-def _put_in_place() -> None:
-    """Let the copy be this child's arena, or else a private view of the parent's."""
+def _replace_in_child() -> None:
+    """Make the copy this child's arena; without a copy, map the parent's arena privately."""
     base, limit, fd = int(_state[a.BASE]), int(_state[a.RANGE]), int(_state[a.FD])
     if _copy is not None:
         _libc.mremap(_copy.address, limit, limit, _MREMAP_TO, base)

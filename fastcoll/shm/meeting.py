@@ -1,4 +1,4 @@
-"""How the members of a group meet in a segment, and agree on what holds for all of them."""
+"""Meeting of a group's members in a new segment, in which they agree on common values."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _DOING = "making a group in shared memory"
 
 
 class Met(NamedTuple):
-    """What a meeting has agreed on, the same for all members."""
+    """Result of a meeting; equal on all members, except for the mapping of the segment."""
 
     segment: Segment
-    cores: int  # that the members share
+    cores: int  # number of cores that the members may use together
     share: int  # cores for each rank of the job
     conditions: Conditions
-    known: tuple[Times, float]  # earlier measurements under these conditions, see `tuning_table.matching`
-    reach: int  # how they can read one another's memory (reach.py)
+    times: tuple[Times, float]  # earlier measurements under these conditions, see `tuning_table.matching`
+    reach: int  # how all of them can access one another's memory (reach.py)
 
 
 def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int) -> Met:
-    """The group's segment, mapped by all members, and what concerns all of them.
+    """Create the group's segment on rank 0, map it on all members, and agree on common values; collective.
 
     Args:
         neighbours: ranks of the job on this node, members or not.
@@ -52,8 +52,10 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 sweep()
                 layout = choose_layout(len(members))
                 name = new_name()
-                known = tuning_table.to_publish(len(members), layout.slot)
-                meeting.say("segment", json.dumps({"name": name, "known": known, **vars(layout)}).encode())
+                published = tuning_table.to_publish(len(members), layout.slot)
+                meeting.say(
+                    "segment", json.dumps({"name": name, "times": published, **vars(layout)}).encode()
+                )
                 segment = Segment.create(name, layout)
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
                 segment.words[ALGORITHMS] = allowed_algorithms()
@@ -61,12 +63,12 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 failpoints.reach("shm.meeting.after_create")
             else:
                 announced = json.loads(meeting.hear("segment"))
-                name, known = announced.pop("name"), announced.pop("known")
+                name, published = announced.pop("name"), announced.pop("times")
                 meeting.hear("created")
                 try:
                     segment = Segment.attach(name, Layout(**announced))
                 except ResourceError:
-                    if name not in os.listdir(DIRECTORY):  # removed by one that has seen the meeting fail
+                    if name not in os.listdir(DIRECTORY):  # unlinked by a rank that has seen the meeting fail
                         meeting.hear_why()
                     raise
                 failpoints.reach("shm.meeting.after_attach")
@@ -84,7 +86,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 segment.close()
                 raise
         except BaseException:
-            # Rank 0 may have died with the store in which it had announced the name.
+            # Rank 0 may have died, and with it the store in which it had announced the name.
             sweep(
                 member
                 for member in gone_among(members)
@@ -96,11 +98,13 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 unlink(name)
     share = cores // max(neighbours, len(members))
     conditions = Conditions(len(members), "own" if share else "shared", segment.layout.slot)
-    return Met(segment, cores, share, conditions, tuning_table.matching(known, conditions), reach.of_all())
+    return Met(
+        segment, cores, share, conditions, tuning_table.matching(published, conditions), reach.of_all()
+    )
 
 
 def choose_layout(size: int) -> Layout:
-    """Sizes that fit into half of what /dev/shm has left, since others need some as well."""
+    """Plan a layout that fits into half of the free memory in /dev/shm, since other programs need some too."""
     wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
     try:
         free = free_bytes() // 2 // size
@@ -117,9 +121,12 @@ def choose_layout(size: int) -> Layout:
 def await_all(
     late: Callable[[], list[int]], do: str, members: Sequence[Member], meeting: GroupMeeting, timeout: float
 ) -> None:
-    """Wait until no rank is `late` to do something, and from time to time look for trouble.
+    """Wait until no rank is `late`; check for failures of the meeting and for deaths in between.
 
-    A death counts only if ranks are late still: what the dead did before may be all that this one has waited for.
+    A death counts only if a rank is still late in the next check: the dead rank may have finished its part before.
+
+    Args:
+        do: what the ranks must do, for error messages.
     """
     next_look, dead = time.monotonic() + _LOOK_SECONDS, list[Member]()
     while missing := [members[r].rank for r in late()]:
@@ -137,7 +144,7 @@ def await_all(
 
 
 def _publish_cores(segment: Segment, rank: int) -> None:
-    """Write which CPUs this process may use, and how many its cgroup allows."""
+    """Publish the CPUs that this process may use, and the number that its cgroup allows."""
     mask = sum(1 << cpu for cpu in os.sched_getaffinity(0) if cpu < 64 * _MASK_WORDS)
     quota = 1 << 30  # none
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
@@ -148,7 +155,7 @@ def _publish_cores(segment: Segment, rank: int) -> None:
 
 
 def _count_cores(segment: Segment) -> int:
-    """How many CPUs the members may use together; the same on all of them."""
+    """Count the CPUs that the members may use together; the result is the same on all of them."""
     ranks = range(segment.layout.size)
     masks = [int.from_bytes(segment.read(r, ATTACHED + 8, 8 * _MASK_WORDS), "little") for r in ranks]
     quotas = [int(segment.words[segment.word(r, QUOTA)]) for r in ranks]

@@ -1,6 +1,6 @@
-"""The state of a group's ranks in their segment: each writes its own state word and reason, all read them.
+"""State of a group's ranks in their segment: each rank writes its own state word and reason, and all ranks read them.
 
-A reason has a line before it that says whom it blames: `late 2` or `other 1 3`, with global ranks.
+The line before a reason has the global ranks at fault: `late 2` or `other 1 3`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .segment import Segment
 
 _LATE, _OTHER = "late", "other"
 _MOST_RANKS = 32
-"""That a reason blames: up to 200 of its REASON_BYTES in a world of 10,000."""
+"""Ranks at fault in a reason: up to 200 of its REASON_BYTES in a world of 10,000."""
 
 
 class ShmMonitor(Monitor):
-    """What the ranks of one node see of one another."""
+    """Monitor of the ranks of one node."""
 
     def __init__(self, segment: Segment, members: Sequence[Member], rank: int) -> None:
         super().__init__(members, rank)
@@ -33,13 +33,13 @@ class ShmMonitor(Monitor):
         return dead_among(working)
 
     def _reason(self, rank: int) -> str:
-        return self._told(rank).partition("\n")[2]
+        return self._read_reason(rank).partition("\n")[2]
 
     def _blamed(self, rank: int) -> tuple[Sequence[int], bool]:
-        how, *ranks = self._told(rank).partition("\n")[0].split()
+        how, *ranks = self._read_reason(rank).partition("\n")[0].split()
         return [int(blamed) for blamed in ranks], how == _LATE
 
-    def _told(self, rank: int) -> str:
+    def _read_reason(self, rank: int) -> str:
         length = int(self._segment.words[self._segment.word(rank, STATE) + 1])
         return self._segment.read(rank, REASON, min(length, REASON_BYTES)).decode(errors="replace")
 

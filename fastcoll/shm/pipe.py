@@ -24,10 +24,10 @@ from .reach import unreadable
 
 
 class RingPipe(WordPipe):
-    """The rings that begin or end at one rank; its peers' numbers are their ranks in the segment.
+    """The rings that begin or end at one rank; a peer's number is its rank in the segment.
 
     Args:
-        base: where the segment is mapped.
+        base: address of the segment.
         layout: the segment's.
         rank: this process's.
         monitor: of the segment's ranks.
@@ -54,16 +54,17 @@ class RingPipe(WordPipe):
             self.rows[peer, words.IN] = base + layout.ring_of(peer, rank)
 
     def go_direct(self, algorithms: int, pids: Sequence[int], states: Sequence[int]) -> None:
-        """Let messages go direct from now on, between these processes, whose STATE words are at these addresses.
+        """Allow direct messages between the ranks, which are these processes.
 
         Args:
-            ways: those of autotune.py that messages may go, as bits.
+            algorithms: the allowed ones, as bits (autotune.py).
+            states: addresses of the ranks' STATE words.
         """
         self.table[words.DIRECT_FROM] = autotune.direct_from(algorithms)
         self.table[words.ALGORITHMS] &= algorithms
         self.rows[:, words.IN_PID], self.rows[:, words.IN_STATE] = pids, states
 
-    # ---- whose turn it is ------------------------------------------------------------------------
+    # ---- the lock of the rings -------------------------------------------------------------------
 
     def seize(self) -> bool:
         return waiting.seize.call(self.address + 8 * words.BUSY) == DONE
@@ -83,7 +84,7 @@ class RingPipe(WordPipe):
 
     def garbled(self, peer: int) -> GroupError:
         return AbortedError(
-            f"{self._monitor.name(peer)} wrote what is no message of fastcoll into shared memory",
+            f"{self._monitor.name(peer)} wrote something into shared memory that is not a message of fastcoll",
             [self._monitor.members[peer].rank],
         )
 
@@ -136,7 +137,7 @@ class RingPipe(WordPipe):
             for place, record in enumerate(records.tolist())
             if record[words.NUMBER] > 0 and record[words.STATE] < words.ENDED + ended
         ]
-        # A thread that waits for a request that has ended may be collecting it now: one of the two has it.
+        # A thread that waits for a request that has ended may collect it now; only one of the two gets it.
         taken = [
             record
             for place, record in found
@@ -195,7 +196,7 @@ class RingPipe(WordPipe):
 
     def header(self, peer: int) -> Header:
         nbytes = self.word(peer, words.IN_NBYTES)
-        # An arriving message has been counted already.
+        # RECEIVED already counts a message that is arriving.
         number = self.word(peer, words.RECEIVED) + (not self._is_receiving(peer))
         return Header(self.word(peer, words.IN_KIND), nbytes, number, nbytes)
 

@@ -1,10 +1,12 @@
-"""How the ranks of a group can reach one another's arrays, found out by doing it when they meet.
+"""Access of a group's ranks to one another's memory, which each rank tests when they meet.
 
-Linux allows it to processes of one user in one pid namespace, unless seccomp (Docker before Linux 4.8, many sandboxes)
-or Yama (Ubuntu: only ancestors may) forbid it. Each rank puts the address of a word into the segment, reads
-the words of all others, and says whether they are right: a pid of another namespace may be some other process's.
+Linux allows process_vm_readv between processes of one user in one pid namespace, unless seccomp (Docker before Linux
+4.8, many sandboxes) or Yama (Ubuntu: only ancestors may) forbids it. Each rank publishes the address of a word in the
+segment, reads the words of all others, and publishes whether their values are right: in another namespace a pid may be
+that of another process.
 
-An arena of shared arrays is mapped by a descriptor of its process, which takes less: no seccomp or Yama forbids it.
+An arena of shared arrays is mapped through a descriptor of its process. That needs fewer rights: neither seccomp nor
+Yama forbids it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from .segment import Segment
 _log = logging.getLogger("fastcoll")
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-SAID, READS, MAPS = 1, 2, 4
+# Bits of a rank's result. READS: it can read the memory of all others; MAPS: it can map their arenas.
+TESTED, READS, MAPS = 1, 2, 4
 
 
 class Vector(ctypes.Structure):
@@ -44,7 +47,7 @@ _read.restype = ctypes.c_ssize_t
 
 
 class Reach:
-    """One rank's part: it offers its word as long as this object lives, which must be until all have read it."""
+    """One rank's part of the test. Its word is readable as long as this object exists: until all ranks have read it."""
 
     def __init__(self, segment: Segment, members: Sequence[Member], rank: int) -> None:
         self._segment, self._members, self._rank = segment, members, rank
@@ -55,8 +58,8 @@ class Reach:
         segment.reach(rank)[0] = ctypes.addressof(self._word)
 
     def probe(self) -> None:
-        """Read the words of all others, once all have attached, and say whether that went well."""
-        how, why = SAID | READS | MAPS if self._wanted else SAID, ""
+        """Read the words of all others, after all ranks have attached, and publish the result."""
+        how, why = TESTED | READS | MAPS if self._wanted else TESTED, ""
         for peer, member in enumerate(self._members if self._wanted else ()):
             try:
                 if read_word(member.pid, int(self._segment.reach(peer)[0])) != self._segment.nonce ^ peer:
@@ -71,17 +74,17 @@ class Reach:
         self._segment.reach(self._rank)[1] = how
 
     def unsure(self) -> list[int]:
-        """The ranks that have not said yet how they can reach all others."""
+        """Return the ranks that have not published their result yet."""
         return [rank for rank in range(len(self._members)) if not self._segment.reach(rank)[1]]
 
     def of_all(self) -> int:
-        """How every rank can reach every other: READS, MAPS; once nobody is unsure."""
-        said = (int(self._segment.reach(rank)[1]) for rank in range(len(self._members)))
-        return functools.reduce(operator.and_, said)
+        """Return how every rank can access every other: READS, MAPS. All ranks must have published their results."""
+        results = (int(self._segment.reach(rank)[1]) for rank in range(len(self._members)))
+        return functools.reduce(operator.and_, results)
 
 
 def unreadable(monitor: Monitor, rank: int, doing: str = "") -> AbortedError:
-    """The error of a call that cannot read the array of a group rank, who lives; `doing`: the call, if it is known."""
+    """Make the error of a call that cannot read the array of a living group rank; `doing`: the call, if known."""
     return AbortedError(
         f"the array of {monitor.name(rank)} could not be read; it must stay as it is until its call has returned"
         + (f"; {doing}" if doing else ""),
@@ -90,7 +93,7 @@ def unreadable(monitor: Monitor, rank: int, doing: str = "") -> AbortedError:
 
 
 def read_word(pid: int, address: int) -> int:
-    """The int64 at an address of another process; OSError: it cannot be read."""
+    """Read the int64 at an address of another process; OSError: it cannot be read."""
     found = ctypes.c_int64()
     here, there = Vector(ctypes.addressof(found), 8), Vector(address, 8)
     if _read(pid, here, 1, there, 1, 0) != 8:
@@ -100,12 +103,12 @@ def read_word(pid: int, address: int) -> int:
 
 
 def descriptors_are_open(pid: int) -> bool:
-    """Whether the files that another process has open can be opened here, as mapping its arenas takes."""
+    """Whether this process may open another process's descriptors, which is needed to map its arena."""
     return os.access(f"/proc/{pid}/fd", os.R_OK | os.X_OK)
 
 
 def let_peers_read() -> None:
-    """Where Yama lets only ancestors read, allow it to all processes of this user, as they are without Yama."""
+    """Allow all processes of this user to read this one's memory where Yama limits that to ancestors."""
     with suppress(OSError), open("/proc/sys/kernel/yama/ptrace_scope") as file:
         if file.read().strip() == "1":
             _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Where the survivors of a group in shared memory meet: each says in its section at which port it serves a store."""
+"""Recovery endpoint of a group in shared memory: each survivor publishes the port of its store in its section."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .segment import Segment
 
 
 class ShmRecoveryEndpoint(RecoveryEndpoint):
-    """The ports are written by their ranks and read by all others; a port that is 0, or old, is looked at again."""
+    """Ports of the survivors' stores. Each rank writes its own; a reader polls while a port is 0 or outdated."""
 
     host = "127.0.0.1"
 

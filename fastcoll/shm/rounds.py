@@ -62,7 +62,7 @@ from . import context_layout as at
 
 # An entry's handle is the context's address with these tags in the lowest bits.
 RESUMED = 1  # the entry returned early before, and the call owns the context
-PREPARED = 2  # Python has validated the arrays, and GIVEN is the call's description
+PREPARED = 2  # Python has validated the arrays, and GIVEN is the call's spec
 HELD = 4  # this thread owns the context since the previous call; the call must go through the slots
 TAGS = 7
 

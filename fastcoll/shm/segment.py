@@ -1,9 +1,9 @@
-"""The life of a segment: how the members of a group meet in one, and how it ends. The only file that uses posix_ipc.
+"""Segments: creating, mapping and unlinking shared memory. The only file that uses posix_ipc.
 
-Rank 0 announces a random name before it makes the segment; all map it, and prove that by its nonce. The name is
-unlinked as soon as all ranks have attached, by whichever sees that first or by any survivor when a rank dies meanwhile;
-the memory itself goes with the last process that has it mapped. A name of which no living rank knows is swept: by the
-survivors of rank 0, and after a job in which every rank was killed at once by the next job of the same user (`sweep`).
+Rank 0 announces a random name before it creates the segment. All ranks map it and prove that by its nonce (meeting.py).
+The name is unlinked when all ranks have attached, by the first rank that finds that, or by any survivor if a rank dies
+before. The kernel frees the memory when no process has it mapped. A name whose maker is dead is swept (`sweep`): by the
+survivors of rank 0, or by the user's next job if all ranks of a job were killed at once.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ DIRECTORY = "/dev/shm"
 _PREFAULT_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 MOUNT = f"mount a writable tmpfs there (mount -t tmpfs none {DIRECTORY})"
-# Pids mean something in their own pid namespace only.
+# A pid is only valid in its own pid namespace.
 _PREFIX = f"fastcoll-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
 def new_name() -> str:
-    """A fresh name that nobody can guess, with its maker's pid and start time for the sweeper."""
+    """Return a new, unguessable name, with its maker's pid and start time for `sweep`."""
     return f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(8)}{session()}"
 
 
 class Segment:
-    """Shared memory of one group on one node, mapped into this process from `address` on."""
+    """Shared memory of one group on one node, mapped into this process at `address`."""
 
     def __init__(self, layout: Layout, mapping: mmap.mmap) -> None:
         self.layout = layout
@@ -54,14 +54,14 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, layout: Layout) -> Segment:
-        """Make the segment, mode 0600, all of it really there.
+        """Create the segment with mode 0600, and allocate all of its memory.
 
         Raises:
-            ResourceError: /dev/shm is full, too small or missing; says how much is needed and the cure.
+            ResourceError: /dev/shm is full, too small or missing; with the needed size and the cure.
         """
         memory = _create(name)
         try:
-            # ftruncate alone would let a full /dev/shm end in SIGBUS at the first write.
+            # With ftruncate alone the first write to a full /dev/shm would end in SIGBUS.
             os.posix_fallocate(memory.fd, 0, layout.nbytes)
             segment = cls(layout, mmap.mmap(memory.fd, layout.nbytes))
         except OSError as error:
@@ -74,10 +74,10 @@ class Segment:
 
     @classmethod
     def attach(cls, name: str, layout: Layout) -> Segment:
-        """Map a segment that another rank has made.
+        """Map a segment that another rank has created.
 
         Raises:
-            ResourceError: it is not there, or not what was announced.
+            ResourceError: it does not exist, or is not the announced one.
         """
         try:
             memory = posix_ipc.SharedMemory("/" + name, 0)
@@ -99,7 +99,7 @@ class Segment:
 
     @property
     def nonce(self) -> int:
-        """The number that tells this segment from every other."""
+        """The segment's random number, which no other segment has."""
         return int(self.words[1])
 
     def word(self, rank: int, offset: int) -> int:
@@ -107,14 +107,15 @@ class Segment:
         return (self.layout.section(rank) + offset) // 8
 
     def reach(self, rank: int) -> np.ndarray:
-        """What a rank says of its memory, see reach.py."""
+        """A rank's words about access to its memory, see reach.py."""
         start = self.word(rank, REACH)
         return self.words[start : start + REACH_WORDS]
 
     def prefault(self, rank: int) -> None:
-        """Enter the pages into this process's page table now, not one by one in the first large calls.
+        """Populate this process's page table now, instead of page by page in the first large calls.
 
-        All of a small segment, else this rank's own section. 8 MiB take 3.4 ms either way (2-core VM, Linux 6.18).
+        For a small segment all pages, else those of this rank's section. 8 MiB take 3.4 ms in both cases (2-core VM,
+        Linux 6.18).
         """
         whole = self.layout.nbytes <= _PREFAULT_BYTES
         start, nbytes = (0, self.layout.nbytes) if whole else (self.layout.section(rank), self.layout.stride)
@@ -122,15 +123,15 @@ class Segment:
             self._mapping.madvise(_MADV_POPULATE_WRITE, start, nbytes)
 
     def publish_attached(self, rank: int) -> None:
-        """Tell the others that this rank has mapped the segment."""
+        """Publish that this rank has mapped the segment."""
         self.words[self.word(rank, ATTACHED)] = self.nonce
 
     def missing(self) -> list[int]:
-        """The ranks that have not mapped the segment yet."""
+        """Return the ranks that have not mapped the segment yet."""
         return [r for r in range(self.layout.size) if self.words[self.word(r, ATTACHED)] != self.nonce]
 
     def read(self, rank: int, offset: int, nbytes: int) -> bytes:
-        """Bytes that a rank has written into its section."""
+        """Return bytes of a rank's section."""
         start = self.layout.section(rank) + offset
         return bytes(self._mapping[start : start + nbytes])
 
@@ -144,7 +145,9 @@ class Segment:
         if not self._closed:
             self._closed = True
             del self.words, self._export
-            with contextlib.suppress(BufferError):  # a traceback still has a view; the memory goes with it
+            with contextlib.suppress(
+                BufferError
+            ):  # a traceback still has a view; then the mapping ends with it
                 self._mapping.close()
 
 
@@ -158,7 +161,7 @@ def _create(name: str) -> posix_ipc.SharedMemory:
 
 
 def nameless() -> int:
-    """A descriptor of new, empty shared memory whose name is gone already; the caller closes it.
+    """Create empty shared memory without a name; return its descriptor, which the caller closes.
 
     Raises:
         ResourceError: there is no /dev/shm, or it is not writable.
@@ -170,31 +173,33 @@ def nameless() -> int:
 
 
 def unlink(name: str) -> None:
-    """Remove a segment's name if it is still there; mappings stay."""
-    with contextlib.suppress(posix_ipc.ExistentialError, OSError):  # the second: read-only, so there is none
+    """Remove a segment's name if it exists; mappings stay."""
+    with contextlib.suppress(
+        posix_ipc.ExistentialError, OSError
+    ):  # OSError: read-only, so the name does not exist
         posix_ipc.unlink_shared_memory("/" + name)
 
 
 def sweep(gone: Iterable[ProcessId] = ()) -> list[str]:
-    """Unlink this user's segments whose maker is dead; returns their names.
+    """Unlink this user's segments whose maker is dead; return their names.
 
-    A name lives for milliseconds while a group is made, so a name whose maker (pid and start time) is
-    gone belongs to a job that was killed in that moment. A session of tests leaves other sessions' alone.
+    A name exists for milliseconds while a group is made. If its maker (pid and start time) has ended, the job was
+    killed in these milliseconds. A session of tests ignores names of other sessions.
 
     Args:
-        gone: who has ended as far as others have seen, and may be on its way to it still: a process that was killed
-            closes its connections first.
+        gone: processes that peers have reported as ended. They may not be dead yet, because a killed process closes its
+            connections first.
     """
     swept = []
     for name in stale(gone):
-        with contextlib.suppress(posix_ipc.Error):  # another user's, with a name like ours
+        with contextlib.suppress(posix_ipc.Error):  # a similar name of another user
             unlink(name)
             swept.append(name)
     return swept
 
 
 def stale(gone: Iterable[ProcessId] = ()) -> list[str]:
-    """The names that `sweep` would remove."""
+    """Return the names that `sweep` would remove."""
     found, ended = [], {(str(process.pid), str(process.start_time)) for process in gone}
     for name in os.listdir(DIRECTORY) if os.path.isdir(DIRECTORY) else ():
         pid, _, start = name.removeprefix(_PREFIX).rpartition("-")[0].partition("-")
@@ -205,19 +210,19 @@ def stale(gone: Iterable[ProcessId] = ()) -> list[str]:
 
 
 def free_bytes() -> int:
-    """Bytes that shared memory can still give."""
+    """Bytes that are free in /dev/shm."""
     status = os.statvfs(DIRECTORY)
     return status.f_bavail * status.f_frsize
 
 
 def all_bytes() -> int:
-    """Bytes that shared memory has, free or not."""
+    """Size of /dev/shm in bytes."""
     status = os.statvfs(DIRECTORY)
     return status.f_blocks * status.f_frsize
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "gone" when there is none, or a zombie."""
+    """Start time of a process in clock ticks since boot; "gone" if it has ended or is a zombie."""
     try:
         status = status_of(pid)
     except OSError:
@@ -226,7 +231,7 @@ def _start_time(pid: int) -> str:
 
 
 def shortage(need: int, cure: str = Layout.cure) -> str:
-    """What /dev/shm has, what is needed, and the cure."""
+    """Text of an error: free bytes in /dev/shm, needed bytes, and the cure."""
     return (
         f"{DIRECTORY} has {free_bytes() >> 10} KiB free, {need >> 10} KiB are needed; make it larger "
         "(docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; mount -o remount,size=1g /dev/shm), "

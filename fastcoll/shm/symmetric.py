@@ -1,24 +1,26 @@
-"""Symmetric arrays of a group in shared memory: how ranks make a segment together, signals in it, all_reduce in place.
+"""Symmetric arrays of a group in shared memory: creation by all ranks, signals, and all_reduce in place.
 
-A segment an array. The ranks speak through the group itself: they compare what they ask for, and rank 0 tells
-the name before it makes it, so that every survivor can unlink it. All unlink it at the end, whatever happened.
+Each array has a segment of its own. The ranks communicate through the group itself: they compare the requested arrays,
+and rank 0 publishes the segment's name before it creates the segment, so that every survivor can unlink it. All ranks
+unlink it at the end, also after an error.
 
-all_reduce reduces in rank order, as the ordinary one: each rank its slice, straight from the arrays of all, and stores
-the result into the arrays of all. It needs the meeting, before which a peer may still be at work on its array, and a
-second round, after which all slices are there. No two ranks write the same lines.
+all_reduce combines in rank order, as for ordinary arrays. Each rank reduces its slice directly from all ranks' arrays
+and stores the result into all of them. It begins after the meeting, because before that a peer may still use its array.
+A second round ends when all slices are stored. No two ranks write to the same cache line.
 
-Gathering by reading instead of storing needs a third round, and took 3 to 9 % longer up to 4 MiB and as long beyond;
-storing past the caches took up to 40 % longer (2 ranks on 2 cores of an EPYC). A reduce_scatter that reads like this
+To gather by reading instead of storing needs a third round, and took 3 to 9 % longer up to 4 MiB and as long beyond;
+storing past the caches took up to 40 % longer (2 ranks on 2 cores of an EPYC). A reduce_scatter that reads in this way
 took as long as the ordinary one.
 
-The table says which ranges of this process's memory are symmetric arrays of the group; entries look addresses up in it.
+The table lists the ranges of this process's memory that are symmetric arrays of the group. Entries look addresses up in
+it.
 
-    word 0      rows in use, at most
-    row         ROW_WORDS words: START address of this rank's array (0: none), NBYTES of it, ID of its segment, which
-                is the same on all ranks, and STRIDE from one rank's array to the next one's
+    word 0      number of rows that were ever used
+    row         ROW_WORDS words: START address of this rank's array (0: free), its NBYTES, ID of its segment, which
+                is the same on all ranks, and STRIDE from one rank's array to the next rank's
 
-Rows change while entries of other threads read them, though never the row of an array that somebody has. So START
-is written last, taken back first, and looked at twice.
+Rows may change while entries of other threads read them, but the row of an array that is in use does not. So Python
+stores START last and clears it first, and a reader checks START before and after it reads the other words.
 """
 
 from __future__ import annotations
@@ -67,12 +69,12 @@ MOST_ROWS = 1 << 16  # Linux lets a process map about as many segments
 
 _COPY_BYTES = 64 << 20  # a few ms, after which Python sees signals
 Exchange = Callable[[str], list[str]]
-"""Every rank's note, of at most signature.NOTE_BYTES; collective."""
+"""Exchanges notes of at most signature.NOTE_BYTES with all ranks; collective."""
 
 
 @kernel
 def find_row(c, address, nbytes):
-    """Address of the row of the array that holds these bytes; 0: they are no part of a symmetric array."""
+    """Return the address of the row of the array that contains these bytes; 0: no symmetric array does."""
     table = load_word(c, at.SYMMETRIC)
     for k in range(load_acquire(table)):
         row = table + 8 * (1 + ROW_WORDS * k)
@@ -84,7 +86,7 @@ def find_row(c, address, nbytes):
 
 
 class SymmetricTable:
-    """The table of the group with this context, made for its first array; what is not in use takes no memory."""
+    """The table of a group, which is allocated with its first array; unused pages take no memory."""
 
     def __init__(self, context: Words) -> None:
         self._context = context
@@ -92,7 +94,7 @@ class SymmetricTable:
         self._free: list[int] = []
 
     def add(self, owner: object, start: int, nbytes: int, identity: int, stride: int) -> None:
-        """Enter an array, until `owner` is garbage."""
+        """Add an array until `owner` is garbage-collected."""
         if self._words is None:
             self._words = np.zeros(1 + ROW_WORDS * MOST_ROWS, np.int64)
             self._context[at.SYMMETRIC] = address_of(self._words)
@@ -113,12 +115,12 @@ class SymmetricTable:
         weakref.finalize(owner, take_out).atexit = False
 
 
-# Bytes; below, the ordinary way, which meets once and not twice. all_reduce after an in-place product of the array, by
-# the ordinary way and by this: 8 KiB 2.5 and 1.7 us with 2 ranks, 10.6 and 13.6 with 4; 16 KiB 3.5 and 2.0, 14.1 and
-# 13.3 (2 cores of an EPYC; docs/symmetric.md).
+# Bytes. Smaller arrays use the ordinary algorithm, which waits for all ranks once instead of twice. all_reduce after an
+# in-place product of the array, ordinary and in place: 8 KiB 2.5 and 1.7 us with 2 ranks, 10.6 and 13.6 with 4; 16 KiB
+# 3.5 and 2.0, 14.1 and 13.3 (2 cores of an EPYC; docs/symmetric.md).
 SMALLEST = 16 << 10
 PIECE = 64 << 10  # bytes reduced before they are stored to the peers; 16 to 256 KiB took the same time
-_LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write one cache line
+_LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write to one cache line
 _ORDINARY = signature.code_of("all_reduce")
 OPERATION = signature.code_of("symmetric:all_reduce")
 _STORED = failpoints.number_of("shm.symmetric.piece_stored")
@@ -128,20 +130,20 @@ _SIGNAL = failpoints.number_of("shm.symmetric.before_signal")
 
 @inlined
 def _balance_of(c, place):
-    """0 in the sum over all ranks if all have the same place (kernels/primitives.py): each tells it to the next."""
+    """Return this rank's summand of a sum that is 0 if all ranks have the same `place` (kernels/primitives.py)."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     return weigh(rank, (rank + 1) % size, place) - weigh((rank - 1) % size, rank, place)
 
 
 @kernel
 def all_reduce_in_place(c, x, nbytes, spec, call, row):
-    """all_reduce of nbytes at x, which are part of the symmetric array of `row`."""
+    """Run an all_reduce of nbytes at x, which are part of the symmetric array of `row`."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     itemsize, stride = load_word(spec, v.ITEMSIZE), load_word(row, STRIDE)
     call += OPERATION - _ORDINARY
     balance = _balance_of(c, load_word(row, ID) + x - load_word(row, START))
     if load_word(c, at.WROTE) == 0:
-        # For the report of a mismatch: which array, and where in it.
+        # For the report of a mismatch: the array, and the offset in it.
         store_word(r.table(c, at.GIVES + 1), 0, load_word(row, ID))
         store_word(r.table(c, at.GIVES + 1), 1, x - load_word(row, START))
         store_word(c, at.DID, 0)
@@ -178,7 +180,7 @@ def all_reduce_in_place(c, x, nbytes, spec, call, row):
 
 @entry
 def copy_bytes(dst: Index, src: Index, nbytes: Index) -> int:
-    """Copy bytes between two ranges that are equal or disjoint."""
+    """Copy nbytes between two ranges that are equal or disjoint."""
     copy(integer(dst), integer(src), integer(nbytes))
     reached(_PUT)
     return DONE
@@ -186,7 +188,7 @@ def copy_bytes(dst: Index, src: Index, nbytes: Index) -> int:
 
 @entry
 def count_signal(word: Index) -> int:
-    """Add 1 to a shared word; all earlier writes are visible to whoever reads it."""
+    """Add 1 to a shared word; earlier writes are visible to a reader that acquires it."""
     address = integer(word)
     reached(_SIGNAL)
     while True:
@@ -205,7 +207,7 @@ def await_signal(backoff: Index, word: Index, want: Index) -> int:
 
 
 class SymmetricArrays:
-    """The symmetric arrays of a group, as one of its ranks has them; `fail` makes the group fail."""
+    """The symmetric arrays of a group on one of its ranks; `fail` fails the group."""
 
     def __init__(
         self, gate: Gate, monitor: Monitor, context: ShmContext, fail: Callable[[errors.GroupError], None]
@@ -215,7 +217,7 @@ class SymmetricArrays:
         self._table = SymmetricTable(context.words)
 
     def allocate(self, exchange: Exchange, nbytes: int, label: str) -> ShmMemory:
-        """Memory for `nbytes` a rank, all zeros; collective."""
+        """Allocate nbytes for each rank, all zeros; collective."""
         layout = SymmetricLayout(self.gate.size, nbytes)
         segment = self._meet(exchange, layout, label)
         memory = ShmMemory(self, segment, layout)
@@ -232,14 +234,15 @@ class SymmetricArrays:
                 error = ""
                 if maker == (rank == 0):
                     try:
-                        # Before anything is reserved: pages that are taken and given back again may be another
-                        # program's last ones.
+                        # Check before anything is reserved: memory that is reserved and released again may be the
+                        # last that another program needs.
                         if maker and layout.nbytes > shared.free_bytes():
                             raise errors.ResourceError(shared.shortage(layout.nbytes, layout.cure))
                         segment = (shared.Segment.create if maker else shared.Segment.attach)(name, layout)
                         failpoints.reach("shm.symmetric.after_segment")
                     except (errors.ResourceError, OSError) as refused:
-                        # Who gives up removes the name, and has failed the group before.
+                        # A rank fails the group before it gives up and unlinks the name, so a failure of the group may
+                        # be the cause.
                         if (failure := self.monitor.decide((), f"symmetric.empty of {label}")) is not None:
                             self.fail(failure)
                             raise failure from None
@@ -258,7 +261,7 @@ class SymmetricArrays:
         return segment
 
     def _agree(self, exchange: Exchange, label: str) -> str:
-        """The segment's name, if all ranks ask for the same."""
+        """Return the segment's name if all ranks request the same array."""
         name = shared.new_name() if self.gate.rank == 0 else ""
         if len(label.encode()) > signature.NOTE_BYTES // 2:
             label = f"{label[: signature.NOTE_BYTES // 8]}... ({zlib.crc32(label.encode()):#x})"
@@ -275,7 +278,10 @@ class SymmetricArrays:
 
 
 class ShmMemory(SymmetricMemory):
-    """One segment; it is unmapped when this is garbage, after its row was taken out of the table."""
+    """The segment of one symmetric array, which is unmapped when this object is garbage-collected.
+
+    Its row is removed from the table before.
+    """
 
     channels = CHANNELS
 
@@ -283,8 +289,8 @@ class ShmMemory(SymmetricMemory):
         address = segment.address + layout.section(0) + layout.array_at
         super().__init__(arrays.gate.ranks, arrays.gate.rank, address, layout.stride, layout.slot)
         self._segment, self._layout = segment, layout
-        # Weak: a failed group keeps its error, whose traceback keeps frames and so ndarrays, which keep this; and the
-        # garbage collector does not see what an ndarray keeps.
+        # Weak, because of a cycle: a failed group keeps its error, the error's traceback keeps frames, these keep
+        # ndarrays, and an ndarray keeps this object. The garbage collector does not follow an ndarray's base.
         self._arrays = weakref.ref(arrays)
         self._incoming: dict[tuple[int, int], _Incoming] = {}
 
@@ -316,7 +322,7 @@ class ShmMemory(SymmetricMemory):
         word = self._segment.address + self._layout.signal(rank, self.rank, channel)
         limit = arrays.gate.timeout if timeout is None else timeout
         wait: Wait | None = None
-        arrays.waits.add(incoming)  # from now on, destroying the group aborts it first
+        arrays.waits.add(incoming)  # now the group is busy, so destroying it aborts it first
         try:
             arrays.gate.check_usable()
             while await_signal.call(incoming.address, word, incoming.taken + 1) != DONE:
@@ -334,7 +340,7 @@ class ShmMemory(SymmetricMemory):
 
 
 class _Incoming:
-    """The signals that this rank takes from one peer on one channel."""
+    """State of the signals that this rank receives from one peer on one channel."""
 
     def __init__(self, context: ShmContext) -> None:
         self.lock = threading.Lock()

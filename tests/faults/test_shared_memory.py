@@ -96,7 +96,7 @@ def test_small_means_smaller_segments(tmp_path):
 
 def test_shared_arrays_beyond_what_there_is_are_ordinary_ones(tmp_path):
     warning, arrays, afterwards = run_in_small_shm(tmp_path, "16m", ARRAYS)
-    assert "WARNING shared arrays are made in ordinary memory from now on where /dev/shm is full" in warning
+    assert "WARNING /dev/shm is full, so new shared arrays are made in ordinary memory" in warning
     assert "--shm-size" in warning
     assert arrays == "RESULT 14 True"  # and a sixteenth is left for others
     assert afterwards == "RESULT True"

@@ -18,7 +18,7 @@ from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 from fastcoll.shm import context_layout as at
 from fastcoll.shm.context import CallSpec, ShmContext
 from fastcoll.shm.layout import PAGE, Layout
-from fastcoll.shm.validate import MEMO_PROBES, description, memo_slot
+from fastcoll.shm.validate import MEMO_PROBES, memo_slot, spec_of
 
 N = 6  # elements of a block
 HEADER = np.zeros(PAGE // 8, np.int64)  # of a segment without sections
@@ -261,7 +261,7 @@ def test_more_dtypes_and_operations_than_the_memo_holds(rank, world_size):
 
 @entry
 def recall(handle: Index, operation: Index, x: PyObject, op: PyObject) -> int:
-    """The description that compiled code finds for a call."""
+    """The spec that compiled code finds for a call."""
     c = integer(handle)
     return spec_of(c, c, integer(operation), object_at(x), object_at(op))
 
