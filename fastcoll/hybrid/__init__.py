@@ -1,1 +1,1 @@
-"""Nodes in shared memory, joined by a network: a group of groups."""
+"""The backend of ranks on several nodes: shared memory inside nodes and a network between them."""

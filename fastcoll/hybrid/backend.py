@@ -1,13 +1,13 @@
-"""The default backend: shared memory inside a node, the network between nodes, together as one group.
+"""The default backend: one group over shared memory inside nodes and a network between nodes.
 
-It is a TcpBackend of all ranks with two groups more, which the user does not see:
+It consists of a TcpBackend of all ranks and two internal groups:
 
     local    the ranks of this node, in shared memory
-    rail     the ranks with this one's place on each node, over TCP or, by FASTCOLL_BETWEEN_NODES, over MPI: each shares
-             its part of the data with them
+    rail     the ranks with the same local rank on every node, over TCP or, by FASTCOLL_BETWEEN_NODES, over MPI; each
+             rail moves one block of the data
 
-Every call begins with the meeting of all ranks over TCP, in which mismatches and missing ranks are found as in any
-group over TCP, and what is small enough is done in it. Only then does the data take the way through the nodes.
+Every call begins with a meeting of all ranks over TCP, which finds mismatches and missing ranks as in any group over
+TCP. A small call is complete after that. A large call then runs in the internal groups.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from ..store import PrefixStore, Store
 from ..system.processes import Member, Topology
 
 DIRECT = 512 << 10
-"""Bytes up to which groups of at most MEET_RANKS ranks take the direct way. all_reduce on two hosts of two ranks, nodes
-against direct: 256 KiB 480 us and 370 us, 1 MiB 1.15 ms and 1.36 ms (a core a host, AMD EPYC)."""
+"""Bytes up to which groups of at most MEET_RANKS ranks use TCP between all ranks. all_reduce on two hosts of two ranks,
+through the nodes and by TCP alone: 256 KiB 480 us and 370 us, 1 MiB 1.15 ms and 1.36 ms (one core a host, AMD EPYC)."""
 SMALL = 64 << 10
-"""Bytes up to which one rank of each node talks for all, in larger groups: to divide less gains nothing over a round's
-latency."""
+"""Bytes up to which one rank of each node exchanges the data for its node, in larger groups: for less data, dividing it
+among rails saves less than the latency of a round."""
 SEGMENT = 8 << 20
-"""Bytes of a rank's part that travel while the next ones are reduced in shared memory. 64 MiB on the same two hosts:
-93 ms with 1 MiB, 65 ms with 16 MiB; where each rank has a core of its own, smaller segments overlap more."""
-# How long a rank whose call was broken off waits to hear who died.
+"""Bytes of a rail's block that are sent while the next segment is reduced in shared memory. 64 MiB on the same two
+hosts: 93 ms with 1 MiB, 65 ms with 16 MiB. If each rank has a core of its own, smaller segments overlap more."""
+# How long a rank whose call has failed waits for the monitor to find the dead rank.
 _REASON_SECONDS = 1.0
 
 
 def make_auto(store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Backend:
-    """The backend that suits where its members are: shared memory, TCP (or MPI), or both; collective."""
+    """Make the backend that fits the members' nodes: shared memory, TCP (or MPI), or both; collective."""
     topology = Topology(members, rank)
     if len(topology.nodes) == 1:
         return ShmBackend.make(store, name, members, rank, timeout)
@@ -67,9 +67,9 @@ def make_auto(store: Store, name: str, members: Sequence[Member], rank: int, tim
 
 
 def _between_nodes() -> Callable[..., Backend]:
-    """What makes backends of ranks on different nodes."""
+    """Return the function that makes the backend of ranks on different nodes."""
     if config.get("FASTCOLL_BETWEEN_NODES") == "mpi":
-        from ..net.mpi.backend import MpiBackend  # few need it
+        from ..net.mpi.backend import MpiBackend  # imported only if it is used
 
         return MpiBackend.make
     return TcpBackend.make
@@ -86,62 +86,63 @@ class HybridBackend(Backend):
     ) -> HybridBackend:
         """Meet the other members; collective. The arguments and errors are those of ShmBackend and TcpBackend."""
         topology = Topology(members, rank)
-        parts: list[ProcessGroup] = []
+        groups: list[ProcessGroup] = []
         everyone: TcpBackend | None = None
 
-        def part(make: Callable[..., Backend], label: str, ranks: Sequence[int]) -> Backend:
-            there = [members[r] for r in ranks]
-            made = make(PrefixStore(label, store), f"{name}/{label}", there, ranks.index(rank), timeout)
-            parts.append(ProcessGroup(made))
+        def add(make: Callable[..., Backend], label: str, ranks: Sequence[int]) -> Backend:
+            some = [members[r] for r in ranks]
+            made = make(PrefixStore(label, store), f"{name}/{label}", some, ranks.index(rank), timeout)
+            groups.append(ProcessGroup(made))
             return made
 
         try:
             everyone = TcpBackend.make(store, name, members, rank, timeout)
-            # Of a part of the world it is not known here how many other ranks are on the node.
+            # If the members are not the whole world, this rank does not know how many other ranks share the node.
             is_world = len(members) == members[rank].world_size
             inside = partial(ShmBackend.make, neighbours=len(topology.local) if is_world else None)
-            near = part(inside, f"node{topology.node}", topology.local)
+            near = add(inside, f"node{topology.node}", topology.local)
             assert isinstance(near, ShmBackend)
             if topology.rail is not None:
                 between = partial(_between_nodes(), crowd=members)
-                part(between, f"rail{topology.local_rank}", topology.rail)
+                add(between, f"rail{topology.local_rank}", topology.rail)
         except BaseException as error:
             failure: BaseException = error
             if everyone is not None and isinstance(error, PeerDiedError | StoreError):
-                # A part knows its own ranks alone: one that has ended there may have failed before, and told all why.
+                # An internal group knows only its own ranks. A rank that has ended there may have failed before, and
+                # have published the reason to all ranks.
                 failure = everyone.monitor.decide([], f"making the group {name}") or error
-            for place in range(topology.rails):  # whoever makes a rail already looks at its store only
-                GroupMeeting(PrefixStore(f"rail{place}", store), members, rank, timeout, name).tell(failure)
+            for index in range(topology.rails):  # a rank that is making a rail checks only the rail's store
+                GroupMeeting(PrefixStore(f"rail{index}", store), members, rank, timeout, name).tell(failure)
             if everyone is not None:
                 why = f"{members[rank]} could not make the group {name}: {str(error) or type(error).__name__}"
                 everyone.fail(failure if isinstance(failure, GroupError) else AbortedError(why))
-                for made in parts:
+                for made in groups:
                     made.close()
                 everyone.close(everyone.monitor.failure)
             if failure is error:
                 raise
             raise failure.with_traceback(None) from error
-        return cls(everyone, near, topology, parts)
+        return cls(everyone, near, topology, groups)
 
     def __init__(
-        self, everyone: TcpBackend, near: ShmBackend, topology: Topology, parts: Sequence[ProcessGroup]
+        self, everyone: TcpBackend, near: ShmBackend, topology: Topology, groups: Sequence[ProcessGroup]
     ) -> None:
         self.gate = everyone.gate
         self.monitor = everyone.monitor
         self._everyone = everyone
         self._topology = topology
-        self._parts = list(parts)
-        self.local = parts[0]
-        self.rail = parts[1] if len(parts) > 1 else None
+        self._groups = list(groups)
+        self.local = groups[0]
+        self.rail = groups[1] if len(groups) > 1 else None
         self._direct = DIRECT if self.gate.size <= MEET_RANKS else 0
         self._near = near
-        everyone.route({peer: (near.pipe, place) for place, peer in enumerate(topology.local)})
+        everyone.route({peer: (near.pipe, index) for index, peer in enumerate(topology.local)})
         self.messages: Engine = everyone.messages
 
     def limit(self, seconds: float) -> None:
         super().limit(seconds)
-        for part in self._parts:
-            part.timeout = seconds
+        for group in self._groups:
+            group.timeout = seconds
 
     def learn(self, dtype: np.dtype[Any]) -> None:
         self._near.learn(dtype)
@@ -149,23 +150,23 @@ class HybridBackend(Backend):
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
         flat = self._everyone.fast(group)
         ranks = self._topology.local
-        places = {peer: place for place, peer in enumerate(ranks) if peer != self.gate.rank}
+        local_ranks = {peer: index for index, peer in enumerate(ranks) if peer != self.gate.rank}
         near = short_cuts(group, self.messages, self._near.pipe.address, MESSAGES, ranks.__getitem__)
 
-        def place_of(peer: Any, tag: Any) -> int | None:
-            """Of a rank of this node; None: it is on another, or the arguments are not those of a plain call."""
+        def local_rank_of(peer: Any, tag: Any) -> int | None:
+            """Return a peer's rank in the local group; None: it is on another node, or this is not a plain call."""
             plain = type(peer) is int and type(tag) is int and 0 <= tag <= LARGEST_TAG
-            return places.get(peer) if plain else None
+            return local_ranks.get(peer) if plain else None
 
         def send(tensor: Any, dst: int, tag: int = 0) -> Any:
-            if (place := place_of(dst, tag)) is None:
+            if (index := local_rank_of(dst, tag)) is None:
                 return flat["send"](tensor, dst, tag)
-            return near.send(tensor, place, tag)
+            return near.send(tensor, index, tag)
 
         def recv(tensor: Any, src: Any = None, tag: int = 0, status: Status | None = None) -> Any:
-            if status is not None or (place := place_of(src, tag)) is None:
+            if status is not None or (index := local_rank_of(src, tag)) is None:
                 return flat["recv"](tensor, src, tag, status)
-            near.recv(tensor, place, tag)
+            near.recv(tensor, index, tag)
             return src
 
         return {**flat, "send": send, "recv": recv}
@@ -187,12 +188,12 @@ class HybridBackend(Backend):
                 reach("hybrid.OPERATION.before_done", operation.kind)
             except BaseException as error:
                 if isinstance(error, MismatchError) or calls[words.CALLS] == before:
-                    raise  # no rank goes on, or this one did not begin
+                    raise  # no rank continues the call, or this rank did not begin it
                 doing = self._everyone.doing()
                 if not isinstance(error, GroupError):
                     self._everyone.interrupted(error, doing)
                     raise
-                # A part says who left it; the monitor of all ranks knows why.
+                # The error of an internal group names the rank that left it; the monitor of all ranks has the reason.
                 deadline = time.monotonic() + _REASON_SECONDS
                 while (found := self.monitor.decide([], doing)) is None and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -205,14 +206,14 @@ class HybridBackend(Backend):
         return call
 
     def _goes_through_nodes(self, operation: Operation) -> bool:
-        """Whether the groups of this node and rail carry it out after the meeting; else all ranks go the direct way."""
+        """Whether the internal groups carry an operation out after the meeting; else TCP between all ranks does."""
         kind, outputs, inputs, op, _, _ = operation
         if kind not in _ALGORITHMS:
             return False
         sizes = [x.nbytes for x in (inputs if KINDS[kind].gives_blocks else outputs)]
         if max(sizes) <= self._direct:
             return False
-        # A user's function is folded in rank order only.
+        # A user's function must be applied in rank order.
         if op is not None and op.function is not None and not self._topology.in_order:
             return False
         if not KINDS[kind].has_blocks:
@@ -241,7 +242,7 @@ class HybridBackend(Backend):
             out[...] = total
 
     def _reduce_scatter(self, operation: Operation) -> None:
-        """First inside the node, for the rail that each rank is on, then along the rails."""
+        """Reduce inside the node, each rank the blocks for its rail, then along the rails."""
         (out,), blocks, op = operation.outputs, operation.inputs, operation.op
         assert op is not None
         assert self.rail is not None
@@ -254,17 +255,17 @@ class HybridBackend(Backend):
 
     def _broadcast(self, operation: Operation) -> None:
         (x,) = operation.outputs
-        node, place = self._topology.home_of(operation.root)
+        node, index = self._topology.home_of(operation.root)
         if self._topology.node == node:
-            self.local.fast.broadcast(x, place)
-        shares = self._parts_of(x.reshape(-1))
+            self.local.fast.broadcast(x, index)
+        blocks = self._blocks_of(x.reshape(-1))
         if self.rail is not None:
-            self.rail.fast.broadcast(shares[self._topology.local_rank], node)
+            self.rail.fast.broadcast(blocks[self._topology.local_rank], node)
         if self._topology.node != node:
-            self.local.fast.all_gather(shares, shares[self._topology.local_rank])
+            self.local.fast.all_gather(blocks, blocks[self._topology.local_rank])
 
     def _all_gather(self, operation: Operation) -> None:
-        """First along the rails, then inside the node, each of whose ranks has got a part of every node."""
+        """Gather along the rails, so that each rank has a block of every node, then inside the node."""
         outs, (x,) = operation.outputs, operation.inputs
         assert self.rail is not None
         nodes, here = len(self._topology.nodes), self.local.size
@@ -273,44 +274,44 @@ class HybridBackend(Backend):
         everything = np.empty((here, nodes, x.size), x.dtype)
         self.local.fast.all_gather_single(everything, mine)
         for number, ranks in enumerate(self._topology.nodes):
-            for place, rank in enumerate(ranks):
-                outs[rank].reshape(-1)[...] = everything[place, number]
+            for index, rank in enumerate(ranks):
+                outs[rank].reshape(-1)[...] = everything[index, number]
 
     def _reduce_by_rails(self, x: Array, op: ReduceOp) -> None:
-        """Each rail reduces its part of each segment; while one travels, the next is reduced in shared memory."""
+        """Reduce segment by segment, each rail its block; while a rail sends, the next segment is reduced locally."""
         before: tuple[list[Array], Work | None] | None = None
         rails = self._topology.rails
         segments = cut(x.reshape(-1), max(rails, rails * SEGMENT // x.itemsize))
         for segment in segments:
-            parts = self._parts_of(segment)
-            own = parts[self._topology.local_rank]
-            self.local.fast.reduce_scatter(own, parts, sum_for(op))
-            # With nothing to overlap it with, handing over to another thread only costs.
+            blocks = self._blocks_of(segment)
+            own = blocks[self._topology.local_rank]
+            self.local.fast.reduce_scatter(own, blocks, sum_for(op))
+            # With a single segment there is no overlap, so the hand-over to another thread would only cost time.
             overlaps = len(segments) > 1
             work = (
                 None if self.rail is None else self.rail.fast.all_reduce(own, sum_for(op), async_op=overlaps)
             )
             if before is not None:
                 self._share(*before, op)
-            before = parts, work
+            before = blocks, work
         if before is not None:
             self._share(*before, op)
 
-    def _share(self, parts: list[Array], work: Work | None, op: ReduceOp) -> None:
-        """Give each rank of the node what the others have got."""
-        own = parts[self._topology.local_rank]
+    def _share(self, blocks: list[Array], work: Work | None, op: ReduceOp) -> None:
+        """Finish the rail's block, then exchange the blocks inside the node."""
+        own = blocks[self._topology.local_rank]
         if work is not None:
             work.join()
         self._divide(own, op)
-        self.local.fast.all_gather(parts, own)
+        self.local.fast.all_gather(blocks, own)
 
-    def _parts_of(self, segment: Array) -> list[Array]:
-        """A segment's part of each rank on this node; surplus ranks have none."""
-        parts = shares(segment, self._topology.rails)
-        return parts + [segment[:0]] * (self.local.size - len(parts))
+    def _blocks_of(self, segment: Array) -> list[Array]:
+        """Divide a segment into a block for each rank on this node; ranks without a rail have empty blocks."""
+        blocks = shares(segment, self._topology.rails)
+        return blocks + [segment[:0]] * (self.local.size - len(blocks))
 
     def _divide(self, x: Array, op: ReduceOp) -> None:
-        """Make an average of a sum."""
+        """Divide a sum by the number of ranks if `op` is an average."""
         if op.code == AVG:
             divide(x, self.gate.size)
 
@@ -320,19 +321,19 @@ class HybridBackend(Backend):
         return self._everyone.recovery_endpoint()
 
     def stop(self) -> None:
-        for part in self._parts:
-            part.abort(str(self.gate.failure))
+        for group in self._groups:
+            group.abort(str(self.gate.failure))
 
     def close(self, reason: GroupError | None) -> None:
-        self.messages.close(reason)  # before the segment that its messages pass is gone
-        for part in self._parts:
-            part.close(self.monitor.exit_reason)
+        self.messages.close(reason)  # before the segment is unmapped, which its messages use
+        for group in self._groups:
+            group.close(self.monitor.exit_reason)
         self._everyone.close(reason)
 
     def disown(self, error: GroupError) -> None:
         self._everyone.disown(error)
-        for part in self._parts:
-            part.disown(error)
+        for group in self._groups:
+            group.disown(error)
 
 
 _ALGORITHMS: dict[str, Callable[[HybridBackend, Operation], None]] = {
@@ -342,4 +343,4 @@ _ALGORITHMS: dict[str, Callable[[HybridBackend, Operation], None]] = {
     "broadcast": HybridBackend._broadcast,
     "all_gather": HybridBackend._all_gather,
 }
-"""The kinds that go through the nodes when they are large; the others always take the direct way."""
+"""Kinds whose large operations run in the internal groups; all others use TCP between all ranks."""

@@ -1,1 +1,1 @@
-"""Ranks of one node meet in a POSIX shared-memory segment."""
+"""The backend of the ranks of one node, in POSIX shared memory."""
