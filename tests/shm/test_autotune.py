@@ -59,7 +59,7 @@ class Learner:
         return [self.call(times, **options) for _ in range(number)]
 
 
-@pytest.mark.parametrize("ways", [2, 3, autotune.ALGORITHMS])
+@pytest.mark.parametrize("algorithms", [2, 3, autotune.ALGORITHMS])
 def test_every_way_is_tried_at_the_beginning_and_the_fastest_is_found(algorithms):
     for fastest in range(algorithms):
         times = [1000 + 100 * algorithm for algorithm in range(algorithms)]
@@ -236,7 +236,7 @@ def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size, tmp_pat
         group.fast.all_reduce(x)
     group.fast.barrier()
     if rank == 0:
-        group.monitor.decision = look
+        group.monitor.decide = look
     while rank == 1 and not came_back.exists():
         time.sleep(1e-3)
     group.fast.all_reduce(x)

@@ -208,7 +208,7 @@ class World:
         if event == pipe.ENTERED:
             return e._replace(entering=False)
         if event == pipe.ACKED:
-            acked, decision = self.of_channel("ACK_NUMBER"), self.of_channel("ACK_VERDICT")
+            acked, decision = self.of_channel("ACK_NUMBER"), self.of_channel("ACK_DECISION")
             assert acked in dict(e.unacked), f"the ack gave number {acked}, and {e.unacked} are not acked"
             assert decision == pipe.TAKEN
             place = dict(e.unacked)[acked]
