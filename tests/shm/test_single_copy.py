@@ -155,7 +155,7 @@ def test_an_array_that_cannot_be_read_since_its_owner_has_failed_is_not_the_reas
     with direct_group() as group:
         if rank == 1:
             died = PeerDiedError("rank 7 died", [7])
-            group.backend.monitor.decision = lambda needed, doing: died
+            group.backend.monitor.decide = lambda needed, doing: died
         with pytest.raises(GroupError, match="rank 7 died") as caught:
             group.fast.broadcast(unreadable, 0)
         assert caught.value.ranks == (7,)

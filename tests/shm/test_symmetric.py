@@ -88,7 +88,7 @@ def test_nobody_is_done_before_the_slowest_slice(rank, world_size, slow):
     x = symmetric.zeros(LARGE // 4, np.float32)
     if rank == slow:
         group.backend.context.words[words.BACKOFF + waiting.BUDGET] = 0
-        group.monitor.decision = lambda needed, doing: time.sleep(0.05)
+        group.monitor.decide = lambda needed, doing: time.sleep(0.05)
     x[...] = rank + 1
     dist.all_reduce(x)
     assert (x == world_size * (world_size + 1) / 2).all()
