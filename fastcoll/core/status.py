@@ -21,7 +21,7 @@ class CallStatus(IntEnum):
     GARBLED = 7  # a peer has sent what no rank of the group sends
     REFUSED = 8  # a message does not fit the receiver's array; the last ack says what that is
     OTHER = 9  # a message is of the kind that the progress engine has to go on with
-    UNMINDED = 10  # a send is complete, and somebody should see to it that no answer stays deferred
+    NEEDS_FLUSHER = 10  # a send is complete, and somebody should see to it that no answer stays deferred
     UNREADABLE = 11  # a peer's array, which the call reads where it is, cannot be read
     UNMAPPED = 12  # a peer's array is in an arena that is not mapped here yet: map it, then call again
 
@@ -37,7 +37,7 @@ class CallStatus(IntEnum):
     GARBLED,
     REFUSED,
     OTHER,
-    UNMINDED,
+    NEEDS_FLUSHER,
     UNREADABLE,
     UNMAPPED,
 ) = map(int, CallStatus)

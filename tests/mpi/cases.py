@@ -13,7 +13,7 @@ from together import together
 import fastcoll as dist
 from fastcoll import ReduceOp, failpoints
 from fastcoll.net.mpi import agreement, execution
-from fastcoll.net.mpi.membership import laid_down
+from fastcoll.net.mpi.membership import retired
 
 SIZES = (2, 4)
 pytestmark = pytest.mark.ranks(*SIZES)
@@ -158,7 +158,7 @@ def test_communicators_are_freed(rank, world_size):
         elif rank == 1:
             dist.recv(np.ones(3), 0, group=group)
         dist.destroy_process_group(group)
-    assert len(laid_down) < 5
+    assert len(retired) < 5
 
 
 def test_a_communicator_with_an_unread_message_is_not_used_again(rank, world_size):

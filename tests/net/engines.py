@@ -105,7 +105,7 @@ class Engines:
     def begin(self, rank: int, prepared: PreparedPlan, arrays: Sequence[Array]) -> int:
         """Begin a call, with one sweep; the engine's status."""
         return engine.collective.call(
-            self.contexts[rank].address | words.LOOSELY, prepared.address, tuple(arrays)
+            self.contexts[rank].address | words.MAY_RETURN_EARLY, prepared.address, tuple(arrays)
         )
 
     def go_on(self, rank: int, prepared: PreparedPlan) -> int:
@@ -145,7 +145,7 @@ class Engines:
         else with `settle`. What was told later of a call is in `told`.
         """
         results: list[list[int]] = [[] for _ in programs]
-        under_way: set[int] = set()
+        in_progress: set[int] = set()
         waiting_ranks = set(range(self.size))
         links = list(self._wires)
         for _ in range(_STEPS):
@@ -161,15 +161,15 @@ class Engines:
                         self._note(rank)
                 continue
             prepared, arrays = programs[rank][len(results[rank])]
-            resumed = rank in under_way
+            resumed = rank in in_progress
             status = self.go_on(rank, prepared) if resumed else self.begin(rank, prepared, arrays)
-            under_way.add(rank)
+            in_progress.add(rank)
             if self.loses_records:
                 self.contexts[rank]._kept[words.RECORDS].fill(0)
             if status not in (AGAIN, WORKED):
-                under_way.discard(rank)
+                in_progress.discard(rank)
                 context = self.contexts[rank]
-                if status == MISMATCH and context.under_way:
+                if status == MISMATCH and context.in_progress:
                     engine.after_mismatch.call(context.address)
                 elif status == MISMATCH:
                     self._note(rank)
@@ -180,7 +180,7 @@ class Engines:
         raise AssertionError(f"stuck: {results} of {[len(each) for each in programs]} calls")
 
     def _note(self, rank: int) -> None:
-        found = self.contexts[rank].take_heads()
+        found = self.contexts[rank].take_earlier_heads()
         assert found is not None, "told before all headers are here"
         number, heads, _ = found
         assert len(set(heads)) > 1

@@ -45,7 +45,7 @@ def test_nothing_is_given_up_while_a_rank_has_not_come() -> None:
         assert sweep(engines, parts, 0) == WORKED
         numbers = engines.contexts[0].headers()[:, words.NUMBER]
         assert numbers.tolist() == [1, 1, 0]
-        assert engines.contexts[0].under_way
+        assert engines.contexts[0].in_progress
 
 
 def test_whom_a_sleeping_engine_waits_for_is_known() -> None:
@@ -78,7 +78,7 @@ def test_a_connection_that_ends_is_named(count: int) -> None:
         assert sweep(engines, parts, 0, FREE) == GONE
         assert engines.contexts[0][words.PEER] == 2
         assert engines.contexts[0][words.ERROR] < 0
-        assert engines.contexts[0].under_way
+        assert engines.contexts[0].in_progress
 
 
 def test_what_a_peer_sent_before_it_ended_counts() -> None:
@@ -106,7 +106,7 @@ def test_a_header_that_no_rank_sends(word: int, value: int) -> None:
         engines.write(1, 0, header.tobytes() + b"x" * max(0, value if value == 3 else 0))
         assert sweep(engines, parts, 0) == GARBLED
         assert engines.contexts[0][words.PEER] == 1
-        assert engines.contexts[0].under_way
+        assert engines.contexts[0].in_progress
 
 
 def test_a_call_that_did_not_match_is_under_way_until_its_headers_are_read() -> None:
@@ -117,9 +117,9 @@ def test_a_call_that_did_not_match_is_under_way_until_its_headers_are_read() -> 
             engines.begin(rank, part.prepared, part.arrays)
         carry_all(engines)
         assert sweep(engines, parts, 0) == MISMATCH
-        assert engines.contexts[0].under_way
+        assert engines.contexts[0].in_progress
         engine.after_mismatch.call(engines.contexts[0].address)
-        assert not engines.contexts[0].under_way
+        assert not engines.contexts[0].in_progress
 
 
 def test_bytes_of_the_next_call_are_kept_when_the_calls_differ() -> None:

@@ -15,7 +15,7 @@ from fastcoll.core import signature
 from fastcoll.core.status import DONE, MISMATCH, WORKED
 from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp.context import PreparedPlan
-from fastcoll.net.tcp.meet import AHEAD, HELD
+from fastcoll.net.tcp.meet import AHEAD, PIGGYBACK_BYTES
 from fastcoll.net.tcp.plans.shape import HEADER_BYTES
 from net.engine_calls import OPERATIONS, Call
 from net.engines import Engines
@@ -149,7 +149,7 @@ def test_a_rank_that_is_late_is_among_those_that_many_ranks_wait_for() -> None:
                     if here != there:
                         engines.carry(here, there)
             assert {engines.go_on(rank, part.prepared) for rank, part in parts.items()} == {WORKED}
-        waited_for = [engines.contexts[rank].is_late() for rank in parts]
+        waited_for = [engines.contexts[rank].late_ranks() for rank in parts]
     assert all(late in ranks and rank not in ranks for rank, ranks in zip(parts, waited_for, strict=True))
     assert min(map(len, waited_for)) <= MANY // 2
 
@@ -212,7 +212,7 @@ def test_a_root_ends_its_calls_alone_until_its_records_are_all_in_use() -> None:
             assert engines.go_on(1, other.prepared) == DONE
             assert other.is_right()
             calls += 1
-        assert calls == HELD // HEADER_BYTES + 1, "headers are not sent together"
+        assert calls == PIGGYBACK_BYTES // HEADER_BYTES + 1, "headers are not sent together"
         assert engines.go_on(0, part.prepared) == DONE
 
 
@@ -220,7 +220,7 @@ def test_a_rank_that_writes_before_all_agree_is_found() -> None:
     """The planted fault: in a group of three, who receives is as loose as who gives."""
 
     def plant(prepared: PreparedPlan) -> None:
-        prepared._words[words.LOOSE] = prepared.call & 0xFF == signature.code_of("broadcast")
+        prepared._words[words.CAN_RETURN_EARLY] = prepared.call & 0xFF == signature.code_of("broadcast")
 
     rounds = _mostly_ahead(3, 2 * AHEAD, random.Random(1))
     with Engines(3, seed=1) as engines, pytest.raises(AssertionError, match="waited for nobody"):

@@ -140,7 +140,7 @@ def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...], f
 
         def is_there(group: ProcessGroup) -> bool:
             """Whether this rank has sent its header, or waits for the connection of a missing one."""
-            return group.backend.context.under_way or any(rank < group.rank for rank in missing)
+            return group.backend.context.in_progress or any(rank < group.rank for rank in missing)
 
         errors = everybody(there, call)
         for error in errors:
@@ -159,7 +159,7 @@ def test_ranks_that_are_late_are_named_also_where_others_pass_their_headers_on(
 ) -> None:
     """In large groups. A rank that has left was done with the call, unless this rank itself waits for it."""
     backend = TcpBackend.__new__(TcpBackend)
-    backend.context = cast(Any, SimpleNamespace(waited_for=[1], is_late=lambda: late))
+    backend.context = cast(Any, SimpleNamespace(waited_for=[1], late_ranks=lambda: late))
     backend.monitor = cast(Any, SimpleNamespace(has_left=left.__contains__))
     assert backend._late() == named
 
@@ -211,7 +211,7 @@ def test_an_exception_after_a_call_is_complete_does_no_harm(monkeypatch: pytest.
 
         def then_interrupted(context: int, *rest: object) -> int:
             code = run(context, *rest)
-            if context & ~(words.RESUMED | words.LOOSELY) == address and code == DONE:
+            if context & ~(words.RESUMED | words.MAY_RETURN_EARLY) == address and code == DONE:
                 raise KeyboardInterrupt
             return code
 

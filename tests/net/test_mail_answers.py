@@ -33,8 +33,8 @@ def row(me: Rank) -> np.ndarray:
 
 def defers_next(me: Rank) -> None:
     """Let a rank take the next answer for one that a message follows at once, as if it had seen many."""
-    row(me)[words.TURNS] = 1 << 20
-    table(me)[words.MINDED] = 1
+    row(me)[words.ALTERNATIONS] = 1 << 20
+    table(me)[words.FLUSHER_RUNS] = 1
 
 
 def send_until_deferred(world: WireWorld, x: np.ndarray, got: np.ndarray) -> threading.Thread:
@@ -85,12 +85,12 @@ def test_whatever_else_follows_the_answer_is_sent(pair: WireWorld, what: str) ->
     warm_up(pair)
     second = pair.ranks[1]
     sender = send_until_deferred(pair, np.ones(3), np.zeros(3))
-    pipe_to(second, 0)[0].mind_answers()  # not before: it would end after 20 ms
+    pipe_to(second, 0)[0].start_ack_flusher()  # not before: it would end after 20 ms
     ELSE[what](second)
     sender.join(DEADLINE)
     assert not sender.is_alive()
     if what == "nothing":
-        assert row(second)[words.TURNS_NEEDED] > 64, "the turns were taken for what they are not"
+        assert row(second)[words.ALTERNATIONS_NEEDED] > 64, "the turns were taken for what they are not"
 
 
 def test_a_blocking_receive_sends_the_answer_first(pair: WireWorld) -> None:
@@ -157,9 +157,9 @@ def test_taking_turns_for_long(pair: WireWorld) -> None:
 
 def test_the_thread_ends_by_itself(pair: WireWorld) -> None:
     me = pair.ranks[0]
-    pipe_to(me, 1 - me.rank)[0].mind_answers()
+    pipe_to(me, 1 - me.rank)[0].start_ack_flusher()
     until(lambda: not any(thread.name == "fastcoll-answers" for thread in threading.enumerate()))
-    assert table(me)[words.MINDED] == 0
+    assert table(me)[words.FLUSHER_RUNS] == 0
 
 
 def test_an_answer_ahead_that_nobody_waits_for_is_garbage(pair: WireWorld) -> None:

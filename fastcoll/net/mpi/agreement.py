@@ -199,7 +199,7 @@ class RowExchange:
 
     def end(self, how: str = "done") -> None:
         """The call has ended so, one of record.ENDS."""
-        self._words[c.UNDER_WAY] = 0
+        self._words[c.IN_PROGRESS] = 0
         self._record.end(self[c.CALLS], how)
 
     def meet(self, said: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]) -> int:

@@ -43,8 +43,8 @@ from . import compiled as c
 from .agreement import MEETING_WORDS, Prepared, Requests, RowExchange, abandon
 from .execution import Addressed, Execution, HostMemory, Memory, are_near
 from .library import MpiLibrary, load
-from .membership import MpiControl, lay_down, make_comm
-from .pipe import INSIDE, MpiPipe
+from .membership import MpiControl, make_comm, retire_comm
+from .pipe import INLINE_BYTES, MpiPipe
 
 _CLOSE_SECONDS = 5.0
 _NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
@@ -134,21 +134,21 @@ class MpiBackend(Backend):
         ready = Addressed(kind, takes, gives, how, root)
         nbytes = tuple([size for _, size in sized(kind, takes, gives)])
         key = CallKey(kind, dtype, op, root, nbytes, tuple(parts), on_gpu)
-        said = self._prepared.get_or_make(key, lambda key: self._prepare(key, how))
+        prepared = self._prepared.get_or_make(key, lambda key: self._prepare(key, how))
         most = -1 if on_gpu else self._most_attached.get(kind, -1)
         fits = bool(gives) and gives[0][1] <= most
         attached = gives[0] if fits and (kind != "broadcast" or self.gate.rank == root) else (0, 0)
         has_blocks = KINDS[kind].has_blocks
         near = not has_blocks or on_gpu or (are_near(takes) and are_near(gives))
-        able = op is None or how is not None  # which a GPU may not be
+        can_reduce = op is None or how is not None  # which a GPU may not be
 
         def call() -> bool:
             self.gate.check_usable()
             try:
                 reach("mpi.OPERATION.enter", kind)
                 self._wait, self._moving = self._collective.wait(timeout), False
-                if self._meeting.meet(said, near and able, attached, self._look) != DONE:
-                    raise self._mismatch(said)
+                if self._meeting.meet(prepared, near and can_reduce, attached, self._look) != DONE:
+                    raise self._mismatch(prepared)
                 self._moving = True
                 reach("mpi.OPERATION.after_meeting", kind)
                 done = bool(self._meeting[c.NEAR]) or not on_gpu
@@ -160,7 +160,7 @@ class MpiBackend(Backend):
                 self._meeting.end()
                 return done
             except BaseException as error:
-                raise self._torn(error) from error.__cause__
+                raise self._failed_call(error) from error.__cause__
 
         return call
 
@@ -200,7 +200,7 @@ class MpiBackend(Backend):
         others = (rank for rank in range(self.gate.size) if rank != self.gate.rank)
         return [rank for rank in others if not self.monitor.has_left(rank)]
 
-    def _mismatch(self, said: Prepared) -> Exception:
+    def _mismatch(self, prepared: Prepared) -> Exception:
         """The error of calls that differ, which all ranks have seen; the group goes on."""
         rows = self._meeting.rows[:, c.ROW_CODE : c.ROW_SHAPE + 1].tolist()
         heads = [(code & ~c.ON_GPU, shape) for code, shape in rows]
@@ -209,7 +209,7 @@ class MpiBackend(Backend):
         also = f"the arrays of {on_gpus} are on GPUs, those of the others are not" if some else ""
         self._record.broken_off("mismatch")
         error = self._collective.mismatch(
-            self._meeting[c.CALLS], heads, (said.sizes.gives, said.sizes.takes), also
+            self._meeting[c.CALLS], heads, (prepared.sizes.gives, prepared.sizes.takes), also
         )
         self._meeting.end("mismatch")
         return error
@@ -219,11 +219,11 @@ class MpiBackend(Backend):
         blocks, x = self._host.memory.blocks(list(everybody)), self._host.memory.blocks([own])
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
 
-    def _torn(self, error: BaseException) -> BaseException:
+    def _failed_call(self, error: BaseException) -> BaseException:
         """What to raise for an exception; the group fails if it was half-way, since the peers go on with it."""
         if isinstance(error, self._library.MPI.Exception):
             error = AbortedError(f"{self._collective.doing()}: the MPI library says: {error}")
-        if isinstance(error, GroupError) or self._meeting[c.UNDER_WAY]:
+        if isinstance(error, GroupError) or self._meeting[c.IN_PROGRESS]:
             self.interrupted(error, self._collective.doing())
         return error
 
@@ -234,17 +234,17 @@ class MpiBackend(Backend):
 
         Only with nothing before it, and where MPI was initialised for many threads. False: it takes the general way.
         """
-        said = self._prepared.get(key)
-        if said is None or not said.finishes or self._library.serial or not self.gate.is_clear():
+        prepared = self._prepared.get(key)
+        if prepared is None or not prepared.finishes or self._library.serial or not self.gate.is_clear():
             return False
         out, x = (arrays[0], arrays[-1]) if arrays else (None, None)
-        self.gate.in_turn(self._carry_out, said, out, x)
+        self.gate.in_turn(self._carry_out, prepared, out, x)
         return True
 
-    def _carry_out(self, said: Prepared, out: Any, x: Any) -> None:
+    def _carry_out(self, prepared: Prepared, out: Any, x: Any) -> None:
         """The call itself, by the thread that has the turn."""
         self.gate.check_usable()
-        context, call = self._meeting.address, said.address
+        context, call = self._meeting.address, prepared.address
         try:
             code = c.carry_out.call(context, call, out, x)
             if code == DONE:
@@ -252,9 +252,9 @@ class MpiBackend(Backend):
             self._wait, self._moving = self._collective.wait(None), False
             again = partial(c.carry_out.call, context | c.RESUMED, call, out, x)
             if self._meeting.resume(code, again, self._look) != DONE:
-                raise self._mismatch(said)
+                raise self._mismatch(prepared)
         except BaseException as error:
-            raise self._torn(error) from error.__cause__
+            raise self._failed_call(error) from error.__cause__
 
     # ---- GPUs --------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class MpiBackend(Backend):
     @property
     def least_on_gpus(self) -> int:
         """Messages up to so many bytes must come from and go to the host's memory."""
-        return INSIDE
+        return INLINE_BYTES
 
     # ---- the end -----------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class MpiBackend(Backend):
                 abandon([], (self._meeting, self._host, self._gpus))
             else:
                 self._meeting.free()
-            lay_down(self._library, self._comm, self._control, failed)
+            retire_comm(self._library, self._comm, self._control, failed)
             self.gate.turn.release()
 
     def disown(self, error: GroupError) -> None:

@@ -49,7 +49,7 @@ SLOTS = STATUS + 16
 ANY, BUSY = 1, 2
 
 RESUMED = 1
-(ROWS, STRIDE, SIZE, RANK, CALLS, UNDER_WAY, TABLE, START) = range(8)
+(ROWS, STRIDE, SIZE, RANK, CALLS, IN_PROGRESS, TABLE, START) = range(8)
 (NEAR, SOURCE, ATTACHED, HANDLES, SOURCES, RING, FINISHED, LIMITS) = range(8, 16)
 
 CODE, SHAPE, BALANCE, FINISH, NBYTES, ROOT, REDUCER, OP, ELEMENTS, CALL_WORDS = range(10)
@@ -74,7 +74,7 @@ def wait(table):
     start = 0
     for slot in range(load_word(table, COUNT)):
         start += load_word(table, SLOTS + slot) != 0
-    turn = 0
+    attempts = 0
     end = 0
     while True:
         left = 0
@@ -96,15 +96,15 @@ def wait(table):
         if load_word(table, BELL) != 0:
             return AGAIN
         if mode & BUSY:
-            if turn % _CLOCK_EVERY == 0:
+            if attempts % _CLOCK_EVERY == 0:
                 time = now(table)
                 end = end if end else time + load_word(table, BUDGET)
                 if time > end:
                     return AGAIN
             yield_core()
-        elif not rest(table, turn):
+        elif not rest(table, attempts):
             return AGAIN
-        turn += 1
+        attempts += 1
 
 
 @entry
@@ -136,7 +136,7 @@ def _begin(context, call, source, nbytes):
     row = load_word(context, ROWS) + load_word(context, STRIDE) * load_word(context, RANK)
     number = load_word(context, CALLS) + 1
     store_word(context, CALLS, number)
-    store_word(context, UNDER_WAY, 1)
+    store_word(context, IN_PROGRESS, 1)
     # A look at the clock takes 25 ns, a call a microsecond or two.
     began = now(load_word(context, TABLE)) if number & (_TIMED_EVERY - 1) == 0 else 0
     record_call(
@@ -230,7 +230,7 @@ def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
     if code != DONE:
         return code
     _finish(plain, integer(call), target)
-    store_word(plain, UNDER_WAY, 0)
+    store_word(plain, IN_PROGRESS, 0)
     store_word(plain, FINISHED, load_word(plain, CALLS))
     return DONE
 

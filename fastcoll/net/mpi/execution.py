@@ -176,13 +176,13 @@ class Execution:
                 posted = [self._comm.Ibcast(self._library.data(*piece), root) for piece in pieces(block)]
             self._finish(posted)
             return
-        place, step = (self.rank - root) % self.size, 1
-        while step < self.size and not place & step:
+        offset, step = (self.rank - root) % self.size, 1
+        while step < self.size and not offset & step:
             step *= 2
-        if place:
+        if offset:
             self._post([], [((self.rank - step) % self.size, block)])
         steps = [1 << bit for bit in range(step.bit_length() - 1)]
-        children = [(self.rank + ahead) % self.size for ahead in steps if place + ahead < self.size]
+        children = [(self.rank + ahead) % self.size for ahead in steps if offset + ahead < self.size]
         self._post([(child, block) for child in reversed(children)], [])
 
     def all_to_all(self, gives: Sequence[Block], takes: Sequence[Block], near: bool) -> None:
@@ -239,8 +239,8 @@ class Execution:
         MPI = self._library.MPI
         base, end = _span(blocks)
         counts = [nbytes for _, nbytes in blocks]
-        places = [start - base if nbytes else 0 for start, nbytes in blocks]
-        return [MPI.buffer.fromaddress(base, end - base), counts, places, MPI.BYTE]
+        displacements = [start - base if nbytes else 0 for start, nbytes in blocks]
+        return [MPI.buffer.fromaddress(base, end - base), counts, displacements, MPI.BYTE]
 
     # ---- reductions ----------------------------------------------------------------------------------
 
@@ -253,11 +253,11 @@ class Execution:
             return
         for start, slices in segments(x[1], self.size, how.itemsize):
             first, nbytes = slices[self.rank]
-            gives = [(x[0] + start + place, count) for place, count in slices]
+            gives = [(x[0] + start + offset, count) for offset, count in slices]
             sources = self._collected(gives, self._room(self.size * nbytes), True)
             target = out[0] + start + first if root in (None, self.rank) else sources[self.rank - 1]
             self.memory.fold(how, target, sources, nbytes)
-            takes = [(out[0] + start + place, count) for place, count in slices]
+            takes = [(out[0] + start + offset, count) for offset, count in slices]
             self.gather((target, nbytes), takes, root, True)
 
     def scan(self, call: Addressed, near: bool) -> None:
@@ -269,11 +269,13 @@ class Execution:
         for start, slices in segments(x[1], self.size, how.itemsize):
             nbytes = slices[self.rank][1]
             room = self._room(2 * self.size * nbytes)
-            sources = self._collected([(x[0] + start + place, count) for place, count in slices], room, True)
+            sources = self._collected(
+                [(x[0] + start + offset, count) for offset, count in slices], room, True
+            )
             gives = [(room + (self.size + rank) * nbytes, nbytes) for rank in range(self.size)]
             for rank in range(exclusive, self.size):
                 self.memory.fold(how, gives[rank][0], sources[: rank + (not exclusive)], nbytes)
-            takes = [(out[0] + start + place, count) for place, count in slices]
+            takes = [(out[0] + start + offset, count) for offset, count in slices]
             if exclusive:
                 gives[0] = _NOWHERE
                 takes = takes if self.rank else [_NOWHERE] * self.size
@@ -283,8 +285,8 @@ class Execution:
         """Block `rank` of all ranks into out, which may be blocks[rank]."""
         how, out, blocks = call.how, call.takes[0], call.gives
         rounds = max(1, -(-sum(nbytes for _, nbytes in blocks) // SEGMENT))
-        for turn in range(rounds):
-            parts = [partition.even(nbytes, rounds, how.itemsize)[turn] for _, nbytes in blocks]
+        for index in range(rounds):
+            parts = [partition.even(nbytes, rounds, how.itemsize)[index] for _, nbytes in blocks]
             gives = [
                 (address + first, nbytes) for (address, _), (first, nbytes) in zip(blocks, parts, strict=True)
             ]

@@ -42,7 +42,7 @@ _STORE_BYTES = 128
 _LOOPBACK = "127.0.0.1"
 _LEAST_TAG_LIMIT = 32767  # what every MPI allows
 
-laid_down: list[tuple[Any, MpiControl]] = []
+retired: list[tuple[Any, MpiControl]] = []
 """Communicators that this rank has left, and others perhaps not."""
 _lock = threading.Lock()
 
@@ -66,13 +66,13 @@ def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
     if world.size == 1:
         return Rendezvous(HashStore(), 0, 1, _LOOPBACK)
     if world.rank == 0:
-        return _serve(library, timeout)
-    host, port = _hear(library, timeout)
+        return _serve_store(library, timeout)
+    host, port = _receive_store_address(library, timeout)
     store = TCPStore(host, port, timeout=timeout)
     return Rendezvous(store, world.rank, world.size, store.local_address)
 
 
-def _serve(library: MpiLibrary, timeout: float) -> Rendezvous:
+def _serve_store(library: MpiLibrary, timeout: float) -> Rendezvous:
     """Serve the store and tell all other ranks where."""
     world = library.MPI.COMM_WORLD
     make_room(world.size, f"the store for {world.size} ranks")
@@ -90,7 +90,7 @@ def _serve(library: MpiLibrary, timeout: float) -> Rendezvous:
     return Rendezvous(store, 0, world.size, host)
 
 
-def _hear(library: MpiLibrary, timeout: float) -> tuple[str, int]:
+def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, int]:
     """Where rank 0 serves the store; what it said last, if earlier starts have failed."""
     world = library.MPI.COMM_WORLD
     data = np.zeros(_STORE_BYTES, np.uint8)
@@ -180,22 +180,22 @@ def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], non
             )
 
 
-def lay_down(library: MpiLibrary, comm: Any, control: MpiControl, failed: bool) -> None:
+def retire_comm(library: MpiLibrary, comm: Any, control: MpiControl, failed: bool) -> None:
     """Give a communicator up; nothing of this rank's is under way in it, unless the group failed."""
     if failed:
         abandon([], (comm, control))  # MPI may still read the notices
     else:
         with _lock:
-            laid_down.append((comm, control))
+            retired.append((comm, control))
     free_finished(library)
 
 
 def free_finished(library: MpiLibrary) -> None:
     """Free the communicators that every member has left, unless a message in them was never received."""
     with _lock:
-        for comm, control in list(laid_down):
+        for comm, control in list(retired):
             if control.is_over():
-                laid_down.remove((comm, control))
+                retired.remove((comm, control))
                 with library.lock:
                     if not comm.Iprobe():
                         comm.Free()

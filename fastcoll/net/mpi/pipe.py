@@ -31,9 +31,9 @@ from .execution import pieces
 from .library import MpiLibrary
 
 _HEAD = 5 * 8
-INSIDE = 1024 - _HEAD
+INLINE_BYTES = 1024 - _HEAD
 """Bytes of a message that travel inside its letter."""
-_NOBODY, _LETTER = -1, -2  # what a request is for, besides events
+_NOBODY, _FRAME = -1, -2  # what a request is for, besides events
 _MOVING_SECONDS = 1.0  # a message that does not get on for so long waits for the other side
 
 
@@ -61,18 +61,18 @@ class MpiPipe(Pipe):
         self.current: Callable[[], AbstractContextManager[None]] = nullcontext
         self._library = library
         self._comm = comm
-        self._letter_tag, self._ack_tag, self._data_tag = tags
+        self._frame_tag, self._ack_tag, self._data_tag = tags
         self._requests = Requests(library, dedicated)
         self._free = threading.Lock()
         self._owner = 0
         self._interest = [0] * size
-        self._told = 0  # events
+        self._event_count = 0  # events
         self._event = NOTHING
         self._posted: list[_Posted] = []
         self._listening = False
         self._begun = 0.0
         self._events: deque[tuple[int, int]] = deque()
-        self._letters: list[deque[tuple[Header, bytes]]] = [deque() for _ in range(size)]
+        self._frames: list[deque[tuple[Header, bytes]]] = [deque() for _ in range(size)]
         self._taken = [(Header(0, 0, 0, 0), b"")] * size
         self._is_taking = [False] * size
         self._acks: list[deque[Ack]] = [deque() for _ in range(size)]
@@ -109,14 +109,14 @@ class MpiPipe(Pipe):
         return AbortedError(f"rank {peer} of the communicator sent what is no message of fastcoll")
 
     def has_unread(self, peer: int) -> bool:
-        return bool(self._letters[peer])
+        return bool(self._frames[peer])
 
     def retire(self) -> None:
         """Take back what others may still send; give up what they may still read."""
         left = []
         with self._library.lock:
             for posted in self._posted:
-                if posted.event in (_LETTER, ACKED):
+                if posted.event in (_FRAME, ACKED):
                     posted.request.Cancel()
                     posted.request.Wait()
                     self._listening = False
@@ -128,12 +128,12 @@ class MpiPipe(Pipe):
     # ---- steps -----------------------------------------------------------------------------------
 
     def advance(self, handled: int, wait: bool) -> int:
-        if self._told > handled:
+        if self._event_count > handled:
             return self._event
         try:
             if not self._listening:  # be ready for letters and acks from anybody
                 self._listening = True
-                self._listen_for(_LETTER, self._letter_tag, _HEAD + INSIDE)
+                self._listen_for(_FRAME, self._frame_tag, _HEAD + INLINE_BYTES)
                 self._listen_for(ACKED, self._ack_tag, _HEAD)
             while (event := self._next_event()) == NOTHING:
                 if not self._progress(wait):
@@ -141,7 +141,7 @@ class MpiPipe(Pipe):
         except self._library.MPI.Exception as error:
             raise AbortedError(f"carrying messages was interrupted by {error!r}") from error
         self._event = event
-        self._told += 1
+        self._event_count += 1
         return event
 
     def _next_event(self) -> int:
@@ -152,9 +152,9 @@ class MpiPipe(Pipe):
             elif event == ARRIVED:
                 self._is_taking[peer] = False
             return peer * EVENTS + event
-        for peer, letters in enumerate(self._letters):
-            if letters and self._interest[peer] and not self._is_taking[peer]:
-                self._taken[peer] = letters.popleft()
+        for peer, frames in enumerate(self._frames):
+            if frames and self._interest[peer] and not self._is_taking[peer]:
+                self._taken[peer] = frames.popleft()
                 self._is_taking[peer] = True
                 return peer * EVENTS + HEADER
         return NOTHING
@@ -162,20 +162,20 @@ class MpiPipe(Pipe):
     def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
         """Send a letter, and the message behind it if it is long."""
         nbytes, address = send.nbytes, send.address
-        inside = nbytes if nbytes <= INSIDE else 0
-        letter = np.empty(_HEAD + inside, np.uint8)
+        inline = nbytes if nbytes <= INLINE_BYTES else 0
+        frame = np.empty(_HEAD + inline, np.uint8)
         self._sent[peer] += 1
-        letter[:_HEAD].view(np.int64)[:] = (self._rank, send.kind, nbytes, self._sent[peer], inside)
-        ctypes.memmove(address_of(letter) + _HEAD, address, inside)
+        frame[:_HEAD].view(np.int64)[:] = (self._rank, send.kind, nbytes, self._sent[peer], inline)
+        ctypes.memmove(address_of(frame) + _HEAD, address, inline)
         MPI = self._library.MPI
         self._begun = time.monotonic()
         with self.current(), self._library.lock:
-            posted = [self._comm.Isend([letter, MPI.BYTE], peer, self._letter_tag)]
+            posted = [self._comm.Isend([frame, MPI.BYTE], peer, self._frame_tag)]
             posted += [
                 self._comm.Isend(self._library.data(*piece), peer, self._data_tag)
-                for piece in pieces((address, nbytes - inside))
+                for piece in pieces((address, nbytes - inline))
             ]
-        self._posted += [_Posted(request, ENTERED, peer, (letter, send.array)) for request in posted]
+        self._posted += [_Posted(request, ENTERED, peer, (frame, send.array)) for request in posted]
         return self._sent[peer], True
 
     def last_ack(self, peer: int) -> Ack:
@@ -185,7 +185,7 @@ class MpiPipe(Pipe):
         return self._taken[peer][0]
 
     def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
-        if nbytes <= INSIDE:
+        if nbytes <= INLINE_BYTES:
             if address:
                 ctypes.memmove(address, self._taken[peer][1], nbytes)
             self._events.append((ARRIVED, peer))
@@ -236,25 +236,25 @@ class MpiPipe(Pipe):
         return True
 
     def _complete(self, posted: _Posted) -> None:
-        if posted.event == _LETTER:
-            self._listen_for(_LETTER, self._letter_tag, _HEAD + INSIDE)
-            source, kind, nbytes, number, inside = posted.keep[:5].tolist()
-            text = posted.keep.view(np.uint8)[_HEAD : _HEAD + inside].tobytes()
-            self._letters[source].append((Header(kind, nbytes, number, nbytes), text))
+        if posted.event == _FRAME:
+            self._listen_for(_FRAME, self._frame_tag, _HEAD + INLINE_BYTES)
+            source, kind, nbytes, number, inline = posted.keep[:5].tolist()
+            text = posted.keep.view(np.uint8)[_HEAD : _HEAD + inline].tobytes()
+            self._frames[source].append((Header(kind, nbytes, number, nbytes), text))
         elif posted.event == ACKED:
             self._listen_for(ACKED, self._ack_tag, _HEAD)
             source, *ack = posted.keep.tolist()
             self._acks[source].append(Ack(*ack))
             # What is acknowledged has entered, though MPI may tell so later.
-            if not self._is_under_way(ENTERED, source):
+            if not self._is_pending(ENTERED, source):
                 self._events.append((ACKED, source))
         elif posted.event in (ENTERED, ARRIVED):
             self._begun = time.monotonic()
-            if not self._is_under_way(posted.event, posted.peer):
+            if not self._is_pending(posted.event, posted.peer):
                 self._events.append((posted.event, posted.peer))
                 if posted.event == ENTERED:  # the acks of this peer that have no event yet have one now
                     acked = (ACKED, posted.peer)
                     self._events.extend([acked] * (len(self._acks[posted.peer]) - self._events.count(acked)))
 
-    def _is_under_way(self, event: int, peer: int) -> bool:
+    def _is_pending(self, event: int, peer: int) -> bool:
         return any(posted.event == event and posted.peer == peer for posted in self._posted)

@@ -127,12 +127,12 @@ class TcpBackend(Backend):
                 self._resume(code, prepared, arrays, timeout)
             return code
         except BaseException as error:
-            if isinstance(error, GroupError) or self.context.under_way:
+            if isinstance(error, GroupError) or self.context.in_progress:
                 self.interrupted(error, self.doing())
                 # Who left after an error of a call that this rank did not wait in is not the cause.
                 if isinstance(error, GroupError) and self.context[words.DIFFERS]:
                     engine.settle.call(self.context.address, _SETTLE_MS)
-                    if cause := self._told():
+                    if cause := self._earlier_mismatch():
                         raise cause from error
             elif not prepared.ready:
                 self.interrupted(error, f"connecting the ranks of group {self.gate.name!r}")
@@ -145,9 +145,9 @@ class TcpBackend(Backend):
         """The variant of the key is the function that chooses the plan."""
         operation, dtype, op, root, nbytes, _, choose = key
         itemsize = dtype.itemsize if dtype is not None else 1
-        if op is not None and itemsize > engine.PIECE:
+        if op is not None and itemsize > engine.IO_BYTES:
             raise ArrayError(
-                f"an element of {dtype} has {itemsize} bytes; {operation} takes {engine.PIECE} here"
+                f"an element of {dtype} has {itemsize} bytes; {operation} takes {engine.IO_BYTES} here"
             )
         folds, ordered = (0, 0), False
         if op is not None and dtype is not None:
@@ -198,8 +198,10 @@ class TcpBackend(Backend):
         wait = self._collective.wait(timeout)
         code = wait.resume(code, lambda: engine.collective.call(context, call, arrays))
         if code == MISMATCH:
-            if not self.context.under_way:
-                raise self._told() or AssertionError("all headers of a call that did not match are here")
+            if not self.context.in_progress:
+                raise self._earlier_mismatch() or AssertionError(
+                    "all headers of a call that did not match are here"
+                )
             self._record.broken_off("mismatch")
             number, heads, notes = self.context.heads()
             engine.after_mismatch.call(self.context.address)
@@ -224,9 +226,9 @@ class TcpBackend(Backend):
                 self.monitor.lost(peer, "it closed a connection" if error == CLOSED else os.strerror(-error))
             time.sleep(0.005)
 
-    def _told(self) -> MismatchError | None:
+    def _earlier_mismatch(self) -> MismatchError | None:
         """What is to be told of an earlier call, which did not wait for all ranks."""
-        if (found := self.context.take_heads()) is None:
+        if (found := self.context.take_earlier_heads()) is None:
             return None
         number, heads, notes = found
         self._record.did_not_match(number)
@@ -243,7 +245,7 @@ class TcpBackend(Backend):
         for itself says that it was not.
         """
         waited_for = self.context.waited_for
-        late = self.context.is_late()
+        late = self.context.late_ranks()
         here = [rank for rank in late if rank in waited_for or not self.monitor.has_left(rank)]
         return here or waited_for
 
@@ -298,7 +300,7 @@ class TcpBackend(Backend):
         prepared = self._prepared.get(key)
         if prepared is None or not self.gate.is_clear():
             return False
-        code = self.gate.in_turn(self._carry_out, prepared, arrays, None, words.LOOSELY)
+        code = self.gate.in_turn(self._carry_out, prepared, arrays, None, words.MAY_RETURN_EARLY)
         return bool(code != LATER)
 
     def recovery_endpoint(self) -> RecoveryEndpoint:
@@ -312,10 +314,10 @@ class TcpBackend(Backend):
         # the handler, and then releases the connections itself.
         inside = self.gate.is_inside()
         turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
-        if turn and reason is None and not self.context.under_way:
+        if turn and reason is None and not self.context.in_progress:
             self._settle()
         self.monitor.leave()
-        if turn or (inside and not self.context.under_way):
+        if turn or (inside and not self.context.in_progress):
             self._release()
         else:
             self._releases_later = True
@@ -329,8 +331,8 @@ class TcpBackend(Backend):
             wait = engine.settle.call(self.context.address, _SETTLE_MS)
             if wait == AGAIN and self.monitor.decide([], "leaving") is not None:
                 break
-        if told := self._told():
-            logger.warning("%s", told)
+        if mismatch := self._earlier_mismatch():
+            logger.warning("%s", mismatch)
 
     def _release(self) -> None:
         """Close the connections, once no call uses them."""

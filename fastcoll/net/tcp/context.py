@@ -12,8 +12,8 @@ from ...core.operations import KINDS
 from ...kernels import waiting
 from ...kernels.primitives import address_of
 from . import engine_layout as w
-from .executor import PIECE
-from .meet import AHEAD, HELD
+from .executor import IO_BYTES
+from .meet import AHEAD, PIGGYBACK_BYTES
 from .plans import plan as t
 from .plans.circulant import combine_headers, gather_headers, known_before
 from .plans.shape import HEADER_BYTES, MEET_RANKS, CallShape, Limits
@@ -62,12 +62,12 @@ class PreparedPlan:
         self._words[w.ATTACHED] = address_of(attached)
         self._words[w.BALANCE] = signature.balance(call_shape.rank, gives, takes)
         kind = KINDS[call_shape.operation]
-        loose = bool(kind.root) and not kind.has_blocks and len(table) > 0 == len(moves)
-        self._words[w.LOOSE] = loose and (call_shape.size == 2 or not attached.any())
+        returns_early = bool(kind.root) and not kind.has_blocks and len(table) > 0 == len(moves)
+        self._words[w.CAN_RETURN_EARLY] = returns_early and (call_shape.size == 2 or not attached.any())
         self._words[w.MOVES] = len(moves) > 0
-        is_whole = kind.has_blocks and not kind.is_by_pair  # all blocks may be parts of one array
-        self._words[w.WHOLE] = (0 if kind.takes_blocks else 1) if is_whole else -1
-        self._words[w.PART] = call_shape.nbytes[0] if call_shape.nbytes else 0
+        has_split_array = kind.has_blocks and not kind.is_by_pair  # all blocks may be parts of one array
+        self._words[w.SPLIT_ARRAY] = (0 if kind.takes_blocks else 1) if has_split_array else -1
+        self._words[w.BLOCK_BYTES] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self.address = address_of(self._words)
 
 
@@ -99,7 +99,7 @@ class NetContext:
         self.fds = self._keep(w.FDS, np.full((size, streams), -1, np.int64))
         self._inbox = self._keep(w.INBOX, np.zeros(size * frame // 8, np.int64))
         self._buffers = self._keep(w.BUFFERS, np.zeros(2 * size + 8, np.int64))
-        self._keep(w.OUTBOX, np.zeros(size * (frame + HELD) // 8, np.int64))
+        self._keep(w.OUTBOX, np.zeros(size * (frame + PIGGYBACK_BYTES) // 8, np.int64))
         for word, count in (
             (w.SENT, 1),
             (w.HAVE, 1),
@@ -141,8 +141,8 @@ class NetContext:
     def make_room(self, prepared: PreparedPlan) -> None:
         """Let the private tables be as large as a call needs them."""
         for word, nbytes in (
-            (w.PARTS, 16 * prepared.rows_of_a_phase * self.streams),
-            (w.STAGING, 2 * PIECE * prepared.reduces_of_a_phase * self.streams),
+            (w.PROGRESS, 16 * prepared.rows_of_a_phase * self.streams),
+            (w.STAGING, 2 * IO_BYTES * prepared.reduces_of_a_phase * self.streams),
             (w.SOURCES, 8 * prepared.sources),
         ):
             if word not in self._kept or nbytes > self._kept[word].nbytes:
@@ -160,11 +160,11 @@ class NetContext:
         """The headers of the call under way, a row of words a rank; what has not come is of an earlier call."""
         return self._inbox.reshape(self.size, -1)[:, : HEADER_BYTES // 8]
 
-    def is_late(self) -> list[int]:
+    def late_ranks(self) -> list[int]:
         """The ranks whose headers the call under way waits for."""
         if self.size <= MEET_RANKS:
             return self.waited_for
-        if self[w.STAGE] == w.TELL:
+        if self[w.STAGE] == w.GATHER:
             return np.flatnonzero(self.headers()[:, w.NUMBER] < self[w.CALLS]).tolist()
         if self[w.STAGE] != w.MEET:
             return []
@@ -185,7 +185,7 @@ class NetContext:
         frames = self._inbox.view(np.uint8).reshape(self.size, -1)[:, HEADER_BYTES:]
         return self[w.CALLS], heads, [_text(frame) for frame in frames]
 
-    def take_heads(self) -> tuple[int, list[tuple[int, int]], list[str]] | None:
+    def take_earlier_heads(self) -> tuple[int, list[tuple[int, int]], list[str]] | None:
         """As `heads`, of the first call that did not match and was not told; None: there is none, or it is not known
         what all ranks called."""
         number, others = self[w.DIFFERS], np.arange(self.size) != self.rank
@@ -209,6 +209,6 @@ class NetContext:
         return np.flatnonzero(np.isin(self.fds, listed).any(axis=1)).tolist()
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """Whether a call has begun and is not over."""
         return self[w.STAGE] != w.IDLE

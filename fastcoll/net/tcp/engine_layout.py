@@ -24,7 +24,7 @@ INBOX = 8  # address of the frames received, one a peer
 STAGING = 9  # address of where bytes land that are reduced, PIECE bytes a REDUCE row of a phase and stream
 BUFFERS = 10  # address: where the buffers of the plan begin
 POLLFDS = 11  # address: what poll(2) is given
-PARTS = 12  # address: bytes moved, bytes reduced, of (row of the phase, stream)
+PROGRESS = 12  # address: bytes moved, bytes reduced, of (row of the phase, stream)
 BUSY = 13  # address: for (peer, direction, stream), the sweep in which an earlier row had it
 SOURCES = 14  # address: operands of a reduction
 PHASE, PHASE_END = 15, 16  # rows of the phase under way
@@ -42,7 +42,7 @@ NEXT = (
     BACKOFF + BACKOFF_WORDS
 )  # address: of each peer, the number of the first call whose frame is not used up
 RECORDS = NEXT + 1  # address: of the last calls, what each rank called
-STRICT = NEXT + 2  # 0: the call under way needs the frames only of those that attach something
+SYNCHRONISING = NEXT + 2  # 0: the call under way needs the frames only of those that attach something
 DIFFERS = NEXT + 3  # number of the first call that did not match and was not told yet; 0: none
 NOTES = NEXT + 4  # address: of each peer, a call's number and the text with which it was refused
 LISTED = NEXT + 5  # how many pollfds there are
@@ -64,9 +64,9 @@ PAYLOADS = 4  # how many of the first rows are PAYLOAD
 REDUCER, CODE, ITEMSIZE = 5, 6, 7
 ATTACHED = 8  # address: bytes that each peer attaches to its header
 BALANCE = 9  # of the bytes given to each peer and expected of each (core/signature.py)
-WHOLE = 10  # which of the arrays may be given in one piece, with a part for each rank; -1: none
-PART = 11  # bytes of such a part
-LOOSE = 12  # whether it may be loose (meet.py)
+SPLIT_ARRAY = 10  # which of the arrays may be given in one piece, with a part for each rank; -1: none
+BLOCK_BYTES = 11  # bytes of such a part
+CAN_RETURN_EARLY = 12  # whether it may be loose (meet.py)
 MOVES = 13  # whether anything is sent or received after the meeting
 PREPARED_WORDS = 14
 
@@ -75,8 +75,8 @@ PREPARED_WORDS = 14
 HEAD_ATTACHED, HEAD_DIFFERS = 4, 5
 
 # ---- stages -------------------------------------------------------------------------------------------
-IDLE, MEET, RUN, TELL = range(4)
+IDLE, MEET, RUN, GATHER = range(4)
 
 # Tags of the context's address:
 RESUMED = 1  # go on with the call under way
-LOOSELY = 2  # the call may be loose (meet.py)
+MAY_RETURN_EARLY = 2  # the call may be loose (meet.py)

@@ -21,5 +21,5 @@ ENTRIES: tuple[Entry, ...] = (
     mail_kernels.acknowledge,
     mail_kernels.advance,
     mail_kernels.flush,
-    mail_kernels.mind,
+    mail_kernels.flush_deferred,
 )

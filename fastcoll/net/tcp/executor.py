@@ -27,21 +27,21 @@ from ...kernels.waiting import BUDGET, now
 from . import engine_layout as w
 from .combine import all_agree, combine
 from .meet import (
-    GOES_ON,
+    PENDING,
     SEEN_EVERY,
     SOON,
     compare,
     exchange,
     finish,
     gone,
-    leave_frames,
     list_missing,
-    read_rest,
+    read_unread_headers,
+    skip_frames,
     write_headers,
 )
 from .plans import plan as t
 
-PIECE = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
+IO_BYTES = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
 DIVIDED = 128 << 10  # rows from so many bytes on are divided among the streams; plans have up to 256 KiB
 _POLL_MS = 50
 # Failpoints of every operation, by its number behind the first one's.
@@ -63,7 +63,7 @@ def _row_at(d, row):
 
 
 @inlined
-def _place(c, row, buffer, offset):
+def _address_of(c, row, buffer, offset):
     return load_word(load_word(c, w.BUFFERS), load_word(row, buffer)) + load_word(row, offset)
 
 
@@ -97,20 +97,20 @@ def begin_phase(c, d, row):
         if load_word(at, t.KIND) == t.FOLD:
             count = load_word(at, t.PEER)
             for k in range(count):  # the sources follow, in their order
-                source = _place(c, _row_at(d, end + 1 + k), t.BUFFER, t.OFFSET)
+                source = _address_of(c, _row_at(d, end + 1 + k), t.BUFFER, t.OFFSET)
                 store_word(load_word(c, w.SOURCES), k, source)
             items = load_word(at, t.NBYTES) // load_word(d, w.ITEMSIZE)
-            target = _place(c, at, t.BUFFER, t.OFFSET)
+            target = _address_of(c, at, t.BUFFER, t.OFFSET)
             if load_word(d, w.REDUCER) == 0:
                 combine(target, load_word(c, w.SOURCES))
             else:
                 _reduce(c, d, target, count, items)
         elif load_word(at, t.KIND) == t.COPY:
-            source = _place(c, at, t.BUFFER2, t.OFFSET2)
-            copy(_place(c, at, t.BUFFER, t.OFFSET), source, load_word(at, t.NBYTES))
+            source = _address_of(c, at, t.BUFFER2, t.OFFSET2)
+            copy(_address_of(c, at, t.BUFFER, t.OFFSET), source, load_word(at, t.NBYTES))
         end += 1
     for word in range(2 * (end - row) * load_word(c, w.STREAMS)):
-        store_word(load_word(c, w.PARTS), word, 0)
+        store_word(load_word(c, w.PROGRESS), word, 0)
     store_word(c, w.PHASE, row)
     store_word(c, w.PHASE_END, end)
 
@@ -119,13 +119,13 @@ def begin_phase(c, d, row):
 
 
 @kernel
-def _receive_and_reduce(c, d, row, part, slot, fd, address, nbytes):
+def _receive_and_reduce(c, d, row, progress, slot, fd, address, nbytes):
     """Receive into the staging area, and reduce whole items into the array: bytes received, or an error."""
     item = load_word(d, w.ITEMSIZE)
-    done, reduced = load_word(part, 0), load_word(part, 1)
-    staging = load_word(c, w.STAGING) + slot * 2 * PIECE
+    done, reduced = load_word(progress, 0), load_word(progress, 1)
+    staging = load_word(c, w.STAGING) + slot * 2 * IO_BYTES
     rest = done - reduced  # of an item that was cut
-    moved = receive_some(fd, staging + rest, min(nbytes - done, PIECE))
+    moved = receive_some(fd, staging + rest, min(nbytes - done, IO_BYTES))
     if moved <= 0:
         return moved
     whole = (rest + moved) // item * item
@@ -135,20 +135,20 @@ def _receive_and_reduce(c, d, row, part, slot, fd, address, nbytes):
     store_word(load_word(c, w.SOURCES), 1 - left, staging)
     _reduce(c, d, target, 2, whole // item)
     move(staging, staging + whole, rest + moved - whole)
-    store_word(part, 1, reduced + whole)
+    store_word(progress, 1, reduced + whole)
     return moved
 
 
 @inlined
-def _transfer(c, d, row, part, slot, fd, start, nbytes):
+def _transfer(c, d, row, progress, slot, fd, start, nbytes):
     """Move some bytes of a part of a row: how many, or an error."""
-    address = _place(c, row, t.BUFFER, t.OFFSET) + start
-    kind, done = load_word(row, t.KIND), load_word(part, 0)
+    address = _address_of(c, row, t.BUFFER, t.OFFSET) + start
+    kind, done = load_word(row, t.KIND), load_word(progress, 0)
     if kind == t.SEND:
-        return send_some(fd, address + done, min(nbytes - done, PIECE))
+        return send_some(fd, address + done, min(nbytes - done, IO_BYTES))
     if kind == t.REDUCE:
-        return _receive_and_reduce(c, d, row, part, slot, fd, address, nbytes)
-    return receive_some(fd, address + done, min(nbytes - done, PIECE))
+        return _receive_and_reduce(c, d, row, progress, slot, fd, address, nbytes)
+    return receive_some(fd, address + done, min(nbytes - done, IO_BYTES))
 
 
 @inlined
@@ -179,8 +179,8 @@ def sweep(c, d, listing):
         for stream in range(streams):
             start = _bound(d, total, stream, streams)
             nbytes = _bound(d, total, stream + 1, streams) - start
-            part = load_word(c, w.PARTS) + 16 * ((number - first) * streams + stream)
-            if load_word(part, 0) == nbytes:
+            progress = load_word(c, w.PROGRESS) + 16 * ((number - first) * streams + stream)
+            if load_word(progress, 0) == nbytes:
                 continue
             any_left = True
             if not _may_move(c, row, stream):
@@ -191,13 +191,13 @@ def sweep(c, d, listing):
                 store_word(load_word(c, w.POLLFDS), listed, fd | event << 32)
                 listed += 1
                 continue
-            moved = _transfer(c, d, row, part, slot + stream, fd, start, nbytes)
+            moved = _transfer(c, d, row, progress, slot + stream, fd, start, nbytes)
             if moved < 0:
                 return gone(c, peer, moved)
             if moved > 0:
                 any_moved = True
                 _hit_failpoint(d, _MID_CHUNK)
-                store_word(part, 0, load_word(part, 0) + moved)
+                store_word(progress, 0, load_word(progress, 0) + moved)
         if load_word(row, t.KIND) == t.REDUCE:
             slot += streams
     if listing:
@@ -205,7 +205,7 @@ def sweep(c, d, listing):
         store_word(c, w.LISTED, listed)
     if not any_left:
         return DONE
-    return GOES_ON if any_moved else GOES_ON - 1
+    return PENDING if any_moved else PENDING - 1
 
 
 # ---- a call -------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def _run(c, d, exchanges, idle):
                 store_word(c, w.PHASE, load_word(c, w.PHASE_END))
         if status > DONE:
             return status
-        idle = idle + 1 if status < GOES_ON else 0
+        idle = idle + 1 if status < PENDING else 0
         if idle > load_word(c, w.BACKOFF_SWEEPS):
             if exchanges:
                 list_missing(c, d)
@@ -259,9 +259,9 @@ def _run(c, d, exchanges, idle):
 @kernel
 def _meet(c, d, idle):
     """Go on with the meeting: DONE when all headers that the call needs agree, MISMATCH, or as `_run` returns."""
-    status = GOES_ON
+    status = PENDING
     if load_word(c, w.MEETING) == 0:
-        while status == GOES_ON:
+        while status == PENDING:
             status = _run(c, d, True, idle)
             if status == DONE:
                 status = compare(c, d)
@@ -271,7 +271,7 @@ def _meet(c, d, idle):
         if status != DONE or all_agree(c):
             return status
         _begin_plan(c, 0)
-        store_word(c, w.STAGE, w.TELL)
+        store_word(c, w.STAGE, w.GATHER)
     status = _run(c, load_word(c, w.GATHERING), False, idle)
     if status == DONE:
         status = compare(c, d)
@@ -279,21 +279,21 @@ def _meet(c, d, idle):
 
 
 @inlined
-def _place_arrays(c, d, table):
+def _note_arrays(c, d, table):
     """Note where the arrays of a tuple begin; False: a whole one and the other overlap."""
     buffers, given = load_word(c, w.BUFFERS) + 8 * t.FIRST_ARRAY, word_at(table + LENGTH)
     for k in range(given):
         store_word(buffers, k, word_at(word_at(table + ITEMS + 8 * k) + DATA))
-    size, whole = load_word(c, w.SIZE), load_word(d, w.WHOLE)
+    size, whole = load_word(c, w.SIZE), load_word(d, w.SPLIT_ARRAY)
     if given != 2 or whole < 0 or size == 1:
         return True
-    part = load_word(d, w.PART)
+    progress = load_word(d, w.BLOCK_BYTES)
     first, other = load_word(buffers, whole), load_word(buffers, 1 - whole)
     for k in range(size):
-        store_word(buffers, whole + k, first + k * part)
+        store_word(buffers, whole + k, first + k * progress)
     if whole == 0:
         store_word(buffers, size, other)
-    return other + part <= first or first + size * part <= other
+    return other + progress <= first or first + size * progress <= other
 
 
 @entry
@@ -310,9 +310,9 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
             the plan has more: one of them has the parts of all ranks. LATER if the two overlap.
     """
     tagged, d = integer(context), integer(prepared)
-    c = tagged & ~(w.RESUMED | w.LOOSELY)
+    c = tagged & ~(w.RESUMED | w.MAY_RETURN_EARLY)
     if tagged & w.RESUMED == 0:
-        if not _place_arrays(c, d, object_at(arrays)):
+        if not _note_arrays(c, d, object_at(arrays)):
             return LATER
         _hit_failpoint(d, _ENTER)
         store_word(c, w.CALLS, load_word(c, w.CALLS) + 1)
@@ -328,7 +328,7 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
                 load_word(d, w.SHAPE),
                 began,
             )
-        write_headers(c, d, tagged & w.LOOSELY != 0 and load_word(d, w.LOOSE) != 0)
+        write_headers(c, d, tagged & w.MAY_RETURN_EARLY != 0 and load_word(d, w.CAN_RETURN_EARLY) != 0)
         _begin_plan(c, 0)
         store_word(c, w.STAGE, w.MEET)
     store_word(c, w.SINCE, _time(c))
@@ -357,7 +357,7 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
 def after_mismatch(context: Index) -> int:
     """Make ready for the next call, once the headers of one that did not match have been read."""
     c = integer(context)
-    leave_frames(c)
+    skip_frames(c)
     store_word(c, w.STAGE, w.IDLE)
     return DONE
 
@@ -368,8 +368,8 @@ def settle(context: Index, milliseconds: Index) -> int:
     after having waited for more.
     """
     c = integer(context)
-    status = read_rest(c)
-    if status == GOES_ON:
+    status = read_unread_headers(c)
+    if status == PENDING:
         wait_ready(load_word(c, w.POLLFDS), load_word(c, w.LISTED), integer(milliseconds))
         status = AGAIN
     return status

@@ -46,7 +46,7 @@ WINDOW = 1 << 20
 STAGED = (
     8 << 10
 )  # payloads up to so many bytes are copied behind their header; others leave from where they are
-PIECE = 256 << 10  # bytes that one system call moves at most: half of a core's second-level cache
+IO_BYTES = 256 << 10  # bytes that one system call moves at most: half of a core's second-level cache
 BUFFER = 2 * FRAME + STAGED  # of each direction
 VECTOR = VECTOR_BYTES
 
@@ -58,7 +58,7 @@ BELL_FD = BELL + 1  # an eventfd that wakes a thread in poll(2), written before 
 CHANNELS = BELL + 2  # address of the row of rank 0
 SIZE = BELL + 3
 RANK = BELL + 4
-TURN = BELL + 5  # the rank to serve first, so that nobody starves
+NEXT_PEER = BELL + 5  # the rank to serve first, so that nobody starves
 SOURCE = BELL + 6  # receive from any: the rank chosen plus 1, 0 before
 BUSY = BELL + 7  # not 0: a thread drives the connections
 SPIN = BELL + 8  # ns that a waiting thread tries again before it sleeps
@@ -68,11 +68,11 @@ OWNERS = BELL + 11  # address: of each pollfd, the peer
 BEHIND = BELL + 12  # not 0: operations are under way, or the end has come; blocking calls come after them
 DEFERRED = BELL + 13  # the rank whose message was taken and not answered yet, plus 1; 0: none
 DEFERRALS = BELL + 14  # how often there was one
-MINDED = BELL + 15  # not 0: a thread sees to it that no answer stays deferred
+FLUSHER_RUNS = BELL + 15  # not 0: a thread sees to it that no answer stays deferred
 STOP = BELL + 16  # not 0: that thread is to end
 LAST_TAKEN = BELL + 17  # the rank whose message the last blocking receive took, plus 1; 0 after a send
 TAKEN_AT = BELL + 18  # when that was, in ns
-TOLD = BELL + 19  # events that `advance` has told
+RETURNED = BELL + 19  # events that `advance` has told
 EVENT = BELL + 20  # the last of them
 STORED = BELL + 21  # messages that wait for a receive; set from Python
 MAIL_WORDS = BELL + 22
@@ -104,15 +104,15 @@ IN_LEFT = 21  # bytes of it that have not come yet
 IN_NUMBER, IN_KIND, IN_NBYTES, IN_ATTACHED = range(22, 26)  # the header read last
 REST_NUMBER, REST_NBYTES = 26, 27  # and that of a REST
 ASKING = 28  # not 0: a blocking receive has a GO that is not on its way
-ANSWER = 29  # address of the ack that is being sent
-ANSWER_LEFT = 30  # how many of its bytes are left
-ANSWER_BEGUN = 42  # not 0: whoever began it has not been told yet that it has gone
+ACK_FRAME = 29  # address of the ack that is being sent
+ACK_LEFT = 30  # how many of its bytes are left
+ACK_BEGUN = 42  # not 0: whoever began it has not been told yet that it has gone
 WATCHED = 31  # how many posted receives may match a message of this peer; set from Python
 EXPECTED = 32  # how many rests have been asked for; set from Python
 OWED = 33  # acks that wait for space; set from Python
 TAKING = 34  # number of the message that a blocking receive takes
-TURNS = 35  # how many blocking receives in a row were followed at once by a send, to the same peer
-TURNS_NEEDED = 36  # so many, and answers are deferred
+ALTERNATIONS = 35  # how many blocking receives in a row were followed at once by a send, to the same peer
+ALTERNATIONS_NEEDED = 36  # so many, and answers are deferred
 ARMED_KIND = (
     37  # of the posted receive that `advance` completes by itself; -1: none, or its message has begun to come
 )
@@ -166,12 +166,12 @@ def _begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahe
 
 
 @inlined
-def begin_message(row, address, nbytes, kind, attached, answers):
+def begin_message(row, address, nbytes, kind, attached, with_ack):
     """Make a message the one that enters; `answers`: with the answer to the message read last ahead of it."""
     store_word(row, SENT, load_word(row, SENT) + 1)
     store_word(row, UNACKED, load_word(row, UNACKED) + 1)
     ahead = 0
-    if answers:
+    if with_ack:
         ahead = FRAME
         number, nbytes_taken = load_word(row, IN_NUMBER), load_word(row, IN_NBYTES)
         _write_ack(load_word(row, OUT_BUFFER), number, TAKEN, nbytes_taken, load_word(row, IN_KIND))
@@ -192,11 +192,11 @@ def is_entering(row):
 @kernel
 def push(row):
     """Send the next piece of the frame that enters, after an ack of which a part was sent; whether anything moved."""
-    if load_word(row, OUT_GONE) != 0 or (load_word(row, ANSWER_LEFT) > 0 and not _flush(row)):
+    if load_word(row, OUT_GONE) != 0 or (load_word(row, ACK_LEFT) > 0 and not _flush(row)):
         return False
     fd, position, staged = load_word(row, FD), load_word(row, OUT_POSITION), load_word(row, OUT_STAGED)
     source, end = load_word(row, OUT_FROM) + max(position, staged) - FRAME, load_word(row, OUT_END)
-    most = min(end - max(position, staged), PIECE)
+    most = min(end - max(position, staged), IO_BYTES)
     if position >= staged:
         moved = send_some(fd, source, most)
     else:
@@ -214,37 +214,37 @@ def push(row):
 
 
 @kernel
-def answer(row, number, decision, nbytes, kind):
+def send_ack(row, number, decision, nbytes, kind):
     """Send an ack; False: not all of it could be sent, call again with the same.
 
     Who has begun one is the only one who may go on: the rest of it may have gone ahead of a frame meanwhile.
     """
     if load_word(row, OUT_GONE) != 0:
         return True  # whoever is gone needs no answer, and what it sent before counts
-    frame = load_word(row, ANSWER)
-    if load_word(row, ANSWER_BEGUN) == 0:
+    frame = load_word(row, ACK_FRAME)
+    if load_word(row, ACK_BEGUN) == 0:
         if is_entering(row):
             return False
         reached(_BEFORE_ACK)
         _write_ack(frame, number, decision, nbytes, kind)
-        store_word(row, ANSWER_LEFT, FRAME)
-        store_word(row, ANSWER_BEGUN, 1)
+        store_word(row, ACK_LEFT, FRAME)
+        store_word(row, ACK_BEGUN, 1)
     elif load_word(frame, TYPE) != decision | number << TYPE_BITS:
         return False
-    if load_word(row, ANSWER_LEFT) > 0 and not _flush(row):
+    if load_word(row, ACK_LEFT) > 0 and not _flush(row):
         return False
-    store_word(row, ANSWER_BEGUN, 0)
+    store_word(row, ACK_BEGUN, 0)
     return True
 
 
 @kernel
 def _flush(row):
-    left = load_word(row, ANSWER_LEFT)
-    moved = send_some(load_word(row, FD), load_word(row, ANSWER) + FRAME - left, left)
+    left = load_word(row, ACK_LEFT)
+    moved = send_some(load_word(row, FD), load_word(row, ACK_FRAME) + FRAME - left, left)
     if moved < 0:
         store_word(row, OUT_GONE, moved)
         moved = left
-    store_word(row, ANSWER_LEFT, left - moved)
+    store_word(row, ACK_LEFT, left - moved)
     return left == moved
 
 
@@ -334,7 +334,7 @@ def pull(row):
         return False
     # What was received beyond the header has been taken, so the buffer is free for bytes that are dropped.
     kept = load_word(row, IN_TO) != 0
-    target, most = load_word(row, IN_TO if kept else IN_BUFFER), PIECE if kept else BUFFER
+    target, most = load_word(row, IN_TO if kept else IN_BUFFER), IO_BYTES if kept else BUFFER
     moved = receive_some(load_word(row, FD), target, min(load_word(row, IN_LEFT), most))
     if moved < 0:
         store_word(row, IN_GONE, moved)
@@ -355,8 +355,8 @@ def is_for_armed(row):
     if load_word(row, IN_KIND) != load_word(row, ARMED_KIND) or load_word(row, OWED) != 0:
         return False
     nbytes = load_word(row, ARMED_NBYTES)
-    whole = load_word(row, IN_NBYTES) == nbytes and load_word(row, IN_ATTACHED) == nbytes
-    return whole and load_word(row, ANSWER_BEGUN) == 0
+    fits = load_word(row, IN_NBYTES) == nbytes and load_word(row, IN_ATTACHED) == nbytes
+    return fits and load_word(row, ACK_BEGUN) == 0
 
 
 @kernel
@@ -373,14 +373,14 @@ def take_armed(row):
     store_word(row, IN_STAGE, IDLE)
     store_word(row, ARMED_NUMBER, load_word(row, IN_NUMBER))
     store_word(row, ARMED_TAKEN, load_word(row, IN_KIND))
-    return answer_armed(row)
+    return acknowledge_armed(row)
 
 
 @kernel
-def answer_armed(row):
+def acknowledge_armed(row):
     """Answer the message that the armed receive has; whether it is answered."""
     number, kind = load_word(row, ARMED_NUMBER), load_word(row, ARMED_TAKEN)
-    if not answer(row, number, TAKEN, load_word(row, ARMED_NBYTES), kind):
+    if not send_ack(row, number, TAKEN, load_word(row, ARMED_NBYTES), kind):
         return False
     store_word(row, ARMED_NUMBER, 0)
     store_word(row, WATCHED, load_word(row, WATCHED) - 1)

@@ -19,7 +19,7 @@ posted a message of its own: the engine goes on then, since it has room for what
 from __future__ import annotations
 
 from ...compiler.jit import entry, inlined, kernel
-from ...core.status import AGAIN, DONE, LATER, OTHER, REFUSED, UNMINDED, WORKED
+from ...core.status import AGAIN, DONE, LATER, NEEDS_FLUSHER, OTHER, REFUSED, WORKED
 from ...failpoints import number_of
 from ...kernels.failing import reached
 from ...kernels.primitives import (
@@ -37,13 +37,13 @@ from ...kernels.waiting import nap, now, seize_unless
 from ...p2p.pipe import ACKED, ANY, ARMED, BOTH, EVENTS, GO, NOT_MINE, NOTHING, RECEIVED, TAKEN
 from . import mail_frames as f
 from .mail_frames import EAGER, row_of
-from .mail_sweep import PIECES_A_CALL, idle, read_next, sweep
+from .mail_sweep import IO_CALLS, idle, read_next, sweep
 
 _SEND, _SENT = number_of("tcp.send.enter"), number_of("tcp.send.after_done")
 _RECEIVE, _RECEIVED = number_of("tcp.recv.enter"), number_of("tcp.recv.after_done")
 _POSTED_SEND, _POSTED_RECEIVE = number_of("tcp.isend.after_post"), number_of("tcp.irecv.after_post")
 _SOON = 20_000  # ns between a receive and the send that follows it
-_FEWEST_TURNS, _MOST_TURNS, _GROWTH = 64, 1024, 4  # before answers are deferred
+_FEWEST_ALTERNATIONS, _MOST_ALTERNATIONS, _GROWTH = 64, 1024, 4  # before answers are deferred
 _IDLE_NAPS = 20  # of 1 ms, before the thread ends
 
 
@@ -57,32 +57,34 @@ def _let_go(m, status):
 
 
 @inlined
-def _turns_needed(row):
-    return max(load_word(row, f.TURNS_NEEDED), _FEWEST_TURNS)
+def _alternations_needed(row):
+    return max(load_word(row, f.ALTERNATIONS_NEEDED), _FEWEST_ALTERNATIONS)
 
 
 @inlined
-def _takes_turns(row):
+def _alternates(row):
     """Whether this rank and a peer have taken turns for long enough."""
-    return load_word(row, f.TURNS) >= _turns_needed(row)
+    return load_word(row, f.ALTERNATIONS) >= _alternations_needed(row)
 
 
 @kernel
-def _note_turn(m, row, peer):
+def _note_alternation(m, row, peer):
     """A blocking send to `peer` begins."""
-    turns = 0
+    alternations = 0
     if load_word(m, f.LAST_TAKEN) == peer + 1:
         soon = now(m) - load_word(m, f.TAKEN_AT) < _SOON
-        turns = load_word(row, f.TURNS)
-        turns = min(turns + 1, _GROWTH * _turns_needed(row)) if soon else turns // 2
-    store_word(row, f.TURNS, turns)
+        alternations = load_word(row, f.ALTERNATIONS)
+        alternations = (
+            min(alternations + 1, _GROWTH * _alternations_needed(row)) if soon else alternations // 2
+        )
+    store_word(row, f.ALTERNATIONS, alternations)
     store_word(m, f.LAST_TAKEN, 0)
 
 
 @kernel
 def _defer(m, row, peer):
     """Leave the answer to the message of `peer` that was read last to the next send, if that is going to be soon."""
-    if not _takes_turns(row) or load_word(m, f.MINDED) == 0:
+    if not _alternates(row) or load_word(m, f.FLUSHER_RUNS) == 0:
         return False
     store_word(m, f.DEFERRED, peer + 1)
     store_word(m, f.DEFERRALS, load_word(m, f.DEFERRALS) + 1)
@@ -96,10 +98,10 @@ def _send_deferred(m):
     if deferred == 0:
         return True
     row = row_of(m, deferred - 1)
-    store_word(row, f.TURNS_NEEDED, min(_GROWTH * _turns_needed(row), _MOST_TURNS))
-    store_word(row, f.TURNS, 0)
+    store_word(row, f.ALTERNATIONS_NEEDED, min(_GROWTH * _alternations_needed(row), _MOST_ALTERNATIONS))
+    store_word(row, f.ALTERNATIONS, 0)
     nbytes, kind = load_word(row, f.IN_NBYTES), load_word(row, f.IN_KIND)
-    if not f.answer(row, load_word(row, f.IN_NUMBER), TAKEN, nbytes, kind):
+    if not f.send_ack(row, load_word(row, f.IN_NUMBER), TAKEN, nbytes, kind):
         return False
     store_word(m, f.DEFERRED, 0)
     return True
@@ -112,10 +114,10 @@ def flush(mail: Index) -> int:
 
 
 @entry
-def mind(mail: Index, backoff: Index) -> int:
+def flush_deferred(mail: Index, backoff: Index) -> int:
     """Send answers that stay deferred, until none was for 20 ms or STOP is set; `backoff` says how long a nap is."""
     m, own = integer(mail), integer(backoff)
-    store_release(m + 8 * f.MINDED, 1)
+    store_release(m + 8 * f.FLUSHER_RUNS, 1)
     seen = -1
     naps = 0
     while load_acquire(m + 8 * f.STOP) == 0:
@@ -128,11 +130,11 @@ def mind(mail: Index, backoff: Index) -> int:
         if swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
             over = _send_deferred(m) and naps > _IDLE_NAPS
             if over:
-                store_word(m, f.MINDED, 0)
+                store_word(m, f.FLUSHER_RUNS, 0)
             store_release(m + 8 * f.BUSY, 0)
             if over:
                 return DONE
-    store_release(m + 8 * f.MINDED, 0)
+    store_release(m + 8 * f.FLUSHER_RUNS, 0)
     return DONE
 
 
@@ -158,27 +160,27 @@ def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) ->
     if status != DONE:
         return status
     # Answers could be deferred, if only somebody minded them.
-    return _let_go(m, UNMINDED if load_word(m, f.MINDED) == 0 and _takes_turns(row) else DONE)
+    return _let_go(m, NEEDS_FLUSHER if load_word(m, f.FLUSHER_RUNS) == 0 and _alternates(row) else DONE)
 
 
 @kernel
 def _send(m, row, peer, data, nbytes, kind):
     reached(_SEND)
-    _note_turn(m, row, peer)
+    _note_alternation(m, row, peer)
     attached = min(nbytes, EAGER)
-    answers = load_word(m, f.DEFERRED) == peer + 1
-    f.begin_message(row, data, nbytes, kind, attached, answers)
-    if answers:
+    with_ack = load_word(m, f.DEFERRED) == peer + 1
+    f.begin_message(row, data, nbytes, kind, attached, with_ack)
+    if with_ack:
         store_word(m, f.DEFERRED, 0)
     store_word(row, f.SENDING, 1)
-    turn = 0
-    pieces = 0
-    while pieces < PIECES_A_CALL:
+    attempts = 0
+    io_calls = 0
+    while io_calls < IO_CALLS:
         entering = f.is_entering(row)
         if entering:
             if f.push(row):
-                turn = 0
-                pieces += 1
+                attempts = 0
+                io_calls += 1
                 continue
         else:
             frame = f.read_frame(row)
@@ -197,9 +199,9 @@ def _send(m, row, peer, data, nbytes, kind):
                     return DONE if frame == TAKEN else REFUSED
                 continue
         wishes, gone = (WRITABLE, f.OUT_GONE) if entering else (READABLE, f.IN_GONE)
-        if not idle(m, load_word(row, f.FD), wishes, load_word(row, gone), turn):
+        if not idle(m, load_word(row, f.FD), wishes, load_word(row, gone), attempts):
             return AGAIN
-        turn += 1
+        attempts += 1
     return WORKED
 
 
@@ -248,12 +250,12 @@ def _begin_receive(row, data, nbytes, kind):
 @kernel
 def _receive(m, row, peer, data, nbytes, kind):
     reached(_RECEIVE)
-    turn = 0
-    pieces = 0
-    while pieces < PIECES_A_CALL:
+    attempts = 0
+    io_calls = 0
+    while io_calls < IO_CALLS:
         events = READABLE
         if load_word(row, f.ASKING) != 0:
-            if f.answer(row, load_word(row, f.TAKING), GO, nbytes, kind):
+            if f.send_ack(row, load_word(row, f.TAKING), GO, nbytes, kind):
                 store_word(row, f.ASKING, 0)
             else:
                 events |= WRITABLE
@@ -278,7 +280,7 @@ def _receive(m, row, peer, data, nbytes, kind):
                 continue
         elif stage == f.ANSWERING:
             number = load_word(row, f.TAKING)
-            if (nbytes <= EAGER and _defer(m, row, peer)) or f.answer(row, number, TAKEN, nbytes, kind):
+            if (nbytes <= EAGER and _defer(m, row, peer)) or f.send_ack(row, number, TAKEN, nbytes, kind):
                 store_word(row, f.IN_STAGE, f.IDLE)
                 reached(_RECEIVED)
                 return DONE
@@ -288,12 +290,12 @@ def _receive(m, row, peer, data, nbytes, kind):
             store_word(row, f.IN_STAGE, f.ANSWERING if whole else f.AWAITING_REST)
             continue
         elif f.pull(row):
-            turn = 0
-            pieces += 1
+            attempts = 0
+            io_calls += 1
             continue
-        if not idle(m, load_word(row, f.FD), events, load_word(row, f.IN_GONE), turn):
+        if not idle(m, load_word(row, f.FD), events, load_word(row, f.IN_GONE), attempts):
             return AGAIN
-        turn += 1
+        attempts += 1
     return WORKED
 
 
@@ -350,7 +352,7 @@ def complete(mail: Index, handled: Index, peer: Index, number: Index) -> int:
     m = integer(mail)
     if not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
         return NOT_MINE
-    if load_word(m, f.TOLD) != integer(handled) or not _send_deferred(m):
+    if load_word(m, f.RETURNED) != integer(handled) or not _send_deferred(m):
         return _let_go(m, NOT_MINE)
     row = row_of(m, integer(peer))
     last = BOTH if integer(number) else RECEIVED
@@ -367,14 +369,14 @@ def complete(mail: Index, handled: Index, peer: Index, number: Index) -> int:
         elif following != NOTHING:  # a message, which is read again
             break
     event = event + integer(peer) * EVENTS if event else sweep(m, False, True)
-    return _tell(m, event)
+    return _return_event(m, event)
 
 
 @inlined
-def _tell(m, event):
+def _return_event(m, event):
     if event != NOTHING:
         store_word(m, f.EVENT, event)
-        store_word(m, f.TOLD, load_word(m, f.TOLD) + 1)
+        store_word(m, f.RETURNED, load_word(m, f.RETURNED) + 1)
     return event
 
 
@@ -409,7 +411,7 @@ def accept(mail: Index, peer: Index, address: Index, nbytes: Index) -> int:
 def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index) -> int:
     """Answer a message of `peer`, with what the receive asked for; AGAIN: not all of it could be sent."""
     row = row_of(integer(mail), integer(peer))
-    sent = f.answer(row, integer(number), integer(decision), integer(nbytes), integer(kind))
+    sent = f.send_ack(row, integer(number), integer(decision), integer(nbytes), integer(kind))
     return DONE if sent else AGAIN
 
 
@@ -417,6 +419,6 @@ def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes
 def advance(mail: Index, handled: Index, wait: Index) -> int:
     """Move all messages under way until one of them needs a decision, as p2p/pipe.py has it."""
     m = integer(mail)
-    if load_word(m, f.TOLD) > integer(handled):
+    if load_word(m, f.RETURNED) > integer(handled):
         return load_word(m, f.EVENT)
-    return _tell(m, sweep(m, False, integer(wait) != 0))
+    return _return_event(m, sweep(m, False, integer(wait) != 0))

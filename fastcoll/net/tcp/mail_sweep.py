@@ -16,7 +16,7 @@ from .mail_frames import row_of
 
 NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
 
-PIECES_A_CALL = 512  # at most 128 MiB, 30 ms, between two looks at signals
+IO_CALLS = 512  # at most 128 MiB, 30 ms, between two looks at signals
 _EVENTS_AT, _REVENTS_AT = 32, 48  # bits of a pollfd
 
 
@@ -26,11 +26,11 @@ def _pollfd(m, index, fd, wishes):
 
 
 @inlined
-def _wait(m, count, turn):
+def _wait(m, count, attempts):
     """The idle moment number `turn` since something moved, with `count` pollfds listed: how many are ready,
     -1 when it is time to look at other things. The bell becomes the last pollfd."""
     time = now(m)
-    if turn == 0:
+    if attempts == 0:
         store_word(m, f.SINCE, time)
     waited = time - load_word(m, f.SINCE)
     if waited > load_word(m, f.SPIN) + load_word(m, BUDGET):
@@ -42,18 +42,18 @@ def _wait(m, count, turn):
 
 
 @inlined
-def idle(m, fd, wishes, gone, turn):
+def idle(m, fd, wishes, gone, attempts):
     """As `_wait`, for a blocking call on one connection. False: go back to Python."""
     if load_acquire(m + 8 * f.BELL) != 0:
         return False
     if gone == 0 and fd >= 0:
         time = now(m)
-        if turn == 0:
+        if attempts == 0:
             store_word(m, f.SINCE, time)
         if time - load_word(m, f.SINCE) < load_word(m, f.SPIN):
             return True
         _pollfd(m, 0, fd, wishes)
-        return _wait(m, 1, turn + 1) >= 0
+        return _wait(m, 1, attempts + 1) >= 0
     # Nothing will come: sleep until the bell rings.
     store_word(m, f.SINCE, now(m) - load_word(m, f.SPIN))
     _wait(m, 0, 1)
@@ -64,7 +64,7 @@ def idle(m, fd, wishes, gone, turn):
 
 
 @inlined
-def _reads(row, watch_all):
+def _wants_frame(row, watch_all):
     """Whether the next frame of a peer is of interest: a message that may be wanted, a rest or an ack."""
     wanted = load_word(row, f.WATCHED) + load_word(row, f.EXPECTED) + load_word(row, f.UNACKED)
     return watch_all or wanted > 0
@@ -93,7 +93,7 @@ def read_next(row):
     """Read the next frame of a peer, or go on with its message for the armed receive: the event, or events.NOTHING."""
     event = NOTHING
     if load_word(row, f.ARMED_NUMBER) != 0:
-        event = events.RECEIVED if f.answer_armed(row) else NOTHING
+        event = events.RECEIVED if f.acknowledge_armed(row) else NOTHING
     elif load_word(row, f.IN_STAGE) == f.IDLE:
         event = _read(row)
     elif load_word(row, f.IN_STAGE) == f.ARMED_ARRIVING:
@@ -102,15 +102,15 @@ def read_next(row):
 
 
 @inlined
-def _is_decided_here(row, watch_all):
+def _has_buffered_event(row, watch_all):
     """Whether there is something to decide without any system call."""
     if load_word(row, f.IN_STAGE) != f.IDLE:
         return load_word(row, f.IN_STAGE) == f.ARRIVING and load_word(row, f.IN_LEFT) == 0
-    return f.has_frame(row) and _reads(row, watch_all)
+    return f.has_frame(row) and _wants_frame(row, watch_all)
 
 
 @inlined
-def _writes(row):
+def _wants_space(row):
     """Whether anything waits for space: a frame that enters, or answers."""
     waits = f.is_entering(row) or load_word(row, f.OWED) > 0 or load_word(row, f.ARMED_NUMBER) != 0
     return waits and load_word(row, f.OUT_GONE) == 0
@@ -122,9 +122,9 @@ def _list(m, peer, count, watch_all):
     row = row_of(m, peer)
     if load_word(row, f.FD) < 0:
         return count
-    reads = load_word(row, f.IN_STAGE) != f.IDLE or _reads(row, watch_all)
+    reads = load_word(row, f.IN_STAGE) != f.IDLE or _wants_frame(row, watch_all)
     reads &= load_word(row, f.IN_GONE) == 0
-    wishes = (READABLE if reads else 0) | (WRITABLE if _writes(row) else 0)
+    wishes = (READABLE if reads else 0) | (WRITABLE if _wants_space(row) else 0)
     if wishes:
         _pollfd(m, count, load_word(row, f.FD), wishes)
         store_word(load_word(m, f.OWNERS), count, peer)
@@ -141,7 +141,7 @@ def _serve_out(row):
             if not moved:
                 return NOTHING
             return MOVED if f.is_entering(row) else events.ENTERED
-    if load_word(row, f.ARMED_NUMBER) != 0 and f.answer_armed(row):
+    if load_word(row, f.ARMED_NUMBER) != 0 and f.acknowledge_armed(row):
         return events.RECEIVED
     return events.ACK_SPACE if load_word(row, f.OWED) > 0 else NOTHING
 
@@ -150,7 +150,7 @@ def _serve_out(row):
 def _serve_in(row, watch_all):
     """Receive what can be received from a peer: the event, MOVED or NOTHING."""
     if load_word(row, f.IN_STAGE) == f.IDLE:
-        return _read(row) if _reads(row, watch_all) else NOTHING
+        return _read(row) if _wants_frame(row, watch_all) else NOTHING
     if load_word(row, f.IN_STAGE) == f.ARMED_ARRIVING:
         return _take_armed(row)
     if load_word(row, f.IN_LEFT) > 0 and f.pull(row):
@@ -165,7 +165,7 @@ def _serve_in(row, watch_all):
 def _serve(row, ready, watch_all):
     """Serve both directions of a connection: what an event leaves undone is ready again."""
     sent = NOTHING
-    if ready & ~READABLE and _writes(row):
+    if ready & ~READABLE and _wants_space(row):
         sent = _serve_out(row)
     if sent > MOVED:
         return sent
@@ -186,9 +186,9 @@ def _serve_buffered(row):
 
 
 @inlined
-def _tell(m, peer, event):
+def _return_event(m, peer, event):
     """What `advance` returns for the event of a peer, after whom the next one is served first."""
-    store_word(m, f.TURN, peer + 1)
+    store_word(m, f.NEXT_PEER, peer + 1)
     return peer * events.EVENTS + event
 
 
@@ -203,7 +203,7 @@ def _serve_ready(m, count, watch_all):
         peer = load_word(load_word(m, f.OWNERS), index)
         event = _serve(row_of(m, peer), ready, watch_all)
         if event > MOVED:
-            return _tell(m, peer, event)
+            return _return_event(m, peer, event)
         if event == MOVED:
             result = MOVED
     return result
@@ -213,21 +213,21 @@ def _serve_ready(m, count, watch_all):
 def sweep(m, watch_all, wait):
     """The next event, as `advance` returns it."""
     size = load_word(m, f.SIZE)
-    turn = 0
-    for _ in range(PIECES_A_CALL):
+    attempts = 0
+    for _ in range(IO_CALLS):
         count = 0
         here = -1
         for step in range(size):
-            peer = (load_word(m, f.TURN) + step) % size
-            if _is_decided_here(row_of(m, peer), watch_all):
+            peer = (load_word(m, f.NEXT_PEER) + step) % size
+            if _has_buffered_event(row_of(m, peer), watch_all):
                 here = peer
                 break
             count = _list(m, peer, count, watch_all)
         if here < 0:
             ready = 0 if wait else wait_ready(load_word(m, f.POLLFDS), count, 0)
             while ready == 0 and wait:
-                ready = _wait(m, count, turn)
-                turn += 1
+                ready = _wait(m, count, attempts)
+                attempts += 1
             if ready <= 0:
                 return events.NOTHING
         elif count > 0:
@@ -239,6 +239,6 @@ def sweep(m, watch_all, wait):
         if here >= 0:
             event = _serve_buffered(row_of(m, here))
             if event > MOVED:
-                return _tell(m, here, event)
-        turn = 0 if event == MOVED else turn
+                return _return_event(m, here, event)
+        attempts = 0 if event == MOVED else attempts
     return events.NOTHING

@@ -62,12 +62,12 @@ from . import engine_layout as w
 from .plans import plan as t
 from .plans.shape import HEADER_BYTES
 
-GOES_ON = -1  # neither finished nor failed
+PENDING = -1  # neither finished nor failed
 _PUBLISHED = number_of("tcp.OPERATION.after_publish")
 AHEAD = 64
 """Records of calls whose headers were not all waited for: enough for the time slice of a rank that shares its core."""
 _SPARE = 1024  # bytes received beyond a frame, where the next ones may follow
-HELD = 15 * HEADER_BYTES  # bytes of headers that a rank holds back for each peer, at most
+PIGGYBACK_BYTES = 15 * HEADER_BYTES  # bytes of headers that a rank holds back for each peer, at most
 SEEN_EVERY = 16  # sweeps in vain
 SOON, _STREAK = (
     20_000,
@@ -85,7 +85,7 @@ def gone(c, peer, error):
 
 @inlined
 def _outbox(c, peer):
-    return load_word(c, w.OUTBOX) + peer * (load_word(c, w.FRAME) + HELD)
+    return load_word(c, w.OUTBOX) + peer * (load_word(c, w.FRAME) + PIGGYBACK_BYTES)
 
 
 @inlined
@@ -116,7 +116,7 @@ def _record(c, number):
 
 
 @kernel
-def write_headers(c, d, loose):
+def write_headers(c, d, returns_early):
     """Write this rank's header for each peer, and what is attached to it; and where calls may be loose the record."""
     size, rank, keeps = load_word(c, w.SIZE), load_word(c, w.RANK), load_word(c, w.MEETING) == 0
     record = _record(c, load_word(c, w.CALLS))
@@ -146,14 +146,14 @@ def write_headers(c, d, loose):
         store_word(frame, w.HEAD_ATTACHED, load_word(at, t.NBYTES))
         copy(frame + HEADER_BYTES, source, load_word(at, t.NBYTES))
     copy(_header(c, rank), _outgoing(c, rank), HEADER_BYTES)
-    store_word(c, w.STRICT, 0 if loose else 1)
+    store_word(c, w.SYNCHRONISING, 0 if returns_early else 1)
 
 
 # ---- frames of a peer ----------------------------------------------------------------------------------
 
 
 @inlined
-def _next(c, peer):
+def _next_call(c, peer):
     return load_word(load_word(c, w.NEXT), peer)
 
 
@@ -178,21 +178,21 @@ def _has_frame(c, peer):
 
 
 @inlined
-def _is_here(c, peer, number):
+def _has_arrived(c, peer, number):
     """Whether the frame of a call has come from a peer."""
-    following = _next(c, peer)
+    following = _next_call(c, peer)
     return following > number or (following == number and _has_frame(c, peer))
 
 
 @kernel
-def _use_up(c, peer):
+def _consume_frame(c, peer):
     """Go on to the next frame of a peer, of which the beginning may be here."""
-    whole = _length_to_come(c, peer)
-    rest = load_word(load_word(c, w.HAVE), peer) - whole
+    length = _length_to_come(c, peer)
+    rest = load_word(load_word(c, w.HAVE), peer) - length
     store_word(load_word(c, w.HAVE), peer, rest)
     if rest > 0:
-        move(_header(c, peer), _header(c, peer) + whole, rest)
-    store_word(load_word(c, w.NEXT), peer, _next(c, peer) + 1)
+        move(_header(c, peer), _header(c, peer) + length, rest)
+    store_word(load_word(c, w.NEXT), peer, _next_call(c, peer) + 1)
 
 
 @inlined
@@ -204,7 +204,7 @@ def _garbled(c, peer):
 @kernel
 def _check(c, peer):
     """Compare the frame of a peer that is here with the record of its call, and use it up: DONE or GARBLED."""
-    number, header = _next(c, peer), _header(c, peer)
+    number, header = _next_call(c, peer), _header(c, peer)
     if load_word(header, w.NUMBER) != number or not _fits(c, peer):
         return _garbled(c, peer)
     own = _record(c, number) + 16 * load_word(c, w.RANK)
@@ -219,14 +219,14 @@ def _check(c, peer):
             note = load_word(c, w.NOTES) + peer * (8 + NOTE_BYTES)
             store_word(note, 0, number)
             copy(note + 8, header + HEADER_BYTES, NOTE_BYTES)
-    _use_up(c, peer)
+    _consume_frame(c, peer)
     return DONE
 
 
 @inlined
-def _room(c, d, peer, call):
+def _receive_limit(c, d, peer, call):
     """Up to where frames of a peer may be received now, from the beginning of its inbox on."""
-    end, before = _length_to_come(c, peer), call - _next(c, peer)
+    end, before = _length_to_come(c, peer), call - _next_call(c, peer)
     if d != 0 and before == 0:
         end = max(end, HEADER_BYTES + load_word(load_word(d, w.ATTACHED), peer))
     spare = before * HEADER_BYTES if d != 0 and load_word(d, w.MOVES) else _SPARE
@@ -237,20 +237,22 @@ def _room(c, d, peer, call):
 def _read_frames(c, d, peer, call):
     """Receive frames of a peer up to that of a call, and use those before it up: GOES_ON if something
     moved, GOES_ON - 1 if not, GONE or GARBLED."""
-    result = GOES_ON - 1
-    while not _is_here(c, peer, call):
+    result = PENDING - 1
+    while not _has_arrived(c, peer, call):
         if _has_frame(c, peer):
             if _check(c, peer) != DONE:
                 return GARBLED
             continue
         have = load_word(load_word(c, w.HAVE), peer)
-        moved = receive_some(_socket(c, peer), _header(c, peer) + have, _room(c, d, peer, call) - have)
+        moved = receive_some(
+            _socket(c, peer), _header(c, peer) + have, _receive_limit(c, d, peer, call) - have
+        )
         if moved < 0:
             return gone(c, peer, moved)
         if moved == 0:
             break
         store_word(load_word(c, w.HAVE), peer, have + moved)
-        result = GOES_ON
+        result = PENDING
     return result
 
 
@@ -259,7 +261,7 @@ def _read_frames(c, d, peer, call):
 
 @inlined
 def _is_needed(c, d, peer):
-    return load_word(c, w.STRICT) != 0 or load_word(load_word(d, w.ATTACHED), peer) > 0
+    return load_word(c, w.SYNCHRONISING) != 0 or load_word(load_word(d, w.ATTACHED), peer) > 0
 
 
 @inlined
@@ -267,8 +269,8 @@ def _is_missing(c, d, peer):
     """Whether the call waits for a frame of a peer: its own, or one so old that its record is about to be used."""
     call = load_word(c, w.CALLS)
     if _is_needed(c, d, peer):
-        return not _is_here(c, peer, call)
-    return call - _next(c, peer) >= AHEAD - 1
+        return not _has_arrived(c, peer, call)
+    return call - _next_call(c, peer) >= AHEAD - 1
 
 
 @inlined
@@ -277,23 +279,23 @@ def _has_unsent(c, peer):
 
 
 @inlined
-def _may_hold(c, peer):
+def _may_piggyback(c, peer):
     """Whether what is to be sent to a peer is headers only that a loose call has no need to send, and few of them."""
-    if load_word(c, w.STRICT) != 0 or load_word(c, w.SIZE) != 2:
+    if load_word(c, w.SYNCHRONISING) != 0 or load_word(c, w.SIZE) != 2:
         return False
     if load_word(_outgoing(c, peer), w.HEAD_ATTACHED) != 0:
         return False
-    return _end_to_send(c, peer) <= HELD
+    return _end_to_send(c, peer) <= PIGGYBACK_BYTES
 
 
 @inlined
 def _is_ahead(c, peer, call):
     """Whether a peer has begun its next call."""
-    return _next(c, peer) == call and load_word(load_word(c, w.HAVE), peer) > _length_to_come(c, peer)
+    return _next_call(c, peer) == call and load_word(load_word(c, w.HAVE), peer) > _length_to_come(c, peer)
 
 
 @failing
-def _publishes(c, peer, moved):
+def _hit_published(c, peer, moved):
     reached_by(_PUBLISHED + (load_word(_outgoing(c, peer), w.HEAD_CALL) & 0xFF), moved)
 
 
@@ -302,13 +304,13 @@ def _send_frames(c, peer):
     """Send what is to be sent to a peer: GOES_ON if something moved, GOES_ON - 1 if not, or GONE."""
     sent, ends = load_word(load_word(c, w.SENT), peer), _end_to_send(c, peer)
     if sent == ends:
-        return GOES_ON - 1
+        return PENDING - 1
     moved = send_some(_socket(c, peer), _outbox(c, peer) + sent, ends - sent)
     if moved < 0:
         return gone(c, peer, moved)
     store_word(load_word(c, w.SENT), peer, sent + moved)
-    _publishes(c, peer, moved)
-    return GOES_ON if moved > 0 else GOES_ON - 1
+    _hit_published(c, peer, moved)
+    return PENDING if moved > 0 else PENDING - 1
 
 
 @kernel
@@ -320,29 +322,29 @@ def exchange(c, d, idle):
     """
     rank, size, call = load_word(c, w.RANK), load_word(c, w.SIZE), load_word(c, w.CALLS)
     more = load_word(c, w.STREAK) >= _STREAK
-    holds = idle < (SEEN_EVERY - 1 if more else 1)
-    any_left, any_held, any_moved = False, False, False
+    may_delay = idle < (SEEN_EVERY - 1 if more else 1)
+    any_left, any_delayed, any_moved = False, False, False
     for step in range(1, size):
         peer = (rank + step) % size
-        if holds and _may_hold(c, peer):
-            any_held = True
+        if may_delay and _may_piggyback(c, peer):
+            any_delayed = True
             continue
         status = _send_frames(c, peer)
         if status > DONE:
             return status
-        any_moved |= status == GOES_ON
+        any_moved |= status == PENDING
         any_left |= _has_unsent(c, peer)
     for step in range(1, size):
         peer = (rank + size - step) % size
-        looks = idle % SEEN_EVERY == SEEN_EVERY - 1 or 2 * (call - _next(c, peer)) >= AHEAD
+        looks = idle % SEEN_EVERY == SEEN_EVERY - 1 or 2 * (call - _next_call(c, peer)) >= AHEAD
         if _is_needed(c, d, peer) or looks:
             status = _read_frames(c, d, peer, call)
             if status > DONE:
                 return status
-            any_moved |= status == GOES_ON
+            any_moved |= status == PENDING
             any_left |= _is_missing(c, d, peer)
             more |= _is_ahead(c, peer, call)
-    if any_held and not more and not any_left:
+    if any_delayed and not more and not any_left:
         # Nothing says that the next call is near: what was held back goes now.
         for peer in range(size):
             if peer != rank:
@@ -353,7 +355,7 @@ def exchange(c, d, idle):
     if not any_left:
         return DONE
     # What was held back goes in the next sweep.
-    return GOES_ON if any_moved and not any_held else GOES_ON - 1
+    return PENDING if any_moved and not any_delayed else PENDING - 1
 
 
 @inlined
@@ -368,15 +370,15 @@ def _agrees(c, peer):
 @kernel
 def compare(c, d):
     """Compare the headers that the call needs: DONE, MISMATCH, GARBLED, or GOES_ON if it needs all of them now."""
-    size, rank, strict = load_word(c, w.SIZE), load_word(c, w.RANK), load_word(c, w.STRICT) != 0
+    size, rank, synchronising = load_word(c, w.SIZE), load_word(c, w.RANK), load_word(c, w.SYNCHRONISING) != 0
     for peer in range(size):
         if _is_needed(c, d, peer) or peer == rank:
             if load_word(_header(c, peer), w.NUMBER) != load_word(c, w.CALLS) or not _fits(c, peer):
                 return _garbled(c, peer)
-            if not strict and not _agrees(c, peer):
-                store_word(c, w.STRICT, 1)
-                return GOES_ON
-    if strict and not calls_match(load_word(c, w.INBOX), load_word(c, w.FRAME), size):
+            if not synchronising and not _agrees(c, peer):
+                store_word(c, w.SYNCHRONISING, 1)
+                return PENDING
+    if synchronising and not calls_match(load_word(c, w.INBOX), load_word(c, w.FRAME), size):
         return MISMATCH
     for peer in range(size):
         attached = load_word(_header(c, peer), w.HEAD_ATTACHED)
@@ -392,26 +394,26 @@ def finish(c):
     for peer in range(load_word(c, w.SIZE)):
         if peer == load_word(c, w.RANK) or load_word(c, w.MEETING) != 0:
             continue
-        if _next(c, peer) == load_word(c, w.CALLS) and _has_frame(c, peer):
-            if load_word(c, w.STRICT) != 0:
-                _use_up(c, peer)
+        if _next_call(c, peer) == load_word(c, w.CALLS) and _has_frame(c, peer):
+            if load_word(c, w.SYNCHRONISING) != 0:
+                _consume_frame(c, peer)
             elif _check(c, peer) != DONE:
                 return GARBLED
-        if _next(c, peer) <= differs:
+        if _next_call(c, peer) <= differs:
             differs = 0
     return MISMATCH if differs != 0 else DONE
 
 
 @kernel
-def leave_frames(c):
+def skip_frames(c):
     """The calls did not match: go on to the frames of the next one."""
     for peer in range(load_word(c, w.SIZE)):
         if peer != load_word(c, w.RANK) and load_word(c, w.MEETING) == 0:
-            _use_up(c, peer)
+            _consume_frame(c, peer)
 
 
 @kernel
-def read_rest(c):
+def read_unread_headers(c):
     """Send what was held back, read the headers that no call has waited for, and list where more are to come: DONE when
     none are, GOES_ON, GONE or GARBLED."""
     following = load_word(c, w.CALLS) + 1
@@ -420,17 +422,17 @@ def read_rest(c):
         if peer == load_word(c, w.RANK) or load_word(c, w.MEETING) != 0:
             continue
         status = _send_frames(c, peer)
-        if status < DONE and _next(c, peer) < following:
+        if status < DONE and _next_call(c, peer) < following:
             status = _read_frames(c, 0, peer, following)
-        if status > DONE and (_has_unsent(c, peer) or _next(c, peer) < following):
+        if status > DONE and (_has_unsent(c, peer) or _next_call(c, peer) < following):
             failed = status
-        elif _next(c, peer) < following:
+        elif _next_call(c, peer) < following:
             store_word(load_word(c, w.POLLFDS), left, _socket(c, peer) | READABLE << 32)
             left += 1
     store_word(c, w.LISTED, left)
     if failed != DONE:
         return failed
-    return GOES_ON if left else DONE
+    return PENDING if left else DONE
 
 
 @kernel
@@ -446,7 +448,7 @@ def list_missing(c, d):
             if needed == 0:
                 events = (WRITABLE if writes else 0) | (READABLE if _is_missing(c, d, peer) else 0)
             else:
-                waits = writes or _is_missing(c, d, peer) or _is_here(c, peer, load_word(c, w.CALLS))
+                waits = writes or _is_missing(c, d, peer) or _has_arrived(c, peer, load_word(c, w.CALLS))
                 events = 0 if waits else READABLE
             if events:
                 store_word(load_word(c, w.POLLFDS), count, _socket(c, peer) | events << 32)

@@ -44,10 +44,10 @@ Key = tuple[ConnectionKind, int, int]
 """A connection by its kind, peer and stream."""
 OnMail = Callable[[int, socket.socket], None]
 """Takes the connection with a group rank for messages; on the listener's thread, must not block."""
-_STANDS = b"\1"  # what the lower rank says of a connection for messages that the higher one has dialed
+_CONFIRMATION = b"\1"  # what the lower rank says of a connection for messages that the higher one has dialed
 
 
-def _under_way(connection: socket.socket) -> bool:
+def _has_unacknowledged(connection: socket.socket) -> bool:
     """Whether some of what was sent is not acknowledged."""
     try:
         left: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
@@ -90,7 +90,7 @@ class Mesh:
         self._name, self._members, self._timeout = name, list(members), timeout
         self._control = Control(self.size)
         self.monitor = NetMonitor(members, rank, self._control)
-        self.monitor.let_arrive = self._let_arrive
+        self.monitor.let_arrive = self._await_delivery
         self._roster: Roster | None = None
         self._made: dict[Key, socket.socket] = {}
         self._dialing_mail: set[int] = set()  # higher peers
@@ -100,7 +100,7 @@ class Mesh:
         self._on_seek: Callable[[socket.socket], None] = lambda connection: None
         self._changed = threading.Condition()
         self._dialing = threading.Lock()
-        self._between: Callable[[], None] = lambda: None  # what else to look at while waiting
+        self._also_look: Callable[[], None] = lambda: None  # what else to look at while waiting
         self._is_made = self._closed = False
 
     @property
@@ -134,7 +134,7 @@ class Mesh:
             return [peer for peer in dialed if any(key[1] == peer and key not in self._made for key in keys)]
 
         wait = Wait(self.monitor, doing, late, timeout)
-        with self._alone(wait):
+        with self._sole_dialer(wait):
             self._dial_control([peer for peer in dialed if peer not in self._control.peers], wait)
             self._dial([key for key in keys if key not in self._made], wait)
 
@@ -170,13 +170,13 @@ class Mesh:
         """
         dial = self._seeking.setdefault(peer, self._new_dial(peer, ConnectionKind.RECOVERY, 0))
         try:
-            stands = dial_until(dial, deadline)
-            if not stands and dial.refused_since is not None:
+            made = dial_until(dial, deadline)
+            if not made and dial.refused_since is not None:
                 raise ConnectionRefusedError(dial.where)
         except BaseException:
             self._seeking.pop(peer).close()
             raise
-        if not stands:
+        if not made:
             raise TimeoutError(dial.where)
         self._sought.append(self._seeking.pop(peer).connection)
         return dial.connection
@@ -204,7 +204,7 @@ class Mesh:
             each.close()
         self._control.close_inherited()
 
-    def _let_arrive(self) -> None:
+    def _await_delivery(self) -> None:
         """Wait until the peers' hosts have what this rank has sent them.
 
         On a slow or lossy network that it leaves, which goes another way, may come first, and a peer would miss data
@@ -215,7 +215,9 @@ class Mesh:
         waiting = [(key, each) for key, each in waiting if not self._members[key[1]].same_network(me)]
         while waiting and time.monotonic() < end:
             waiting = [
-                (key, each) for key, each in waiting if _under_way(each) and not self.monitor.is_gone(key[1])
+                (key, each)
+                for key, each in waiting
+                if _has_unacknowledged(each) and not self.monitor.is_gone(key[1])
             ]
             if waiting:
                 time.sleep(_ARRIVE_LOOK_SECONDS)
@@ -230,8 +232,8 @@ class Mesh:
         doing = "making a group over the network"
         try:
             with GroupMeeting(store, self._members, self.rank, self._timeout, doing) as meeting:
-                self._between = meeting.look
-                self._roster = gather(meeting, self._members, self.rank, self._arrived)
+                self._also_look = meeting.look
+                self._roster = gather(meeting, self._members, self.rank, self._on_connection)
                 reach("tcp.meeting.after_listen")
                 peers = control_peers(self.rank, self.size)
 
@@ -244,7 +246,7 @@ class Mesh:
                 self._dial_control([peer for peer in peers if peer > self.rank], wait)
                 self._await(lambda: not unconnected(), wait)
                 reach("tcp.meeting.after_connect")
-                self._between = lambda: None  # the store need not be there any more
+                self._also_look = lambda: None  # the store need not be there any more
                 self._is_made = True
         except BaseException as error:
             here = self.monitor.name(self.rank)
@@ -255,7 +257,7 @@ class Mesh:
 
     def _dial_control(self, peers: Sequence[int], wait: Wait) -> None:
         # Each is looked at as soon as it stands: who dies meanwhile is seen by its end.
-        self._bring_about(
+        self._make_connections(
             [self._new_dial(peer, ConnectionKind.CONTROL, 0) for peer in peers],
             wait,
             lambda dial: self._control.add(dial.peer, dial.connection),
@@ -269,16 +271,16 @@ class Mesh:
         target = place.addresses[turn], place.ports[turn]
         return Dial(self._roster.endpoint, peer, kind, stream, source, target)
 
-    def _bring_about(self, dials: Sequence[Dial], wait: Wait, enter: Callable[[Dial], object]) -> None:
+    def _make_connections(self, dials: Sequence[Dial], wait: Wait, enter: Callable[[Dial], object]) -> None:
         """Make connections, and enter each into the tables, unless the mesh was closed meanwhile."""
 
-        def stands(dial: Dial) -> None:
+        def made(dial: Dial) -> None:
             with self._changed:
                 if not self._closed:
                     enter(dial)
                     return
             dial.close()
-            raise self._gone()
+            raise self._closed_error()
 
         def look() -> None:
             for dial in dials:
@@ -294,7 +296,7 @@ class Mesh:
 
         wait.hint = reasons
         try:
-            dial_all(dials, look, stands)
+            dial_all(dials, look, made)
         except RendezvousError as error:
             peer = next((dial.peer for dial in dials if dial.does_not_fit), None)
             if peer is None or not self._is_made:  # the others of the meeting are told of it as it is
@@ -317,7 +319,7 @@ class Mesh:
             self._await(lambda: key in self._made, wait)
             wait.over()
             return self._made[key]
-        with self._alone(wait):
+        with self._sole_dialer(wait):
             if key not in self._made:
                 if peer not in self._control.peers:
                     self._dial_control([peer], wait)  # its end is seen there
@@ -330,7 +332,7 @@ class Mesh:
         return self._made[key]
 
     @contextmanager
-    def _alone(self, wait: Wait) -> Iterator[None]:
+    def _sole_dialer(self, wait: Wait) -> Iterator[None]:
         """While this thread dials, no other does."""
         while not self._dialing.acquire(timeout=LOOK_SECONDS):
             self._look(wait)
@@ -342,7 +344,7 @@ class Mesh:
 
     def _dial(self, keys: Sequence[Key], wait: Wait) -> None:
         dials = {self._new_dial(peer, kind, stream): (kind, peer, stream) for kind, peer, stream in keys}
-        self._bring_about([*dials], wait, lambda dial: self._made.update({dials[dial]: dial.connection}))
+        self._make_connections([*dials], wait, lambda dial: self._made.update({dials[dial]: dial.connection}))
 
     def _dial_mail_up(self, key: Key, wait: Wait) -> None:
         """Dial a higher rank, whose own connection is turned away meanwhile; unless it has come."""
@@ -362,11 +364,11 @@ class Mesh:
         while key not in self._made:
             new = self._new_dial(key[1], ConnectionKind.MAIL, 0)
             try:
-                self._bring_about([new], wait, lambda dial: None)
-                if self._stands(new.connection, key, wait):
+                self._make_connections([new], wait, lambda dial: None)
+                if self._is_confirmed(new.connection, key, wait):
                     with self._changed:
                         if self._closed:
-                            raise self._gone()
+                            raise self._closed_error()
                         self._made[key] = new.connection
                     return
             except BaseException:
@@ -378,7 +380,7 @@ class Mesh:
             pause = min(2 * pause, RETRY_MOST)
             self._look(wait)
 
-    def _stands(self, connection: socket.socket, key: Key, wait: Wait) -> bool:
+    def _is_confirmed(self, connection: socket.socket, key: Key, wait: Wait) -> bool:
         """Whether the lower rank uses the connection that this one has dialed."""
         poller = select.poll()
         poller.register(connection, select.POLLIN)
@@ -387,13 +389,13 @@ class Mesh:
                 return False
             self._look(wait)
         with suppress(OSError):
-            return connection.recv(len(_STANDS)) == _STANDS
+            return connection.recv(len(_CONFIRMATION)) == _CONFIRMATION
         return False
 
     def _look(self, wait: Wait) -> None:
         if self._closed:
-            raise self._gone()
-        self._between()
+            raise self._closed_error()
+        self._also_look()
         if self._roster is not None and (lacking := self._roster.listener.lack()):
             raise lacking
         wait.look()
@@ -406,12 +408,12 @@ class Mesh:
                     return
             self._look(wait)
 
-    def _gone(self) -> GroupError:
+    def _closed_error(self) -> GroupError:
         return self.monitor.failure or AbortedError("the group was destroyed while a connection was made")
 
     # ---- on the listener's thread -----------------------------------------------------------------------
 
-    def _arrived(self, theirs: Opening, connection: socket.socket) -> None:
+    def _on_connection(self, theirs: Opening, connection: socket.socket) -> None:
         key = (theirs.kind, theirs.rank, theirs.stream)
         is_lower, is_mail = theirs.rank < self.rank, theirs.kind is ConnectionKind.MAIL
         with self._changed:
@@ -430,7 +432,7 @@ class Mesh:
             else:
                 if is_mail and not is_lower:
                     with suppress(OSError):  # it broke already, which its first use finds out
-                        connection.send(_STANDS)  # before anybody here can send a message
+                        connection.send(_CONFIRMATION)  # before anybody here can send a message
                 self._made[key] = connection
             on_mail = self._on_mail
             self._changed.notify_all()

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.monitor import Monitor
-from ...core.status import DONE, UNMINDED
+from ...core.status import DONE, NEEDS_FLUSHER
 from ...errors import AbortedError, GroupError, PeerDiedError
 from ...kernels import waiting
 from ...kernels.primitives import address_of
@@ -59,7 +59,7 @@ class TcpPipe(WordPipe):
         self.table[f.SIZE], self.table[f.RANK] = size, mesh.rank
         self.table[f.SPIN] = spin
         self.table[f.POLLFDS], self.table[f.OWNERS] = map(address_of, self._pollfds)
-        self._minder: threading.Thread | None = None
+        self._ack_flusher: threading.Thread | None = None
         mesh.on_mail(self._take)
 
     # ---- connections -----------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class TcpPipe(WordPipe):
                 (f.IN_BUFFER, f.BUFFER),
                 (f.OUT_BUFFER, f.BUFFER),
                 (f.OUT_VECTOR, f.VECTOR),
-                (f.ANSWER, f.FRAME),
+                (f.ACK_FRAME, f.FRAME),
             ):
                 buffer = self._buffers[peer, word] = np.zeros(nbytes // 8, np.int64)
                 self.rows[peer, word] = address_of(buffer)
@@ -121,8 +121,8 @@ class TcpPipe(WordPipe):
     def retire(self) -> None:
         """The mesh closes the connections."""
         self.words[f.STOP] = 1
-        if self._minder is not None:
-            self._minder.join()
+        if self._ack_flusher is not None:
+            self._ack_flusher.join()
         self.rows[:, f.FD] = -1
         with self._lock:
             os.close(self._bell)
@@ -156,8 +156,8 @@ class TcpPipe(WordPipe):
 
     def send(self, array: NDArray[Any], peer: int, kind: int) -> int:
         status = kernels.send.call(self.address, peer, array, array.nbytes, kind)
-        if status == UNMINDED:
-            self.mind_answers()
+        if status == NEEDS_FLUSHER:
+            self.start_ack_flusher()
             return DONE
         return status
 
@@ -174,18 +174,20 @@ class TcpPipe(WordPipe):
     def complete(self, handled: int, peer: int, number: int) -> int:
         return kernels.complete.call(self.address, handled, peer, number)
 
-    def mind_answers(self) -> None:
+    def start_ack_flusher(self) -> None:
         """Start the thread that sends answers which stay deferred, unless there is one."""
 
-        def mind() -> None:
+        def flush_deferred() -> None:
             backoff = np.zeros(waiting.BACKOFF_WORDS, np.int64)
             backoff[waiting.IDLE] = 1 << 30  # long naps
-            kernels.mind.call(self.address, address_of(backoff))
+            kernels.flush_deferred.call(self.address, address_of(backoff))
 
         with self._lock:
-            if not self.words[f.STOP] and (self._minder is None or not self._minder.is_alive()):
-                self._minder = threading.Thread(target=mind, name="fastcoll-answers", daemon=True)
-                self._minder.start()
+            if not self.words[f.STOP] and (self._ack_flusher is None or not self._ack_flusher.is_alive()):
+                self._ack_flusher = threading.Thread(
+                    target=flush_deferred, name="fastcoll-answers", daemon=True
+                )
+                self._ack_flusher.start()
 
     def leave_send(self, peer: int) -> tuple[int, bool, bool]:
         resting = self.word(peer, f.SENDING) == 2

@@ -67,11 +67,11 @@ def chain(shape: CallShape) -> Plan:
     parts = shape.segments([whole], 1)
     for k in range(parts.number):
         span = parts.of(whole, k)
-        place, phase = (array(0), span.offset), k + number
+        location, phase = (array(0), span.offset), k + number
         if number:
-            rows.recv(phase - 1, (shape.rank - 1) % shape.size, place, span.nbytes)
+            rows.recv(phase - 1, (shape.rank - 1) % shape.size, location, span.nbytes)
         if number < shape.size - 1:
-            rows.send(phase, (shape.rank + 1) % shape.size, place, span.nbytes)
+            rows.send(phase, (shape.rank + 1) % shape.size, location, span.nbytes)
     return rows.plan()
 
 
@@ -81,8 +81,8 @@ def scatter_ring(shape: CallShape) -> Plan:
     Van de Geijn and others: see Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
     """
     rows, blocks = _scattered(shape)
-    places = [(array(0), block.offset) for block in blocks]
-    gather_around(rows, shape.rank, places, [block.nbytes for block in blocks], _steps(shape.size))
+    locations = [(array(0), block.offset) for block in blocks]
+    gather_around(rows, shape.rank, locations, [block.nbytes for block in blocks], _steps(shape.size))
     return rows.plan()
 
 
@@ -101,9 +101,9 @@ def _scattered(shape: CallShape) -> tuple[Rows, list[Span]]:
         other, phase = number ^ 1 << step, steps - 1 - step
         taker, peer = max(number, other), (other + shape.root) % shape.size
         if handed := blocks[taker : taker + (1 << step)]:
-            place, nbytes = (array(0), handed[0].offset), sum(block.nbytes for block in handed)
+            location, nbytes = (array(0), handed[0].offset), sum(block.nbytes for block in handed)
             if number == taker:
-                rows.recv(phase, peer, place, nbytes)
+                rows.recv(phase, peer, location, nbytes)
                 break
-            rows.send(phase, peer, place, nbytes)
+            rows.send(phase, peer, location, nbytes)
     return rows, [blocks[(rank - shape.root) % shape.size] for rank in range(shape.size)]

@@ -76,7 +76,7 @@ class Scale(NamedTuple):
         return self.b * (self.n - 1) / self.n
 
     @property
-    def turns(self) -> int:
+    def rounds(self) -> int:
         """Steps for exchanging something with all others."""
         return -(-(self.n - 1) // self.limits.peers)
 
@@ -91,11 +91,11 @@ def one_way(steps: float, messages: float, wire: float, touched: float) -> Cost:
     return Cost(steps, messages, wire, wire, touched)
 
 
-def in_pairs(c: Scale, turns: int, wire: float) -> Cost:
+def in_pairs(c: Scale, rounds: int, wire: float) -> Cost:
     """A power of two of the ranks take that many turns of log2 n steps; the others leave theirs to one of these."""
-    steps = turns * (c.n.bit_length() - 1)
+    steps = rounds * (c.n.bit_length() - 1)
     extra = 0 if c.n & (c.n - 1) == 0 else 2
-    return both(steps, 2 * steps, wire, 2 * wire / turns).then(
+    return both(steps, 2 * steps, wire, 2 * wire / rounds).then(
         one_way(extra, extra, extra * c.b, extra * c.b)
     )
 
@@ -127,11 +127,11 @@ def doubling_scan(c: Scale, passes: int) -> Cost:
 
 
 def all_pairs(c: Scale) -> Cost:
-    return both(c.turns, 2 * (c.n - 1), c.rest, c.b / c.n)
+    return both(c.rounds, 2 * (c.n - 1), c.rest, c.b / c.n)
 
 
 def rooted(c: Scale) -> Cost:
-    return one_way(c.turns, c.n - 1, c.rest, c.b / c.n)
+    return one_way(c.rounds, c.n - 1, c.rest, c.b / c.n)
 
 
 def direct_broadcast(c: Scale) -> Cost:
@@ -239,7 +239,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     },
     "reduce": {
         "tree": (trees.reduce, tree_reduce, FREE),
-        "ring": (ring.reduce, lambda c: ring_scatter(c).then(one_way(c.turns, c.n - 1, c.rest, 0)), FREE),
+        "ring": (ring.reduce, lambda c: ring_scatter(c).then(one_way(c.rounds, c.n - 1, c.rest, 0)), FREE),
         "ordered tree": (trees.reduce, lambda c: tree_reduce(c).then(one_way(1, 1, c.b, 0)), ORDERED),
         "direct": (direct.reduce, lambda c: direct_scatter(c).then(one_way(1, c.n - 1, c.rest, 0)), ORDERED),
         "whole": (direct.whole, lambda c: one_way(1, c.n - 1, (c.n - 1) * c.b, c.n * c.b), NEVER),

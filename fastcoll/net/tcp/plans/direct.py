@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.partition import Segments, Span, even
-from .plan import SCRATCH, Place, Plan, Rows
+from .plan import SCRATCH, Location, Plan, Rows
 from .shape import CallShape, array
 
 
@@ -73,7 +73,7 @@ def _reduce_segment(
     parts: Segments,
     blocks: Sequence[Span],
     sources: Sequence[int],
-    goal: Place | None = None,
+    goal: Location | None = None,
 ) -> Span:
     """Segment k of each block goes to its rank in phase k, and is reduced there in phase k + 1; this rank's.
 
@@ -204,14 +204,14 @@ def broadcast(shape: CallShape) -> Plan:
     for k in range(parts.number):
         for taker, block in blocks.items():
             span = parts.of(block, k)
-            place = (array(0), span.offset)
+            location = (array(0), span.offset)
             if shape.is_root:
-                rows.send(k, taker, place, span.nbytes)
+                rows.send(k, taker, location, span.nbytes)
             elif shape.rank != taker:
-                rows.recv(k + 1, taker, place, span.nbytes)
+                rows.recv(k + 1, taker, location, span.nbytes)
             else:
-                rows.recv(k, shape.root, place, span.nbytes)
+                rows.recv(k, shape.root, location, span.nbytes)
                 for peer in shape.others:
                     if peer != shape.root:
-                        rows.send(k + 1, peer, place, span.nbytes)
+                        rows.send(k + 1, peer, location, span.nbytes)
     return rows.plan()

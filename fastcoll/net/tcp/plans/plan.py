@@ -55,7 +55,7 @@ ATTACHED = -1  # the phase of PAYLOAD rows
 LOCAL = frozenset({FOLD, SOURCE, COPY})
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
-Place = tuple[int, int]
+Location = tuple[int, int]
 """A buffer and an offset in it."""
 
 
@@ -72,31 +72,31 @@ class Rows:
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
 
-    def send(self, phase: int, peer: int, place: Place, nbytes: int) -> None:
-        self._add(phase, SEND, peer, place, nbytes)
+    def send(self, phase: int, peer: int, location: Location, nbytes: int) -> None:
+        self._add(phase, SEND, peer, location, nbytes)
 
-    def recv(self, phase: int, peer: int, place: Place, nbytes: int) -> None:
-        self._add(phase, RECV, peer, place, nbytes)
+    def recv(self, phase: int, peer: int, location: Location, nbytes: int) -> None:
+        self._add(phase, RECV, peer, location, nbytes)
 
-    def reduce(self, phase: int, peer: int, place: Place, nbytes: int, left: bool) -> None:
+    def reduce(self, phase: int, peer: int, location: Location, nbytes: int, left: bool) -> None:
         """Receive and reduce; `left` when what is received is the left operand."""
-        self._add(phase, REDUCE, peer, place, nbytes, (0, int(left)))
+        self._add(phase, REDUCE, peer, location, nbytes, (0, int(left)))
 
-    def fold(self, phase: int, place: Place, nbytes: int, sources: Sequence[Place]) -> None:
+    def fold(self, phase: int, location: Location, nbytes: int, sources: Sequence[Location]) -> None:
         """Reduce `sources` into `place`; a copy where there is one only."""
         if len(sources) == 1:
-            self.copy(phase, place, sources[0], nbytes)
+            self.copy(phase, location, sources[0], nbytes)
         elif nbytes:
-            self._add(phase, FOLD, len(sources), place, nbytes)
+            self._add(phase, FOLD, len(sources), location, nbytes)
             for source in sources:
                 self._add(phase, SOURCE, 0, source, nbytes)
 
-    def copy(self, phase: int, place: Place, source: Place, nbytes: int) -> None:
-        if place != source:
-            self._add(phase, COPY, 0, place, nbytes, source)
+    def copy(self, phase: int, location: Location, source: Location, nbytes: int) -> None:
+        if location != source:
+            self._add(phase, COPY, 0, location, nbytes, source)
 
-    def payload(self, peer: int, place: Place, nbytes: int) -> None:
-        self._add(ATTACHED, PAYLOAD, peer, place, nbytes)
+    def payload(self, peer: int, location: Location, nbytes: int) -> None:
+        self._add(ATTACHED, PAYLOAD, peer, location, nbytes)
 
     def plan(self, scratch: int = 0) -> Plan:
         """All rows, sorted by phase with local rows first, else in the order in which they were added."""
@@ -106,7 +106,7 @@ class Rows:
         return Plan(table, scratch)
 
     def _add(
-        self, phase: int, kind: int, peer: int, place: Place, nbytes: int, second: Place = (0, 0)
+        self, phase: int, kind: int, peer: int, location: Location, nbytes: int, second: Location = (0, 0)
     ) -> None:
         if nbytes:
-            self._rows.append((phase, kind, peer, *place, nbytes, *second))
+            self._rows.append((phase, kind, peer, *location, nbytes, *second))

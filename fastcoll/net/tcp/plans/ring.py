@@ -11,25 +11,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.partition import Span, even
-from .plan import SCRATCH, Place, Plan, Rows
+from .plan import SCRATCH, Location, Plan, Rows
 from .shape import CallShape, array
 
 
 def all_reduce(shape: CallShape) -> Plan:
     """One half of the array goes around each way: 2 (n - 1) steps, 2 (n - 1)/n of the array in and out."""
     rows, size, rank, x = Rows(), shape.size, shape.rank, array(0)
-    for half, way in zip(even(shape.total, 2, shape.itemsize), (1, -1), strict=True):
+    for half, direction in zip(even(shape.total, 2, shape.itemsize), (1, -1), strict=True):
         blocks = [
             Span(half.offset + start, nbytes) for start, nbytes in even(half.nbytes, size, shape.itemsize)
         ]
-        above, below = (rank + way) % size, (rank - way) % size
+        above, below = (rank + direction) % size, (rank - direction) % size
         for step in range(size - 1):
-            given, taken = (blocks[(rank - way * k) % size] for k in (step, step + 1))
+            given, taken = (blocks[(rank - direction * k) % size] for k in (step, step + 1))
             rows.send(step, above, (x, given.offset), given.nbytes)
             rows.reduce(step, below, (x, taken.offset), taken.nbytes, left=True)
         # Each rank has the result of the block after its own.
         for step in range(size - 1):
-            given, taken = (blocks[(rank - way * k) % size] for k in (step - 1, step))
+            given, taken = (blocks[(rank - direction * k) % size] for k in (step - 1, step))
             rows.send(size - 1 + step, above, (x, given.offset), given.nbytes)
             rows.recv(size - 1 + step, below, (x, taken.offset), taken.nbytes)
     return rows.plan()
@@ -63,7 +63,7 @@ def reduce(shape: CallShape) -> Plan:
 
 
 def _reduce_through(
-    shape: CallShape, rows: Rows, sources: Sequence[Place], nbytes: Sequence[int], result: Place
+    shape: CallShape, rows: Rows, sources: Sequence[Location], nbytes: Sequence[int], result: Location
 ) -> None:
     """Phases 0 to n - 1: reduce without writing into the sources; block `rank` becomes the result."""
     size, rank = shape.size, shape.rank
@@ -88,12 +88,12 @@ def all_gather(shape: CallShape) -> Plan:
 
 
 def gather_around(
-    rows: Rows, rank: int, places: Sequence[Place], nbytes: Sequence[int], first: int = 0
+    rows: Rows, rank: int, locations: Sequence[Location], nbytes: Sequence[int], first: int = 0
 ) -> None:
     """From phase `first` on, let all ranks have what lies at all places, of which each has its own."""
-    size = len(places)
-    for way, steps in ((1, size // 2), (-1, (size - 1) // 2)):
+    size = len(locations)
+    for direction, steps in ((1, size // 2), (-1, (size - 1) // 2)):
         for step in range(steps):
-            given, taken = (rank - way * step) % size, (rank - way * (step + 1)) % size
-            rows.send(first + step, (rank + way) % size, places[given], nbytes[given])
-            rows.recv(first + step, (rank - way) % size, places[taken], nbytes[taken])
+            given, taken = (rank - direction * step) % size, (rank - direction * (step + 1)) % size
+            rows.send(first + step, (rank + direction) % size, locations[given], nbytes[given])
+            rows.recv(first + step, (rank - direction) % size, locations[taken], nbytes[taken])

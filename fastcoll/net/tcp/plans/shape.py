@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ....core.partition import Segments, Span
 from ....core.sizes import Sizes, sizes_of
-from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Place
+from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Location
 
 HEADER_BYTES = 64  # of the meeting: a cache line, so that what follows is aligned
 MEET_RANKS = 16
@@ -93,15 +93,15 @@ class CallShape(NamedTuple):
         most = min(self.limits.segment, self.limits.at_once // max(at_once, 1))
         return Segments.of_blocks(blocks, most, self.itemsize)
 
-    def landing(self, k: int, peer: int, parts: Segments) -> Place:
+    def landing(self, k: int, peer: int, parts: Segments) -> Location:
         """Where segment k of a peer lands, in one of two sets in SCRATCH that take turns."""
         return SCRATCH, (k % 2 * self.size + peer) * parts.nbytes
 
-    def operands(self, own: Place, k: int, parts: Segments) -> list[Place]:
+    def operands(self, own: Location, k: int, parts: Segments) -> list[Location]:
         """Segment k of all ranks, this rank's own and what has landed."""
         return [own if peer == self.rank else self.landing(k, peer, parts) for peer in range(self.size)]
 
-    def framed(self, rank: int) -> Place:
+    def framed(self, rank: int) -> Location:
         """Where that lies which a rank attached to its header."""
         return FRAMES, rank * self.limits.stride
 
