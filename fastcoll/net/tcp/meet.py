@@ -1,50 +1,52 @@
-"""How every collective begins: each rank tells each other what it calls, and attaches what is small.
+"""The meeting: each rank sends every other rank a header with its call, and small data behind the header.
 
     word            a header
-    NUMBER          how many calls the group has had
-    HEAD_CALL       fingerprint of the call (core/signature.py)
+    NUMBER          number of the call in the group, from 1
+    HEAD_CALL       call word (core/signature.py)
     HEAD_SHAPE      bytes that this rank contributes
-    HEAD_BALANCE    0 over all ranks if what they give is what the others expect (core/signature.py)
+    HEAD_BALANCE    sums to 0 over all ranks if what each gives is what the others expect (core/signature.py)
     HEAD_ATTACHED   bytes that follow this header
-    HEAD_DIFFERS    not 0: a combination of headers that differ (combine.py, for more than 16 ranks)
+    HEAD_DIFFERS    not 0: combines headers that differ (combine.py, for more than 16 ranks)
 
-A call is *strict* on a rank that goes on when it has the headers of all ranks. All of them compare in the same way,
-and either all go on or all raise, with nothing under way. A small broadcast is *loose* on its root, and a small
-reduction on those who only give to it: all is attached, so these have nothing to wait for. Others write what they
-receive, and wait for all headers. (What is a part of a larger call is strict: where it raises, the rest is not made.)
+A *synchronising* call waits for the headers of all ranks. All ranks compare the same headers, so either all of them go
+on or all raise, before any data moves. An *early-return* call waits only for the headers that carry data for it: the
+root of a small broadcast and the senders of a small reduce need none. The ranks that receive data synchronise. A call
+that is part of a larger operation always synchronises, because the rest is not made if it raises.
 
-A rank keeps a record of each loose call, reads the headers that it did not wait for when it comes by, and compares
-them with the record. Of one that differs it is told at the end of the first later call that finds the headers of all
-ranks for it; that call is carried out itself, so that all ranks have always made the same number of calls. Between two
-ranks the other one is loose as well, which only says that it needs not send its header at once (below). Where it meets
-one that differs it goes on as in a strict call.
+Each rank records what it called in every call. It reads skipped headers later and compares them with the record. The
+first later call that has the headers of all ranks for a call that differed reports the mismatch when it ends. That
+later call itself is carried out, so all ranks have always made the same number of calls. In a group of two, the
+receiver may return early as well, which only allows it to delay its header (below). If the headers differ, it
+synchronises.
 
-How far ahead. A call ends only when less than AHEAD headers of each peer are unread, so there is a record of every
-call whose headers are to come, and each such call is told before its record is used again. Each rank sends a header to
-each other in every call. So what a rank has not read of a peer is, in the kernel, at most AHEAD headers that it did not
-need, which are without data, and the data of frames that are yet to be used. Who sends more waits for the reader.
+How far a rank may run ahead. A call ends only when fewer than AHEAD headers of each peer are unread, so the record of a
+call still exists when its last header is read, and a mismatch is reported before its record is reused. Each rank sends
+each other rank a header in every call. So the unread bytes of a peer are at most AHEAD headers without data, and the
+data of frames that this rank still needs. Beyond what the sockets buffer, the sender blocks until the reader catches
+up.
 
-Why a waiting rank gets on. Take a rank in the lowest call. Those in later calls have handed all frames of its call to
-the kernel. A rank that waits sends to all, and reads from each peer up to the frame of its own call, needed or not, so
-frames to whoever waits are taken; and frames from whoever waits are sent as far as they are needed. All waits are the
-engine's, with its deadline and its look at peers.
+Why no rank waits for ever. Consider a rank in the lowest call in progress. Ranks in later calls have passed all frames
+of that call to the kernel, except delayed headers (below), which no rank needs. A rank that waits keeps sending to all
+peers, and reads from each peer up to the frame of its own call, needed or not. So frames for a waiting rank are
+received, and frames from a waiting rank are sent as far as they are needed. Every wait is the engine's, with its
+deadline and its checks of the peers.
 
-Headers that ride along. Of two ranks, the one that receives holds its own bare headers back, and sends them with those
-of later calls, where it has a further call to make soon: the beginning of one is there behind the frame that it needed,
-or many calls have followed each other at once. When it waits (after some 5 us), when HELD bytes are together, in a
-strict call and in `settle` they are sent. So two ranks that broadcast in a row pay for one message a call, not two.
-Where a streak ends, headers stay until the next call. Nobody waits for them but a peer that closes the group, for a
-while: they say that the call matched, and where it does not the rank goes on strictly.
+Piggybacked headers. In a group of two, the receiver of an early-return call delays its header, which has no data, and
+sends it together with those of later calls. It does so when another call is near: the beginning of one is already
+behind the frame that it needed, or many calls have followed each other at once. Delayed headers are sent when the rank
+waits (after some 5 us), when PIGGYBACK_BYTES have accumulated, in a synchronising call, and in `settle`. So two ranks
+that broadcast in a row exchange one message a call, not two. When the series ends, the last headers stay until the next
+call. Only a peer that closes the group waits for them, for a limited time: they confirm that the calls matched, and a
+rank whose calls do not match synchronises, which sends them.
 
-What ends while a rank is ahead. A peer that dies or leaves breaks the connection, which the next read or write on it
-finds; where the headers that were read by then say that calls differed, that is what is raised. A rank that closes the
-group first reads the headers that it did not wait for (`settle`): a connection that is closed with unread bytes loses
-those on their way to the peer.
+A peer that ends while this rank is ahead. If the peer dies or leaves, its connection breaks, and the next read or write
+fails. If the headers read by then differ, the mismatch is raised instead. A rank that closes the group first reads the
+headers that it skipped (`settle`): closing a connection with unread bytes discards bytes on their way to the peer.
 
-Where bytes belong. Frames of a peer come in the order of its calls, NEXT says the number of the first one that is not
-used up, and HAVE how much there is from its beginning on. The raw bytes of a plan follow a header only once the peer
-has the header of this rank's same call; so while a call of this rank has a plan to run, no more is received than
-the headers up to its own, and otherwise as much as there is: several small frames at once.
+How bytes are assigned. A peer's frames arrive in the order of its calls. NEXT is the call number of the first frame
+that has not been consumed, and HAVE the number of bytes received from its beginning on. The raw bytes of a plan follow
+a header only after the peer has received this rank's header of the same call. So while this rank's call has a plan to
+run, it receives no bytes beyond the headers up to its own call; otherwise it receives several small frames at once.
 """
 
 from __future__ import annotations
@@ -62,22 +64,22 @@ from . import engine_layout as w
 from .plans import plan as t
 from .plans.shape import HEADER_BYTES
 
-PENDING = -1  # neither finished nor failed
+PENDING = -1  # neither complete nor failed; PENDING - 1: and nothing moved
 _PUBLISHED = number_of("tcp.OPERATION.after_publish")
 AHEAD = 64
-"""Records of calls whose headers were not all waited for: enough for the time slice of a rank that shares its core."""
-_SPARE = 1024  # bytes received beyond a frame, where the next ones may follow
-PIGGYBACK_BYTES = 15 * HEADER_BYTES  # bytes of headers that a rank holds back for each peer, at most
-SEEN_EVERY = 16  # sweeps in vain
+"""How many calls are recorded: enough for the time slice of a rank that shares its core."""
+_SPARE = 1024  # bytes received beyond a frame, where further frames may follow
+PIGGYBACK_BYTES = 15 * HEADER_BYTES  # of delayed headers for each peer, at most
+SEEN_EVERY = 16  # idle sweeps between two reads of headers that the call does not need
 SOON, _STREAK = (
     20_000,
     32,
-)  # ns between the beginnings of two calls; and how many such calls in a row are a streak
+)  # calls that begin within so many ns of the one before; as many in a row are a streak
 
 
 @inlined
 def gone(c, peer, error):
-    """Note that the connection to a peer is over."""
+    """Record that the connection to a peer is lost; return GONE."""
     store_word(c, w.PEER, peer)
     store_word(c, w.ERROR, error)
     return GONE
@@ -90,7 +92,7 @@ def _outbox(c, peer):
 
 @inlined
 def _outgoing(c, peer):
-    """The frame of the call under way in a peer's outbox, behind those that were held back."""
+    """The frame of the current call in a peer's outbox, behind the delayed headers."""
     return _outbox(c, peer) + load_word(load_word(c, w.BEGINS), peer)
 
 
@@ -111,13 +113,13 @@ def _socket(c, peer):
 
 @inlined
 def _record(c, number):
-    """Of each rank, what it called and with which shape."""
+    """The record of a call: the call word and shape of each rank."""
     return load_word(c, w.RECORDS) + number % AHEAD * (16 * load_word(c, w.SIZE))
 
 
 @kernel
 def write_headers(c, d, returns_early):
-    """Write this rank's header for each peer, and what is attached to it; and where calls may be loose the record."""
+    """Write this rank's header and attached data for each peer; and the record, if ranks exchange headers directly."""
     size, rank, keeps = load_word(c, w.SIZE), load_word(c, w.RANK), load_word(c, w.MEETING) == 0
     record = _record(c, load_word(c, w.CALLS))
     for peer in range(size):
@@ -159,14 +161,14 @@ def _next_call(c, peer):
 
 @inlined
 def _fits(c, peer):
-    """Whether what a peer's header announces has room."""
+    """Whether the data that a peer's header announces fits into its frame."""
     attached = load_word(_header(c, peer), w.HEAD_ATTACHED)
     return attached >= 0 and attached <= load_word(c, w.FRAME) - HEADER_BYTES
 
 
 @inlined
 def _length_to_come(c, peer):
-    """How long the frame of a peer is, as far as is known; a length that cannot be is for whoever uses it to find."""
+    """The length of a peer's current frame as far as it is known; `_check` and `compare` reject impossible lengths."""
     if load_word(load_word(c, w.HAVE), peer) < HEADER_BYTES or not _fits(c, peer):
         return HEADER_BYTES
     return HEADER_BYTES + load_word(_header(c, peer), w.HEAD_ATTACHED)
@@ -179,14 +181,14 @@ def _has_frame(c, peer):
 
 @inlined
 def _has_arrived(c, peer, number):
-    """Whether the frame of a call has come from a peer."""
+    """Whether a peer's frame of a call has arrived."""
     following = _next_call(c, peer)
     return following > number or (following == number and _has_frame(c, peer))
 
 
 @kernel
 def _consume_frame(c, peer):
-    """Go on to the next frame of a peer, of which the beginning may be here."""
+    """Proceed to the next frame of a peer, whose beginning may have been received already."""
     length = _length_to_come(c, peer)
     rest = load_word(load_word(c, w.HAVE), peer) - length
     store_word(load_word(c, w.HAVE), peer, rest)
@@ -203,7 +205,7 @@ def _garbled(c, peer):
 
 @kernel
 def _check(c, peer):
-    """Compare the frame of a peer that is here with the record of its call, and use it up: DONE or GARBLED."""
+    """Compare a peer's frame that has arrived with the record of its call, and consume it: DONE or GARBLED."""
     number, header = _next_call(c, peer), _header(c, peer)
     if load_word(header, w.NUMBER) != number or not _fits(c, peer):
         return _garbled(c, peer)
@@ -225,7 +227,7 @@ def _check(c, peer):
 
 @inlined
 def _receive_limit(c, d, peer, call):
-    """Up to where frames of a peer may be received now, from the beginning of its inbox on."""
+    """How many bytes a peer's inbox may hold now."""
     end, before = _length_to_come(c, peer), call - _next_call(c, peer)
     if d != 0 and before == 0:
         end = max(end, HEADER_BYTES + load_word(load_word(d, w.ATTACHED), peer))
@@ -235,8 +237,8 @@ def _receive_limit(c, d, peer, call):
 
 @kernel
 def _read_frames(c, d, peer, call):
-    """Receive frames of a peer up to that of a call, and use those before it up: GOES_ON if something
-    moved, GOES_ON - 1 if not, GONE or GARBLED."""
+    """Receive a peer's frames up to that of a call, and consume the frames before it: PENDING if bytes moved,
+    PENDING - 1 if not, GONE or GARBLED."""
     result = PENDING - 1
     while not _has_arrived(c, peer, call):
         if _has_frame(c, peer):
@@ -266,7 +268,7 @@ def _is_needed(c, d, peer):
 
 @inlined
 def _is_missing(c, d, peer):
-    """Whether the call waits for a frame of a peer: its own, or one so old that its record is about to be used."""
+    """Whether the call waits for a peer's frame: its own, or one so old that its record is about to be reused."""
     call = load_word(c, w.CALLS)
     if _is_needed(c, d, peer):
         return not _has_arrived(c, peer, call)
@@ -280,7 +282,7 @@ def _has_unsent(c, peer):
 
 @inlined
 def _may_piggyback(c, peer):
-    """Whether what is to be sent to a peer is headers only that a loose call has no need to send, and few of them."""
+    """Whether all unsent bytes for the only peer are headers that an early-return call may delay."""
     if load_word(c, w.SYNCHRONISING) != 0 or load_word(c, w.SIZE) != 2:
         return False
     if load_word(_outgoing(c, peer), w.HEAD_ATTACHED) != 0:
@@ -301,7 +303,7 @@ def _hit_published(c, peer, moved):
 
 @kernel
 def _send_frames(c, peer):
-    """Send what is to be sent to a peer: GOES_ON if something moved, GOES_ON - 1 if not, or GONE."""
+    """Send unsent bytes to a peer: PENDING if bytes moved, PENDING - 1 if not, or GONE."""
     sent, ends = load_word(load_word(c, w.SENT), peer), _end_to_send(c, peer)
     if sent == ends:
         return PENDING - 1
@@ -315,10 +317,11 @@ def _send_frames(c, peer):
 
 @kernel
 def exchange(c, d, idle):
-    """One sweep over all peers: DONE when every frame is sent, and received if the call needs it; GOES_ON, GOES_ON - 1
-    (nothing moved), GONE or GARBLED.
+    """Do one sweep over all peers: DONE when every frame is sent, and received if the call needs it; PENDING,
+    PENDING - 1 (nothing moved), GONE or GARBLED.
 
-    `idle`: how many sweeps were in vain. Who waits reads what it does not need, too, so that the peers get on.
+    `idle` is the number of sweeps in which nothing moved. A waiting rank also reads headers that it does not need, so
+    that the peers can go on.
     """
     rank, size, call = load_word(c, w.RANK), load_word(c, w.SIZE), load_word(c, w.CALLS)
     more = load_word(c, w.STREAK) >= _STREAK
@@ -345,7 +348,7 @@ def exchange(c, d, idle):
             any_left |= _is_missing(c, d, peer)
             more |= _is_ahead(c, peer, call)
     if any_delayed and not more and not any_left:
-        # Nothing says that the next call is near: what was held back goes now.
+        # Nothing indicates that another call is near: send the delayed headers now.
         for peer in range(size):
             if peer != rank:
                 status = _send_frames(c, peer)
@@ -354,13 +357,13 @@ def exchange(c, d, idle):
                 any_left |= _has_unsent(c, peer)
     if not any_left:
         return DONE
-    # What was held back goes in the next sweep.
+    # Delayed headers are sent in the next sweep.
     return PENDING if any_moved and not any_delayed else PENDING - 1
 
 
 @inlined
 def _agrees(c, peer):
-    """Whether a peer's header is that of the same call as this rank's, if it is a loose one."""
+    """Whether a peer's header has the call word and shape of this rank's, as those of an early-return call must."""
     mine, theirs = _header(c, load_word(c, w.RANK)), _header(c, peer)
     return load_word(mine, w.HEAD_CALL) == load_word(theirs, w.HEAD_CALL) and load_word(
         mine, w.HEAD_SHAPE
@@ -369,7 +372,7 @@ def _agrees(c, peer):
 
 @kernel
 def compare(c, d):
-    """Compare the headers that the call needs: DONE, MISMATCH, GARBLED, or GOES_ON if it needs all of them now."""
+    """Compare the headers that the call needs: DONE, MISMATCH, GARBLED, or PENDING if it needs all headers now."""
     size, rank, synchronising = load_word(c, w.SIZE), load_word(c, w.RANK), load_word(c, w.SYNCHRONISING) != 0
     for peer in range(size):
         if _is_needed(c, d, peer) or peer == rank:
@@ -389,7 +392,7 @@ def compare(c, d):
 
 @kernel
 def finish(c):
-    """The call was made: use its frames up. DONE, MISMATCH if an earlier call is to be told, or GARBLED."""
+    """Consume the frames of the call, which is complete: DONE, GARBLED, or MISMATCH to report an earlier call."""
     differs = load_word(c, w.DIFFERS)
     for peer in range(load_word(c, w.SIZE)):
         if peer == load_word(c, w.RANK) or load_word(c, w.MEETING) != 0:
@@ -406,7 +409,7 @@ def finish(c):
 
 @kernel
 def skip_frames(c):
-    """The calls did not match: go on to the frames of the next one."""
+    """Consume the frames of a call that did not match."""
     for peer in range(load_word(c, w.SIZE)):
         if peer != load_word(c, w.RANK) and load_word(c, w.MEETING) == 0:
             _consume_frame(c, peer)
@@ -414,8 +417,8 @@ def skip_frames(c):
 
 @kernel
 def read_unread_headers(c):
-    """Send what was held back, read the headers that no call has waited for, and list where more are to come: DONE when
-    none are, GOES_ON, GONE or GARBLED."""
+    """Send delayed headers, read the headers that calls have skipped, and list the connections with more to come: DONE
+    when there are none, PENDING, GONE or GARBLED."""
     following = load_word(c, w.CALLS) + 1
     left, failed = 0, DONE
     for peer in range(load_word(c, w.SIZE)):
@@ -437,8 +440,8 @@ def read_unread_headers(c):
 
 @kernel
 def list_missing(c, d):
-    """Write the pollfds of the connections that the meeting waits for, and behind them of those on which a peer may
-    wait for this rank."""
+    """List the pollfds of the connections that the meeting waits for, then those on which a peer may wait for this
+    rank to read."""
     count = 0
     for needed in range(2):
         for peer in range(load_word(c, w.SIZE)):
