@@ -1,28 +1,28 @@
-"""Messages on connections: the private words of a group's mail, the frames, and the steps of both directions.
+"""Messages on connections: the words of a rank's table, the frames, and the steps of sending and receiving.
 
-Two ranks have one connection for messages both ways. Frames follow one another on it, each of four words, little-endian
-as the opening of the connection has made sure, and perhaps bytes:
+Two ranks have one connection for messages in both directions. It carries frames of four words each, some followed by
+bytes. Words are little-endian, which the opening of the connection has checked.
 
-    word        MESSAGE                      REST              an ack
-    TYPE        MESSAGE | number << 8        REST | number     verdict | number << 8
-    KIND        tag and dtype                0                 those of the receiver's array
-    NBYTES      of the whole message         bytes that follow of the receiver's array
-    ATTACHED    bytes that follow            0                 0
+    word        MESSAGE                      REST                  an ack
+    TYPE        MESSAGE | number << 8        REST | number << 8    decision | number << 8
+    KIND        tag and dtype                0                     those of the receiver's array
+    NBYTES      of the complete message      bytes that follow     of the receiver's array
+    ATTACHED    bytes that follow            0                     0
 
-A message of up to EAGER bytes travels with its header. Of a longer one the first EAGER bytes do, and the rest
-follows when the receiver says GO, which it does as soon as it has an array for it: the rest goes from
-array to array, and never needs memory of anybody. What a receiver has no array for it keeps: at
-most WINDOW bytes of each peer, since a sender that has so many bytes on the way attaches nothing.
-TAKEN and MISFIT end a message. The number of a message is its place among those of its direction, from 1.
+A message of up to EAGER bytes travels with its header. Of a longer message, the first EAGER bytes travel with the
+header, and the rest when the receiver has acknowledged with GO. The receiver does so as soon as it has an array for the
+message, so the rest moves from array to array without a buffer. The receiver stores attached bytes for which it has no
+array: at most WINDOW bytes of each peer, since a sender with so many unacknowledged bytes attaches none. An ack with
+TAKEN or MISFIT ends a message. The number of a message counts the messages of its direction, from 1.
 
-One connection, since a packet the other way carries TCP's own acknowledgement along: 72 bytes there and back between
-two processes take 3.7 us each way on one, and 5.5 on a connection for each direction; 32 KiB 4.8 and 7.4 (Intel Xeon,
-Sapphire Rapids, Linux 6.18).
+There is one connection for both directions because a packet then carries TCP's acknowledgement for the other direction.
+72 bytes from one process to another and back take 3.7 us each way on one connection, and 5.5 us with one for each
+direction; 32 KiB take 4.8 and 7.4 us (Intel Xeon, Sapphire Rapids, Linux 6.18).
 
-Why neither side waits for ever. Whoever waits for an ack reads all that comes, and keeps messages that no receive wants
-within the window. An ack does not enter in the middle of a frame that does (`answer` says False, and is called
-again): that frame is a message, which the peer reads since it waits for the ack, or a rest, for which it has an array.
-While an ack waits so, frames are read as before.
+Why neither side waits for ever. A rank that waits for an ack reads all frames that arrive, and stores messages that no
+receive matches, within the window. An ack cannot be sent in the middle of another frame: `send_ack` returns False and
+is called again. That other frame is either a message, which the peer reads because it waits for the ack, or a REST, for
+which the peer has an array. While an ack waits, this rank reads frames as before.
 """
 
 from __future__ import annotations
@@ -45,36 +45,38 @@ EAGER = 64 << 10
 WINDOW = 1 << 20
 STAGED = (
     8 << 10
-)  # payloads up to so many bytes are copied behind their header; others leave from where they are
+)  # payloads up to so many bytes are copied behind their header; larger ones are sent from the array
 IO_BYTES = 256 << 10  # bytes that one system call moves at most: half of a core's second-level cache
 BUFFER = 2 * FRAME + STAGED  # of each direction
 VECTOR = VECTOR_BYTES
 
-GARBLED = -(1 << 21)  # the peer has sent what no rank sends; below what kernels/sockets.py returns
+GARBLED = -(1 << 21)  # the peer has sent an invalid frame; below every error of kernels/sockets.py
 
 # ---- words of the table, behind the patience table (of which CLOCK and BUDGET are used) -------------------
-BELL = BACKOFF_WORDS  # not 0: somebody wants the kernel back
-BELL_FD = BELL + 1  # an eventfd that wakes a thread in poll(2), written before BELL is set
+BELL = BACKOFF_WORDS  # not 0: another thread wants the kernel to return
+BELL_FD = BELL + 1  # an eventfd that wakes a thread in poll(2); written before BELL is set
 CHANNELS = BELL + 2  # address of the row of rank 0
 SIZE = BELL + 3
 RANK = BELL + 4
-NEXT_PEER = BELL + 5  # the rank to serve first, so that nobody starves
-SOURCE = BELL + 6  # receive from any: the rank chosen plus 1, 0 before
+NEXT_PEER = BELL + 5  # the rank to serve first, so that none starves
+SOURCE = BELL + 6  # of a receive from any rank: the sender plus 1; 0 before it is known
 BUSY = BELL + 7  # not 0: a thread drives the connections
-SPIN = BELL + 8  # ns that a waiting thread tries again before it sleeps
-SINCE = BELL + 9  # when the wait under way began, in ns
-POLLFDS = BELL + 10  # address: what poll(2) is given
+SPIN = BELL + 8  # ns that a waiting thread polls before it sleeps
+SINCE = BELL + 9  # when the current wait began, in ns
+POLLFDS = BELL + 10  # address: the argument of poll(2)
 OWNERS = BELL + 11  # address: of each pollfd, the peer
-BEHIND = BELL + 12  # not 0: operations are under way, or the end has come; blocking calls come after them
-DEFERRED = BELL + 13  # the rank whose message was taken and not answered yet, plus 1; 0: none
-DEFERRALS = BELL + 14  # how often there was one
-FLUSHER_RUNS = BELL + 15  # not 0: a thread sees to it that no answer stays deferred
-STOP = BELL + 16  # not 0: that thread is to end
-LAST_TAKEN = BELL + 17  # the rank whose message the last blocking receive took, plus 1; 0 after a send
-TAKEN_AT = BELL + 18  # when that was, in ns
-RETURNED = BELL + 19  # events that `advance` has told
+BEHIND = (
+    BELL + 12
+)  # not 0: operations are pending or the pipe is closing, so blocking calls may not take the short cut
+DEFERRED = BELL + 13  # the rank whose message was received and has no ack yet, plus 1; 0: none
+DEFERRALS = BELL + 14  # how many acks have been deferred
+FLUSHER_RUNS = BELL + 15  # not 0: the ack flusher runs, so acks may be deferred
+STOP = BELL + 16  # not 0: the ack flusher has to end
+LAST_TAKEN = BELL + 17  # the sender of the message that the last blocking receive got, plus 1; 0 after a send
+TAKEN_AT = BELL + 18  # when that receive ended, in ns
+RETURNED = BELL + 19  # events that `advance` has returned
 EVENT = BELL + 20  # the last of them
-STORED = BELL + 21  # messages that wait for a receive; set from Python
+STORED = BELL + 21  # stored messages, which wait for a receive; set from Python
 MAIL_WORDS = BELL + 22
 
 _PIECE_SENT, _PIECE_READ = number_of("tcp.message.piece_sent"), number_of("tcp.message.piece_read")
@@ -82,49 +84,49 @@ _BEFORE_ACK = number_of("tcp.message.before_ack")
 
 # ---- words of a row, one a peer ----------------------------------------------------------------------------
 FD = 0  # -1: there is no connection yet
-# Not 0: nothing can be sent, or received, any more, and why, as kernels/sockets.py says it, or GARBLED.
+# Not 0: sending, or receiving, is over; an error as in kernels/sockets.py, or GARBLED.
 OUT_GONE, IN_GONE = 1, 2
 IN_BUFFER = 3  # address: headers and small payloads received
-IN_HAVE, IN_USED = 4, 5  # bytes received there, and read
+IN_HAVE, IN_USED = 4, 5  # bytes received into the buffer, and consumed
 
-OUT_BUFFER = 6  # address: the header of the frame that enters, and a small payload
+OUT_BUFFER = 6  # address: the header of the frame being sent, and a small payload
 OUT_POSITION = 7  # bytes of the frame sent
-OUT_END = 8  # bytes of the frame; equal to OUT_POSITION when none enters
-OUT_STAGED = 9  # how many of them lie in the buffer
+OUT_END = 8  # bytes of the frame; equal to OUT_POSITION when none is being sent
+OUT_STAGED = 9  # how many of them are in the buffer
 OUT_FROM = 10  # address of the payload
-OUT_VECTOR = 11  # address: what `send_both` needs
-SENDING = 12  # a blocking send is under way: 1 with its first part, 2 with its rest
+OUT_VECTOR = 11  # address: the vector for `send_both`
+SENDING = 12  # the state of a blocking send: 1 with its first bytes, 2 with its REST, 0 without
 SENT = 13  # number of the last message begun
-UNACKED = 14  # how many messages have no ack yet, but perhaps GO
+UNACKED = 14  # how many messages have neither TAKEN nor MISFIT yet
 ACK_NUMBER, ACK_DECISION, ACK_NBYTES, ACK_KIND = range(15, 19)  # the last ack read
 
 IN_STAGE = 19  # see below
-IN_TO = 20  # where the next byte of the payload goes; 0: nowhere
-IN_LEFT = 21  # bytes of it that have not come yet
+IN_TO = 20  # address for the next byte of the payload; 0: it is discarded
+IN_LEFT = 21  # bytes of it that have not arrived
 IN_NUMBER, IN_KIND, IN_NBYTES, IN_ATTACHED = range(22, 26)  # the header read last
-REST_NUMBER, REST_NBYTES = 26, 27  # and that of a REST
-ASKING = 28  # not 0: a blocking receive has a GO that is not on its way
-ACK_FRAME = 29  # address of the ack that is being sent
-ACK_LEFT = 30  # how many of its bytes are left
-ACK_BEGUN = 42  # not 0: whoever began it has not been told yet that it has gone
+REST_NUMBER, REST_NBYTES = 26, 27  # and of the REST read last
+ASKING = 28  # not 0: a blocking receive has yet to send its GO
+ACK_FRAME = 29  # address: the ack being sent
+ACK_LEFT = 30  # its unsent bytes
+ACK_BEGUN = 42  # not 0: the caller that began this ack has not been told yet that it is sent
 WATCHED = 31  # how many posted receives may match a message of this peer; set from Python
-EXPECTED = 32  # how many rests have been asked for; set from Python
+EXPECTED = 32  # how many RESTs have been requested; set from Python
 OWED = 33  # acks that wait for space; set from Python
 TAKING = 34  # number of the message that a blocking receive takes
-ALTERNATIONS = 35  # how many blocking receives in a row were followed at once by a send, to the same peer
-ALTERNATIONS_NEEDED = 36  # so many, and answers are deferred
+ALTERNATIONS = 35  # how many blocking receives in a row were at once followed by a send to the same peer
+ALTERNATIONS_NEEDED = 36  # from so many on, acks are deferred
 ARMED_KIND = (
-    37  # of the posted receive that `advance` completes by itself; -1: none, or its message has begun to come
+    37  # of the receive that `advance` completes by itself; -1: none, or its message has begun to arrive
 )
 ARMED_TO, ARMED_NBYTES = 38, 39  # its array
 ARMED_NUMBER, ARMED_TAKEN = (
     40,
     41,
-)  # of its message, which has arrived and is not answered, and the kind; 0: none
+)  # number and kind of its message, which has arrived and has no ack yet; 0: none
 ROW_WORDS = 48
 
-# IN_STAGE. The engine knows IDLE and ARRIVING, a blocking receive goes through the first five, an armed one through the
-# first and the last one.
+# IN_STAGE. The engine uses IDLE and ARRIVING, a blocking receive the first five, an armed receive IDLE and
+# ARMED_ARRIVING.
 IDLE, ARRIVING, AWAITING_REST, REST_ARRIVING, ANSWERING, ARMED_ARRIVING = range(6)
 
 
@@ -138,7 +140,7 @@ def type_of(frame):
     return load_word(frame, TYPE) & ((1 << TYPE_BITS) - 1)
 
 
-# ---- what leaves ---------------------------------------------------------------------------------------------
+# ---- sending ---------------------------------------------------------------------------------------------
 
 
 @inlined
@@ -151,7 +153,7 @@ def _write_ack(frame, number, decision, nbytes, kind):
 
 @kernel
 def _begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahead):
-    """Make a frame the one that enters, behind `ahead` bytes; `payload` bytes at `address` follow its header."""
+    """Begin to send a frame behind `ahead` bytes; `payload` bytes at `address` follow its header."""
     frame = load_word(row, OUT_BUFFER) + ahead
     store_word(frame, TYPE, kind_of_frame | number << TYPE_BITS)
     store_word(frame, KIND, kind)
@@ -167,7 +169,7 @@ def _begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahe
 
 @inlined
 def begin_message(row, address, nbytes, kind, attached, with_ack):
-    """Make a message the one that enters; `answers`: with the answer to the message read last ahead of it."""
+    """Begin to send a message; `with_ack`: behind the ack of the message that was read last."""
     store_word(row, SENT, load_word(row, SENT) + 1)
     store_word(row, UNACKED, load_word(row, UNACKED) + 1)
     ahead = 0
@@ -180,7 +182,7 @@ def begin_message(row, address, nbytes, kind, attached, with_ack):
 
 @inlined
 def begin_rest(row, address, nbytes, number, attached):
-    """Make what follows the first `attached` bytes of a message the frame that enters."""
+    """Begin to send the REST of a message, which follows its first `attached` bytes."""
     _begin_frame(row, REST, number, 0, nbytes - attached, address + attached, nbytes - attached, 0)
 
 
@@ -191,7 +193,7 @@ def is_entering(row):
 
 @kernel
 def push(row):
-    """Send the next piece of the frame that enters, after an ack of which a part was sent; whether anything moved."""
+    """Send some bytes of the current frame, after the remainder of an ack; return whether bytes moved."""
     if load_word(row, OUT_GONE) != 0 or (load_word(row, ACK_LEFT) > 0 and not _flush(row)):
         return False
     fd, position, staged = load_word(row, FD), load_word(row, OUT_POSITION), load_word(row, OUT_STAGED)
@@ -215,12 +217,12 @@ def push(row):
 
 @kernel
 def send_ack(row, number, decision, nbytes, kind):
-    """Send an ack; False: not all of it could be sent, call again with the same.
+    """Send an ack. False: it is not completely sent; call again with the same arguments.
 
-    Who has begun one is the only one who may go on: the rest of it may have gone ahead of a frame meanwhile.
+    Only the caller that began an ack may finish it: `push` may already have sent the remainder ahead of a frame.
     """
     if load_word(row, OUT_GONE) != 0:
-        return True  # whoever is gone needs no answer, and what it sent before counts
+        return True  # the peer has gone and needs no ack; the message that it sent before counts
     frame = load_word(row, ACK_FRAME)
     if load_word(row, ACK_BEGUN) == 0:
         if is_entering(row):
@@ -248,18 +250,18 @@ def _flush(row):
     return left == moved
 
 
-# ---- what comes ----------------------------------------------------------------------------------------------
+# ---- receiving ----------------------------------------------------------------------------------------------
 
 
 @inlined
 def has_frame(row):
-    """Whether a frame has been received that was not read."""
+    """Whether the buffer holds a frame that has not been read."""
     return load_word(row, IN_HAVE) - load_word(row, IN_USED) >= FRAME
 
 
 @kernel
 def _fill(row):
-    """Receive into the buffer until it holds a whole frame; whether it does."""
+    """Receive into the buffer unless it holds a complete frame; return whether it does now."""
     if has_frame(row):
         return True
     fd = load_word(row, FD)
@@ -281,9 +283,10 @@ def _fill(row):
 
 @kernel
 def read_frame(row):
-    """Read the next frame into the row, if it is there: its type, 0 for none. Not while bytes of one arrive.
+    """Read the header of the next frame into the row; return its type, 0 if none has arrived.
 
-    An ack is over then; a MESSAGE or REST is read again until `accept_payload`.
+    Must not be called while a payload arrives. An ack is consumed; a MESSAGE or REST is read again by the next call,
+    until `accept_payload` consumes its header.
     """
     if not _fill(row):
         return 0
@@ -315,7 +318,7 @@ def read_frame(row):
 
 @kernel
 def accept_payload(row, address, nbytes):
-    """Let `nbytes` bytes behind the header that was read arrive at `address` (0: drop them)."""
+    """Consume the header that was read, and direct the `nbytes` behind it to `address` (0: discard them)."""
     used = load_word(row, IN_USED) + FRAME
     there = min(nbytes, load_word(row, IN_HAVE) - used)
     if address != 0:
@@ -329,10 +332,10 @@ def accept_payload(row, address, nbytes):
 
 @kernel
 def pull(row):
-    """Receive the next piece of the arriving payload; whether anything moved."""
+    """Receive some bytes of the arriving payload; return whether bytes moved."""
     if load_word(row, IN_GONE) != 0:
         return False
-    # What was received beyond the header has been taken, so the buffer is free for bytes that are dropped.
+    # `accept_payload` has consumed the buffer, so it is free for bytes that are discarded.
     kept = load_word(row, IN_TO) != 0
     target, most = load_word(row, IN_TO if kept else IN_BUFFER), IO_BYTES if kept else BUFFER
     moved = receive_some(load_word(row, FD), target, min(load_word(row, IN_LEFT), most))
@@ -351,7 +354,7 @@ def pull(row):
 
 @inlined
 def is_for_armed(row):
-    """Whether the message whose header was read is the armed receive's, and no answer waits that must go before its."""
+    """Whether the header that was read matches the armed receive, and no earlier ack waits for space."""
     if load_word(row, IN_KIND) != load_word(row, ARMED_KIND) or load_word(row, OWED) != 0:
         return False
     nbytes = load_word(row, ARMED_NBYTES)
@@ -361,9 +364,9 @@ def is_for_armed(row):
 
 @kernel
 def take_armed(row):
-    """Go on with the message for the armed receive, whose header was read; whether it has arrived and is answered."""
+    """Continue to receive the message of the armed receive; return whether it has arrived and is acknowledged."""
     if load_word(row, IN_STAGE) == IDLE:
-        store_word(row, ARMED_KIND, -1)  # before the answer: the peer may leave with it
+        store_word(row, ARMED_KIND, -1)  # before the ack: the peer may leave once it has that
         accept_payload(row, load_word(row, ARMED_TO), load_word(row, IN_NBYTES))
         store_word(row, IN_STAGE, ARMED_ARRIVING)
     if load_word(row, IN_LEFT) > 0:
@@ -378,7 +381,7 @@ def take_armed(row):
 
 @kernel
 def acknowledge_armed(row):
-    """Answer the message that the armed receive has; whether it is answered."""
+    """Acknowledge the message of the armed receive; return whether the ack is sent."""
     number, kind = load_word(row, ARMED_NUMBER), load_word(row, ARMED_TAKEN)
     if not send_ack(row, number, TAKEN, load_word(row, ARMED_NBYTES), kind):
         return False

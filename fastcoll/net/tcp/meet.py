@@ -9,9 +9,9 @@
     HEAD_DIFFERS    not 0: combines headers that differ (combine.py, for more than 16 ranks)
 
 A *synchronising* call waits for the headers of all ranks. All ranks compare the same headers, so either all of them go
-on or all raise, before any data moves. An *early-return* call waits only for the headers that carry data for it: the
-root of a small broadcast and the senders of a small reduce need none. The ranks that receive data synchronise. A call
-that is part of a larger operation always synchronises, because the rest is not made if it raises.
+on or all raise, before any result is written. An *early-return* call waits only for the headers that carry data for it:
+the root of a small broadcast and the senders of a small reduce need none. The ranks that receive data synchronise. A
+call that is part of a larger operation always synchronises, because the rest is not made if it raises.
 
 Each rank records what it called in every call. It reads skipped headers later and compares them with the record. The
 first later call that has the headers of all ranks for a call that differed reports the mismatch when it ends. That
