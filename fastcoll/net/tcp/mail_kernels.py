@@ -1,19 +1,18 @@
-"""What Python calls to move messages over connections: compiled functions that run without the GIL.
+"""The compiled functions by which Python moves messages over connections. They run without the GIL.
 
-`m` is the address of a mail's table (mail_frames.py). `send` and `receive` carry one blocking call from begin to
-end, and hold BUSY unless they are DONE; `post_send` and `post_receive` begin one that is posted. `begin`, `rest`,
-`accept` and `acknowledge` set things going that `advance` then carries on for all peers at once. All come back within
-0.1 s.
+`m` is the address of a rank's table (mail_frames.py). `send` and `receive` carry out one blocking call, and keep BUSY
+unless they return DONE. `post_send` and `post_receive` begin a posted operation. `begin`, `rest`, `accept` and
+`acknowledge` start transfers that `advance` then carries on for all peers at once. All return within 0.1 s.
 
-Answers may wait for the next message, so that both take one system call and one packet: where ranks take turns, an
-answer (TAKEN) is followed within a microsecond by a message to the same rank. Once that has happened often in a row, a
-blocking receive leaves its answer *deferred*, and the send that follows puts it ahead of its own frame. Whatever else
-the rank does next with messages sends the answer first. When it does nothing, a thread (`mind`) does so within 2 ms,
-and then many more turns must be seen before an answer is deferred again: what that wait costs is less than what the
-turns before it have gained. (The thread naps for 1 ms; with 0.1 ms its waking up cost more than the answers.)
+Deferred acks. Where two ranks alternate (receive, then send to the same peer), a message follows each ack (TAKEN)
+within a microsecond. After many alternations in a row, a blocking receive *defers* its ack, and the next send to that
+peer sends the ack ahead of its own frame: one system call and one packet instead of two. Any other use of messages
+sends the deferred ack first. If the rank does nothing, the ack flusher, a thread (`flush_deferred`), sends it within 2
+ms; then many more alternations must be seen before an ack is deferred again, so that this wait costs less than those
+alternations have gained. (The thread naps for 1 ms; with 0.1 ms, its wake-ups cost more than the acks.)
 
-A blocking send waits for its answer and meets no message before it where ranks take turns. Where it does, the peer has
-posted a message of its own: the engine goes on then, since it has room for what no receive wants yet.
+A blocking send waits for its ack. While ranks alternate, no message arrives before that ack. If one does, the peer has
+posted a message of its own, and the engine takes over, since it can store messages that no receive matches yet.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from .mail_sweep import IO_CALLS, idle, read_next, sweep
 _SEND, _SENT = number_of("tcp.send.enter"), number_of("tcp.send.after_done")
 _RECEIVE, _RECEIVED = number_of("tcp.recv.enter"), number_of("tcp.recv.after_done")
 _POSTED_SEND, _POSTED_RECEIVE = number_of("tcp.isend.after_post"), number_of("tcp.irecv.after_post")
-_SOON = 20_000  # ns between a receive and the send that follows it
-_FEWEST_ALTERNATIONS, _MOST_ALTERNATIONS, _GROWTH = 64, 1024, 4  # before answers are deferred
-_IDLE_NAPS = 20  # of 1 ms, before the thread ends
+_SOON = 20_000  # ns from a receive to the send that follows it, at most, in an alternation
+_FEWEST_ALTERNATIONS, _MOST_ALTERNATIONS, _GROWTH = 64, 1024, 4  # before acks are deferred
+_IDLE_NAPS = 20  # of 1 ms without a deferred ack, before the flusher ends
 
 
 @inlined
@@ -53,7 +52,7 @@ def _let_go(m, status):
     return status
 
 
-# ---- deferred answers ---------------------------------------------------------------------------------
+# ---- deferred acks ---------------------------------------------------------------------------------
 
 
 @inlined
@@ -63,13 +62,13 @@ def _alternations_needed(row):
 
 @inlined
 def _alternates(row):
-    """Whether this rank and a peer have taken turns for long enough."""
+    """Whether this rank and a peer have alternated often enough to defer acks."""
     return load_word(row, f.ALTERNATIONS) >= _alternations_needed(row)
 
 
 @kernel
 def _note_alternation(m, row, peer):
-    """A blocking send to `peer` begins."""
+    """Count an alternation if the blocking send to `peer` that begins now follows a receive from it at once."""
     alternations = 0
     if load_word(m, f.LAST_TAKEN) == peer + 1:
         soon = now(m) - load_word(m, f.TAKEN_AT) < _SOON
@@ -83,7 +82,7 @@ def _note_alternation(m, row, peer):
 
 @kernel
 def _defer(m, row, peer):
-    """Leave the answer to the message of `peer` that was read last to the next send, if that is going to be soon."""
+    """Defer the ack of the message of `peer` that was read last, if a send to it is expected soon; return whether."""
     if not _alternates(row) or load_word(m, f.FLUSHER_RUNS) == 0:
         return False
     store_word(m, f.DEFERRED, peer + 1)
@@ -93,7 +92,7 @@ def _defer(m, row, peer):
 
 @kernel
 def _send_deferred(m):
-    """Send the answer that is deferred, if there is one; False: not all of it could be sent, call again."""
+    """Send the deferred ack if there is one. False: it is not completely sent; call again."""
     deferred = load_word(m, f.DEFERRED)
     if deferred == 0:
         return True
@@ -109,13 +108,13 @@ def _send_deferred(m):
 
 @entry
 def flush(mail: Index) -> int:
-    """Send the answer that is deferred, with the connections taken: DONE, or AGAIN."""
+    """Send the deferred ack while holding BUSY: DONE, or AGAIN."""
     return DONE if _send_deferred(integer(mail)) else AGAIN
 
 
 @entry
 def flush_deferred(mail: Index, backoff: Index) -> int:
-    """Send answers that stay deferred, until none was for 20 ms or STOP is set; `backoff` says how long a nap is."""
+    """Flush acks that stay deferred, until there was none for 20 ms or STOP is set; `backoff` has the time of a nap."""
     m, own = integer(mail), integer(backoff)
     store_release(m + 8 * f.FLUSHER_RUNS, 1)
     seen = -1
@@ -143,12 +142,13 @@ def flush_deferred(mail: Index, backoff: Index) -> int:
 
 @entry
 def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
-    """Send a contiguous array of `size` bytes, and wait until it is taken: DONE, AGAIN, WORKED, OTHER or REFUSED.
+    """Send a contiguous array of `size` bytes, and wait for its ack: DONE, AGAIN, WORKED, OTHER or REFUSED.
 
-    Or LATER, or UNMINDED. Only while no other message to this peer is entering or unacked.
+    Or LATER; or NEEDS_FLUSHER, which is DONE and asks for the ack flusher. Must be called only while no other message
+    to this peer is being sent or has no ack.
     """
     m, peer = integer(mail), integer(dst)
-    # Whoever had them may have left a message half-way to the engine, which says so by BEHIND.
+    # The last holder of BUSY may have left an unfinished message to the engine, which then sets BEHIND.
     if not seize_unless(m + 8 * f.BUSY, m + 8 * f.BEHIND):
         return LATER
     row = row_of(m, peer)
@@ -159,7 +159,7 @@ def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) ->
     status = _send(m, row, peer, word_at(object_at(tensor) + DATA), integer(size), integer(word))
     if status != DONE:
         return status
-    # Answers could be deferred, if only somebody minded them.
+    # Acks could be deferred, but no thread is running to flush them.
     return _let_go(m, NEEDS_FLUSHER if load_word(m, f.FLUSHER_RUNS) == 0 and _alternates(row) else DONE)
 
 
@@ -207,10 +207,10 @@ def _send(m, row, peer, data, nbytes, kind):
 
 @entry
 def receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index) -> int:
-    """Receive the next message of a rank (or of ANY) into a contiguous array of `size` bytes, and answer it.
+    """Receive the next message of a rank (or of ANY) into a contiguous array of `size` bytes, and acknowledge it.
 
-    -1 - rank when done, AGAIN, WORKED, OTHER or LATER. Only while no other message of that rank is
-    arriving. If it is not done, word SOURCE holds the rank that was chosen, plus 1.
+    Returns -1 - rank when done, else AGAIN, WORKED, OTHER or LATER; then word SOURCE holds the sender plus 1, if it is
+    known. Must be called only while no other message of that rank is arriving.
     """
     m, peer = integer(mail), integer(src)
     if not seize_unless(m + 8 * f.BUSY, m + 8 * f.BEHIND):
@@ -235,7 +235,7 @@ def receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index)
 
 @inlined
 def _begin_receive(row, data, nbytes, kind):
-    """Let the message whose header was read arrive, if it is the one that is wanted."""
+    """Begin to receive the message whose header was read, if it matches; return whether it does."""
     attached = load_word(row, f.IN_ATTACHED)
     if load_word(row, f.IN_KIND) != kind or load_word(row, f.IN_NBYTES) != nbytes:
         return False
@@ -262,7 +262,7 @@ def _receive(m, row, peer, data, nbytes, kind):
         stage = load_word(row, f.IN_STAGE)
         if stage in (f.IDLE, f.AWAITING_REST):
             header = f.read_frame(row)
-            if header != 0 and header < f.MESSAGE:  # no answer is waited for
+            if header != 0 and header < f.MESSAGE:  # this rank waits for no ack
                 store_word(row, f.IN_GONE, f.GARBLED)
             elif header != 0 and stage == f.IDLE:
                 if header != f.MESSAGE or not _begin_receive(row, data, nbytes, kind):
@@ -270,7 +270,7 @@ def _receive(m, row, peer, data, nbytes, kind):
                     return OTHER
                 continue
             elif header != 0:
-                # The rest that was asked for; other messages may come before it.
+                # The requested REST; other messages may arrive before it.
                 left, number = nbytes - EAGER, load_word(row, f.TAKING)
                 wanted = load_word(row, f.REST_NUMBER) == number and load_word(row, f.REST_NBYTES) == left
                 if header != f.REST or not wanted:
@@ -304,9 +304,10 @@ def _receive(m, row, peer, data, nbytes, kind):
 
 @entry
 def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
-    """Let a small message of `size` bytes enter behind none: twice its number, and BUSY stays taken; or -LATER.
+    """Begin to send a small message of `size` bytes; return twice its number and keep BUSY, or return -LATER.
 
-    1 more: ENTERED is still to come. Only while no operation for this peer waits for its turn.
+    The result is 1 more if the event ENTERED is yet to come. Must be called only while no other operation for this peer
+    is queued.
     """
     m, nbytes = integer(mail), integer(size)
     if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -323,9 +324,9 @@ def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Inde
 
 @entry
 def post_receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index) -> int:
-    """Have `advance` receive the next message of a peer into a small array: ARMED, and BUSY stays taken; or LATER.
+    """Have `advance` receive the next message of a peer into a small array: ARMED, with BUSY kept; or LATER.
 
-    LATER: an earlier receive, or a message that is stored, may come before it.
+    LATER: an earlier receive, or a stored message, may come first.
     """
     m, nbytes = integer(mail), integer(size)
     if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -345,9 +346,9 @@ def post_receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: I
 
 @entry
 def complete(mail: Index, handled: Index, peer: Index, number: Index) -> int:
-    """Take BUSY and `advance`, first of all a send and a receive of one peer that short cuts have posted.
+    """Take BUSY and `advance`, beginning with a send to and a receive from `peer` that short cuts have posted.
 
-    As in shm/ring_kernels.py: the message comes, and then the ack of the own one.
+    As in shm/ring_kernels.py: first the peer's message arrives, then the ack of this rank's message.
     """
     m = integer(mail)
     if not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -366,7 +367,7 @@ def complete(mail: Index, handled: Index, peer: Index, number: Index) -> int:
             event = following
             if event != RECEIVED:
                 break
-        elif following != NOTHING:  # a message, which is read again
+        elif following != NOTHING:  # a message; `advance` reads it again
             break
     event = event + integer(peer) * EVENTS if event else sweep(m, False, True)
     return _return_event(m, event)
@@ -385,7 +386,7 @@ def _return_event(m, event):
 
 @entry
 def begin(mail: Index, peer: Index, address: Index, nbytes: Index, kind: Index, attached: Index) -> int:
-    """Make a message the one that enters, with its first `attached` bytes; `advance` moves the rest of it."""
+    """Begin to send a message with its first `attached` bytes; `advance` continues."""
     row = row_of(integer(mail), integer(peer))
     f.begin_message(row, integer(address), integer(nbytes), integer(kind), integer(attached), False)
     f.push(row)
@@ -394,7 +395,7 @@ def begin(mail: Index, peer: Index, address: Index, nbytes: Index, kind: Index, 
 
 @entry
 def rest(mail: Index, peer: Index, address: Index, nbytes: Index, number: Index, attached: Index) -> int:
-    """Make all but the first `attached` bytes of a message what enters."""
+    """Begin to send all but the first `attached` bytes of a message, as its REST; `advance` continues."""
     row = row_of(integer(mail), integer(peer))
     f.begin_rest(row, integer(address), integer(nbytes), integer(number), integer(attached))
     return DONE
@@ -402,14 +403,14 @@ def rest(mail: Index, peer: Index, address: Index, nbytes: Index, number: Index,
 
 @entry
 def accept(mail: Index, peer: Index, address: Index, nbytes: Index) -> int:
-    """Let the bytes behind the header that `advance` has read arrive at `address` (0: drop them)."""
+    """Direct the bytes behind the header that `advance` has read to `address` (0: discard them)."""
     f.accept_payload(row_of(integer(mail), integer(peer)), integer(address), integer(nbytes))
     return DONE
 
 
 @entry
 def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index) -> int:
-    """Answer a message of `peer`, with what the receive asked for; AGAIN: not all of it could be sent."""
+    """Acknowledge a message of `peer` with the kind and size of its receive: DONE, or AGAIN if it is not all sent."""
     row = row_of(integer(mail), integer(peer))
     sent = f.send_ack(row, integer(number), integer(decision), integer(nbytes), integer(kind))
     return DONE if sent else AGAIN
@@ -417,7 +418,7 @@ def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes
 
 @entry
 def advance(mail: Index, handled: Index, wait: Index) -> int:
-    """Move all messages under way until one of them needs a decision, as p2p/pipe.py has it."""
+    """Move all pending messages until one needs a decision of the engine; return the event, as in p2p/pipe.py."""
     m = integer(mail)
     if load_word(m, f.RETURNED) > integer(handled):
         return load_word(m, f.EVENT)

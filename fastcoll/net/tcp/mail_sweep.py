@@ -1,7 +1,7 @@
-"""Waiting for connections, and moving all messages under way at once, for mail_kernels.py.
+"""Waiting for connections, and moving all pending messages at once, for mail_kernels.py.
 
-A sweep goes over all peers, from the one whose turn it is: what has been received already is decided at once, for
-the rest one poll(2) says which connections are ready.
+A sweep goes over all peers, beginning with NEXT_PEER. A frame that has been received already is handled at once; for
+all other connections, one poll(2) returns those that are ready.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ...p2p import pipe as events
 from . import mail_frames as f
 from .mail_frames import row_of
 
-NOTHING, MOVED = 0, 1  # and the events of p2p/pipe.py, of one peer
+NOTHING, MOVED = 0, 1  # no event of p2p/pipe.py; MOVED: bytes moved
 
-IO_CALLS = 512  # at most 128 MiB, 30 ms, between two looks at signals
+IO_CALLS = 512  # at most 128 MiB, 30 ms, until Python looks at signals
 _EVENTS_AT, _REVENTS_AT = 32, 48  # bits of a pollfd
 
 
@@ -27,8 +27,10 @@ def _pollfd(m, index, fd, wishes):
 
 @inlined
 def _wait(m, count, attempts):
-    """The idle moment number `turn` since something moved, with `count` pollfds listed: how many are ready,
-    -1 when it is time to look at other things. The bell becomes the last pollfd."""
+    """Poll the `count` listed pollfds, and the bell behind them, for the attempt of this number since bytes moved.
+
+    Returns how many are ready, or -1 when Python has to look at signals, deadline and peers.
+    """
     time = now(m)
     if attempts == 0:
         store_word(m, f.SINCE, time)
@@ -43,7 +45,7 @@ def _wait(m, count, attempts):
 
 @inlined
 def idle(m, fd, wishes, gone, attempts):
-    """As `_wait`, for a blocking call on one connection. False: go back to Python."""
+    """Wait as `_wait` does, for a blocking call on one connection. False: return to Python."""
     if load_acquire(m + 8 * f.BELL) != 0:
         return False
     if gone == 0 and fd >= 0:
@@ -54,7 +56,7 @@ def idle(m, fd, wishes, gone, attempts):
             return True
         _pollfd(m, 0, fd, wishes)
         return _wait(m, 1, attempts + 1) >= 0
-    # Nothing will come: sleep until the bell rings.
+    # The connection is gone: sleep until the bell rings.
     store_word(m, f.SINCE, now(m) - load_word(m, f.SPIN))
     _wait(m, 0, 1)
     return False
@@ -65,14 +67,14 @@ def idle(m, fd, wishes, gone, attempts):
 
 @inlined
 def _wants_frame(row, watch_all):
-    """Whether the next frame of a peer is of interest: a message that may be wanted, a rest or an ack."""
+    """Whether to read the next frame of a peer: a message that a receive may match, a REST or an ack is expected."""
     wanted = load_word(row, f.WATCHED) + load_word(row, f.EXPECTED) + load_word(row, f.UNACKED)
     return watch_all or wanted > 0
 
 
 @inlined
 def _read(row):
-    """Read the next frame of a peer: the event, MOVED or NOTHING."""
+    """Read the next frame of a peer; return the event, MOVED or NOTHING."""
     frame = f.read_frame(row)
     if frame == 0:
         return NOTHING
@@ -90,7 +92,7 @@ def _take_armed(row):
 
 @kernel
 def read_next(row):
-    """Read the next frame of a peer, or go on with its message for the armed receive: the event, or events.NOTHING."""
+    """Read the next frame of a peer, or continue its armed receive; return the event, or events.NOTHING."""
     event = NOTHING
     if load_word(row, f.ARMED_NUMBER) != 0:
         event = events.RECEIVED if f.acknowledge_armed(row) else NOTHING
@@ -103,7 +105,7 @@ def read_next(row):
 
 @inlined
 def _has_buffered_event(row, watch_all):
-    """Whether there is something to decide without any system call."""
+    """Whether a received frame, or a finished payload, gives an event without a system call."""
     if load_word(row, f.IN_STAGE) != f.IDLE:
         return load_word(row, f.IN_STAGE) == f.ARRIVING and load_word(row, f.IN_LEFT) == 0
     return f.has_frame(row) and _wants_frame(row, watch_all)
@@ -111,14 +113,14 @@ def _has_buffered_event(row, watch_all):
 
 @inlined
 def _wants_space(row):
-    """Whether anything waits for space: a frame that enters, or answers."""
+    """Whether a frame or an ack waits for space in the socket."""
     waits = f.is_entering(row) or load_word(row, f.OWED) > 0 or load_word(row, f.ARMED_NUMBER) != 0
     return waits and load_word(row, f.OUT_GONE) == 0
 
 
 @kernel
 def _list(m, peer, count, watch_all):
-    """List what is to be polled of one peer; the new count."""
+    """List the pollfd of one peer if anything is expected of it; return the new count."""
     row = row_of(m, peer)
     if load_word(row, f.FD) < 0:
         return count
@@ -134,7 +136,7 @@ def _list(m, peer, count, watch_all):
 
 @kernel
 def _serve_out(row):
-    """Send what can be sent to a peer, answers between frames: the event, MOVED or NOTHING."""
+    """Send to a peer as far as possible, acks between frames; return the event, MOVED or NOTHING."""
     if f.is_entering(row):
         moved = f.push(row)
         if load_word(row, f.OUT_GONE) == 0:
@@ -148,7 +150,7 @@ def _serve_out(row):
 
 @kernel
 def _serve_in(row, watch_all):
-    """Receive what can be received from a peer: the event, MOVED or NOTHING."""
+    """Receive from a peer as far as possible; return the event, MOVED or NOTHING."""
     if load_word(row, f.IN_STAGE) == f.IDLE:
         return _read(row) if _wants_frame(row, watch_all) else NOTHING
     if load_word(row, f.IN_STAGE) == f.ARMED_ARRIVING:
@@ -163,7 +165,7 @@ def _serve_in(row, watch_all):
 
 @inlined
 def _serve(row, ready, watch_all):
-    """Serve both directions of a connection: what an event leaves undone is ready again."""
+    """Serve both directions of a ready connection. What an event leaves unserved is ready at the next poll."""
     sent = NOTHING
     if ready & ~READABLE and _wants_space(row):
         sent = _serve_out(row)
@@ -175,7 +177,7 @@ def _serve(row, ready, watch_all):
 
 @kernel
 def _serve_buffered(row):
-    """What `_is_decided_here` has found."""
+    """Return the event that `_has_buffered_event` has found."""
     if load_word(row, f.IN_STAGE) != f.IDLE:
         store_word(row, f.IN_STAGE, f.IDLE)
         return events.ARRIVED
@@ -187,14 +189,14 @@ def _serve_buffered(row):
 
 @inlined
 def _return_event(m, peer, event):
-    """What `advance` returns for the event of a peer, after whom the next one is served first."""
+    """Return the event of a peer as `advance` does, and serve the next peer first from now on."""
     store_word(m, f.NEXT_PEER, peer + 1)
     return peer * events.EVENTS + event
 
 
 @kernel
 def _serve_ready(m, count, watch_all):
-    """Serve the connections that are ready: the first event, as `advance` returns it, MOVED or NOTHING."""
+    """Serve the ready connections; return the first event, as `advance` does, MOVED or NOTHING."""
     result = NOTHING
     for index in range(count):
         ready = load_word(load_word(m, f.POLLFDS), index) >> _REVENTS_AT & 0xFFFF
@@ -211,7 +213,7 @@ def _serve_ready(m, count, watch_all):
 
 @kernel
 def sweep(m, watch_all, wait):
-    """The next event, as `advance` returns it."""
+    """Move all messages until there is an event; return that as `advance` does, or events.NOTHING."""
     size = load_word(m, f.SIZE)
     attempts = 0
     for _ in range(IO_CALLS):
@@ -231,7 +233,7 @@ def sweep(m, watch_all, wait):
             if ready <= 0:
                 return events.NOTHING
         elif count > 0:
-            # Those whose turn it is before that one go first, if they can.
+            # Peers before that one are served first, if their connections are ready.
             wait_ready(load_word(m, f.POLLFDS), count, 0)
         event = _serve_ready(m, count, watch_all)
         if event > MOVED:
