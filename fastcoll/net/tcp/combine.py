@@ -1,9 +1,9 @@
-"""How a collective of more than 16 ranks begins: headers are combined on their way, so each rank passes on few bytes.
+"""The meeting of more than 16 ranks: headers are combined on their way, so each rank sends and receives few bytes.
 
-A combination is a header: call and shape of one of the ranks, the sum of their balances, and whether any two differ.
-plans/circulant.py has who gives whom what, in ceil(log2 n) rounds of one header each; so every rank comes to
-the same result. Where it says that the calls do not match, headers are passed on whole, and each rank finds in them
-what all have called. Calls of so many ranks are strict, and nothing is attached to their headers.
+A combination is a header: the call word and shape of one of the ranks, the sum of their balances, and whether any two
+headers differ. plans/circulant.py has the exchanges, ceil(log2 n) rounds of one header each, after which every rank has
+the same combination. If it shows that the calls do not match, ranks then exchange all headers unchanged, so each rank
+learns what all have called. Such calls synchronise, and nothing is attached to their headers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .plans.circulant import COMBINED
 
 @kernel
 def combine(target, sources):
-    """Combine the two headers whose addresses are at `sources`, each perhaps a combination."""
+    """Combine two headers, which may be combinations, whose addresses are at `sources`."""
     first, second = load_word(sources, 0), load_word(sources, 1)
     call, shape = load_word(first, w.HEAD_CALL), load_word(first, w.HEAD_SHAPE)
     differs = load_word(first, w.HEAD_DIFFERS) | load_word(second, w.HEAD_DIFFERS)
@@ -36,6 +36,6 @@ def combine(target, sources):
 
 @inlined
 def all_agree(c):
-    """Whether the combined headers say that the calls of all ranks match."""
+    """Whether the combined headers show that the calls of all ranks match."""
     head = load_word(load_word(c, w.BUFFERS), t.SCRATCH) + COMBINED
     return load_word(head, w.HEAD_DIFFERS) == 0 and load_word(head, w.HEAD_BALANCE) == 0

@@ -1,4 +1,4 @@
-"""A TCP group's tables for the engine: the context, and the prepared calls."""
+"""The engine's tables of a TCP group: the context, and the prepared calls."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .plans import plan as t
 from .plans.circulant import combine_headers, gather_headers, known_before
 from .plans.shape import HEADER_BYTES, MEET_RANKS, CallShape, Limits
 
-BUDGET = 50_000_000  # ns that the engine may work before Python looks at signals, deadlines and peers
+BUDGET = 50_000_000  # ns after which the engine returns so that Python looks at signals, deadlines and peers
 
 
 class PreparedPlan:
-    """One call as the engine knows it, for any arrays of these sizes.
+    """One call as the engine reads it, for any arrays of these sizes.
 
     Attributes:
-        address: of the words that the engine reads; valid while this object lives.
-        call, shape: the fingerprint (core/signature.py), and what a header says of the sizes.
-        sizes: bytes that it gives to and takes from each rank.
-        peers: whom its plan sends to or receives from.
-        ready: whether there are connections to all of them, and room for it.
+        address: of the words of engine_layout.py; valid while this object lives.
+        call, shape: the call word and shape (core/signature.py).
+        sizes: bytes that this rank gives to and expects from each rank.
+        peers: the ranks with which its plan exchanges data.
+        ready: whether this rank has connections to all of them, and memory for the plan.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PreparedPlan:
         self.rows_of_a_phase = _longest_run(table[:, t.PHASE])
         self.reduces_of_a_phase = _longest_run(table[kinds == t.REDUCE][:, t.PHASE])
         self.sources = int(table[kinds == t.FOLD][:, t.PEER].max(initial=2))
-        # Bytes that each peer attaches to its header, as the local rows use them.
+        # Bytes that each peer attaches to its header, as far as the local rows of the plan use them.
         operands = table[kinds == t.SOURCE][:, [t.BUFFER, t.OFFSET, t.NBYTES]]
         reads = np.concatenate([operands, table[kinds == t.COPY][:, [t.BUFFER2, t.OFFSET2, t.NBYTES]]])
         _, offsets, nbytes = reads[reads[:, 0] == t.FRAMES].T
@@ -65,7 +65,7 @@ class PreparedPlan:
         returns_early = bool(kind.root) and not kind.has_blocks and len(table) > 0 == len(moves)
         self._words[w.CAN_RETURN_EARLY] = returns_early and (call_shape.size == 2 or not attached.any())
         self._words[w.MOVES] = len(moves) > 0
-        has_split_array = kind.has_blocks and not kind.is_by_pair  # all blocks may be parts of one array
+        has_split_array = kind.has_blocks and not kind.is_by_pair  # all blocks may be in one array
         self._words[w.SPLIT_ARRAY] = (0 if kind.takes_blocks else 1) if has_split_array else -1
         self._words[w.BLOCK_BYTES] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self.address = address_of(self._words)
@@ -82,7 +82,9 @@ def _text(note: Array) -> str:
 class NetContext:
     """The context of one rank, and typed access to the words that Python needs.
 
-    `backoff`: sweeps in vain before the thread sleeps. `words`: where the context lies, CONTEXT_WORDS zeros.
+    Args:
+        backoff: idle sweeps before the thread sleeps.
+        words: memory for the context, CONTEXT_WORDS zeros.
     """
 
     def __init__(
@@ -116,14 +118,14 @@ class NetContext:
         self._records = self._keep(w.RECORDS, np.zeros((AHEAD, meets, 2), np.int64))
         self._notes = self._keep(w.NOTES, np.zeros((meets, 8 + signature.NOTE_BYTES), np.uint8))
         self.met = [peer for peer in range(size) if peer != rank]
-        """The peers that a meeting sends to or receives from."""
+        """The peers with which a meeting exchanges headers."""
         if size > MEET_RANKS:
             meeting = CallShape("barrier", size, rank, (), limits)
             self._meeting = PreparedPlan(0, meeting, combine_headers(size, rank, HEADER_BYTES))
             self._gathering = PreparedPlan(0, meeting, gather_headers(size, rank, HEADER_BYTES))
             self.words[[w.MEETING, w.GATHERING]] = self._meeting.address, self._gathering.address
-            # And those at the distances 1, 2, 4, ..., with which plans exchange data: a rank that makes another call
-            # never asks for a connection that the peer's plan alone needs, which would wait until the deadline.
+            # And the ranks at the distances 1, 2, 4, ..., with which plans exchange data. So ranks whose calls differ
+            # still ask for the same connections; a connection that one side alone asks for would time out.
             steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
             self.met = sorted({*self._meeting.peers, *((rank + step) % size for step in steps)} - {rank})
             for prepared in (self._meeting, self._gathering):
@@ -133,13 +135,13 @@ class NetContext:
         return int(self.words[index])
 
     def _keep(self, word: int, table: Array) -> Array:
-        """Let a word be a table's address; the table lives until another takes its place."""
+        """Store a table's address in a word, and keep the table alive until another replaces it."""
         self._kept[word] = table
         self.words[word] = address_of(table)
         return table
 
     def make_room(self, prepared: PreparedPlan) -> None:
-        """Let the private tables be as large as a call needs them."""
+        """Enlarge the private tables to what a call needs."""
         for word, nbytes in (
             (w.PROGRESS, 16 * prepared.rows_of_a_phase * self.streams),
             (w.STAGING, 2 * IO_BYTES * prepared.reduces_of_a_phase * self.streams),
@@ -152,16 +154,16 @@ class NetContext:
             self._buffers[t.SCRATCH] = address_of(self._scratch)
 
     def head(self) -> tuple[int, int, int]:
-        """Number, call word and shape of the call under way, as this rank's header has them."""
+        """Return number, call word and shape of the current call, as this rank's header has them."""
         header = self.headers()[self.rank]
         return self[w.CALLS], int(header[w.HEAD_CALL]), int(header[w.HEAD_SHAPE])
 
     def headers(self) -> Array:
-        """The headers of the call under way, a row of words a rank; what has not come is of an earlier call."""
+        """The headers of the current call, a row for each rank; one that has not arrived is of an earlier call."""
         return self._inbox.reshape(self.size, -1)[:, : HEADER_BYTES // 8]
 
     def late_ranks(self) -> list[int]:
-        """The ranks whose headers the call under way waits for."""
+        """Return the ranks whose headers the current call waits for."""
         if self.size <= MEET_RANKS:
             return self.waited_for
         if self[w.STAGE] == w.GATHER:
@@ -175,19 +177,21 @@ class NetContext:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether there are headers that no call has waited for."""
+        """Whether calls have skipped headers that are still unread."""
         others = np.arange(self.size) != self.rank
         return self.size <= MEET_RANKS and bool((self._next[others] <= self[w.CALLS]).any())
 
     def heads(self) -> tuple[int, list[tuple[int, int]], list[str]]:
-        """Number of the call under way, what all ranks called, and with which texts their calls were refused."""
+        """Return the number of the current call, the heads of all ranks, and the texts of refused calls."""
         heads = [tuple(head) for head in self.headers()[:, [w.HEAD_CALL, w.HEAD_SHAPE]].tolist()]
         frames = self._inbox.view(np.uint8).reshape(self.size, -1)[:, HEADER_BYTES:]
         return self[w.CALLS], heads, [_text(frame) for frame in frames]
 
     def take_earlier_heads(self) -> tuple[int, list[tuple[int, int]], list[str]] | None:
-        """As `heads`, of the first call that did not match and was not told; None: there is none, or it is not known
-        what all ranks called."""
+        """Return the `heads` of the first call whose mismatch is not yet reported, and mark it as reported.
+
+        Returns None if there is none, or not all ranks' headers of that call have arrived.
+        """
         number, others = self[w.DIFFERS], np.arange(self.size) != self.rank
         if number == 0 or (self._next[others] <= number).any():
             return None
@@ -204,11 +208,11 @@ class NetContext:
 
     @property
     def waited_for(self) -> list[int]:
-        """The peers of the connections that the engine has waited for last."""
+        """The peers whose connections the engine last waited for."""
         listed = self._kept[w.POLLFDS][: self[w.WAITING]] & 0xFFFFFFFF
         return np.flatnonzero(np.isin(self.fds, listed).any(axis=1)).tolist()
 
     @property
     def in_progress(self) -> bool:
-        """Whether a call has begun and is not over."""
+        """Whether a call has begun and has not ended."""
         return self[w.STAGE] != w.IDLE

@@ -1,4 +1,4 @@
-"""Every entry of this room, for whoever wants them compiled ahead. A test finds those that are missing here."""
+"""Every compiled entry of this room, for ahead-of-time compilation. A test finds those that are missing here."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""The engine: one compiled call carries out a collective over nonblocking sockets, the meeting and then the plan.
+"""The engine: one compiled call carries out a collective over nonblocking sockets, first the meeting, then the plan.
 
     IDLE --begin--> MEET --the headers that it needs agree--> RUN --the last phase is complete--> IDLE
                     MEET --they differ, and Python has read all of them--> IDLE
-                    MEET --combined they differ--> TELL --all headers are here, and Python has read them--> IDLE
+                    MEET --combined they differ--> GATHER --all headers have arrived, and Python has read them--> IDLE
 
-It comes back within 50 ms, with its state in the context, whenever it can't go on or has worked for so long.
+The engine returns within 50 ms if it cannot go on or has worked for so long, and keeps its state in the context.
 
-A plan runs one phase after the other, its rows at the same time. A sweep goes over the rows of the phase and moves what
-can be moved without waiting; rows of one connection and direction go one after the other. Received bytes are reduced as
-they land, a PIECE at a time, while they are in the cache. Large rows are divided among the streams to the peer, in the
-same way on both sides.
+A plan runs one phase after the other, all rows of a phase concurrently. A sweep goes over the rows of the phase and
+moves what can be moved without waiting; rows of one connection and direction move one after the other. Received bytes
+are reduced as they arrive, IO_BYTES at a time, while they are in the cache. Large rows are divided among the streams to
+the peer, in the same way on both sides.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ from .meet import (
 from .plans import plan as t
 
 IO_BYTES = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
-DIVIDED = 128 << 10  # rows from so many bytes on are divided among the streams; plans have up to 256 KiB
+DIVIDED = (
+    128 << 10
+)  # rows of at least so many bytes are divided among the streams; rows of segments have up to 256 KiB
 _POLL_MS = 50
-# Failpoints of every operation, by its number behind the first one's.
+# Failpoints: the number of the operation is added.
 _ENTER, _MET = number_of("tcp.OPERATION.enter"), number_of("tcp.OPERATION.after_meeting")
 _MID_CHUNK, _BEFORE_DONE = number_of("tcp.OPERATION.mid_chunk"), number_of("tcp.OPERATION.before_done")
 _AFTER_DONE = number_of("tcp.OPERATION.after_done")
@@ -52,7 +54,7 @@ _AFTER_DONE = number_of("tcp.OPERATION.after_done")
 
 @failing
 def _hit_failpoint(d, place):
-    """A prepared call comes by a place of its operation."""
+    """Hit a failpoint of the operation of a prepared call."""
     reached(place + (load_word(d, w.CALL) & 0xFF))
 
 
@@ -69,7 +71,7 @@ def _address_of(c, row, buffer, offset):
 
 @inlined
 def _bound(d, nbytes, stream, streams):
-    """Where the part of a row for a stream begins: at an item, if the row consists of items."""
+    """Where the bytes of a row for a stream begin: at an item, if the row consists of items."""
     if nbytes < DIVIDED:
         return 0 if stream == 0 else nbytes
     unit = load_word(d, w.ITEMSIZE)
@@ -78,18 +80,18 @@ def _bound(d, nbytes, stream, streams):
     return nbytes // unit * stream // streams * unit
 
 
-# ---- what needs no peer -------------------------------------------------------------------------------
+# ---- local rows -------------------------------------------------------------------------------
 
 
 @inlined
 def _reduce(c, d, target, count, items):
-    """Reduce the operands at SOURCES into a place."""
+    """Reduce the operands at SOURCES into `target`."""
     call_reducer(load_word(d, w.REDUCER), load_word(d, w.CODE), target, load_word(c, w.SOURCES), count, items)
 
 
 @kernel
 def begin_phase(c, d, row):
-    """Find the phase that begins at a row, do its local rows, and forget the progress of the last one."""
+    """Find the end of the phase that begins at a row, do its local rows, and reset the progress of all its rows."""
     end = row
     phase = load_word(_row_at(d, row), t.PHASE)
     while end < load_word(d, w.ROWS) and load_word(_row_at(d, end), t.PHASE) == phase:
@@ -115,16 +117,16 @@ def begin_phase(c, d, row):
     store_word(c, w.PHASE_END, end)
 
 
-# ---- what moves over sockets --------------------------------------------------------------------------
+# ---- rows of sockets --------------------------------------------------------------------------
 
 
 @kernel
 def _receive_and_reduce(c, d, row, progress, slot, fd, address, nbytes):
-    """Receive into the staging area, and reduce whole items into the array: bytes received, or an error."""
+    """Receive into the staging area, and reduce complete items into the array; return the bytes, or an error."""
     item = load_word(d, w.ITEMSIZE)
     done, reduced = load_word(progress, 0), load_word(progress, 1)
     staging = load_word(c, w.STAGING) + slot * 2 * IO_BYTES
-    rest = done - reduced  # of an item that was cut
+    rest = done - reduced  # bytes of an incomplete item
     moved = receive_some(fd, staging + rest, min(nbytes - done, IO_BYTES))
     if moved <= 0:
         return moved
@@ -141,7 +143,7 @@ def _receive_and_reduce(c, d, row, progress, slot, fd, address, nbytes):
 
 @inlined
 def _transfer(c, d, row, progress, slot, fd, start, nbytes):
-    """Move some bytes of a part of a row: how many, or an error."""
+    """Move some bytes of a row on one stream; return how many, or an error."""
     address = _address_of(c, row, t.BUFFER, t.OFFSET) + start
     kind, done = load_word(row, t.KIND), load_word(progress, 0)
     if kind == t.SEND:
@@ -153,7 +155,7 @@ def _transfer(c, d, row, progress, slot, fd, start, nbytes):
 
 @inlined
 def _may_move(c, row, stream):
-    """Whether no earlier row has the connection, in its direction, in this sweep; it has it from now on."""
+    """Reserve the connection in the row's direction for this sweep; False: an earlier row has it."""
     direction = 0 if load_word(row, t.KIND) == t.SEND else 1
     connection = (2 * load_word(row, t.PEER) + direction) * load_word(c, w.STREAMS) + stream
     if load_word(load_word(c, w.BUSY), connection) == load_word(c, w.SWEEP):
@@ -164,9 +166,9 @@ def _may_move(c, row, stream):
 
 @kernel
 def sweep(c, d, listing):
-    """One sweep: DONE when all rows of the phase are complete, GOES_ON, GOES_ON - 1 (nothing moved) or GONE.
+    """Do one sweep: DONE when all rows of the phase are complete, PENDING, PENDING - 1 (nothing moved) or GONE.
 
-    `listing`: move nothing, but write the pollfds of the connections that the phase waits for.
+    `listing`: move nothing, but list the pollfds of the connections that the phase waits for.
     """
     first, streams = load_word(c, w.PHASE), load_word(c, w.STREAMS)
     store_word(c, w.SWEEP, load_word(c, w.SWEEP) + 1)
@@ -224,9 +226,9 @@ def _begin_plan(c, row):
 
 @kernel
 def _run(c, d, exchanges, idle):
-    """Go on with the plan of a prepared call, or (`exchanges`) with the meeting in which everybody sends to everybody.
+    """Continue the plan of a prepared call, or (`exchanges`) the meeting in which each rank sends to every other.
 
-    DONE, AGAIN, WORKED, GONE or GARBLED. `idle`: how many sweeps have been in vain.
+    Returns DONE, AGAIN, WORKED, GONE or GARBLED. `idle` is the number of sweeps in which nothing moved.
     """
     while True:
         if exchanges:
@@ -258,7 +260,7 @@ def _run(c, d, exchanges, idle):
 
 @kernel
 def _meet(c, d, idle):
-    """Go on with the meeting: DONE when all headers that the call needs agree, MISMATCH, or as `_run` returns."""
+    """Continue the meeting: DONE when all headers that the call needs agree, MISMATCH, or as `_run` returns."""
     status = PENDING
     if load_word(c, w.MEETING) == 0:
         while status == PENDING:
@@ -280,7 +282,7 @@ def _meet(c, d, idle):
 
 @inlined
 def _note_arrays(c, d, table):
-    """Note where the arrays of a tuple begin; False: a whole one and the other overlap."""
+    """Note the addresses of the arrays. False: the array with the blocks of all ranks and the other one overlap."""
     buffers, given = load_word(c, w.BUFFERS) + 8 * t.FIRST_ARRAY, word_at(table + LENGTH)
     for k in range(given):
         store_word(buffers, k, word_at(word_at(table + ITEMS + 8 * k) + DATA))
@@ -300,14 +302,14 @@ def _note_arrays(c, d, table):
 def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
     """Carry out a prepared call on a tuple of arrays; DONE, AGAIN, WORKED, MISMATCH, GONE, GARBLED or LATER.
 
-    After MISMATCH the call is under way until `after_mismatch`, or it is over and an earlier one did not match.
+    After MISMATCH the call is in progress until `after_mismatch`; or it is complete, and an earlier one did not match.
 
     Args:
-        context: the address of the group's context; with RESUMED to go on with the call under way, with LOOSELY where
-            it may return before all ranks have made it.
+        context: the address of the group's context; tagged with RESUMED to continue the current call, and with
+            MAY_RETURN_EARLY if the call may return before all ranks have made it.
         prepared: the address of the prepared call.
-        arrays: contiguous ndarrays, as the plan numbers them; the caller keeps them until the call is over. Two, where
-            the plan has more: one of them has the parts of all ranks. LATER if the two overlap.
+        arrays: contiguous ndarrays, as the plan numbers them; the caller keeps them until the call is complete. If the
+            plan numbers more than the two given, one of the two holds the blocks of all ranks. LATER if they overlap.
     """
     tagged, d = integer(context), integer(prepared)
     c = tagged & ~(w.RESUMED | w.MAY_RETURN_EARLY)
@@ -355,7 +357,7 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
 
 @entry
 def after_mismatch(context: Index) -> int:
-    """Make ready for the next call, once the headers of one that did not match have been read."""
+    """End a call that did not match, after Python has read its headers."""
     c = integer(context)
     skip_frames(c)
     store_word(c, w.STAGE, w.IDLE)
@@ -364,8 +366,8 @@ def after_mismatch(context: Index) -> int:
 
 @entry
 def settle(context: Index, milliseconds: Index) -> int:
-    """Between two calls, read the headers that none has waited for: DONE when none are left, GONE, GARBLED, or AGAIN
-    after having waited for more.
+    """Between two calls, read the headers that calls have skipped: DONE when there are none left, GONE, GARBLED, or
+    AGAIN after waiting for more.
     """
     c = integer(context)
     status = read_unread_headers(c)

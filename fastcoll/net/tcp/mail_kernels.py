@@ -82,7 +82,7 @@ def _note_alternation(m, row, peer):
 
 @kernel
 def _defer(m, row, peer):
-    """Defer the ack of the message of `peer` that was read last, if a send to it is expected soon; return whether."""
+    """Defer the ack of the message read last, from `peer`, if a send to it is expected soon; return whether it is."""
     if not _alternates(row) or load_word(m, f.FLUSHER_RUNS) == 0:
         return False
     store_word(m, f.DEFERRED, peer + 1)
