@@ -1,7 +1,7 @@
 """The backend of ranks on any hosts, over TCP connections between them.
 
-Each call is prepared once for its operation, dtype and sizes: a plan and the words that the engine compares
-with the peers'. What it does over the sockets is in executor.py; here is what comes before and after.
+Each call is prepared once for its operation, dtype and sizes: a plan, and the words that the engine compares with the
+peers'. The engine (executor.py) carries a call out over the sockets; this file has what comes before and after.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from .recovery_endpoint import TcpRecoveryEndpoint
 
 logger = logging.getLogger("fastcoll")
 _CLOSE_SECONDS, _SETTLE_MS = 5.0, 50
-# Sweeps in vain before a thread sleeps: some 50 us where every rank has a core of its own.
+# Idle sweeps before a thread sleeps: some 50 us where every rank has a core of its own.
 _DEDICATED, _OVERSUBSCRIBED = 50, 1
-_TRY = 1000  # ns that a sweep of messages in vain takes, about
-# How long a rank whose peer has closed the connection waits for the reason, which travels on another one.
+_TRY = 1000  # ns that an idle sweep of messages takes, about
+# How long a rank whose peer has closed the connection waits for the reason, which arrives on another connection.
 _REASON_SECONDS = 2.0
 
 
@@ -70,14 +70,14 @@ class TcpBackend(Backend):
         timeout: float,
         crowd: Sequence[Member] | None = None,
     ) -> TcpBackend:
-        """Meet the other members over the network; collective. The arguments are those of ShmBackend.make.
+        """Meet the other members over the network; collective. The other arguments are those of ShmBackend.make.
 
         Args:
-            crowd: ranks that use the hosts' cores at the same time; None: the members.
+            crowd: ranks that share the hosts' cores; None: the members.
 
         Raises:
-            RendezvousError: the members cannot reach one another; names both, and the address.
-            PeerDiedError, StoreTimeoutError: a member died or did not come.
+            RendezvousError: two members cannot reach each other; names both, and the address.
+            PeerDiedError, StoreTimeoutError: a member died or did not arrive.
         """
         mesh = Mesh.make(store, name, members, rank, timeout)
         gate = Gate(name, [member.rank for member in members], rank, timeout)
@@ -102,10 +102,14 @@ class TcpBackend(Backend):
         self.route({})
         self._prepared: PreparedCalls[PreparedPlan] = PreparedCalls()
         self._collective = Collective(gate, self.monitor, self.context.head, self._late, self._gather)
-        self._releases_later = False  # closed in the middle of a call
+        self._releases_later = False  # `close` interrupted a call, which releases the connections at its end
 
     def route(self, near: Mapping[int, tuple[Pipe, int]]) -> None:
-        """Let messages to some ranks take other pipes than connections; before the first message."""
+        """Send messages to some ranks through other pipes; must be called before the first message.
+
+        Args:
+            near: for such a group rank, the pipe and the rank's number in it.
+        """
         routes = [near.get(rank, (self.pipe, rank)) for rank in range(self.gate.size)]
         self.messages = Engine(routes, self.gate.rank, self.monitor, self.gate.timeout)
 
@@ -117,7 +121,7 @@ class TcpBackend(Backend):
     def _carry_out(
         self, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None = None, tags: int = 0
     ) -> int:
-        """The call itself, by the thread that has the turn: DONE, or LATER if a whole array and the other overlap."""
+        """Carry out a call, holding the turn: DONE, or LATER if the array of all blocks and the other one overlap."""
         self.gate.check_usable()
         try:
             if not prepared.ready:
@@ -129,7 +133,7 @@ class TcpBackend(Backend):
         except BaseException as error:
             if isinstance(error, GroupError) or self.context.in_progress:
                 self.interrupted(error, self.doing())
-                # Who left after an error of a call that this rank did not wait in is not the cause.
+                # If an earlier call did not match, in which this rank returned early, a peer has left because of that.
                 if isinstance(error, GroupError) and self.context[words.DIFFERS]:
                     engine.settle.call(self.context.address, _SETTLE_MS)
                     if cause := self._earlier_mismatch():
@@ -142,7 +146,7 @@ class TcpBackend(Backend):
                 self._release()
 
     def _prepare(self, key: CallKey) -> PreparedPlan:
-        """The variant of the key is the function that chooses the plan."""
+        """Prepare a call. The variant of the key is the function that chooses the plan."""
         operation, dtype, op, root, nbytes, _, choose = key
         itemsize = dtype.itemsize if dtype is not None else 1
         if op is not None and itemsize > engine.IO_BYTES:
@@ -159,7 +163,7 @@ class TcpBackend(Backend):
         return PreparedPlan(key.word, call, choose(call), folds)
 
     def _connect(self, prepared: PreparedPlan, timeout: float | None) -> None:
-        """Before a call's first time, by the thread that has the turn: room, and connections to all its peers."""
+        """Before the first call, holding the turn: allocate memory, and connect to all peers of the plan."""
         self.context.make_room(prepared)
         limit = self.gate.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
@@ -167,7 +171,7 @@ class TcpBackend(Backend):
         peers = {*self.context.met, *prepared.peers}
         missing = [peer for peer in sorted(peers) if (self.context.fds[peer] < 0).any()]
         self._mesh.dial_data(missing, limit)
-        # First to those that this rank dials: they may not be in the call yet, and must not time out waiting for it.
+        # First the peers that this rank dials: otherwise they could time out, waiting for it to dial.
         for peer in sorted(peers, key=lambda peer: (peer < self.gate.rank, peer)):
             for stream in range(self.context.streams):
                 if self.context.fds[peer, stream] >= 0:
@@ -177,7 +181,7 @@ class TcpBackend(Backend):
                     self.context.fds[peer, stream] = self._mesh.data(peer, stream, left)
                 except CollectiveTimeoutError:
                     if peer > self.gate.rank:
-                        raise  # it could not be reached, and the error says how that failed
+                        raise  # the peer could not be reached, and the error says how that failed
                     late.add(peer)
         if late:
             what = signature.describe(prepared.call, prepared.shape)
@@ -193,7 +197,7 @@ class TcpBackend(Backend):
     def _resume(
         self, code: int, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None
     ) -> None:
-        """What follows when the engine comes back early."""
+        """Continue a call whose engine has returned early, to its end; raise if it cannot complete."""
         context, call = self.context.address | words.RESUMED, prepared.address
         wait = self._collective.wait(timeout)
         code = wait.resume(code, lambda: engine.collective.call(context, call, arrays))
@@ -215,7 +219,7 @@ class TcpBackend(Backend):
                 "differ",
                 [self.gate.ranks[peer]],
             )
-        # Or the connection is over: what the peer or others say why, or that it is gone.
+        # Or the connection is lost: raise the reason that the peer or another rank publishes, or that the peer is gone.
         waiting = f"{doing}, waiting for {self.monitor.name(peer)}"
         deadline = time.monotonic() + _REASON_SECONDS
         while code == GONE:
@@ -227,7 +231,7 @@ class TcpBackend(Backend):
             time.sleep(0.005)
 
     def _earlier_mismatch(self) -> MismatchError | None:
-        """What is to be told of an earlier call, which did not wait for all ranks."""
+        """Return the error of an earlier call in which this rank returned early, if that did not match."""
         if (found := self.context.take_earlier_heads()) is None:
             return None
         number, heads, notes = found
@@ -235,14 +239,14 @@ class TcpBackend(Backend):
         return self._collective.mismatch(number, heads, notes=notes)
 
     def doing(self) -> str:
-        """The call under way, for messages."""
+        """Return the name of the current call, for messages."""
         return self._collective.doing()
 
     def _late(self) -> list[int]:
-        """The group ranks whose headers have not come, or else all that the plan waits for.
+        """Return the group ranks whose headers have not arrived, or else those for which the plan waits.
 
-        Without ranks that have left and whose headers others pass on: such a rank was done with the call, or who waits
-        for itself says that it was not.
+        Leaves out a rank that has left and whose header arrives through others: either it completed the call before,
+        or the rank that waits for it directly reports that it did not.
         """
         waited_for = self.context.waited_for
         late = self.context.late_ranks()
@@ -250,7 +254,7 @@ class TcpBackend(Backend):
         return here or waited_for
 
     def _gather(self, everybody: Array, own: Array) -> None:
-        """Every rank's array, by the thread that has the turn, between two calls."""
+        """Do an all_gather between two calls, holding the turn."""
         self.plan(Operation("all_gather", tuple(everybody), (own,)))()
 
     # ---- the operations ------------------------------------------------------------------------------
@@ -261,11 +265,11 @@ class TcpBackend(Backend):
         timeout: float | None = None,
         choose: Callable[[CallShape], Plan] = plan_for,
     ) -> Call:
-        """See Backend; `choose` makes the plan. With `nothing` ranks only make sure that all of them make the call."""
+        """See Backend; `choose` makes the plan. With `nothing`, the call is a meeting only."""
         kind, outputs, inputs, op, root, parts = operation
         arrays = outputs if KINDS[kind].is_in_place else (*outputs, *inputs)  # in the order of plans/plan.py
         if kind == "refused" and self.gate.size <= MEET_RANKS:
-            # Others may be ahead, and take no part in a further call for the text: it travels with the headers.
+            # Ranks that returned early would not take part in another call for the text, so headers carry it.
             outputs = arrays = (np.zeros(signature.NOTE_BYTES, np.uint8),)
             choose = plan_for
         dtype = arrays[0].dtype if arrays and kind != "refused" else None
@@ -282,7 +286,7 @@ class TcpBackend(Backend):
         if kind in ("scan", "exscan"):
             divisor = self.gate.rank + (kind == "scan")
         elif kind == "reduce" and self.gate.rank != root:
-            divisor = 0  # there is no result
+            divisor = 0  # this rank has no result
         if op is None or folded(op, self.gate.size) is op or divisor == 0:
             return call
 
@@ -293,9 +297,9 @@ class TcpBackend(Backend):
         return divided
 
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
-        """Carry a call out that was prepared before, with nothing ahead of it; False: it takes the general way.
+        """Carry out a call that was prepared before, unless others are queued. False: take the general path.
 
-        Only such a call may be loose (meet.py): others may be parts of one, of which all ranks make as many.
+        Only such a call may return early (meet.py): others may be parts of a larger operation.
         """
         prepared = self._prepared.get(key)
         if prepared is None or not self.gate.is_clear():
@@ -310,7 +314,7 @@ class TcpBackend(Backend):
 
     def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
-        # A call under way was aborted and ends within moments. One that a signal handler has interrupted ends after
+        # The current call has been aborted and ends soon. A call that this signal handler has interrupted ends after
         # the handler, and then releases the connections itself.
         inside = self.gate.is_inside()
         turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
@@ -325,7 +329,7 @@ class TcpBackend(Backend):
             self.gate.turn.release()
 
     def _settle(self) -> None:
-        """Let the peers begin the calls that this rank did not wait in: what it sent them is on its way till then."""
+        """Wait until the peers have begun the calls in which this rank returned early: they need its data."""
         wait, deadline = AGAIN, time.monotonic() + _CLOSE_SECONDS
         while wait == AGAIN and self.context.is_ahead and time.monotonic() < deadline:
             wait = engine.settle.call(self.context.address, _SETTLE_MS)
@@ -335,7 +339,7 @@ class TcpBackend(Backend):
             logger.warning("%s", mismatch)
 
     def _release(self) -> None:
-        """Close the connections, once no call uses them."""
+        """Close the connections, which no call uses now."""
         self._record.close()
         self._mesh.close()
         self.context.fds.fill(-1)

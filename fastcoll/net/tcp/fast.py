@@ -1,8 +1,7 @@
-"""The synchronous path of plain arrays over TCP: what was prepared before is known to be right.
+"""The synchronous path of plain arrays over TCP: calls of sizes that were prepared before skip validation and planning.
 
-A call on ndarrays that lie as the engine wants them, of sizes that were seen before, needs none of the border's looks
-and closures. 8 bytes between two ranks: all_reduce takes 7.8 us so, and 9.1 us the general way (AMD EPYC). Neither does
-a message of numbers.
+Between two ranks, an all_reduce of 8 bytes takes 7.8 us on this path and 9.1 us on the general one (AMD EPYC). Messages
+of numbers have such a path, too.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ _KINDS = "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"
 def fast_calls(
     group: ProcessGroup, pipe: TcpPipe, messages: Engine, run: Callable[[Any, tuple[Array, ...]], bool]
 ) -> dict[str, Callable[..., Any]]:
-    """What stands in for a group's methods over TCP; whatever does not fit it takes the method.
+    """Return the fast functions of a group's methods over TCP; they call the method for what they cannot do.
 
-    `run` carries out what was prepared for a key, if it was.
+    `run` carries out the call that is prepared for a key, if there is one.
     """
     gate, size = group.gate, group.size
 
     def folds_once(op: Any) -> bool:
-        """Whether the engine's result is the operation's, with nothing to divide."""
+        """Whether `op` is a ReduceOp and the engine's result is final, without a division."""
         return type(op) is ReduceOp and folded(op, size) is op
 
     def is_ready(tensor: Any, peer: Any, tag: Any) -> bool:
-        """Whether a message with these arguments can go, in a group that is as it should be."""
+        """Whether a message with these arguments needs no validation, and the group is usable."""
         return is_message(tensor, peer, tag, size) and gate.failure is None and not gate.closed
 
     def send(tensor: Any, dst: int, tag: int = 0) -> None:
@@ -85,5 +84,5 @@ def fast_calls(
 
 
 def folded(op: ReduceOp, size: int) -> ReduceOp:
-    """What the engine reduces by: among many ranks partial results are reduced again."""
+    """Return the operation that the engine applies. Among many ranks it reduces partial results again: SUM, not AVG."""
     return sum_for(op) if size > MEET_RANKS else op

@@ -1,12 +1,14 @@
-"""Mesh: the connections of one rank with the others of a group, made when they are needed.
+"""Mesh: the connections of one rank with the other ranks of a group, made when they are needed.
 
-Three kinds, each a TCP socket of its own: CONTROL for notices, with every peer that anything is exchanged with;
-DATA for the bytes of collectives, by stream; MAIL for messages. `make` brings about CONTROL with all peers, or in
-groups of more than 32 with those at the distances 1, 2, 4, ... both ways, along which failures spread.
+There are three kinds, each with TCP sockets of its own: CONTROL for notices, with every peer that this rank exchanges
+anything with; DATA for the bytes of collectives, one per stream; MAIL for messages. (recovery_endpoint.py uses a
+fourth, RECOVERY.) `make` connects CONTROL with all peers; in groups of more than 32 ranks, only with those at the
+distances 1, 2, 4, ... in both directions, along which failures spread.
 
-Of two ranks the lower one dials DATA. MAIL is dialed by whoever sends first, and carries both directions. Where both
-ranks dial, that of the lower one stands: it closes what the higher one dials meanwhile or later, and else says
-by a byte that it stands, before which the higher one does not use it.
+Of two ranks, the lower one dials DATA. MAIL carries both directions, and is dialed by the rank that sends first. If
+both dial, the connection of the lower rank is used: while the lower rank dials, and once it has a connection, it closes
+any that the higher rank has dialed. Otherwise it confirms the higher rank's connection with one byte, and the higher
+rank does not use the connection before that byte.
 """
 
 from __future__ import annotations
@@ -33,22 +35,23 @@ from ...store.opening import ConnectionKind, Opening
 from ...system.processes import Member, witnesses
 
 ALL_CONTROL = 32
-# A rank tells where it listens when it does, until it lets go of the group, of which it tells too.
+# A rank listens from before it publishes its address until it leaves the group, which it announces as well. So one
+# whose address refuses connections for so long has died.
 _REFUSED_SECONDS = 2.0
 
-# How long who leaves waits for acknowledgements: that of a lost packet takes 0.2 s or more, and a peer that is stopped
-# with its buffers full gives none.
+# How long a leaving rank waits for TCP's acknowledgements: that of a lost packet takes 0.2 s or more, and a stopped
+# peer with full buffers sends none.
 _ARRIVE_SECONDS, _ARRIVE_LOOK_SECONDS = 5.0, 0.001
 
 Key = tuple[ConnectionKind, int, int]
 """A connection by its kind, peer and stream."""
 OnMail = Callable[[int, socket.socket], None]
-"""Takes the connection with a group rank for messages; on the listener's thread, must not block."""
-_CONFIRMATION = b"\1"  # what the lower rank says of a connection for messages that the higher one has dialed
+"""Takes a group rank and the connection for messages with it; on the listener's thread, so it must not block."""
+_CONFIRMATION = b"\1"  # sent by the lower rank on a connection for messages that the higher one has dialed
 
 
 def _has_unacknowledged(connection: socket.socket) -> bool:
-    """Whether some of what was sent is not acknowledged."""
+    """Whether some sent bytes are not acknowledged by the peer's host."""
     try:
         left: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
     except (OSError, ValueError):  # closed
@@ -57,7 +60,7 @@ def _has_unacknowledged(connection: socket.socket) -> bool:
 
 
 def control_peers(rank: int, size: int) -> list[int]:
-    """The group ranks that `rank` has control connections with from the start."""
+    """Return the group ranks with which `rank` has control connections from the start."""
     if size <= ALL_CONTROL:
         return [peer for peer in range(size) if peer != rank]
     distances = [1 << k for k in range((size - 1).bit_length())]
@@ -65,19 +68,19 @@ def control_peers(rank: int, size: int) -> list[int]:
 
 
 class Mesh:
-    """All ranks here are group ranks. Thread-safe. Sockets stay the mesh's, which closes them in `close`.
+    """The sockets of one group, which `close` closes. All ranks here are group ranks. Thread-safe.
 
-    What blocks ends with the timeout, with the failure of the group, with a peer's death; Ctrl-C takes 50 ms at most.
+    A method that blocks ends at its timeout, when the group fails, or when the peer dies; Ctrl-C takes at most 50 ms.
     """
 
     @classmethod
     def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Mesh:
-        """Meet the other members in the group's own (prefixed) store and connect with them; collective.
+        """Meet the other members in the group's own (prefixed) store, and connect with them; collective.
 
         Raises:
             UsageError: an interface does not exist, or the ranks name different numbers of them.
             ResourceError: a rank cannot listen.
-            RendezvousError: a peer has another secret or version, or (StoreTimeoutError) did not come.
+            RendezvousError: a peer has another secret or version; StoreTimeoutError: a peer did not arrive.
             GroupError: a peer died or could not be reached in time.
         """
         mesh = cls(name, members, rank, timeout)
@@ -93,14 +96,14 @@ class Mesh:
         self.monitor.let_arrive = self._await_delivery
         self._roster: Roster | None = None
         self._made: dict[Key, socket.socket] = {}
-        self._dialing_mail: set[int] = set()  # higher peers
+        self._dialing_mail: set[int] = set()  # higher ranks that this rank is dialing
         self._on_mail: OnMail = lambda peer, connection: None
-        self._sought: list[socket.socket] = []  # of ranks that seek one another (recovery_endpoint.py)
+        self._sought: list[socket.socket] = []  # for recovery (recovery_endpoint.py)
         self._seeking: dict[int, Dial] = {}  # by peer
         self._on_seek: Callable[[socket.socket], None] = lambda connection: None
         self._changed = threading.Condition()
         self._dialing = threading.Lock()
-        self._also_look: Callable[[], None] = lambda: None  # what else to look at while waiting
+        self._also_look: Callable[[], None] = lambda: None  # further checks while waiting
         self._is_made = self._closed = False
 
     @property
@@ -109,16 +112,18 @@ class Mesh:
         return 1 if self._roster is None else self._roster.streams
 
     def data(self, peer: int, stream: int = 0, timeout: float | None = None) -> int:
-        """The descriptor of a data connection: nonblocking, both ways. Made at its first use, for which both must ask
-        within the timeout; each stream is a connection of its own, on the interfaces in turn.
+        """Return the descriptor of a data connection, which is nonblocking and carries both directions.
+
+        It is made at its first use, for which both ranks must ask within the timeout. Each stream is a connection of
+        its own, on the interfaces in turn.
 
         Raises:
-            GroupError: the peer died, left or did not come in time, or what answers at its address does not fit.
+            GroupError: the peer died, left or did not arrive in time, or another program answers at its address.
         """
         return self._connection(ConnectionKind.DATA, peer, stream, timeout).fileno()
 
     def dial_data(self, peers: Sequence[int], timeout: float) -> None:
-        """Make, all at one time, the data connections with these peers that this rank dials; as `data`."""
+        """Make the data connections with these peers that this rank dials, all at once; blocks and raises as `data`."""
         streams = range(self.streams)
         keys = [
             (ConnectionKind.DATA, peer, stream) for peer in peers if peer > self.rank for stream in streams
@@ -139,11 +144,11 @@ class Mesh:
             self._dial([key for key in keys if key not in self._made], wait)
 
     def mail(self, peer: int) -> socket.socket:
-        """The connection for messages with `peer`, made unless either has done so; as `data`, but by one rank alone."""
+        """Return the connection for messages with `peer`; make it unless it exists. The peer need not ask for it."""
         return self._connection(ConnectionKind.MAIL, peer, 0, None)
 
     def on_mail(self, callback: OnMail) -> None:
-        """Give `callback` the connections for messages that peers have made, those of before and of later."""
+        """Give `callback` every connection for messages that peers make, and those that they have made already."""
         with self._changed:
             self._on_mail = callback
             held = [
@@ -153,18 +158,18 @@ class Mesh:
             callback(peer, connection)
 
     def address(self, rank: int) -> str:
-        """Where a rank listens, on its first interface."""
+        """The address at which a rank listens on its first interface."""
         return "127.0.0.1" if self._roster is None else self._roster.places[rank].addresses[0]
 
     def on_seek(self, callback: Callable[[socket.socket], None]) -> None:
-        """Give `callback` the connections of those that `seek` this rank; on the listener's thread, must not block."""
+        """Give `callback` the connections of ranks that `seek` this one; on the listener's thread, must not block."""
         self._on_seek = callback
 
     def seek(self, peer: int, deadline: float) -> socket.socket:
-        """A connection on which `peer` answers where survivors meet (recovery_endpoint.py); also when the group has failed.
+        """Return a connection on which `peer` publishes its recovery endpoint; also after the group has failed.
 
         Raises:
-            TimeoutError: it does not stand by the deadline; the next call goes on with it.
+            TimeoutError: it is not made by the deadline; the next call continues to make it.
             ConnectionRefusedError: the peer's process has ended.
             RendezvousError: the peer has closed the group.
         """
@@ -182,8 +187,10 @@ class Mesh:
         return dial.connection
 
     def close(self) -> None:
-        """Close all connections; those that the peers have not read to the end keep what was sent. Tells
-        nobody: `monitor.leave` or `monitor.fail` come before. Closing twice is fine."""
+        """Close all connections. Peers can still read what was sent. Closing twice is fine.
+
+        Peers are not notified: call `monitor.leave` or `monitor.fail` before.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -198,17 +205,18 @@ class Mesh:
                 steps.callback(self._roster.leave)
 
     def disown(self) -> None:
-        """In a child of fork: close the copies of all connections, which stay the parent's."""
+        """Close a forked child's copies of all connections; the parent keeps its own."""
         self._closed = True
         for each in self._connections():
             each.close()
         self._control.close_inherited()
 
     def _await_delivery(self) -> None:
-        """Wait until the peers' hosts have what this rank has sent them.
+        """Wait until the peers' hosts have acknowledged all bytes that this rank has sent.
 
-        On a slow or lossy network that it leaves, which goes another way, may come first, and a peer would miss data
-        that is under way. Within one network nothing is lost, and acknowledging may take 40 ms.
+        On a slow or lossy network, the notice that this rank leaves, on another connection, may overtake its data. A
+        peer would then miss data that is in flight. Peers on the same network are skipped: there nothing is lost, and
+        an acknowledgement may take 40 ms.
         """
         end, me = time.monotonic() + _ARRIVE_SECONDS, self._members[self.rank]
         waiting = list(self._made.copy().items()) if self.monitor.failure is None else []
@@ -241,12 +249,14 @@ class Mesh:
                     return [peer for peer in peers if peer not in self._control.peers]
 
                 doing = f"connecting the ranks of the group {self._name}"
-                started = max(meeting.began, time.monotonic() + 1.0 - meeting.timeout)  # at least 1 s is left
+                started = max(
+                    meeting.began, time.monotonic() + 1.0 - meeting.timeout
+                )  # so that at least 1 s is left
                 wait = Wait(self.monitor, doing, unconnected, meeting.timeout, started)
                 self._dial_control([peer for peer in peers if peer > self.rank], wait)
                 self._await(lambda: not unconnected(), wait)
                 reach("tcp.meeting.after_connect")
-                self._also_look = lambda: None  # the store need not be there any more
+                self._also_look = lambda: None  # the store is no longer needed
                 self._is_made = True
         except BaseException as error:
             here = self.monitor.name(self.rank)
@@ -256,7 +266,7 @@ class Mesh:
             raise
 
     def _dial_control(self, peers: Sequence[int], wait: Wait) -> None:
-        # Each is looked at as soon as it stands: who dies meanwhile is seen by its end.
+        # The monitor watches each connection as soon as it is made, so a peer that dies meanwhile is noticed.
         self._make_connections(
             [self._new_dial(peer, ConnectionKind.CONTROL, 0) for peer in peers],
             wait,
@@ -264,7 +274,7 @@ class Mesh:
         )
 
     def _new_dial(self, peer: int, kind: ConnectionKind, stream: int) -> Dial:
-        """A connection on the interface whose turn it is, by the pair of ranks and the stream."""
+        """Return a Dial on the interface that the pair of ranks and the stream select."""
         assert self._roster is not None, "a group of one has no peers"
         turn = (min(self.rank, peer) + stream) % len(self._roster.interfaces)
         place, source = self._roster.places[peer], self._roster.interfaces[turn]
@@ -272,7 +282,7 @@ class Mesh:
         return Dial(self._roster.endpoint, peer, kind, stream, source, target)
 
     def _make_connections(self, dials: Sequence[Dial], wait: Wait, enter: Callable[[Dial], object]) -> None:
-        """Make connections, and enter each into the tables, unless the mesh was closed meanwhile."""
+        """Make connections, and pass each to `enter`, unless the mesh is closed meanwhile."""
 
         def made(dial: Dial) -> None:
             with self._changed:
@@ -299,14 +309,16 @@ class Mesh:
             dial_all(dials, look, made)
         except RendezvousError as error:
             peer = next((dial.peer for dial in dials if dial.does_not_fit), None)
-            if peer is None or not self._is_made:  # the others of the meeting are told of it as it is
+            if (
+                peer is None or not self._is_made
+            ):  # raise it unchanged; the meeting passes it on to the other ranks
                 raise
             raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
 
     def _connection(
         self, kind: ConnectionKind, peer: int, stream: int, timeout: float | None
     ) -> socket.socket:
-        """The connection of this kind with a peer, made unless it or another thread has done so."""
+        """Return the connection of this kind with a peer; make it unless the peer or another thread has."""
         key = (kind, peer, stream)
         if key in self._made:
             return self._made[key]
@@ -322,7 +334,7 @@ class Mesh:
         with self._sole_dialer(wait):
             if key not in self._made:
                 if peer not in self._control.peers:
-                    self._dial_control([peer], wait)  # its end is seen there
+                    self._dial_control([peer], wait)  # on which the monitor notices the peer's end
                 if kind is ConnectionKind.DATA:
                     self._dial([key], wait)
                 elif self.rank < peer:
@@ -333,7 +345,7 @@ class Mesh:
 
     @contextmanager
     def _sole_dialer(self, wait: Wait) -> Iterator[None]:
-        """While this thread dials, no other does."""
+        """Let no other thread dial meanwhile."""
         while not self._dialing.acquire(timeout=LOOK_SECONDS):
             self._look(wait)
         try:
@@ -347,7 +359,7 @@ class Mesh:
         self._make_connections([*dials], wait, lambda dial: self._made.update({dials[dial]: dial.connection}))
 
     def _dial_mail_up(self, key: Key, wait: Wait) -> None:
-        """Dial a higher rank, whose own connection is turned away meanwhile; unless it has come."""
+        """Dial a higher rank, and close connections that it dials meanwhile; do nothing if one has been made."""
         peer = key[1]
         with self._changed:
             if key in self._made:
@@ -359,7 +371,7 @@ class Mesh:
             self._dialing_mail.discard(peer)
 
     def _dial_mail_down(self, key: Key, wait: Wait) -> None:
-        """Dial a lower rank until the connection stands, or that of the lower rank has come."""
+        """Dial a lower rank until it confirms the connection, or its own connection has been made."""
         pause = RETRY_FIRST
         while key not in self._made:
             new = self._new_dial(key[1], ConnectionKind.MAIL, 0)
@@ -381,7 +393,7 @@ class Mesh:
             self._look(wait)
 
     def _is_confirmed(self, connection: socket.socket, key: Key, wait: Wait) -> bool:
-        """Whether the lower rank uses the connection that this one has dialed."""
+        """Wait until the lower rank confirms or closes the connection; return whether it has confirmed it."""
         poller = select.poll()
         poller.register(connection, select.POLLIN)
         while not poller.poll(1000 * LOOK_SECONDS):
@@ -401,7 +413,7 @@ class Mesh:
         wait.look()
 
     def _await(self, is_there: Callable[[], bool], wait: Wait) -> None:
-        """Wait for what the listener's thread brings."""
+        """Wait until the listener's thread has made a condition true."""
         while True:
             with self._changed:
                 if self._changed.wait_for(is_there, LOOK_SECONDS):
@@ -431,8 +443,8 @@ class Mesh:
                 self._sought.append(connection)
             else:
                 if is_mail and not is_lower:
-                    with suppress(OSError):  # it broke already, which its first use finds out
-                        connection.send(_CONFIRMATION)  # before anybody here can send a message
+                    with suppress(OSError):  # the connection is broken; its first use will find that
+                        connection.send(_CONFIRMATION)  # before any thread of this rank can send a message
                 self._made[key] = connection
             on_mail = self._on_mail
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Connections as a pipe for messages: one with each peer, both ways, made at the first message."""
+"""A pipe for messages over TCP: one connection with each peer for both directions, made at the first message."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from . import mail_frames as f
 from . import mail_kernels as kernels
 from .mesh import Mesh
 
-_BUDGET = 50_000_000  # ns that a kernel may wait before Python looks at signals, deadlines and peers
-# How long a rank whose peer has closed a connection waits for the reason, which travels on another one.
+_BUDGET = 50_000_000  # ns that a kernel waits before Python looks at signals, deadlines and peers
+# How long a rank whose peer has closed a connection waits for the reason, which arrives on another connection.
 _REASON_SECONDS = 2.0
-# Between processes of one host what is on the way stays in the caches so: 64 MiB take 12.8 ms instead of 16 to 18, and
-# smaller messages as long as before (2-core AMD EPYC, Linux 6.18). Other hosts' buffers are the kernel's to tune.
+# With this size, bytes in flight between processes of one host stay in the caches: 64 MiB take 12.8 ms instead of 16 to
+# 18, and smaller messages as long as before (2-core AMD EPYC, Linux 6.18). For other hosts the kernel tunes it.
 _LOCAL_SNDBUF = 256 << 10
 
 
 class TcpPipe(WordPipe):
-    """The connections for messages that begin or end at one rank. The mesh owns the sockets; close it after this."""
+    """The connections for the messages of one rank. The mesh owns the sockets; close it after this."""
 
     eager = f.EAGER
     window = f.WINDOW
@@ -50,7 +50,7 @@ class TcpPipe(WordPipe):
         self._pollfds = np.zeros((2, size + 1), np.int64)
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
         self._lost: dict[int, float] = {}
-        # The bell's descriptor, and what is kept of a connection; a signal handler may come in the middle.
+        # Guards the bell's descriptor, and new connections. Reentrant: a signal handler may interrupt the holder.
         self._lock = threading.RLock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.table[waiting.BUDGET] = _BUDGET
@@ -71,12 +71,12 @@ class TcpPipe(WordPipe):
         self._take(peer, self._mesh.mail(peer))
 
     def _take(self, peer: int, connection: socket.socket) -> None:
-        """Begin to use the connection with a peer, unless that was done."""
+        """Begin to use the connection with a peer, unless one is in use."""
         with self._lock:
             if self.is_ready(peer) or self._bell < 0:
                 return
             connection.setblocking(False)
-            with suppress(OSError):  # it broke already, which its first use finds out
+            with suppress(OSError):  # the connection is broken; its first use will find that
                 if connection.getsockname()[:1] == connection.getpeername()[:1]:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SNDBUF)
             for word, nbytes in (
@@ -119,7 +119,7 @@ class TcpPipe(WordPipe):
         return bool(in_kernel or self.word(peer, f.IN_HAVE) > self.word(peer, f.IN_USED))
 
     def retire(self) -> None:
-        """The mesh closes the connections."""
+        """Stop the ack flusher and forget the connections, which the mesh closes."""
         self.words[f.STOP] = 1
         if self._ack_flusher is not None:
             self._ack_flusher.join()
@@ -128,12 +128,13 @@ class TcpPipe(WordPipe):
             os.close(self._bell)
             self._bell = -1
 
-    # ---- whose turn it is ------------------------------------------------------------------------
+    # ---- which thread drives it ------------------------------------------------------------------------
 
     def ring_bell(self) -> None:
         with self._lock:
             if self._bell >= 0:
-                # The word after the descriptor: a readable bell whose word is 0 would keep poll(2) from sleeping.
+                # The word last: else `silence_bell` could clear it before the descriptor is written, and a readable
+                # descriptor whose word is 0 keeps poll(2) from sleeping.
                 os.eventfd_write(self._bell, 1)
                 self.table[f.BELL] = 1
 
@@ -175,7 +176,7 @@ class TcpPipe(WordPipe):
         return kernels.complete.call(self.address, handled, peer, number)
 
     def start_ack_flusher(self) -> None:
-        """Start the thread that sends answers which stay deferred, unless there is one."""
+        """Start the ack flusher, the thread that sends acks which stay deferred, unless it runs."""
 
         def flush_deferred() -> None:
             backoff = np.zeros(waiting.BACKOFF_WORDS, np.int64)

@@ -1,7 +1,6 @@
-"""Where the survivors of a group over TCP meet: a rank that is asked for it at its listener says at which port it
-serves a store, as soon as it does.
+"""The recovery endpoint over TCP: a rank publishes the port of its store to the survivors that ask its listener for it.
 
-It needs nothing of the group but to know where its members listen, so it works when the group has failed.
+It needs nothing of the group but the addresses at which the members listen, so it works after the group has failed.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from ...errors import RendezvousError
 from .mesh import Mesh
 
 _PORT = struct.Struct("!I")
-_SEEK_SECONDS = 0.05  # at one time: a connection that takes longer is gone on with the next time
+_SEEK_SECONDS = 0.05  # for one call; a connection that takes longer is continued by the next call
 
 
 class TcpRecoveryEndpoint(RecoveryEndpoint):
-    """Those that ask wait, each on a connection of its own, which is the mesh's to close."""
+    """Answers when the port is known. Each rank that asks has a connection of its own, which the mesh closes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -52,12 +51,12 @@ class TcpRecoveryEndpoint(RecoveryEndpoint):
             if connection is not None:
                 self._asked[rank] = connection
             return None
-        except (OSError, RendezvousError):  # it is asked anew, if it lives
+        except (OSError, RendezvousError):  # the next call asks again, if the rank lives
             return None
         return (self._mesh.address(rank), *_PORT.unpack(data)) if len(data) == _PORT.size else None
 
     def _arrived(self, connection: socket.socket) -> None:
-        """On the listener's thread."""
+        """Answer a rank that asks, or queue it until the port is known; on the listener's thread."""
         with self._lock:
             if self._port:
                 self._answer(connection)
