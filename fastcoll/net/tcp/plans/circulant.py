@@ -64,15 +64,15 @@ COMBINED = 0
 def combine_headers(size: int, rank: int, header: int) -> Plan:
     """Let all ranks have the combination of all headers, of `header` bytes, of which each has its own in FRAMES."""
     rows = Rows()
-    whole, others, *landing = ((SCRATCH, COMBINED + location * header) for location in range(4))
-    rows.copy(0, whole, (FRAMES, rank * header), header)
+    total, others, *landing = ((SCRATCH, COMBINED + slot * header) for slot in range(4))
+    rows.copy(0, total, (FRAMES, rank * header), header)
     for phase, (before, after) in enumerate(_growth(size)):
         doubles, got = after == 2 * before, landing[phase % 2]
         step = before if doubles else before - 1
-        rows.send(phase, (rank - step) % size, whole if doubles else others, header)
+        rows.send(phase, (rank - step) % size, total if doubles else others, header)
         rows.recv(phase, (rank + step) % size, got, header)
         rows.fold(phase + 1, others, header, [others, got] if before > 1 else [got])
-        rows.fold(phase + 1, whole, header, [whole, got])
+        rows.fold(phase + 1, total, header, [total, got])
     return rows.plan(4 * header)
 
 
@@ -101,8 +101,8 @@ def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, fir
 def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
     """The bytes of some blocks on the circle, adjacent ones together: three spans at most."""
     found: list[Span] = []
-    for location in range(first, first + count):
-        block = blocks[location % len(blocks)]
+    for index in range(first, first + count):
+        block = blocks[index % len(blocks)]
         if found and found[-1].offset + found[-1].nbytes == block.offset:
             block = Span(found[-1].offset, found.pop().nbytes + block.nbytes)
         found.append(block)
@@ -113,9 +113,9 @@ def reduce_scatter(shape: CallShape) -> Plan:
     """log2 n rounds, n - 1 blocks in and out, by way of a copy of all blocks."""
     rows, size, rank = Rows(), shape.size, shape.rank
     borders = _borders(shape)
-    for location in range(size):
-        block = (rank + location) % size
-        rows.copy(0, (SCRATCH, borders[location]), (array(1 + block), 0), shape.nbytes[block])
+    for index in range(size):
+        block = (rank + index) % size
+        rows.copy(0, (SCRATCH, borders[index]), (array(1 + block), 0), shape.nbytes[block])
     # The copies are in phase 0, so that rounds begin with the next one: a receive may not meet them.
     for phase, (step, count) in enumerate(reversed(_rounds(size)), 1):
         given = borders[step + count] - borders[step]
@@ -134,9 +134,9 @@ def all_gather(shape: CallShape) -> Plan:
         rows.send(phase, (rank - step) % size, (SCRATCH, 0), borders[count])
         got = borders[step + count] - borders[step]
         rows.recv(phase, (rank + step) % size, (SCRATCH, borders[step]), got)
-    for location in range(size):
-        source = (rank + location) % size
-        rows.copy(len(rounds), (array(source), 0), (SCRATCH, borders[location]), shape.nbytes[source])
+    for index in range(size):
+        source = (rank + index) % size
+        rows.copy(len(rounds), (array(source), 0), (SCRATCH, borders[index]), shape.nbytes[source])
     return rows.plan(borders[-1])
 
 
