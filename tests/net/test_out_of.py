@@ -18,7 +18,7 @@ from fastcoll.rendezvous import dials
 from fastcoll.system.interfaces import Interface
 from fastcoll.rendezvous.listener import Listener
 from fastcoll.store import TCPStore, tcp_store
-from fastcoll.store.opening import Endpoint, Kind
+from fastcoll.store.opening import ConnectionKind, Endpoint
 
 here = sys.argv[1]
 with open("/proc/sys/net/ipv4/ip_local_port_range", "w") as file:
@@ -28,7 +28,7 @@ with contextlib.ExitStack() as stack:
     taken = stack.enter_context(socket.create_server((here, 0)))
 
     def dial():
-        made = dials.Dial(Endpoint(bytes(16), 0, 2, b"", False), 1, Kind.DATA, 0, Interface("eth0", here), (here, 5000))
+        made = dials.Dial(Endpoint(bytes(16), 0, 2, b"", False), 1, ConnectionKind.DATA, 0, Interface("eth0", here), (here, 5000))
         dials.dial_all([made], lambda: None)
 
     dials.PORTLESS_SECONDS = tcp_store.PORTLESS_SECONDS = 0.2

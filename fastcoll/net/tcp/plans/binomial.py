@@ -1,7 +1,8 @@
-"""Rooted operations among many ranks: binomial trees for data that is small, and broadcasts of large arrays.
+"""Rooted operations among many ranks: binomial trees for small data, and broadcasts of large arrays.
 
-Ranks are counted from the root. In step k of reducing, a rank whose number is an odd multiple of 2**k hands what it
-has got from the 2**k ranks from itself on to the rank 2**k before it; handing out goes the other way round.
+Ranks are numbered from the root. In step k of a reduction, a rank whose number is an odd multiple of 2**k sends the
+combination of the 2**k ranks from itself on to the rank 2**k before it. In step k of a broadcast, the first 2**k ranks
+send to the ranks 2**k after them. Scattering runs the steps of a reduction backwards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def _number(shape: CallShape) -> int:
 
 
 def broadcast(shape: CallShape) -> Plan:
-    """The whole array in each step."""
+    """Move the complete array in each step."""
     rows, x, number = Rows(), (array(0), 0), _number(shape)
     for step in range(_steps(shape.size)):
         other = number ^ 1 << step
@@ -35,9 +36,9 @@ def broadcast(shape: CallShape) -> Plan:
 
 
 def reduce(shape: CallShape) -> Plan:
-    """The whole array in each step. Adjacent ranks are combined, in the order from the root around.
+    """Move the complete array in each step. Adjacent ranks are combined, in the order around the circle from the root.
 
-    In an ordered call they are combined in rank order, by rank 0, which sends the root the result.
+    In an ordered call they are combined in rank order: rank 0 heads the tree, and sends the result to the root.
     """
     rows, x, total = Rows(), (array(1), 0), shape.total
     head = 0 if shape.ordered else shape.root
@@ -62,7 +63,7 @@ def reduce(shape: CallShape) -> Plan:
 
 
 def chain(shape: CallShape) -> Plan:
-    """Segments go from rank to rank, all links at work: the array once through each, n - 2 segments' delay."""
+    """Send segments from rank to rank. Each link carries the array once; the last rank is n - 2 segments behind."""
     rows, number, whole = Rows(), _number(shape), Span(0, shape.total)
     parts = shape.segments([whole], 1)
     for k in range(parts.number):
@@ -76,7 +77,7 @@ def chain(shape: CallShape) -> Plan:
 
 
 def scatter_ring(shape: CallShape) -> Plan:
-    """Blocks go down a binomial tree, then around the ring, both ways: log2 n + n/2 steps, the array twice.
+    """Scatter blocks down a binomial tree, then gather around the ring: log2 n + n/2 steps, the array twice.
 
     Van de Geijn and others: see Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
     """
@@ -87,14 +88,14 @@ def scatter_ring(shape: CallShape) -> Plan:
 
 
 def scatter_circulant(shape: CallShape) -> Plan:
-    """Blocks go down a binomial tree, then to all as in circulant.py: 2 log2 n steps, the array twice."""
+    """Scatter blocks down a binomial tree, then gather as in circulant.py: 2 log2 n steps, the array twice."""
     rows, blocks = _scattered(shape)
     gather_spans(rows, shape.rank, blocks, array(0), _steps(shape.size))
     return rows.plan()
 
 
 def _scattered(shape: CallShape) -> tuple[Rows, list[Span]]:
-    """The rows by which each rank gets a block of array 0 down the tree, and the block of each rank."""
+    """Return the rows that scatter array 0 down the tree, and the block of each rank."""
     rows, number, steps = Rows(), _number(shape), _steps(shape.size)
     blocks = even(shape.total, shape.size, shape.itemsize)
     for step in range(steps):

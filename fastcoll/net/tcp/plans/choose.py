@@ -1,14 +1,15 @@
 """All algorithms, what each costs, and which one a call takes.
 
-    what fits with the headers               attached
-    two ranks                                one exchange: all of the array up to EXCHANGED, halves beyond
-    up to MEET_RANKS                         direct: every rank with every other
-    more                                     the cheapest on a LAN, of those that keep the order if it must be kept
+    data that fits behind the headers        attached
+    two ranks                                one exchange: of the complete array up to EXCHANGED, of halves beyond
+    up to MEET_RANKS                         direct: each rank with every other
+    more                                     the cheapest on a LAN, among those that keep the order if they must
 
-All that this looks at is the same on all ranks, but for gather, scatter and all_to_all, where each pair agrees.
+The choice uses only what is the same on all ranks; for gather, scatter and all_to_all, what is the same on both ranks
+of a pair.
 
-A cost adds up, over the phases of a plan that is not divided into segments, what the rank has to do that has most to
-do. With n ranks, L = ceil(log2 n) and N bytes (all ranks' parts together, where ranks have parts):
+A cost adds up, over the phases of a plan without segments, the work of the rank that has most to do. With n ranks, L =
+ceil(log2 n), and N bytes (of all ranks' blocks together, where ranks have blocks):
 
     steps      phases in which something is sent
     messages   sent and received
@@ -16,8 +17,8 @@ do. With n ranks, L = ceil(log2 n) and N bytes (all ranks' parts together, where
     handled    bytes sent plus bytes received
     touched    bytes that are read to be reduced or copied
 
-Segments travel while others are reduced, which adds messages, but no steps. Segments of a chain do add steps to each
-other; its formula has them.
+Some segments travel while others are reduced, which adds messages but no steps. Segments of a chain do add steps, which
+its formula has.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .shape import MEET_RANKS, CallShape, Limits
 
 
 class Cost(NamedTuple):
-    """What an algorithm takes; see above."""
+    """The cost of an algorithm; see above."""
 
     steps: float
     messages: float
@@ -45,22 +46,22 @@ class Cost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """On the network that `LAN` has the prices of."""
+        """The time on the network whose prices are in `LAN`."""
         return sum(count * price for count, price in zip(self, LAN, strict=True))
 
     def then(self, other: Cost) -> Cost:
-        """Both, one after the other."""
+        """Return the cost of both, one after the other."""
         return Cost(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 LAN = Cost(steps=25e-6, messages=2e-6, wire=0.8e-9, handled=0.1e-9, touched=0.1e-9)
-"""Seconds of each on Ethernet of 10 Gbit/s: 15 to 30 µs a step are usual over TCP; a system call with its part of the
-kernel's TCP takes about 2 µs, and copying a byte into the kernel or out of it 0.1 ns, as measured over loopback;
-memory, 10 GB/s a core. Decides beyond MEET_RANKS only."""
+"""Seconds of each on 10 Gbit/s Ethernet: a step over TCP usually takes 15 to 30 µs; a system call with its share of the
+kernel's TCP takes about 2 µs, and copying a byte into or out of the kernel 0.1 ns, as measured over loopback; memory
+has 10 GB/s a core. Used beyond MEET_RANKS only."""
 
 
 class Scale(NamedTuple):
-    """How large a call is: n ranks, at least 2, b bytes, and the limits of its group's plans."""
+    """The size of a call: n ranks, at least 2; b bytes; and the limits of the group's plans."""
 
     n: int
     b: int
@@ -72,27 +73,27 @@ class Scale(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """The bytes of all blocks but one."""
+        """The bytes of all blocks except one."""
         return self.b * (self.n - 1) / self.n
 
     @property
     def rounds(self) -> int:
-        """Steps for exchanging something with all others."""
+        """Steps in which a rank exchanges data with all others."""
         return -(-(self.n - 1) // self.limits.peers)
 
 
 def both(steps: float, messages: float, wire: float, touched: float) -> Cost:
-    """The cost of ranks that send as much as they receive."""
+    """Return the cost of ranks that send as much as they receive."""
     return Cost(steps, messages, wire, 2 * wire, touched)
 
 
 def one_way(steps: float, messages: float, wire: float, touched: float) -> Cost:
-    """The cost of ranks that either send or receive in a step."""
+    """Return the cost of ranks that either send or receive in a step."""
     return Cost(steps, messages, wire, wire, touched)
 
 
 def in_pairs(c: Scale, rounds: int, wire: float) -> Cost:
-    """A power of two of the ranks take that many turns of log2 n steps; the others leave theirs to one of these."""
+    """Return the cost of so many rounds of log2 n steps by a power of two of ranks, which act for the others too."""
     steps = rounds * (c.n.bit_length() - 1)
     extra = 0 if c.n & (c.n - 1) == 0 else 2
     return both(steps, 2 * steps, wire, 2 * wire / rounds).then(
@@ -122,7 +123,7 @@ def direct_scan(c: Scale) -> Cost:
 
 
 def doubling_scan(c: Scale, passes: int) -> Cost:
-    """log2 n steps, in the last of which a rank either sends or receives."""
+    """Return the cost of log2 n steps, in the last of which a rank either sends or receives."""
     return Cost(c.log, 2 * c.log, c.log * c.b, (2 * c.log - 1) * c.b, passes * c.b)
 
 
@@ -148,41 +149,41 @@ def chain(c: Scale) -> Cost:
 
 
 def scattered(c: Scale, steps: int, messages: int) -> Cost:
-    """Blocks go down a tree, and then to all."""
+    """Return the cost of scattering blocks down a tree and gathering them on all ranks."""
     return one_way(c.log, c.log, c.rest, 0).then(both(steps, 2 * messages, c.rest, 0))
 
 
 Algorithm = tuple[Callable[[CallShape], Plan], Callable[[Scale], Cost], int]
-"""What makes a rank's plan, what it costs, and where more than MEET_RANKS ranks consider it."""
-NEVER, FREE, ORDERED = 0, 1, 2  # FREE: where operands may be combined in any order; ORDERED: where not
+"""Makes a rank's plan; returns its cost; and in which calls of more than MEET_RANKS ranks it is considered."""
+NEVER, FREE, ORDERED = 0, 1, 2  # FREE: operands may be combined in any order; ORDERED: in rank order
 ALWAYS = FREE | ORDERED
 
 EXCHANGED = 256 << 10
-"""Bytes up to which two ranks send each other all of an array: one step instead of two for the same bytes, at the
-price of reducing all of it instead of half. Over loopback between two cores of an AMD EPYC, float32: 96 KiB 82 µs
+"""Bytes up to which two ranks exchange the complete array: one step instead of two for the same bytes, but each
+reduces all of it instead of half. Over loopback between two cores of an AMD EPYC, float32: 96 KiB 82 µs
 against 113, 256 KiB 108 against 127, 1 MiB 341 against 359, which is within the noise."""
 
 NEIGHBOURLY = 0.8
-"""What the formulas, which see no congestion, are multiplied by where ranks talk to their neighbours only. In the other
-ways for large arrays half of the bytes go half-way round the circle, over links between switches that many ranks share.
-A guess: no network with switches was at hand."""
+"""Factor on the cost of algorithms in which ranks exchange data only with their neighbours; the formulas ignore
+congestion. In the other algorithms for large arrays, half of the bytes go half-way round the circle, over links between
+switches that many ranks share. A guess: no network with switches was available."""
 
 _RINGS = frozenset({"ring", "chain", "scatter and ring"})
 
 
 @lru_cache(maxsize=256)
 def plan_for(shape: CallShape) -> Plan:
-    """This rank's plan of a call; all ranks choose the same algorithm."""
+    """Return this rank's plan of a call; all ranks choose the same algorithm."""
     name = chosen(shape)
     if name == "nothing":
         return nothing(shape)
     if name == "attached" or (name == "alone" and not KINDS[shape.operation].is_by_pair):
-        return attached(shape)  # of which one rank copies its own contribution
+        return attached(shape)  # in which a rank alone copies its own contribution
     return ALGORITHMS[shape.operation]["direct" if name == "alone" else name][0](shape)
 
 
 def chosen(shape: CallShape) -> str:
-    """The name of the algorithm, as in ALGORITHMS, or attached, alone or nothing."""
+    """Return the name of the algorithm, as in ALGORITHMS; or "attached", "alone" or "nothing"."""
     if shape.operation == "barrier" or not any(shape.nbytes):
         return "nothing"
     if shape.operation == "refused":
@@ -200,7 +201,7 @@ def chosen(shape: CallShape) -> str:
 
 
 def cheapest(shape: CallShape) -> str:
-    """The name of the algorithm that costs least among many ranks."""
+    """Return the name of the algorithm that costs least among many ranks."""
     order = ORDERED if shape.ordered else FREE
     found = ALGORITHMS[shape.operation].items()
 
@@ -212,12 +213,12 @@ def cheapest(shape: CallShape) -> str:
 
 
 def cost(operation: str, name: str, size: int, nbytes: int, limits: Limits) -> Cost:
-    """What an algorithm of ALGORITHMS costs."""
+    """Return the cost of an algorithm of ALGORITHMS."""
     return ALGORITHMS[operation][name][1](Scale(size, nbytes, limits))
 
 
 def nothing(shape: CallShape) -> Plan:
-    """Nothing moves after the meeting."""
+    """Move nothing after the meeting."""
     return Rows().plan()
 
 

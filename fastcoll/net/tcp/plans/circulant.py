@@ -1,13 +1,13 @@
-"""Reductions and gathering in log2 n rounds for any n, each block moving as often as it must.
+"""Reductions and gathering in log2 n rounds for any n, with the least traffic.
 
-Ranks form a circle. To gather, a rank that has the blocks of h ranks from itself on gets those of the next h from the
-rank h further. To reduce and scatter, the same happens backwards: partial results of h blocks go to the rank h further.
-A block's operands are combined around the circle, ending with its own rank: the order differs from block to
-block, but all ranks get the same bits.
+Ranks form a circle. To gather, a rank that has the blocks of the h ranks from itself on receives those of the next h
+from the rank h further. To reduce and scatter, the same rounds run backwards: partial results of h blocks go to the
+rank h further. A block's operands are combined around the circle, ending with its own rank: the order differs between
+blocks, but all ranks get the same bits.
 
-Headers of calls are combined in as many rounds, each of the same few bytes. A rank that has the combination of h ranks
-from itself on, and that of all of these but itself, gets the combination of the next h, or h - 1, so that it comes to n
-exactly: no header is combined twice, as their balances are added up.
+Headers of calls are combined in as many rounds, each of the same few bytes. A rank keeps two combinations: of the h
+ranks from itself on, and of the same ranks without itself. In a round it receives that of the next h, or h - 1, ranks,
+so that the number of ranks reaches n exactly and no header is combined twice, since their balances are added up.
 
 Bar-Noy, Kipnis, Schieber: An optimal algorithm for computing census functions in message-passing systems, Parallel
 Processing Letters 3 (1993); Bruck and others: Efficient algorithms for all-to-all communications in multiport
@@ -26,12 +26,12 @@ from .shape import CallShape, array
 
 
 def _rounds(size: int) -> list[tuple[int, int]]:
-    """(h, how many blocks move) of the rounds of gathering."""
+    """Return (h, number of blocks that move) for each round of gathering."""
     return [(1 << k, min(1 << k, size - (1 << k))) for k in range((size - 1).bit_length())]
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """reduce_scatter, then all_gather, in place: 2 log2 n rounds, 2 (n - 1)/n of the array in and out."""
+    """Do a reduce_scatter, then an all_gather, in place: 2 log2 n rounds, 2 (n - 1)/n of the array in and out."""
     rows, x, size, rank = Rows(), array(0), shape.size, shape.rank
     blocks = even(shape.total, size, shape.itemsize)
     rounds = _rounds(size)
@@ -45,7 +45,7 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def _growth(size: int) -> list[tuple[int, int]]:
-    """Of each round of a meeting, of how many ranks one knows before and after it: twice as many, or one less."""
+    """For each round, return how many headers a rank has before and after it: twice as many, or one less."""
     known = [size]
     while known[0] > 1:
         known.insert(0, (known[0] + 1) // 2)
@@ -53,16 +53,16 @@ def _growth(size: int) -> list[tuple[int, int]]:
 
 
 def known_before(size: int) -> list[int]:
-    """Of how many ranks, from itself on, a rank knows before each phase of `combine_headers`."""
+    """Return how many ranks' headers, from its own on, a rank has before each phase of `combine_headers`."""
     return [before for before, _ in _growth(size)]
 
 
 COMBINED = 0
-"""Offset in SCRATCH of what `combine_headers` comes to."""
+"""Offset in SCRATCH of the result of `combine_headers`."""
 
 
 def combine_headers(size: int, rank: int, header: int) -> Plan:
-    """Let all ranks have the combination of all headers, of `header` bytes, of which each has its own in FRAMES."""
+    """Give all ranks the combination of all headers, of `header` bytes each; a rank has its own in FRAMES."""
     rows = Rows()
     total, others, *landing = ((SCRATCH, COMBINED + slot * header) for slot in range(4))
     rows.copy(0, total, (FRAMES, rank * header), header)
@@ -77,10 +77,10 @@ def combine_headers(size: int, rank: int, header: int) -> Plan:
 
 
 def gather_headers(size: int, rank: int, header: int) -> Plan:
-    """Let all ranks have the headers of all, one after the other in FRAMES; among the peers of `combine_headers`."""
+    """Give all ranks all headers, one after the other in FRAMES; uses the connections of `combine_headers`."""
     rows, blocks = Rows(), [Span(each * header, header) for each in range(size)]
     for phase, (before, after) in enumerate(_growth(size)):
-        skips = 2 * before - after  # 1 where the giver's own header is known
+        skips = 2 * before - after  # 1: the receiver has the sender's own header already
         for span in _around(blocks, rank + skips, after - before):
             rows.send(phase, (rank - before + skips) % size, (FRAMES, span.offset), span.nbytes)
         for span in _around(blocks, rank + before, after - before):
@@ -89,7 +89,7 @@ def gather_headers(size: int, rank: int, header: int) -> Plan:
 
 
 def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, first: int) -> None:
-    """From phase `first` on, let all ranks have all blocks of a buffer, of which each has its own."""
+    """From phase `first` on, give all ranks all blocks of a buffer; each begins with its own."""
     size = len(blocks)
     for phase, (step, count) in enumerate(_rounds(size), first):
         for span in _around(blocks, rank, count):
@@ -99,7 +99,7 @@ def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, fir
 
 
 def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
-    """The bytes of some blocks on the circle, adjacent ones together: three spans at most."""
+    """Return the bytes of some blocks on the circle, with adjacent ones merged: at most three spans."""
     found: list[Span] = []
     for index in range(first, first + count):
         block = blocks[index % len(blocks)]
@@ -110,13 +110,13 @@ def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
 
 
 def reduce_scatter(shape: CallShape) -> Plan:
-    """log2 n rounds, n - 1 blocks in and out, by way of a copy of all blocks."""
+    """Reduce and scatter in log2 n rounds, n - 1 blocks in and out, through a copy of all blocks."""
     rows, size, rank = Rows(), shape.size, shape.rank
     borders = _borders(shape)
     for index in range(size):
         block = (rank + index) % size
         rows.copy(0, (SCRATCH, borders[index]), (array(1 + block), 0), shape.nbytes[block])
-    # The copies are in phase 0, so that rounds begin with the next one: a receive may not meet them.
+    # The copies are in phase 0, so rounds begin in the next phase: no receive may write what a copy reads or writes.
     for phase, (step, count) in enumerate(reversed(_rounds(size)), 1):
         given = borders[step + count] - borders[step]
         rows.send(phase, (rank + step) % size, (SCRATCH, borders[step]), given)
@@ -126,7 +126,7 @@ def reduce_scatter(shape: CallShape) -> Plan:
 
 
 def all_gather(shape: CallShape) -> Plan:
-    """log2 n rounds, n - 1 parts in and out, by way of scratch."""
+    """Gather in log2 n rounds, n - 1 blocks in and out, through scratch."""
     rows, size, rank = Rows(), shape.size, shape.rank
     borders, rounds = _borders(shape), _rounds(size)
     rows.copy(0, (SCRATCH, 0), (array(size), 0), shape.nbytes[rank])
@@ -141,6 +141,6 @@ def all_gather(shape: CallShape) -> Plan:
 
 
 def _borders(shape: CallShape) -> list[int]:
-    """Where the block of each rank begins in scratch, this rank's first, and where the last one ends."""
+    """Return where each rank's block begins in scratch, beginning with this rank's, and where the last one ends."""
     around = shape.nbytes[shape.rank :] + shape.nbytes[: shape.rank]
     return list(accumulate(around, initial=0))
