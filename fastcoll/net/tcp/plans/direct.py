@@ -1,13 +1,13 @@
-"""Every rank directly with every other, and what travels with the headers of the meeting.
+"""Plans in which each rank exchanges data with every other; and small calls, whose data travels with the headers.
 
-Small calls are over with the meeting, to which all their data is attached. Where data only moves, each pair decides by
-itself whether its data travels so, since a rank may not know what others get: both ranks of a pair know how many bytes
-are between them. Ranks take their peers in rotated order, `Limits.peers` of them at a time, so that no rank is sent to
-by all.
+A small call is complete after the meeting: all its data is attached to the headers. In kinds that only move data, each
+pair of ranks decides for itself whether to attach it, because a rank may not know what others receive; both ranks of a
+pair know how many bytes move between them. Ranks take their peers in rotated order, `Limits.peers` at a time, so that
+not all ranks send to the same one.
 
-A reduction's operands are combined in the order 0..n-1 in one pass, so results have the same bits as those of ranks
-that share memory, on every rank. Blocks travel in segments; while segment k travels, segment k-1 is reduced and then
-sent on with it, while it is in the cache.
+A reduction combines its operands in the order 0..n-1 in one pass, so every rank gets the same bits as ranks that share
+memory. Blocks travel in segments. While segment k travels, segment k-1 is reduced, and then sent on in the same phase,
+while it is in the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .shape import CallShape, array
 
 
 def attached(shape: CallShape) -> Plan:
-    """The plan of a call of which every payload fits; reductions combine the ranks in order, in one pass."""
+    """Plan a call whose data fits behind the headers; reductions combine the ranks in order, in one pass."""
     if shape.operation == "all_gather":
         return exchange(shape)
     rows, scatters = Rows(), shape.operation == "reduce_scatter"
@@ -39,15 +39,15 @@ def attached(shape: CallShape) -> Plan:
 
 
 def exchange(shape: CallShape) -> Plan:
-    """all_gather, gather, scatter and all_to_all: each rank's part or block to whoever gets it."""
+    """Plan an all_gather, gather, scatter or all_to_all: send each block to its rank."""
     rows, size, payload = Rows(), shape.size, shape.limits.payload
     _, gives, takes = shape.sizes()
-    # Ranks have an out, and a block or part, for each rank or one of each.
+    # Outputs, and inputs, are either one array or one for each rank.
     outs = {"scatter": 1, "gather": size if shape.is_root else 0}.get(shape.operation, size)
     several = shape.operation == "all_to_all" or (shape.operation == "scatter" and shape.is_root)
 
     def phase(step: int) -> int:
-        """The phase in which a rank sends to the one that is `step` further."""
+        """Return the phase in which a rank sends to the rank `step` further."""
         return (step % size - 1) // shape.limits.peers
 
     for peer in (shape.rank, *shape.others):
@@ -75,9 +75,9 @@ def _reduce_segment(
     sources: Sequence[int],
     goal: Location | None = None,
 ) -> Span:
-    """Segment k of each block goes to its rank in phase k, and is reduced there in phase k + 1; this rank's.
+    """Send segment k of each block to its rank in phase k, and reduce it there in phase k + 1; return this rank's span.
 
-    `sources` are the arrays of which the blocks are parts. The result goes to `goal`, or the same part of array 0.
+    `sources` are the arrays that hold the blocks. The result goes to `goal`, or to the same span of array 0.
     """
     own = parts.of(blocks[shape.rank], k)
     for peer in shape.others:
@@ -90,7 +90,7 @@ def _reduce_segment(
 
 
 def reduce_scatter(shape: CallShape) -> Plan:
-    """Each rank receives all of its block and reduces it: n - 1 blocks in and out."""
+    """Let each rank receive its block from all ranks and reduce it: n - 1 blocks in and out."""
     rows, size = Rows(), shape.size
     blocks = [Span(0, nbytes) for nbytes in shape.nbytes]
     parts = shape.segments(blocks, 2 * (size - 1))
@@ -100,10 +100,10 @@ def reduce_scatter(shape: CallShape) -> Plan:
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """As reduce_scatter, and each rank sends every other what it has reduced: 2 (n - 1)/n of the array in and out."""
+    """Reduce and scatter, then send each result to all ranks: 2 (n - 1)/n of the array in and out."""
     rows, size, x = Rows(), shape.size, array(0)
     blocks = even(shape.total, size, shape.itemsize)
-    if size == 2:  # each reduces one half as it arrives, without scratch
+    if size == 2:  # each rank reduces one half as it arrives, without scratch
         peer, parts = 1 - shape.rank, shape.segments(blocks, 1)
         for k in range(parts.number):
             own, theirs = (parts.of(blocks[rank], k) for rank in (shape.rank, peer))
@@ -123,7 +123,7 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def reduce(shape: CallShape) -> Plan:
-    """As reduce_scatter, and each rank sends the root what it has reduced: 2 (n - 1)/n of the array into the root."""
+    """Reduce and scatter, then send each result to the root: 2 (n - 1)/n of the array into the root."""
     rows, size = Rows(), shape.size
     blocks = even(shape.total, size, shape.itemsize)
     parts = shape.segments(blocks, 2 * (size - 1))
@@ -141,7 +141,7 @@ def reduce(shape: CallShape) -> Plan:
 
 
 def whole(shape: CallShape) -> Plan:
-    """Everything goes where it is combined in one pass: for two ranks, where no other way moves less."""
+    """Send complete arrays to the ranks that combine them, in one pass; for two ranks, where no plan moves less."""
     rows, entire = Rows(), Span(0, shape.total)
     takers, givers = shape.takers_and_givers()
     parts = shape.segments([entire], shape.size - 1)
@@ -159,14 +159,14 @@ def whole(shape: CallShape) -> Plan:
 
 
 def scan(shape: CallShape) -> Plan:
-    """Rank j receives block j of all ranks, reduces all its prefixes, and sends rank i the one that i needs.
+    """Let rank j receive block j of all ranks, reduce all its prefixes, and send rank i the prefix that i needs.
 
-    At most 2 (n - 1)/n of the array in and out. Prefixes combine ranks in order; each is made in one pass over its
-    operands when the call is ordered, so that it is rounded once, and from the one before it else. Rank r gets the
-    reduction of ranks 0..r, in exscan of 0..r-1: nothing on rank 0.
+    At most 2 (n - 1)/n of the array in and out. Prefixes combine ranks in order. In an ordered call each prefix is made
+    in one pass over its operands, so that it is rounded once; otherwise from the prefix before it. Rank r gets the
+    reduction of ranks 0..r; in exscan that of 0..r-1, and rank 0 nothing.
     """
     rows, size, rank, inclusive = Rows(), shape.size, shape.rank, shape.operation == "scan"
-    # Who gets something, and whose parts are needed:
+    # The first rank that has a result, and the number of ranks whose arrays are needed:
     first, givers = (0, size) if inclusive else (1, size - 1)
     blocks = even(shape.total, size, shape.itemsize)
     parts = shape.segments(blocks, 3 * size)
@@ -185,7 +185,7 @@ def scan(shape: CallShape) -> Plan:
             if not shape.ordered and each > first:
                 sources = [prefixes[each - 1], sources[-1]]
             rows.fold(k + 1, prefixes[each], own.nbytes, sources)
-        if rank >= first:  # after all others, since this rank's array may be what is written
+        if rank >= first:  # last, since the output may be this rank's array
             rows.copy(k + 1, (array(0), own.offset), prefixes[rank], own.nbytes)
         for peer in shape.others:
             if peer >= first:
@@ -196,7 +196,7 @@ def scan(shape: CallShape) -> Plan:
 
 
 def broadcast(shape: CallShape) -> Plan:
-    """The root sends each other rank a block, which that sends on to the rest: all links carry at most the array."""
+    """Send each rank a block from the root, which it sends on to the others: no link carries more than the array."""
     rows = Rows()
     takers = [rank for rank in range(shape.size) if rank != shape.root]
     blocks = dict(zip(takers, even(shape.total, len(takers), shape.itemsize), strict=True))

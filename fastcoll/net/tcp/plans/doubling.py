@@ -1,9 +1,9 @@
 """Recursive doubling and halving: log2 n steps with partners at distances 1, 2, 4, ... .
 
-Where n is no power of two, the first ranks are joined in pairs: the even one hands its array to the odd one and gets
-the result back in the end. So every partial result covers adjacent ranks, and operands are combined in rank order;
-which ones are combined first depends on n. Both partners combine the same operands in the same way: all ranks have
-the same bits.
+Where n is no power of two, the first ranks form pairs: the even rank sends its array to the odd one, and receives the
+result at the end. So every partial result covers adjacent ranks, and operands are combined in rank order; which ones
+are combined first depends on n. Both partners combine the same operands in the same order, so all ranks get the same
+bits.
 
 Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 19 (2005).
 """
@@ -16,9 +16,9 @@ from .shape import CallShape, array
 
 
 def _partners(size: int, rank: int) -> tuple[list[int], bool] | None:
-    """With whom a rank exchanges, step by step, and whether it works for the one before it as well.
+    """Return a rank's partner in each step, and whether it also acts for the rank before it.
 
-    A power of two take part; each of the others is joined to the rank after it: None.
+    A power of two of the ranks take part. Returns None for another rank, for which the rank after it acts.
     """
     steps = size.bit_length() - 1
     joined = size - (1 << steps)
@@ -37,7 +37,7 @@ def _leave_to_next(shape: CallShape, last: int) -> Plan:
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """Recursive doubling: the whole array in each of log2 n steps."""
+    """Do recursive doubling: the complete array in each of log2 n steps."""
     rows, rank, x, last = Rows(), shape.rank, (array(0), 0), shape.size.bit_length()
     if (partners := _partners(shape.size, rank)) is None:
         return _leave_to_next(shape, last)
@@ -55,9 +55,9 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def halving(shape: CallShape) -> Plan:
-    """Recursive halving, then doubling: n/2, n/4, ... of the array in 2 log2 n steps, 2 (n - 1)/n of it in all.
+    """Do recursive halving, then doubling: 1/2, 1/4, ... of the array in 2 log2 n steps, 2 (n - 1)/n of it in all.
 
-    Where n is no power of two, ranks that work for two receive and send the whole array besides.
+    Where n is no power of two, a rank that acts for two also receives and sends the complete array once.
     """
     rows, rank, x, last = Rows(), shape.rank, array(0), 2 * shape.size.bit_length() - 1
     if (partners := _partners(shape.size, rank)) is None:
@@ -79,7 +79,7 @@ def halving(shape: CallShape) -> Plan:
 
 
 def scan(shape: CallShape) -> Plan:
-    """Prefix reduction: in step k every rank sends what it has to the rank 2**k further; the array log2 n times.
+    """Reduce prefixes: in step k, each rank sends its partial result to the rank 2**k further; the array log2 n times.
 
     Operands are combined in rank order; which ones first depends on the rank.
     Hillis and Steele: Data Parallel Algorithms, CACM 29 (1986).
@@ -98,7 +98,7 @@ def scan(shape: CallShape) -> Plan:
             continue
         rows.recv(step, below, landing, total)
         rows.fold(step + 1, sum_place, total, [landing, current])
-        if not inclusive:  # after the sum, since out may be x
+        if not inclusive:  # after the sum, since the output may be x
             rows.fold(step + 1, out, total, [landing, out] if step else [landing])
         current = sum_place
     return rows.plan(3 * total)

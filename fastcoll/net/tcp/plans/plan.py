@@ -1,33 +1,33 @@
-"""What a plan is: the steps of one rank in one collective, as a table of integers that the engine runs.
+"""The format of a plan: the steps of one rank in one collective, as a table of integers that the engine runs.
 
     column     meaning
-    PHASE      rows are sorted by it; the rows of a phase run concurrently, and a phase begins when all rows of
-               the one before are complete on this rank
+    PHASE      rows are sorted by phase; the rows of a phase run concurrently, and a phase begins when all rows of
+               the previous phase are complete on this rank
     KIND       one of the kinds below
     PEER       the other rank; for FOLD the number of SOURCE rows that follow
-    BUFFER     what the row writes, or for SEND, SOURCE and PAYLOAD reads: see "buffers"
+    BUFFER     the buffer that the row writes, or for SEND, SOURCE and PAYLOAD reads (see below)
     OFFSET     bytes into BUFFER
     NBYTES     size
-    BUFFER2    COPY: what it reads
-    OFFSET2    COPY: bytes into BUFFER2; REDUCE: 1 when the received operand stands on the left
+    BUFFER2    COPY: the buffer that it reads
+    OFFSET2    COPY: bytes into BUFFER2; REDUCE: 1 if the received operand is the left one
 
     kind       meaning
-    SEND       send to PEER; complete when the bytes are in the kernel, so that the buffer may be changed
+    SEND       send to PEER; complete when the kernel has the bytes, so that the buffer may be changed
     RECV       receive from PEER
-    REDUCE     receive from PEER and reduce into the buffer as bytes land
+    REDUCE     receive from PEER, and reduce into the buffer as bytes arrive
     FOLD       local: reduce the SOURCE rows that follow, in row order, into the buffer, which may be one of them
     SOURCE     an operand of the FOLD above
-    COPY       local copy; both places may be the same
-    PAYLOAD    PHASE -1: send to PEER with the header of the meeting; PEER finds it in its FRAMES, at this
+    COPY       local copy; both locations may be the same
+    PAYLOAD    PHASE -1: send to PEER with the header of the meeting; PEER reads it in its FRAMES, at this
                rank times the stride
 
 A SEND has its RECV or REDUCE in the same phase of the peer's plan, with the same size; the rows of one pair and
-direction belong together in row order. So the ranks that are in the lowest phase can always go on, and no plan
-blocks, however little the connections hold. Local rows lead their phase and are executed, in row order, before its
-communication begins. Nothing that a phase sends or reads locally is written by a receive of the same phase.
+direction match in row order. So the ranks in the lowest phase can always go on, and no plan blocks, however little the
+connections buffer. Local rows are the first of their phase, and run in row order before its communication begins. No
+receive of a phase writes bytes that the same phase sends or reads locally.
 
-Buffers: SCRATCH is the group's, `Plan.scratch` bytes; FRAMES holds what was attached to the headers; the arrays of the
-call come after them:
+Buffers: SCRATCH belongs to the group and has `Plan.scratch` bytes; FRAMES holds the data attached to the headers; the
+arrays of the call follow:
 
     all_reduce            x
     reduce, scan, exscan  out, x           out may be x; reduce writes it on the root only
@@ -60,14 +60,14 @@ Location = tuple[int, int]
 
 
 class Plan(NamedTuple):
-    """One rank's part in a collective: its table, and the bytes that SCRATCH must have."""
+    """One rank's table for a collective, and the bytes that SCRATCH must have."""
 
     table: Table
     scratch: int
 
 
 class Rows:
-    """Collects the rows of a plan; rows of no bytes are left out, as they are on the peer."""
+    """Collects the rows of a plan. Rows of no bytes are left out, on the peer as well."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
@@ -79,11 +79,11 @@ class Rows:
         self._add(phase, RECV, peer, location, nbytes)
 
     def reduce(self, phase: int, peer: int, location: Location, nbytes: int, left: bool) -> None:
-        """Receive and reduce; `left` when what is received is the left operand."""
+        """Receive and reduce; `left`: the received operand is the left one."""
         self._add(phase, REDUCE, peer, location, nbytes, (0, int(left)))
 
     def fold(self, phase: int, location: Location, nbytes: int, sources: Sequence[Location]) -> None:
-        """Reduce `sources` into `place`; a copy where there is one only."""
+        """Reduce `sources` into `location`, or copy if there is only one."""
         if len(sources) == 1:
             self.copy(phase, location, sources[0], nbytes)
         elif nbytes:
@@ -99,7 +99,7 @@ class Rows:
         self._add(ATTACHED, PAYLOAD, peer, location, nbytes)
 
     def plan(self, scratch: int = 0) -> Plan:
-        """All rows, sorted by phase with local rows first, else in the order in which they were added."""
+        """Return all rows, sorted by phase with local rows first, otherwise in the order in which they were added."""
         rows = sorted(self._rows, key=lambda row: (row[PHASE], row[KIND] not in LOCAL))
         table = np.array(rows, np.int64).reshape(len(rows), COLUMNS)
         table.setflags(write=False)  # plans are cached and shared

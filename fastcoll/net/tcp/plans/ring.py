@@ -1,7 +1,7 @@
-"""Around the ring: every rank talks to its neighbours only, in n - 1 steps a turn, with as few bytes as possible.
+"""Algorithms around the ring: each rank exchanges data only with its neighbours, n - 1 steps a round, the fewest bytes.
 
-A block's reduction begins with the rank after the one that ends up with it and goes around, so operands are combined
-in another order for each block; all ranks get the same bits.
+The reduction of a block begins with the rank after the one that gets it, and goes around the ring, so operands are
+combined in another order for each block; all ranks get the same bits.
 
 Patarasuk and Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
 """
@@ -16,7 +16,7 @@ from .shape import CallShape, array
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """One half of the array goes around each way: 2 (n - 1) steps, 2 (n - 1)/n of the array in and out."""
+    """Send one half of the array around in each direction: 2 (n - 1) steps, 2 (n - 1)/n of the array in and out."""
     rows, size, rank, x = Rows(), shape.size, shape.rank, array(0)
     for half, direction in zip(even(shape.total, 2, shape.itemsize), (1, -1), strict=True):
         blocks = [
@@ -36,7 +36,7 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def reduce_scatter(shape: CallShape) -> Plan:
-    """n - 1 steps, n - 1 blocks in and out; partial results pass through two blocks of scratch."""
+    """Reduce and scatter in n - 1 steps, n - 1 blocks in and out; partial results use two blocks of scratch."""
     rows = Rows()
     sources = [(array(1 + rank), 0) for rank in range(shape.size)]
     _reduce_through(shape, rows, sources, shape.nbytes, (array(0), 0))
@@ -44,7 +44,7 @@ def reduce_scatter(shape: CallShape) -> Plan:
 
 
 def reduce(shape: CallShape) -> Plan:
-    """As reduce_scatter, then the blocks go to the root: n - 1 steps and the root's n - 1 receives."""
+    """Reduce and scatter, then send the blocks to the root: n - 1 steps, and n - 1 receives on the root."""
     rows, size, rank = Rows(), shape.size, shape.rank
     blocks = even(shape.total, size, shape.itemsize)
     longest, own = blocks[0].nbytes, blocks[rank]
@@ -65,7 +65,7 @@ def reduce(shape: CallShape) -> Plan:
 def _reduce_through(
     shape: CallShape, rows: Rows, sources: Sequence[Location], nbytes: Sequence[int], result: Location
 ) -> None:
-    """Phases 0 to n - 1: reduce without writing into the sources; block `rank` becomes the result."""
+    """Reduce in phases 0 to n - 1 without writing into the sources; the result is block `rank`."""
     size, rank = shape.size, shape.rank
     stride = max(nbytes)
     partial = sources[(rank - 1) % size]
@@ -80,7 +80,7 @@ def _reduce_through(
 
 
 def all_gather(shape: CallShape) -> Plan:
-    """Both ways at once, whole parts: n/2 steps, n - 1 parts in and out."""
+    """Gather complete blocks in both directions at once: n/2 steps, n - 1 blocks in and out."""
     rows, rank = Rows(), shape.rank
     rows.copy(0, (array(rank), 0), (array(shape.size), 0), shape.nbytes[rank])
     gather_around(rows, rank, [(array(each), 0) for each in range(shape.size)], shape.nbytes)
@@ -90,7 +90,7 @@ def all_gather(shape: CallShape) -> Plan:
 def gather_around(
     rows: Rows, rank: int, locations: Sequence[Location], nbytes: Sequence[int], first: int = 0
 ) -> None:
-    """From phase `first` on, let all ranks have what lies at all places, of which each has its own."""
+    """From phase `first` on, give all ranks the contents of all locations; each rank begins with its own."""
     size = len(locations)
     for direction, steps in ((1, size // 2), (-1, (size - 1) // 2)):
         for step in range(steps):

@@ -1,4 +1,4 @@
-"""A call as plans see it: who takes part and how many bytes, but no arrays; and the limits that plans keep to."""
+"""A call as plans see it: ranks and sizes, but no arrays; and the limits of plans."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from ....core.partition import Segments, Span
 from ....core.sizes import Sizes, sizes_of
 from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Location
 
-HEADER_BYTES = 64  # of the meeting: a cache line, so that what follows is aligned
+HEADER_BYTES = 64  # of the meeting: a cache line, so that the data behind a header is aligned
 MEET_RANKS = 16
-"""Up to so many ranks everybody sends its header to everybody, and small data with it; more ranks meet in steps."""
+"""Up to so many ranks each sends its header, and small data with it, to every other; more ranks meet in rounds."""
 
 
 class Limits(NamedTuple):
-    """What a group's engine can do, in bytes."""
+    """Limits of a group's plans, in bytes."""
 
-    payload: int  # may be attached to a header; 0 where nothing may
-    segment: int = 256 << 10  # of what travels between two ranks before it is reduced
-    at_once: int = 8 << 20  # of all segments that a rank receives in one phase; segments shrink to keep to it
-    peers: int = 16  # with how many others a rank exchanges data in one phase
+    payload: int  # most that may be attached to a header; 0: nothing
+    segment: int = 256 << 10  # most that travels between two ranks before it is reduced
+    at_once: int = 8 << 20  # of all segments that a rank receives in one phase; segments shrink to fit
+    peers: int = 16  # ranks with which a rank exchanges data in one phase
 
     @property
     def stride(self) -> int:
-        """From one rank's payload in FRAMES to the next one's: a frame is a header with a payload."""
+        """Bytes from one rank's payload in FRAMES to the next one's: a header and a payload."""
         return HEADER_BYTES + self.payload
 
 
 def default_limits(size: int) -> Limits:
-    """Limits for a group of `size` ranks: payloads of at most 64 KiB in all, but at least 2 KiB to each peer."""
+    """Return the limits of a group: payloads of at most 64 KiB in all, but at least 2 KiB to each peer."""
     return Limits(max(2 << 10, (64 << 10) // (size - 1) // 64 * 64) if 1 < size <= MEET_RANKS else 0)
 
 
@@ -42,11 +42,11 @@ class CallShape(NamedTuple):
         nbytes: all_reduce, reduce, scan, exscan, broadcast: (bytes of the array,); reduce_scatter: of each block;
             all_gather: of each out; gather and scatter: of each out or block on the root, (bytes of the own
             array,) elsewhere; all_to_all: of each out, then of each block; barrier: ().
-        limits: of the group; the same on all ranks, as is all that follows.
-        itemsize: bytes of what is reduced, 1 where nothing is.
+        limits: of the group. These and all attributes below are the same on all ranks.
+        itemsize: bytes of a reduced element; 1 where nothing is reduced.
         root: of broadcast, reduce, gather and scatter.
-        ordered: whether the reduction must combine the ranks in order (it does not commute, or rounds so
-            coarsely that the order shows).
+        ordered: whether the reduction must combine the ranks in rank order (it does not commute, or rounds so
+            coarsely that the order matters).
     """
 
     operation: str
@@ -60,7 +60,7 @@ class CallShape(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of the array, where the operation has one; of all arrays else."""
+        """Bytes of the array, or of all blocks together."""
         return sum(self.nbytes)
 
     @property
@@ -69,15 +69,15 @@ class CallShape(NamedTuple):
 
     @property
     def others(self) -> list[int]:
-        """All other ranks, the next one first, so that not all ranks begin with the same one."""
+        """All other ranks, beginning with the next one, so that not all ranks begin with the same one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def sizes(self) -> Sizes:
-        """What the ranks compare of the sizes."""
+        """Return the sizes that ranks compare."""
         return sizes_of(self.operation, self.size, self.rank, self.nbytes, self.root)
 
     def takers_and_givers(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Where all ranks' whole arrays count: whom a rank's goes to, and whose are combined or copied there."""
+        """Return the ranks that need this rank's array, and the ranks (with itself) whose arrays this one needs."""
         rank, size = self.rank, self.size
         found: dict[str, tuple[Sequence[int], Sequence[int]]] = {
             "reduce": ([], range(size)) if self.is_root else ([self.root], []),
@@ -89,23 +89,23 @@ class CallShape(NamedTuple):
         return found.get(self.operation, (self.others, range(size)))
 
     def segments(self, blocks: Sequence[Span], at_once: int) -> Segments:
-        """Segments of equal size for blocks of which a rank receives `at_once` at the same time."""
+        """Return equal segments of blocks, of which a rank receives `at_once` at the same time."""
         most = min(self.limits.segment, self.limits.at_once // max(at_once, 1))
         return Segments.of_blocks(blocks, most, self.itemsize)
 
     def landing(self, k: int, peer: int, parts: Segments) -> Location:
-        """Where segment k of a peer lands, in one of two sets in SCRATCH that take turns."""
+        """Return where to receive segment k of a peer: in one of two sets in SCRATCH that alternate."""
         return SCRATCH, (k % 2 * self.size + peer) * parts.nbytes
 
     def operands(self, own: Location, k: int, parts: Segments) -> list[Location]:
-        """Segment k of all ranks, this rank's own and what has landed."""
+        """Return segment k of all ranks: this rank's own, and those received."""
         return [own if peer == self.rank else self.landing(k, peer, parts) for peer in range(self.size)]
 
     def framed(self, rank: int) -> Location:
-        """Where that lies which a rank attached to its header."""
+        """Return the location of the data that a rank has attached to its header."""
         return FRAMES, rank * self.limits.stride
 
 
 def array(index: int) -> int:
-    """The buffer that is the call's array number `index`."""
+    """Return the buffer number of the call's array `index`."""
     return FIRST_ARRAY + index
