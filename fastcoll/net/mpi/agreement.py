@@ -1,9 +1,9 @@
-"""Waiting for MPI's requests, and the meeting that every collective over MPI begins with.
+"""Waiting for MPI's requests, and the meeting that begins every collective over MPI.
 
-Waiting is compiled, with looks at signals, peers and the clock in between. In the meeting each rank tells every other
-what it calls: a row travels between each two ranks by persistent requests, which can be taken back and show who has not
-come; a collective operation of MPI can neither. It has 40 bytes and, where it is small, the rank's data: MPI lets a
-message be shorter than the memory for it, so rows of a few sizes go to the same requests.
+Waits are compiled, and return to Python in between, which looks at signals, peers and the clock. In the meeting each
+rank sends every other rank a row with its call. Rows travel by persistent requests, which can be cancelled, and which
+show whose row has not arrived; a collective operation of MPI can do neither. A row has 40 bytes and, where it is small,
+the rank's data. MPI lets a message be shorter than the receive buffer, so rows of a few sizes match the same requests.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from . import compiled as c
 from . import compiled as words
 from .library import MpiLibrary
 
-_BUDGET = 50_000_000  # ns until Python looks at signals, deadlines and peers
-_SERIAL_BUDGET = 1_000_000  # where other threads wait for this one's turn with MPI
+_BUDGET = 50_000_000  # ns after which a wait returns so that Python looks at signals, deadlines and peers
+_SERIAL_BUDGET = 1_000_000  # the same where one lock serialises all threads that use MPI
 _LOOK_EVERY = 0.05
-# Sweeps before a thread yields, and before it sleeps; a sweep takes some 0.2 us. With more ranks than cores a
-# spinning rank keeps the core from those it waits for.
+# Sweeps before a thread yields, and before it sleeps; a sweep takes some 0.2 us. With more ranks than cores, a spinning
+# rank would occupy the core of a rank that it waits for.
 _DEDICATED, _OVERSUBSCRIBED = (300, 1000), (0, 200)
 
 _abandoned: list[Any] = []
-"""Requests that nobody waits for any more, and what they read or write: MPI may use it until it is finalized."""
+"""Requests that no thread waits for, and the memory that they read or write: MPI may use it until it is finalized."""
 
 
 class Requests:
-    """Waits for requests, one wait at a time; `dedicated` says whether every rank of this host has a core of its own.
+    """Waits for requests, one wait at a time; `dedicated`: every rank of this host has a core of its own.
 
     Attributes:
-        address: of the table, until there are more requests than ever, or than were reserved for.
+        address: of the table; changes when `load` or `reserve` enlarges it.
     """
 
     def __init__(self, library: MpiLibrary, dedicated: bool) -> None:
@@ -54,38 +54,38 @@ class Requests:
         self._looked = 0.0
 
     def ring(self) -> None:
-        """Have a wait under way come back at once. From any thread."""
+        """Make the current wait return at once. Any thread may call this."""
         self._table[words.BELL] = 1
 
     def silence(self) -> None:
-        """The next wait goes on until something happens."""
+        """Let the next wait last until a request is complete."""
         self._table[words.BELL] = 0
 
     def handles(self, requests: Sequence[Any]) -> list[int]:
-        """The addresses of the requests' handles, valid while these live."""
+        """Return the addresses of the requests' handles, valid while the requests live."""
         address = self._library.MPI._addressof
         return [address(request) for request in requests]
 
     def reserve(self, count: int) -> None:
-        """Make room for so many requests."""
+        """Allocate slots for so many requests."""
         if words.SLOTS + count > self._table.size:
             self._table = np.concatenate([self._table, np.zeros(2 * count, np.int64)])
             self.address = address_of(self._table)
 
     def load(self, handles: Sequence[int]) -> None:
-        """Take requests in hand; they must be active."""
+        """Set the requests to wait for; they must be active."""
         count = len(handles)
         self.reserve(count)
         self._table[words.SLOTS : words.SLOTS + count] = handles
         self._table[words.COUNT] = count
 
     def open(self) -> list[int]:
-        """The places of those that are not complete."""
+        """Return the slots of the requests that are not complete."""
         count = int(self._table[words.COUNT])
         return np.flatnonzero(self._table[words.SLOTS : words.SLOTS + count]).tolist()
 
     def poll(self, mode: int) -> bool:
-        """Wait at most 50 ms for those in hand; whether that was enough. An MPI.Exception: one of them failed."""
+        """Wait at most 50 ms for the loaded requests; return whether that was enough. MPI.Exception: one failed."""
         self._table[words.MODE] = mode
         with self._library.lock:
             code = words.poll.call(self.address)
@@ -96,7 +96,7 @@ class Requests:
         return code == DONE
 
     def pause(self, look: Callable[[], None]) -> None:
-        """Between two waits that were not enough: let other threads have their turn, and look every 50 ms."""
+        """Between two waits: let other threads take the lock, and call `look` every 50 ms."""
         self._give_way()
         if not self._library.serial or time.monotonic() - self._looked >= _LOOK_EVERY:
             self._looked = time.monotonic()
@@ -104,10 +104,10 @@ class Requests:
 
     def _give_way(self) -> None:
         if self._library.serial:
-            time.sleep(1e-5)  # or the lock would be ours again before another thread has woken up
+            time.sleep(1e-5)  # else this thread takes the lock again before another one has woken up
 
     def finish(self, requests: Sequence[Any], look: Callable[[], None], mode: int, keep: Any = ()) -> None:
-        """Wait until all are complete, or `look`, called every 50 ms, raises; then MPI may go on with `keep`."""
+        """Wait until all requests are complete; if `look`, called every 50 ms, raises, abandon them and `keep`."""
         self.load(self.handles(requests))
         try:
             while not self.poll(mode):
@@ -118,29 +118,29 @@ class Requests:
 
 
 def abandon(requests: Sequence[Any], keep: Any = ()) -> None:
-    """Never wait for these; MPI has no way to take back what others may be reading."""
+    """Keep requests and their memory until MPI is finalized; MPI cannot cancel what a peer may be reading."""
     _abandoned.append((list(requests), keep))
 
 
 ROOMS = (88, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
-"""Bytes of data for which there are rows. all_reduce of two ranks on a 2-core AMD EPYC, in a row and otherwise: 1 KiB
-2.5 and 21 us, 16 KiB 18 and 38, 64 KiB 51 and 74 (MPICH 5.0.2; Open MPI 5.0.11: 3.7 and 22, 20 and 37, 51 and 73); of
-four ranks 12 and 118, 43 and 178, 86 and 232."""
+"""Bytes of data that rows have room for. all_reduce of two ranks on a 2-core AMD EPYC, with the data in rows and
+without: 1 KiB 2.5 and 21 us, 16 KiB 18 and 38, 64 KiB 51 and 74 (MPICH 5.0.2; Open MPI 5.0.11: 3.7 and 22, 20 and 37,
+51 and 73); of four ranks 12 and 118, 43 and 178, 86 and 232."""
 MEETING_WORDS = c.LIMITS + len(ROOMS)  # of the context of compiled.py, at most
-_MOST_BYTES = 256 << 10  # of all ranks' data together, which each rank keeps
+_MOST_BYTES = 256 << 10  # most that each rank keeps for the data of all ranks
 
 
 class Prepared:
-    """A call as it is prepared once for all calls that are alike.
+    """A call, prepared once for all calls that are alike.
 
     Args:
         code: the call word of core/signature.py.
         sizes: bytes that the rank contributes, gives and expects.
-        finish: the words from FINISH on; none: the rest is left to Python.
+        finish: the words from FINISH on; none: Python does the rest after the meeting.
 
     Attributes:
-        address: of its words in compiled.py.
-        finishes: whether the compiled call does all of it.
+        address: of the words of a call in compiled.py.
+        finishes: whether the compiled call does everything.
     """
 
     def __init__(self, code: int, sizes: Sizes, rank: int, finish: Sequence[int]) -> None:
@@ -150,19 +150,19 @@ class Prepared:
 
 
 def row_sizes(ranks: int) -> list[int]:
-    """The sizes of rows in bytes, ascending, in a group of so many ranks."""
+    """Return the sizes of rows in bytes, ascending, in a group of so many ranks."""
     rooms = [room for room in ROOMS if room == ROOMS[0] or room * ranks <= _MOST_BYTES]
     return [c.HEAD_BYTES + room for room in rooms]
 
 
 class RowExchange:
-    """The rows of a group's ranks, which travel with a `tag` of their own.
+    """The exchange of rows between a group's ranks, with a `tag` of its own.
 
     Attributes:
         address: of the context of compiled.py.
         room: bytes that a rank may attach.
-        rows: of the call under way, by group rank; a word each of what compiled.py names ROW_...
-        attached: the address of what each rank attached.
+        rows: of the current call, by group rank; the words are the ROW_... of compiled.py.
+        attached: the address of each rank's attached data.
     """
 
     def __init__(
@@ -198,12 +198,12 @@ class RowExchange:
         return int(self._words[word])
 
     def end(self, how: str = "done") -> None:
-        """The call has ended so, one of record.ENDS."""
+        """End the call; `how` is one of record.ENDS."""
         self._words[c.IN_PROGRESS] = 0
         self._record.end(self[c.CALLS], how)
 
     def meet(self, said: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]) -> int:
-        """Begin a call; DONE or MISMATCH once all rows are here; `look` is as for Requests.finish.
+        """Begin a call, and wait for all rows: DONE or MISMATCH; `look` is as for Requests.finish.
 
         `near`: whether MPI's collective operations can address this rank's arrays; `attached`: at most `room` bytes.
         """
@@ -213,7 +213,7 @@ class RowExchange:
         return self.resume(code, lambda: c.meet.call(self.address | c.RESUMED, said.address), look)
 
     def resume(self, code: int, again: Callable[[], int], look: Callable[[], None]) -> int:
-        """What a compiled call returns in the end, if it has come back with `code`; `again` calls it again."""
+        """Return the final status of a compiled call that has returned `code`; `again` calls it again."""
         try:
             while code == AGAIN:
                 self._requests.pause(look)
@@ -227,11 +227,11 @@ class RowExchange:
         return code
 
     def late(self) -> list[int]:
-        """The group ranks whose rows have not come."""
+        """Return the group ranks whose rows have not arrived."""
         return [self._peers[slot] for slot in self._requests.open() if slot < len(self._peers)]
 
     def free(self) -> None:
-        """Release the requests; none may be active."""
+        """Free the requests; none may be active."""
         with self._library.lock:
             for request in self._persistent:
                 request.Free()

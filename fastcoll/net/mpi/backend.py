@@ -1,12 +1,12 @@
-"""The ranks of an MPI job as a group, through the MPI library that mpi4py has found.
+"""The backend of the ranks of an MPI job, through the MPI library that mpi4py has found.
 
-Each call begins with a meeting of its own (agreement.py), so calls that do not match are refused on all ranks before
-MPI, which does not look, moves anything. Then MPI moves the data, and our reducers combine it (execution.py); small
-data has come with the meeting. A synchronous call on small plain arrays that was seen before is one compiled call.
-Every wait comes back every 50 ms to look at signals, the clock and the peers.
+Each call begins with a meeting of its own (agreement.py), because MPI does not check that calls match: a mismatch is
+refused on all ranks before MPI moves data. Then MPI moves the data, and our reducers combine it (execution.py); small
+data has arrived with the meeting. A synchronous call on small plain arrays that was prepared before is one compiled
+call. Every wait returns every 50 ms to look at signals, the clock and the peers.
 
-A call on arrays in the memory of GPUs is another one than that on the host's, and nothing of theirs is in a row.
-Messages are those of the p2p room over a pipe of MPI (pipe.py).
+A call on arrays in GPU memory differs from the same call on host arrays, and its data never travels in rows. Messages
+use the engine of p2p/ with a pipe over MPI (pipe.py).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from .pipe import INLINE_BYTES, MpiPipe
 
 _CLOSE_SECONDS = 5.0
 _NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
-_LITTLE = 4 << 10  # bytes of an array that goes with the meeting to all ranks, though it is for one
+_LITTLE = 4 << 10  # bytes up to which an array for one rank is attached to the meeting, which sends it to all
 
 
 class MpiBackend(Backend):
-    """Collectives and point-to-point between the ranks of an MPI job. A group is a communicator."""
+    """Collectives and point-to-point between the ranks of an MPI job. Each group has a communicator."""
 
     name = "mpi"
 
@@ -66,13 +66,15 @@ class MpiBackend(Backend):
         timeout: float,
         crowd: Sequence[Member] | None = None,
     ) -> MpiBackend:
-        """Make the group's communicator; collective. As TcpBackend.make, and raises UnavailableError where MPI is not
-        there, or the members are not ranks of one MPI job.
+        """Make the group's communicator; collective. Arguments and errors are those of TcpBackend.make.
+
+        Raises:
+            UnavailableError: there is no MPI, or the members are not ranks of one MPI job.
         """
         library = load()
         comm, cuda_aware = make_comm(library, store, name, members, rank, timeout)
         here = [member for member in crowd or members if member.boot_id == members[rank].boot_id]
-        dedicated = len(here) <= len(os.sched_getaffinity(0))  # there is a core for each rank of this host
+        dedicated = len(here) <= len(os.sched_getaffinity(0))  # each rank of this host has a core
         gate = Gate(name, [member.rank for member in members], rank, timeout)
         return cls(library, comm, gate, members, dedicated, cuda_aware)
 
@@ -99,7 +101,7 @@ class MpiBackend(Backend):
         self._host = self._execution(HostMemory(gate.size))
         self._gpus: Execution | None = None
         room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
-        # Kinds of which a rank gives one array, and how large it may be to be attached.
+        # Kinds in which a rank contributes one array: up to how many bytes it is attached.
         self._most_attached = {
             name: little if kind.root == "dst" else room
             for name, kind in KINDS.items()
@@ -120,8 +122,8 @@ class MpiBackend(Backend):
     # ---- calls -------------------------------------------------------------------------------------
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        """See ProcessGroup. Takes arrays on GPUs too, after `take_gpus`: then the call returns whether it did it, which
-        all ranks do alike or none.
+        """See Backend. After `take_gpus`, arrays may be on GPUs; then the call returns whether it was carried out,
+        which is the same on all ranks.
         """
         kind, outputs, inputs, op, root, parts = operation
         arrays = inputs or outputs
@@ -140,7 +142,7 @@ class MpiBackend(Backend):
         attached = gives[0] if fits and (kind != "broadcast" or self.gate.rank == root) else (0, 0)
         has_blocks = KINDS[kind].has_blocks
         near = not has_blocks or on_gpu or (are_near(takes) and are_near(gives))
-        can_reduce = op is None or how is not None  # which a GPU may not be
+        can_reduce = op is None or how is not None  # false if a GPU cannot reduce these arrays
 
         def call() -> bool:
             self.gate.check_usable()
@@ -165,7 +167,7 @@ class MpiBackend(Backend):
         return call
 
     def _prepare(self, key: CallKey, how: Reducer | None) -> Prepared:
-        """What this rank says of a call, and what is left to do of it where all data is attached.
+        """Prepare what this rank sends in the meeting, and what remains of the call if all data is attached.
 
         The variant of the key is whether the arrays are on GPUs.
         """
@@ -185,23 +187,23 @@ class MpiBackend(Backend):
         return Prepared(key.word | c.ON_GPU * on_gpu, sizes, self.gate.rank, finish)
 
     def _look(self) -> None:
-        """Every 50 ms of a call: raise if going on is hopeless."""
+        """Raise if the current call cannot complete; called every 50 ms."""
         self._wait.look()
 
     def _head(self) -> tuple[int, int, int]:
-        """Number, call word and shape of the call under way."""
+        """Return number, call word and shape of the current call."""
         _, code, shape = self._meeting.rows[self.gate.rank, : c.ROW_BALANCE].tolist()
         return self._meeting[c.CALLS], code & ~c.ON_GPU, shape
 
     def _late(self) -> list[int]:
-        """The group ranks that have not come; once all have, those that may still be in the call."""
+        """Return the group ranks that have not arrived; after the meeting, those that may still be in the call."""
         if not self._moving:
             return self._meeting.late()
         others = (rank for rank in range(self.gate.size) if rank != self.gate.rank)
         return [rank for rank in others if not self.monitor.has_left(rank)]
 
     def _mismatch(self, prepared: Prepared) -> Exception:
-        """The error of calls that differ, which all ranks have seen; the group goes on."""
+        """Return the error of calls that differ, which all ranks have found; the group stays usable."""
         rows = self._meeting.rows[:, c.ROW_CODE : c.ROW_SHAPE + 1].tolist()
         heads = [(code & ~c.ON_GPU, shape) for code, shape in rows]
         on_gpus = [self.gate.ranks[rank] for rank, (code, _) in enumerate(rows) if code & c.ON_GPU]
@@ -215,12 +217,12 @@ class MpiBackend(Backend):
         return error
 
     def _gather(self, everybody: Array, own: Array) -> None:
-        """Every rank's array; all of them ask, since all have seen that something does not fit."""
+        """Do an all_gather without a meeting, in which all ranks take part because all have found the mismatch."""
         blocks, x = self._host.memory.blocks(list(everybody)), self._host.memory.blocks([own])
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
 
     def _failed_call(self, error: BaseException) -> BaseException:
-        """What to raise for an exception; the group fails if it was half-way, since the peers go on with it."""
+        """Return the error to raise for an exception; fail the group if the call has begun: peers continue it."""
         if isinstance(error, self._library.MPI.Exception):
             error = AbortedError(f"{self._collective.doing()}: the MPI library says: {error}")
         if isinstance(error, GroupError) or self._meeting[c.IN_PROGRESS]:
@@ -230,9 +232,9 @@ class MpiBackend(Backend):
     # ---- small plain arrays, in one compiled call ------------------------------------------------------
 
     def _at_once(self, key: Any, arrays: tuple[Array, ...]) -> bool:
-        """Do a synchronous call that was seen before, so what was prepared for it is known to be right.
+        """Carry out a synchronous call that was prepared before, unless others are queued.
 
-        Only with nothing before it, and where MPI was initialised for many threads. False: it takes the general way.
+        False: take the general path, also where MPI was initialised without MPI_THREAD_MULTIPLE.
         """
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.finishes or self._library.serial or not self.gate.is_clear():
@@ -242,7 +244,7 @@ class MpiBackend(Backend):
         return True
 
     def _carry_out(self, prepared: Prepared, out: Any, x: Any) -> None:
-        """The call itself, by the thread that has the turn."""
+        """Carry out a prepared call, holding the turn."""
         self.gate.check_usable()
         context, call = self._meeting.address, prepared.address
         try:
@@ -259,23 +261,23 @@ class MpiBackend(Backend):
     # ---- GPUs --------------------------------------------------------------------------------------
 
     def take_gpus(self, memory: Memory, current: Callable[[], AbstractContextManager[None]]) -> None:
-        """From now on `plan` also takes dense arrays on GPUs, which `memory` knows; all libraries must be CUDA-aware.
+        """Let `plan` accept dense arrays in GPU memory, `memory`; the MPI libraries of all ranks must be CUDA-aware.
 
-        In the context `current` their GPU is the thread's current one, for the threads that carry messages.
+        The context manager `current` makes the GPU current, for the threads that carry messages.
         """
         self._gpus = self._execution(memory)
         self.pipe.current = current
 
     @property
     def least_on_gpus(self) -> int:
-        """Messages up to so many bytes must come from and go to the host's memory."""
+        """Messages of up to so many bytes must be in the host's memory."""
         return INLINE_BYTES
 
     # ---- the end -----------------------------------------------------------------------------------
 
     def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
-        # A call under way was aborted and ends within moments; a signal handler's own call never does.
+        # The current call has been aborted and ends soon; a call that this signal handler has interrupted cannot.
         turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
         self.monitor.leave()
         self._record.close()
@@ -289,4 +291,4 @@ class MpiBackend(Backend):
             self.gate.turn.release()
 
     def disown(self, error: GroupError) -> None:
-        """In a child of fork: make every use raise. MPI is the parent's."""
+        """Do nothing in a forked child: MPI belongs to the parent."""

@@ -1,34 +1,34 @@
-"""What is compiled: waiting for MPI's requests, and the meeting of a call, with all of a call whose data is small.
+"""Compiled code of the MPI backend: waiting for requests, and the meeting, with all of a call whose data is small.
 
-Entries return a status, or minus the code of an MPI error. All state is in tables of words. That of a wait:
+Entries return a status, or minus the code of an MPI error. All state is in tables of words. The table of a wait:
 
-    0-8     patience, as kernels/waiting.py has it
-    MODE    0: until all are complete, resting between sweeps; with ANY until one is; with BUSY without sleeping
+    0-8     back-off, as in kernels/waiting.py
+    MODE    0: until all are complete, with back-off between sweeps; ANY: until one is; BUSY: without sleeping
     TEST    address of MPI_Test
-    BELL    not 0: come back at once
-    FLAG    what MPI_Test says
+    BELL    not 0: return at once
+    FLAG    flag that MPI_Test sets
     COUNT   number of slots
-    STATUS  an MPI_Status (24 bytes at most), which nobody reads
+    STATUS  an MPI_Status (at most 24 bytes), which is never read
     SLOTS   and on: the address of each request's handle; 0 once it is complete
 
-The context of a group's meeting; its address with RESUMED goes on with a wait:
+The context of a group's meeting; its address tagged with RESUMED continues a wait:
 
     ROWS, STRIDE     address of the rows, and bytes of each
     SIZE, RANK       of the group
-    CALLS            how many calls have begun
-    UNDER_WAY        whether one has begun and is not over
+    CALLS            number of calls begun
+    IN_PROGRESS      not 0: a call has begun and has not ended
     TABLE, START     addresses of the table of the wait, and of MPI_Start
-    NEAR, SOURCE, ATTACHED   what the row says, and has attached: from where, and how many bytes
-                     (once all rows are here, NEAR says whether all of them do)
-    HANDLES          address of the requests' handles: those that receive, one a peer, then those that send, by class
-    SOURCES          address of the addresses of what each rank attached
+    NEAR, SOURCE, ATTACHED   this rank's NEAR, and its attached data: address and bytes
+                     (when all rows have arrived, NEAR is set to whether it holds on all ranks)
+    HANDLES          address of the requests' handles: one receive for each peer, then the sends for each class of rows
+    SOURCES          address of the addresses of each rank's attached data
     LIMITS           and on: the most bytes attached to a row of each class, ascending
 
-A call, of which the first three words travel:
+A call, whose first three words travel in the row:
 
     CODE, SHAPE, BALANCE     as in core/signature.py
-    FINISH           what is left to do once all rows are here
-    NBYTES           of the array of each rank, which is attached
+    FINISH           what to do when all rows have arrived
+    NBYTES           of each rank's array, which is attached
     ROOT             of the call
     REDUCER, OP, ELEMENTS    as in kernels/reduce.py
 """
@@ -53,18 +53,18 @@ RESUMED = 1
 (NEAR, SOURCE, ATTACHED, HANDLES, SOURCES, RING, FINISHED, LIMITS) = range(8, 16)
 
 CODE, SHAPE, BALANCE, FINISH, NBYTES, ROOT, REDUCER, OP, ELEMENTS, CALL_WORDS = range(10)
-NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: all is left to Python
+NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: Python does the rest
 
-# A row: the header of a rank's call, as kernels/headers.py compares it, and its data where that is small.
+# A row: the header of a rank's call, which kernels/headers.py compares, and its data if that is small.
 ROW_NUMBER, ROW_CODE, ROW_SHAPE, ROW_BALANCE, ROW_NEAR, ROW_PAYLOAD = range(6)
 HEAD_BYTES = 8 * ROW_PAYLOAD
 
-_TIMED_EVERY = 16  # calls; of the record
-ON_GPU = 1 << 7  # in a call word, where the operation's number leaves it free
-_CLOCK_EVERY = 32  # sweeps between two looks at the clock, which cost 30 ns each
+_TIMED_EVERY = 16  # calls: the record has the time of one call in so many
+ON_GPU = 1 << 7  # in a call word: a bit that the operation's number does not use
+_CLOCK_EVERY = 32  # sweeps between two readings of the clock, which take 30 ns each
 
 
-# ---- waiting: MPI moves most data only while somebody calls it ---------------------------------------
+# ---- waiting: MPI moves most data only while it is called ---------------------------------------
 
 
 @kernel
@@ -118,7 +118,7 @@ def poll(address: Index) -> int:
 
 @inlined
 def _start(context, first, slot):
-    """Start a request for each peer, from handle `first` on, to wait for in the slots from `slot` on."""
+    """Start a request for each peer, from handle `first` on, and wait for them in the slots from `slot` on."""
     handles = load_word(context, HANDLES)
     table = load_word(context, TABLE)
     for peer in range(load_word(context, SIZE) - 1):
@@ -132,12 +132,12 @@ def _start(context, first, slot):
 
 @kernel
 def _begin(context, call, source, nbytes):
-    """Send this rank's row to all peers, and be ready for theirs."""
+    """Begin to send this rank's row to all peers, and to receive theirs."""
     row = load_word(context, ROWS) + load_word(context, STRIDE) * load_word(context, RANK)
     number = load_word(context, CALLS) + 1
     store_word(context, CALLS, number)
     store_word(context, IN_PROGRESS, 1)
-    # A look at the clock takes 25 ns, a call a microsecond or two.
+    # Reading the clock takes 25 ns, a call a microsecond or two.
     began = now(load_word(context, TABLE)) if number & (_TIMED_EVERY - 1) == 0 else 0
     record_call(
         load_word(context, RING), number, load_word(call, CODE) & ~ON_GPU, load_word(call, SHAPE), began
@@ -163,7 +163,7 @@ def _begin(context, call, source, nbytes):
 
 @kernel
 def _meet(context, call, source, nbytes):
-    """DONE, MISMATCH, or AGAIN: go on with RESUMED."""
+    """Exchange and compare rows: DONE, MISMATCH, AGAIN (continue with RESUMED), or minus the code of an MPI error."""
     if not context & RESUMED:
         code = _begin(context, call, source, nbytes)
         if code != DONE:
@@ -172,7 +172,7 @@ def _meet(context, call, source, nbytes):
     code = wait(load_word(context, TABLE))
     if code != DONE:
         return code
-    # All rows are here: compare them.
+    # All rows have arrived: compare them.
     rows, stride = load_word(context, ROWS), load_word(context, STRIDE)
     if not calls_match(rows, stride, load_word(context, SIZE)):
         return MISMATCH
@@ -185,7 +185,7 @@ def _meet(context, call, source, nbytes):
 
 @kernel
 def _finish(context, call, out):
-    """What is left of a small call whose rows are all here; `out` is the address of the result."""
+    """Complete a small call whose rows have all arrived; `out` is the address of the result."""
     finish = load_word(call, FINISH)
     sources = load_word(context, SOURCES)
     nbytes = load_word(call, NBYTES)
@@ -204,7 +204,7 @@ def _finish(context, call, out):
 
 @entry
 def meet(context: Index, call: Index) -> int:
-    """The meeting of a call; what is attached, the context says."""
+    """Do the meeting of a call; the context has the data to attach."""
     address = integer(context)
     plain = address & ~RESUMED
     return _meet(address, integer(call), load_word(plain, SOURCE), load_word(plain, ATTACHED))
@@ -212,7 +212,7 @@ def meet(context: Index, call: Index) -> int:
 
 @entry
 def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
-    """All of a call that has a FINISH; `out` and `x` are plain ndarrays, or anything where there is nothing to do."""
+    """Carry out a call that has a FINISH; `out` and `x` are plain ndarrays, or anything if FINISH is NOTHING."""
     address = integer(context)
     plain = address & ~RESUMED
     finish = load_word(integer(call), FINISH)
@@ -246,9 +246,9 @@ def reduce(reducer: Index, op: Index, target: Index, sources: Index, many: Index
 
 @entry
 def address(x: PyObject) -> int:
-    """The address of an ndarray's first element, in 60 ns instead of 800."""
+    """Return the address of an ndarray's first element, in 60 ns instead of 800."""
     return word_at(object_at(x) + DATA)
 
 
 ENTRIES: tuple[Entry, ...] = (poll, meet, carry_out, reduce, address)
-"""Every entry of this room, for whoever wants them compiled ahead."""
+"""Every compiled entry of this room, for ahead-of-time compilation."""

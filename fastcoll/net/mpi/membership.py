@@ -1,11 +1,12 @@
-"""Communicators: one for each group, made by its members alone, freed when all of them have left.
+"""Communicators: one for each group, made by its members alone, and freed when all of them have left.
 
-Here is also how ranks find one another without being told where (rank 0 serves a store, and MPI tells the others), and
-how they say that they leave.
+This file also has the rendezvous of ranks that have no address (rank 0 serves a store, and sends its address to the
+others over MPI), and the notices that a rank leaves or fails.
 
-A communicator must not be freed while a message in it is still to come: MPI would use its number again and
-give the message to another one. So it is laid down when its rank leaves, and freed at a later making or laying
-down, once every member has said that it left. One of a group that failed stays until MPI is finalized.
+A communicator must not be freed while a message in it has yet to arrive: MPI would reuse its number and deliver the
+message in the new communicator. So a rank *retires* a communicator when it leaves, and frees it when a later group is
+made or retired, once every member has announced that it left. The communicator of a failed group is kept until MPI is
+finalized.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from .library import MpiLibrary, load
 
 _log = logging.getLogger("fastcoll")
 _STORE_TAG = 32749
-"""Of where the store is, in the communicator of all, where a user's program may send messages of its own."""
+"""Tag of the store's address, in MPI_COMM_WORLD, where the user's program may send messages as well."""
 _STORE_BYTES = 128
 _LOOPBACK = "127.0.0.1"
-_LEAST_TAG_LIMIT = 32767  # what every MPI allows
+_LEAST_TAG_LIMIT = 32767  # every MPI allows tags up to this
 
 retired: list[tuple[Any, MpiControl]] = []
-"""Communicators that this rank has left, and others perhaps not."""
+"""Communicators that this rank has left, and other members perhaps not."""
 _lock = threading.Lock()
 
 
@@ -51,12 +52,12 @@ _lock = threading.Lock()
 
 
 def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
-    """Meet the other ranks of the MPI job in a store that rank 0 serves; collective. What MPI knows may be given as -1.
+    """Meet the other ranks of the MPI job in a store that rank 0 serves; collective. -1: take rank or size from MPI.
 
     Raises:
         UsageError: MPI has another rank or world size.
-        UnavailableError: there is no MPI here.
-        StoreTimeoutError: rank 0 did not come within `timeout` seconds.
+        UnavailableError: there is no MPI.
+        StoreTimeoutError: rank 0 did not arrive within `timeout` seconds.
     """
     library = load()
     world = library.MPI.COMM_WORLD
@@ -73,7 +74,7 @@ def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
 
 
 def _serve_store(library: MpiLibrary, timeout: float) -> Rendezvous:
-    """Serve the store and tell all other ranks where."""
+    """Serve the store, and send its address to all other ranks."""
     world = library.MPI.COMM_WORLD
     make_room(world.size, f"the store for {world.size} ranks")
     host = _LOOPBACK if detect(os.environ).on_one_node else address_for_others()
@@ -91,7 +92,7 @@ def _serve_store(library: MpiLibrary, timeout: float) -> Rendezvous:
 
 
 def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, int]:
-    """Where rank 0 serves the store; what it said last, if earlier starts have failed."""
+    """Receive the address of rank 0's store; the last one sent, since earlier starts may have failed."""
     world = library.MPI.COMM_WORLD
     data = np.zeros(_STORE_BYTES, np.uint8)
     there = True
@@ -112,7 +113,7 @@ def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, in
 
 
 def _await(library: MpiLibrary, posted: list[Any], keep: Any, timeout: float, peers: Sequence[int]) -> None:
-    """Wait for messages; a first one needs a connection, on which MPI works while it is called."""
+    """Wait for messages, with calls of MPI: a first message needs a connection, which MPI makes only in calls."""
     deadline = time.monotonic() + timeout
     requests = Requests(library, dedicated=False)
 
@@ -130,13 +131,14 @@ def _await(library: MpiLibrary, posted: list[Any], keep: Any, timeout: float, pe
 def make_comm(
     library: MpiLibrary, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
 ) -> tuple[Any, bool]:
-    """The communicator of a group's members, group ranks in the order of `members`, and whether the MPI library of
-    every member is CUDA-aware; collective over them.
+    """Make the communicator of a group's members, in the order of `members`; collective over them.
+
+    Returns it, and whether the MPI library of every member is CUDA-aware.
 
     Raises:
         UnavailableError: the members are not ranks of one MPI job.
-        RendezvousError: over MPI a member does not prove that it has the job's secret.
-        PeerDiedError, StoreTimeoutError: a member died or did not come.
+        RendezvousError: a member did not prove over MPI that it has the job's secret.
+        PeerDiedError, StoreTimeoutError: a member died or did not arrive.
     """
     world = library.MPI.COMM_WORLD
     free_finished(library)
@@ -152,7 +154,7 @@ def make_comm(
             f"the ranks are not ranks of one MPI job: by MPI, {shown}; start all of them with one mpiexec or srun, "
             f"of {library.name}"
         )
-    # All members are here, or have been a moment ago: from here on MPI may block.
+    # All members were alive a moment ago: from here on MPI may block.
     with library.lock:
         chosen = world.Get_group().Incl(ranks)
         comm = world.Create_group(chosen, zlib.crc32(name.encode()) % _LEAST_TAG_LIMIT)
@@ -163,9 +165,9 @@ def make_comm(
 
 
 def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], nonces: str) -> None:
-    """Each member proves over MPI itself that it has the job's secret: MPI asks for none, and objects come that way.
+    """Exchange proofs over MPI that each member has the job's secret: MPI authenticates nobody, and carries pickles.
 
-    RendezvousError, on every member: one does not; the communicator is abandoned.
+    If a proof is wrong, abandon the communicator and raise RendezvousError on every member.
     """
     key = derive_key(job_secret(), nonces.encode())
     due = [proof(key, f"fastcoll over MPI, rank {rank}", ()) for rank in range(comm.size)]
@@ -181,9 +183,9 @@ def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], non
 
 
 def retire_comm(library: MpiLibrary, comm: Any, control: MpiControl, failed: bool) -> None:
-    """Give a communicator up; nothing of this rank's is under way in it, unless the group failed."""
+    """Retire a communicator, in which this rank has no pending operation unless the group failed."""
     if failed:
-        abandon([], (comm, control))  # MPI may still read the notices
+        abandon([], (comm, control))  # MPI may still be reading the notices
     else:
         with _lock:
             retired.append((comm, control))
@@ -191,7 +193,7 @@ def retire_comm(library: MpiLibrary, comm: Any, control: MpiControl, failed: boo
 
 
 def free_finished(library: MpiLibrary) -> None:
-    """Free the communicators that every member has left, unless a message in them was never received."""
+    """Free the communicators that every member has left, except those with a message that was never received."""
     with _lock:
         for comm, control in list(retired):
             if control.is_over():
@@ -202,9 +204,9 @@ def free_finished(library: MpiLibrary) -> None:
 
 
 class MpiControl(Control):
-    """Notices that a rank leaves or fails the group, as messages of MPI: two from each rank to each other at the most.
+    """Notices that a rank leaves or fails the group, as MPI messages: at most two from each rank to each other.
 
-    MPI does not tell when a rank dies (mpiexec ends the others then), so `lost` stays empty.
+    MPI does not report that a rank died (mpiexec then ends the others), so `lost` stays empty.
     """
 
     def __init__(self, library: MpiLibrary, comm: Any, tag: int) -> None:
@@ -216,13 +218,13 @@ class MpiControl(Control):
         self._sent: list[Any] = []
 
     def say(self, notice: Notice) -> None:
-        """Send a notice to all peers. MPI keeps a copy of messages as short as this."""
+        """Send a notice to all peers. MPI copies messages as short as this."""
         data = [notice.to_bytes(), self._library.MPI.BYTE]
         with self._lock, self._library.lock:
             self._sent += [self._comm.Isend(data, peer, self._tag) for peer in self.peers]
 
     def is_over(self) -> bool:
-        """Whether every peer has left or failed, and all that was said has been taken."""
+        """Return whether every peer has left or failed, and has received all notices of this rank."""
         self.look(again=True)
         with self._library.lock:
             self._sent = [request for request in self._sent if not request.Test()]
@@ -230,10 +232,10 @@ class MpiControl(Control):
         return not self._sent and over >= self.peers
 
     def close(self) -> None:
-        """Nothing: the communicator is freed when everybody has left."""
+        """Do nothing: the communicator is freed when all members have left."""
 
     def close_inherited(self) -> None:
-        """Nothing: MPI does not live on in a child of fork."""
+        """Do nothing: a forked child cannot use MPI."""
 
     def _read(self) -> None:
         MPI = self._library.MPI

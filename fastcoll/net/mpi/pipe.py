@@ -1,12 +1,12 @@
-"""Messages between the ranks of a group over MPI: the pipe.
+"""The pipe for messages between the ranks of a group over MPI.
 
-Each message is a *letter*, five words and the message itself where that is short; a longer one follows in messages
-of MPI of its own once the receiver has chosen where to. The receiver answers with an *ack* of five words. MPI delivers
-what one rank sends another with one tag in order, so no other matching is left to it: matching tags, sources and sizes
-is the engine's, the same as for every backend.
+Each message is sent as a *frame*: five words, and the message itself if it is short. The data of a longer message is
+sent at once in MPI messages of its own, which the receiver receives when it has an array for it. The receiver answers
+with an *ack* of five words. MPI delivers messages with one tag from one rank to another in order, and nothing else is
+left to its matching: the engine matches tags, sources and sizes, as for every backend.
 
-    letter  source, kind, nbytes, number, attached bytes that are inside the letter; then those bytes
-    ack     source, number, verdict, nbytes, kind: each word has 8 bytes
+    frame   source, kind, nbytes, number, attached bytes; then these bytes
+    ack     source, number, decision, nbytes, kind; each word has 8 bytes
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .library import MpiLibrary
 
 _HEAD = 5 * 8
 INLINE_BYTES = 1024 - _HEAD
-"""Bytes of a message that travel inside its letter."""
-_NOBODY, _FRAME = -1, -2  # what a request is for, besides events
-_MOVING_SECONDS = 1.0  # a message that does not get on for so long waits for the other side
+"""Most bytes of a message that travel in its frame."""
+_NOBODY, _FRAME = -1, -2  # the purpose of a request, besides the events of p2p/pipe.py
+_MOVING_SECONDS = 1.0  # a message that has not progressed for so long waits for the other side
 
 
 class _Posted(NamedTuple):
-    """A request under way; `keep` is what it reads or writes."""
+    """A pending request; `keep` is the memory that it reads or writes."""
 
     request: Any
     event: int
@@ -47,13 +47,13 @@ class _Posted(NamedTuple):
 
 
 class MpiPipe(Pipe):
-    """To all ranks of a communicator; their numbers are their ranks there.
+    """The pipe to all ranks of a communicator; peers are numbered by their ranks in it.
 
     Args:
-        tags: of letters, acks and what follows letters.
+        tags: of frames, of acks, and of the data that follows frames.
 
     Attributes:
-        current: a context for everything that MPI does with messages; see MpiBackend.take_gpus.
+        current: makes a context manager for all MPI calls on messages; see MpiBackend.take_gpus.
     """
 
     def __init__(self, library: MpiLibrary, comm: Any, tags: Sequence[int], dedicated: bool) -> None:
@@ -79,7 +79,7 @@ class MpiPipe(Pipe):
         self._last_acks = [Ack(0, 0, 0, 0)] * size
         self._sent = [0] * size
 
-    # ---- whose turn it is ------------------------------------------------------------------------
+    # ---- which thread drives it ------------------------------------------------------------------------
 
     def seize(self) -> bool:
         if not self._free.acquire(blocking=False):
@@ -101,7 +101,7 @@ class MpiPipe(Pipe):
         self._requests.silence()
 
     def set_behind(self, behind: bool) -> None:
-        """Nothing: there are no short cuts."""
+        """Do nothing: there are no short cuts."""
 
     # ---- peers -----------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class MpiPipe(Pipe):
         return bool(self._frames[peer])
 
     def retire(self) -> None:
-        """Take back what others may still send; give up what they may still read."""
+        """Cancel pending receives of frames and acks; abandon the requests whose data peers may still read or send."""
         left = []
         with self._library.lock:
             for posted in self._posted:
@@ -131,7 +131,7 @@ class MpiPipe(Pipe):
         if self._event_count > handled:
             return self._event
         try:
-            if not self._listening:  # be ready for letters and acks from anybody
+            if not self._listening:  # post receives for frames and acks from any rank
                 self._listening = True
                 self._listen_for(_FRAME, self._frame_tag, _HEAD + INLINE_BYTES)
                 self._listen_for(ACKED, self._ack_tag, _HEAD)
@@ -160,7 +160,7 @@ class MpiPipe(Pipe):
         return NOTHING
 
     def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
-        """Send a letter, and the message behind it if it is long."""
+        """Send a frame, and a long message behind it."""
         nbytes, address = send.nbytes, send.address
         inline = nbytes if nbytes <= INLINE_BYTES else 0
         frame = np.empty(_HEAD + inline, np.uint8)
@@ -219,18 +219,18 @@ class MpiPipe(Pipe):
         self._posted.append(_Posted(request, event, -1, data))
 
     def _progress(self, wait: bool) -> bool:
-        """Wait until a request is complete, and deal with it; False after 50 ms without one, or when the bell rang."""
+        """Wait until a request is complete, and handle it; False after 50 ms without one, or when the bell rang."""
         if not wait:
             self._requests.ring()
         self._requests.load(self._requests.handles([posted.request for posted in self._posted]))
-        # MPI moves data in calls only: it is called as often as can be while data gets on.
+        # MPI moves data only in calls: call it without pause while data progresses.
         moving = time.monotonic() - self._begun < _MOVING_SECONDS
         moving = moving and any(posted.event in (ENTERED, ARRIVED) for posted in self._posted)
         with self.current():
             if not self._requests.poll(words.ANY | words.BUSY * moving):
                 return False
         still = set(self._requests.open())
-        # One by one, as what is left tells whether an event is complete; new requests come behind all of these.
+        # One by one: the remaining requests decide whether an event is complete. New requests are appended behind.
         for slot in sorted(set(range(len(self._posted))) - still, reverse=True):
             self._complete(self._posted.pop(slot))
         return True
@@ -245,14 +245,14 @@ class MpiPipe(Pipe):
             self._listen_for(ACKED, self._ack_tag, _HEAD)
             source, *ack = posted.keep.tolist()
             self._acks[source].append(Ack(*ack))
-            # What is acknowledged has entered, though MPI may tell so later.
+            # An acknowledged message has been sent, but MPI may complete its sends later; ENTERED must come first.
             if not self._is_pending(ENTERED, source):
                 self._events.append((ACKED, source))
         elif posted.event in (ENTERED, ARRIVED):
             self._begun = time.monotonic()
             if not self._is_pending(posted.event, posted.peer):
                 self._events.append((posted.event, posted.peer))
-                if posted.event == ENTERED:  # the acks of this peer that have no event yet have one now
+                if posted.event == ENTERED:  # queue the events of this peer's acks that waited for ENTERED
                     acked = (ACKED, posted.peer)
                     self._events.extend([acked] * (len(self._acks[posted.peer]) - self._events.count(acked)))
 
