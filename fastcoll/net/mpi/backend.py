@@ -224,7 +224,7 @@ class MpiBackend(Backend):
     def _failed_call(self, error: BaseException) -> BaseException:
         """Return the error to raise for an exception; fail the group if the call has begun: peers continue it."""
         if isinstance(error, self._library.MPI.Exception):
-            error = AbortedError(f"{self._collective.doing()}: the MPI library says: {error}")
+            error = AbortedError(f"{self._collective.doing()}: the MPI library reports: {error}")
         if isinstance(error, GroupError) or self._meeting[c.IN_PROGRESS]:
             self.interrupted(error, self._collective.doing())
         return error

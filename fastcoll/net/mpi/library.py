@@ -94,7 +94,9 @@ def load() -> MpiLibrary:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     serial = MPI.Query_thread() < MPI.THREAD_MULTIPLE
     if serial:
-        logger.warning("this MPI was initialised without MPI_THREAD_MULTIPLE: threads take turns to call it")
+        logger.warning(
+            "this MPI was initialised without MPI_THREAD_MULTIPLE: one lock serialises the calls of all threads"
+        )
     functions = ctypes.CDLL(MPI.__file__)
     test, start = (ctypes.cast(f, ctypes.c_void_p).value for f in (functions.MPI_Test, functions.MPI_Start))
     assert test is not None

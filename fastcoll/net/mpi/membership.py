@@ -178,7 +178,7 @@ def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], non
         if not is_proof(one.tobytes(), expected):
             abandon([], comm)
             raise RendezvousError(
-                f"by MPI {member} has another secret than {members[comm.rank]}; {SAME_SECRET}"
+                f"over MPI, {member} has another secret than {members[comm.rank]}; {SAME_SECRET}"
             )
 
 
@@ -246,4 +246,4 @@ class MpiControl(Control):
                 try:
                     self._hear(status.Get_source(), Notice.from_bytes(bytes(data), self._comm.size))
                 except NoticeError as error:
-                    _log.warning("group rank %d sent what cannot be read: %s", status.Get_source(), error)
+                    _log.warning("cannot read a notice of group rank %d: %s", status.Get_source(), error)

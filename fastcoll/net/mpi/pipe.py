@@ -106,7 +106,7 @@ class MpiPipe(Pipe):
     # ---- peers -----------------------------------------------------------------------------------
 
     def garbled(self, peer: int) -> GroupError:
-        return AbortedError(f"rank {peer} of the communicator sent what is no message of fastcoll")
+        return AbortedError(f"rank {peer} of the communicator sent an invalid message")
 
     def has_unread(self, peer: int) -> bool:
         return bool(self._frames[peer])
@@ -139,7 +139,7 @@ class MpiPipe(Pipe):
                 if not self._progress(wait):
                     return NOTHING
         except self._library.MPI.Exception as error:
-            raise AbortedError(f"carrying messages was interrupted by {error!r}") from error
+            raise AbortedError(f"moving messages was interrupted by {error!r}") from error
         self._event = event
         self._event_count += 1
         return event

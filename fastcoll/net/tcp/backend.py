@@ -204,7 +204,7 @@ class TcpBackend(Backend):
         if code == MISMATCH:
             if not self.context.in_progress:
                 raise self._earlier_mismatch() or AssertionError(
-                    "all headers of a call that did not match are here"
+                    "all headers of the mismatched call have arrived"
                 )
             self._record.broken_off("mismatch")
             number, heads, notes = self.context.heads()
@@ -215,7 +215,7 @@ class TcpBackend(Backend):
         peer, doing = self.context[words.PEER], self.doing()
         if code == GARBLED:
             raise AbortedError(
-                f"{self.monitor.name(peer)} sent what no rank sends in {doing}; the ranks' libraries or settings "
+                f"{self.monitor.name(peer)} sent invalid data in {doing}; the ranks' libraries or settings "
                 "differ",
                 [self.gate.ranks[peer]],
             )

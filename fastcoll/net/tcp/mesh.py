@@ -296,7 +296,7 @@ class Mesh:
             for dial in dials:
                 since = dial.refused_since
                 if not dial.is_done and since is not None and time.monotonic() - since > _REFUSED_SECONDS:
-                    self.monitor.lost(dial.peer, f"nothing listens at {dial.where} any more")
+                    self.monitor.lost(dial.peer, f"nothing listens at {dial.where}")
             self._look(wait)
 
         def reasons() -> str:
@@ -322,7 +322,7 @@ class Mesh:
         key = (kind, peer, stream)
         if key in self._made:
             return self._made[key]
-        assert peer != self.rank, "there is no connection with oneself"
+        assert peer != self.rank, "a rank has no connection with itself"
         reach("tcp.connection.enter")
         what = "a data connection with" if kind is ConnectionKind.DATA else "a connection for messages to"
         doing = f"making {what} {self.monitor.name(peer)}"

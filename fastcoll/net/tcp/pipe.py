@@ -101,13 +101,13 @@ class TcpPipe(WordPipe):
             if time.monotonic() - since > _REASON_SECONDS:
                 why = "it was closed" if reason == CLOSED else os.strerror(-reason)
                 raise PeerDiedError(
-                    f"{self._monitor.name(rank)} is gone: the connection for messages is over ({why})",
+                    f"{self._monitor.name(rank)} is gone: the connection for messages is lost ({why})",
                     [self._monitor.members[rank].rank],
                 )
 
     def garbled(self, peer: int) -> GroupError:
         return AbortedError(
-            f"{self._monitor.name(peer)} sent what is no message of fastcoll; the connection is of no use any more",
+            f"{self._monitor.name(peer)} sent an invalid frame on the connection for messages",
             [self._monitor.members[peer].rank],
         )
 
