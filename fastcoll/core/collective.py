@@ -1,6 +1,6 @@
 """The collective that a backend is carrying out: its name in messages, its waits, its error where calls differ.
 
-A backend's engine comes back early with AGAIN (it could not go on for 50 ms) or WORKED (it moved data for as long).
+A backend's engine returns early with AGAIN (it could not go on for 50 ms) or WORKED (it moved data for as long).
 Python then looks at signals, the deadline and the peers, and calls the engine again. A call that is not delayed never
 gets here.
 """
@@ -39,7 +39,7 @@ class CallWait:
 
 
 class Collective:
-    """What one backend says about the call in progress.
+    """The call in progress of one backend.
 
     Args:
         head: returns the number of the call in progress, and this rank's call word and shape (core/signature.py); a

@@ -1,1 +1,1 @@
-"""What lies between nodes: TCP and MPI."""
+"""The backends between nodes: TCP and MPI."""

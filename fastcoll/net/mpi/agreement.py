@@ -22,7 +22,6 @@ from ...kernels import waiting
 from ...kernels.primitives import address_of
 from ...record.recorder import GroupRecorder
 from . import compiled as c
-from . import compiled as words
 from .library import MpiLibrary
 
 _BUDGET = 50_000_000  # ns after which a wait returns so that Python looks at signals, deadlines and peers
@@ -45,21 +44,21 @@ class Requests:
 
     def __init__(self, library: MpiLibrary, dedicated: bool) -> None:
         self._library = library
-        self._table = np.zeros(words.SLOTS + 8, np.int64)
+        self._table = np.zeros(c.SLOTS + 8, np.int64)
         spins, yields = _DEDICATED if dedicated else _OVERSUBSCRIBED
         self._table[waiting.SPINS], self._table[waiting.YIELDS] = spins, yields
         self._table[waiting.BUDGET] = _SERIAL_BUDGET if library.serial else _BUDGET
-        self._table[words.TEST] = library.test
+        self._table[c.TEST] = library.test
         self.address = address_of(self._table)
         self._looked = 0.0
 
     def ring(self) -> None:
         """Make the current wait return at once. Any thread may call this."""
-        self._table[words.BELL] = 1
+        self._table[c.BELL] = 1
 
     def silence(self) -> None:
         """Let the next wait last until a request is complete."""
-        self._table[words.BELL] = 0
+        self._table[c.BELL] = 0
 
     def handles(self, requests: Sequence[Any]) -> list[int]:
         """Return the addresses of the requests' handles, valid while the requests live."""
@@ -68,7 +67,7 @@ class Requests:
 
     def reserve(self, count: int) -> None:
         """Allocate slots for so many requests."""
-        if words.SLOTS + count > self._table.size:
+        if c.SLOTS + count > self._table.size:
             self._table = np.concatenate([self._table, np.zeros(2 * count, np.int64)])
             self.address = address_of(self._table)
 
@@ -76,19 +75,19 @@ class Requests:
         """Set the requests to wait for; they must be active."""
         count = len(handles)
         self.reserve(count)
-        self._table[words.SLOTS : words.SLOTS + count] = handles
-        self._table[words.COUNT] = count
+        self._table[c.SLOTS : c.SLOTS + count] = handles
+        self._table[c.COUNT] = count
 
     def open(self) -> list[int]:
         """Return the slots of the requests that are not complete."""
-        count = int(self._table[words.COUNT])
-        return np.flatnonzero(self._table[words.SLOTS : words.SLOTS + count]).tolist()
+        count = int(self._table[c.COUNT])
+        return np.flatnonzero(self._table[c.SLOTS : c.SLOTS + count]).tolist()
 
     def poll(self, mode: int) -> bool:
         """Wait at most 50 ms for the loaded requests; return whether that was enough. MPI.Exception: one failed."""
-        self._table[words.MODE] = mode
+        self._table[c.MODE] = mode
         with self._library.lock:
-            code = words.poll.call(self.address)
+            code = c.poll.call(self.address)
         if code < 0:
             raise self._library.MPI.Exception(-code)
         if code == AGAIN:
@@ -144,8 +143,8 @@ class Prepared:
     """
 
     def __init__(self, code: int, sizes: Sizes, rank: int, finish: Sequence[int]) -> None:
-        said = (code, sizes.shape, signature.balance(rank, sizes.gives, sizes.takes), *finish)
-        self._table = np.array([*said, *[0] * (c.CALL_WORDS - len(said))], np.int64)
+        words = (code, sizes.shape, signature.balance(rank, sizes.gives, sizes.takes), *finish)
+        self._table = np.array([*words, *[0] * (c.CALL_WORDS - len(words))], np.int64)
         self.address, self.sizes, self.finishes = address_of(self._table), sizes, bool(finish)
 
 
@@ -183,7 +182,9 @@ class RowExchange:
         self._persistent = made
         self._requests = Requests(library, dedicated)
         self._requests.reserve(2 * len(self._peers))
-        self._tables = [np.array(words, np.int64) for words in (self._requests.handles(made), self.attached)]
+        self._tables = [
+            np.array(addresses, np.int64) for addresses in (self._requests.handles(made), self.attached)
+        ]
         self._words: NDArray[np.int64] = record.context[: c.LIMITS + len(sizes)]
         self._record = record
         record.follow(c.CALLS, c.FINISHED)
@@ -202,15 +203,17 @@ class RowExchange:
         self._words[c.IN_PROGRESS] = 0
         self._record.end(self[c.CALLS], how)
 
-    def meet(self, said: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]) -> int:
+    def meet(
+        self, prepared: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]
+    ) -> int:
         """Begin a call, and wait for all rows: DONE or MISMATCH; `look` is as for Requests.finish.
 
         `near`: whether MPI's collective operations can address this rank's arrays; `attached`: at most `room` bytes.
         """
         self._words[c.NEAR : c.HANDLES] = near, *attached
         with self._library.lock:
-            code = c.meet.call(self.address, said.address)
-        return self.resume(code, lambda: c.meet.call(self.address | c.RESUMED, said.address), look)
+            code = c.meet.call(self.address, prepared.address)
+        return self.resume(code, lambda: c.meet.call(self.address | c.RESUMED, prepared.address), look)
 
     def resume(self, code: int, again: Callable[[], int], look: Callable[[], None]) -> int:
         """Return the final status of a compiled call that has returned `code`; `again` calls it again."""

@@ -95,7 +95,7 @@ def load() -> MpiLibrary:
     serial = MPI.Query_thread() < MPI.THREAD_MULTIPLE
     if serial:
         logger.warning(
-            "this MPI was initialised without MPI_THREAD_MULTIPLE: one lock serialises the calls of all threads"
+            "this MPI was initialised without MPI_THREAD_MULTIPLE: one lock serialises all its calls"
         )
     functions = ctypes.CDLL(MPI.__file__)
     test, start = (ctypes.cast(f, ctypes.c_void_p).value for f in (functions.MPI_Test, functions.MPI_Start))

@@ -165,7 +165,7 @@ def _serve_in(row, watch_all):
 
 @inlined
 def _serve(row, ready, watch_all):
-    """Serve both directions of a ready connection. What an event leaves unserved is ready at the next poll."""
+    """Serve both directions of a ready connection. Bytes that an event leaves unserved are ready at the next poll."""
     sent = NOTHING
     if ready & ~READABLE and _wants_space(row):
         sent = _serve_out(row)
