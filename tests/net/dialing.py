@@ -1,4 +1,4 @@
-"""What the dialing side of a connection does in a test, over a plain socket, and what becomes of it."""
+"""The dialing side of a connection, over a plain socket, for tests of the accepting side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMIT = 60.0  # seconds, which only end a test that hangs
 
 
 def proof_of(dialing: Dialing, connection: socket.socket) -> bytes:
-    """Send the opening, and return the proof that the answer asks for, to be sent now or later; empty: none."""
+    """Send the opening, and return the proof that the answer asks for, to send now or later; empty if it asks for none."""
     connection.sendall(dialing.opening)
     proof = b""
     while dialing.wants:
@@ -20,7 +20,7 @@ def proof_of(dialing: Dialing, connection: socket.socket) -> bytes:
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
-    """So many bytes, which may come in pieces."""
+    """Receive so many bytes, which may arrive in parts."""
     connection.settimeout(LIMIT)
     data = bytearray()
     while len(data) < count:
@@ -31,7 +31,7 @@ def receive(connection: socket.socket, count: int) -> bytes:
 
 
 def is_dropped(connection: socket.socket) -> bool:
-    """Whether the other side ends the connection, whatever it sends before that; TimeoutError: it does not."""
+    """Return whether the other side closes the connection, whatever it sends before. TimeoutError: it does not."""
     connection.settimeout(LIMIT)
     with contextlib.suppress(ConnectionResetError):
         while connection.recv(4096):

@@ -1,4 +1,4 @@
-"""Calls for engines: what each rank gives, and how its arrays must look afterwards."""
+"""Calls for engines: the arrays of each rank, before and after."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from fastcoll import ReduceOp
 from fastcoll.net.tcp.context import PreparedPlan
 from net.engines import Array, Engines
 
-# What several ranks in a row have joined. 15 bytes, so that pieces of any usual size cut items.
+# A span of adjacent ranks that are joined. 15 bytes, so that transfers of any usual size cut items.
 RUN = np.dtype([("first", "i4"), ("last", "i4"), ("joined", "u1"), ("item", "u2"), ("salt", "u4")])
 assert RUN.itemsize == 15
 
 
 def _join(a: Any, b: Any) -> Any:
-    """Associative, and tells whether all ranks came in order, each once."""
+    """Join the spans of ranks of two operands. Associative; the result shows whether all ranks were joined once, in
+    order.
+    """
     fits = a.last + 1 == b.first and a.item == b.item and a.salt == b.salt
     a.joined = a.joined if fits and b.joined else 0
     a.last = b.last
@@ -33,7 +35,7 @@ class Call:
     """A collective of all ranks on `count` items each.
 
     Attributes:
-        salt: what makes its data different from that of other calls.
+        salt: makes its data differ from that of other calls.
     """
 
     operation: str
@@ -42,13 +44,13 @@ class Call:
     salt: int = 0
 
     def of(self, engines: Engines, rank: int) -> Part:
-        """A rank's part in it."""
+        """Return one rank's part of the call."""
         return _PARTS[self.operation](self, engines, rank)
 
 
 @dataclass
 class Part:
-    """One rank's part in a call: what the engine is given, and what must be in the arrays in the end."""
+    """One rank's part of a call: the arguments of the engine, and the expected contents of the arrays."""
 
     prepared: PreparedPlan
     arrays: Sequence[Array]
@@ -62,7 +64,7 @@ class Part:
 
 
 def runs(call: Call, first: int, last: int, salt: int = 0) -> Array:
-    """What the ranks from `first` to `last` make together."""
+    """Return the reduction of the ranks from `first` to `last`."""
     found = np.zeros(call.count, RUN)
     found["first"], found["last"], found["joined"] = first, last, 1
     found["item"], found["salt"] = np.arange(call.count) % 65536, call.salt + salt
@@ -80,7 +82,7 @@ def _all_reduce(call: Call, engines: Engines, rank: int) -> Part:
 
 
 def _sum(call: Call, engines: Engines, rank: int) -> Part:
-    """An all_reduce that may combine the ranks in any order."""
+    """Return an all_reduce that may combine the ranks in any order."""
     x = np.arange(call.count) + call.salt + rank
     total = engines.size * (np.arange(call.count) + call.salt) + sum(range(engines.size))
     prepared = engines.prepare(rank, "all_reduce", [x], [x.nbytes], ReduceOp.SUM)

@@ -1,7 +1,7 @@
-"""The engines of several ranks on one thread: the test decides who goes on, and carries their bytes itself.
+"""The engines of several ranks on one thread: the test decides which one runs next, and carries the bytes between them.
 
-An engine does one sweep at a time; every connection is a pair of sockets to the test, with small buffers. So all that
-happens follows from the test's choices, and any order can be tried.
+An engine does one sweep at a time. Every connection is a pair of sockets to the test, with small buffers. So the test's
+choices determine everything, and it can try any order.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from fastcoll.net.tcp.plans.shape import CallShape, default_limits
 
 Array = np.ndarray[Any, Any]
 _STEPS = 200_000
-FREE = 1 << 30  # bytes at a time when nothing is held back
+FREE = 1 << 30  # bytes at a time without a limit
 
 
 class Engines:
-    """n ranks, as `calls` and `run` need them.
+    """Engines of n ranks, for the methods `calls` and `run`.
 
     Args:
         streams: connections between two ranks.
-        payload: bytes that may be attached to a header, and plans have many short segments; None: as in a group.
-        seed: of the order in which ranks and connections take turns.
-        piece: bytes that are carried at a time, at most.
-        buffer: bytes that a connection asks the kernel to hold in one direction, which makes more than twice of it.
+        payload: bytes that may be attached to a header, with many short segments; None: as in a group.
+        seed: of the order in which ranks and connections are served.
+        piece: most bytes that are carried at a time.
+        buffer: bytes that a connection asks the kernel to buffer in one direction; the kernel more than doubles it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Engines:
         self.loses_records = False
         """A fault to plant: what ranks note of their calls is gone at once."""
         for context in self.contexts:
-            context.words[words.BACKOFF + waiting.BUDGET] = -1  # back after every sweep
+            context.words[words.BACKOFF + waiting.BUDGET] = -1  # return after every sweep
         for here, there in permutations(range(n), 2):
             for stream in range(streams):
                 key = (here, there, stream)
@@ -89,7 +89,7 @@ class Engines:
         op: ReduceOp | None = None,
         root: int = 0,
     ) -> PreparedPlan:
-        """A rank's call, as TcpBackend prepares it."""
+        """Prepare a rank's call as TcpBackend does."""
         dtype = arrays[0].dtype if arrays else None
         itemsize = 1 if dtype is None else dtype.itemsize
         ordered = op is not None and op.function is not None
@@ -103,17 +103,17 @@ class Engines:
         return prepared
 
     def begin(self, rank: int, prepared: PreparedPlan, arrays: Sequence[Array]) -> int:
-        """Begin a call, with one sweep; the engine's status."""
+        """Begin a call with one sweep; return the engine's status."""
         return engine.collective.call(
             self.contexts[rank].address | words.MAY_RETURN_EARLY, prepared.address, tuple(arrays)
         )
 
     def go_on(self, rank: int, prepared: PreparedPlan) -> int:
-        """One more sweep of the call under way."""
+        """Do one more sweep of the current call; return the engine's status."""
         return engine.collective.call(self.contexts[rank].address | words.RESUMED, prepared.address, ())
 
     def carry(self, here: int, there: int, stream: int = 0, most: int = FREE) -> int:
-        """Carry bytes that `here` has sent on towards `there`; how many have arrived."""
+        """Carry bytes that `here` has sent to `there`; return how many have arrived."""
         key = (here, there, stream)
         if not self._held[key]:
             try:
@@ -129,20 +129,20 @@ class Engines:
         return sent
 
     def cut(self, here: int, there: int) -> None:
-        """End all connections between two ranks."""
+        """Close all connections between two ranks."""
         for key, (_, end) in self._wires.items():
             if {here, there} == set(key[:2]):
                 end.close()
 
     def write(self, giver: int, taker: int, data: bytes) -> None:
-        """Let `taker` receive bytes that `giver` has not sent."""
+        """Deliver bytes to `taker` that `giver` has not sent."""
         assert self._wires[taker, giver, 0][1].send(data) == len(data)
 
     def run(self, programs: Sequence[Sequence[tuple[PreparedPlan, Sequence[Array]]]]) -> list[list[int]]:
-        """Let each rank make its calls one after the other, in an order drawn at random; their statuses.
+        """Let each rank make its calls one after the other, in a random order; return their statuses.
 
-        A call that did not match is followed by `after_mismatch`. A rank ends with the first call that went wrong, and
-        else with `settle`. What was told later of a call is in `told`.
+        After a mismatch, `after_mismatch` follows. A rank stops at the first call that fails, and otherwise runs
+        `settle` at the end. `told` has the mismatches that are reported later.
         """
         results: list[list[int]] = [[] for _ in programs]
         in_progress: set[int] = set()
@@ -187,11 +187,11 @@ class Engines:
         self.told[rank].append((number, self.contexts[rank][words.CALLS]))
 
     def carried(self) -> dict[tuple[int, int, int], int]:
-        """The bytes that each connection has brought, by (giver, taker, stream)."""
+        """The bytes that each connection has carried, by (giver, taker, stream)."""
         return dict(self._carried)
 
     def nothing_left(self) -> bool:
-        """Whether all bytes that were sent have been taken."""
+        """Return whether all bytes sent have been received."""
         for key, (end, wire) in self._wires.items():
             for each in (end, wire):
                 try:

@@ -1,4 +1,4 @@
-"""Several groups over TCP in one process: a rank is a thread."""
+"""Several groups over TCP in one process; each rank is a thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from net.meshes import crew
 def groups(
     n: int, store: Any = None, timeout: float = 20.0, first_rank: int = 0
 ) -> Iterator[list[ProcessGroup]]:
-    """n ranks that have met; closed at the end. The first one is `first_rank` of the job."""
+    """Make the groups of n ranks, and close them at the end. The first one is `first_rank` of the job."""
     shared = HashStore() if store is None else store
     known = [replace(each, rank=first_rank + each.rank) for each in crew(n)]
     made = together(
@@ -35,5 +35,5 @@ def groups(
 
 
 def everybody(made: list[ProcessGroup], call: Callable[[ProcessGroup], Any]) -> list[Any]:
-    """What a call of all ranks returns or raises on each."""
+    """Run a call on all ranks; return what each returns or raises."""
     return together(*(lambda group=group: call(group) for group in made))

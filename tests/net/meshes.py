@@ -1,4 +1,4 @@
-"""Several meshes in one process, each made on a thread, and what must be left of them: nothing."""
+"""Several meshes in one process, each made on a thread; and a check that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from net.proxy import Proxy
 
 
 def crew(n: int) -> list[Member]:
-    """n ranks, all of them this process."""
+    """Return n ranks, all of them this process."""
     return [Member.here(rank, n, "tcp") for rank in range(n)]
 
 
 def make_all(
     n: int, store: Any = None, members: Sequence[Member] | None = None, timeout: float = 20.0
 ) -> list[Any]:
-    """Every rank's mesh, or what it raised."""
+    """Make every rank's mesh; return the meshes, or the errors."""
     shared = HashStore() if store is None else store
     known = crew(n) if members is None else members
     return together(*(lambda r=r: Mesh.make(shared, "WORLD", known, r, timeout) for r in range(n)))
@@ -36,7 +36,7 @@ def make_all(
 
 @contextlib.contextmanager
 def meshes(n: int, store: Any = None, timeout: float = 20.0) -> Iterator[list[Mesh]]:
-    """n meshes that are connected; closed in order at the end."""
+    """Connect n meshes, and close them in order at the end."""
     made = make_all(n, store, timeout=timeout)
     errors = [each for each in made if isinstance(each, BaseException)]
     try:
@@ -51,7 +51,7 @@ def meshes(n: int, store: Any = None, timeout: float = 20.0) -> Iterator[list[Me
 
 
 class ProxiedStore(HashStore):
-    """A store that tells everybody to reach each rank through a proxy of its own."""
+    """A store that publishes a proxy's address for each rank."""
 
     def __init__(self, **behaviour: Any) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class ProxiedStore(HashStore):
 
 
 class Clock:
-    """The clock of waits, which a test puts forward: `monkeypatch.setattr(monitor, "time", Clock())`."""
+    """A clock of waits that the test sets: `monkeypatch.setattr(monitor, "time", Clock())`."""
 
     ahead = 0.0
 
@@ -87,7 +87,7 @@ class Clock:
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What the condition comes to; the limit only ends a hang."""
+    """Wait until the condition holds, and return its value; the limit only ends a test that hangs."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "the condition did not come true"
@@ -96,19 +96,19 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 def died_of(mesh: Mesh) -> Any:
-    """What the mesh's monitor comes to think, looking as a waiting call does."""
+    """Poll the mesh's monitor as a waiting call does; return its decision."""
     return until(lambda: mesh.monitor.decide([], "testing"))
 
 
 def elsewhere(member: Member) -> Member:
-    """The same rank on a machine that cannot be seen from here."""
+    """Return the same rank on a machine that this one cannot observe."""
     return replace(member, boot_id="another", host="far")
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Fails when a thread or a descriptor is left, once what is ending has had its time."""
-    gc.collect()  # else what earlier tests have left could make room for what this one leaves
+    """Fail if a thread or a descriptor is left, after those that are ending have had time."""
+    gc.collect()  # else garbage of earlier tests, freed meanwhile, could hide a leak of this one
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     yield
 
@@ -125,6 +125,6 @@ def nothing_left() -> Iterator[None]:
 def open_descriptors() -> dict[int, str]:
     found = {}
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the one that listed the folder
+        with contextlib.suppress(OSError):  # the descriptor that listed the folder
             found[fd] = os.readlink(f"/proc/self/fd/{fd}")
     return {fd: name for fd, name in found.items() if "pidfd" not in name}

@@ -1,4 +1,4 @@
-"""Collective calls on symbols: shapes and arrays of all ranks, and what the arrays must hold in the end."""
+"""Collective calls on symbols: the shapes and arrays of all ranks, and the expected contents of the arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REDUCTIONS = tuple(name for name in OPERATIONS if KINDS[name].reduces)
 ROOTED = tuple(name for name in OPERATIONS if KINDS[name].root)
 WITH_BLOCKS = tuple(name for name in OPERATIONS if KINDS[name].has_blocks)
 LIMITS = Limits(payload=16, segment=24, at_once=1 << 20, peers=3)
-ONE_PASS, IN_ORDER, ANY_ORDER = range(3)  # what an algorithm promises of a reduction
+ONE_PASS, IN_ORDER, ANY_ORDER = range(3)  # the order that an algorithm promises for a reduction
 
 _LETTERS = 0x4E00  # the first of 20,000 characters for ranks, blocks and items
 _SYMBOL = 3
@@ -32,9 +32,9 @@ class Case:
     """A collective call.
 
     Attributes:
-        sizes: items by rank; all_to_all: by giver, then taker; one number where all are equal.
-        in_place: the arrays that may be the same are.
-        flags: further fields of Shape.
+        sizes: items by rank; all_to_all: by giver, then taker; one number if all are equal.
+        in_place: outputs and inputs are the same arrays where they may be.
+        flags: further fields of CallShape.
     """
 
     operation: str
@@ -47,7 +47,7 @@ class Case:
     flags: dict[str, bool] = field(default_factory=dict)
 
     def given(self, giver: int, taker: int) -> int:
-        """Items that one rank has for another one."""
+        """Return the items of one rank for another."""
         found = self.sizes if isinstance(self.sizes, int) else self.sizes[self._index(giver, taker)]
         return found if isinstance(found, int) else found[taker]
 
@@ -86,18 +86,20 @@ class Case:
 
 
 class Call:
-    """A case's arrays, by rank, as the plans number them, and what they must become."""
+    """A case's arrays, by rank, as the plans number them, and their expected contents."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.arrays: list[list[np.ndarray]] = []
         self.same: list[tuple[int, int]] = []
-        self.expected: list[list[np.ndarray | None]] = []  # None: as before
+        self.expected: list[list[np.ndarray | None]] = []  # None: unchanged
         for rank in range(case.size):
             self._add(*self._parts(rank))
 
     def _parts(self, rank: int) -> tuple[Any, ...]:
-        """The arguments of `_add`. `own` is what one rank has for another, `total` what the ranks have, in order."""
+        """Return the arguments of `_add`. `own` makes one rank's items for another, `total` the items of the ranks, in
+        order.
+        """
         operation, everybody, root = self.case.operation, range(self.case.size), self.case.root
         own, total, kept = self._own, self._reduced, [None] * self.case.size
         match operation:
@@ -133,7 +135,7 @@ class Call:
     def _add(
         self, arrays: list[np.ndarray], expected: list[Any], same: tuple[int, int] | None = None
     ) -> None:
-        """A rank's arrays; `same` are the two that are one when the call is in place."""
+        """Add a rank's arrays; `same` are the two that are one array when the call is in place."""
         arrays = [array.copy() for array in arrays]
         pairs = zip(arrays, expected, strict=True)
         wanted = [before.copy() if after is None else after for before, after in pairs]
@@ -161,7 +163,7 @@ def like(array: np.ndarray) -> np.ndarray:
 
 
 def symbols(giver: int, taker: int, count: int) -> np.ndarray:
-    """Items that tell who gives them, whom to, and which one it is."""
+    """Make items that show the rank that gives them, the rank that takes them, and their number."""
     found = np.empty(count, object)
     pair = chr(_LETTERS + giver) + chr(_LETTERS + taker)
     found[:] = [pair + chr(_LETTERS + item) for item in range(count)]
@@ -171,7 +173,7 @@ def symbols(giver: int, taker: int, count: int) -> np.ndarray:
 def check(
     case: Case, builder: Builder, promise: int = ONE_PASS, *, capacity: int = 1 << 60, seed: int = 0
 ) -> list[Plan]:
-    """Build, check and run the plans of all ranks; returns them."""
+    """Build, check and run the plans of all ranks; return them."""
     shapes = [case.shape(rank) for rank in range(case.size)]
     plans = [builder(shape) for shape in shapes]
     call = Call(case)
@@ -190,13 +192,13 @@ def check(
 
 
 def lengths(case: Case, plan: Plan, arrays: Sequence[np.ndarray]) -> dict[int, int]:
-    """The bytes of a rank's buffers."""
+    """Return the bytes of a rank's buffers."""
     found = {t.SCRATCH: plan.scratch, t.FRAMES: case.size * case.limits.stride}
     return found | {t.FIRST_ARRAY + k: len(array) * case.itemsize for k, array in enumerate(arrays)}
 
 
 def check_attached(case: Case, plans: Sequence[Plan]) -> None:
-    """A rank's plan uses all that the others attach for it, and no more."""
+    """Check that a rank's plan uses exactly the bytes that the others attach for it."""
     for rank, plan in enumerate(plans):
         sent = [
             sum(
@@ -225,7 +227,7 @@ def _sorted(item: str) -> list[str]:
 
 
 def attached_to(plan: Plan, case: Case) -> list[int]:
-    """The bytes of each rank's payload that a plan uses."""
+    """Return the bytes of each rank's payload that a plan uses."""
     found = [0] * case.size
     for row in plan.table.tolist():
         if row[t.KIND] in (t.COPY, t.SOURCE):

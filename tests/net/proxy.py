@@ -1,4 +1,4 @@
-"""A TCP proxy that makes a network bad: in pieces, at a halt, cut off, or closed in one direction."""
+"""A TCP proxy that makes a network bad: it splits, holds, resets, or half-closes connections."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Proxy:
 
     Args:
         target: (address, port) of the real listener.
-        piece: forward at most so many bytes at a time; 0: as they come.
-        hold: forward no more than so many bytes of a connection in one direction, and set `held`.
+        piece: most bytes to forward at a time; 0: as they arrive.
+        hold: forward at most so many bytes of a connection in one direction, and set `held`.
     """
 
     def __init__(self, target: tuple[str, int], piece: int = 0, hold: int = 1 << 60) -> None:
@@ -28,21 +28,21 @@ class Proxy:
         self._start(self._accept)
 
     def reset(self) -> None:
-        """End all connections by a reset, on both sides."""
+        """Reset all connections, on both sides."""
         for pair in self._pairs:
             for end in pair:
                 with contextlib.suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._end_pumps(socket.SHUT_RD)  # wakes the threads, which then close
+        self._end_pumps(socket.SHUT_RD)  # wakes the threads, which close the connections
 
     def half_close(self) -> None:
-        """Tell the side that dialed that nothing more will come; its own bytes still go through."""
+        """Send end-of-file to the side that dialed; its own bytes are still forwarded."""
         for dialed, _ in self._pairs:
             with contextlib.suppress(OSError):
                 dialed.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """End everything."""
+        """Close all connections, and stop."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

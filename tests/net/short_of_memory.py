@@ -1,9 +1,9 @@
-"""A rank whose every other transfer fails with ENOBUFS or ENOMEM, as of a kernel that is short of memory.
+"""A rank whose every other transfer fails with ENOBUFS or ENOMEM, as if the kernel were short of memory.
 
     python -m fastcoll.launch -n 2 short_of_memory.py
 
-seccomp hands the calls of the rank's thread to another one (SECCOMP_RET_USER_NOTIF), which lets the kernel do them or
-answers with an error. Exits with 77 where that is not possible.
+seccomp passes the system calls of the rank's thread to another thread (SECCOMP_RET_USER_NOTIF), which lets the kernel
+execute them or answers with an error. Exits with 77 where that is not possible.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ failed = 0
 
 
 def be_short() -> None:
-    """From now on of this thread; raises OSError where it cannot be."""
+    """Apply this to the calling thread from now on; OSError: it is not possible."""
     number, calls = _CALLS[os.uname().machine]
     ask = [(_IF_EQUAL, 0, len(calls) - at, call) for at, call in enumerate(calls, 1)]
-    # An equal number jumps behind the rest and the ALLOW.
+    # An equal number jumps over the remaining comparisons and the ALLOW.
     ask = [(code, len(calls) - at, 0, call) for at, (code, _, _, call) in enumerate(ask)]
     program = [(_LOAD, 0, 0, 0), *ask, (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ASK)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
@@ -54,7 +54,7 @@ ready = threading.Event()
 
 
 def answer() -> None:
-    """Every other call fails; on a thread that is there before."""
+    """Let every other call fail; runs on a thread that began before the filter."""
     global failed
     ready.wait()
     number = 0
@@ -69,7 +69,7 @@ def answer() -> None:
 
 
 def around(x: np.ndarray) -> None:
-    """Rank 1 sends it, and gets it back."""
+    """Send an array from rank 1 to the other rank and back."""
     y = np.empty_like(x)
     if dist.get_rank():
         dist.send(x, 0)
@@ -81,7 +81,7 @@ def around(x: np.ndarray) -> None:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Run the check; see the top of the file."""
     dist.init_process_group("tcp", timeout=60)
     rank, x = dist.get_rank(), np.ones(1)
     dist.all_reduce(x)
@@ -99,7 +99,7 @@ def main() -> None:
         np.testing.assert_array_equal(x, 2 * np.arange(count) + 1.0)
         around(x)
     print(f"rank {rank}: {failed} failed", flush=True)
-    os._exit(0)  # sockets that are closed from Python would meet the errors, too
+    os._exit(0)  # else the errors would also hit sockets that Python closes
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs the plans of all ranks on symbols instead of numbers, under random schedules and with bounded channels.
 
-An item is a string; a reduction joins strings and puts parentheses around them, so that a result tells what was
-reduced, how often, in which order and in how many passes.
-`check_tables` looks at the plans alone, `Simulation` runs them. Both raise PlanError.
+An item is a string. A reduction joins strings and adds parentheses, so a result shows which items were reduced, how
+often, in which order and in how many passes. `check_tables` checks the plans alone, `simulate` runs them. Both raise
+PlanError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.plan import Plan
 
 Row = Sequence[int]
-Arrays = Sequence[np.ndarray]  # of one rank: object arrays of strings, as the plan numbers them
+Arrays = Sequence[np.ndarray]  # the arrays of one rank: object arrays of strings, as the plan numbers them
 Interval = tuple[int, int, int]  # a buffer, its first byte, the byte after the last
 RUBBISH = "?"
 
@@ -31,7 +31,7 @@ def require(condition: bool, *what: object) -> None:
         raise PlanError(" ".join(map(str, what)))
 
 
-# ---- what the tables alone show -----------------------------------------------------------------------
+# ---- checks of the tables -----------------------------------------------------------------------
 
 
 def check_tables(
@@ -43,8 +43,8 @@ def check_tables(
     """Check the form, the bounds, the pairs and the hazards of all ranks' plans.
 
     Args:
-        lengths: of each rank, the bytes of each of its buffers.
-        same: of each rank, two buffers that are the same array, or (0, 0).
+        lengths: for each rank, the bytes of each of its buffers.
+        same: for each rank, two buffers that are the same array, or (0, 0).
         payload: bytes that may be attached for a peer.
     """
     for rank, plan in enumerate(plans):
@@ -86,7 +86,7 @@ def check_bounds(plan: Plan, rank: int, lengths: Mapping[int, int]) -> None:
 
 
 def check_pairs(plans: Sequence[Plan]) -> None:
-    """Every send has its receive: the same phase, the same size, in the same order."""
+    """Check that every send has its receive: in the same phase, with the same size, in the same order."""
     sent: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for rank, plan in enumerate(plans):
@@ -100,7 +100,7 @@ def check_pairs(plans: Sequence[Plan]) -> None:
 
 
 def check_hazards(plan: Plan, rank: int, same: tuple[int, int]) -> None:
-    """What a phase receives overlaps nothing else that it receives, sends, reads or writes."""
+    """Check that the bytes a phase receives overlap no others that it receives, sends, reads or writes."""
     phases: dict[int, list[Row]] = defaultdict(list)
     for row in plan.table.tolist():
         phases[row[t.PHASE]].append(row)
@@ -114,8 +114,8 @@ def check_hazards(plan: Plan, rank: int, same: tuple[int, int]) -> None:
 
 
 def _check_overlap(arriving: list[tuple], others: list[tuple], where: str) -> None:
-    """Sweep over the intervals: none may begin before one that arrives has ended, nor one that arrives within any."""
-    ends = {True: (-1, 0), False: (-1, 0)}  # buffer and end of the furthest interval so far
+    """Sweep over the intervals: none may begin before one that is received has ended, and none received within any."""
+    ends = {True: (-1, 0), False: (-1, 0)}  # buffer and end of the interval that ends last so far
     for buffer, low, high, arrives in sorted(arriving + others):
         for kind in (True, False) if arrives else (True,):
             seen, end = ends[kind]
@@ -129,7 +129,7 @@ def _alias(place: Interval, same: tuple[int, int]) -> Interval:
 
 
 def reads(row: Row) -> list[Interval]:
-    """What a row reads; t.FOLD and t.REDUCE count as writing."""
+    """Return the bytes that a row reads; t.FOLD and t.REDUCE count as writing."""
     if row[t.KIND] in (t.SEND, t.SOURCE, t.PAYLOAD):
         return [(row[t.BUFFER], row[t.OFFSET], row[t.OFFSET] + row[t.NBYTES])]
     if row[t.KIND] == t.COPY:
@@ -147,7 +147,7 @@ def writes(row: Row) -> list[Interval]:
 
 
 class Rank:
-    """One rank: its buffers, the phase that it is in and what is left of its rows."""
+    """One rank: its buffers, its phase, and the incomplete rows."""
 
     def __init__(self, plan: Plan, arrays: Arrays, itemsize: int, frames: np.ndarray) -> None:
         self.itemsize = itemsize
@@ -158,7 +158,7 @@ class Rank:
             if not self._phases or self._phases[-1][0][t.PHASE] != row[t.PHASE]:
                 self._phases.append([])
             self._phases[-1].append(row)
-        # By (sends, peer): the rows under way, of which the first one moves.
+        # By (sends, peer): the rows in progress; the first one moves.
         self.queues: dict[tuple[bool, int], deque[Row]] = {}
         self.moved: dict[tuple[bool, int], int] = {}  # items of the first row
 
@@ -166,7 +166,7 @@ class Rank:
         return self._phases.popleft() if self._phases and self._phases[0][0][t.PHASE] == t.ATTACHED else []
 
     def advance(self) -> bool:
-        """Begin phases until one has something to wait for; False when the plan is done."""
+        """Begin phases until one has to wait; False if the plan is complete."""
         while not self.queues and self._phases:
             rows = self._phases.popleft()
             for number, row in enumerate(rows):
@@ -189,7 +189,7 @@ class Rank:
         return self.buffers[buffer][offset // self.itemsize : (offset + nbytes) // self.itemsize]
 
     def move(self, key: tuple[bool, int], channel: deque[str], piece: int, room: int) -> int:
-        """Move up to `piece` items of the first row of a connection; how many."""
+        """Move at most `piece` items of the first row of a connection; return how many."""
         row = self.queues[key][0]
         part, done = self.part(row), self.moved.get(key, 0)
         count = min(piece, len(part) - done, room if key[0] else len(channel))
@@ -214,7 +214,7 @@ class Rank:
 
 
 def joined(*items: str) -> str:
-    """What a reduction of some items in one pass gives."""
+    """Return the result of reducing some items in one pass."""
     return f"({''.join(items)})"
 
 
@@ -232,11 +232,11 @@ def simulate(
     capacity: int = 1 << 60,
     seed: int = 0,
 ) -> list[Rank]:
-    """Run all ranks' plans to their ends; the results are in the arrays, and in the other buffers of the ranks.
+    """Run all ranks' plans to their ends; the results are in the arrays and the other buffers of the ranks.
 
     Args:
-        frames: what each rank's FRAMES hold before; None: rubbish.
-        capacity: items that the connection from one rank to another holds.
+        frames: the contents of each rank's FRAMES at the start; None: garbage.
+        capacity: items that the connection from one rank to another buffers.
         seed: of the schedule.
     """
     size, chance = len(plans), random.Random(seed)
@@ -263,7 +263,7 @@ def _meet(ranks: Sequence[Rank], frame_stride: int) -> None:
 
 
 def _step(rank: Rank, number: int, channels: dict, capacity: int, chance: random.Random) -> int:
-    """Give some connections of a rank, in any order, the chance to move a piece of any size."""
+    """Let some connections of a rank, in any order, move some items each."""
     keys = list(rank.queues)
     moved = 0
     for key in chance.sample(keys, len(keys)):
