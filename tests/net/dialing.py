@@ -11,7 +11,7 @@ LIMIT = 60.0  # seconds, which only end a test that hangs
 
 
 def proof_of(dialing: Dialing, connection: socket.socket) -> bytes:
-    """Send the opening, and return the proof that the answer asks for, to send now or later; empty if it asks for none."""
+    """Send the opening; return the proof that the answer asks for, to send now or later; empty: it asks for none."""
     connection.sendall(dialing.opening)
     proof = b""
     while dialing.wants:

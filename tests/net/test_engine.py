@@ -1,4 +1,4 @@
-"""The engine where something goes wrong: connections that end, garbage, and calls that are not resumed as planned."""
+"""Failures of the engine: connections that end, invalid data, and calls that are not resumed as planned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from net.engines import FREE, Engines
 
 
 def begin(engines: Engines, call: Call, ranks: list[int]) -> list[Part]:
-    """The parts of all ranks, of which some have begun."""
+    """Return the parts of all ranks, of which some have begun."""
     parts = [call.of(engines, rank) for rank in range(engines.size)]
     for rank in ranks:
         assert engines.begin(rank, parts[rank].prepared, parts[rank].arrays) == WORKED
@@ -25,7 +25,7 @@ def begin(engines: Engines, call: Call, ranks: list[int]) -> list[Part]:
 
 
 def sweep(engines: Engines, parts: list[Part], rank: int, turns: int = 100) -> int:
-    """Let a rank go on until its call is over; the last status."""
+    """Sweep until a rank's call ends; return the last status."""
     for _ in range(turns):
         status = engines.go_on(rank, parts[rank].prepared)
         if status not in (AGAIN, WORKED):
@@ -38,7 +38,7 @@ def carry_all(engines: Engines) -> None:
         pass
 
 
-def test_nothing_is_given_up_while_a_rank_has_not_come() -> None:
+def test_a_call_waits_for_a_rank_that_has_not_arrived() -> None:
     with Engines(3) as engines:
         parts = begin(engines, Call("all_reduce", 7), [0, 1])
         carry_all(engines)
@@ -48,7 +48,7 @@ def test_nothing_is_given_up_while_a_rank_has_not_come() -> None:
         assert engines.contexts[0].in_progress
 
 
-def test_whom_a_sleeping_engine_waits_for_is_known() -> None:
+def test_a_sleeping_engine_reports_the_ranks_it_waits_for() -> None:
     with Engines(4) as engines:
         context = engines.contexts[0]
         context.words[words.BACKOFF_SWEEPS] = 0
@@ -65,7 +65,7 @@ def test_whom_a_sleeping_engine_waits_for_is_known() -> None:
 
 
 @pytest.mark.parametrize("count", [7, 40_000])
-def test_a_connection_that_ends_is_named(count: int) -> None:
+def test_a_lost_connection_is_named(count: int) -> None:
     """In the meeting, and in the middle of a plan."""
     with Engines(3) as engines:
         parts = begin(engines, Call("all_reduce", count), [0, 1, 2] if count > 7 else [0, 1])
@@ -96,7 +96,7 @@ def test_what_a_peer_sent_before_it_ended_counts() -> None:
 
 @pytest.mark.parametrize("word", [words.NUMBER, words.HEAD_ATTACHED])
 @pytest.mark.parametrize("value", [-1, 1 << 62, 3])
-def test_a_header_that_no_rank_sends(word: int, value: int) -> None:
+def test_an_invalid_header_is_garbled(word: int, value: int) -> None:
     with Engines(2) as engines:
         parts = begin(engines, Call("barrier", 0), [0])
         header = np.zeros(HEADER_BYTES // 8, np.int64)
@@ -109,8 +109,8 @@ def test_a_header_that_no_rank_sends(word: int, value: int) -> None:
         assert engines.contexts[0].in_progress
 
 
-def test_a_call_that_did_not_match_is_under_way_until_its_headers_are_read() -> None:
-    """So that an exception in between is known to have torn it."""
+def test_a_mismatched_call_is_in_progress_until_its_headers_are_read() -> None:
+    """So an exception before that fails the group."""
     with Engines(2) as engines:
         parts = [Call("all_reduce", 7 + rank).of(engines, rank) for rank in range(2)]
         for rank, part in enumerate(parts):
@@ -123,7 +123,7 @@ def test_a_call_that_did_not_match_is_under_way_until_its_headers_are_read() -> 
 
 
 def test_bytes_of_the_next_call_are_kept_when_the_calls_differ() -> None:
-    """Rank 0 expects 2000 bytes with the header and gets less, and the beginning of rank 1's next call."""
+    """Rank 0 expects 2000 bytes with the header, and receives fewer, then the beginning of rank 1's next call."""
     with Engines(2) as engines:
         wrong = [Call("all_reduce", 133).of(engines, 0), Call("barrier", 0).of(engines, 1)]
         right = [Call("all_reduce", 50).of(engines, rank) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""The engine under any schedule: who goes on, and which bytes arrive, is drawn at random; also with wrong calls."""
+"""The engine under random schedules: ranks run, and bytes arrive, in random order; also with mismatched calls."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from net.engine_calls import OPERATIONS, Call
 from net.engines import Engines
 
 SEVERAL = (2, 3, 5)
-MANY = 18  # they meet by dissemination
+MANY = 18  # their headers are combined in rounds
 
 
 @st.composite
 def programs(draw: st.DrawFn, n: int, most: int, length: int) -> list[list[Call]]:
-    """What each rank calls; in some rounds one rank calls something else, from which the others differ."""
+    """Draw the calls of each rank; in some rounds one rank makes another call than the others."""
     operations, counts, roots = st.sampled_from(OPERATIONS), st.integers(0, most), st.integers(0, n - 1)
     rounds = []
     for salt in range(draw(st.integers(1, length))):
@@ -46,7 +46,9 @@ def check(
     rounds: Sequence[Sequence[Call]],
     plant: Callable[[PreparedPlan], object] = lambda prepared: None,
 ) -> None:
-    """Run the rounds: every rank sees which ones match, and gets what is right, or nothing; `plant` faults before."""
+    """Run the rounds: each rank finds whether the calls match, and has right results, or none; `plant` adds faults
+    first.
+    """
     n = engines.size
     parts = [[calls[rank].of(engines, rank) for calls in rounds] for rank in range(n)]
     for mine in parts:
@@ -76,7 +78,7 @@ def _only_gives(call: Call, rank: int) -> bool:
 
 
 def _match(calls: Sequence[Call]) -> bool:
-    """Whether ranks that call so agree: rootless operations have no root."""
+    """Return whether ranks with these calls agree: rootless operations have no root."""
     rooted = calls[0].operation in ("reduce", "broadcast")
     seen = {
         (call.operation, call.operation in ("barrier", "refused") or call.count, rooted and call.root)
@@ -88,7 +90,7 @@ def _match(calls: Sequence[Call]) -> bool:
 @pytest.mark.parametrize("payload", [0, 2048])
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_operation_in_pieces_of_any_size(operation: str, n: int, payload: int) -> None:
+def test_every_operation_in_transfers_of_any_size(operation: str, n: int, payload: int) -> None:
     rounds = [[Call(operation, count, n - 1, 1000 * count)] * n for count in (1, 0, 130, 97)]
     with Engines(n, 2, payload, seed=n, piece=40) as engines:
         check(engines, rounds)
@@ -102,13 +104,13 @@ def test_every_operation_of_many_ranks(operation: str) -> None:
 
 @pytest.mark.parametrize("count", [9000, 100_000])
 def test_sums_of_many_ranks(count: int) -> None:
-    """What is reduced as it arrives, by halves and along the ring."""
+    """Data is reduced as it arrives, by halving and along the ring."""
     with Engines(MANY, seed=5) as engines:
         check(engines, [[Call("sum", count)] * MANY])
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-def test_two_ranks_reduce_what_arrives_in_pieces_that_cut_items(streams: int) -> None:
+def test_two_ranks_reduce_transfers_that_cut_items(streams: int) -> None:
     with Engines(2, streams, seed=1, piece=30_001) as engines:
         check(engines, [[Call("all_reduce", 40_000)] * 2])
         carried = engines.carried()
@@ -138,7 +140,7 @@ def test_any_schedule_of_many_ranks(data: st.DataObject) -> None:
         check(engines, rounds)
 
 
-def test_a_rank_that_is_late_is_among_those_that_many_ranks_wait_for() -> None:
+def test_many_ranks_report_a_late_rank() -> None:
     late = 5
     with Engines(MANY, seed=1) as engines:
         parts = {rank: Call("barrier", 0).of(engines, rank) for rank in range(MANY) if rank != late}
@@ -155,7 +157,7 @@ def test_a_rank_that_is_late_is_among_those_that_many_ranks_wait_for() -> None:
 
 
 def test_many_ranks_add_up_their_balances() -> None:
-    """A rank gives more than the others expect, which the sum of all balances alone shows."""
+    """A rank gives more than the others expect, which only the sum of all balances shows."""
     usual = Call("all_gather", 3)
     with Engines(MANY, seed=3) as engines:
         parts = [usual.of(engines, rank) for rank in range(MANY)]
@@ -165,11 +167,11 @@ def test_many_ranks_add_up_their_balances() -> None:
 
 
 def _mostly_ahead(n: int, length: int, draw: random.Random) -> list[list[Call]]:
-    """Calls that let some ranks run ahead; in one of ten a rank calls something else."""
+    """Draw calls in which some ranks run ahead; in one of ten, one rank makes another call."""
     rounds = []
     for salt in range(length):
         operation = draw.choice(["broadcast"] * 3 + ["reduce"] * 2 + ["scan", "all_gather"])
-        if salt // AHEAD == 1:  # nobody but the root has to send
+        if salt // AHEAD == 1:  # only the root has to send
             operation = "broadcast"
         call = Call(operation, draw.randint(1, 9), draw.choice([0, draw.randrange(n)]), 1000 * salt)
         rounds.append([call] * n)
@@ -182,14 +184,14 @@ def _mostly_ahead(n: int, length: int, draw: random.Random) -> list[list[Call]]:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_ranks_that_run_ahead_until_their_records_are_used_again(n: int, seed: int) -> None:
+def test_ranks_that_run_ahead_until_records_are_reused(n: int, seed: int) -> None:
     with Engines(n, payload=[256, 2048][seed % 2], seed=seed) as engines:
         check(engines, _mostly_ahead(n, 3 * AHEAD, random.Random(seed)))
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_calls_none_of_which_match(who: int) -> None:
-    """The root is told of each of them, one in a call."""
+def test_every_call_mismatches(who: int) -> None:
+    """The root reports each mismatch, one in a call."""
     rounds = []
     for salt in range(2 * AHEAD):
         rounds.append([Call("broadcast", 1, 0, 1000 * salt)] * 2)
@@ -198,7 +200,7 @@ def test_calls_none_of_which_match(who: int) -> None:
         check(engines, rounds)
 
 
-def test_a_root_ends_its_calls_alone_until_its_records_are_all_in_use() -> None:
+def test_a_root_returns_early_until_all_records_are_in_use() -> None:
     with Engines(2, buffer=1 << 18) as engines:
         part = Call("broadcast", 5).of(engines, 0)
         statuses = [engines.begin(0, part.prepared, part.arrays) for _ in range(AHEAD)]
@@ -217,7 +219,7 @@ def test_a_root_ends_its_calls_alone_until_its_records_are_all_in_use() -> None:
 
 
 def test_a_rank_that_writes_before_all_agree_is_found() -> None:
-    """The planted fault: in a group of three, who receives is as loose as who gives."""
+    """The planted fault: in a group of three, the receivers also return early."""
 
     def plant(prepared: PreparedPlan) -> None:
         prepared._words[words.CAN_RETURN_EARLY] = prepared.call & 0xFF == signature.code_of("broadcast")
@@ -227,8 +229,8 @@ def test_a_rank_that_writes_before_all_agree_is_found() -> None:
         check(engines, rounds, plant)
 
 
-def test_a_rank_that_compares_with_something_else_is_found() -> None:
-    """The planted fault: what a rank has noted of its calls is gone when the others' headers come."""
+def test_a_wrong_record_is_found() -> None:
+    """The planted fault: the record of a call is cleared before the others' headers arrive."""
     rounds = _mostly_ahead(2, AHEAD, random.Random(2))
     with Engines(2, seed=2) as engines:
         engines.loses_records = True

@@ -1,6 +1,6 @@
-"""Groups over TCP on bad networks, and what becomes of calls that are interrupted, aborted, closed or not made.
+"""Groups over TCP on bad networks; and calls that are interrupted, aborted, closed or missing.
 
-Also ranks that have returned from a call before the others made it: what they leave behind, and what they are told.
+Also ranks that have returned from a call before the others made it: the data they leave, and the errors they report.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def total(group: ProcessGroup, count: int = 3) -> float:
-    """The sum over the ranks of rank + 1, of which every item of an all_reduce must consist."""
+    """Return the sum over the ranks of rank + 1, the expected value of every item of an all_reduce."""
     x = np.full(count, group.rank + 1.0)
     group.fast.all_reduce(x)
     assert (x == x[0]).all()
@@ -59,13 +59,13 @@ def total(group: ProcessGroup, count: int = 3) -> float:
 
 
 @pytest.mark.parametrize(("piece", "count"), [(1, 40), (13, 2000), (1447, 300_000)])
-def test_bytes_may_come_in_pieces_of_any_size(piece: int, count: int) -> None:
+def test_bytes_may_arrive_in_transfers_of_any_size(piece: int, count: int) -> None:
     with ProxiedStore(piece=piece) as store, groups(3, store) as made:
         assert everybody(made, lambda group: total(group, count)) == [6.0] * 3
         assert everybody(made, lambda group: group.fast.barrier()) == [None] * 3
 
 
-def test_several_streams_share_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_streams_share_large_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCOLL_TCP_STREAMS", "3")
     config.forget()
     with ProxiedStore(piece=30_011) as store, groups(2, store) as made:
@@ -93,12 +93,12 @@ def test_a_reset_in_the_middle_ends_the_call_on_both_sides() -> None:
                 made[rank].barrier()
 
 
-# ---- ranks that do not come ---------------------------------------------------------------------------
+# ---- missing ranks ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("missing", [(0, 1), (1, 3), (2, 3)])
 def test_all_missing_ranks_are_named(missing: tuple[int, ...]) -> None:
-    """By the rank whose time is up first, which has the headers of those that wait longer; and so by all."""
+    """The rank that times out first names them; it has the headers of those that wait longer. So all name them."""
     with groups(4) as made:
         everybody(made, total)
         *early, last = (group for group in made if group.rank not in missing)
@@ -120,10 +120,10 @@ def test_all_missing_ranks_are_named(missing: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("missing", "first"), [((0, 1), 2), ((1,), 2), ((1, 3), 2), ((3,), 2), ((0, 2), 1)])
-def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...], first: int) -> None:
-    """It makes the connections. A rank cannot know whether the ranks that it has dialed make the call.
+def test_a_groups_first_call_keeps_its_own_timeout(missing: tuple[int, ...], first: int) -> None:
+    """The call makes the connections. A rank cannot know whether the ranks that it has dialed make the call.
 
-    `first`: the rank whose time is up first, when all others have their connections or wait for missing ranks.
+    `first`: the rank that times out first, when all others have their connections or wait for missing ranks.
     """
     with groups(4, timeout=60.0, first_rank=10) as made:
         there = [group for group in made if group.rank not in missing]
@@ -139,7 +139,7 @@ def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...], f
             group.fast.monitored_barrier(timeout=0.2 if group.rank == first else 60.0)
 
         def is_there(group: ProcessGroup) -> bool:
-            """Whether this rank has sent its header, or waits for the connection of a missing one."""
+            """Return whether this rank has sent its header, or waits for the connection of a missing one."""
             return group.backend.context.in_progress or any(rank < group.rank for rank in missing)
 
         errors = everybody(there, call)
@@ -154,10 +154,10 @@ def test_a_groups_first_call_has_its_own_timeout_too(missing: tuple[int, ...], f
     ("late", "left", "named"),
     [([1, 2, 3], [3], [1, 2]), ([1, 2], [1], [1, 2]), ([3], [3], [1]), ([], [], [1])],
 )
-def test_ranks_that_are_late_are_named_also_where_others_pass_their_headers_on(
+def test_late_ranks_are_named_where_headers_arrive_through_others(
     late: list[int], left: list[int], named: list[int]
 ) -> None:
-    """In large groups. A rank that has left was done with the call, unless this rank itself waits for it."""
+    """In large groups. A rank that has left had completed the call, unless this rank itself waits for it."""
     backend = TcpBackend.__new__(TcpBackend)
     backend.context = cast(Any, SimpleNamespace(waited_for=[1], late_ranks=lambda: late))
     backend.monitor = cast(Any, SimpleNamespace(has_left=left.__contains__))
@@ -173,7 +173,7 @@ def test_an_interrupt_after_a_mismatch_and_before_its_headers_are_read(
     with groups(2) as made:
         everybody(made, total)
 
-        everybody(made, lambda group: total(group, 3 + group.rank))  # after_mismatch is compiled now
+        everybody(made, lambda group: total(group, 3 + group.rank))  # compile after_mismatch now
         forget, interrupted = engine.after_mismatch.call, made[0].backend.context.address
 
         def call(context: int) -> int:
@@ -189,7 +189,7 @@ def test_an_interrupt_after_a_mismatch_and_before_its_headers_are_read(
         assert "KeyboardInterrupt" in str(again[1])
 
 
-def test_an_interrupt_while_connections_are_made_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_connections_are_made_fails_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with groups(2) as made:
 
         def interrupted(*_: object) -> int:
@@ -202,8 +202,8 @@ def test_an_interrupt_while_connections_are_made_is_told_to_all(monkeypatch: pyt
         assert errors[1].ranks == (0,)
 
 
-def test_an_exception_after_a_call_is_complete_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler's exception comes out of the first line after the compiled call."""
+def test_an_exception_after_a_complete_call_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler's exception is raised by the first line after the compiled call."""
     run = engine.collective.call
     with groups(2) as made:
         everybody(made, total)
@@ -248,7 +248,7 @@ def test_close_while_another_thread_is_in_a_call() -> None:
         assert isinstance(errors[0], AbortedError)
         with pytest.raises((AbortedError, NotInitializedError)):
             made[0].fast.barrier()
-        # Rank 0's part in its call was on the way, so that one may succeed.
+        # Rank 0 had sent its data, so the other rank may succeed.
         with pytest.raises(AbortedError, match="rank 0"):
             [total(made[1]) for _ in range(2)]
 
@@ -270,13 +270,13 @@ def test_threads_prepare_while_others_call() -> None:
     with groups(2) as made:
 
         def several(group: ProcessGroup) -> list[float]:
-            """Two threads of a rank, whose calls are alike, so that their order does not matter."""
+            """Run two threads of a rank, whose calls are alike, so that their order does not matter."""
             return together(*[lambda: [total(group, 50_000) for _ in range(10)]] * 2)
 
         assert everybody(made, several) == [[[3.0] * 10] * 2] * 2
 
 
-def test_elements_that_are_too_large_to_be_received_and_reduced() -> None:
+def test_elements_too_large_to_be_reduced_are_refused() -> None:
     huge = np.dtype([("numbers", "f8", (40_000,))])
     with groups(2) as made:
         errors = everybody(made, lambda group: group.fast.all_reduce(np.zeros(1, huge), ReduceOp.custom(max)))
@@ -284,7 +284,7 @@ def test_elements_that_are_too_large_to_be_received_and_reduced() -> None:
         assert everybody(made, total) == [3.0] * 2
 
 
-def test_a_rank_without_descriptors_for_a_connection_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_descriptors_fails_all_ranks_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a collective, for which the lower rank dials, and in a message."""
 
     def exhausted(*_: object) -> NoReturn:
@@ -307,30 +307,30 @@ def test_a_rank_without_descriptors_for_a_connection_says_so_to_all(monkeypatch:
             assert "raise it before the start (ulimit -n" in str(error)
 
 
-def test_a_rank_that_cannot_take_a_connection_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_accept_a_connection_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = ResourceError("cannot take a connection: no file descriptor is left")
     with groups(2) as made:
         monkeypatch.setattr(Listener, "lack", lambda listener: lacking)
         with pytest.raises(ResourceError, match="cannot take a connection"):
-            made[1].fast.all_reduce(np.ones(4))  # rank 0 dials, and does not make this call
+            made[1].fast.all_reduce(np.ones(4))  # rank 0, which dials, does not make this call
         with pytest.raises(AbortedError, match="no file descriptor is left"):
             made[0].fast.all_reduce(np.ones(4))
 
 
-# ---- ranks that are ahead of the others ------------------------------------------------------------------
+# ---- ranks that run ahead of the others ------------------------------------------------------------------
 
 
 def spread(group: ProcessGroup, value: float) -> float:
-    """What a broadcast from rank 0 leaves in the array."""
+    """Return the contents of the array after a broadcast from rank 0."""
     x = np.full(3, float(value) if group.rank == 0 else -1.0)
     group.fast.broadcast(x, 0)
     return float(x[0])
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_what_a_root_sent_before_it_left_arrives(n: int) -> None:
+def test_data_that_a_root_sent_before_it_left_arrives(n: int) -> None:
     with groups(n) as made:
-        everybody(made, lambda group: spread(group, 7))  # from the second call on a root does not wait
+        everybody(made, lambda group: spread(group, 7))  # from the second call on, the root returns early
         for value in range(5):
             spread(made[0], value)
         leaves = (lambda g=group: [spread(g, -1) for _ in range(5)] for group in made[1:])
@@ -338,7 +338,7 @@ def test_what_a_root_sent_before_it_left_arrives(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_root_is_told_of_a_mismatch_even_if_the_others_have_left(n: int) -> None:
+def test_a_root_reports_a_mismatch_after_the_others_have_left(n: int) -> None:
     with groups(n) as made:
         everybody(made, lambda group: spread(group, 7))
         told = together(lambda: spread(made[0], 1), *(lambda g=group: g.fast.barrier() for group in made[1:]))
@@ -354,7 +354,7 @@ def test_a_root_is_told_of_a_mismatch_even_if_the_others_have_left(n: int) -> No
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_root_is_told_of_a_refused_call_with_its_reason(n: int) -> None:
+def test_a_root_reports_a_refused_call_with_its_reason(n: int) -> None:
     with groups(n) as made:
         everybody(made, lambda group: spread(group, 7))
 

@@ -1,4 +1,4 @@
-"""Ranks on hosts of their own: which addresses they use, and what becomes of them when a host vanishes."""
+"""Ranks on hosts of their own: the addresses that they use, and the errors when a host vanishes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from hosts.network import Host, Network
 
 Join = Callable[..., Network]
-PORT = "5000"  # of the store; nobody else is in these networks
-# The kernel gives a silent host up after 2.5 s instead of 8 s, with which tests/hosts/test_faults.py has it.
+PORT = "5000"  # of the store; no other process is in these networks
+# The kernel gives up a silent host after 2.5 s; tests/hosts/test_faults.py tests the default of 8 s.
 IMPATIENT = {rank: {"IMPATIENT": "1"} for rank in range(3)}
 
 RANK = """
@@ -69,7 +69,7 @@ class Ranks:
     def start(
         self, hosts: list[Host], master: str, settings: dict[int, dict[str, str]] | None = None
     ) -> list[dict[str, Any]]:
-        """What each tells once it is up, or cannot be."""
+        """Start the ranks; return what each reports once it is up or has failed."""
         plain = {
             key: value for key, value in os.environ.items() if not key.startswith(("FASTCOLL_", "GLOO_"))
         }
@@ -83,7 +83,7 @@ class Ranks:
         return [self.next_word(rank) for rank in range(len(hosts))]
 
     def next_word(self, rank: int) -> dict[str, Any]:
-        """What a rank tells next."""
+        """Return the next line that a rank reports."""
         process = self.processes[rank]
         line = process.stdout.readline()  # type: ignore[union-attr]
         assert line, process.stderr.read()  # type: ignore[union-attr]
@@ -95,21 +95,19 @@ class Ranks:
 def ranks() -> Iterator[Ranks]:
     with ExitStack() as undo:
         signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the ranks did not come to an end in time"))
-        signal.alarm(120)  # which only ends a hang
+        signal.alarm(120)  # only ends a hang
         undo.callback(signal.alarm, 0)
         yield Ranks(undo)
 
 
 def listening(host: Host) -> set[str]:
-    """The addresses and ports that are listened on at a host."""
+    """Return the listening addresses and ports of a host."""
     lines = host.namespace.run("ss", "-Hltn").splitlines()
     return {line.split()[3] for line in lines}
 
 
 @pytest.mark.parametrize("version", [4, 6])
-def test_the_route_to_the_master_is_used_and_nothing_else(
-    join_hosts: Join, ranks: Ranks, version: int
-) -> None:
+def test_only_the_route_to_the_master_is_used(join_hosts: Join, ranks: Ranks, version: int) -> None:
     hosts = list(join_hosts(3, links=2))
     own = [host.addresses if version == 4 else host.addresses6 for host in hosts]
     said = ranks.start(hosts, own[0][1])
@@ -136,7 +134,7 @@ def test_several_interfaces_are_used_in_turn(join_hosts: Join, ranks: Ranks) -> 
     ("name", "why"),
     [("ib0", "host1 has no such interface"), ("lo", "at 127.0.0.1 nobody but host1 itself comes in")],
 )
-def test_an_interface_of_no_use_is_told_to_all(join_hosts: Join, ranks: Ranks, name: str, why: str) -> None:
+def test_an_unusable_interface_fails_all_ranks(join_hosts: Join, ranks: Ranks, name: str, why: str) -> None:
     hosts = list(join_hosts(2))
     for each in ranks.start(hosts, hosts[0].address, {1: {"FASTCOLL_SOCKET_IFNAME": name}}):
         assert f"FASTCOLL_SOCKET_IFNAME names {name}, but {why}" in each["error"]
@@ -156,23 +154,21 @@ def test_a_host_that_vanishes_is_named_by_every_survivor(join_hosts: Join, ranks
 
 
 @pytest.mark.long
-def test_packets_that_are_lost_in_one_direction_end_the_group_on_all_ranks(
-    join_hosts: Join, ranks: Ranks
-) -> None:
-    """Each of the two misses the other's acknowledgements, and says so to who hears both."""
+def test_packets_lost_in_one_direction_fail_all_ranks(join_hosts: Join, ranks: Ranks) -> None:
+    """Each of the two misses the other's acknowledgements, and reports it to the rank that still receives from both."""
     network = join_hosts(3, own_pids=True)
     ranks.start(network.hosts, network.hosts[0].address, IMPATIENT)
     network.lose(network.hosts[1], network.hosts[0])
-    for rank in range(3):  # rank 0 may hear from the third that rank 1 has lost it
+    for rank in range(3):  # rank 0 may learn from the third rank that rank 1 has lost it
         found = ranks.next_word(rank)
         assert "died or lost its connection" in found["error"], found
         assert {*found["ranks"]} <= {0, 1}, found
         assert found["ranks"], found
 
 
-def test_a_killed_rank_is_named_where_nobody_sees_its_process(join_hosts: Join, ranks: Ranks) -> None:
+def test_a_killed_rank_is_named_where_its_process_is_invisible(join_hosts: Join, ranks: Ranks) -> None:
     network = join_hosts(3, own_pids=True)
     said = ranks.start(network.hosts, network.hosts[0].address)
-    network.hosts[1].namespace.run("kill", "-KILL", str(said[1]["pid"]))  # as that host numbers it
+    network.hosts[1].namespace.run("kill", "-KILL", str(said[1]["pid"]))  # its pid on that host
     for rank in (0, 2):
         assert ranks.next_word(rank)["ranks"] == [1]

@@ -1,4 +1,4 @@
-"""What only mail over connections has: frames cut anywhere, garbage, credit, rests, and connections that break."""
+"""Messages over connections: frames cut anywhere, invalid frames, the window, RESTs, and connections that break."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def world() -> Iterator[WireWorld]:
 
 
 def connect(world: WireWorld, rank: int, pair: tuple[socket.socket, socket.socket]) -> socket.socket:
-    """Let `rank` use one end of a pair as its connection with the other rank; the test has the other end."""
+    """Let `rank` use one end of a pair as its connection with the other rank; return the other end."""
     ours, theirs = pair
     world.meshes[1 - rank].others.append(ours)  # closed with the world
     world.meshes[rank].take(1 - rank, theirs)
@@ -42,7 +42,7 @@ def connect(world: WireWorld, rank: int, pair: tuple[socket.socket, socket.socke
 
 
 def a_stranger(world: WireWorld, rank: int = 1) -> socket.socket:
-    """The other end of the connection of `rank` with the other rank."""
+    """Return the other end of the connection of `rank` with the other rank."""
     return connect(world, rank, tcp_pair())
 
 
@@ -51,7 +51,7 @@ def frame(first: int, kind: int = BYTES, nbytes: int = 0, attached: int = 0, num
 
 
 def dribble(connection: socket.socket, data: bytes, seed: int) -> None:
-    """Send in pieces of any size, each a segment of its own."""
+    """Send data in parts of any size, each a segment of its own."""
     random = np.random.default_rng(seed)
     while data:
         size = int(random.choice([1, 7, 31, 33, 1000, 70_000]))
@@ -83,9 +83,9 @@ def test_frames_cut_anywhere(world: WireWorld, how: str, seed: int) -> None:
     assert answers == b"".join(frame(TAKEN, nbytes=n, number=k + 1) for k, n in enumerate(sizes))
 
 
-def test_answers_of_posted_receives_wait_for_space(world: WireWorld) -> None:
-    """The sender takes no answers until many more are due than the connection holds."""
-    here, there = socket.socketpair()  # a few hundred answers fill it
+def test_acks_of_posted_receives_wait_for_space(world: WireWorld) -> None:
+    """The sender reads no acks until many more are due than the connection buffers."""
+    here, there = socket.socketpair()  # a few hundred acks fill it
     there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     connect(world, 1, (here, there))
     count, done = 1000, []
@@ -111,7 +111,7 @@ def test_answers_of_posted_receives_wait_for_space(world: WireWorld) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("nbytes", [0, 500, 8000])
 def test_both_fill_the_connection_before_either_receives(world: WireWorld, nbytes: int) -> None:
-    """Frames enter in part on both sides, and the answers to what is received meanwhile wait for them."""
+    """Frames are partly sent on both sides, and the acks of messages received meanwhile wait for them."""
     ends = tcp_pair()
     for rank, end in enumerate(ends):
         world.meshes[rank].take(1 - rank, end)
@@ -125,7 +125,7 @@ def test_both_fill_the_connection_before_either_receives(world: WireWorld, nbyte
         posted.wait(DEADLINE)
         for n in range(count):
             got = np.zeros(nbytes, "u1")
-            work = me.irecv(got, peer)  # one at a time, which the pipe completes by itself
+            work = me.irecv(got, peer)  # one at a time, which `advance` completes by itself
             assert work.wait(DEADLINE)
             assert (got == pattern(nbytes, n)).all(), n
         assert all(work.wait(DEADLINE) for work in works)
@@ -133,7 +133,7 @@ def test_both_fill_the_connection_before_either_receives(world: WireWorld, nbyte
     world.run(program, program)
 
 
-def test_a_blocking_send_meets_a_message_before_its_answer(world: WireWorld) -> None:
+def test_a_blocking_send_reads_a_message_before_its_ack(world: WireWorld) -> None:
     def exchange(me: Rank) -> None:
         peer, got = 1 - me.rank, np.zeros(3)
         for n in range(50):
@@ -146,8 +146,8 @@ def test_a_blocking_send_meets_a_message_before_its_answer(world: WireWorld) -> 
     world.run(exchange, exchange)
 
 
-def test_small_messages_that_do_not_fit_into_the_connection_follow(world: WireWorld) -> None:
-    """Posted while the receiver reads nothing: one enters in part, the others wait for it; the credit is kept."""
+def test_small_messages_beyond_the_socket_buffer_follow(world: WireWorld) -> None:
+    """Posted while the receiver reads nothing: one is partly sent, the others wait for it; the window is kept."""
     there = a_stranger(world, 0)
     nbytes = 8 << 10
     count = 2 * WINDOW // nbytes
@@ -181,9 +181,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("posted", [False, True])
 @pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_fails_the_group_and_is_told_from_a_message(
-    world: WireWorld, what: str, posted: bool
-) -> None:
+def test_an_invalid_frame_fails_the_group(world: WireWorld, what: str, posted: bool) -> None:
     me = world.ranks[1]
     a_stranger(world).sendall(GARBAGE[what])
     got = np.zeros(3, "u1")
@@ -193,7 +191,7 @@ def test_garbage_fails_the_group_and_is_told_from_a_message(
     assert me.monitor.failure is not None
 
 
-def test_a_sender_that_ignores_its_credit_is_refused(world: WireWorld) -> None:
+def test_a_sender_that_exceeds_the_window_is_refused(world: WireWorld) -> None:
     stranger = a_stranger(world)
     message = frame(MESSAGE, nbytes=EAGER, attached=EAGER) + bytes(EAGER)
 
@@ -221,8 +219,8 @@ def test_a_garbled_ack(world: WireWorld, ack: bytes, posted: bool) -> None:
         me.isend(np.zeros(3), 1).wait(DEADLINE) if posted else me.send(np.zeros(3), 1)
 
 
-def test_more_than_the_window_waits_at_its_sender(world: WireWorld) -> None:
-    """Received in reverse: what the receiver keeps is bounded, the rest comes when it is asked for."""
+def test_messages_beyond_the_window_wait_at_the_sender(world: WireWorld) -> None:
+    """They are received in reverse: the receiver stores a bounded part, and the rest is sent on request."""
     count, nbytes = 3 * WINDOW // EAGER, EAGER + 100
     works = [world.ranks[0].isend(pattern(nbytes, tag), 1, tag) for tag in range(count)]
     peer = world.ranks[1].mailbox._exchange.peers[0]
@@ -238,7 +236,7 @@ def test_more_than_the_window_waits_at_its_sender(world: WireWorld) -> None:
     assert world.ranks[0].mailbox._exchange.peers[1].credit == WINDOW
 
 
-def test_a_small_message_passes_a_large_one_that_nobody_wants_yet(world: WireWorld) -> None:
+def test_a_small_message_passes_a_large_one_without_a_receive(world: WireWorld) -> None:
     large, small = pattern(20 << 20), np.arange(4)
     slow = world.ranks[0].isend(large, 1, 1)
     quick = world.ranks[0].isend(small, 1, 2)
@@ -253,8 +251,8 @@ def test_a_small_message_passes_a_large_one_that_nobody_wants_yet(world: WireWor
     assert (taken == large).all()
 
 
-def test_messages_between_the_parts_of_another_one(world: WireWorld) -> None:
-    """A blocking receive waits for the rest of its message, and others come first."""
+def test_messages_arrive_before_the_rest_of_another(world: WireWorld) -> None:
+    """A blocking receive waits for the REST of its message, and other messages arrive first."""
     stranger = a_stranger(world)
     large = pattern(EAGER + 10)
     got, other = np.zeros(EAGER + 10, "u1"), np.zeros(5, "u1")
@@ -300,7 +298,7 @@ def test_a_reset_in_the_middle_of_a_send(world: WireWorld, monkeypatch: pytest.M
         work.wait(DEADLINE)
 
 
-def test_the_reason_that_a_peer_gives_comes_before_its_silence(world: WireWorld) -> None:
+def test_the_reason_of_a_peer_is_raised_rather_than_its_death(world: WireWorld) -> None:
     me, peer = world.ranks
     me.isend(np.zeros(3), 1)
     me.await_on_the_way(1, 1)
@@ -311,7 +309,7 @@ def test_the_reason_that_a_peer_gives_comes_before_its_silence(world: WireWorld)
 
 
 def test_a_peer_that_has_left_may_close_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is no death, also for a receive that others may complete."""
+    """That is no death, also for a receive that other ranks may complete."""
     monkeypatch.setattr(pipe, "_REASON_SECONDS", -1.0)
     with closing(WireWorld(3)) as world:
         me, gone, there = world.ranks
@@ -342,8 +340,8 @@ def test_a_peer_that_cannot_be_reached_fails_the_group(world: WireWorld, posted:
         waiting.wait(DEADLINE)
 
 
-def test_a_bell_that_was_rung_is_silent_again(world: WireWorld) -> None:
-    """A readable one would keep poll(2) from sleeping."""
+def test_a_silenced_bell_is_not_readable(world: WireWorld) -> None:
+    """A readable bell would keep poll(2) from sleeping."""
     me = world.ranks[0]
     me.irecv(np.zeros(1), 1, 1)
     me.mailbox.abort()
@@ -352,7 +350,7 @@ def test_a_bell_that_was_rung_is_silent_again(world: WireWorld) -> None:
 
 @pytest.mark.timed
 def test_a_waiting_rank_sleeps(world: WireWorld) -> None:
-    """Receives that nobody answers cost no time of a core."""
+    """A receive without a message takes no CPU time."""
     me = world.ranks[0]
     posted = me.irecv(np.zeros(1), 1, 1)
     until(lambda: me.mailbox._progress.checks.next > 0)
@@ -375,13 +373,13 @@ def test_nothing_is_left_open() -> None:
 
 
 @pytest.mark.parametrize("posted", [False, True])
-def test_a_handler_that_closes_the_engine_in_the_middle_of_a_call_leaves_no_descriptor(
+def test_a_handler_that_closes_the_engine_in_a_call_leaves_no_descriptor(
     world: WireWorld, posted: bool
 ) -> None:
     me = world.ranks[0]
     sent = me.isend(np.zeros(1), 1)  # with its connection
     world.ranks[1].recv(np.zeros(1), 0)
-    sent.wait()  # so that nothing but the receive below blocks
+    sent.wait()  # so that only the receive below blocks
     bells = count_bells()
 
     def wake() -> None:

@@ -1,4 +1,4 @@
-"""Answers that wait for the next message: when, and that nobody waits for them in vain."""
+"""Acks that are deferred to the next message: when, and that no rank waits for them in vain."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def row(me: Rank) -> np.ndarray:
 
 
 def defers_next(me: Rank) -> None:
-    """Let a rank take the next answer for one that a message follows at once, as if it had seen many."""
+    """Let a rank defer the next ack, as if it had seen many alternations."""
     row(me)[words.ALTERNATIONS] = 1 << 20
     table(me)[words.FLUSHER_RUNS] = 1
 
 
 def send_until_deferred(world: WireWorld, x: np.ndarray, got: np.ndarray) -> threading.Thread:
-    """The thread that sends x, whose answer is deferred. One that loses its core for long is answered at once."""
+    """Send x on a thread until its ack is deferred. A rank that loses its core for long gets its ack at once."""
     first, second = world.ranks
     for _ in range(500):
         sender = threading.Thread(target=first.send, args=(x, 1))
@@ -52,7 +52,7 @@ def send_until_deferred(world: WireWorld, x: np.ndarray, got: np.ndarray) -> thr
 
 
 def warm_up(world: WireWorld) -> None:
-    """The connection is there."""
+    """Make the connection."""
     world.run(
         lambda me: (me.send(np.ones(1), 1), me.recv(np.ones(1), 1)),
         lambda me: (me.recv(np.ones(1), 0), me.send(np.ones(1), 0)),
@@ -60,7 +60,7 @@ def warm_up(world: WireWorld) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 8, 9000, EAGER])
-def test_an_answer_travels_with_the_next_message(pair: WireWorld, nbytes: int) -> None:
+def test_a_deferred_ack_travels_with_the_next_message(pair: WireWorld, nbytes: int) -> None:
     warm_up(pair)
     x, y = pattern(nbytes, 1), pattern(nbytes, 2)
     got = [np.zeros(nbytes, "u1") for _ in range(2)]
@@ -81,11 +81,11 @@ ELSE = {
 
 
 @pytest.mark.parametrize("what", ELSE)
-def test_whatever_else_follows_the_answer_is_sent(pair: WireWorld, what: str) -> None:
+def test_any_other_use_of_messages_sends_the_ack(pair: WireWorld, what: str) -> None:
     warm_up(pair)
     second = pair.ranks[1]
     sender = send_until_deferred(pair, np.ones(3), np.zeros(3))
-    pipe_to(second, 0)[0].start_ack_flusher()  # not before: it would end after 20 ms
+    pipe_to(second, 0)[0].start_ack_flusher()  # not earlier: the flusher would end after 20 ms
     ELSE[what](second)
     sender.join(DEADLINE)
     assert not sender.is_alive()
@@ -93,7 +93,7 @@ def test_whatever_else_follows_the_answer_is_sent(pair: WireWorld, what: str) ->
         assert row(second)[words.ALTERNATIONS_NEEDED] > 64, "the turns were taken for what they are not"
 
 
-def test_a_blocking_receive_sends_the_answer_first(pair: WireWorld) -> None:
+def test_a_blocking_receive_sends_the_ack_first(pair: WireWorld) -> None:
     warm_up(pair)
     got = np.zeros(3)
 
@@ -107,8 +107,8 @@ def test_a_blocking_receive_sends_the_answer_first(pair: WireWorld) -> None:
     assert table(pair.ranks[1])[words.DEFERRED] == 0
 
 
-def test_a_posted_send_gets_its_answer_ahead_of_a_message(pair: WireWorld) -> None:
-    """The engine finds the message while no receive is posted, and keeps it for the next one."""
+def test_a_posted_send_gets_its_ack_ahead_of_a_message(pair: WireWorld) -> None:
+    """The engine reads the message while no receive is posted, and stores it for the next one."""
     warm_up(pair)
     first, second = pair.ranks
     posted = first.isend(np.ones(3), 1)
@@ -119,7 +119,7 @@ def test_a_posted_send_gets_its_answer_ahead_of_a_message(pair: WireWorld) -> No
     assert (got == 5).all()
 
 
-def test_a_misfit_is_told_at_once(pair: WireWorld) -> None:
+def test_a_misfit_is_acknowledged_at_once(pair: WireWorld) -> None:
     warm_up(pair)
     first, second = pair.ranks
     work = first.isend(np.ones(3), 1)
@@ -130,7 +130,7 @@ def test_a_misfit_is_told_at_once(pair: WireWorld) -> None:
         work.wait(DEADLINE)
 
 
-def test_taking_turns_for_long(pair: WireWorld) -> None:
+def test_alternating_for_long(pair: WireWorld) -> None:
     rounds = 600
 
     def serve(me: Rank) -> None:
@@ -148,21 +148,21 @@ def test_taking_turns_for_long(pair: WireWorld) -> None:
             me.recv(got, 0)
             assert got[0] == n
             me.send(-got, 0)
-        assert table(me)[words.DEFERRALS] > 0  # those of a rank that keeps its core
+        assert table(me)[words.DEFERRALS] > 0  # the times of a rank that keeps its core
 
     warm_up(pair)
     pair.run(serve, reply)
     assert all(table(me)[words.DEFERRED] == 0 for me in pair.ranks)
 
 
-def test_the_thread_ends_by_itself(pair: WireWorld) -> None:
+def test_the_ack_flusher_ends_by_itself(pair: WireWorld) -> None:
     me = pair.ranks[0]
     pipe_to(me, 1 - me.rank)[0].start_ack_flusher()
     until(lambda: not any(thread.name == "fastcoll-answers" for thread in threading.enumerate()))
     assert table(me)[words.FLUSHER_RUNS] == 0
 
 
-def test_an_answer_ahead_that_nobody_waits_for_is_garbage(pair: WireWorld) -> None:
+def test_an_unexpected_ack_ahead_of_a_message_is_invalid(pair: WireWorld) -> None:
     here, there = tcp_pair()
     pair.meshes[1].take(0, there)
     pair.meshes[0].others.append(here)

@@ -1,4 +1,4 @@
-"""Worlds of many real processes: those of shared memory meet in groups there, those of TCP meet through others."""
+"""Worlds of many real processes: over shared memory they meet in groups, over TCP in rounds."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fastcoll.shm.layout import FLAT, GROUP
 from net.meshes import Clock
 
 PROCESSES = 24
-NODE = 18  # ranks of the first node, of two: more than meet at once
+NODE = 18  # ranks of the first of two nodes: more than exchange headers directly
 LAST_ALONE = FLAT + 1  # a world whose last rank is a group of its own
-HANGS = 250.0  # s: so many processes take long on a machine that does more
+HANGS = 250.0  # s: so many processes are slow on a loaded machine
 
 
 def run_every_operation(rank: int, n: int, url: str, backend: str) -> str:
-    """What kind of backend did all of it right."""
+    """Run every operation; return the backend's name if all results are right."""
     if backend == "auto":
         net_victims.live_on_nodes(rank, NODE)
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
     for row in ROWS.values():
-        for count in (2, 1009):  # what fits into a line, and what does not
+        for count in (2, 1009):  # sizes that fit into a line, and that do not
             row(rank, n, count)
     dist.barrier()
     kind = type(dist.group.WORLD.backend).__name__
@@ -41,7 +41,7 @@ def run_every_operation(rank: int, n: int, url: str, backend: str) -> str:
     return kind
 
 
-@pytest.mark.long  # the plans of as many ranks are in net/test_plans.py, the meeting in shm/test_rounds_model.py
+@pytest.mark.long  # net/test_plans.py tests the plans of as many ranks, shm/test_rounds_model.py the meeting
 @pytest.mark.parametrize(
     ("backend", "kind"), [("shm", "ShmBackend"), ("tcp", "TcpBackend"), ("auto", "HybridBackend")]
 )
@@ -54,13 +54,13 @@ def test_every_operation(backend: str, kind: str) -> None:
 
 
 def refuse(rank: int, n: int, url: str) -> list[str]:
-    """What a rank is told of calls that do not match, of which one rank makes another one, and then of a late rank."""
+    """Return the errors of calls that do not match, in which one rank makes another call, and then of a late rank."""
     dist.init_process_group("shm", init_method=url, rank=rank, world_size=n, timeout=60)
     told = []
     for odd in (0, GROUP - 1, GROUP, n - 1):
         told.append(_refused(lambda odd=odd: dist.all_reduce(np.ones(2 if rank == odd else 3, "f4"))))
         told.append(_refused(lambda odd=odd: dist.barrier() if rank == odd else dist.scan(np.ones(1))))
-        # Ranks may differ in these sizes: only all their balances together tell.
+        # Ranks may differ in these sizes: only the sum of their balances shows the mismatch.
         told.append(_refused(lambda odd=odd: dist.all_gather(_outputs(n, odd, rank), np.ones(1 + rank))))
         total = np.array([float(rank)])
         dist.all_reduce(total)
@@ -76,21 +76,21 @@ def refuse(rank: int, n: int, url: str) -> list[str]:
             dist.barrier(group)
         over.set()
         other.join()
-        # A rank whose own wait ends a moment later gets the error of another one.
+        # A rank whose own wait ends a moment later raises the error of another rank.
         assert caught.value.ranks == (GROUP,), caught.value
     dist.barrier()
     return told
 
 
 def put_forward(clock: Clock, backend: Any, over: threading.Event) -> None:
-    """Let time fly in the first call of a group once all ranks but one have come to it."""
+    """Advance the clock in the first call of a group, once all ranks except one have arrived."""
     while not over.wait(0.05):
         if backend.context.words[at.CALLS] == 1 and backend.calls.report.late() == [GROUP]:
             clock.ahead += 100.0
 
 
 def _outputs(n: int, odd: int, rank: int) -> list[np.ndarray[Any, Any]]:
-    """Where rank `odd` takes one element too many from its left neighbour."""
+    """Return outputs where rank `odd` expects one element too many from its left neighbour."""
     return [np.zeros(1 + peer + (rank == odd and peer == (odd - 1) % n)) for peer in range(n)]
 
 
@@ -102,7 +102,7 @@ def _refused(call: Any) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("n", [LAST_ALONE, PROCESSES])
-def test_all_are_told_alike_what_does_not_match_and_who_is_late(n: int) -> None:
+def test_all_ranks_raise_the_same_mismatch_and_name_the_late_rank(n: int) -> None:
     outcomes = crew.run(refuse, n, deadline=HANGS)
     for outcome in outcomes:
         assert outcome.result is not None, outcome.error
@@ -116,9 +116,9 @@ def test_all_are_told_alike_what_does_not_match_and_who_is_late(n: int) -> None:
 
 
 def meet_and_leave(rank: int, n: int, url: str) -> bool:
-    """Two barriers, in the second of which a rank takes long to pass the headers of others on."""
+    """Run two barriers; in the second one, a rank is slow to pass on the headers of others."""
     if rank == GROUP:
-        # A header sent and one received in each of five rounds.
+        # One header sent and one received in each of five rounds.
         arm(f"tcp.none.mid_chunk:delay=1@{2 * 5 + 4}")
     dist.init_process_group("tcp", init_method=url, rank=rank, world_size=n, timeout=60)
     dist.barrier()
@@ -128,15 +128,15 @@ def meet_and_leave(rank: int, n: int, url: str) -> bool:
 
 
 @pytest.mark.long
-def test_who_is_done_with_a_call_may_leave_before_others_have_heard_of_it() -> None:
-    """Those to whom the slow rank passes nothing on go; it does not look to the others as if they missed them."""
+def test_a_rank_that_completed_a_call_may_leave_before_others_have() -> None:
+    """The ranks that wait for no header of the slow rank leave; the slow rank does not report them as late."""
     for outcome in crew.run(meet_and_leave, LAST_ALONE, deadline=HANGS):
         assert outcome.result, outcome.error
 
 
 def disagree(rank: int, n: int, url: str) -> list[int]:
-    """How many calls it took to reduce where one rank would go through the slots, and the others direct."""
-    os.environ["FASTCOLL_SHM_ALGORITHMS"] = "direct"
+    """Return how many calls a reduction took where one rank would use slots, and the others single-copy reads."""
+    os.environ["FASTCOLL_SHM_WAYS"] = "direct"
     config.forget()
     dist.init_process_group("shm", init_method=url, rank=rank, world_size=n, timeout=60)
     words = dist.group.WORLD.backend.context.words
@@ -150,12 +150,12 @@ def disagree(rank: int, n: int, url: str) -> list[int]:
     return took if direct < autotune.NEVER else []
 
 
-def test_ranks_that_would_go_different_ways_all_find_that() -> None:
+def test_ranks_with_different_algorithms_agree_on_one() -> None:
     for outcome in crew.run(disagree, LAST_ALONE, deadline=HANGS):
         assert outcome.result is not None, outcome.error
         if not outcome.result:
             pytest.skip("these ranks may not read one another's memory")
-        assert outcome.result == [2, 2, 2]  # they meet, find it, and meet again
+        assert outcome.result == [2, 2, 2]  # they meet, find the difference, and meet again
 
 
 @pytest.mark.long  # faults/test_kill.py kills ranks of small worlds

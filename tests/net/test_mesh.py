@@ -1,4 +1,4 @@
-"""Connections between ranks: made by both sides when needed, and ended by whatever can happen to them."""
+"""Connections between ranks: made by either side when needed, and ended by anything that can happen to them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def setting(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
 
 
 def talk(one: int, other: int) -> None:
-    """Bytes go both ways between two descriptors."""
+    """Send bytes in both directions between two descriptors."""
     for source, sink in ((one, other), (other, one)):
         os.write(source, b"hello")
         assert select.select([sink], [], [], 10)[0]
@@ -73,7 +73,7 @@ def test_every_two_ranks_have_a_connection_for_data(n: int) -> None:
                 assert options(one) == options(other) == [1, 1, 1]
 
 
-def test_rank_0_says_how_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_decides_the_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     setting(monkeypatch, "FASTCOLL_TCP_STREAMS", "3")
     with meshes(2) as made:
         assert [mesh.streams for mesh in made] == [3, 3]
@@ -110,7 +110,7 @@ def test_large_groups_watch_some_peers_and_meet_the_others_when_needed(
 
 
 @pytest.mark.parametrize("size", [33, 40, 64, 100, 1000])
-def test_watching_is_mutual_and_joins_everybody(size: int) -> None:
+def test_watching_is_mutual_and_connects_all_ranks(size: int) -> None:
     peers = [set(control_peers(rank, size)) for rank in range(size)]
     assert all(rank in peers[peer] for rank in range(size) for peer in peers[rank])
     assert all(len(each) <= 2 * size.bit_length() for each in peers)
@@ -165,14 +165,14 @@ def test_secrets_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     error = together(lambda: Mesh.make(HashStore(), "WORLD", crew(2), 0, 0.5))[0]
     assert isinstance(error, RendezvousError)
     assert "rank 1 (" in str(error)
 
 
 class Misleading(HashStore):
-    """A store that gives all ranks an address of rank 1 at which no process listens: a port that is taken."""
+    """A store that gives all ranks an address of rank 1 at which no process listens: the port of another program."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,8 +189,8 @@ class Misleading(HashStore):
         self._taken.close()
 
 
-def test_an_address_that_nobody_answers_at_is_named(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As behind a firewall that rejects: retried until the deadline, with a warning, then named with the reason."""
+def test_an_address_without_a_listener_is_named(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a firewall that rejects: retried until the deadline, with a warning; then the error has the reason."""
     clock = Clock()
     monkeypatch.setattr(monitor, "time", clock)
     monkeypatch.setattr(mesh_module, "_REFUSED_SECONDS", 1000.0)
@@ -209,8 +209,8 @@ def test_an_address_that_nobody_answers_at_is_named(caplog, monkeypatch: pytest.
     assert isinstance(second, CollectiveTimeoutError | AbortedError)
 
 
-def test_who_listens_no_more_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a rank that died, out of sight, before it had a connection with anybody; all are told by the first to see."""
+def test_a_rank_that_stopped_listening_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an invisible rank that died before it had connections: the first rank that notices fails the group."""
     monkeypatch.setattr(mesh_module, "_REFUSED_SECONDS", 0.1)
     with closing(Misleading()) as store:
         errors = make_all(2, store)
@@ -221,7 +221,7 @@ def test_who_listens_no_more_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dial_is_refused_as_long_as_nothing_else_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else fails says that the host is only out of reach, and the rank may live."""
+    """Any other failure shows only that the host is out of reach; the rank may live."""
     tried, errors = [], [errno.ECONNREFUSED, errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ECONNREFUSED]
 
     def fail(*_: object) -> Any:
@@ -238,8 +238,8 @@ def test_a_dial_is_refused_as_long_as_nothing_else_has_failed(monkeypatch: pytes
     assert tried[4] > tried[2]
 
 
-def test_a_group_that_stands_tells_who_is_gone() -> None:
-    """Where a process is out of sight only its connections tell, also those who wait for something else."""
+def test_a_connected_group_names_the_lost_rank() -> None:
+    """Only its connections show the death of an invisible process, also to ranks that wait for something else."""
     members = [elsewhere(each) for each in crew(3)]
     made = make_all(3, members=members)
     assert processes.gone_among(members) == []
@@ -253,14 +253,14 @@ def test_a_group_that_stands_tells_who_is_gone() -> None:
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "[1]", '{"names": []}', "[" * 5000, '[{"names": 3}, {}]'])
-def test_what_others_write_into_the_store_is_not_trusted(text: str) -> None:
+def test_values_in_the_store_are_not_trusted(text: str) -> None:
     store = HashStore()
     store.set("group/terms", text)
     with pytest.raises(RendezvousError, match="cannot be read"):
         Mesh.make(store, "WORLD", crew(2), 1, 1.0)
 
 
-def test_a_peer_that_does_not_ask_for_data_in_time_is_named() -> None:
+def test_a_peer_without_a_data_connection_in_time_is_named() -> None:
     late = pytest.raises(
         CollectiveTimeoutError, match=r"data connection with rank 0 .* within the timeout of 0\.2 s"
     )
@@ -279,7 +279,7 @@ def test_a_second_connection_for_the_same_stream_is_closed() -> None:
         talk(one, other)
 
 
-def test_through_a_network_that_cuts_everything_up() -> None:
+def test_a_network_that_splits_every_transfer() -> None:
     with ProxiedStore(piece=7) as store, meshes(3, store) as made:
         talk(*together(lambda: made[0].data(2), lambda: made[2].data(0)))
         made[0].monitor.leave()
@@ -353,8 +353,10 @@ def test_a_forked_child_does_not_hide_its_parents_death() -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_who_leaves_lets_what_it_has_sent_arrive_first(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
-    """On another host, where the data may be late and the word that it has left is not; unless the peer is gone."""
+def test_a_leaving_rank_waits_until_its_data_has_arrived(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """On another host, where the notice that it left may overtake the data; unless the peer is gone."""
     monkeypatch.setattr(mesh_module, "_ARRIVE_SECONDS", 600.0)
     here, there = crew(2)
     a, b = make_all(2, members=[here, elsewhere(there)])

@@ -1,4 +1,4 @@
-"""What a rank makes of its control connections: notices, ends with and without one, and who is to blame."""
+"""A rank's decisions from its control connections: notices, ends with and without one, and whom it blames."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FIRST_RANK = 10  # global ranks differ from group ranks
 
 
 class Network:
-    """n ranks of which none can see another's process; `pairs` have control connections, or else every two."""
+    """n ranks, none of which can see another's process; `pairs` have control connections, or else every two."""
 
     def __init__(self, n: int, pairs: Iterable[tuple[int, int]] | None = None) -> None:
         self.members = [replace(elsewhere(each), rank=FIRST_RANK + each.rank) for each in crew(n)]
@@ -57,7 +57,7 @@ class Network:
             self.controls[rank].add(peer, end)
 
     def kill(self, rank: int, reset: bool = False) -> None:
-        """The end of a process: its connections close without a word."""
+        """End a process: its connections close without a notice."""
         for (mine, _), end in self.ends.items():
             if mine == rank:
                 if reset:
@@ -79,12 +79,12 @@ def network() -> Iterator[Network]:
         yield made
 
 
-def test_nothing_is_wrong_at_first(network: Network) -> None:
+def test_a_new_group_has_no_failure(network: Network) -> None:
     assert [network.decide(rank, (0, 1, 2)) for rank in range(3)] == [None] * 3
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_connection_that_ends_without_a_word_is_a_death(network: Network, reset: bool) -> None:
+def test_a_connection_that_ends_without_a_notice_is_a_death(network: Network, reset: bool) -> None:
     network.kill(2, reset)
     for rank in (0, 1):
         found = network.decide(rank)
@@ -95,13 +95,13 @@ def test_a_connection_that_ends_without_a_word_is_a_death(network: Network, rese
         assert str(found).endswith("; all_reduce, call 7")
 
 
-def test_a_half_closed_connection_is_one_too(network: Network) -> None:
+def test_a_half_closed_connection_is_a_death(network: Network) -> None:
     network.ends[2, 0].shutdown(socket.SHUT_WR)
     assert isinstance(network.decide(0), PeerDiedError)
     assert network.decide(1) is None
 
 
-def test_who_left_in_order_is_missed_only_where_needed(network: Network) -> None:
+def test_a_rank_that_left_is_an_error_only_where_it_is_needed(network: Network) -> None:
     network.monitors[2].leave()
     network.controls[2].close()
     assert network.decide(0, (1,)) is None
@@ -113,7 +113,7 @@ def test_who_left_in_order_is_missed_only_where_needed(network: Network) -> None
 
 
 def test_leaving_while_notices_are_unread_is_no_reset(network: Network) -> None:
-    """A socket that is closed with unread data resets its connection, and what it sent may be lost."""
+    """A socket that is closed with unread data resets its connection, and sent data may be lost."""
     network.monitors[0].leave()
     network.monitors[2].leave()
     network.controls[2].close()
@@ -122,7 +122,7 @@ def test_leaving_while_notices_are_unread_is_no_reset(network: Network) -> None:
     assert network.controls[0].lost == {2: "it closed the connection"}
 
 
-def test_an_abort_is_told_with_its_reason(network: Network) -> None:
+def test_an_abort_carries_its_reason(network: Network) -> None:
     network.monitors[1].fail(AbortedError("rank 11 aborted the group: no more money"))
     network.kill(1)
     for rank in (0, 2):
@@ -133,10 +133,13 @@ def test_an_abort_is_told_with_its_reason(network: Network) -> None:
         assert found.ranks == (11,)
 
 
-def test_a_rank_that_came_too_late_is_blamed_and_not_who_noticed(network: Network) -> None:
+def test_a_late_rank_is_blamed_and_not_the_rank_that_noticed(network: Network) -> None:
     network.monitors[0].fail(CollectiveTimeoutError("barrier: rank 12 did not arrive within 3 s", [12]))
     network.controls[0].close()
-    for rank, kind in ((1, CollectiveTimeoutError), (2, AbortedError)):  # a timeout for all but the late
+    for rank, kind in (
+        (1, CollectiveTimeoutError),
+        (2, AbortedError),
+    ):  # a timeout on all ranks except the late one
         found = network.decide(rank)
         assert type(found) is kind
         assert found.ranks == (12,)
@@ -145,7 +148,7 @@ def test_a_rank_that_came_too_late_is_blamed_and_not_who_noticed(network: Networ
 
 
 def test_a_rank_that_is_taken_for_dead_does_not_name_itself(network: Network) -> None:
-    """Packets are lost in one direction: the others declare this rank dead, and it reads that from them."""
+    """Packets are lost in one direction: the others declare this rank dead, and it reads their notice."""
     network.monitors[1].fail(PeerDiedError("rank 10 died", [10]))
     found = network.decide(0)
     assert type(found) is AbortedError
@@ -156,8 +159,8 @@ def test_a_rank_that_is_taken_for_dead_does_not_name_itself(network: Network) ->
     assert found.ranks == (11,)
 
 
-def test_survivors_that_are_gone_first_hide_nobody(network: Network) -> None:
-    """Rank 1 sees the death of 2, fails and goes, before 0 looks, whose connection with 2 still stands."""
+def test_a_survivor_that_leaves_first_hides_no_death(network: Network) -> None:
+    """Rank 1 sees the death of 2, fails and leaves, before 0 looks, whose connection with 2 is still open."""
     network.ends[2, 1].close()
     seen = network.decide(1)
     network.monitors[1].fail(seen)
@@ -171,7 +174,7 @@ def test_survivors_that_are_gone_first_hide_nobody(network: Network) -> None:
     assert network.decide(0).ranks == (12,)
 
 
-def test_a_death_is_told_on_to_ranks_that_cannot_see_it() -> None:
+def test_a_death_is_passed_on_to_ranks_that_cannot_see_it() -> None:
     with nothing_left(), contextlib.closing(Network(5, pairwise(range(5)))) as network:
         network.kill(4)
         texts = []
@@ -185,7 +188,7 @@ def test_a_death_is_told_on_to_ranks_that_cannot_see_it() -> None:
         assert max(map(len, texts)) < 200, "each passes on what it heard, without wrapping it up"
 
 
-def test_an_abort_is_told_on_as_it_was() -> None:
+def test_an_abort_is_passed_on_unchanged() -> None:
     with nothing_left(), contextlib.closing(Network(4, pairwise(range(4)))) as network:
         network.monitors[3].fail(AbortedError("enough", [13]))
         for rank in (2, 1, 0):
@@ -195,7 +198,7 @@ def test_an_abort_is_told_on_as_it_was() -> None:
             network.monitors[rank].fail(found)
 
 
-def test_who_connects_late_hears_what_was_said() -> None:
+def test_a_late_connection_receives_earlier_notices() -> None:
     with nothing_left(), contextlib.closing(Network(2, [])) as network:
         network.monitors[0].fail(AbortedError("gone"))
         network.connect(0, 1)
@@ -212,7 +215,7 @@ def test_a_rank_that_is_leaving_may_still_leave_or_fail(network: Network) -> Non
     assert network.controls[0].heard[1].state == LEFT
 
 
-def test_a_broken_data_connection_counts_unless_the_rank_says_why(network: Network) -> None:
+def test_a_broken_data_connection_is_a_death_without_a_notice(network: Network) -> None:
     network.monitors[0].lost(2, "it closed the data connection")
     assert isinstance(network.decide(0), PeerDiedError)
     assert "it closed the data connection" in str(network.decide(0))
@@ -232,7 +235,7 @@ def test_the_first_failure_stays(network: Network) -> None:
     assert network.controls[1].heard[0].text == "first"
 
 
-def test_a_notice_may_come_in_pieces(network: Network) -> None:
+def test_a_notice_may_arrive_in_parts(network: Network) -> None:
     data = Notice(LEFT, 2).to_bytes()
     for place in range(0, NOTICE_SIZE, 100):
         assert not network.monitors[0].has_left(2)
@@ -242,13 +245,15 @@ def test_a_notice_may_come_in_pieces(network: Network) -> None:
 
 
 @pytest.mark.parametrize("data", [b"x" * NOTICE_SIZE, b"\xff" * 4000, Notice(FAILED, 0).to_bytes()[:-1]])
-def test_what_is_no_notice_ends_the_connection(network: Network, data: bytes) -> None:
+def test_an_invalid_notice_ends_the_connection(network: Network, data: bytes) -> None:
     network.ends[2, 0].send(data)
     network.ends[2, 0].close()
     assert isinstance(network.decide(0), PeerDiedError)
 
 
-def test_looks_are_rare_unless_asked_for(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_are_polled_rarely_unless_asked_for(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control_module, "_LOOK_AGAIN_SECONDS", 60.0)
     network.controls[0].look(again=True)
     network.monitors[2].leave()
@@ -257,8 +262,8 @@ def test_looks_are_rare_unless_asked_for(network: Network, monkeypatch: pytest.M
     assert network.monitors[0].has_left(2)
 
 
-def test_a_look_in_the_middle_of_another_does_no_harm(network: Network) -> None:
-    """As from a signal handler, or another thread: it returns and finds what is known."""
+def test_a_poll_within_another_is_harmless(network: Network) -> None:
+    """As from a signal handler, or another thread: it returns, and sees the notices read so far."""
     control = network.controls[0]
     control._looking = True
     network.monitors[2].leave()
@@ -274,7 +279,7 @@ def test_a_look_in_the_middle_of_another_does_no_harm(network: Network) -> None:
 
 @pytest.fixture
 def child() -> Iterator[tuple[subprocess.Popen[bytes], list[Member]]]:
-    """A process in sight, and two members, of which it is the second."""
+    """A visible process, and two members, of which it is the second."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     me, born = Member.here(0, 2, "tcp"), int(processes.status_of(process.pid)[19])
     members = [me, replace(me, rank=1, pid=process.pid, start_time=born)]
@@ -284,8 +289,8 @@ def child() -> Iterator[tuple[subprocess.Popen[bytes], list[Member]]]:
     processes.forget(members)
 
 
-def test_a_process_in_sight_that_was_killed(child: tuple[subprocess.Popen[bytes], list[Member]]) -> None:
-    """It is dead, whatever its connection says, and named so."""
+def test_a_visible_process_that_was_killed(child: tuple[subprocess.Popen[bytes], list[Member]]) -> None:
+    """It is dead, whatever its connection shows, and named so."""
     process, members = child
     monitor = NetMonitor(members, 0, Control(2))
     assert monitor.decide([1], "testing") is None
@@ -296,7 +301,7 @@ def test_a_process_in_sight_that_was_killed(child: tuple[subprocess.Popen[bytes]
     assert str(found) == f"{members[1]} died; testing"
 
 
-def test_a_process_in_sight_that_left_before_it_ended(
+def test_a_visible_process_that_left_before_it_ended(
     child: tuple[subprocess.Popen[bytes], list[Member]],
 ) -> None:
     process, members = child
@@ -309,12 +314,12 @@ def test_a_process_in_sight_that_left_before_it_ended(
     assert isinstance(monitor.decide([1], "testing"), AbortedError)
 
 
-def test_a_wait_raises_what_the_monitor_finds(network: Network) -> None:
+def test_a_wait_raises_the_decision_of_the_monitor(network: Network) -> None:
     wait = Wait(network.monitors[0], "barrier", lambda: [1, 2], 30.0)
     wait.look()
     network.kill(2)
     network.controls[0].look(again=True)
-    wait.look()  # once more for what was sent before
+    wait.look()  # a second time, for data that was sent before
     with pytest.raises(PeerDiedError, match=r"rank 12 .* barrier, waiting for rank 11"):
         wait.look()
 
@@ -330,7 +335,7 @@ def test_a_wait_raises_what_the_monitor_finds(network: Network) -> None:
     st.sampled_from([(False, False), (True, False), (False, True)]),
     st.text(st.characters(codec="utf-8"), max_size=200),
 )
-def test_what_is_said_arrives(
+def test_notices_survive_encoding(
     state: int, origin: int, ranks: list[int], what: tuple[bool, bool], text: str
 ) -> None:
     notice = Notice(state, origin, tuple(ranks), *what, text)

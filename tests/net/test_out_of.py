@@ -1,4 +1,4 @@
-"""What a host may be out of: ports for listening and dialing, and memory for what is sent."""
+"""A host without free ports for listening and dialing, or without memory for sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ with contextlib.ExitStack() as stack:
     taken = stack.enter_context(socket.create_server((here, 0)))
 
     def dial():
-        made = dials.Dial(Endpoint(bytes(16), 0, 2, b"", False), 1, ConnectionKind.DATA, 0, Interface("eth0", here), (here, 5000))
+        endpoint = Endpoint(bytes(16), 0, 2, b"", False)
+        made = dials.Dial(endpoint, 1, ConnectionKind.DATA, 0, Interface("eth0", here), (here, 5000))
         dials.dial_all([made], lambda: None)
 
     dials.PORTLESS_SECONDS = tcp_store.PORTLESS_SECONDS = 0.2
@@ -50,7 +51,7 @@ with contextlib.ExitStack() as stack:
 """
 
 
-def test_who_finds_no_port_says_so(join_hosts: Callable[..., Network]) -> None:
+def test_a_rank_without_a_free_port_says_so(join_hosts: Callable[..., Network]) -> None:
     (host,) = join_hosts(1)
     env = [f"PYTHONPATH={':'.join(sys.path)}", "FASTCOLL_SECRET=of this test"]
     said = host.namespace.run("env", *env, sys.executable, "-c", WITHOUT_PORTS, host.address).splitlines()

@@ -1,4 +1,4 @@
-"""The plans that calls take, simulated: every operation, size and root; and what many ranks choose."""
+"""The plans that calls take, simulated: every operation, size and root; and the choices of many ranks."""
 
 from dataclasses import replace
 
@@ -22,7 +22,14 @@ from net.plan_cases import (
     check,
 )
 
-COUNTS = (0, 1, 4, 7, 40, 131)  # items; 4 are attached, from 7 on they travel, 131 in segments
+COUNTS = (
+    0,
+    1,
+    4,
+    7,
+    40,
+    131,
+)  # items; 4 are attached, from 7 on they are sent after the meeting, 131 in segments
 MANY = Limits(payload=0, segment=256, at_once=1 << 14, peers=5)
 
 
@@ -36,7 +43,7 @@ def test_few_ranks(operation, size):
     for count in COUNTS if size <= 5 else COUNTS[1:-1]:
         for root in roots(operation, size):
             case = Case(operation, size, count, itemsize=4, root=root, in_place=bool(count % 2))
-            # A scan that need not be rounded once goes on from the prefix before: ((a b) c).
+            # An unordered scan continues from the prefix before: ((a b) c).
             check(case, plan_for, IN_ORDER if operation.endswith("scan") else ONE_PASS, seed=count)
     if operation in REDUCTIONS:
         for count in (1, 131):
@@ -58,8 +65,8 @@ def test_many_ranks(operation, size, ordered):
 
 @pytest.mark.parametrize("operation", WITH_BLOCKS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 17])
-def test_sizes_that_differ(operation, size):
-    """By rank, or by pair, of which some attach and others do not."""
+def test_uneven_sizes(operation, size):
+    """By rank, or by pair; some pairs attach their data and others do not."""
     sizes = [(5 * rank + 3) % 11 * (rank % 3) for rank in range(size)]
     if operation == "all_to_all":
         sizes = [[(3 * giver + taker) % 7 * (taker % 2) for taker in range(size)] for giver in range(size)]
@@ -72,12 +79,12 @@ def test_sizes_that_differ(operation, size):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("size", [2, 3, 5, 17])
-def test_connections_that_hold_one_item_are_enough(operation, size):
+def test_connections_that_buffer_one_item_are_enough(operation, size):
     check(Case(operation, size, 45), plan_for, ANY_ORDER, capacity=1, seed=1)
 
 
 def promised(operation, name):
-    """What an algorithm promises of the order in which a reduction combines the ranks."""
+    """Return the order that an algorithm promises for the ranks of a reduction."""
     if operation not in REDUCTIONS or name == "whole" or (name == "direct" and "scan" not in operation):
         return ONE_PASS
     return (
@@ -92,7 +99,7 @@ def promised(operation, name):
     ("operation", "name"), [(each, name) for each in ALGORITHMS for name in ALGORITHMS[each]]
 )
 def test_an_algorithm_gives_the_result(operation, name):
-    """For any number of ranks, also those for which it is not chosen, and through connections that hold little."""
+    """For any number of ranks, also those for which it is not chosen, and through connections with small buffers."""
     build, flags = ALGORITHMS[operation][name][0], {"ordered": name == "ordered tree"}
     for size in range(2, 18):
         tight = Limits(0, 7 * size, 90, size // 3 + 1), 1 + size % 5
@@ -107,7 +114,7 @@ def test_an_algorithm_gives_the_result(operation, name):
 
 
 @pytest.mark.parametrize("operation", [*OPERATIONS, "barrier"])
-def test_calls_without_bytes_are_the_meeting_alone(operation):
+def test_calls_without_bytes_have_only_a_meeting(operation):
     for size in (1, 2, 5):
         for plan in check(Case(operation, size, 0), plan_for):
             assert len(plan.table) == 0
@@ -118,7 +125,7 @@ def whole(operation, nbytes, size=2, **flags):
     return CallShape(operation, size, 0, (nbytes,), default_limits(size), itemsize=4, **flags)
 
 
-def test_two_ranks_exchange_all_of_what_is_small():
+def test_two_ranks_exchange_complete_small_arrays():
     assert chosen(whole("all_reduce", default_limits(2).payload)) == "attached"
     limits = default_limits(2)._replace(payload=2048)
     small, large = (CallShape("all_reduce", 2, 0, (n,), limits, 4) for n in (EXCHANGED, EXCHANGED + 4))

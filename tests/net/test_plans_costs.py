@@ -1,4 +1,4 @@
-"""The formulas of choose.py against the plans, and the choice that rests on them."""
+"""The formulas of choose.py against the plans, and the choices that follow from them."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ ALL = [(operation, name) for operation, found in ALGORITHMS.items() for name in 
 
 
 def cost_of(plans):
-    """Phase by phase, what the busiest rank has to do, counted from all tables."""
+    """Count, phase by phase, the work of the busiest rank, from all tables."""
     counts = {}
     for plan in plans:
         for phase in np.unique(plan.table[:, t.PHASE]):
@@ -64,6 +64,6 @@ def test_a_formula_counts_what_the_plans_do(operation, name, size):
     assert counted.steps == predicted.steps
     assert counted.wire == pytest.approx(predicted.wire, rel=0.1)
     assert counted.handled == pytest.approx(predicted.handled, rel=0.1, abs=2 * 4 * count / size)
-    # Small beside the rest, and a little different: blocks that go over the end of the circle are two messages.
+    # A small difference: blocks that cross the end of the circle are two messages.
     assert counted.messages == pytest.approx(predicted.messages, rel=0.4, abs=2)
     assert counted.touched == pytest.approx(predicted.touched, rel=0.1, abs=2 * 4 * count / size)

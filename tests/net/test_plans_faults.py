@@ -1,4 +1,4 @@
-"""The simulator finds what is wrong with a plan: faults are planted in good ones."""
+"""The simulator finds faulty plans: faults are planted in good ones."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from net.simulate import PlanError
 
 
 def changed(builder, victim, change):
-    """A builder whose plan for one rank is changed."""
+    """Return a builder whose plan for one rank is changed."""
 
     def build(shape):
         plan = builder(shape)
@@ -24,7 +24,7 @@ def changed(builder, victim, change):
 
 
 def first(kind, column, value, add=False, at=0):
-    """Change a column of the first row, or a later one, of a kind."""
+    """Change a column of the first row, or a later row, of a kind."""
 
     def change(table):
         row = np.flatnonzero(table[:, t.KIND] == kind)[at]
@@ -43,7 +43,7 @@ def all_without(*kinds):
 
 
 def exchanged(kind, columns=slice(None)):
-    """The first two rows of a kind change places, or only what these columns say."""
+    """Exchange the first two rows of a kind, or only these columns of them."""
 
     def change(table):
         rows = np.flatnonzero(table[:, t.KIND] == kind)[:2]
@@ -54,13 +54,13 @@ def exchanged(kind, columns=slice(None)):
 
 
 def later(table):
-    """All is done one phase later than the peers do it."""
+    """Do everything one phase later than the peers."""
     table[:, t.PHASE] += 1
     return table
 
 
 def receives_onto_what_is_sent(table):
-    """A receive of phase 0 lands where phase 0 sends from."""
+    """Receive in phase 0 into memory that phase 0 sends."""
     sent = table[np.flatnonzero(table[:, t.KIND] == t.SEND)[0]]
     row = np.flatnonzero(table[:, t.KIND] == t.RECV)[0]
     table[row, t.BUFFER], table[row, t.OFFSET] = sent[t.BUFFER], sent[t.OFFSET]
@@ -68,7 +68,7 @@ def receives_onto_what_is_sent(table):
 
 
 def twice(kind, buffer=None):
-    """The second row of a kind has the place of the first one: of what arrives, or is folded."""
+    """Give the second row of a kind, a receive or an operand, the location of the first one."""
 
     def change(table):
         chosen = (table[:, t.KIND] == kind) & (buffer is None or table[:, t.BUFFER] == buffer)
@@ -120,7 +120,7 @@ FAULTS = {
 def test_a_planted_fault_is_found(fault):
     case, change, found = FAULTS[fault]
     good = direct.all_reduce if case is TWO else plan_for
-    check(case, good)  # it is right without
+    check(case, good)  # the plan is right without the fault
     if change is None:
 
         def builder(shape):
@@ -132,15 +132,15 @@ def test_a_planted_fault_is_found(fault):
         check(case, builder)
 
 
-def test_what_cannot_go_on_is_found():
-    """Plans whose pairs match within a phase always go on; so the check of pairs is left out here."""
+def test_a_deadlock_is_found():
+    """Plans whose pairs match within a phase never block; so the check of pairs is left out here."""
     import net.simulate as simulate
 
     case = Case("all_gather", 2, 40, limits=LIMITS)
     plans = [plan_for(case.shape(rank)) for rank in range(2)]
     late = plans[1].table.copy()
     late[late[:, t.KIND] == t.SEND, t.PHASE] += (
-        1  # each waits for the other, and what is sent first has no room
+        1  # each rank waits for the other, and the first send has no space
     )
     early = plans[0].table.copy()
     early[early[:, t.KIND] == t.RECV, t.PHASE] += 1
@@ -154,7 +154,7 @@ def test_what_cannot_go_on_is_found():
         simulate.simulate(plans, arrays, itemsize=4, capacity=1)
 
 
-def test_a_rank_that_reduces_in_another_order_has_other_bits():
+def test_another_order_of_reduction_is_found():
     two = Case("all_reduce", 2, 4, limits=LIMITS._replace(payload=0))
     check(two, plan_for, ANY_ORDER)
     with pytest.raises(PlanError, match="other bits"):

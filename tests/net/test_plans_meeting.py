@@ -1,4 +1,4 @@
-"""The meeting of many ranks: every header is combined exactly once, and all headers reach all where they are wanted."""
+"""The meeting of many ranks: every header is combined exactly once, and all headers reach all ranks if calls differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ SIZES = [*range(2, 70), 100, 127, 128, 129]
 
 
 def meet(make: Callable[[int, int, int], Plan], size: int) -> tuple[list[Plan], list[dict[int, np.ndarray]]]:
-    """The plans of all ranks, and their buffers after them; at first a rank has its own header in FRAMES, a symbol."""
+    """Return the plans of all ranks, and their buffers afterwards; each begins with its own header, a symbol, in
+    FRAMES.
+    """
     plans = [make(size, rank, HEADER) for rank in range(size)]
     check_pairs(plans)
     frames = [rubbish(size) for _ in plans]
@@ -45,7 +47,7 @@ def test_every_header_is_combined_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_headers_reach_all_through_the_same_peers(size: int) -> None:
+def test_all_headers_reach_all_ranks_through_the_same_peers(size: int) -> None:
     plans, buffers = meet(gather_headers, size)
     for rank, plan in enumerate(plans):
         assert "".join(buffers[rank][t.FRAMES]) == headers(size)

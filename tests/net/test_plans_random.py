@@ -1,4 +1,4 @@
-"""Plans for any shape that can be: worlds, sizes, roots, limits, schedules and connections drawn at random."""
+"""Plans for any possible shape: worlds, sizes, roots, limits, schedules and connections drawn at random."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
