@@ -136,7 +136,7 @@ def test_a_rank_that_completed_a_call_may_leave_before_others_have() -> None:
 
 def disagree(rank: int, n: int, url: str) -> list[int]:
     """Return how many calls a reduction took where one rank would use slots, and the others single-copy reads."""
-    os.environ["FASTCOLL_SHM_WAYS"] = "direct"
+    os.environ["FASTCOLL_SHM_ALGORITHMS"] = "direct"
     config.forget()
     dist.init_process_group("shm", init_method=url, rank=rank, world_size=n, timeout=60)
     words = dist.group.WORLD.backend.context.words
