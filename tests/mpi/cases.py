@@ -1,4 +1,4 @@
-"""What MPI alone does, run inside MPI jobs by rank.py: ways of moving data, the ends of groups, waiting."""
+"""Behaviour of MPI alone, run inside MPI jobs by rank.py: algorithms that move data, the ends of groups, waiting."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def usable(group=None):
 
 @pytest.fixture
 def small_rows(monkeypatch):
-    """Groups that are made have rows for 88 bytes only, so that small arrays go the way of large ones."""
+    """Limit rows of new groups to 88 bytes, so that small arrays move like large ones."""
     monkeypatch.setattr(agreement, "ROOMS", (88,))
 
 
 def all_moves(rank, world_size, count, group, on=lambda x: x):
-    """Every operation that moves blocks of different sizes, with results that tell them all apart.
+    """Do every operation that moves blocks of different sizes; the results tell all blocks apart.
 
     Args:
-        on: what is given of each array.
+        on: makes the argument for each array.
     """
 
     def each(xs):
@@ -65,8 +65,8 @@ def all_moves(rank, world_size, count, group, on=lambda x: x):
 @pytest.mark.parametrize("reach", [execution.REACH, -1], ids=["collectives", "messages"])
 @pytest.mark.parametrize("count", [1, 1009, 100_003])
 @pytest.mark.usefixtures("small_rows")
-def test_both_ways_of_moving(rank, world_size, reach, count, monkeypatch):
-    """Arrays that MPI's counts cannot reach go by messages, in pieces; here at other limits than 2 GiB."""
+def test_collectives_and_messages_move_the_same_data(rank, world_size, reach, count, monkeypatch):
+    """Arrays beyond the reach of MPI's counts move in messages of limited size; here with limits other than 2 GiB."""
     monkeypatch.setattr(execution, "REACH", reach)
     if reach < 0:
         monkeypatch.setattr(execution, "LARGEST", 4096)
@@ -74,12 +74,12 @@ def test_both_ways_of_moving(rank, world_size, reach, count, monkeypatch):
 
 
 @pytest.mark.usefixtures("small_rows")
-def test_one_rank_out_of_reach_is_enough(rank, world_size, monkeypatch):
+def test_one_rank_with_distant_blocks_makes_all_use_messages(rank, world_size, monkeypatch):
     monkeypatch.setattr(execution, "REACH", -1 if rank == 1 else execution.REACH)
     all_moves(rank, world_size, 1009, dist.new_group())
 
 
-def test_messages_and_broadcasts_in_pieces(rank, world_size, monkeypatch):
+def test_messages_and_broadcasts_are_divided(rank, world_size, monkeypatch):
     monkeypatch.setattr(execution, "LARGEST", 10_000)
     x = np.arange(100_003) * (rank == 0)
     dist.broadcast(x, 0)
@@ -95,7 +95,7 @@ def test_messages_and_broadcasts_in_pieces(rank, world_size, monkeypatch):
 @pytest.mark.parametrize("segment", [4, 416])
 @pytest.mark.usefixtures("small_rows")
 def test_segments_give_the_same_bits(rank, world_size, segment, monkeypatch):
-    """And the same as in rows."""
+    """The same bits as in rows."""
     group = dist.new_group()
     rng = np.random.default_rng(rank)
     x = rng.standard_normal(203).astype("f4")
@@ -117,7 +117,7 @@ def test_segments_give_the_same_bits(rank, world_size, segment, monkeypatch):
 
 
 def test_every_size_around_those_of_rows(rank, world_size):
-    """Twice each, since only what was called before takes the short way; and ranks need not take the same one."""
+    """Twice each, since only prepared calls take the compiled path; and ranks need not take the same path."""
     for room in agreement.row_sizes(world_size):
         for count in {max(0, room // 4 + extra) for extra in range(-12, 3)}:
             for turn in range(3):
@@ -136,7 +136,7 @@ def test_every_size_around_those_of_rows(rank, world_size):
                 assert (y == turn + 1).all()
 
 
-def test_the_short_way_tells_who_calls_what(rank, world_size):
+def test_the_compiled_path_names_what_each_rank_called(rank, world_size):
     x, y = np.ones(3), np.ones(3)
     for _ in range(2):
         dist.all_reduce(x)
@@ -182,12 +182,12 @@ def test_a_communicator_with_an_unread_message_is_not_used_again(rank, world_siz
         dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("count", [2, 50_000])  # a call that has been made before is a short one
-def test_who_did_not_come_is_named(rank, world_size, count):
+@pytest.mark.parametrize("count", [2, 50_000])  # a call that was prepared before takes the compiled path
+def test_a_missing_rank_is_named(rank, world_size, count):
     group, x = dist.new_group(), np.ones(count)
     if count == 2:
         dist.all_reduce(x, group=group)
-    group.timeout = 0.3  # only now, as to meet may take longer
+    group.timeout = 0.3  # only now, because making the group may take longer
     if rank != 1:
         with pytest.raises(dist.GroupError, match=r"rank 1 \("):
             dist.all_reduce(x, group=group)
@@ -195,7 +195,7 @@ def test_who_did_not_come_is_named(rank, world_size, count):
     if count > 2:
         with pytest.raises(
             dist.GroupError
-        ):  # on rank 1, too, which meets what the others sent before they gave up
+        ):  # on rank 1, too, which receives the rows that the others sent before they gave up
             dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)
     usable()
@@ -230,7 +230,7 @@ def test_abort_ends_waiting_on_all_ranks(rank, world_size, call):
     group.close()
 
 
-def test_ctrl_c_ends_waiting_and_tells_the_others(rank, world_size):
+def test_ctrl_c_ends_waiting_on_all_ranks(rank, world_size):
     group = dist.new_group()
     if rank == 0:
         with pytest.raises(KeyboardInterrupt), interrupted(group):
@@ -247,7 +247,7 @@ def test_a_rank_that_fails_within_a_call_is_named(rank, world_size, phase):
     group = dist.new_group()
     failpoints.arm(failpoints.parse(f"mpi.all_reduce.{phase}:raise#1"), rank)
     x = np.ones(5000)
-    called = repeat(x, 3)  # rank 1's part in the first may have been done
+    called = repeat(x, 3)  # rank 1 may have completed the first call
     if rank == 1:
         with pytest.raises(failpoints.FailpointError):
             list(map(group.all_reduce, called))
@@ -278,7 +278,7 @@ def test_ranks_may_be_in_another_order_than_mpis(rank, world_size, tmp_path):
     usable()
 
 
-def test_a_forked_child_is_told_whose_mpi_it_is(rank, world_size):
+def test_a_forked_child_may_not_use_mpi(rank, world_size):
     child = os.fork()
     if child == 0:
         try:

@@ -15,7 +15,7 @@ from fastcoll.system import processes
 
 @pytest.fixture
 def start_on_nodes(rank, world_size, tmp_path, monkeypatch):
-    """Starts the default backend with MPI between nodes, for which this host's ranks are taken."""
+    """Start the default backend with MPI between nodes, with this host's ranks divided into nodes."""
 
     def start(homes):
         monkeypatch.setattr(processes, "_shm_device", lambda: 1_000_000 + homes[rank])
@@ -60,7 +60,7 @@ def all_operations(rank, world_size, count):
 @pytest.mark.ranks(4, init=False)
 @pytest.mark.parametrize("homes", [[0, 0, 1, 1], [0, 1, 1, 1]])
 def test_rails_between_nodes(rank, world_size, homes, start_on_nodes):
-    """Also where a node has more ranks than another, and those beyond have no rail."""
+    """Also where a node has more ranks than another, and the additional ranks have no rail."""
     world = start_on_nodes(homes)
     assert type(world.backend) is HybridBackend
     place = homes[:rank].count(homes[rank])

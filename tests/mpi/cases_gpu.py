@@ -1,6 +1,6 @@
-"""Arrays on GPUs over MPI, run inside MPI jobs by rank.py: the host's memory stands for that of a GPU (gpu/fake_*.py).
+"""Arrays on GPUs over MPI, run inside MPI jobs by rank.py: host memory stands in for GPU memory (gpu/fake_*.py).
 
-The MPI libraries are told apart from CUDA-aware ones by what they answer, and take the same addresses.
+The MPI libraries differ from CUDA-aware ones only in what they declare, and accept the same addresses.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ BYTES = 3, 1009, 50_000
 
 @pytest.fixture
 def gpu():
-    """A fake GPU, where what is queued runs when somebody waits for it, and not before."""
+    """A fake GPU, on which queued work runs only when a thread waits for it."""
     with FakeRuntime().installed() as fake:
         yield fake
         assert fake.left() == []
 
 
 def make_aware(monkeypatch, answer):
-    """Let the libraries of groups that are made from now on say that they are CUDA-aware, or not."""
+    """Let the libraries of new groups declare whether they are CUDA-aware."""
     monkeypatch.setattr(backend, "load", lambda: mpi_library.load()._replace(cuda_aware=answer))
 
 
 @pytest.fixture
 def group(gpu, monkeypatch):
-    """A group whose MPI library takes arrays on GPUs."""
+    """A group whose MPI library accepts arrays on GPUs."""
     make_aware(monkeypatch, True)
     group = dist.new_group(timeout=30)
     yield group
@@ -49,7 +49,7 @@ def group(gpu, monkeypatch):
 
 
 class HostKernel:
-    """Stands for a CudaReducer: the CPU's, queued as a kernel is."""
+    """Stands in for a CudaReducer: the CPU's reducer, queued like a kernel."""
 
     def __init__(self, fake, op, dtype):
         self.fake, self.how, self.itemsize = fake, reducer(op, dtype), dtype.itemsize
@@ -65,7 +65,7 @@ class HostKernel:
 
 @pytest.fixture
 def kernels(gpu, monkeypatch):
-    """The GPU can reduce."""
+    """Let the GPU reduce."""
 
     def made(memory, op, dtype, blocks):
         return HostKernel(gpu, op, dtype)
@@ -74,13 +74,13 @@ def kernels(gpu, monkeypatch):
 
 
 def through_host(fake):
-    """The copies between the GPU and the host so far."""
+    """The number of copies between the GPU and the host so far."""
     return [what for what, _ in fake.queued if what in ("to_host", "to_device")]
 
 
 @pytest.mark.parametrize("count", BYTES)
 @pytest.mark.usefixtures("kernels")
-def test_they_are_given_to_mpi_as_they_are(rank, world_size, count, gpu, group, monkeypatch):
+def test_arrays_are_passed_to_mpi_without_staging(rank, world_size, count, gpu, group, monkeypatch):
     monkeypatch.setattr(execution, "LARGEST", 40_000)
     all_moves(rank, world_size, count, group, on=FakeArray)
     x = np.repeat(np.arange(world_size) + 10 * rank, count)
@@ -146,7 +146,7 @@ def test_where_one_rank_has_no_kernels_all_reduce_on_the_host(
 
 
 @pytest.mark.usefixtures("kernels")
-def test_what_the_kernels_cannot_do_is_staged(rank, world_size, group, monkeypatch):
+def test_reductions_without_kernels_are_staged(rank, world_size, group, monkeypatch):
     largest = ReduceOp.custom(lambda a, b: a if abs(a) > abs(b) else b, "largest")
     x = np.full(5, -float(rank))
     dist.all_reduce(FakeArray(x), largest, group=group)
@@ -180,7 +180,7 @@ def test_calls_wait_for_the_arrays_streams(rank, world_size, gpu, group):
     dist.send(FakeArray(x, stream), peer, group=group)
     assert received.wait() is not False
     assert (y == peer).all()
-    assert seen == [-1]  # what its stream was to read, it has read
+    assert seen == [-1]  # its stream has finished reading
     gpu.end_stream(stream)
 
 
@@ -200,8 +200,8 @@ def test_messages_of_all_lengths_between_gpus_and_hosts(rank, world_size, gpu, g
             assert count <= 123 or through_host(gpu) == []
 
 
-def test_messages_that_nobody_has_asked_for_yet(rank, world_size, gpu, group):
-    """They, and those to oneself, wait on the host."""
+def test_messages_without_a_receive(rank, world_size, gpu, group):
+    """They, and messages of a rank to itself, wait in host memory."""
     x = np.arange(1009) + rank
     if rank == 0:
         works = [dist.isend(FakeArray(x), 1, group=group, tag=tag) for tag in (3, 4)]
@@ -221,7 +221,7 @@ def test_messages_that_nobody_has_asked_for_yet(rank, world_size, gpu, group):
 
 
 def test_threads_that_carry_messages_have_the_arrays_gpu(rank, world_size, monkeypatch):
-    """MPI libraries look for the current GPU of the thread that calls them."""
+    """MPI libraries use the current GPU of the calling thread."""
     make_aware(monkeypatch, True)
     x, y, used, peer = np.full(1009, rank), np.zeros(1009, int), set(), rank ^ 1
     with FakeRuntime(devices=2).installed() as fake:
@@ -266,8 +266,8 @@ def test_ranks_must_agree_where_the_arrays_are(rank, world_size, count, group):
     dist.all_reduce(FakeArray(x), group=group)
 
 
-def test_one_library_that_is_not_cuda_aware_is_enough_for_staging(rank, world_size, gpu, monkeypatch):
-    """In rows, whole, and in segments."""
+def test_one_library_that_is_not_cuda_aware_makes_all_stage(rank, world_size, gpu, monkeypatch):
+    """In rows, in one transfer, and in segments."""
     make_aware(monkeypatch, rank != 1)
     monkeypatch.setattr(staged, "SEGMENT", 100_000)
     group = dist.new_group()
@@ -287,7 +287,7 @@ def test_one_library_that_is_not_cuda_aware_is_enough_for_staging(rank, world_si
 
 
 @pytest.mark.parametrize("call", ["broadcast", "recv"])
-def test_who_did_not_come_is_named(rank, world_size, call, gpu, monkeypatch):
+def test_a_missing_rank_is_named(rank, world_size, call, gpu, monkeypatch):
     make_aware(monkeypatch, True)
     group = dist.new_group()
     group.timeout = 0.3  # only now, as to meet may take longer
@@ -300,7 +300,7 @@ def test_who_did_not_come_is_named(rank, world_size, call, gpu, monkeypatch):
     usable()
 
 
-def test_ctrl_c_ends_a_call_and_tells_the_others(rank, world_size, gpu, monkeypatch):
+def test_ctrl_c_ends_a_call_on_all_ranks(rank, world_size, gpu, monkeypatch):
     make_aware(monkeypatch, True)
     group = dist.new_group(timeout=30)
     x = FakeArray(np.ones(5000))

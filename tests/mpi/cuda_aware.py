@@ -1,4 +1,4 @@
-"""Plugin: the MPI library says that it takes arrays on GPUs. Its memory is the host's here, as that of fake arrays is.
+"""Plugin: the MPI library declares that it accepts arrays on GPUs. Its memory is the host's, as that of fake arrays is.
 
     PYTHONPATH=tests NUMBA_ENABLE_CUDASIM=1 mpiexec -n 2 python tests/mpi/rank.py -p gpu.on_fakes -p mpi.cuda_aware \
         tests/conformance

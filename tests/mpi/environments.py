@@ -1,4 +1,4 @@
-"""Where the MPI libraries under test are: an environment for each, since two do not fit into one."""
+"""The environments of the MPI libraries under test: one for each, since two cannot be installed in one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _INSTALL_SECONDS = 240
 
 
 def python_with(library: str, folder: Path) -> Path:
-    """An interpreter with mpi4py, that library, and everything that this one has.
+    """Return an interpreter with mpi4py, that library, and all packages of this one.
 
-    MPI_TEST_PYTHONS may name ready ones, as in `mpich=/a/bin/python:openmpi=/b/bin/python`; otherwise an
-    environment is made in `folder`. Skips the test where neither is possible.
+    MPI_TEST_PYTHONS may name ready ones, as in `mpich=/a/bin/python:openmpi=/b/bin/python`; otherwise an environment is
+    made in `folder`. Skips the test where neither is possible.
     """
     given = dict(pair.split("=", 1) for pair in os.environ.get(_PYTHONS, "").split(os.pathsep) if "=" in pair)
     if library in given:
@@ -30,13 +30,13 @@ def python_with(library: str, folder: Path) -> Path:
 
 
 def _make(library: str, folder: Path) -> Path:
-    """A virtual environment that also sees this interpreter's packages, so that only MPI has to be installed."""
+    """Make a virtual environment that also sees this interpreter's packages, so that only MPI has to be installed."""
     python, lacking = folder / "bin" / "python", folder.with_name(f"lacking-{library}")
     if lacking.exists():
         pytest.skip(lacking.read_text())
     if python.exists():
         return python
-    # With this interpreter's pip: to install another one takes longer than all the rest. Without a network, the usual
+    # Use this interpreter's pip: installing another one takes longer than all the rest. Without a network, the usual
     # five attempts at each package would take a quarter of a minute.
     install = ["--python", str(python), "install", "--quiet", "--no-compile", "--retries=2"]
     install += ["mpi4py>=4", LIBRARIES[library]]
@@ -57,13 +57,13 @@ def _make(library: str, folder: Path) -> Path:
 
 
 def mpiexec(python: Path, ranks: int) -> list[str]:
-    """The command that starts so many ranks, up to the program's name."""
+    """Return the command that starts so many ranks, up to the program's name."""
     options = ["--oversubscribe"] if _is_open_mpi(python) else []
     return [str(python.parent / "mpiexec"), *options, "-n", str(ranks), str(python)]
 
 
 def environment() -> dict[str, str]:
-    """The environment of a job: nobody else's launcher in it, and Open MPI may be started by root."""
+    """Return the environment of a job: without variables of other launchers, and Open MPI may be started by root."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     return {**kept, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

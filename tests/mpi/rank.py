@@ -2,8 +2,8 @@
 
     mpiexec -n 2 python tests/mpi/rank.py tests/conformance
 
-Runs, in this process, those tests that want as many ranks as the job has. All ranks run the same test at the same time
-and then tell each other how it went, so that a test fails on all of them if it fails on one; rank 0 prints.
+Runs, in this process, the tests for as many ranks as the job has. All ranks run the same test at the same time, and
+then exchange the outcomes, so that a test fails on all of them if it fails on one; rank 0 prints.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import fastcoll
 from fastcoll.config import forget
 from fastcoll.testing.mark import WORKER_PLUGIN, RanksMark
 
-_TEST_SECONDS = 200.0  # which only a hang takes
+_TEST_SECONDS = 200.0  # only a hang takes so long
 _WORLD: Any = MPI.COMM_WORLD
 
 
 class Rank:
-    """The plugin: it takes the place of the one that runs ranks in processes of their own."""
+    """The plugin: it replaces the one that runs ranks in processes of their own."""
 
     def __init__(self) -> None:
         self.__name__ = WORKER_PLUGIN
@@ -63,7 +63,7 @@ class Rank:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self) -> None:
-        # After a failure too: the others are told, and come to the end of the test.
+        # After a failure too: the others learn of it, and end the test.
         if fastcoll.is_initialized():
             fastcoll.destroy_process_group()
 
@@ -83,12 +83,12 @@ def _is_ours(item: pytest.Item) -> bool:
     if item.get_closest_marker("ranks") is None or not isinstance(item, pytest.Function):
         return False
     mark = _mark(item)
-    # Tests that kill ranks would end the job, and those of another backend run elsewhere.
+    # Tests that kill ranks would end the job; tests of other backends run elsewhere.
     return item.callspec.params["world_size"] == _WORLD.size and not mark.fresh and mark.backend is None
 
 
 def _share(reports: list[pytest.TestReport], everybody: list[tuple[str, str]]) -> None:
-    """Let the test fail here if it failed, or was another one, elsewhere."""
+    """Fail the test here if it failed on another rank, or another rank ran another test."""
     texts = [f"--- rank {rank} of {_WORLD.size}\n{text}" for rank, (_, text) in enumerate(everybody) if text]
     if len({name for name, _ in everybody}) > 1:
         texts.append(f"the ranks run different tests: {everybody}")
@@ -98,21 +98,21 @@ def _share(reports: list[pytest.TestReport], everybody: list[tuple[str, str]]) -
 
 
 def main(args: list[str]) -> int:
-    """Run pytest with these arguments, as far as they concern a job of this size."""
+    """Run pytest with these arguments, on the tests for a job of this size."""
     if _WORLD.rank != 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         args = [arg for arg in args if not arg.startswith("--junitxml")]
-    # Plugins by entry points: ours would have all of fastcoll rewritten, and Hypothesis' imports all of it in the end.
+    # No plugins by entry points: ours would make pytest rewrite all of fastcoll, and Hypothesis' would import it.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     options = ["-p", "fastcoll.testing.plugin", "-p", "no:cacheprovider"]
     options += ["-o", "addopts=--import-mode=importlib"]
-    # This file imports fastcoll, which is a plugin of pytest as well, before pytest can.
+    # This file imports fastcoll, which is also a plugin of pytest, before pytest can.
     options += ["-W", "ignore:Module already imported so cannot be rewritten"]
-    # A directory of its own: pytest sweeps a common one, where ranks would get into each other's way.
+    # A directory for each rank: pytest cleans up a common one, where ranks would disturb each other.
     with tempfile.TemporaryDirectory() as folder:
         code = int(pytest.main([*args, *options, f"--basetemp={folder}/rank"], plugins=[Rank()]))
     if code > pytest.ExitCode.TESTS_FAILED:
-        _WORLD.Abort(code)  # the others may be in a test, and MPI_Finalize would wait for them
+        _WORLD.Abort(code)  # other ranks may be in a test, and MPI_Finalize would wait for them
     return code
 
 

@@ -1,4 +1,4 @@
-"""MPI jobs: the conformance suite and MPI's own cases with each library, and how a job that goes wrong ends."""
+"""MPI jobs: the conformance suite and MPI's own cases with each library, and jobs that fail."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CASES = ["tests/mpi/cases.py", "tests/mpi/cases_between_nodes.py", "tests/mpi/ca
 SUITE = ["tests/conformance", *CASES]
 ON_GPUS = [f"tests/conformance/test_{name}.py" for name in ("moves", "reductions", "point_to_point")]
 SHM = Path("/dev/shm")
-JOB_SECONDS = 900.0  # which only a hang takes
+JOB_SECONDS = 900.0  # only a hang takes so long
 COMPILE_SECONDS = 600.0
 pytestmark = pytest.mark.limit(1000)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where environments are made, once for all tests of this file."""
+    """The directory of the environments, made once for all tests of this file."""
     return tmp_path_factory.mktemp("mpi")
 
 
@@ -43,7 +43,7 @@ def python(request: pytest.FixtureRequest, folder: Path) -> Path:
 
 @pytest.fixture
 def swept() -> Iterator[None]:
-    """Remove what MPI libraries leave in shared memory when a rank is killed, and Open MPI for a world of one."""
+    """Remove what MPI libraries leave in shared memory: when a rank is killed, and Open MPI for a world of one."""
     before, names = set(SHM.iterdir()), shm_names()
     yield
     mapped = "".join(map(maps_of, Path("/proc").glob("[0-9]*")))
@@ -54,14 +54,14 @@ def swept() -> Iterator[None]:
 
 
 def maps_of(process: Path) -> str:
-    """The files that a process has mapped."""
-    with contextlib.suppress(OSError):  # it ended, or is another user's
+    """Return the files that a process has mapped."""
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
         return (process / "maps").read_text()
     return ""
 
 
 def run(python: Path, ranks: int, *program: str, **variables: str) -> tuple[int, str]:
-    """Run a job; its exit status and what it wrote. It is killed, and the test fails, when it takes too long."""
+    """Run a job; return its exit status and output. If it takes too long, kill it and fail the test."""
     job = subprocess.Popen(
         [*mpiexec(python, ranks), *program],
         cwd=ROOT,
@@ -81,9 +81,9 @@ def run(python: Path, ranks: int, *program: str, **variables: str) -> tuple[int,
 
 @pytest.fixture(scope="module")
 def kernels_between_nodes(folder: Path) -> None:
-    """The kernels that the cases between nodes need: to compile them can take longer than their deadlines.
+    """Compile the kernels of the cases between nodes: compiling them can take longer than their deadlines.
 
-    From elsewhere, as here Python would import the sources, which need not be what the jobs import.
+    In another directory, because here Python would import the sources, which need not be what the jobs import.
     """
     warmup = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", "float64,int64"]
     subprocess.run(warmup, cwd=folder, env=environment(), check=True, timeout=COMPILE_SECONDS)
@@ -93,7 +93,7 @@ def kernels_between_nodes(folder: Path) -> None:
 @pytest.mark.usefixtures("kernels_between_nodes")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_conformance_suite(python: Path, ranks: int) -> None:
-    """Of four ranks with one library: who sends what is fastcoll's, and the same with the other one."""
+    """With four ranks, one library runs all of it: fastcoll decides who sends what, the same with either library."""
     library = python.parents[1].name
     options = ["-q", "--color=no", "-W", "error", *results_in(f"mpi-{library}-{ranks}")]
     suite = CASES if (library, ranks) == ("openmpi", 4) else SUITE
@@ -110,7 +110,7 @@ def expect_passed(least: int, status: int, output: str) -> None:
 
 @pytest.mark.mpi
 def test_fake_gpus_with_a_library_that_is_cuda_aware(folder: Path) -> None:
-    """Those tests of the conformance suite that are quick on Numba's simulator, which runs our kernels."""
+    """The tests of the conformance suite that are quick on Numba's simulator, which runs our kernels."""
     quick = "premul or coalesced or gather or all_to_all or broadcast or strided or tags or does_not_fit"
     status, output = run(
         python_with("mpich", folder), 2, "tests/mpi/rank.py", "-q", "--color=no", "-p", "gpu.on_fakes",
@@ -144,7 +144,7 @@ def test_a_world_of_one_needs_no_launcher(python: Path) -> None:
 
 
 @pytest.mark.usefixtures("swept")
-def test_ranks_meet_through_mpi_where_it_carries_between_nodes(python: Path) -> None:
+def test_ranks_meet_over_mpi_where_it_is_used_between_nodes(python: Path) -> None:
     """Also over TCP, where Open MPI sends nothing on a new connection while it is not called."""
     network = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"}
     code = SCRIPT.replace('"mpi", ', "") + "x = np.ones(3); dist.all_reduce(x)\n"
@@ -155,7 +155,7 @@ def test_ranks_meet_through_mpi_where_it_carries_between_nodes(python: Path) -> 
 
 @pytest.mark.usefixtures("swept")
 def test_a_killed_rank_ends_the_job(python: Path) -> None:
-    """MPI's launcher ends everybody, so nobody waits, but nobody can go on either."""
+    """MPI's launcher ends all ranks, so none waits, but none can continue either."""
     code = SCRIPT + "rank or os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier(); print('went on')"
     status, output = run(python, 2, "-c", code)
     assert status != 0
@@ -163,7 +163,7 @@ def test_a_killed_rank_ends_the_job(python: Path) -> None:
 
 
 @pytest.mark.usefixtures("swept")
-def test_an_exception_on_one_rank_ends_the_others_waiting(python: Path) -> None:
+def test_an_exception_on_one_rank_ends_waiting_on_the_others(python: Path) -> None:
     code = SCRIPT + "assert rank\ndist.barrier()"
     status, output = run(python, 2, "-c", code)
     assert status != 0
@@ -171,7 +171,7 @@ def test_an_exception_on_one_rank_ends_the_others_waiting(python: Path) -> None:
 
 
 def test_a_thread_level_below_multiple_is_enough(python: Path) -> None:
-    """All calls of MPI take turns then; collectives, messages and asynchronous calls go on at the same time."""
+    """One lock serialises all MPI calls; collectives, messages and asynchronous calls still progress concurrently."""
     code = (
         "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n"
         + SCRIPT

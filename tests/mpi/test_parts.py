@@ -34,14 +34,14 @@ def test_segments_cover_an_array_once_and_cut_no_element(itemsize: int, ranks: i
     assert ends[-1] == items * itemsize
 
 
-def test_long_arrays_are_cut_intosegments() -> None:
+def test_long_arrays_are_divided_into_segments() -> None:
     starts = [start for start, _ in segments(3 * SEGMENT + 8, 2, 8)]
     assert starts == [0, SEGMENT, 2 * SEGMENT, 3 * SEGMENT]
 
 
 def test_blocks_are_near_within_31_bits() -> None:
     assert are_near([])
-    assert are_near([(0, 0), (1 << 40, 8)])  # what is empty lies nowhere
+    assert are_near([(0, 0), (1 << 40, 8)])  # an empty block has no address
     assert are_near([(1 << 40, 8), ((1 << 40) + (1 << 31) - 9, 8)])
     assert not are_near([(1 << 40, 8), ((1 << 40) + (1 << 31) - 8, 8)])
 
@@ -54,7 +54,7 @@ def test_messages_count_to_less_than_31_bits() -> None:
 
 @pytest.fixture
 def mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mpi4py is there, as far as the import system knows."""
+    """Let the import system find mpi4py."""
     spec = importlib.machinery.ModuleSpec("mpi4py.MPI", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.1.2")
@@ -72,7 +72,7 @@ def mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"SLURM_PROCID": "0"}, False),
     ],
 )
-def test_available_means_started_for_mpi_or_by_nobody(environ: dict[str, str], works: bool) -> None:
+def test_available_means_started_by_mpi_or_without_a_launcher(environ: dict[str, str], works: bool) -> None:
     why = why_unavailable(environ)
     assert (why is None) == works
     assert why is None or "mpiexec" in why
@@ -92,7 +92,7 @@ def test_an_old_mpi4py_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "has no module"),
     ],
 )
-def test_what_is_missing_is_named_with_the_cure(
+def test_a_missing_requirement_is_named_with_its_cure(
     problem: Exception | None, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(name: str) -> None:
@@ -127,7 +127,7 @@ def test_mpi_between_nodes_needs_mpis_launcher(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Answers:
-    """An MPI library, by ctypes, that can be asked about CUDA in one way, or both, or none."""
+    """An MPI library, by ctypes, that can be asked about CUDA by one function, both, or none."""
 
     def __init__(self, **answers: int | tuple[int, int]) -> None:
         for name, answer in answers.items():
@@ -137,7 +137,7 @@ class Answers:
     def _query(answer: int | tuple[int, int]) -> Callable[..., int]:
         def gpu_query(kind: int, flag: Any) -> int:
             assert isinstance(answer, tuple)
-            if kind == 0:  # CUDA; others are not asked about
+            if kind == 0:  # CUDA; no other kind is asked about
                 ctypes.cast(flag, ctypes.POINTER(ctypes.c_int))[0] = answer[1]
             return answer[0]
 
@@ -156,5 +156,5 @@ class Answers:
         ({"MPIX_GPU_query_support": (0, 0), "MPIX_Query_cuda_support": 0}, False),
     ],
 )
-def test_a_library_is_cuda_aware_if_it_says_so(answers: dict[str, Any], aware: bool) -> None:
+def test_a_library_is_cuda_aware_if_it_declares_so(answers: dict[str, Any], aware: bool) -> None:
     assert mpi_library.is_cuda_aware(Answers(**answers)) is aware
