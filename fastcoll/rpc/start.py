@@ -48,7 +48,7 @@ from ..system.processes import Member, forget, gone_among
 from . import calls
 from .agent import Agent, current_agent, set_current
 from .references import References
-from .termination import Rounds
+from .termination import Termination
 from .worker_info import WorkerInfo
 
 _DEFAULT_SECONDS = 60.0  # of torch
@@ -164,7 +164,7 @@ def shutdown(graceful: bool = True, timeout: Timeout = None) -> None:
     exit_reason = "left"
     try:
         if graceful:
-            running.rounds.finish(seconds(timeout, 0.0))
+            running.termination.finish(seconds(timeout, 0.0))
     except BaseException as error:
         exit_reason = describe_exit(error)
         raise
@@ -189,9 +189,9 @@ class _Running:
     it: _Running | None = None
 
     def __init__(
-        self, agent: Agent, references: References, rounds: Rounds, found: _Found, roster: Roster
+        self, agent: Agent, references: References, termination: Termination, found: _Found, roster: Roster
     ) -> None:
-        self.agent, self.references, self.rounds = agent, references, rounds
+        self.agent, self.references, self.termination = agent, references, termination
         self._found, self._roster = found, roster
 
     def leave(self, exit_reason: str) -> None:
@@ -232,7 +232,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         undo.callback(set_current, None)
         set_current(agent)  # before the first call, which may come at once, of who has joined already
         calls.serve(agent)
-        references, rounds = References(agent), Rounds(agent)
+        references, termination = References(agent), Termination(agent)
         undo.callback(references.close)
 
         def deliver(opening: Opening, connection: Any) -> None:
@@ -244,7 +244,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         with GroupMeeting(PrefixStore("places", store), members, found.rank, limit, doing) as meeting:
             running_roster = gather(meeting, members, found.rank, deliver)
         rosters.append(running_roster)
-        running = _Running(agent, references, rounds, found, running_roster)
+        running = _Running(agent, references, termination, found, running_roster)
         joined.set()
         undo.pop_all()
     return running

@@ -1,16 +1,16 @@
-"""Farewell: how workers that call `shutdown` find out that nothing is under way any more.
+"""Termination detection: how workers that call `shutdown` find out that no call is under way any more.
 
-In a round each worker waits until its own calls are answered, or given up, and tells worker 0 how many it has made and
-served, and which it still serves. When two rounds have the same sums, and as many served as made, nothing is under way
-(Mattern's four counters), and worker 0 tells all to go on. While the sums stay the same and more were made than served,
-what is served has no caller any more; worker 0 ends the waiting when that takes longer than a call may.
+F. Mattern, "Algorithms for distributed termination detection", 1987: the four-counter method. In each round a worker
+waits until its own calls are answered or timed out, and then reports to worker 0 how many calls it has made and served,
+and which it still serves. When two rounds in a row have the same sums, and as many calls served as made, no call is
+under way, and worker 0 lets all workers leave. While the sums stay the same and more calls were made than served, the
+callers of the rest have timed out; worker 0 fails the shutdown when that lasts longer than a call may take.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.work import ENDLESS
@@ -21,69 +21,63 @@ from .handlers import UNCOUNTED as ROUND
 from .worker_info import WorkerInfo
 
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.001, 0.05  # between two rounds; it doubles
-_ASK_SECONDS = 2.0  # for worker 0 to say who is late
+_ASK_SECONDS = 2.0  # for worker 0 to name the late workers
 
 
-class _Told(NamedTuple):
-    """What a worker says in a round."""
+class Report(NamedTuple):
+    """One worker's report of a round."""
 
-    number: int
     made: int
     served: int
-    serves: Sequence[str]
+    serving: list[str]  # the calls that it still serves
 
 
-class Rounds:
+class Termination:
     """The graceful end, as each worker and worker 0 see it."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._number = 0
-        # At worker 0: who has told what in the round under way, and of the one before the sums, since when they are so.
+        # At worker 0: the reports of this round; the sums of the round before, and since when they have been so.
         self._lock = threading.Lock()
-        self._told: dict[int, tuple[_Told, Future[bool]]] = {}
+        self._reports: dict[int, tuple[Report, Future[bool]]] = {}
         self._sums, self._since = (-1, -1), 0.0
         self._serving = ""
         self._error: FastcollError | None = None
-        agent.on(ROUND, self._take)
+        agent.on(ROUND, self._receive)
         agent.on_death(self._died)
 
     def finish(self, limit: float) -> None:
-        """Wait until nothing is under way anywhere, for so many seconds; 0: without limit."""
+        """Wait until no call is under way on any worker, at most `limit` seconds; 0: without limit."""
         until = time.monotonic() + (limit or ENDLESS)
         try:
             for worker in self._agent.workers[1:] if self._agent.me.id == 0 else ():
                 self._agent.connect(worker, until)
-            self._await_all(until)
+            self._run_rounds(until)
             self._agent.run_shutdown_callbacks(until)
-            self._await_all(until)
+            self._run_rounds(until)
             end = time.monotonic() + _ASK_SECONDS
             while self._agent.handlers.has(ROUND) and time.monotonic() < end:
-                time.sleep(_PAUSE_SECONDS)  # worker 0 leaves when all others have been told
-        except (
-            AbortedError
-        ) as error:  # who has seen a death first may have left, and its own error is the cause
+                time.sleep(_PAUSE_SECONDS)  # worker 0 leaves after it has answered all others
+        except AbortedError as error:
+            # The worker that saw a death first may have left already; the death is the cause.
             raise self._agent.death() or error from None
         except RpcTimeoutError as error:
             if time.monotonic() < until:
                 raise
             raise RpcTimeoutError(f"shutdown was not over after {limit:g} s: {self._why_late()}") from error
 
-    def _await_all(self, until: float) -> None:
-        pause = _PAUSE_SECONDS
-        while not self._round(until):
+    def _run_rounds(self, until: float) -> None:
+        """Take part in rounds until worker 0 ends them."""
+        agent, pause = self._agent, _PAUSE_SECONDS
+        while True:
+            all_done(agent.futures(except_kind=ROUND)).wait(max(until - time.monotonic(), 0.0))
+            report = Report(*agent.counts.read(), agent.handlers.under_way())
+            if agent.call(0, ROUND, report, max(until - time.monotonic(), 0.001)).wait():
+                return
             if time.monotonic() > until:  # a round may be faster than any time that is left for it
                 raise RpcTimeoutError("calls are still under way")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _round(self, until: float) -> bool:
-        """Whether it was the last one."""
-        agent = self._agent
-        all_done(agent.futures(except_kind=ROUND)).wait(max(until - time.monotonic(), 0.0))
-        told = _Told(self._number, *agent.counts.read(), agent.handlers.under_way())
-        self._number += 1
-        return bool(agent.call(0, ROUND, told, max(until - time.monotonic(), 0.001)).wait())
 
     def _why_late(self) -> str:
         if own := self._agent.waits_for():
@@ -95,40 +89,43 @@ class Rounds:
 
     # ---- at worker 0 -----------------------------------------------------------------------------------------
 
-    def _take(self, worker: WorkerInfo, told: _Told | None) -> Future[bool] | str:
-        """What another one says in a round, or, of None, who is late."""
+    def _receive(self, worker: WorkerInfo, report: Report | None) -> Future[bool] | str:
+        """Take a worker's report; return a future of whether the rounds are over. None: return who is late."""
         with self._lock:
-            if told is None:
-                return self._late()
+            if report is None:
+                return self._name_late()
             if self._error is not None:
                 raise self._error
             answer: Future[bool] = Future()
-            self._told[worker.id] = told, answer
-            if len(self._told) < len(self._agent.workers):
+            self._reports[worker.id] = report, answer
+            if len(self._reports) < len(self._agent.workers):
                 return answer
-            all_told, self._told = self._told, {}
-            over, error = self._is_over([each for each, _ in all_told.values()]), self._overdue()
-        for _told, each in all_told.values():
-            each.complete(over, None if over else error)
+            round, self._reports = list(self._reports.values()), {}
+            is_over, error = self._is_over([each for each, _ in round]), self._overdue()
+        for _, each in round:
+            each.complete(is_over, None if is_over else error)
         return answer
 
-    def _is_over(self, all_told: Sequence[_Told]) -> bool:
-        sums = sum(each.made for each in all_told), sum(each.served for each in all_told)
+    def _is_over(self, reports: list[Report]) -> bool:
+        """Compare the sums of a round with those of the round before."""
+        sums = sum(each.made for each in reports), sum(each.served for each in reports)
         before, self._sums = self._sums, sums
         if sums != before:
             self._since = time.monotonic()
-        self._serving = "; ".join(call for each in all_told for call in each.serves)
+        self._serving = "; ".join(call for each in reports for call in each.serving)
         return before == sums and sums[0] == sums[1]
 
     def _overdue(self) -> FastcollError | None:
+        """Return an error if the sums have stayed the same for longer than a call may take."""
         limit = self._agent.timeout or ENDLESS
         if time.monotonic() - self._since < limit:
             return None
-        left = f"calls that nobody waits for were not over after {limit:g} s: {self._serving}"
-        return RpcTimeoutError(f"shutdown: {left}")
+        return RpcTimeoutError(
+            f"shutdown: calls whose callers have given up were not over after {limit:g} s: {self._serving}"
+        )
 
-    def _late(self) -> str:
-        missing = ", ".join(worker.name for worker in self._agent.workers if worker.id not in self._told)
+    def _name_late(self) -> str:
+        missing = ", ".join(worker.name for worker in self._agent.workers if worker.id not in self._reports)
         if missing:
             missing += " did not call shutdown, or still waits for a call"
         return "; ".join(filter(None, [self._serving, missing]))
@@ -136,6 +133,6 @@ class Rounds:
     def _died(self, _: int, error: FastcollError) -> None:
         with self._lock:
             self._error = error
-            all_told, self._told = self._told, {}
-        for _told, answer in all_told.values():
+            round, self._reports = list(self._reports.values()), {}
+        for _report, answer in round:
             answer.complete(None, error)

@@ -1,27 +1,27 @@
-"""Farewell: worker 0 ends a shutdown when two rounds in a row have the same sums, and not before."""
+"""Termination detection: worker 0 ends a shutdown when two rounds in a row have the same sums, and not before."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from fastcoll.rpc.termination import Rounds, _Told
+from fastcoll.rpc.termination import Report, Termination
 from fastcoll.rpc.worker_info import WorkerInfo
 
 
 def test_a_shutdown_ends_when_two_rounds_have_the_same_sums() -> None:
-    """One round is not enough: its workers count at different times, and what one misses the other one may not."""
+    """One round is not enough: workers count at different times, so each may miss a call that the other one counts."""
     workers, handlers = [WorkerInfo("w0", 0), WorkerInfo("w1", 1)], dict[int, Any]()
     agent: Any = SimpleNamespace(
         workers=workers, timeout=60.0, on=handlers.__setitem__, on_death=lambda _: None
     )
-    Rounds(agent)
-    (take,) = handlers.values()
+    Termination(agent)
+    (receive,) = handlers.values()
 
     def is_over(*counts: tuple[int, int]) -> bool:
-        told = [_Told(0, made, served, []) for made, served in counts]
-        both = [take(worker, each) for worker, each in zip(workers, told, strict=True)]
-        first, second = [answer.wait(0.0) for answer in both]
+        reports = [Report(made, served, []) for made, served in counts]
+        answers = [receive(worker, each) for worker, each in zip(workers, reports, strict=True)]
+        first, second = [answer.wait(0.0) for answer in answers]
         assert first == second
         return bool(first)
 
