@@ -1,10 +1,7 @@
-"""Link: one connection to another worker, of which the side that dialed makes calls, and the other answers.
+"""Link: one connection to another worker. The side that dialed makes calls, and the other side answers.
 
-Any thread sends, one after the other, each message whole. Who holds `reading` reads. Of a link that was dialed that is
-a thread that waits for an answer, if there is one: nobody else has to be woken for it then. Else the readers' threads
-do, which are told to (`arm`) while answers are expected. No answer stays unread: a caller first enters its call into
-`pending` and then looks whether somebody reads; who has read first releases `reading` and then looks into `pending`
-(`look_after`); so one of them sees the other, and arms the link. Nobody takes that back but who reads next.
+Any thread may send; a lock keeps each message in one piece. Only the holder of `reading` reads; readers.py says which
+thread that is. Messages of one connection are handled in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -29,24 +26,25 @@ _log = logging.getLogger("fastcoll")
 Task = Callable[[], object]
 LOOK_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
-_SILENT_MILLISECONDS = 8000  # as long as a connection without data under way is probed
-_RETRANSMITS = 3  # these take 1.4 s: after a long silence, what was just sent may not be answered yet
+_SILENT_MILLISECONDS = 8000  # as long as the kernel probes a connection that has no data under way
+_RETRANSMITS = 3  # these take 1.4 s: after a long silence, new data may not be acknowledged yet
 _INFO = struct.Struct("@2xB21xI28xI")  # struct tcp_info: retransmits, unacked, last_ack_recv
 
 
 class Link:
-    """A connection, which it owns, to or from `worker`.
+    """A connection to or from `worker`; the link owns the socket.
 
     Args:
-        received: makes a task of a message, if there is anything to do for it.
-        ended: called, maybe more than once, when the other side has ended.
+        received: called for each message in turn; returns a task for it, or None.
+        ended: called, perhaps more than once, when the peer has ended.
         run: runs a task on another thread.
 
     Attributes:
-        pending: the calls made over it that are not answered yet, by their numbers.
-        abandoned: the numbers of calls whose time was up before; their answers are read all the same.
-        exit_reason: how the other side has left in order, once it has.
-        ring: for large buffers, once both sides have it.
+        pending: the calls over this link that are not answered yet, by number.
+        abandoned: the numbers of calls that timed out; their answers are still read.
+        exit_reason: why the peer left, once its GOODBYE has arrived.
+        armed: see polling.py.
+        ring: shared memory for large buffers, once both sides have mapped it.
     """
 
     def __init__(
@@ -81,41 +79,41 @@ class Link:
     # ---- sending -------------------------------------------------------------------------------------------
 
     def send(self, message: RpcMessage, until: float = ENDLESS) -> None:
-        """Send a message, and wait until the kernel has all of it.
+        """Send a message, and wait until the kernel has taken all of it.
 
-        At the time `until` another thread goes on with it: no other message can be sent before this one is complete.
+        If that lasts beyond the time `until`, another thread sends the rest: no other message can be sent before.
 
         Raises:
-            OSError: the other side is gone.
+            OSError: the peer is gone.
         """
-        goes_on, held = False, list[bool]()
+        is_left, held = False, list[bool]()
         try:
-            # A Ctrl-C that comes meanwhile is raised before the lock is acquired, or when `held` says so.
+            # C code alone acquires the lock and notes that in `held`: Ctrl-C is raised before both or after both.
             held.extend(map(self._sending.acquire, (True,), (max(until - monotonic(), 0.0),)))
             if not held[0]:
-                self._go_on(partial(self.send, message))
+                self._send_on_thread(partial(self.send, message))
                 return
             ring = self.ring
-            start, behind = encode(message, ring is not None)
+            start, large = encode(message, ring is not None)
             try:
                 sent = 0
                 with suppress(BlockingIOError):
                     sent = self._socket.send(start)
-                if sent == len(start) and not behind:
+                if sent == len(start) and not large:
                     return
-                steps = self._steps(memoryview(start)[sent:], behind, ring)
-                goes_on = not self._follow(steps, until)
+                steps = self._steps(memoryview(start)[sent:], large, ring)
+                is_left = not self._run_steps(steps, until)
             except BaseException:
-                self.shut()  # the other side may have a part of a message
+                self.shut()  # the peer may have received a part of the message
                 raise
         finally:
-            if held == [True] and not goes_on:
+            if held == [True] and not is_left:
                 self._sending.release()
-        if goes_on:
-            self._go_on(partial(self._finish, steps))
+        if is_left:
+            self._send_on_thread(partial(self._send_rest_late, steps))
 
-    def _go_on(self, sending: Task) -> None:
-        """Have a thread of the readers send."""
+    def _send_on_thread(self, sending: Task) -> None:
+        """Send on another thread."""
 
         def send() -> None:
             try:
@@ -125,31 +123,31 @@ class Link:
 
         self._run(send)
 
-    def _finish(self, steps: Iterator[None]) -> None:
+    def _send_rest_late(self, steps: Iterator[None]) -> None:
         try:
-            self._follow(steps, ENDLESS)
+            self._run_steps(steps, ENDLESS)
         finally:
             self._sending.release()
 
-    def _follow(self, steps: Iterator[None], until: float) -> bool:
-        """Do all steps; False: it is late, and some are left."""
+    def _run_steps(self, steps: Iterator[None], until: float) -> bool:
+        """Run the steps; return False if some are left at the time `until`."""
         for _ in steps:
             self._is_stuck = True
-            self._look()
+            self._check_peer()
             if monotonic() > until:
                 return False
         self._is_stuck = False
         return True
 
-    def _steps(self, start: memoryview, behind: Sequence[memoryview], ring: Ring | None) -> Iterator[None]:
-        """Send what is left of a message; yields when it has waited for a while."""
-        yield from self._send_rest(start)
-        for buffer in behind:
-            yield from self._send_rest(buffer) if ring is None else ring.put(buffer)
+    def _steps(self, start: memoryview, large: Sequence[memoryview], ring: Ring | None) -> Iterator[None]:
+        """Send the rest of a message; yields each time it has waited for a while."""
+        yield from self._write(start)
+        for buffer in large:
+            yield from self._write(buffer) if ring is None else ring.put(buffer)
 
     def say_goodbye(self, exit_reason: str) -> None:
-        """Tell the other side how this one leaves, unless a message is stuck on its way there."""
-        end = monotonic() + _CLOSE_SECONDS  # who sends may just lack a core
+        """Send the peer a GOODBYE with the exit reason, unless another message is stuck on the connection."""
+        end = monotonic() + _CLOSE_SECONDS  # the thread that sends may just lack a core
         while not (has := self._sending.acquire(timeout=LOOK_SECONDS)) and monotonic() < end:
             if self._is_stuck:
                 break
@@ -160,7 +158,7 @@ class Link:
             finally:
                 self._sending.release()
 
-    def _send_rest(self, left: memoryview) -> Iterator[None]:
+    def _write(self, left: memoryview) -> Iterator[None]:
         while left.nbytes:
             try:
                 left = left[self._socket.send(left) :]
@@ -170,18 +168,18 @@ class Link:
                 poller.poll(1000 * LOOK_SECONDS)
                 yield
 
-    def _look(self) -> None:
-        """Raise when waiting for the other side is in vain."""
+    def _check_peer(self) -> None:
+        """Raise ConnectionError if the peer has ended or is unreachable."""
         poller = select.poll()
         poller.register(self._fileno, select.POLLRDHUP)
         if self.is_closed or poller.poll(0) or self.is_unreachable():
             raise ConnectionError("the connection was closed")
 
     def is_unreachable(self) -> bool:
-        """Whether the other host does not answer what it was sent.
+        """Return whether the peer's host has stopped acknowledging data.
 
-        The kernel probes a silent connection, and gives it up after 8 s, but sends data again for 15 minutes.
-        TCP_USER_TIMEOUT would also end one whose reader is stopped and leaves its buffer full; its kernel answers.
+        The kernel probes an idle connection and gives it up after 8 s, but it retransmits data for 15 minutes.
+        TCP_USER_TIMEOUT would also end a connection whose reader is stopped, although that host's kernel answers.
         """
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
@@ -191,21 +189,21 @@ class Link:
         return bool(unacked) and retransmits >= _RETRANSMITS and silent_milliseconds > _SILENT_MILLISECONDS
 
     def offer_ring(self) -> None:
-        """Offer the other side, which is on this node, shared memory."""
+        """Offer shared memory to the peer, which is on this node."""
         self._offered, offer = Ring.offer()
         self.send(RpcMessage(MessageType.RING, 0, 0, offer))
 
     def answer_offer(self, pid: int, offer: bytes) -> None:
-        """Take what process `pid` offers, if it can be opened here."""
+        """Map the shared memory that process `pid` offers, if it can be opened here, and say whether it was."""
         ring = None
         with suppress(OSError):
             ring = Ring.accept(pid, offer)
-        with suppress(OSError):  # else the other side is gone, which its end will tell
+        with suppress(OSError):  # if the peer is gone, its reader reports that
             self.send(RpcMessage(MessageType.RING, 0, ring is not None, b""))
         self.ring = ring
 
     def offer_answered(self, taken: bool) -> None:
-        """The other side has taken what was offered, or not."""
+        """Use the offered memory if the peer has mapped it, else close it."""
         if taken:
             self.ring = self._offered
         elif self._offered is not None:
@@ -225,7 +223,7 @@ class Link:
     def receive(self) -> list[Task] | None:
         """Return the tasks of the messages that have arrived, without waiting for more. The caller holds `reading`.
 
-        None: the other side has ended, or its messages cannot be read any more.
+        None: the peer has ended, or its messages cannot be read any longer.
         """
         tasks: list[Task] = []
         if self._is_broken:
@@ -249,12 +247,12 @@ class Link:
                     self._run(task)
                 raise
             if not isinstance(error, OSError):
-                _log.exception("what came from %s cannot be read; the connection is given up", self.worker)
+                _log.exception("a message from %s cannot be read; the connection is closed", self.worker)
             return tasks or None
         return tasks
 
     def receive_rest(self) -> list[Task]:
-        """Return the tasks of the messages that arrived before the end."""
+        """Return the tasks of the messages that arrived before the peer ended."""
         tasks: list[Task] = []
         if self.reading.acquire(timeout=_CLOSE_SECONDS):
             try:
@@ -267,28 +265,28 @@ class Link:
     def _take_buffer(self, buffer: memoryview) -> None:
         assert self.ring is not None, "both sides have it"
         for _ in self.ring.take(buffer):
-            self._look()
+            self._check_peer()
 
     def ended(self) -> None:
-        """Report that the other side has ended; may be called more than once."""
+        """Report that the peer has ended; may be called more than once."""
         self._ended(self)
 
     # ---- the end -------------------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """End the connection in both directions; whoever waits for it sees that."""
+        """Shut both directions of the connection, which wakes the threads that wait for it."""
         self.is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it, once nobody reads or sends any more."""
+        """Shut the connection, and close it when no thread reads or sends."""
         self.shut()
         # A Ctrl-C between two statements may have left a lock locked.
-        had = [lock for lock in (self._sending, self.reading) if lock.acquire(timeout=_CLOSE_SECONDS)]
-        if len(had) == 2:
+        acquired = [lock for lock in (self._sending, self.reading) if lock.acquire(timeout=_CLOSE_SECONDS)]
+        if len(acquired) == 2:
             self.close_inherited()
-        for lock in had:
+        for lock in acquired:
             lock.release()
 
     def close_inherited(self) -> None:
