@@ -234,7 +234,7 @@ class Link:
                 nbytes = self._socket.recv_into(space)
                 if not nbytes:
                     return None
-                tasks.extend(filter(None, map(self._received, self._assembler.came(nbytes))))
+                tasks.extend(filter(None, map(self._received, self._assembler.add(nbytes))))
                 if nbytes < space.nbytes:
                     break
         except BlockingIOError:

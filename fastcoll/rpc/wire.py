@@ -1,19 +1,19 @@
-"""Messages between workers as bytes: pickles, with the memory of arrays and tensors beside them.
+"""Messages between workers as bytes: a pickle, and the memory of arrays and tensors beside it.
 
     offset  bytes  field (little-endian)
-    0       8      bytes of the body
-    8       8      number of the call, of its caller
-    16      8      bytes of the pickle
-    24      4      bytes of the context
+    0       8      length of the body
+    8       8      number of the call; the caller counts its calls
+    16      8      length of the pickle
+    24      4      length of the context
     28      4      number of buffers
-    32      1      what it is: see MessageType
-    33      1      the kind of the call
-    34      1      1: large buffers come through shared memory (slots.py)
+    32      1      MessageType
+    33      1      kind of the call
+    34      1      1: large buffers are sent through shared memory (slots.py)
     35      5      zero
 
-The body is a table of the buffers (8 bytes each: how many bytes it has), the context, the pickle, and the small
-buffers, each at a multiple of 64. Buffers of more than INLINE bytes follow the body, in order. What unpickles a
-message, sees from whom it is (`sender`); what pickles one, may see to whom it goes (`reduce_type`).
+The body is a table of buffer lengths (8 bytes each), the context, the pickle, and the small buffers, each at a multiple
+of 64. Buffers of more than INLINE bytes follow the body, in order. Unpickling code can ask for the sender (`sender`);
+reducers get the receiver (`reduce_type`).
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from ..errors import NotInitializedError, UsageError
 from .worker_info import WorkerInfo
 
 HEADER = struct.Struct("<QQQIIBBB5x")
-INLINE = 16 << 10  # bytes of a buffer that travel in the body
+INLINE = 16 << 10  # bytes; larger buffers follow the body
 _ALIGNED = 64
-Piece = bytes | bytearray | memoryview
+Buffer = bytes | bytearray | memoryview
 Reducer = Callable[[Any, WorkerInfo], tuple[Any, ...] | str]
 Undo = Callable[[Any], None]
 
 
 class MessageType(IntEnum):
-    """A call, one that is not answered, an answer, an exception, the last message of all, and of shared memory."""
+    """The types of messages."""
 
     CALL = 1
-    NOTIFY = 2
+    NOTIFY = 2  # a call without an answer
     RESULT = 3
-    RAISED = 4
-    GOODBYE = 5
-    RING = 6
+    RAISED = 4  # the call raised an exception
+    GOODBYE = 5  # the last message of a connection: the exit reason
+    RING = 6  # an offer of shared memory, and its answer
 
 
 _TYPES = {each.value: each for each in MessageType}
 
 
 class CallContext(Protocol):
-    """What travels with calls of user functions: see calls.py."""
+    """A value that is sent with calls of user functions: see calls.py."""
 
     def encode(self, to: WorkerInfo) -> bytes | None: ...
 
@@ -66,49 +66,47 @@ class CallContext(Protocol):
 
 
 class RpcMessage(NamedTuple):
-    """A message that is to be sent, or was received and is not unpickled yet."""
+    """A message before it is sent, or after it was received and before it is unpickled."""
 
     type: MessageType
     kind: int  # of the call
     call: int  # its number
-    pickled: Piece
-    buffers: Sequence[Piece] = ()
+    pickled: Buffer
+    buffers: Sequence[Buffer] = ()
     context: bytes = b""
 
 
 contexts: dict[str, CallContext] = {}
-"""By the module that enters it here when it is imported, as a worker does that a call with such a context reaches."""
+"""The contexts by module. A module adds its own on import; a worker that receives its value imports the module."""
 
 
 # ---- pickling ------------------------------------------------------------------------------------------------
 
 _reducers: dict[type, tuple[Reducer, Undo | None]] = {}
-_here = threading.local()
-_AHEAD = struct.Struct(
-    "<BI"
-)  # a zero, which no pickle begins with, and the bytes of what is ahead of the pickle
+_this_thread = threading.local()
+_PREFIX = struct.Struct("<BI")  # a zero, which no pickle begins with, and the length of the prefix
 
 
 def reduce_type(cls: type, reducer: Reducer, undo: Undo | None = None) -> None:
-    """Ask `reducer(value, to)` for the reduce tuple of instances of `cls` and its subclasses, in messages to `to`.
+    """Pickle instances of `cls` and its subclasses, in messages to `to`, by the reduce tuple `reducer(value, to)`.
 
-    With `undo`, instances are ahead of the rest of their message: they come to be at the receiver also where the rest
-    cannot be unpickled, or is late. `undo(reduced)` is called for each if the message cannot be pickled.
+    With `undo`, instances are sent in a prefix that is unpickled even if the rest fails or arrives after the timeout.
+    `undo(reduced)` is called for each of them if the message cannot be pickled.
     """
     _reducers[cls] = reducer, undo
     _table.clear()
 
 
 def sender() -> WorkerInfo:
-    """The worker from whom the message comes that this thread unpickles."""
-    found: WorkerInfo | None = getattr(_here, "sender", None)
+    """Return the worker that sent the message that this thread is unpickling."""
+    found: WorkerInfo | None = getattr(_this_thread, "sender", None)
     if found is None:
         raise NotInitializedError("no message is being unpickled on this thread")
     return found
 
 
 class SharedBuffer:
-    """Memory beside a pickle that several objects of a message share; it is sent once."""
+    """Memory that several objects of a message share; it is sent once, beside the pickle."""
 
     __slots__ = ("_buffer",)
 
@@ -116,59 +114,59 @@ class SharedBuffer:
         self._buffer = buffer
 
     def __reduce__(self) -> Any:
-        return _came_beside, (self._buffer,)
+        return _shared_buffer, (self._buffer,)
 
 
-def _came_beside(buffer: Piece) -> Piece:
+def _shared_buffer(buffer: Buffer) -> Buffer:
     return buffer
 
 
 def in_message() -> dict[Any, Any]:
     """Return the notes that reducers keep for the message that this thread is pickling."""
-    notes: dict[Any, Any] = _here.outgoing.notes
+    notes: dict[Any, Any] = _this_thread.outgoing.notes
     return notes
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """A pickler's dispatch table, which finds the reducers of base classes as well."""
+    """A pickler's dispatch table that also finds the reducers of base classes."""
 
     def __missing__(self, cls: type) -> Callable[[Any], Any]:
         if issubclass(cls, type):
-            raise KeyError(cls)  # classes, of metaclasses, are pickled by name
+            raise KeyError(cls)  # a class, whose type is a metaclass, is pickled by name
         for base in cls.__mro__:
             if (base.__module__, base.__qualname__) == ("torch", "Tensor"):
                 importlib.import_module("fastcoll.rpc.tensor_buffers")
             if base in _reducers:
                 self[cls] = found = partial(_for_receiver, *_reducers[base])
                 return found
-        return copyreg.dispatch_table.get(cls, _by_itself)
+        return copyreg.dispatch_table.get(cls, _default_reduce)
 
 
 class _Outgoing:
     """A message that is being pickled."""
 
-    __slots__ = ("ahead", "notes", "receiver")
+    __slots__ = ("notes", "prefix", "receiver")
 
     def __init__(self, receiver: WorkerInfo) -> None:
         self.receiver = receiver
-        self.ahead: list[tuple[Any, Undo]] = []
+        self.prefix: list[tuple[Any, Undo]] = []
         self.notes: dict[Any, Any] = {}
 
 
 def _for_receiver(reducer: Reducer, undo: Undo | None, value: Any) -> Any:
-    outgoing: _Outgoing = _here.outgoing
+    outgoing: _Outgoing = _this_thread.outgoing
     reduced = reducer(value, outgoing.receiver)
     if undo is None:
         return reduced
-    outgoing.ahead.append((reduced, undo))
-    return _came_ahead, (len(outgoing.ahead) - 1,)
+    outgoing.prefix.append((reduced, undo))
+    return _from_prefix, (len(outgoing.prefix) - 1,)
 
 
-def _came_ahead(index: int) -> Any:
-    return _here.came[index]
+def _from_prefix(index: int) -> Any:
+    return _this_thread.loaded_prefix[index]
 
 
-def _by_itself(value: Any) -> Any:
+def _default_reduce(value: Any) -> Any:
     return value.__reduce_ex__(5)
 
 
@@ -176,38 +174,42 @@ _table = _Table()
 
 
 def dumps(value: Any, to: WorkerInfo) -> tuple[bytes, list[memoryview]]:
-    """The pickle of a value, and the buffers beside it; UsageError: it cannot be pickled."""
+    """Return the pickle of a value, and the buffers beside it.
+
+    Raises:
+        UsageError: the value cannot be pickled.
+    """
     file, buffers = io.BytesIO(), []
 
-    def beside(buffer: pickle.PickleBuffer) -> bool:
+    def keep_beside(buffer: pickle.PickleBuffer) -> bool:
         try:
             buffers.append(buffer.raw())
         except BufferError:  # not contiguous
             return True
         return False
 
-    pickler = pickle.Pickler(file, 5, buffer_callback=beside)
+    pickler = pickle.Pickler(file, 5, buffer_callback=keep_beside)
     pickler.dispatch_table = _table
-    before = getattr(_here, "outgoing", None)
-    _here.outgoing = outgoing = _Outgoing(to)
+    before = getattr(_this_thread, "outgoing", None)
+    _this_thread.outgoing = outgoing = _Outgoing(to)
     try:
         pickler.dump(value)
     except BaseException as error:
-        for reduced, undo in outgoing.ahead:
+        for reduced, undo in outgoing.prefix:
             undo(reduced)
         if isinstance(error, UsageError) or not isinstance(error, Exception):
             raise
-        raise UsageError(f"what goes to {to} cannot be pickled: {error}") from error
+        raise UsageError(f"the message to {to} cannot be pickled: {error}") from error
     finally:
-        _here.outgoing = before
-    if not outgoing.ahead:
+        _this_thread.outgoing = before
+    if not outgoing.prefix:
         return file.getvalue(), buffers
-    first = pickle.dumps([reduced for reduced, _ in outgoing.ahead], 5)
-    return b"".join([_AHEAD.pack(0, len(first)), first, file.getvalue()]), buffers
+    first = pickle.dumps([reduced for reduced, _ in outgoing.prefix], 5)
+    return b"".join([_PREFIX.pack(0, len(first)), first, file.getvalue()]), buffers
 
 
 def context_for(to: WorkerInfo) -> bytes:
-    """What the contexts send along with a call."""
+    """Return the values of all contexts for a call to a worker."""
     if not contexts:
         return b""
     values = {module: context.encode(to) for module, context in contexts.items()}
@@ -216,7 +218,7 @@ def context_for(to: WorkerInfo) -> bytes:
 
 
 def entered(context: bytes, worker: WorkerInfo) -> AbstractContextManager[None]:
-    """Inside of what a call from or to `worker` has brought along."""
+    """Enter the contexts of a call from or to `worker`."""
     return _all_entered(context, worker) if context else _NOTHING
 
 
@@ -234,33 +236,33 @@ def _all_entered(context: bytes, worker: WorkerInfo) -> Iterator[None]:
 
 
 def loads(message: RpcMessage) -> Any:
-    """What a message holds; any error that unpickling brings. Only inside of `receiving`."""
+    """Unpickle a message; raises whatever unpickling raises. Only inside `receiving`."""
     if message.pickled[0]:
         return pickle.loads(message.pickled, buffers=message.buffers)
-    before = getattr(_here, "came", None)
-    came, rest = _take_ahead(message)
-    _here.came = came
+    before = getattr(_this_thread, "loaded_prefix", None)
+    prefix, rest = _load_prefix(message)
+    _this_thread.loaded_prefix = prefix
     try:
         return pickle.loads(rest, buffers=message.buffers)
     finally:
-        _here.came = before
+        _this_thread.loaded_prefix = before
 
 
 def discard(message: RpcMessage) -> None:
-    """Nobody waits for the message: what is ahead of it comes to be, and ends. Only inside of `receiving`."""
+    """Unpickle and drop the prefix of a message that no call waits for. Only inside `receiving`."""
     if not message.pickled[0]:
-        _take_ahead(message)
+        _load_prefix(message)
 
 
-def _take_ahead(message: RpcMessage) -> tuple[list[Any], memoryview]:
-    """What comes ahead of a message's pickle, and the pickle."""
+def _load_prefix(message: RpcMessage) -> tuple[list[Any], memoryview]:
+    """Unpickle the prefix of a message; return its objects, and the pickle behind it."""
     view = memoryview(message.pickled)
-    end = _AHEAD.size + _AHEAD.unpack_from(view)[1]
-    return [function(*args) for function, args in pickle.loads(view[_AHEAD.size : end])], view[end:]
+    end = _PREFIX.size + _PREFIX.unpack_from(view)[1]
+    return [function(*args) for function, args in pickle.loads(view[_PREFIX.size : end])], view[end:]
 
 
 class receiving:
-    """Mark that this thread unpickles a message of `worker`. A class: a generator takes 1 us more, twice per call."""
+    """Set `sender` while this thread unpickles. A class, because a generator takes 1 us more, twice per call."""
 
     __slots__ = ("_before", "_worker")
 
@@ -268,10 +270,10 @@ class receiving:
         self._worker = worker
 
     def __enter__(self) -> None:
-        self._before, _here.sender = getattr(_here, "sender", None), self._worker
+        self._before, _this_thread.sender = getattr(_this_thread, "sender", None), self._worker
 
     def __exit__(self, *_: object) -> None:
-        _here.sender = self._before
+        _this_thread.sender = self._before
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------
@@ -285,16 +287,16 @@ def encode(message: RpcMessage, by_ring: bool = False) -> tuple[bytes, list[memo
     views = [memoryview(buffer) for buffer in buffers]
     sizes = [view.nbytes for view in views]
     start = [struct.pack(f"<{len(sizes)}Q", *sizes), context, pickled]
-    at, inline, behind = sum(map(len, start)), list[Piece](), list[memoryview]()
+    at, inline, large = sum(map(len, start)), list[Buffer](), list[memoryview]()
     for view, nbytes in zip(views, sizes, strict=True):
         if nbytes > INLINE:
-            behind.append(view)
+            large.append(view)
         else:
             gap = -at % _ALIGNED
             inline += [bytes(gap), view]
             at += gap + nbytes
     header = HEADER.pack(at, call, len(pickled), len(context), len(sizes), kind_of_message, kind, by_ring)
-    return b"".join([header, *start, *inline]), behind
+    return b"".join([header, *start, *inline]), large
 
 
 def copied(message: RpcMessage) -> RpcMessage:
@@ -303,11 +305,11 @@ def copied(message: RpcMessage) -> RpcMessage:
 
 
 class Assembler:
-    """Messages out of what a connection brings: `space` is where the next bytes go, `came` is told how many there are.
+    """Makes messages of received bytes: the connection writes into `space`, then calls `add` with their number.
 
-    Small messages come many at a time into one buffer, and are copied out of it. Of a larger one the rest of the body,
-    and each large buffer, are received where they stay; `take` fills one from shared memory, of which the message
-    before may have told: nothing of a message is looked at before the caller of `came` is done with the one before.
+    Many small messages may be received into one buffer, and are copied out of it. The rest of a larger body, and each
+    large buffer, are received at their final address. `take` fills a buffer from shared memory. A message is not parsed
+    until the caller has consumed the previous one, because that one may have announced the shared memory.
     """
 
     def __init__(self, take: Callable[[memoryview], None], nbytes: int = 64 << 10) -> None:
@@ -317,8 +319,8 @@ class Assembler:
         self._steps = self._run()
         self.space = cast(memoryview, next(self._steps))
 
-    def came(self, nbytes: int) -> Iterator[RpcMessage]:
-        """So many bytes have come into `space`; the messages that are whole now, all of which are to be taken."""
+    def add(self, nbytes: int) -> Iterator[RpcMessage]:
+        """Parse `nbytes` new bytes in `space`; yields the complete messages. The caller consumes all of them."""
         found = self._steps.send(nbytes)
         while isinstance(found, RpcMessage):
             yield found
@@ -341,7 +343,7 @@ class Assembler:
             yield from self._fill(body)
             if not nbuffers and not ncontext:
                 yield RpcMessage(_TYPES[kind_of_message], kind, call, body)
-                del body  # what was taken is kept nowhere here
+                del body  # nothing here refers to a consumed message
                 continue
             sizes = struct.unpack_from(f"<{nbuffers}Q", body)
             at = 8 * nbuffers + ncontext
@@ -362,7 +364,7 @@ class Assembler:
             del body, pickled, buffers
 
     def _fill(self, target: memoryview) -> Generator[memoryview, int, None]:
-        """Fill `target`, first with what is in the buffer."""
+        """Fill `target`, first with bytes that were received already."""
         here = min(target.nbytes, self._end - self._start)
         target[:here] = self._buffer[self._start : self._start + here]
         self._start += here

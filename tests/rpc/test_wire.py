@@ -24,7 +24,7 @@ def received(data: bytes, taken: list[memoryview], most: int, seed: int) -> list
     while left:
         n = min(source.randint(1, most), len(left), assembler.space.nbytes)
         assembler.space[:n] = left[:n]
-        found += assembler.came(n)
+        found += assembler.add(n)
         left = left[n:]
     return found
 
@@ -71,7 +71,7 @@ def test_a_message_is_taken_before_the_next_one_is_looked_at() -> None:
     memory = []
     assembler = wire.Assembler(lambda buffer: buffer.__setitem__(slice(None), memory[0]))
     assembler.space[: len(data)] = data
-    for message in assembler.came(len(data)):
+    for message in assembler.add(len(data)):
         if message.type == wire.MessageType.RING:
             memory += behind
         else:
@@ -89,12 +89,12 @@ def test_a_message_that_was_taken_is_kept_nowhere(by_ring: bool) -> None:
         nbytes = min(len(data), assembler.space.nbytes)
         assembler.space[:nbytes] = data[:nbytes]
         data = data[nbytes:]
-        taken += [weakref.ref(message.buffers[0]) for message in assembler.came(nbytes)]
+        taken += [weakref.ref(message.buffers[0]) for message in assembler.add(nbytes)]
     assert [each() for each in taken] == [None]
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(UsageError, match=r"what goes to w1 \(rank 1\) cannot be pickled: .*lambda"):
+    with pytest.raises(UsageError, match=r"the message to w1 \(rank 1\) cannot be pickled: .*lambda"):
         wire.dumps(lambda: None, TO)
 
 
