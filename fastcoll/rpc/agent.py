@@ -59,9 +59,9 @@ class Agent:
 
     Args:
         members: the processes of the workers.
-        dial: makes a connection to a worker until a time; RendezvousError, PeerDiedError, RpcTimeoutError: it does not.
-        timeout: seconds that a call may take where it says nothing else.
-        spare: how many threads stay when nothing is to be done.
+        dial: connects to a worker until a time, or raises RendezvousError, PeerDiedError or RpcTimeoutError.
+        timeout: default timeout of calls in seconds.
+        spare: how many threads stay when there is nothing to do.
     """
 
     def __init__(
@@ -87,25 +87,27 @@ class Agent:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._dialing = [threading.Lock() for _ in workers]
-        self._out: dict[int, Link] = {}
-        self._in: set[Link] = set()
+        self._out: dict[int, Link] = {}  # dialed by this worker
+        self._in: set[Link] = set()  # dialed by others
         self._gone: dict[int, FastcollError] = {}
-        self._announced: set[int] = set()  # of these, whose end the callbacks were told
-        self._own: dict[int, PendingCall] = {}  # calls to this worker
+        self._announced: set[int] = set()  # the workers in `_gone` whose end the callbacks have got
+        self._own: dict[int, PendingCall] = {}  # calls of this worker to itself
         self._closed: FastcollError | None = None
-        self._exit_reason = ""  # since it is closed
+        self._exit_reason = ""  # set by `close`
         self._death_callbacks: list[Callable[[int, FastcollError], None]] = []
         self._shutdown_callbacks: list[Callable[[float], None]] = []
         self._deadlines = Deadlines(
             self._fail_late, self._shut_unreachable if len(near) < len(members) else None
         )
 
-    # ---- for those who build on it --------------------------------------------------------------------------
+    # ---- for the rest of rpc --------------------------------------------------------------------------------
 
     def on(self, kind: int, handler: Handler, with_contexts: bool = False) -> None:
-        """Answer calls of a kind (1 to 255) by `handler(caller, payload)`: its result, that of the Future it returns,
-        or its exception. Calls are handled at the same time, on threads that may block. What is told (`tell`) is
-        handled in its order, before what the same worker says later, so there the handler must not block.
+        """Handle calls and notifications of a kind (1 to 255) by `handler(caller, payload)`.
+
+        The answer of a call is the handler's result, the result of the Future that it returns, or its exception. Calls
+        are handled concurrently, on threads that may block. A notification (`notify`) is handled before the next
+        message of the same worker is read, so its handler must not block.
         """
         self.handlers.add(kind, handler, with_contexts)
 
@@ -114,11 +116,15 @@ class Agent:
         self._death_callbacks.append(callback)
 
     def on_shutdown(self, callback: Callable[[float], None]) -> None:
-        """Call `callback(until)` in `shutdown`, when all workers have called it and calls can still be made."""
+        """Call `callback(until)` in `shutdown`, after all workers have called it, while calls can still be made."""
         self._shutdown_callbacks.append(callback)
 
     def find(self, worker: Worker) -> WorkerInfo:
-        """Who is meant by a name, an id or a WorkerInfo; UsageError: there is no such worker."""
+        """Return the worker of a name, an id or a WorkerInfo.
+
+        Raises:
+            UsageError: there is no such worker.
+        """
         try:
             return self._names[worker]
         except (KeyError, TypeError):
@@ -136,11 +142,18 @@ class Agent:
         doing: object = None,
         waits: bool = False,
     ) -> Future[Any]:
-        """Have another worker, or this one, handle `payload`. UsageError: no such worker, or not to be pickled.
+        """Have another worker, or this one, handle `payload`; return a future of the answer.
 
-        `timeout`: seconds; 0: without limit; None or less: the default. `doing`: what it is, for messages: a text or a
-        function. `waits`: the caller waits for the future at once. Buffers of arrays must stay as they are until the
-        future is done; where its time was up before all was sent, what is sent of them later is not looked at.
+        The buffers of arrays must not change until the future is done. If the call times out before all of them are
+        sent, the rest is sent with whatever they hold then, and ignored.
+
+        Args:
+            timeout: seconds; 0: without limit; None or negative: the default.
+            doing: describes the call in error messages: a text or a function.
+            waits: the caller waits for the future at once.
+
+        Raises:
+            UsageError: there is no such worker, or `payload` cannot be pickled.
         """
         if self._closed is not None:
             raise anew(self._closed)
@@ -150,7 +163,7 @@ class Agent:
         deadline = time.monotonic() + limit
         future: Future[Any] = Future()
         try:  # before pickling, so that every message that is pickled is sent
-            link = None if to is self.me else self._link(to, deadline)
+            link = None if to is self.me else self._link_to(to, deadline)
         except FastcollError as error:  # the worker cannot be reached, or is gone
             future.complete(None, error.with_traceback(None))  # the traceback refers to the arguments
             return future
@@ -175,7 +188,7 @@ class Agent:
         except OSError:
             self._lost(link)
         if link.is_closed and link.pending.pop(number, None):
-            future.complete(None, self._why(link))
+            future.complete(None, self._reason(link))
         elif not waits and link.armed < READ:
             self.readers.rearm_later(link)
         return future
@@ -184,7 +197,7 @@ class Agent:
         """Call without an answer, in order with the other messages to that worker; lost if the worker is gone."""
         to = self.find(worker)
         try:
-            link = None if to is self.me else self._link(to)
+            link = None if to is self.me else self._link_to(to)
         except FastcollError:
             return
         message = RpcMessage(MessageType.NOTIFY, kind, 0, *wire.dumps(payload, to))
@@ -198,11 +211,11 @@ class Agent:
             self._lost(link)
 
     def futures(self, except_kind: int) -> list[Future[Any]]:
-        """Of the calls from here that are under way, but for those of one kind."""
+        """Return the futures of this worker's calls that are under way, except those of one kind."""
         return [call.future for _, call in self._under_way() if call.kind != except_kind]
 
     def waits_for(self) -> str:
-        """Which calls from here are under way, for messages."""
+        """Return which calls of this worker are under way, for messages."""
         calls = [(to, call) for to, call in self._under_way() if call.kind != UNCOUNTED]
         return ", ".join(f"{described(call.kind, call.doing)} on {to.name}" for to, call in calls)
 
@@ -211,16 +224,20 @@ class Agent:
         return [(to, call) for to, table in tables for call in list(table.values())]
 
     def death(self) -> FastcollError | None:
-        """Of a worker that did not leave in order, if one is known."""
+        """Return the error of a worker that died without leaving in order, if there is one."""
         return next((anew(error) for error in self._gone.values() if isinstance(error, PeerDiedError)), None)
 
     def connect(self, worker: WorkerInfo, until: float = ENDLESS) -> None:
-        """Have a connection to a worker, so that its death is seen; PeerDiedError: it is gone."""
-        self._link(worker, until)
+        """Connect to a worker unless there is a connection, so that its death is noticed.
+
+        Raises:
+            PeerDiedError: the worker is gone.
+        """
+        self._link_to(worker, until)
 
     # ---- calling --------------------------------------------------------------------------------------------
 
-    def _link(self, to: WorkerInfo, until: float = ENDLESS) -> Link:
+    def _link_to(self, to: WorkerInfo, until: float = ENDLESS) -> Link:
         link = self._out.get(to.id)
         if link is not None and not link.is_closed:
             return link
@@ -244,14 +261,14 @@ class Agent:
             dialing.release()
 
     def take_over(self, connection: Any, rank: int) -> None:
-        """Serve a connection that another worker has dialed."""
+        """Read the calls of a connection that another worker has dialed."""
         self._add(self._new_link(connection, self.workers[rank], False))
 
     def _new_link(self, connection: Any, worker: WorkerInfo, dialed: bool) -> Link:
         return Link(connection, worker, dialed, self._received, self._lost, self.readers.run)
 
     def _add(self, link: Link) -> bool:
-        """Use a new link; False: `close` came first."""
+        """Add a link and have it read; return False, and close it, if the agent is closed."""
         with self._lock:
             if self._closed is not None:
                 link.say_goodbye(self._exit_reason)
@@ -264,7 +281,7 @@ class Agent:
             self.readers.poller.watch(link, HANG_UP if link.dialed else READ)
         return True
 
-    # ---- what comes -----------------------------------------------------------------------------------------
+    # ---- messages -------------------------------------------------------------------------------------------
 
     def _received(self, link: Link, message: RpcMessage) -> Task | None:
         """Return the task for a message. The reading thread itself does what needs the order and cannot block."""
@@ -313,11 +330,11 @@ class Agent:
     # ---- ends -----------------------------------------------------------------------------------------------
 
     def _fail(self, call: PendingCall, error: FastcollError) -> None:
-        """Complete a call's future on a thread that its callbacks may block."""
+        """Fail a call's future on a thread that its callbacks may block."""
         self.readers.run(partial(call.future.complete, None, error))
 
     def _lost(self, link: Link) -> None:
-        """A link has ended: its worker left, died, or is out of reach."""
+        """Fail the calls of a link that has ended, because its worker left, died, or is unreachable."""
         worker = link.worker
         with self._lock:
             if link.is_lost:
@@ -325,7 +342,7 @@ class Agent:
             link.is_lost = True
         self.readers.poller.forget(link)
         link.shut()
-        error = self._why(link)
+        error = self._reason(link)
         link.close()
         with self._lock:
             is_first = worker.id not in self._announced
@@ -337,14 +354,16 @@ class Agent:
                 self._fail(call, type(error)(f"{error}; {doing} is lost", [worker.id]))
         if is_first:
             out = self._out.get(worker.id)
-            if out is not None and link.exit_reason is None:  # else its end comes, behind its last answers
+            if (
+                out is not None and link.exit_reason is None
+            ):  # after a GOODBYE, its last answers may still arrive
                 out.shut()
             for callback in self._death_callbacks:
                 callback(worker.id, error)
 
-    def _why(self, link: Link) -> FastcollError:
-        """Why a link has ended, which is shut: the same for all links of a worker."""
-        # Who sends may see the end before it has been read.
+    def _reason(self, link: Link) -> FastcollError:
+        """Return why a link has ended, after it was shut; the same error for all links of a worker."""
+        # A sending thread may notice the end before a reader has received the GOODBYE.
         if self._closed is None and link.exit_reason is None:
             for task in link.receive_rest():
                 self.readers.run(task)
@@ -359,7 +378,7 @@ class Agent:
             return self._gone.setdefault(worker.id, error)
 
     def close(self, exit_reason: str, error: FastcollError) -> None:
-        """Say goodbye and end all links and threads; calls that are under way raise `error`."""
+        """Send the exit reason, and end all links and threads; calls that are under way raise `error`."""
         with self._lock:
             if self._closed is not None:
                 return
@@ -380,7 +399,7 @@ class Agent:
             link.close()
 
     def close_inherited(self) -> None:
-        """In a child of fork: close the copies of all descriptors, without a word."""
+        """In a child of fork: close the copies of all descriptors, and send nothing."""
         self.readers.close_inherited()
         for link in [*self._out.values(), *self._in]:
             link.close_inherited()
@@ -431,7 +450,11 @@ _current: Agent | None = None
 
 
 def current_agent() -> Agent:
-    """This process's agent; NotInitializedError: there is none."""
+    """Return this process's agent.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
     if _current is None:
         raise NotInitializedError(
             "RPC has not been initialized. Current RPC agent is not set! Did you initialize the RPC framework by "

@@ -92,7 +92,7 @@ class Handlers:
             with wire.receiving(worker):
                 self._handlers[message.kind][0](worker, wire.loads(message))
         except Exception:
-            _log.exception("what %s told could not be handled", worker)
+            _log.exception("a notification of %s could not be handled", worker)
         self._counts.add(message.kind, served=1)
 
     def serve(self, link: Link | None, message: RpcMessage) -> None:
