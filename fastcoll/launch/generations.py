@@ -239,7 +239,7 @@ class Generations:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankRange:
     """The ranks of one node in a generation."""
 
     node_rank: int
@@ -249,14 +249,14 @@ class Share:
     role_size: int
 
 
-def share_of(members: Sequence[Node], key: str) -> Share | None:
+def range_of(members: Sequence[Node], key: str) -> RankRange | None:
     """Return the share of the launcher with this key, or None if it is no member."""
     keys = [node.key for node in members]
     if key not in keys:
         return None
     at = keys.index(key)
     before, role = members[:at], members[at].role
-    return Share(
+    return RankRange(
         at,
         sum(node.size for node in before),
         sum(node.size for node in members),

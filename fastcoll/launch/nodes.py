@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from ..errors import ResourceError
 from ..rendezvous.attempts import ProcessName
 from ..rendezvous.detect import port_beside
-from .generations import Share
+from .generations import RankRange
 
 if TYPE_CHECKING:
     pass
@@ -70,26 +70,26 @@ class NodeShare:
     pass_local_rank: bool = False  # whether `--local_rank=N` precedes them
     descriptors: tuple[int, ...] = ()  # of files that the ranks inherit
     elastic: str = ""  # HOST:PORT of the store that outlives the ranks
-    assigned: Share | None = (
+    assigned: RankRange | None = (
         None  # the ranks of this node in a generation; None: all nodes have as many ranks
     )
     variables: Mapping[str, str] = field(default_factory=dict)  # further variables, including torchrun's
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property
-    def share(self) -> Share:
+    def ranks(self) -> RankRange:
         """The ranks of this node."""
         first, size = self.node_rank * self.local_size, self.nodes * self.local_size
-        return self.assigned or Share(self.node_rank, first, size, first, size)
+        return self.assigned or RankRange(self.node_rank, first, size, first, size)
 
     def rank(self, local_rank: int) -> int:
         """Return the global rank of a local rank."""
-        return self.share.first + local_rank
+        return self.ranks.first + local_rank
 
     def place(self, local_rank: int, joiner: int) -> ProcessName:
         """Return the name and rank of a local rank, or of its replacement, in an elastic job."""
         name = f"{self.node_rank}.new{joiner}" if joiner else f"{self.node_rank}.{local_rank}"
-        return ProcessName(name, self.rank(local_rank), self.share.world_size)
+        return ProcessName(name, self.rank(local_rank), self.ranks.world_size)
 
     def command(self, local_rank: int) -> list[str]:
         """Return the command line of a local rank."""
@@ -119,7 +119,7 @@ class NodeShare:
             **(elastic if self.elastic else {}),
             "RANK": str(self.rank(local_rank)),
             "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.share.world_size),
+            "WORLD_SIZE": str(self.ranks.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "GROUP_RANK": str(self.node_rank),
             "MASTER_ADDR": self.master_addr,
@@ -127,8 +127,8 @@ class NodeShare:
             **self.variables,
         }
         if self.variables:
-            made["ROLE_RANK"] = str(self.share.role_first + local_rank)
-            made["ROLE_WORLD_SIZE"] = str(self.share.role_size)
+            made["ROLE_RANK"] = str(self.ranks.role_first + local_rank)
+            made["ROLE_WORLD_SIZE"] = str(self.ranks.role_size)
             made["GROUP_WORLD_SIZE"] = str(self.nodes)
         if joiner:
             made["FASTCOLL_NEWCOMER"] = "1"

@@ -15,7 +15,7 @@ from pathlib import Path
 from .console import Console
 from .failures import Failure, left
 from .gathering import Gathering, secret_of
-from .generations import End, Over, Start, share_of
+from .generations import End, Over, Start, range_of
 from .nodes import NodeShare
 from .supervisor import Supervisor
 
@@ -91,7 +91,7 @@ class Restarts:
 
     def _run(self, order: Start) -> int:
         """Run this node's ranks of a generation, if it has any; the signal that has ended this launcher, or 0."""
-        share = share_of(order.members, self._gathering.key)
+        share = range_of(order.members, self._gathering.key)
         if share is None:
             if not self._waits:
                 self._say(f"generation {order.generation} runs without this node, which waits for room")

@@ -80,7 +80,7 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
         parted = len({_comparable(call) for call in calls.values() if call.call}) > 1
         # A mismatch leaves the group as it was: what the program has gone on from is not what it is stuck in.
         if parted and not (stuck and all(group.finished > number for group in said.values())):
-            return _made(name, members, number, calls, said)
+            return _divergence_of(name, members, number, calls, said)
     # Else the first one that some are in and others are not.
     if not stuck:
         return None
@@ -90,10 +90,10 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
     if len(said) == len(members) and all(group.calls >= number for group in said.values()):
         number = max(call.number for call in stuck.values())
     calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
-    return _made(name, members, number, calls, said)
+    return _divergence_of(name, members, number, calls, said)
 
 
-def _made(
+def _divergence_of(
     name: str,
     members: tuple[MemberRecord, ...],
     number: int,

@@ -36,7 +36,9 @@ _STATES = {
         "stopped", "its process was stopped (SIGSTOP)", "is stopped, by SIGSTOP or Ctrl-Z",
         "kill -CONT {pid} lets it go on",
     ),
-    "t": ProcessState("debugged", "its process was stopped by a debugger", "is held by a debugger", "continue it there"),
+    "t": ProcessState(
+        "debugged", "its process was stopped by a debugger", "is held by a debugger", "continue it there"
+    ),
     "Z": ProcessState("zombie", "it ran", *_ENDED),
     "X": ProcessState("X", "it ran", *_ENDED),
 }  # fmt: skip

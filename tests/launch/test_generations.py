@@ -16,10 +16,10 @@ from fastcoll.launch.generations import (
     Order,
     Over,
     Phase,
+    RankRange,
     Rules,
-    Share,
     Start,
-    share_of,
+    range_of,
 )
 
 RULES = Rules(least=1, most=3, max_restarts=2, last_call=30.0, join=600.0, end=10.0)
@@ -204,9 +204,9 @@ def test_nodes_with_numbers_are_each_needed_and_each_there_once() -> None:
 
 def test_shares_of_nodes_with_other_sizes_and_roles() -> None:
     members = [node("a", size=2, role="x"), node("b", size=1, role="y"), node("c", size=3, role="x")]
-    assert share_of(members, "c") == Share(2, 3, 6, 2, 5)
-    assert share_of(members, "b") == Share(1, 2, 6, 0, 1)
-    assert share_of(members, "d") is None
+    assert range_of(members, "c") == RankRange(2, 3, 6, 2, 5)
+    assert range_of(members, "b") == RankRange(1, 2, 6, 0, 1)
+    assert range_of(members, "d") is None
 
 
 @pytest.mark.parametrize("order", [Start(3, 1, (node("a"), node("b", 1))), End(2, 0, "x"), Over(1, "y", "a")])

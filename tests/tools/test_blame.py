@@ -38,7 +38,8 @@ def group(
     last = CallRecord(calls, call, 16, "under way" if under_way else "done", 0, 0)
     since = int((NOW - waited) * SECOND) if under_way else 0
     return GroupRecord(
-        name=name, serial=1, backend="shm", rank=peers.index(MemberRecord(rank, hosts[rank], 100 + rank)), members=peers,
+        name=name, serial=1, backend="shm", members=peers,
+        rank=peers.index(MemberRecord(rank, hosts[rank], 100 + rank)),
         calls=calls, finished=calls - under_way, pending=pending, ring=(last,) if calls else (),
         under_way=last if under_way else None, since=since, late=late, waits=waits, failure="",
     )  # fmt: skip

@@ -44,8 +44,8 @@ def group(
     under_way = last if last and last.state == "under way" else None
     finished = len(ring) - (1 if last and last.state != "done" else 0)
     plain = {
-        "backend": "shm", "members": tuple(MemberRecord(r, "node", 100 + r) for r in range(size)), "pending": 0, "late": -1,
-        "waits": (), "failure": "", "since": 50 * SECOND if under_way else 0, "serial": 1,
+        "backend": "shm", "members": tuple(MemberRecord(r, "node", 100 + r) for r in range(size)),
+        "pending": 0, "late": -1, "waits": (), "failure": "", "since": 50 * SECOND if under_way else 0, "serial": 1,
     }  # fmt: skip
     said = {"name": name, "rank": rank, "calls": len(ring), "finished": finished, "ring": tuple(ring)}
     return GroupRecord(**(said | {"under_way": under_way} | plain | more))
