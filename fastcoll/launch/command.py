@@ -29,12 +29,12 @@ from .supervisor import Supervisor
 if TYPE_CHECKING:
     from ..store import TCPStore
 
-_LAST_CALL_SECONDS, _JOIN_SECONDS = 30.0, 600.0  # torchrun's
-_END_SECONDS = 5.0  # behind the grace, for a launcher to end its ranks and say so
+_LAST_CALL_SECONDS, _JOIN_SECONDS = 30.0, 600.0  # torchrun's defaults
+_END_SECONDS = 5.0  # after the grace, for a launcher to end its ranks and to publish that it is ready
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the launcher with the arguments `argv` (default: those of this process); returns its exit code."""
+    """Run the launcher with the arguments `argv` (default: those of this process); return its exit code."""
     options, job = read(argv)
     logs: Path | None = options.log_dir
     failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
@@ -64,18 +64,18 @@ def _run_once(
     supervise: Callable[..., Supervisor],
     console: Console,
 ) -> int:
-    """Run one set of ranks, of which some may be replaced."""
+    """Run the ranks once; with --min_ranks, failed ranks may be replaced."""
     goes_on = options.min_ranks is not None
     port = options.nodes_port
     nodes = None
     if job.nodes > 1 and port != 0:
         nodes = NodeFailures(job.nodes, job.node_rank, job.master_addr, port or default_port(job.master_port))
     elif job.nodes == 1 and goes_on:
-        os.environ.update(job.secret(os.environ))  # for the store that is served here
+        os.environ.update(job.secret(os.environ))  # for the store that this launcher serves
         nodes = NodeFailures(1, 0, "127.0.0.1", 0)
     with nodes or nullcontext():
         if nodes and goes_on:
-            if job.nodes > 1 and not nodes.address:  # the ranks of the other nodes would meet there
+            if job.nodes > 1 and not nodes.address:  # ranks of all nodes use this store
                 console.say("with --min_ranks the ranks of all nodes meet there: give another --nodes_port")
                 return 1
             job = replace(job, elastic=nodes.address)
@@ -93,7 +93,7 @@ def _run_generations(
     supervise: Callable[..., Supervisor],
     console: Console,
 ) -> int:
-    """Run sets of ranks, until one ends well or there may be no more."""
+    """Run generations of ranks until one succeeds or no restart is left."""
     is_static = options.rdzv_backend == "static"
     least, most = options.nnodes
     rules = Rules(
@@ -118,7 +118,7 @@ def _run_generations(
 def _meet(
     options: argparse.Namespace, job: NodeShare, rules: Rules, signals: list[int]
 ) -> tuple[HashStore | TCPStore, bool, str]:
-    """The store of the job's launchers, whether this one leads, and where the ranks of this node listen."""
+    """Return the store of the job's launchers, whether this one leads, and the address where its ranks listen."""
     if rules.most == 1 and (rules.fixed or options.standalone):
         os.environ.update(job.secret(os.environ))
         return HashStore(), True, job.master_addr

@@ -1,6 +1,7 @@
-"""What the launcher hears and says: the signals that come to it, and all that this process writes to stdout and stderr.
+"""The launcher's console: the signals that it receives, and its writes to stdout and stderr.
 
-A write waits for its reader, so that a job is as slow as what shows it, and ends when there is something to act on.
+A write waits for the reader, so a slow reader slows the job down. The wait ends when there is a signal or a failure to
+handle.
 """
 
 from __future__ import annotations
@@ -18,34 +19,35 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_LOOK_MILLISECONDS = 100  # between looks for something to act on, while nobody reads
+_LOOK_MILLISECONDS = 100  # between checks for a signal or failure, while the reader is slow
 _STANDSTILL_SECONDS = 1.0
 
 
 class Console:
-    """As a context manager it takes this process's signals, and what other code writes to `sys.stderr`, as warnings.
+    """Collects signals and writes output.
 
-    A reader that has gone, or a terminal, counts as the signal SIGPIPE. While there is something to act on, a
-    write waits for one second: what a reader that stands still has not taken by then is lost, and so is what follows
-    until it reads again.
+    As a context manager it handles this process's signals, and takes what other code writes to `sys.stderr`, such as
+    warnings. A reader or a terminal that is gone counts as the signal SIGPIPE. While there is a signal or failure to
+    handle, a write waits for at most one second. Output that the reader has not taken by then is dropped, as is
+    later output until the reader reads again.
 
     Args:
-        handled: the signals that it takes.
+        handled: the signals to handle.
 
     Attributes:
-        signals: those received and not yet acted on, added to as they come.
+        signals: signals that were received and not handled yet, in order.
     """
 
     def __init__(self, handled: Sequence[signal.Signals] = HANDLED) -> None:
         self._handled = handled
         self.signals: list[int] = []
-        self._still: set[int] = set()  # descriptors whose reader has stood still
+        self._still: set[int] = set()  # descriptors whose reader has stopped reading
         self._leaving = contextlib.ExitStack()
 
     def __enter__(self) -> Console:
         for number in self._handled:
             before = signal.getsignal(number)
-            if before != signal.SIG_IGN:  # as under nohup
+            if before != signal.SIG_IGN:  # nohup has SIGHUP ignored
                 signal.signal(number, lambda got, _: self.signals.append(got))
                 self._leaving.callback(signal.signal, number, before)
         self._leaving.enter_context(contextlib.redirect_stderr(_Stderr(self)))
@@ -55,31 +57,37 @@ class Console:
         self._leaving.close()
 
     def say(self, text: str, has_to_act: Callable[[], bool] = lambda: False) -> None:
-        """Write a line of the launcher's own to stderr; `has_to_act`: whether there is more than a signal to act on."""
+        """Write a log line to stderr.
+
+        Args:
+            has_to_act: returns whether there is something other than a signal to handle.
+        """
         self.write(sys.__stderr__, f"fastcoll.launch: {text}\n".encode(errors="replace"), has_to_act)
 
     def write(
         self, stream: TextIO | None, data: bytes, has_to_act: Callable[[], bool] = lambda: False
     ) -> None:
-        """Write to stdout or stderr as they were given to this process. Not by a buffer: that would still hold what
-        nobody reads when the process ends.
+        """Write to the stdout or stderr of this process, unbuffered.
+
+        A buffer would block the exit of the process if it still held output that is not read.
         """
         descriptor = -1 if stream is None else stream.fileno()  # None: it was closed
         while data and descriptor >= 0 and self._may_write(descriptor, has_to_act):
             try:
-                # A pipe that can be written to takes so much at once: a longer write would wait, and no signal end it.
+                # A pipe that polls as writable takes PIPE_BUF bytes. A longer write could block, and Python would
+                # resume it after a signal.
                 data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
-            except BlockingIOError:  # another program has made the terminal nonblocking
+            except BlockingIOError:  # another program has set the terminal to nonblocking
                 pass
             except OSError as error:
-                if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal has gone
+                if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
                     raise
                 if signal.SIGPIPE not in self.signals:
                     self.signals.append(signal.SIGPIPE)
                 return
 
     def _may_write(self, descriptor: int, has_to_act: Callable[[], bool]) -> bool:
-        """Wait for the reader; False: for too long."""
+        """Wait until the reader reads; False if that took too long."""
         end = math.inf
         while not is_ready(
             descriptor, select.POLLOUT, 0 if descriptor in self._still else _LOOK_MILLISECONDS
@@ -97,7 +105,7 @@ class Console:
 
 
 class _Stderr(io.TextIOBase):
-    """What stands in the place of `sys.stderr`."""
+    """A replacement for `sys.stderr` that writes to the console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -108,7 +116,7 @@ class _Stderr(io.TextIOBase):
 
 
 def is_ready(descriptor: int, event: int, milliseconds: int) -> bool:
-    """Whether a descriptor can be read (POLLIN) or written to (POLLOUT) before so long."""
+    """Return whether a descriptor can be read (POLLIN) or written (POLLOUT) within some milliseconds."""
     poll = select.poll()  # select() refuses descriptors above 1023
     poll.register(descriptor, event)
     return bool(poll.poll(milliseconds))

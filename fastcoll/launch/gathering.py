@@ -1,15 +1,16 @@
-"""How the launchers of a job with generations gather: in a store that one of them serves and leads the job in.
+"""How the launchers of a job with generations communicate: in a store that the leading launcher serves.
 
-    job           what all have agreed on, as the first one has it
-    events        a queue: what launchers tell the leader, each a JSON list: who, its how manieth, what, and more
-    order/N       what the leader has ordered, from 0: all read all of it, in this order
-    gone/LAUNCHER the will of each launcher: the server sets it when that one ends without a word
+    job           the options that all launchers share; the first launcher sets them
+    events        a queue of events from launchers, JSON: [launcher, sequence number, type, arguments ...]
+    order/N       the leader's orders, from 0; every launcher reads all of them in this order
+    gone/LAUNCHER the will of a launcher; the server sets it when the launcher disconnects unexpectedly
 
-A job of one node keeps all that in its memory. The leader's end is the end of the job: the others lose the store.
+In a job of one node the store is in memory. If the leader ends, the others lose the store, and the job ends.
 
-Ranks of different generations cannot speak to one another: each generation has a secret of its own, made of the job's
-and its number, which both ends of every connection prove before anything else is read (store/opening.py); a rank
-has that of its own generation alone. So one that was stopped, or is on a host that was out of reach, finds nobody.
+Ranks of different generations cannot communicate. Each generation has its own secret, derived from the job's secret
+and the generation's number, and both ends of a connection prove the secret before anything else is read
+(store/opening.py). A rank has the secret of its own generation only. So a rank that was stopped, or whose host was
+unreachable, cannot connect to ranks of a later generation.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ if TYPE_CHECKING:
     from ..store import TCPStore
 
 _KINDS = {kind.__name__: kind for kind in (Start, End, Over)}
-_TRY_SECONDS = 0.5  # to connect, between looks at signals
-# A wait for an order; the server answers at its end. The kernel finds within 16 s that its host is out of reach.
+_TRY_SECONDS = 0.5  # per attempt to connect; signals are handled between attempts
+# Per request for an order; the server answers when this time is over. The kernel needs up to 16 s to notice that the
+# server's host is unreachable.
 _LOOK_SECONDS = 20.0
-_SILENT_SECONDS = 30.0  # after which a leader that does not answer is lost
-_LAST_SECONDS = 5.0  # for the last order to reach the others, as the leader ends
+_SILENT_SECONDS = 30.0  # a leader that does not answer for longer is lost
+_LAST_SECONDS = 5.0  # for the last order to reach the others while the leader exits
 _THREAD = "fastcoll-gathering"
 _GONE = "ended unexpectedly, or is unreachable"
 
 
 def encode(order: Order) -> str:
-    """An order as text."""
+    """Return an order as text."""
     return json.dumps([type(order).__name__, asdict(order)])
 
 
 def decode(text: bytes) -> Order:
-    """What `encode` has made."""
+    """Return the order that `encode` made a text of."""
     name, fields = json.loads(text)
     if "members" in fields:
         fields["members"] = tuple(Node(**node) for node in fields["members"])
@@ -62,18 +64,23 @@ def decode(text: bytes) -> Order:
 
 
 def secret_of(generation: int, run_id: str) -> str:
-    """The secret of one generation, from which neither the job's nor another generation's can be found."""
+    """Return the secret of one generation; neither the job's nor another generation's can be derived from it."""
     text = f"fastcoll generation {generation} of {run_id}"
     return hmac.digest(job_secret(), text.encode(), hashlib.sha256).hex()
 
 
 class Gathering:
-    """One launcher's part; what it tells never blocks. A context manager: says that it leaves, unless the job is over.
+    """One launcher's connection to the job: it publishes events and receives orders, without blocking the caller.
+
+    As a context manager it publishes at the end that this launcher leaves, unless the job is over.
 
     Args:
-        store: where all meet; closed at the end.
-        node: this launcher; its port is drawn anew by `port` each time it is ready.
-        leads: whether the job is led here, by these rules.
+        store: the job's store; closed at the end.
+        node: this launcher.
+        port: draws the port of rank 0 each time the launcher is ready.
+        rules: the job's rules, for the launcher that leads.
+        leads: whether this launcher leads the job.
+        tick: seconds between two looks of the leader at wills and at the time.
     """
 
     def __init__(
@@ -111,39 +118,41 @@ class Gathering:
             self.leave(Failure(1, f"{self._node} {how}"))
         end = time.monotonic() + _LAST_SECONDS
         self._outbox.put(None)
-        for thread in self._threads[:-1]:  # they end when the last word was sent, and the last order given
+        for thread in self._threads[:-1]:  # they end after the last event was sent and the last order given
             thread.join(max(0.0, end - time.monotonic()))
         self._closed.set()
         self._withdraw()
         if isinstance(self._store, HashStore):
             self._store.close()
         else:
-            self._store.leave(max(0.0, end - time.monotonic()))  # the leader's is left by all others first
+            self._store.leave(
+                max(0.0, end - time.monotonic())
+            )  # the leader's server waits for the others to disconnect
         for thread in self._threads:
             thread.join(_LAST_SECONDS)
 
-    # ---- what this launcher tells ---------------------------------------------------------------------------------
+    # ---- events of this launcher ----------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Its ranks can be started."""
+        """Publish that this launcher can start ranks."""
         self._outbox.put(("ready", asdict(replace(self._node, port=self._port()))))
 
     def failed(self, generation: int, failure: Failure) -> None:
-        """One of its ranks has failed."""
+        """Publish that a rank of this launcher has failed."""
         self._outbox.put(("failed", generation, failure.code, failure.text))
 
     def done(self, generation: int) -> None:
-        """All its ranks have ended well."""
+        """Publish that all ranks of this launcher have succeeded."""
         self._outbox.put(("done", generation))
 
     def leave(self, failure: Failure) -> None:
-        """This launcher ends, and its ranks with it."""
+        """Publish that this launcher ends with its ranks."""
         self._outbox.put(("left", failure.code, failure.text))
 
     def _send(self) -> None:
-        """Send what is told, in order. What a stopped leader does not confirm is sent again, and counts once."""
+        """Send the events in order. One that a stopped leader does not confirm is sent again, and is applied once."""
         number = 0
-        with contextlib.suppress(StoreError):  # the leader is gone, as `_follow` finds, too
+        with contextlib.suppress(StoreError):  # the leader is lost, which `_follow` reports
             while (event := self._outbox.get()) is not None:
                 number, text = number + 1, json.dumps([self.key, number + 1, *event])
                 while not self._closed.is_set():
@@ -153,14 +162,14 @@ class Gathering:
                     except StoreTimeoutError:
                         self._closed.wait(_TRY_SECONDS)
 
-    # ---- what it is to do -----------------------------------------------------------------------------------------
+    # ---- orders to this launcher ----------------------------------------------------------------------------------
 
     def take(self) -> Order | None:
-        """The next order, None when there is none yet. Never blocks."""
+        """Return the next order, or None if there is none yet. Never blocks."""
         return self._orders.popleft() if self._orders else None
 
     def failure(self) -> Failure | None:
-        """Why the ranks that run here are to end: the first order to end them. Never blocks."""
+        """Return why the ranks here must end: the first order to end them, or None. Never blocks."""
         for order in tuple(self._orders):
             if isinstance(order, End) or (isinstance(order, Over) and order.only in ("", self.key)):
                 return Failure(order.code, order.text)
@@ -183,10 +192,10 @@ class Gathering:
                 self._is_over = True
                 self._orders.append(Over(1, f"the launcher that leads the job {_GONE}"))
         except StoreError:
-            pass  # it was closed
+            pass  # this launcher has closed the store
 
     def _check_leader(self) -> None:
-        """ConnectionError: the leader does not answer, and has not for long."""
+        """Return when the leader answers; ConnectionError if it does not for 30 s."""
         end = time.monotonic() + _SILENT_SECONDS
         while not self._closed.wait(_TRY_SECONDS):
             with contextlib.suppress(StoreTimeoutError):
@@ -199,11 +208,11 @@ class Gathering:
 
     def _lead(self) -> None:
         job = Generations(self._rules, time.monotonic())
-        applied = dict[str, int]()  # how much each launcher has told that is here
+        applied = dict[str, int]()  # by launcher, the sequence number of its last event
         queue = self._store.clone()
         queue.set_timeout(self._tick)
         number = 0
-        with contextlib.suppress(StoreError):  # it was closed
+        with contextlib.suppress(StoreError):  # this launcher has closed the store
             while job.phase is not Phase.OVER:
                 with contextlib.suppress(StoreTimeoutError):
                     self._apply(job, applied, json.loads(queue.queue_pop("events")))
@@ -220,7 +229,7 @@ class Gathering:
         queue.close()
 
     def _apply(self, job: Generations, applied: dict[str, int], event: list[Any]) -> None:
-        """Tell the state machine what a launcher has told."""
+        """Apply a launcher's event to the state machine, unless it was applied before."""
         now = time.monotonic()
         key, number, *content = event
         if number <= applied.get(key, 0):
@@ -235,24 +244,27 @@ class Gathering:
                 job.done(key, generation, now)
             case ["left", code, text]:
                 job.left(key, code, text, now)
-                if key == self.key:  # with the leader goes the store
+                if key == self.key:  # the store ends with the leader
                     job.over(code, text)
 
 
 def open_store(
     host: str, port: int, leads: bool | None, within: float, waits: Callable[[], bool]
 ) -> tuple[TCPStore, bool]:
-    """The store of the job at an address, and whether it is served here, so that this launcher leads.
+    """Serve the job's store or connect to it.
 
     Args:
-        leads: None: if the address is of this machine and free.
-        within: seconds for the leader to come.
-        waits: whether to try on, as no signal has come.
+        leads: whether this launcher serves the store; None: if the address is of this machine and free.
+        within: how many seconds to try to connect.
+        waits: returns whether to go on trying, False after a signal.
+
+    Returns:
+        the store, and whether this launcher serves it and so leads the job.
 
     Raises:
-        FastcollError: it cannot be served, or was not there in time.
+        FastcollError: the store cannot be served, or cannot be reached in time.
     """
-    from ..store import TCPStore  # sockets and all that, for jobs of one node in vain
+    from ..store import TCPStore  # imported here, because it imports sockets and jobs of one node need none
 
     if leads is not False:
         try:
@@ -270,10 +282,10 @@ def open_store(
 
 
 def agree(store: HashStore | TCPStore, what: str) -> None:
-    """Check that the job's launchers were started alike: `what` is what must be equal.
+    """Check that `what`, the options that must be equal, is the same on all launchers of the job.
 
     Raises:
-        FastcollError: they were not.
+        FastcollError: the launcher that came first has other options.
     """
     first = store.compare_set("job", "", what).decode()
     if first != what:

@@ -1,8 +1,8 @@
-"""Tie a process to its parent, end it with all it has started, and say how it ended.
+"""Tie a process to its parent, end a process with its descendants, and describe how a process ended.
 
-Standard library only, as the launcher also runs this file as a script: `lifeline.py PARENT PROGRAM ARGS...`
-ties itself to the process PARENT and then becomes PROGRAM. That avoids a preexec function, which may
-deadlock in a process with threads (the tie survives execve, see prctl(2)).
+This file uses the standard library only, because the launcher also runs it as a script: `lifeline.py PARENT PROGRAM
+ARGS...` ties itself to the process PARENT and then executes PROGRAM. The tie survives execve (prctl(2)). A preexec
+function could deadlock in a process with threads.
 """
 
 from __future__ import annotations
@@ -21,37 +21,43 @@ _CANNOT_RUN = 127  # the shell's exit code for a program that cannot be started
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGKILL to this process when the thread of `parent`, its pid, that started it ends.
+    """Have the kernel kill this process when the thread of its parent that started it ends.
 
-    If that is gone already, this process exits. OSError: the kernel refused.
+    If the parent has ended already, this process exits.
+
+    Args:
+        parent: the parent's pid.
+
+    Raises:
+        OSError: the kernel refused.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "PR_SET_PDEATHSIG")
-    if os.getppid() != parent:  # it ended before the call above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(128 + signal.SIGKILL)
 
 
 def reap_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that none can escape, or OSError."""
+    """Become the parent of every descendant whose own parent ends, so that it can be ended; OSError if refused."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes whose parent is `pid`, those that have ended and were not waited for included."""
+    """Return the children of a process, including zombies."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             children += map(int, (task / "children").read_text().split())
     return children
 
 
 def signal_group(leader: int, number: int) -> None:
-    """Send a signal to the process group of `leader`; a group that is gone is fine."""
+    """Send a signal to the process group of `leader`, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, number)
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process handles a signal by a function of its own."""
+    """Return whether a process has a handler for a signal."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             caught = next(line for line in file if line.startswith("SigCgt:"))
@@ -61,7 +67,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, from its return code: `exit code 3`, `signal SIGKILL (9)`."""
+    """Return how a process ended, from its return code: `exit code 3`, `signal SIGKILL (9)`."""
     if code >= 0:
         return f"exit code {code}"
     try:

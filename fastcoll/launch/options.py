@@ -18,8 +18,8 @@ from .nodes import NodeShare, free_port
 from .outputs import Outputs, parse
 from .supervisor import TICK_SECONDS
 
-_MANY_NODES_PORT = 29500  # torch's, when the nodes must agree on a port without having talked
-_ENDPOINT_PORT = 29400  # torch's, for --rdzv_endpoint
+_MANY_NODES_PORT = 29500  # torch's default, for nodes that cannot agree on a port
+_ENDPOINT_PORT = 29400  # torch's default for --rdzv_endpoint
 _ABOUT = """Start a program once per rank, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
 MASTER_ADDR, MASTER_PORT and what else torchrun sets in its environment."""
 _CODES = """exit code: 0, that of the first rank that failed, or 128+n if signal n ended that rank or the
@@ -40,14 +40,14 @@ _REFUSED = {
 
 
 def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, NodeShare]:
-    """The options, and this node's share of the job; ends the process with a usage error if they do not fit together.
+    """Return the options and this node's share of the job; exit with a usage error if options contradict each other.
 
-    Of the options, `has_generations` is whether a failure may start the ranks anew, and `outputs` where output goes.
+    Two options are derived: `has_generations`, whether a failure may restart all ranks, and `outputs`.
     """
     parser = _parser()
     options = parser.parse_args(argv)
     if options.rdzv_backend == "c10d" and options.rdzv_endpoint and options.rdzv_endpoint[1] == 0:
-        options.standalone = True  # torchrun's way to run several jobs of one node on a machine
+        options.standalone = True  # as in torchrun, for several single-node jobs on one machine
     if options.standalone:
         options.rdzv_backend, options.rdzv_endpoint = "c10d", None
     is_elastic = options.rdzv_backend == "c10d" and not options.standalone
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     def add(name: str, *others: str, group: argparse._ActionsContainer = parser, **rest: object) -> None:
-        # torchrun's name may be one of the others.
+        # torchrun's name may be among `others`.
         words = [name, *(other[2:] for other in others if other.startswith("--"))]
         given = next(filter(None, (os.environ.get(f"PET_{word.upper()}") for word in words)), None)
         if given is not None:
@@ -171,7 +171,7 @@ def _ranks(text: str) -> frozenset[int]:
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:
-    """Host and port of `host`, `host:port`, `[IPv6]` or `[IPv6]:port`; torch takes an empty one for localhost."""
+    """Parse `host`, `host:port`, `[IPv6]` or `[IPv6]:port`; an empty host is localhost, as in torch."""
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
         host, port = text, ""
@@ -211,7 +211,7 @@ def _seconds(text: str) -> float:
 
 
 class _Refused(argparse.Action):
-    """An option of torchrun's that means nothing here."""
+    """An option of torchrun that does not apply here."""
 
     def __call__(
         self,
@@ -246,7 +246,7 @@ def _check_rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespa
 
 
 def _outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Outputs:
-    """Where output goes; makes the folder for it."""
+    """Return where output goes; make the folder for log files."""
     goes_to_files = any(options.redirects.values()) or any(options.tee.values())
     options.made_log_dir = goes_to_files and options.log_dir is None
     if options.made_log_dir:
@@ -265,7 +265,7 @@ def _outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Ou
 def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elastic: bool) -> NodeShare:
     nodes: int = 1 if is_elastic else options.nnodes[1]
     if is_elastic:
-        options.node_rank = 0  # it comes with the generation
+        options.node_rank = 0  # each generation assigns the number
     if not 0 <= options.node_rank < nodes:
         parser.error(f"--node_rank must be from 0 to {nodes - 1}, got {options.node_rank}")
     if nodes > 1 and options.master_addr is None:
@@ -287,7 +287,7 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
         options.nproc_per_node,
         nodes,
         options.node_rank,
-        # An IPv6 address is written in brackets, as for torchrun.
+        # torchrun takes IPv6 addresses in brackets.
         (options.master_addr or "127.0.0.1").strip("[]"),
         port,
         tuple(options.args),
@@ -297,7 +297,7 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
             "TORCHELASTIC_RUN_ID": options.rdzv_id,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-            "TORCHELASTIC_USE_AGENT_STORE": "False",  # torch's rank 0 serves its store itself
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 of torch serves its store itself
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in options.signals_to_handle),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         },

@@ -1,4 +1,4 @@
-"""Where the output of each rank goes: torchrun's --redirects, --tee and --local-ranks-filter."""
+"""Where each rank's output goes: torchrun's --redirects, --tee and --local-ranks-filter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OutputMode(NamedTuple):
 
 
 def parse(text: str) -> Mapping[int | None, int]:
-    """`3`, or `0:1,1:2`, as bits (1: stdout, 2: stderr) by local rank; None stands for all."""
+    """Parse `3` or `0:1,1:2`: bits (1: stdout, 2: stderr) by local rank; the key None stands for all ranks."""
     if _ONE.fullmatch(text):
         return {None: int(text)}
     if _SOME.fullmatch(text):
@@ -33,15 +33,15 @@ def parse(text: str) -> Mapping[int | None, int]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The ways of a node's output. `to_files`: all outputs go to files as well, where nothing else is said."""
+    """The output options of a node."""
 
-    to_files: bool = False
+    to_files: bool = False  # whether all output also goes to files
     redirects: Mapping[int | None, int] = field(default_factory=dict)
     tee: Mapping[int | None, int] = field(default_factory=dict)
     shown: frozenset[int] | None = None  # local ranks; None: all
 
     def mode(self, local_rank: int, stream: str) -> OutputMode:
-        """Where a rank's `stdout` or `stderr` goes."""
+        """Return where a rank's `stdout` or `stderr` goes."""
         moved, copied = (
             bool(each.get(local_rank, each.get(None, 0)) & _BITS[stream])
             for each in (self.redirects, self.tee)

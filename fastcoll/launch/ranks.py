@@ -27,18 +27,18 @@ _FOLLOWED = re.compile(
     r"^fastcoll\.errors\.(?:GroupError|PeerDiedError|CollectiveTimeoutError|AbortedError)\b", re.MULTILINE
 )
 _READ_BYTES = 64 << 10
-_PIPE_BYTES = 1 << 20  # that a pipe holds at most (/proc/sys/fs/pipe-max-size)
-_LONGEST_LINE = 1 << 20  # a longer one is cut, so that output without line ends takes no more memory
+_PIPE_BYTES = 1 << 20  # the largest size of a pipe (/proc/sys/fs/pipe-max-size)
+_LONGEST_LINE = 1 << 20  # longer lines are cut, to bound the memory for output without line ends
 _REMEMBERED = 40  # lines
 
 Sink = Callable[[bytes], None]
-"""What takes the lines of one write; may raise BrokenPipeError when nobody reads them."""
+"""Takes the lines of one write; may raise BrokenPipeError when the reader is gone."""
 
 
 class Relay:
-    """Passes one stream of one rank on line by line, each with the rank in front, so that ranks never share a line.
+    """Relays one stream of one rank line by line, with the rank in front, so that ranks never share a line.
 
-    It owns `source`, the pipe's reading end, and `log`, a file that gets the stream as it is.
+    It owns `source`, the reading end of a pipe, and `log`, a file that gets the stream unchanged.
     """
 
     def __init__(self, source: int, sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:
@@ -49,7 +49,7 @@ class Relay:
         self._last: deque[bytes] = deque(maxlen=_REMEMBERED)
 
     def pump(self) -> bool:
-        """Pass on what is there now; False when the stream has ended. BrokenPipeError: nobody reads the sink."""
+        """Relay the bytes that the pipe holds now; False when the stream has ended. BrokenPipeError: see `Sink`."""
         try:
             data = os.read(self.source, _READ_BYTES)
         except BlockingIOError:
@@ -66,13 +66,13 @@ class Relay:
         return bool(data)
 
     def pump_all(self) -> None:
-        """Pass on all that is there now; what a rank has left running may write on for ever."""
+        """Relay what the pipe holds now, and no more: a process that outlives its rank may write for ever."""
         for _ in range(_PIPE_BYTES // _READ_BYTES):
             if self.source < 0 or not is_ready(self.source, select.POLLIN, 0) or not self.pump():
                 return
 
     def finish(self) -> None:
-        """Pass on what is left, with a last line that has no end, and close. Twice is fine."""
+        """Relay the rest, including a last line without an end, and close. Twice is fine."""
         if self.source < 0:
             return
         try:
@@ -99,7 +99,7 @@ class Relay:
                 log.close()
 
     def last_lines(self) -> str:
-        """The end of what was read."""
+        """Return the last lines that were read."""
         return b"".join([*self._last, self._partial]).decode(errors="replace")
 
     def _write(self, lines: list[bytes]) -> None:
@@ -109,7 +109,11 @@ class Relay:
 
 
 class RankProcess:
-    """One rank: its process and its two streams. `joiner` numbers those that take the place of one; 0: it is none."""
+    """One rank: its process and its two streams.
+
+    Args:
+        joiner: the number of the joiner that replaces a failed rank; 0: this is no joiner.
+    """
 
     def __init__(
         self,
@@ -130,7 +134,7 @@ class RankProcess:
         self._error_text = b""
         relays: list[Relay] = []
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
-            # Of which nothing is left, whatever is killed.
+            # A memory file, so that nothing is left if this process is killed.
             self._error = os.memfd_create("fastcoll-error")
             undo.callback(os.close, self._error)
             error = {"TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{self._error}"}
@@ -161,7 +165,7 @@ class RankProcess:
             undo.pop_all()
 
     def reap(self) -> int:
-        """Its exit code, as soon as it has ended."""
+        """Wait for the process and return its exit code."""
         code = self.process.wait()
         self._error_text = os.pread(self._error, _LONGEST_LINE, 0)
         for file in (self.pidfd, self._error):
@@ -169,7 +173,7 @@ class RankProcess:
         return code
 
     def last_output(self) -> str:
-        """The traceback in its error file, where it has left one as torch's `record` does; else its last lines."""
+        """Return the traceback in the rank's error file, if torch's `record` has written one; else its last lines."""
         try:
             message = json.loads(self._error_text)["message"]
             return str(message if isinstance(message, str) else message["extraInfo"]["py_callstack"])
@@ -177,12 +181,12 @@ class RankProcess:
             return self.err.last_lines()
 
     def close(self) -> None:
-        """Pass on what its streams still hold, and let go of them."""
+        """Relay what the streams still hold, and close them."""
         for relay in (self.out, self.err):
             with contextlib.suppress(BrokenPipeError):
                 relay.finish()
 
 
 def follows(lines: str) -> bool:
-    """Whether a rank that ended with these lines on stderr shows the failure of a group (`GroupError`)."""
+    """Return whether a rank's last lines on stderr show a `GroupError`, which follows from another rank's failure."""
     return _FOLLOWED.search(lines) is not None

@@ -1,6 +1,7 @@
-"""A launcher's life in a job with generations: it does what the leader orders, until the job is over.
+"""The main loop of a launcher in a job with generations: it carries out the leader's orders until the job is over.
 
-The main thread starts and watches ranks, as only it may: they end with it. Signals come between any two steps.
+Only the main thread starts ranks, because the kernel kills a rank when the thread that started it ends. A signal may
+arrive between any two steps.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from .supervisor import Supervisor
 
 
 class _Generation:
-    """What the supervisor of one generation's ranks sees of the job."""
+    """The job's other launchers, as the supervisor of one generation sees them (`Others`)."""
 
     def __init__(self, gathering: Gathering, number: int) -> None:
         self._gathering, self._number = gathering, number
         self.has_failed = False
-        self.logged = ""  # what has been said of its end here
+        self.logged = ""  # why the generation ended, if the supervisor has logged it
 
     def failure(self) -> Failure | None:
         failure = self._gathering.failure()
@@ -46,8 +47,9 @@ class Restarts:
     """Runs the ranks of this node, generation after generation.
 
     Args:
-        job: this node's share, whatever the generation.
-        supervise: makes the supervisor of one generation of its share, `logs` and `nodes`.
+        job: the part of this node's share that is the same in all generations.
+        supervise: makes the supervisor of one generation, from its share, `logs` and `nodes`.
+        tick: seconds between looks at signals while no ranks run here.
     """
 
     def __init__(
@@ -63,11 +65,11 @@ class Restarts:
         self._console, self._signals, self._tick = console, console.signals, tick
         self._say = partial(console.say, has_to_act=lambda: gathering.failure() is not None)
         self._last: Start | None = None  # the generation that ran here last
-        self._logged = ""  # why it ended, as has been said
-        self._waits = False  # whether the job runs without this node
+        self._logged = ""  # why that one ended, if it was logged
+        self._waits = False  # whether the current generation runs without this node
 
     def run(self) -> int:
-        """The exit code: that of what ended the job, 0 when all ranks have ended well."""
+        """Return the exit code of the job: 0 when all ranks have succeeded."""
         self._gathering.ready()
         while True:
             if self._signals:
@@ -90,7 +92,7 @@ class Restarts:
                 time.sleep(self._tick)
 
     def _run(self, order: Start) -> int:
-        """Run this node's ranks of a generation, if it has any; the signal that has ended this launcher, or 0."""
+        """Run this node's ranks of a generation, if any; return the signal that has ended this launcher, or 0."""
         share = range_of(order.members, self._gathering.key)
         if share is None:
             if not self._waits:
@@ -128,7 +130,7 @@ class Restarts:
         try:
             supervisor = self._supervise(job, logs=logs, nodes=link)
             code, interrupted = supervisor.run(), supervisor.interrupted
-        except OSError as error:  # there is no room for a process, or for what it writes
+        except OSError as error:  # no memory for a process, or no disk space for its log
             text = f"the ranks on {os.uname().nodename} cannot be run: {error.strerror or error}"
             self._say(text)
             link.publish(Failure(1, text))

@@ -1,7 +1,8 @@
-"""Starts a job's ranks, passes their output on, names the one at fault, and sees to it that all of them end.
+"""The supervisor of one node's ranks: it starts them, relays their output, names the rank at fault and ends all.
 
-One thread, one selector: pipes to relay and pidfds to notice deaths by. Every rank leads a session of
-its own. What outlives its rank is adopted and killed at the end, so nothing is left of the job.
+It runs on one thread with one selector, over the pipes of the ranks' output and over pidfds, which tell when a process
+has ended. Every rank leads its own session. The launcher is the subreaper of all descendants: it adopts processes that
+outlive their rank and kills them at the end.
 """
 
 from __future__ import annotations
@@ -31,24 +32,26 @@ from .pauses import Pauses
 from .ranks import RankProcess, Relay, Sink, follows
 
 CAUSE_SECONDS = 1.0
-"""For the rank at fault to end too, after one that failed because of it: it lets go of its groups on its way out, which
-makes the others fail, and they may be gone before it is."""
+"""How long the launcher waits for the rank at fault to exit after another rank has failed because of it.
+
+The rank at fault closes its groups while it exits, which makes the others fail, so they may exit first.
+"""
 
 TICK_SECONDS = 0.1
-_INTERRUPTED_SECONDS = 0.5  # for ranks of a guest to end by themselves after Ctrl-C, before they are killed
-_LEFTOVER_SECONDS = 1.0  # for what outlives its rank to end by itself, such as multiprocessing's tracker
-_MOST_SHOWN = 8  # ranks that failed besides the first
+_INTERRUPTED_SECONDS = 0.5  # for ranks of `run` to exit by themselves after Ctrl-C, before they are killed
+_LEFTOVER_SECONDS = 1.0  # for processes that outlive their rank, such as multiprocessing's tracker, to exit
+_MOST_SHOWN = 8  # failed ranks that are logged after the first
 _NOT_MET = "; the ranks had not all met, and no restart is left"
 
 
 class Others(Protocol):
-    """What a supervisor sees of the job's other launchers. Neither call blocks."""
+    """The job's other launchers, as a supervisor sees them. Neither call blocks."""
 
     def failure(self) -> Failure | None:
-        """Why the ranks here are to end, once there is a reason elsewhere."""
+        """Return why the ranks here must end: a failure elsewhere, or None."""
 
     def publish(self, failure: Failure) -> None:
-        """Let the others know of a failure here, or that this launcher ends."""
+        """Publish a failure of this node, or that this launcher ends."""
 
 
 @dataclass(eq=False)
@@ -56,12 +59,12 @@ class _Lost:
     """A rank that failed while the job may go on without it."""
 
     rank: RankProcess
-    description: str  # description of the failure
-    joiner: tuple[float, int] | None  # pause before its replacement starts, and the replacement's number
+    description: str  # the failure, for the log
+    joiner: tuple[float, int] | None  # seconds until its replacement starts, and the replacement's number
     report: Future[Standing | None] | None
 
     def cannot_go_on(self, standing: Standing) -> str:
-        """Return why the other ranks cannot go on without it; empty: they can."""
+        """Return why the other ranks cannot go on without this rank; empty: they can."""
         if standing.is_state_lost:
             return "; every rank that had the state has failed, so the state is lost: joiners have none"
         if self.joiner is None and standing.has_come and not standing.has_met:
@@ -70,22 +73,24 @@ class _Lost:
 
 
 class Supervisor:
-    """Runs one node's ranks to their end.
+    """Runs one node's ranks until all have exited.
 
     Args:
+        grace: seconds between asking the ranks to end and killing them.
+        prefix: whether each line of output gets its rank in front.
         logs: a directory for one file per rank and stream.
         nodes: the launchers of the other nodes.
-        console: hears of signals, and takes what ranks write, and what is said of them.
-        tick: seconds until a signal, or another node's failure, is acted on.
-        sinks: take what ranks write to stdout and stderr; None: the console does.
-        is_guest: it lives in a process of the user's: it leaves other children alone, and is silent.
-        followed: whether a rank that has failed did so because of another one; None: its last lines tell.
-        min_ranks: a rank that fails ends the others only where fewer than so many are left; None: in any case.
-        max_restarts: so many of those that failed, and did not end the others, are replaced by joiners.
-        report: publishes the loss of a process in an elastic job; its result is the job's state at that time.
+        console: receives signals, and writes the output of the ranks and the log lines.
+        tick: the longest time in seconds until a signal, or another node's failure, is handled.
+        sinks: functions that take the ranks' stdout and stderr; None: the console writes them.
+        is_guest: the process belongs to the user (`run`): the supervisor logs nothing and leaves other children alone.
+        followed: whether a failed rank failed because of another one; None: decided by its last lines on stderr.
+        min_ranks: a failed rank ends the others only if fewer than this number are left; None: always.
+        max_restarts: how many failed ranks that did not end the others are replaced by joiners.
+        report: publishes the loss of a process of an elastic job; the result is the job's state after the loss.
 
     Attributes:
-        first: the one of `ranks` that failed first, once it is known.
+        first: the rank that failed first, once it is known.
         interrupted: the signal that has ended this launcher, or 0.
     """
 
@@ -120,25 +125,29 @@ class Supervisor:
         self._running: set[RankProcess] = set()
         self._max_restarts, self._pauses = max_restarts, Pauses()
         self._report = report
-        self._lost: list[_Lost] = []  # losses whose reports are not finished
+        self._lost: list[_Lost] = []  # losses whose reports are pending
         self._missing: list[RankProcess] = []  # lost without a replacement before the ranks have met
-        self._joiners: list[tuple[float, int, int]] = []  # to be started: when, in whose place, its number
+        self._joiners: list[
+            tuple[float, int, int]
+        ] = []  # to start: at which time, for which local rank, the joiner's number
         self._restarts = 0
         self._not_ours = set(lifeline.children_of(os.getpid()))
         self._selector = selectors.DefaultSelector()
         self._tick, self._outputs = tick, outputs or Outputs(to_files=logs is not None)
         self.interrupted = 0
-        self._others_failed: list[RankProcess] = []  # by themselves, besides the first
+        self._others_failed: list[RankProcess] = []  # ranks that failed by themselves, besides the first
         self._exit_code = 0
-        self._failed: RankProcess | None = None  # the one to name as the first, at _name_at at the latest
+        self._failed: RankProcess | None = None  # the rank to name as the first, at _name_at at the latest
         self._name_at = 0.0
         self._why = ""  # why the other ranks cannot go on
-        self._kill_at: float | None = None  # when the grace ends; None: nobody was asked to end
-        self._hurries = False  # whether a signal to this launcher, while ranks are ending, ends the grace
+        self._kill_at: float | None = None  # when the grace ends; None: the ranks were not asked to end
+        self._hurries = False  # whether the next signal to this launcher ends the grace at once
 
     def run(self) -> int:
-        """Start the ranks and return when all are gone: 0, the exit code of the first rank that failed on any node
-        (128+n for signal n), or 128+n when signal n ended the launcher.
+        """Start the ranks, and return an exit code when all have exited.
+
+        The code is 0, that of the first rank that failed on any node (128+n for signal n), or 128+n when signal n
+        ended the launcher.
         """
         try:
             for local_rank in range(self._job.local_size):
@@ -177,7 +186,7 @@ class Supervisor:
         if code == 0 or self._kill_at is not None:
             return
         rank.err.pump_all()
-        # A joiner that comes too late, when others have done the work, does not make it fail.
+        # A joiner that starts after other ranks have succeeded is too late; its failure does not fail the job.
         is_late = rank.is_joiner and any(other.process.returncode == 0 for other in self.ranks)
         if is_late or len(self._running) >= self._min_ranks:
             self._lose(rank)
@@ -193,7 +202,7 @@ class Supervisor:
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
 
     def _lose(self, rank: RankProcess) -> None:
-        """Publish the loss of a rank and choose its replacement; whether the job goes on follows from the report."""
+        """Publish the loss of a rank and choose its replacement; the report decides whether the job goes on."""
         joiner = None
         if self._restarts < self._max_restarts:
             self._restarts += 1
@@ -206,7 +215,7 @@ class Supervisor:
         self._settle_losses()
 
     def _settle_losses(self) -> None:
-        """For each loss whose report has finished, go on without the rank, or end the job."""
+        """Go on without each rank whose loss is reported, or end the job."""
         for lost in [lost for lost in self._lost if lost.report is None or lost.report.done()]:
             self._lost.remove(lost)
             standing = None if lost.report is None else lost.report.result()
@@ -239,7 +248,7 @@ class Supervisor:
         self._say(text)
 
     def _start_joiners(self) -> None:
-        """Start those whose time has come, unless the others are ending."""
+        """Start the joiners whose pause is over, unless the ranks are ending."""
         while self._joiners and self._kill_at is None and time.monotonic() >= min(self._joiners)[0]:
             first = min(self._joiners)
             self._joiners.remove(first)
@@ -268,7 +277,7 @@ class Supervisor:
                 self._kill_at = math.inf
 
     def _name(self, rank: RankProcess) -> None:
-        """Tell how a rank failed, and end the others."""
+        """Log and publish how the first rank failed, and end the others."""
         self.first, self._failed, self._hurries = rank, None, True
         code = rank.process.returncode
         exit_code = code if code > 0 else 128 - code
@@ -284,32 +293,34 @@ class Supervisor:
         self._ask_to_end(signal.SIGTERM, exit_code)
 
     def _pass_on(self, number: int) -> None:
-        if number == signal.SIGPIPE and self._kill_at is not None:  # as of tee, which Ctrl-C has ended, too
+        if (
+            number == signal.SIGPIPE and self._kill_at is not None
+        ):  # Ctrl-C has ended the reader too, such as tee
             return
         self.interrupted = number
         if self._nodes is not None:
             self._nodes.publish(left(number))
-        if number == signal.SIGPIPE:  # Python's ranks ignore it
+        if number == signal.SIGPIPE:  # Python ranks ignore SIGPIPE
             self._ask_to_end(signal.SIGTERM, 128 + number)
             return
         if self._hurries:  # the second request
             self._kill_at = 0.0
             return
-        # The first one may come after another launcher's, as all get a signal at about the same time.
+        # Another launcher may have asked the ranks to end before, because all launchers get the signal at once.
         self._hurries = True
         self._ask_to_end(number, 128 + number)
 
     def _ask_to_end(self, number: int, exit_code: int) -> None:
         self._exit_code = exit_code
         if number == signal.SIGTERM and config.get("FASTCOLL_TRACE_DIR"):
-            # What they have called, and where they are.
+            # Have the ranks write their calls and stacks.
             pids = [rank.process.pid for rank in self._running]
             dump.ask([pid for pid in pids if lifeline.catches(pid, signal.SIGQUIT)])
         self._kill_at = time.monotonic() + self._grace
         self._signal_running(number)
 
     def _signal_running(self, number: int) -> None:
-        """Send a signal to the ranks and what they have started."""
+        """Send a signal to the ranks and the processes in their sessions."""
         for rank in self._running:
             lifeline.signal_group(rank.process.pid, number)
 
@@ -329,9 +340,9 @@ class Supervisor:
                 rank.reap()
             if not self._is_guest:
                 self._end_leftovers()
-            # All ranks may have ended in the moment in which they made a segment.
+            # A segment stays if all ranks ended while they were making it.
             if any(Path("/dev/shm").glob("fastcoll-*")):
-                from ..shm.segment import sweep  # with NumPy, and mostly in vain
+                from ..shm.segment import sweep  # imports NumPy, and is rarely needed
 
                 sweep()
             self._selector.close()
@@ -339,7 +350,7 @@ class Supervisor:
                 rank.close()
 
     def _end_leftovers(self) -> None:
-        """End every process that this one has adopted."""
+        """End every process that this launcher has adopted."""
         start, killed = time.monotonic(), math.inf
         while children := set(lifeline.children_of(os.getpid())) - self._not_ours:
             now = time.monotonic()
@@ -355,6 +366,6 @@ class Supervisor:
 
 
 def _quoted(rank: RankProcess) -> str:
-    """The end of a message about a rank that has failed: what it said last."""
+    """Return the end of the line about a failed rank: its last output."""
     quoted = "".join(f"\n    {line}" for line in rank.last_output().splitlines())
     return f"; its last lines on stderr:{quoted}" if quoted else "; it wrote nothing on stderr"
