@@ -26,17 +26,17 @@ def is_array(x: Any) -> bool:
 
 def copied(tree: Tree, into: Tree = None) -> Tree:
     """A copy of a tree; its arrays are those at the same places of `into`, where they fit."""
-    rooms, copies, memo = _Rooms(into), dict[int, Any](), dict[int, Any]()
+    buffers, copies, memo = _Buffers(into), dict[int, Any](), dict[int, Any]()
 
-    def copy_of(place: tuple[Any, ...], x: Any) -> Any:
+    def copy_of(path: tuple[Any, ...], x: Any) -> Any:
         if not is_array(x):
             return copy.deepcopy(x, memo)
         if id(x) not in copies:
-            room = rooms.take(place, tuple(x.shape), x.dtype, _device(x))
-            copies[id(x)] = _fresh(x) if room is None else _write(room, x)
+            buffer = buffers.take(path, tuple(x.shape), x.dtype, _device(x))
+            copies[id(x)] = _copy_of_array(x) if buffer is None else _write(buffer, x)
         return copies[id(x)]
 
-    return rebuilt(tree, iter([copy_of(place, x) for place, x in flat(tree)]))
+    return rebuilt(tree, iter([copy_of(path, x) for path, x in flat(tree)]))
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Slot:
     is_tensor: bool
 
 
-def parted(tree: Tree) -> tuple[Tree, list[Any]]:
+def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
     """A tree with slots in the places of its arrays, and these, in host memory."""
     slots, arrays = dict[int, Slot](), list[Any]()
 
@@ -64,34 +64,34 @@ def parted(tree: Tree) -> tuple[Tree, list[Any]]:
     return rebuilt(tree, iter([slot_for(x) for _, x in flat(tree)])), arrays
 
 
-def furnished(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any]]:
-    """A tree that `parted` has made with arrays to receive into, and these; they are those of `into` where they fit."""
-    rooms, found = _Rooms(into), dict[int, Any]()
+def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any]]:
+    """A tree that `without_arrays` has made with arrays to receive into, and these; they are those of `into` where they fit."""
+    buffers, found = _Buffers(into), dict[int, Any]()
 
-    def room_for(place: tuple[Any, ...], x: Any) -> Any:
+    def buffer_for(path: tuple[Any, ...], x: Any) -> Any:
         if not isinstance(x, Slot):
             return x
         if x.index not in found:
             torch: Any = sys.modules["torch"] if x.is_tensor else None
-            room = rooms.take(place, x.shape, x.dtype, torch and torch.device("cpu"))
-            found[x.index] = (torch or np).empty(x.shape, dtype=x.dtype) if room is None else room
+            buffer = buffers.take(path, x.shape, x.dtype, torch and torch.device("cpu"))
+            found[x.index] = (torch or np).empty(x.shape, dtype=x.dtype) if buffer is None else buffer
         return found[x.index]
 
-    tree = rebuilt(skeleton, iter([room_for(place, x) for place, x in flat(skeleton)]))
+    tree = rebuilt(skeleton, iter([buffer_for(path, x) for path, x in flat(skeleton)]))
     arrays = [found[index] for index in range(len(found))]
     return tree, [x.detach() if _is_tensor(x) else x for x in arrays]
 
 
-class _Rooms:
+class _Buffers:
     """The arrays of a tree, to be written to, each by one only."""
 
     def __init__(self, tree: Tree) -> None:
-        self._at = {place: x for place, x in flat(tree) if is_array(x)}
+        self._at = {path: x for path, x in flat(tree) if is_array(x)}
         self._taken: set[int] = set()
 
-    def take(self, place: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    def take(self, path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
         """The array at this place, if it is free and just like this; `device` is a tensor's. Else None."""
-        x = self._at.get(place)
+        x = self._at.get(path)
         if x is None or id(x) in self._taken or (tuple(x.shape), x.dtype) != (shape, dtype):
             return None
         if _device(x) != device or (type(x) is np.ndarray and not x.flags.writeable):
@@ -109,13 +109,13 @@ def _device(x: Any) -> Any:
     return x.device if _is_tensor(x) else None
 
 
-def _fresh(x: Any) -> Any:
+def _copy_of_array(x: Any) -> Any:
     return x.detach().clone() if _is_tensor(x) else x.copy()
 
 
-def _write(room: Any, x: Any) -> Any:
+def _write(buffer: Any, x: Any) -> Any:
     if _is_tensor(x):
-        room.detach().copy_(x.detach())
+        buffer.detach().copy_(x.detach())
     else:
-        np.copyto(room, x)
-    return room
+        np.copyto(buffer, x)
+    return buffer

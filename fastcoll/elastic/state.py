@@ -10,7 +10,7 @@ from ..api.objects import broadcast_object_list
 from ..core.operands import whole
 from ..errors import UsageError
 from ..job.groups import get_rank
-from .copies import Tree, copied, furnished, parted
+from .copies import Tree, copied, with_buffers, without_arrays
 
 
 class State:
@@ -75,11 +75,11 @@ class State:
             GroupError: a rank has died. Values may be half written then; `restore` brings those of the last commit.
         """
         mine, is_source = self._trees(), get_rank() == whole("src", src)
-        skeleton, arrays = parted(mine) if is_source else (None, [])
+        skeleton, arrays = without_arrays(mine) if is_source else (None, [])
         box = [skeleton]
         broadcast_object_list(box, src)
         if not is_source:
-            mine, arrays = furnished(box[0], mine)
+            mine, arrays = with_buffers(box[0], mine)
         if arrays:
             broadcast(arrays, src)
         if not is_source:

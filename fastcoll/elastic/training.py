@@ -236,7 +236,7 @@ class _Run:
         except MismatchError as error:
             if not self._has_state or size <= self._size:
                 raise
-            raise self._strangers(range(self._size, size), str(error)) from None
+            raise self._misfits_error(range(self._size, size), str(error)) from None
         has_state, finds, sizes, restarts, numbers = rows.T.tolist()
         if self._is_joiner and not any(has_state):
             raise RendezvousError("the state is lost: every rank that had it has died, and joiners have none")
@@ -245,14 +245,14 @@ class _Run:
             where = (
                 f"these are in run {numbers[others[0]]} of their program, and not in run {numbers[source]}"
             )
-            raise self._strangers(others, where)
+            raise self._misfits_error(others, where)
         self._state.sync(source)
         self._has_state, self._grows = True, all(finds)
         before, self._size, self._restarts = sizes[source], size, restarts[source]
         if before not in (0, size) and self._terms.on_change is not None:
             self._terms.on_change(before, size)
 
-    def _strangers(self, ranks: Sequence[int], what: str) -> FastcollError:
+    def _misfits_error(self, ranks: Sequence[int], what: str) -> FastcollError:
         """What ends the turn when joiners are not where all others are: they leave, and the others go on."""
         if groups.world.rank not in ranks:
             return AbortedError(f"joiners cannot take part: {what}", ranks)
@@ -281,10 +281,10 @@ class _Run:
         if not self._grows:
             return
         number, joiners = self._ready() if groups.world.rank == 0 else (0, [])
-        told = np.array([number, len(joiners)], np.int64)
-        broadcast(told, 0)
-        if told[1]:
-            raise WorldChange(Attempt(int(told[0]), int(told[1]), joiners))
+        found = np.array([number, len(joiners)], np.int64)
+        broadcast(found, 0)
+        if found[1]:
+            raise WorldChange(Attempt(int(found[0]), int(found[1]), joiners))
 
     def _ready(self) -> tuple[int, list[int]]:
         """The number of an attempt, and the joiners that it can take in; mostly none, without asking the store."""

@@ -34,7 +34,7 @@ from ..system.processes import session
 from .mark import WORKER_PLUGIN, RankResult, Setup, Task
 
 _SHM = Path("/dev/shm")
-_PATIENCE = 2.0
+_GONE_SECONDS = 2.0
 _INTERVAL = 0.02
 
 
@@ -164,8 +164,8 @@ class RankWorker:
             return RankResult(task.rank, "failed", summary, text, cause, secondary)
         if skipped:
             reason: Any = skipped[0].longrepr
-            told = str(reason[2] if isinstance(reason, tuple) else reason)
-            return RankResult(task.rank, "skipped", told.removeprefix("Skipped: "))
+            text = str(reason[2] if isinstance(reason, tuple) else reason)
+            return RankResult(task.rank, "skipped", text.removeprefix("Skipped: "))
         if leaks:
             return RankResult(task.rank, "leaked", "left behind after the test: " + "; ".join(leaks))
         return RankResult(task.rank, "passed")
@@ -235,7 +235,7 @@ class Footprint:
 
 def lasting(look: Callable[[], list[str]]) -> list[str]:
     """What `look` still finds after two seconds and garbage collection."""
-    found, end = look(), time.monotonic() + _PATIENCE
+    found, end = look(), time.monotonic() + _GONE_SECONDS
     if found:
         gc.collect()
         while (found := look()) and time.monotonic() < end:

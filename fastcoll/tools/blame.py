@@ -112,9 +112,9 @@ def _late(ranks: Ranks, wait: RankWait, whereabouts: Whereabouts) -> tuple[int, 
         if its is not None and its.calls >= wait.number > its.finished:
             unable.add(peer.rank)
     # Of those on other machines nothing is known from here, but what the group's own wait has seen.
-    told = {group.late, *(rank for each in group.waits for rank in each.ranks if each.number)} - {-1}
+    reported = {group.late, *(rank for each in group.waits for rank in each.ranks if each.number)} - {-1}
     unknown = {p.rank for p in group.members if p.rank not in ranks and whereabouts(p) == ELSEWHERE}
-    return tuple(sorted((late - unknown or unable or told or unknown) - {wait.rank}))
+    return tuple(sorted((late - unknown or unable or reported or unknown) - {wait.rank}))
 
 
 def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]:
@@ -232,7 +232,7 @@ def condition(process: Process) -> tuple[str, str]:
 def _of_unseen(lost: Sequence[MemberRecord], held: Sequence[RankWait], where: str) -> Finding:
     """Members of one host that are not among the ranks that are seen."""
     first = lost[0]
-    said = {
+    texts = {
         GONE: ("has ended", "have ended", "look for its last words on stderr"),
         LEFT: (
             "has left the job, though its process lives", "have left the job, though their processes live",
@@ -242,7 +242,7 @@ def _of_unseen(lost: Sequence[MemberRecord], held: Sequence[RankWait], where: st
             "cannot be seen from here", "cannot be seen from here", f"python -m fastcoll status on {first.host}"
         ),
     }  # fmt: skip
-    one, several, then = said[where]
+    one, several, then = texts[where]
     who = f"rank {first.rank} (pid {first.pid} on {first.host}) is"
     if len(lost) > 1:
         who = f"{names(peer.rank for peer in lost)} (on {first.host}) are"

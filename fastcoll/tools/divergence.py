@@ -67,10 +67,10 @@ def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
 
 
 def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
-    said = {dump.rank: group for dump in dumps if (group := dump.group(name)) is not None}
-    members = next(iter(said.values())).members
-    rows = {rank: {call.number: call for call in group.ring} for rank, group in said.items()}
-    stuck = {rank: call for rank, group in said.items() if (call := stuck_in(group)) is not None}
+    records = {dump.rank: group for dump in dumps if (group := dump.group(name)) is not None}
+    members = next(iter(records.values())).members
+    rows = {rank: {call.number: call for call in group.ring} for rank, group in records.items()}
+    stuck = {rank: call for rank, group in records.items() if (call := stuck_in(group)) is not None}
     for rank, call in stuck.items():  # which may not be published, and then has no row
         rows[rank].setdefault(call.number, call)
     # The first call that is known of several ranks and not the same on all of them.
@@ -79,18 +79,18 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
         calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
         parted = len({_comparable(call) for call in calls.values() if call.call}) > 1
         # A mismatch leaves the group as it was: what the program has gone on from is not what it is stuck in.
-        if parted and not (stuck and all(group.finished > number for group in said.values())):
-            return _divergence_of(name, members, number, calls, said)
+        if parted and not (stuck and all(group.finished > number for group in records.values())):
+            return _divergence_of(name, members, number, calls, records)
     # Else the first one that some are in and others are not.
     if not stuck:
         return None
     number = min(call.number for call in stuck.values())
-    if all(number <= group.finished and rank not in stuck for rank, group in said.items()):
+    if all(number <= group.finished and rank not in stuck for rank, group in records.items()):
         return None
-    if len(said) == len(members) and all(group.calls >= number for group in said.values()):
+    if len(records) == len(members) and all(group.calls >= number for group in records.values()):
         number = max(call.number for call in stuck.values())
     calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
-    return _divergence_of(name, members, number, calls, said)
+    return _divergence_of(name, members, number, calls, records)
 
 
 def _divergence_of(
@@ -98,17 +98,17 @@ def _divergence_of(
     members: tuple[MemberRecord, ...],
     number: int,
     calls: dict[int, CallRecord],
-    said: dict[int, GroupRecord],
+    records: dict[int, GroupRecord],
 ) -> Divergence:
-    times = [group.since for group in said.values() if group.under_way and group.since]
+    times = [group.since for group in records.values() if group.under_way and group.since]
     times += [call.began for call in calls.values() if call.began]
     return Divergence(
         group=name,
         members=members,
         number=number,
         calls=calls,
-        late=[rank for rank, group in said.items() if group.calls < number],
-        silent=[peer.rank for peer in members if peer.rank not in said],
+        late=[rank for rank, group in records.items() if group.calls < number],
+        silent=[peer.rank for peer in members if peer.rank not in records],
         since=min(times, default=0) / 1e9,
     )
 
@@ -153,14 +153,14 @@ def ring(found: Sequence[Edge]) -> list[Edge]:
 # ---- in words --------------------------------------------------------------------------------------------
 
 
-def told(dumps: Sequence[Dump]) -> str:
+def summary(dumps: Sequence[Dump]) -> str:
     """One paragraph that says what went wrong first."""
     found = divergences(dumps)
     parts = [_headline(found[0], dumps), *_whereabouts(found[0], dumps)] if found else []
-    known = waits(dumps)
-    loop = ring(known)
+    edges = waits(dumps)
+    loop = ring(edges)
     if not found and not loop:
-        parts += [*_awaited(known, dumps)] or [_without_divergence(dumps)]
+        parts += [*_awaited(edges, dumps)] or [_without_divergence(dumps)]
     if loop:
         steps = ", ".join(f"rank {wait.waiter} for rank {wait.awaited} ({wait.what})" for wait in loop)
         parts.append(f"Ranks wait for one another in a ring: {steps}.")
@@ -185,8 +185,8 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
             groups.setdefault(_comparable(call), []).append(rank)
         # The fewest ranks are named first: they are probably the odd ones.
         sides = sorted(groups.values(), key=len)
-        said = [f"{_ranks(ranks)} called {_what(found.calls[ranks[0]])}" for ranks in sides]
-        return f"At {where} the ranks parted: {', where '.join(said)}."
+        calls = [f"{_ranks(ranks)} called {_what(found.calls[ranks[0]])}" for ranks in sides]
+        return f"At {where} the ranks parted: {', where '.join(calls)}."
     there = sorted(found.calls)
     known = next((call for call in found.calls.values() if call.call), None)
     what = f"{_what(known)}, {where}" if known is not None else where
@@ -240,11 +240,11 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
         )
 
 
-def _awaited(known: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
+def _awaited(edges: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
     """No calls differ, but ranks wait, as for messages: who for whom, those first who wait for nobody themselves."""
-    waiting = {wait.waiter for wait in known}
+    waiting = {wait.waiter for wait in edges}
     here = {dump.rank: dump for dump in dumps}
-    for wait in sorted(known, key=lambda wait: (wait.awaited in waiting, wait.since))[:_MOST_NAMED]:
+    for wait in sorted(edges, key=lambda wait: (wait.awaited in waiting, wait.since))[:_MOST_NAMED]:
         place = here[wait.awaited].place() if wait.awaited in here else ""
         where = f", which is in {place}" if place else "" if wait.awaited in here else ", which left no file"
         yield f"Rank {wait.waiter} waits for rank {wait.awaited}{where}: {wait.what}."
@@ -277,5 +277,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _what(call: CallRecord) -> str:
-    said = signature.describe(*call.head)
-    return f"{said} at {call.site}" if call.site else said
+    text = signature.describe(*call.head)
+    return f"{text} at {call.site}" if call.site else text

@@ -73,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def examine(ranks: int) -> Iterator[Finding]:
     """All findings; a check that itself fails is a problem, and the others go on."""
-    told = set()
+    reported = set()
     for room in _CHECKS:
         try:
             checks = import_module(f"{__package__}.{room}").CHECKS
@@ -83,11 +83,11 @@ def examine(ranks: int) -> Iterator[Finding]:
         for check in checks:
             try:
                 for found in check(ranks):
-                    told.add(found.text)
+                    reported.add(found.text)
                     yield found
             except Exception as error:
                 about = check.__name__.replace("_", " ")
-                if str(error) in told:
+                if str(error) in reported:
                     yield Finding("none", about, "not looked at, because of a problem above")
                 else:
                     text = (

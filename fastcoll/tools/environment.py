@@ -93,25 +93,27 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def launched_by(environ: Mapping[str, str]) -> Launched:
     """What `init_process_group()` reads of a launcher in this environment, and what it passes over."""
-    spoke = [(source, _set(source, environ)) for source in (detect.TORCH, *detect.MPI_SOURCES, detect.SLURM)]
+    sources = [
+        (source, _set(source, environ)) for source in (detect.TORCH, *detect.MPI_SOURCES, detect.SLURM)
+    ]
     passed_over: list[tuple[str, str, str]] = []
     try:
-        said = detect.detect(environ)
+        detected = detect.detect(environ)
     except UsageError as error:
-        told = tuple((source.name, ", ".join(names), "is set") for source, names in spoke if names)
-        return Launched((("launcher", "unclear", "see below"), *told), str(error))
-    counted = said.source.split(", ")
-    for source, names in spoke:
+        variables = tuple((source.name, ", ".join(names), "is set") for source, names in sources if names)
+        return Launched((("launcher", "unclear", "see below"), *variables), str(error))
+    counted = detected.source.split(", ")
+    for source, names in sources:
         if names and source.name not in counted:
-            passed_over.append(("passed over", source.name, _why_not(source, environ, said)))
-    facts = [("launcher", _launcher(said, environ), _why(said, environ, spoke))]
-    if said.rank is not None or said.world_size is not None:
+            passed_over.append(("passed over", source.name, _why_not(source, environ, detected)))
+    facts = [("launcher", _launcher(detected, environ), _why(detected, environ, sources))]
+    if detected.rank is not None or detected.world_size is not None:
         facts += [
-            (what, str(value), why) for what, value, why in _numbers(said, environ) if value is not None
+            (what, str(value), why) for what, value, why in _numbers(detected, environ) if value is not None
         ]
     facts += passed_over
     try:
-        return Launched((*facts, _meeting(said)))
+        return Launched((*facts, _meeting(detected)))
     except UsageError as error:
         return Launched(tuple(facts), str(error))
 
@@ -122,59 +124,69 @@ def _set(source: LauncherVariables, environ: Mapping[str, str]) -> list[str]:
     return [f"{name}={environ[name]}" for name in names if name in environ]
 
 
-def _launcher(said: Detected, environ: Mapping[str, str]) -> str:
+def _launcher(detected: Detected, environ: Mapping[str, str]) -> str:
     """The launcher for people."""
-    if not said.source:
+    if not detected.source:
         return "none"
     is_torchs = _TORCHRUN in environ and environ.get(_AGENT_STORE) != "False"  # which fastcoll.launch says
     by_torch = "torchrun" if is_torchs else "fastcoll.launch, or by hand"
-    return said.source.replace(detect.TORCH.name, by_torch)
+    return detected.source.replace(detect.TORCH.name, by_torch)
 
 
 def _why(
-    said: Detected, environ: Mapping[str, str], spoke: Sequence[tuple[LauncherVariables, list[str]]]
+    detected: Detected, environ: Mapping[str, str], sources: Sequence[tuple[LauncherVariables, list[str]]]
 ) -> str:
-    if not said.source:
+    if not detected.source:
         asked = [detect.TORCH, *detect.MPI_SOURCES, detect.SLURM]
         return f"none of {', '.join(source.rank for source in asked)} is set"
-    names = [name for source, found in spoke if source.name in said.source.split(", ") for name in found]
+    names = [
+        name for source, found in sources if source.name in detected.source.split(", ") for name in found
+    ]
     return ", ".join(names)
 
 
-def _why_not(source: LauncherVariables, environ: Mapping[str, str], said: Detected) -> str:
+def _why_not(source: LauncherVariables, environ: Mapping[str, str], detected: Detected) -> str:
     """Why a launcher's variables do not count, though some are set."""
     found = ", ".join(_set(source, environ))
     if source is not detect.SLURM:
         return f"{found}: LOCAL_WORLD_SIZE is set by an agent that runs inside of it, and that one counts"
-    if said.rank is not None:
+    if detected.rank is not None:
         return f"{found}: Slurm is the outermost, and counts only when nobody else speaks"
     if environ.get("SLURM_JOB_NAME") in _SHELLS:
         return f"{found}: this is a shell in an allocation, not a task that srun has started"
     return f"{found}: a task that srun has started has both {source.rank} and {source.size}"
 
 
-def _numbers(said: Detected, environ: Mapping[str, str]) -> list[tuple[str, int | None, str]]:
+def _numbers(detected: Detected, environ: Mapping[str, str]) -> list[tuple[str, int | None, str]]:
     local = "of the ranks on this machine"
     return [
-        ("rank", said.rank, said.rank_variable),
-        ("world size", said.world_size, "all of them on this machine" if said.on_one_node else ""),
-        ("local rank", said.local_rank, local),
-        ("local world size", said.local_size, local),
+        ("rank", detected.rank, detected.rank_variable),
+        ("world size", detected.world_size, "all of them on this machine" if detected.on_one_node else ""),
+        ("local rank", detected.local_rank, local),
+        ("local world size", detected.local_size, local),
     ]
 
 
-def _meeting(said: Detected) -> tuple[str, str, str]:
+def _meeting(detected: Detected) -> tuple[str, str, str]:
     """Where `init_process_group()` meets the other ranks; a UsageError where it would raise one."""
     from ..rendezvous.methods import place_of  # with sockets, which most of this command does without
 
-    place = place_of(said)
+    place = place_of(detected)
     if place.world_size == 1:
         return "meets", "nobody", "this is a world of one; several: python -m fastcoll launch -n 4 script.py"
     if place.path:
         return "meets", place.path, "a file, as all ranks are on this machine and MASTER_PORT is not set"
     beside = detect.port_beside(place.port)
-    named = "MASTER_ADDR" if said.master_addr is not None and "MASTER_ADDR" in said.found else "the launcher"
-    ported = "MASTER_PORT" if said.master_port is not None else f"derived from the job's name, {said.job_id}"
+    named = (
+        "MASTER_ADDR"
+        if detected.master_addr is not None and "MASTER_ADDR" in detected.found
+        else "the launcher"
+    )
+    ported = (
+        "MASTER_PORT"
+        if detected.master_port is not None
+        else f"derived from the job's name, {detected.job_id}"
+    )
     who = "rank 0, this one, listens there" if place.rank == 0 else "rank 0 listens there"
     why = f"{who}; host from {named}, port beside {place.port} ({ported})"
     return "meets", f"{place.host}:{beside}", why

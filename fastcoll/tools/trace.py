@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     out = Printer()
     size = dumps[0].record.world_size
-    out.say(divergence.told(dumps))
+    out.say(divergence.summary(dumps))
     out.say()
     out.table(("rank", "pid", "host", "in, or last call", "place"), [_row(dump) for dump in dumps])
     out.say()
@@ -74,12 +74,12 @@ def _parser() -> argparse.ArgumentParser:
 def _row(dump: Dump) -> list[str]:
     """What one rank is in, or the last call of its first group."""
     groups = dump.record.groups
-    said = [
+    doing = [
         f"{describe(*g.under_way.head)}, call {g.under_way.number} of {g.name}" for g in groups if g.under_way
     ]
-    said += [wait.doing for g in groups for wait in g.waits if not wait.number]
-    if not said:
-        said = [
+    doing += [wait.doing for g in groups for wait in g.waits if not wait.number]
+    if not doing:
+        doing = [
             f"{describe(*g.ring[-1].head)}, call {g.ring[-1].number} of {g.name}: {g.ring[-1].state}"
             for g in groups
             if g.ring
@@ -88,14 +88,14 @@ def _row(dump: Dump) -> list[str]:
         str(dump.rank),
         str(dump.record.pid),
         dump.record.host,
-        said[0] if said else "-",
+        doing[0] if doing else "-",
         dump.place() or "-",
     ]
 
 
 def _as_data(dumps: Sequence[Dump]) -> dict[str, Any]:
     return {
-        "told": divergence.told(dumps),
+        "told": divergence.summary(dumps),
         "divergences": [
             {
                 "group": each.group,

@@ -13,7 +13,7 @@ import torch
 import fastcoll as dist
 from fastcoll import UsageError
 from fastcoll.elastic import State
-from fastcoll.elastic.copies import copied, furnished, parted
+from fastcoll.elastic.copies import copied, with_buffers, without_arrays
 
 Dice = random.Random
 
@@ -65,9 +65,9 @@ def test_a_tree_travels_without_its_arrays() -> None:
     for seed in range(300):
         dice = Dice(seed)
         tree, into = a_tree(dice), a_tree(dice)
-        skeleton, arrays = parted(tree)
+        skeleton, arrays = without_arrays(tree)
         assert not arrays_in(skeleton)
-        made, rooms = furnished(skeleton, into)
+        made, rooms = with_buffers(skeleton, into)
         for room, x in zip(rooms, arrays, strict=True):
             room[...] = x
         assert same(made, tree), seed

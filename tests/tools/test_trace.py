@@ -66,7 +66,7 @@ def test_ranks_that_call_different_things_are_told_apart() -> None:
         dump(rank, group(rank, [*DONE, call(3, BARRIER if rank == 1 else REDUCE, "mismatch")]))
         for rank in range(3)
     ]
-    said = divergence.told(dumps)
+    said = divergence.summary(dumps)
     assert said.startswith(
         "At call 3 of group 'WORLD' the ranks parted: rank 1 called barrier(), where ranks 0, 2 called"
     )
@@ -79,8 +79,8 @@ def test_a_mismatch_that_the_program_has_gone_on_from_is_not_what_it_is_stuck_in
         ring = [*DONE, call(3, BARRIER if rank == 1 else REDUCE, "mismatch"), *map(call, range(4, 12))]
         ring += [call(12, REDUCE, "under way")] if rank != 2 else []
         dumps.append(dump(rank, group(rank, ring)))
-    assert "Ranks 0, 1 waited" in divergence.told(dumps)
-    assert "to which rank 2 never came" in divergence.told(dumps)
+    assert "Ranks 0, 1 waited" in divergence.summary(dumps)
+    assert "to which rank 2 never came" in divergence.summary(dumps)
 
 
 def test_a_rank_that_never_came_and_where_it_is() -> None:
@@ -89,15 +89,15 @@ def test_a_rank_that_never_came_and_where_it_is() -> None:
     (found,) = divergence.divergences([*waiting, late])
     assert (found.number, found.late, found.silent) == (3, [1], [])
     assert (found.is_mismatch, found.since) == (False, 50.0)
-    said = divergence.told([*waiting, late])
+    said = divergence.summary([*waiting, late])
     assert (
         "Ranks 0, 2 waited for 10 s in barrier(), call 3 of group 'WORLD', to which rank 1 never came" in said
     )
     assert "its last call in this group was 2, all_reduce(float32, 4 elements, op=SUM)" in said
     assert "it is in step (train.py:7)" in said
     stopped = dump(1, group(1, DONE), state="T")
-    assert "its process was stopped (SIGSTOP) when rank 0 looked" in divergence.told([*waiting, stopped])
-    assert "Rank 1 (pid 101 on node) left no file" in divergence.told(waiting)
+    assert "its process was stopped (SIGSTOP) when rank 0 looked" in divergence.summary([*waiting, stopped])
+    assert "Rank 1 (pid 101 on node) left no file" in divergence.summary(waiting)
     edges = {(wait.waiter, wait.awaited) for wait in divergence.waits([*waiting, late])}
     assert edges == {(0, 1), (2, 1)}
 
@@ -117,7 +117,7 @@ def test_ranks_in_two_groups_that_wait_for_one_another() -> None:
     two = dump(1, group(1, [*DONE, call(3, REDUCE, "under way")]), group(1, [], 3, "a", serial=2))
     wait = Waiting(0, "recv from rank 1", 50 * SECOND, (1,), 1)
     three = dump(2, group(2, [*DONE, call(3, REDUCE, "under way")], waits=(wait,)))
-    said = divergence.told([one, two, three])
+    said = divergence.summary([one, two, three])
     assert (
         "Ranks wait for one another in a ring: rank 0 for rank 1 (call 1 of a), rank 1 for rank 0 (call 3 of WORLD)"
         in said
@@ -137,7 +137,7 @@ def test_a_message_that_nobody_sends() -> None:
         dump(2, group(2, DONE)),
     ]
     where = "which is in step (train.py:7)"
-    assert divergence.told(dumps) == f"Rank 0 waits for rank 1, {where}: recv from rank 1, tag 3."
+    assert divergence.summary(dumps) == f"Rank 0 waits for rank 1, {where}: recv from rank 1, tag 3."
 
 
 def test_the_timeline_spreads_calls_that_were_not_timed() -> None:
