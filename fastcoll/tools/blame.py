@@ -152,7 +152,7 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]
     for rank in ranks.values():
         if not rank.is_able and rank.rank not in blamed:
             state, then = condition(rank.process)
-            findings.append(Finding(f"{rank.where} {state}; nobody waits for it yet", (), then, (rank.rank,)))
+            findings.append(Finding(f"{rank.where} {state}; no rank waits for it yet", (), then, (rank.rank,)))
     return findings
 
 
@@ -196,7 +196,7 @@ def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> 
     first, who = held[0], f"{_names(held)} waited in for {seconds_of(_seconds(held))}"
     its, more = side(rank.record, first.group), []
     if not first.number:
-        text = f"has not come to the message that {who}: {_where(first)}"
+        text = f"has not begun the message that {who}: {_where(first)}"
     elif its is None:
         text = f"has left {_called(first.group)}, whose call {first.number}, {first.what}, {who}"
     elif its.calls >= first.number:
@@ -208,7 +208,7 @@ def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> 
     more += [f"{_names(o)} waited for it for {seconds_of(_seconds(o))} in {_where(o[0])}" for o in others]
     state, then = condition(rank.process)
     if own and rank.is_able:
-        state = f"has been in {_where(own[0])} for {seconds_of(own[0].seconds)}, and nobody is late there"
+        state = f"has been in {_where(own[0])} for {seconds_of(own[0].seconds)}, and no rank is late there"
         then = _SLOW
     return Finding(f"{rank.where} {text}; it {state}", tuple(more), then, (rank.rank,))
 
@@ -233,7 +233,7 @@ def _of_unseen(lost: Sequence[MemberRecord], held: Sequence[RankWait], where: st
     """Members of one host that are not among the ranks that are seen."""
     first = lost[0]
     texts = {
-        GONE: ("has ended", "have ended", "look for its last words on stderr"),
+        GONE: ("has ended", "have ended", "look at its last lines on stderr"),
         LEFT: (
             "has left the job, though its process lives", "have left the job, though their processes live",
             f"py-spy dump --pid {first.pid} shows the line",
@@ -271,7 +271,7 @@ def _of_circle(circle: Sequence[int], waits: Sequence[RankWait]) -> Finding:
 
 def _of_nobody(held: Sequence[RankWait]) -> Finding:
     """All members are in the call and can go on."""
-    text = f"{_names(held)} been in {_where(held[0])} for {seconds_of(_seconds(held))}, and nobody is late"
+    text = f"{_names(held)} been in {_where(held[0])} for {seconds_of(_seconds(held))}, and no rank is late"
     return Finding(text, (), _SLOW, ())
 
 

@@ -173,7 +173,7 @@ def summary(dumps: Sequence[Dump]) -> str:
         parts.append(f'The first error was rank {rank}\'s: "{why}".')
     if len(found) > 1:
         others = ", ".join(f"call {each.number} of {each.group}" for each in found[1:4])
-        parts.append(f"Other groups have parted as well, perhaps because of this: {others}.")
+        parts.append(f"Other groups have diverged as well, perhaps because of this: {others}.")
     return " ".join(parts)
 
 
@@ -186,7 +186,7 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
         # The fewest ranks are named first: they are probably the odd ones.
         sides = sorted(groups.values(), key=len)
         calls = [f"{_ranks(ranks)} called {_what(found.calls[ranks[0]])}" for ranks in sides]
-        return f"At {where} the ranks parted: {', where '.join(calls)}."
+        return f"At {where} the ranks diverged: {', where '.join(calls)}."
     there = sorted(found.calls)
     known = next((call for call in found.calls.values() if call.call), None)
     what = f"{_what(known)}, {where}" if known is not None else where
@@ -194,9 +194,9 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
     long = f" for {seconds_of(newest - found.since)}" if found.since and newest > found.since else ""
     missing = [*found.late, *found.silent]
     if not missing:
-        return f"All ranks came to {what}, which has not ended."
+        return f"All ranks are in {what}, which has not finished."
     waited = _ranks(there)
-    return f"{waited[0].upper()}{waited[1:]} waited{long} in {what}, to which {_ranks(missing)} never came."
+    return f"{waited[0].upper()}{waited[1:]} waited{long} in {what}, which {_ranks(missing)} never called."
 
 
 def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:

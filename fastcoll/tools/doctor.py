@@ -50,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
         show.json({**about, "findings": [each._asdict() for each in findings]})
         return 1 if problems else 0
     show.say(
-        f"fastcoll {__version__} on {os.uname().nodename}, looked at for {counted(given.ranks, 'rank')} here",
+        f"fastcoll {__version__} on {os.uname().nodename}, checked for {counted(given.ranks, 'rank')} here",
         "bold",
     )
     show.table(
@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for count, what in ((problems, "problem"), (warnings, "warning"))
         if count
     ]
-    show.say(", ".join(counts) or "everything that was looked at works", "bad" if problems else "good")
+    show.say(", ".join(counts) or "everything that was checked works", "bad" if problems else "good")
     return 1 if problems else 0
 
 
@@ -88,9 +88,9 @@ def examine(ranks: int) -> Iterator[Finding]:
             except Exception as error:
                 about = check.__name__.replace("_", " ")
                 if str(error) in reported:
-                    yield Finding("none", about, "not looked at, because of a problem above")
+                    yield Finding("none", about, "not checked, because of a problem above")
                 else:
                     text = (
                         str(error) if isinstance(error, FastcollError) else f"{type(error).__name__}: {error}"
                     )
-                    yield Finding("problem", about, text, "its text says what fastcoll would stop at")
+                    yield Finding("problem", about, text, "the text says what fastcoll would fail on")

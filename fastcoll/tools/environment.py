@@ -105,7 +105,7 @@ def launched_by(environ: Mapping[str, str]) -> Launched:
     counted = detected.source.split(", ")
     for source, names in sources:
         if names and source.name not in counted:
-            passed_over.append(("passed over", source.name, _why_not(source, environ, detected)))
+            passed_over.append(("ignored", source.name, _why_not(source, environ, detected)))
     facts = [("launcher", _launcher(detected, environ), _why(detected, environ, sources))]
     if detected.rank is not None or detected.world_size is not None:
         facts += [
@@ -149,9 +149,9 @@ def _why_not(source: LauncherVariables, environ: Mapping[str, str], detected: De
     """Why a launcher's variables do not count, though some are set."""
     found = ", ".join(_set(source, environ))
     if source is not detect.SLURM:
-        return f"{found}: LOCAL_WORLD_SIZE is set by an agent that runs inside of it, and that one counts"
+        return f"{found}: LOCAL_WORLD_SIZE is set by an agent that runs inside it, and the agent counts"
     if detected.rank is not None:
-        return f"{found}: Slurm is the outermost, and counts only when nobody else speaks"
+        return f"{found}: Slurm is the outermost launcher, and counts only if no other has set variables"
     if environ.get("SLURM_JOB_NAME") in _SHELLS:
         return f"{found}: this is a shell in an allocation, not a task that srun has started"
     return f"{found}: a task that srun has started has both {source.rank} and {source.size}"
@@ -173,7 +173,7 @@ def _meeting(detected: Detected) -> tuple[str, str, str]:
 
     place = place_of(detected)
     if place.world_size == 1:
-        return "meets", "nobody", "this is a world of one; several: python -m fastcoll launch -n 4 script.py"
+        return "meets", "no other rank", "this is a world of one; several: python -m fastcoll launch -n 4 script.py"
     if place.path:
         return "meets", place.path, "a file, as all ranks are on this machine and MASTER_PORT is not set"
     beside = detect.port_beside(place.port)

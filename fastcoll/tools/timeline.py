@@ -104,7 +104,7 @@ def picture(waits: Sequence[Edge], world_size: int, silent: Sequence[int]) -> st
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{dot:.1f}" fill="{fill}" stroke="#345"/>'
             f'<text x="{x:.1f}" y="{y + dot / 3:.1f}" font-size="{dot:.0f}" text-anchor="middle">{rank}</text>'
         )
-    legend = "arrows: waits for; red: waited for, and waits for nobody; grey: left no file"
+    legend = "arrow: waits for; red: is waited for and does not wait; grey: left no file"
     parts.append(
         f'<text x="{middle}" y="{_SIZE + 20}" font-size="14" text-anchor="middle" fill="#345">{legend}</text></svg>'
     )

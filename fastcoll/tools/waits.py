@@ -27,17 +27,17 @@ class ProcessState(NamedTuple):
     cure: str = ""
 
 
-_ENDED = "has ended, and its parent has not collected it", "look for its last words on stderr"
+_ENDED = "has ended, and its parent has not collected it", "look at its last lines on stderr"
 _STATES = {
     "R": ProcessState("running", "it was computing"),
     "S": ProcessState("sleeping", "it was asleep"),
     "D": ProcessState("disk", "it was waiting for a disk"),
     "T": ProcessState(
         "stopped", "its process was stopped (SIGSTOP)", "is stopped, by SIGSTOP or Ctrl-Z",
-        "kill -CONT {pid} lets it go on",
+        "kill -CONT {pid} resumes it",
     ),
     "t": ProcessState(
-        "debugged", "its process was stopped by a debugger", "is held by a debugger", "continue it there"
+        "debugged", "its process was stopped by a debugger", "is stopped by a debugger", "continue it there"
     ),
     "Z": ProcessState("zombie", "it ran", *_ENDED),
     "X": ProcessState("X", "it ran", *_ENDED),

@@ -70,7 +70,7 @@ WAITED = f"{CALLED}, that ranks 0, 1 and 3 have waited in for 12 s"
     ("state", "cores", "says", "cure"),
     [
         ("T", 0.0, "it is stopped, by SIGSTOP or Ctrl-Z", "kill -CONT 102"),
-        ("t", 0.0, "it is held by a debugger", "continue it"),
+        ("t", 0.0, "it is stopped by a debugger", "continue it"),
         (
             "R",
             0.98,
@@ -100,8 +100,8 @@ def test_a_rank_that_is_stopped_inside_of_the_call_holds_it_up():
 
 def test_a_stopped_rank_that_has_finished_the_call_holds_nobody_up_yet():
     first, second = findings(*three(), rank(2, group(2, 57, False), state="T"))
-    assert "nobody is late" in first.text
-    assert second.text == "rank 2 (pid 102) is stopped, by SIGSTOP or Ctrl-Z; nobody waits for it yet"
+    assert "no rank is late" in first.text
+    assert second.text == "rank 2 (pid 102) is stopped, by SIGSTOP or Ctrl-Z; no rank waits for it yet"
 
 
 def test_who_has_just_begun_to_wait_is_let_be():
@@ -239,7 +239,7 @@ def test_a_rank_that_is_in_a_call_where_nobody_is_late_is_no_circle():
     assert first.text.startswith("rank 0 (pid 100) has not called all_reduce(")
     assert first.text.endswith(
         "; it has been in all_reduce(float32, 4 elements, op=SUM), call 9 of group0 for 12 s, "
-        "and nobody is late there"
+        "and no rank is late there"
     )
 
 
@@ -263,7 +263,7 @@ def test_a_message_that_nobody_sends():
     ranks = [rank(0, group(0, 5, False, waits=(waiting,))), rank(1, group(1, 5, False), state="R")]
     (finding,) = findings(*ranks)
     assert finding.text.startswith(
-        "rank 1 (pid 101) has not come to the message that rank 0 has waited in for 30 s: recv of 4 bytes from rank 1; "
+        "rank 1 (pid 101) has not begun the message that rank 0 has waited in for 30 s: recv of 4 bytes from rank 1; "
     )
     both = [rank(n, group(n, 5, False, waits=(waiting._replace(ranks=(1 - n,)),))) for n in (0, 1)]
     (finding,) = findings(*both)

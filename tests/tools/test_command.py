@@ -159,7 +159,7 @@ def test_env_without_a_launcher():
     told, code = env()
     assert code == 0
     assert told["detected"]["launcher"]["value"] == "none"
-    assert told["detected"]["meets"]["value"] == "nobody"
+    assert told["detected"]["meets"]["value"] == "no other rank"
     assert {each["from"] for each in told["settings"].values()} == {"default"}
 
 
@@ -182,12 +182,12 @@ def test_env_says_what_is_passed_over_and_why():
     told, code = env(**slurm, **mpi)
     found = told["detected"]
     assert found["launcher"]["value"] == "Open MPI"
-    assert found["passed over"]["value"] == "Slurm"
-    assert "outermost" in found["passed over"]["why"]
+    assert found["ignored"]["value"] == "Slurm"
+    assert "outermost" in found["ignored"]["why"]
     assert code == 0
     assert "all ranks are on this machine" in found["meets"]["why"]
     told, _ = env(**slurm, SLURM_JOB_NAME="bash")
-    assert "a shell in an allocation" in told["detected"]["passed over"]["why"]
+    assert "a shell in an allocation" in told["detected"]["ignored"]["why"]
 
 
 def test_env_shows_what_would_be_refused(tmp_path):

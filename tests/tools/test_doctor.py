@@ -87,7 +87,7 @@ def test_what_cannot_be_looked_at_for_a_known_reason_says_so_once():
     problems = [each["about"] for each in told["findings"] if each["level"] == "problem"]
     assert (problems, code) == (["settings"], 1)
     (memory,) = about(told, "shared memory")
-    assert "not looked at" in memory["text"]
+    assert "not checked" in memory["text"]
 
 
 def test_a_package_that_is_missing_is_named_and_the_rest_is_looked_at():

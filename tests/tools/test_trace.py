@@ -68,7 +68,7 @@ def test_ranks_that_call_different_things_are_told_apart() -> None:
     ]
     said = divergence.summary(dumps)
     assert said.startswith(
-        "At call 3 of group 'WORLD' the ranks parted: rank 1 called barrier(), where ranks 0, 2 called"
+        "At call 3 of group 'WORLD' the ranks diverged: rank 1 called barrier(), where ranks 0, 2 called"
     )
     assert "all_reduce(float32, 4 elements, op=SUM)" in said
 
@@ -80,7 +80,7 @@ def test_a_mismatch_that_the_program_has_gone_on_from_is_not_what_it_is_stuck_in
         ring += [call(12, REDUCE, "under way")] if rank != 2 else []
         dumps.append(dump(rank, group(rank, ring)))
     assert "Ranks 0, 1 waited" in divergence.summary(dumps)
-    assert "to which rank 2 never came" in divergence.summary(dumps)
+    assert "which rank 2 never called" in divergence.summary(dumps)
 
 
 def test_a_rank_that_never_came_and_where_it_is() -> None:
@@ -91,7 +91,7 @@ def test_a_rank_that_never_came_and_where_it_is() -> None:
     assert (found.is_mismatch, found.since) == (False, 50.0)
     said = divergence.summary([*waiting, late])
     assert (
-        "Ranks 0, 2 waited for 10 s in barrier(), call 3 of group 'WORLD', to which rank 1 never came" in said
+        "Ranks 0, 2 waited for 10 s in barrier(), call 3 of group 'WORLD', which rank 1 never called" in said
     )
     assert "its last call in this group was 2, all_reduce(float32, 4 elements, op=SUM)" in said
     assert "it is in step (train.py:7)" in said
@@ -246,7 +246,7 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     said = told(folder)
     assert (tmp_path / "program.py").read_text() == PROGRAM
     assert (
-        "At call 4 of group 'WORLD' the ranks parted: rank 2 called all_reduce(float32, 10 elements, op=SUM) at"
+        "At call 4 of group 'WORLD' the ranks diverged: rank 2 called all_reduce(float32, 10 elements, op=SUM) at"
         in said
     )
     barrier, all_reduce = (
@@ -256,7 +256,7 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     assert f"program.py:{barrier}." in said
 
 
-LATE = "to which rank 2 never came"
+LATE = "which rank 2 never called"
 REDUCING = f"all_reduce(float32, 10 elements, op=SUM), call 4 of group 'WORLD', {LATE}."
 TOLD = {
     # The launcher asks the rank in the loop before it ends it.
@@ -295,7 +295,7 @@ def test_the_first_call_over_connections_that_are_not_there_yet(tmp_path: Path) 
         "dist.group.WORLD.timeout = 2\nwhile dist.get_rank() == 0:\n    time.sleep(0.01)\ndist.all_reduce(np.ones(4))\n"
     )
     said = told(job(tmp_path, "", text=text))
-    assert "waits for rank 0" in said or "to which rank 0 never came" in said, said
+    assert "waits for rank 0" in said or "which rank 0 never called" in said, said
 
 
 def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_read_its_record(
