@@ -1,1 +1,1 @@
-"""`python -m fastcoll`: its list of commands, and those that look at this machine and the jobs on it."""
+"""`python -m fastcoll`: the list of commands, and the commands that inspect this machine and the jobs on it."""

@@ -1,10 +1,10 @@
-"""Find the ranks that hold a job up, from their records; pure: running.py has read them from the processes.
+"""Find the ranks that hold a job up, from their records; pure: running.py has read the records of the processes.
 
-A rank waits for those members of the group that have not begun its call; in a message, for the other rank. To blame is
-a rank for which others wait and which itself waits for none, or cannot go on. Ranks that wait for one another are
-to blame together. An operation on the progress thread does not make its rank wait, unless the main thread sleeps as it
-does in `Work.wait`. Ranks are read one after the other while they run, so waits shorter than PATIENCE seconds are
-ignored.
+A rank waits for the members of the group that have not begun its call; in a message, for the other rank. A rank is to
+blame if others wait for it and it waits for none itself, or if it cannot run. Ranks that wait for one another are to
+blame together. An operation on the progress thread does not count as a wait of its rank, unless the main thread sleeps
+as it does in `Work.wait`. The records are read one after the other while the ranks run, so waits shorter than BACKOFF
+seconds are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .printing import seconds_of
 from .waits import RankWait, side, state_of, waits_in
 
 BACKOFF = 0.5
-BUSY = 0.2  # cores: a process that uses more is running, whatever it did when it was looked at
+BUSY = 0.2  # cores; a process that uses more is running, whatever its state is at the moment
 GONE, LEFT, ELSEWHERE = "gone", "left", "elsewhere"
 _MOST_NAMED = 8
 _SLEEPS = {
@@ -35,24 +35,24 @@ _SLEEPS = {
     "do_wait": "a child process",
     "tty": "the terminal",
 }
-"""What a process waits for that sleeps in a function of the kernel whose name has this in it."""
+"""By a part of the name of the kernel function in which a process sleeps: what it waits for."""
 _SLOW = "a large array, a slow network, or fewer cores than ranks: look again whether it goes on"
 
 
 class Process(NamedTuple):
-    """A process as the kernel shows it: `pid` as seen from here, and its main thread's state as in /proc/PID/stat."""
+    """A process as the kernel shows it."""
 
-    pid: int
-    state: str
-    place: str = ""  # the kernel's function that it sleeps in; "": not shown
-    cores: float = 0.0  # how many it uses
+    pid: int  # in this process's pid namespace
+    state: str  # of the main thread, as in /proc/PID/stat; of another thread if the main thread has ended
+    place: str = ""  # the kernel function in which the thread sleeps; "": unknown
+    cores: float = 0.0  # how many cores it uses
     command: str = ""
-    dumps: bool = False  # whether SIGQUIT has it write its stacks (record/dump.py)
+    dumps: bool = False  # whether it writes its stacks on SIGQUIT (record/dump.py)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that is seen from here."""
+    """A rank whose process and record can be read here."""
 
     record: Record
     process: Process
@@ -64,22 +64,22 @@ class Rank:
 
     @property
     def where(self) -> str:
-        """As in `rank 2 (pid 123)`."""
+        """Its name in texts, as in `rank 2 (pid 123)`."""
         return f"rank {self.rank} (pid {self.process.pid})"
 
     @property
     def is_able(self) -> bool:
-        """Whether its process can go on."""
+        """Whether its process can run."""
         return not state_of(self.process.state).unable
 
 
 Ranks = Mapping[int, Rank]
 Whereabouts = Callable[[MemberRecord], str]
-"""Of a member that is not among the ranks: GONE, LEFT (its process lives, in no group), or ELSEWHERE."""
+"""The state of a member that is not among the ranks: GONE, LEFT (its process runs, in no group) or ELSEWHERE."""
 
 
 class Finding(NamedTuple):
-    """Who holds the job up, more of it line by line, and what to do next."""
+    """A text that names the ranks that hold the job up, details line by line, and what to do next."""
 
     text: str
     more: tuple[str, ...]
@@ -91,7 +91,7 @@ class Finding(NamedTuple):
 
 
 def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[RankWait]:
-    """What each rank is in by now (seconds since 1970), and for whom it waits there: first messages, then a call."""
+    """Return the waits of all ranks at the time `now` (seconds since 1970): of each first messages, then a call."""
     records, found = {rank.rank: rank.record for rank in ranks.values()}, []
     for rank in ranks.values():
         for group in rank.record.groups:
@@ -104,21 +104,21 @@ def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[RankWai
 
 
 def _late(ranks: Ranks, wait: RankWait, whereabouts: Whereabouts) -> tuple[int, ...]:
-    """The members that a call under way waits for."""
+    """Return the members that a pending call waits for."""
     group, late, unable = wait.group, {*wait.late}, set()
     for peer in group.members:
         rank = ranks.get(peer.rank)
         its = side(rank.record, group) if rank is not None and not rank.is_able else None
         if its is not None and its.calls >= wait.number > its.finished:
             unable.add(peer.rank)
-    # Of those on other machines nothing is known from here, but what the group's own wait has seen.
+    # Ranks on other machines cannot be read here; the group's own wait may have recorded which of them are late.
     reported = {group.late, *(rank for each in group.waits for rank in each.ranks if each.number)} - {-1}
     unknown = {p.rank for p in group.members if p.rank not in ranks and whereabouts(p) == ELSEWHERE}
     return tuple(sorted((late - unknown or unable or reported or unknown) - {wait.rank}))
 
 
 def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]:
-    """Who holds up whom; nobody where no rank has waited for long."""
+    """Return which ranks hold up which; empty if no rank has waited for long."""
     lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= BACKOFF]
     own: dict[int, list[RankWait]] = {}
     for wait in lasting:
@@ -152,7 +152,9 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]
     for rank in ranks.values():
         if not rank.is_able and rank.rank not in blamed:
             state, then = condition(rank.process)
-            findings.append(Finding(f"{rank.where} {state}; no rank waits for it yet", (), then, (rank.rank,)))
+            findings.append(
+                Finding(f"{rank.where} {state}; no rank waits for it yet", (), then, (rank.rank,))
+            )
     return findings
 
 
@@ -167,7 +169,7 @@ def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
 
 
 def _by_call(waits: Iterable[RankWait]) -> list[list[RankWait]]:
-    """Waits in the same call together; those in messages each alone."""
+    """Group waits in the same call; each wait in a message is its own group."""
     calls: dict[tuple[object, ...], list[RankWait]] = {}
     for wait in waits:
         key = wait.group.name, wait.group.members, wait.number, -1 if wait.number else (wait.rank, wait.what)
@@ -176,7 +178,7 @@ def _by_call(waits: Iterable[RankWait]) -> list[list[RankWait]]:
 
 
 def _longest(waits: Sequence[RankWait], late: set[int]) -> list[RankWait]:
-    """The waits for some ranks, in the call where they have lasted the longest."""
+    """Return the waits for some ranks, in the call in which the waits are longest."""
     return max(_by_call(wait for wait in waits if late.intersection(wait.late)), key=_seconds)
 
 
@@ -184,7 +186,7 @@ def _seconds(held: Sequence[RankWait]) -> float:
     return max(wait.seconds for wait in held)
 
 
-# ---- and in words ------------------------------------------------------------------------------------------
+# ---- the texts ---------------------------------------------------------------------------------------------
 
 
 def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> Finding:
@@ -214,7 +216,7 @@ def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> 
 
 
 def condition(process: Process) -> tuple[str, str]:
-    """What a process does that is in no call, or can do nothing; and what to do next."""
+    """Return what a process does outside of calls, or why it cannot run, and what to do next."""
     pid, place = process.pid, f" ({process.place})" if process.place else ""
     stack = f"py-spy dump --pid {pid} shows the line"
     if process.dumps:
@@ -230,7 +232,7 @@ def condition(process: Process) -> tuple[str, str]:
 
 
 def _of_unseen(lost: Sequence[MemberRecord], held: Sequence[RankWait], where: str) -> Finding:
-    """Members of one host that are not among the ranks that are seen."""
+    """Describe the members of one host that cannot be read here."""
     first = lost[0]
     texts = {
         GONE: ("has ended", "have ended", "look at its last lines on stderr"),
@@ -270,18 +272,18 @@ def _of_circle(circle: Sequence[int], waits: Sequence[RankWait]) -> Finding:
 
 
 def _of_nobody(held: Sequence[RankWait]) -> Finding:
-    """All members are in the call and can go on."""
+    """Describe a call that all members are in and that does not finish."""
     text = f"{_names(held)} been in {_where(held[0])} for {seconds_of(_seconds(held))}, and no rank is late"
     return Finding(text, (), _SLOW, ())
 
 
 def _where(wait: RankWait) -> str:
-    """`all_reduce(float32, 4 elements, op=SUM), call 57 of group WORLD`; of a message what it says itself."""
+    """Format a call, `all_reduce(float32, 4 elements, op=SUM), call 57 of group WORLD`, or a message."""
     return f"{wait.what}, call {wait.number} of {_called(wait.group)}" if wait.number else wait.what
 
 
 def _called(group: GroupRecord) -> str:
-    """Return `group WORLD`; the name of an unnamed group is `group0` already."""
+    """Return `group WORLD`, or `group0` for a group without a name."""
     return group.name if group.name.startswith("group") else f"group {group.name}"
 
 
@@ -290,7 +292,7 @@ def _names(held: Sequence[RankWait]) -> str:
 
 
 def names(ranks: Iterable[int]) -> str:
-    """`rank 2`, `ranks 0, 1 and 3`, or of many `ranks 0-6 and 8`."""
+    """Format ranks: `rank 2`, `ranks 0, 1 and 3`, or for many `ranks 0-6 and 8`."""
     ordered = sorted(set(ranks))
     parts = [str(rank) for rank in ordered]
     if len(ordered) > _MOST_NAMED:

@@ -1,7 +1,7 @@
-"""The command `fastcoll`, or `python -m fastcoll`: one word says which of its commands, the rest are that one's words.
+"""The command `fastcoll`, or `python -m fastcoll`: the first argument names a command, the rest are its arguments.
 
-A command is a module with a function `main(words) -> exit code`, which is imported when it is asked for: `status` must
-not wait for what `bench` needs.
+A command is a module with a function `main(words) -> exit code`. It is imported when it is called, so that `status`
+does not wait for the imports of `bench`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMANDS = {
     "bench": ("fastcoll.bench.__main__", "time and verify operations"),
     "warmup": ("fastcoll.warmup", "compile ahead what programs would wait for"),
 }
-_PIPE_IS_CLOSED = 141  # as a shell says of a program that SIGPIPE has ended
+_PIPE_IS_CLOSED = 141  # a shell's exit code for a program that SIGPIPE has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = import_module(COMMANDS[name][0]).main(words)
         sys.stdout.flush()
     except BrokenPipeError:  # as in `python -m fastcoll env | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at the end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # so that Python's flush at exit succeeds
         return _PIPE_IS_CLOSED
     return code
 

@@ -1,8 +1,8 @@
-"""Where the ranks of a job have parted: from their dumps, pure.
+"""Find where the ranks of a job diverged, from their dumps; pure.
 
-Calls of a group are numbered alike on all ranks, so the first number is looked for at which ranks called different
-things, or which some wait in and others have not begun. Of several groups the one is first whose ranks have waited, or
-failed, the longest.
+All ranks number the calls of a group alike. So the divergence of a group is at the first number at which ranks called
+different things, or which some ranks wait in and others have not begun. If several groups diverged, the group whose
+ranks waited longest, or failed first, comes first; a mismatch comes before a wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_NAMED = 8
 
 
 class Edge(NamedTuple):
-    """A rank waits for another one; `what` for, and since when, in seconds since 1970 (0: not known)."""
+    """A rank that waits for another one: in what, and since when in seconds since 1970 (0: unknown)."""
 
     waiter: int
     awaited: int
@@ -35,11 +35,11 @@ class Divergence:
     """The first thing that went wrong in one group.
 
     Attributes:
-        number: of the call.
-        calls: what each rank called there; ranks that have not come to it are missing.
-        late: ranks that have a file, and have not begun the call.
-        silent: ranks without a file.
-        since: when the first of the others came, in seconds since 1970; 0: not known.
+        number: the number of the call.
+        calls: the call of each rank with that number; ranks that have not begun it are missing.
+        late: ranks that have a dump and have not begun the call.
+        silent: ranks without a dump.
+        since: when the first rank began the call, in seconds since 1970; 0: unknown.
     """
 
     group: str
@@ -60,7 +60,7 @@ def _comparable(call: CallRecord) -> tuple[int, int]:
 
 
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
-    """The first one of each group that has one; the first one first."""
+    """Return the first divergence of each group that diverged, in the order of the module's docstring."""
     names = dict.fromkeys(group.name for dump in dumps for group in dump.record.groups)
     found = [each for name in names if (each := _divergence(name, dumps)) is not None]
     return sorted(found, key=lambda each: (not each.is_mismatch, each.since or float("inf")))
@@ -71,17 +71,17 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
     members = next(iter(records.values())).members
     rows = {rank: {call.number: call for call in group.ring} for rank, group in records.items()}
     stuck = {rank: call for rank, group in records.items() if (call := stuck_in(group)) is not None}
-    for rank, call in stuck.items():  # which may not be published, and then has no row
+    for rank, call in stuck.items():  # a call that is not published yet is not in the ring
         rows[rank].setdefault(call.number, call)
-    # The first call that is known of several ranks and not the same on all of them.
+    # First: the first call that is recorded on several ranks and differs between them.
     numbers = sorted(set().union(*rows.values()))
     for number in numbers:
         calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
         parted = len({_comparable(call) for call in calls.values() if call.call}) > 1
-        # A mismatch leaves the group as it was: what the program has gone on from is not what it is stuck in.
+        # The group stays usable after a mismatch. If all ranks have finished later calls, the program has handled it.
         if parted and not (stuck and all(group.finished > number for group in records.values())):
             return _divergence_of(name, members, number, calls, records)
-    # Else the first one that some are in and others are not.
+    # Else: the first call that some ranks are in and others have not begun.
     if not stuck:
         return None
     number = min(call.number for call in stuck.values())
@@ -117,14 +117,14 @@ def _divergence_of(
 
 
 def waits(dumps: Sequence[Dump]) -> list[Edge]:
-    """Which ranks waited for which when they dumped."""
+    """Return which ranks waited for which when they wrote their dumps."""
     records = {dump.rank: dump.record for dump in dumps}
     found: dict[tuple[int, int, str], Edge] = {}
     for dump in dumps:
         for group in dump.record.groups:
             for wait in waits_in(dump.rank, group, records, dump.time):
                 what = f"call {wait.number} of {group.name}" if wait.number else wait.what
-                # If all members have begun the call: the one that the backend has seen missing last.
+                # If all members have begun the call, take the rank that the backend recorded as late.
                 last = (group.late,) if wait.number and group.late >= 0 else ()
                 for rank in wait.late or last:
                     found.setdefault((dump.rank, rank, what), Edge(dump.rank, rank, what, wait.since))
@@ -132,7 +132,7 @@ def waits(dumps: Sequence[Dump]) -> list[Edge]:
 
 
 def ring(found: Sequence[Edge]) -> list[Edge]:
-    """Waits that lead from a rank back to itself, in order; none if there is no such ring."""
+    """Return waits that lead from a rank back to itself, in order; empty if there is no such ring."""
     leads: dict[int, list[Edge]] = {}
     for wait in found:
         leads.setdefault(wait.waiter, []).append(wait)
@@ -150,11 +150,11 @@ def ring(found: Sequence[Edge]) -> list[Edge]:
     return []
 
 
-# ---- in words --------------------------------------------------------------------------------------------
+# ---- the texts -------------------------------------------------------------------------------------------
 
 
 def summary(dumps: Sequence[Dump]) -> str:
-    """One paragraph that says what went wrong first."""
+    """Return a paragraph about what went wrong first."""
     found = divergences(dumps)
     parts = [_headline(found[0], dumps), *_whereabouts(found[0], dumps)] if found else []
     edges = waits(dumps)
@@ -183,7 +183,7 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
         groups: dict[tuple[int, int], list[int]] = {}
         for rank, call in found.calls.items():
             groups.setdefault(_comparable(call), []).append(rank)
-        # The fewest ranks are named first: they are probably the odd ones.
+        # The smallest set of ranks comes first: it is probably the wrong one.
         sides = sorted(groups.values(), key=len)
         calls = [f"{_ranks(ranks)} called {_what(found.calls[ranks[0]])}" for ranks in sides]
         return f"At {where} the ranks diverged: {', where '.join(calls)}."
@@ -200,7 +200,7 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
 
 
 def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
-    """What the ranks do that are missing."""
+    """Yield what each rank that is missing in the call does instead."""
     here = {dump.rank: dump for dump in dumps}
     for rank in found.late[:_MOST_NAMED]:
         dump = here[rank]
@@ -241,7 +241,7 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
 
 
 def _awaited(edges: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
-    """No calls differ, but ranks wait, as for messages: who for whom, those first who wait for nobody themselves."""
+    """Yield who waits for whom if no calls differ, as in messages; first waits for ranks that do not wait."""
     waiting = {wait.waiter for wait in edges}
     here = {dump.rank: dump for dump in dumps}
     for wait in sorted(edges, key=lambda wait: (wait.awaited in waiting, wait.since))[:_MOST_NAMED]:
@@ -270,7 +270,7 @@ def _died(dumps: Sequence[Dump]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 1` or `ranks 0, 2, 3`, or how many where there are many."""
+    """Format ranks: `rank 1`, `ranks 0, 2, 3`, or their number if there are many."""
     if len(ranks) > _MOST_NAMED:
         return f"{len(ranks)} ranks ({', '.join(map(str, sorted(ranks)[:_MOST_NAMED]))}, ...)"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

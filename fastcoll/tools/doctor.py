@@ -1,7 +1,7 @@
-"""`python -m fastcoll doctor`: tries what fastcoll needs of this machine, and says of each trouble its cure.
+"""`python -m fastcoll doctor`: tests what fastcoll needs of this machine, and names the cure of each problem.
 
-A check is a function that takes the number of ranks on this machine and yields findings. What it tries it does as a
-group does it, by the same code.
+A check is a function that takes the number of ranks on this machine and yields findings. It tests with the code that
+a group uses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STYLES = {"ok": "good", "none": "dim", "warning": "warning", "problem": "bad"}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; returns 1 where something will not work."""
+    """Run the command; return 1 if something will not work."""
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll doctor",
@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def examine(ranks: int) -> Iterator[Finding]:
-    """All findings; a check that itself fails is a problem, and the others go on."""
+    """Yield all findings; a check that fails itself is a problem, and the other checks still run."""
     reported = set()
     for room in _CHECKS:
         try:

@@ -1,4 +1,4 @@
-"""The files that ranks have written (record/dump.py), as plain data: a Dump a rank."""
+"""The files that ranks have written (record/dump.py), as plain data: one Dump for each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OURS = re.compile(r"/fastcoll/(?:api|core|shm|net|p2p|hybrid|rendezvous|gpu|tor
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a rank has dumped: when, in seconds since 1970, what it says, and where its threads were."""
+    """Why a rank wrote a dump: the time in seconds since 1970, the reason, and the stacks of its threads."""
 
     time: float
     why: str
@@ -30,15 +30,15 @@ class Reason:
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank has written.
+    """The dump of one rank.
 
     Attributes:
         record: its calls.
-        reasons: the first one first.
-        threads: names of threads by their numbers.
+        reasons: why it was written, oldest first.
+        threads: names of threads by their ids.
         time: when it was written, in seconds since 1970.
-        seen_by: the rank that has written it, if that is another one, to which it was late.
-        state: of such a rank, what the kernel said of its process, as in /proc/PID/stat.
+        seen_by: the rank that wrote it, if that is another rank, which waited for this one.
+        state: with `seen_by`, the state of this rank's process, as in /proc/PID/stat.
     """
 
     path: Path
@@ -54,11 +54,11 @@ class Dump:
         return self.record.rank
 
     def group(self, name: str) -> GroupRecord | None:
-        """A group of this rank, by its name; the last one that had it."""
+        """Return the last group of this rank that had a name, or None."""
         return next((group for group in reversed(self.record.groups) if group.name == name), None)
 
     def place(self, which: int = -1) -> str:
-        """Where the user's program was, on the main thread, as in `step (train.py:12)`; "" if that is not known."""
+        """Return where the main thread was in the user's program, as in `step (train.py:12)`; "" if unknown."""
         stacks = self.reasons[which].stacks if self.reasons else ""
         starts = [*_THREAD.finditer(stacks)]
         for k, start in enumerate(starts):
@@ -72,12 +72,13 @@ class Dump:
 
 
 def load(folder: Path, left_out: Callable[[Path], object] = lambda path: None) -> list[Dump]:
-    """All dumps in a folder, of the newest job that has some, by rank.
+    """Read the dumps in a folder, of the newest job there, by rank.
 
-    Of each rank the newest, its own if there is one. What is no dump, or another version's, is left out.
+    Of each rank the newest dump counts; one that the rank wrote itself has precedence. Files of another version, or
+    that are no dumps, are left out.
 
     Args:
-        left_out: is told of each file of a rank that is.
+        left_out: called with each file of a rank that is left out.
     """
     found: list[Dump] = []
     others: list[Dump] = []
@@ -89,7 +90,7 @@ def load(folder: Path, left_out: Callable[[Path], object] = lambda path: None) -
             if data["format"] != FORMAT:
                 raise ValueError("another version's")
             reasons = [Reason(**reason) for reason in data["reasons"]]
-            # Python was stuck since: what SIGQUIT has left is newer.
+            # Python was stuck after the dump, and SIGQUIT has written newer stacks.
             beside = path.with_name(path.name.removesuffix(SUFFIX) + STACKS_SUFFIX)
             if beside.exists() and beside.stat().st_mtime > data["time"] and beside.stat().st_size:
                 reasons.append(Reason(beside.stat().st_mtime, "SIGQUIT", beside.read_text(errors="replace")))

@@ -1,7 +1,7 @@
-"""`python -m fastcoll env`: what a program that is started as this one was would find in its environment.
+"""`python -m fastcoll env`: what a program that is started like this command finds in its environment.
 
-It starts nothing and opens nothing. To see a job's environment, put it in the place of the program: `mpirun -n 2 python
--m fastcoll env`. The secret is never shown.
+The command starts no process and opens no connection. To see a job's environment, run it instead of the program:
+`mpirun -n 2 python -m fastcoll env`. The secret is never shown.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _SHELLS = ("bash", "interactive")
 
 
 class SettingInForce(NamedTuple):
-    """A setting in force: its value as text, where it comes from, and what it means."""
+    """The value of a setting as text, its source, and its meaning."""
 
     name: str
     value: str
     source: str
     meaning: str
-    wrong: str = ""  # why its text cannot be used
+    wrong: str = ""  # why the variable's text cannot be used
 
 
 class Launched(NamedTuple):
-    """What was detected, why, and what `init_process_group()` would make of it; `wrong`: why it would be refused."""
+    """The launcher that was detected, and what `init_process_group()` derives from it."""
 
-    facts: tuple[tuple[str, str, str], ...]  # what, its value, why
-    wrong: str = ""
+    facts: tuple[tuple[str, str, str], ...]  # each a name, its value and the reason
+    wrong: str = ""  # why `init_process_group()` would refuse the environment
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; returns 1 where `init_process_group()` would refuse this environment."""
+    """Run the command; return 1 if `init_process_group()` would refuse this environment."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll env",
         description="The launcher that was detected and why, where the ranks would meet, and the settings in force.",
@@ -92,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def launched_by(environ: Mapping[str, str]) -> Launched:
-    """What `init_process_group()` reads of a launcher in this environment, and what it passes over."""
+    """Return what `init_process_group()` reads from a launcher's variables, and what it ignores."""
     sources = [
         (source, _set(source, environ)) for source in (detect.TORCH, *detect.MPI_SOURCES, detect.SLURM)
     ]
@@ -119,16 +119,16 @@ def launched_by(environ: Mapping[str, str]) -> Launched:
 
 
 def _set(source: LauncherVariables, environ: Mapping[str, str]) -> list[str]:
-    """The variables of a launcher that are set, with what they say."""
+    """Return the variables of a launcher that are set, with their values."""
     names = (source.rank, source.size, source.local_rank, source.local_size)
     return [f"{name}={environ[name]}" for name in names if name in environ]
 
 
 def _launcher(detected: Detected, environ: Mapping[str, str]) -> str:
-    """The launcher for people."""
+    """Return the launcher's name."""
     if not detected.source:
         return "none"
-    is_torchs = _TORCHRUN in environ and environ.get(_AGENT_STORE) != "False"  # which fastcoll.launch says
+    is_torchs = _TORCHRUN in environ and environ.get(_AGENT_STORE) != "False"  # fastcoll.launch sets False
     by_torch = "torchrun" if is_torchs else "fastcoll.launch, or by hand"
     return detected.source.replace(detect.TORCH.name, by_torch)
 
@@ -146,7 +146,7 @@ def _why(
 
 
 def _why_not(source: LauncherVariables, environ: Mapping[str, str], detected: Detected) -> str:
-    """Why a launcher's variables do not count, though some are set."""
+    """Return why a launcher's variables are ignored although some are set."""
     found = ", ".join(_set(source, environ))
     if source is not detect.SLURM:
         return f"{found}: LOCAL_WORLD_SIZE is set by an agent that runs inside it, and the agent counts"
@@ -168,12 +168,16 @@ def _numbers(detected: Detected, environ: Mapping[str, str]) -> list[tuple[str, 
 
 
 def _meeting(detected: Detected) -> tuple[str, str, str]:
-    """Where `init_process_group()` meets the other ranks; a UsageError where it would raise one."""
-    from ..rendezvous.methods import place_of  # with sockets, which most of this command does without
+    """Return where `init_process_group()` meets the other ranks; raise the UsageError that it would raise."""
+    from ..rendezvous.methods import place_of  # imported here, because it imports sockets
 
     place = place_of(detected)
     if place.world_size == 1:
-        return "meets", "no other rank", "this is a world of one; several: python -m fastcoll launch -n 4 script.py"
+        return (
+            "meets",
+            "no other rank",
+            "this is a world of one; several: python -m fastcoll launch -n 4 script.py",
+        )
     if place.path:
         return "meets", place.path, "a file, as all ranks are on this machine and MASTER_PORT is not set"
     beside = detect.port_beside(place.port)
@@ -196,7 +200,7 @@ def _meeting(detected: Detected) -> tuple[str, str, str]:
 
 
 def settings_of(environ: Mapping[str, str]) -> list[SettingInForce]:
-    """Every setting, and every variable that looks like one and is none."""
+    """Return every setting, and every variable that looks like a setting but is none."""
     found = [_setting(name, setting, environ.get(name)) for name, setting in config.SETTINGS.items()]
     for name, cure in config.unknown(environ).items():
         found.append(SettingInForce(name, environ[name], "environment", f"no setting of fastcoll; {cure}"))

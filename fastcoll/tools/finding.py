@@ -1,7 +1,7 @@
-"""What the doctor says of one thing that a check looked at.
+"""The doctor's result for one thing that it checked.
 
-`problem` is what will not work; `warning` what is slower, untested, or may fail later; `none` what is not there, and
-is needed only by who wants it.
+A `problem` will not work. A `warning` is slower, untested, or may fail later. `none` is an optional part that is not
+installed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at; the cure of a warning or problem is what to do about it."""
+    """The result of one check; `cure` is how to fix a warning or a problem."""
 
     level: Literal["ok", "none", "warning", "problem"]
     about: str

@@ -1,4 +1,4 @@
-"""What the doctor looks at in the machine: memory, limits, rights, cores. What can be tried is tried, not looked up."""
+"""The doctor's checks of the machine: memory, limits, permissions, cores. It tests what can be tested."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ except OSError as error:
 
 
 def shared_memory(ranks: int) -> Iterator[Finding]:
-    """A group of so many ranks gets at most half of what is free, as in `meeting.choose_layout`."""
+    """Check /dev/shm: a group gets at most half of the free bytes, as in `meeting.choose_layout`."""
     try:
         fd = segment.nameless()
     except FastcollError as error:
@@ -76,7 +76,7 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
 
 
 def _file_system(path: str) -> str:
-    """The kind of file system that is mounted at a path; empty: none is, or that cannot be seen."""
+    """Return the type of the file system that is mounted at a path; empty: unknown."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
@@ -85,7 +85,7 @@ def _file_system(path: str) -> str:
 
 
 def memory(ranks: int) -> Iterator[Finding]:
-    """Pages of /dev/shm count as memory of who touches them first."""
+    """Check the free memory: pages of /dev/shm count as memory of the process that touches them first."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free: float = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     about = f"{bytes_of(free)} available"
@@ -104,7 +104,7 @@ def memory(ranks: int) -> Iterator[Finding]:
 
 
 def cgroup_limit(name: str) -> float | None:
-    """The lowest number that this process's cgroup and those above it have in a file; None: no limit."""
+    """Return the lowest number in a file of this process's cgroup and the cgroups above it; None: no limit."""
     lowest = None
     try:
         own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
@@ -127,10 +127,10 @@ def cgroup_limit(name: str) -> float | None:
 
 
 def limits(ranks: int) -> Iterator[Finding]:
-    """Of this process, which the ranks that are started from here inherit."""
+    """Check the resource limits of this process, which ranks that are started from here inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "any number of" if hard == resource.RLIM_INFINITY else str(hard)
-    needed = 2 * ranks + FOR_OTHERS  # of rank 0: a connection and a pidfd for each
+    needed = 2 * ranks + FOR_OTHERS  # rank 0 has a connection and a pidfd for each rank
     about = f"{soft} open files, which fastcoll may raise to {most}"
     if hard != resource.RLIM_INFINITY and hard < needed:
         yield Finding("problem", "limits", f"{about}; {ranks} ranks need {needed}", CURE)
@@ -158,7 +158,7 @@ def limits(ranks: int) -> Iterator[Finding]:
 
 
 def memory_of_peers(ranks: int) -> Iterator[Finding]:
-    """Whether a process of this user that is no ancestor may read this one's memory, tried as ranks do."""
+    """Check whether a process of this user that is no ancestor may read this one's memory, as ranks do."""
     if not allowed_algorithms() >> DIRECT & 1:
         yield Finding(
             "none", "peers' memory", "FASTCOLL_SHM_ALGORITHMS keeps ranks from reading it; they copy twice"
@@ -193,7 +193,7 @@ def memory_of_peers(ranks: int) -> Iterator[Finding]:
 
 
 def kernel(ranks: int) -> Iterator[Finding]:
-    """Calls of Linux that sandboxes may forbid."""
+    """Check the system calls that sandboxes may forbid."""
     release = os.uname().release
     missing = []
     calls: dict[str, Callable[[], int]] = {
@@ -231,7 +231,7 @@ def cores(ranks: int) -> Iterator[Finding]:
 
 
 def huge_pages(ranks: int) -> Iterator[Finding]:
-    """For people who compare timings: fastcoll asks for none."""
+    """Report the settings of huge pages, for comparisons of timings; fastcoll asks for none."""
     folder = Path("/sys/kernel/mm/transparent_hugepage")
     chosen = {}
     for name in ("enabled", "shmem_enabled"):

@@ -1,4 +1,4 @@
-"""What the doctor looks at in the network: loopback, the interface that would be used, names and ports."""
+"""The doctor's checks of the network: loopback, the interface that fastcoll would use, names and ports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAUNCHERS_PORT = 29500
 
 
 def loopback(ranks: int) -> Iterator[Finding]:
-    """Ranks of one machine meet over it, and the backend `tcp` uses it."""
+    """Check loopback: ranks of one machine meet over it, and the backend `tcp` uses it."""
     try:
         listen("127.0.0.1", 0).close()
     except FastcollError as error:
@@ -30,7 +30,7 @@ def loopback(ranks: int) -> Iterator[Finding]:
 
 
 def interfaces(ranks: int) -> Iterator[Finding]:
-    """Which address connections between machines would use."""
+    """Check which address connections between machines would use."""
     there = interfaces_here()
     listed = ", ".join(map(str, there)) or "none"
     try:
@@ -49,7 +49,7 @@ def interfaces(ranks: int) -> Iterator[Finding]:
 
 
 def names(ranks: int) -> Iterator[Finding]:
-    """Whether other machines can use this one's own name as MASTER_ADDR."""
+    """Check whether other machines can use this machine's name as MASTER_ADDR."""
     host = os.uname().nodename
     try:
         addresses = sorted({str(address[0]) for _, address in resolve(host, 0)})
@@ -69,7 +69,7 @@ def names(ranks: int) -> Iterator[Finding]:
 
 
 def ports(ranks: int) -> Iterator[Finding]:
-    """Whether there are free ones where ranks and the store would listen."""
+    """Check whether the ports where ranks and the store would listen are free."""
     used = {port for port, state, _ in tcp_sockets() if state == _LISTENS}
     chosen = config.get("FASTCOLL_PORT_RANGE")
     if chosen:

@@ -1,6 +1,7 @@
-"""What the commands print: aligned, wrapped and coloured on a terminal; elsewhere a row a line, its cells by tabs.
+"""The output of the commands.
 
-Colours only say again what the words say. NO_COLOR (https://no-color.org) turns them off.
+On a terminal, tables are aligned, wrapped and coloured. Elsewhere a row is one line, with tabs between its cells.
+Colours only repeat what the text says. NO_COLOR (https://no-color.org) turns them off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TextIO
 
 _STYLES = {"": "", "bold": "1", "dim": "2", "good": "32", "warning": "33", "bad": "1;31"}
 _GAP = "  "
-_NARROWEST = 40  # characters of a table's last column; with less it has lines of its own
+_NARROWEST = 40  # characters; if a table's last column would be narrower, it gets its own lines
 
 
 class Printer:
@@ -30,7 +31,7 @@ class Printer:
         self._width = shutil.get_terminal_size().columns if self._terminal else 0
 
     def say(self, text: str | None = "", style: str = "", indent: str = "") -> None:
-        """A paragraph, or nothing for None; on a terminal the lines after the first are indented as well."""
+        """Print a paragraph, or nothing for None; on a terminal all of its lines are indented."""
         if text is None:
             return
         lines = (
@@ -42,7 +43,7 @@ class Printer:
             self._write(line, style)
 
     def table(self, names: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
-        """Rows under the columns' names; `styles`: one for each row's first cell."""
+        """Print rows under the names of the columns; `styles` has one style for each row's first cell."""
         if not self._terminal:
             for row in (names, *rows):
                 self._write("\t".join(" ".join(cell.split()) for cell in row))
@@ -61,7 +62,7 @@ class Printer:
                 self._write(" " * indent + line)
 
     def json(self, value: Mapping[str, Any]) -> None:
-        """One object, for programs."""
+        """Print a JSON object, for programs."""
         self._write(json.dumps(value, indent=2))
 
     def _styled(self, text: str, style: str) -> str:
@@ -72,7 +73,7 @@ class Printer:
 
 
 def bytes_of(count: float) -> str:
-    """`3.9 GiB`."""
+    """Format a number of bytes: `3.9 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
@@ -86,7 +87,7 @@ def counted(count: int, what: str) -> str:
 
 
 def seconds_of(seconds: float) -> str:
-    """`12 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Format a duration: `12 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     rounded = round(seconds)

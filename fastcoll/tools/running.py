@@ -1,7 +1,7 @@
 """`python -m fastcoll status`: the jobs of this user on this machine, read from outside, even while they hang.
 
-Each process of a job keeps a record of its groups in memory that its user can read (record/record.py); the rest is
-/proc. The processes notice nothing of it, and nothing of it waits for them.
+Each process of a job keeps a record of its groups in memory that its user can read (record/record.py). Everything else
+is from /proc. Reading neither disturbs the processes nor waits for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from .blame import (
 from .printing import Printer, counted, seconds_of
 from .waits import RankWait, state_of
 
-_LOOK_SECONDS = 0.2  # between two looks at a process's time on cores, which the kernel counts in 0.01 s
+_LOOK_SECONDS = (
+    0.2  # between two readings of a process's CPU time, which the kernel counts in units of 0.01 s
+)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MOST_FINDINGS = 8
 _MOST_COMMAND = 100  # characters
@@ -85,12 +87,12 @@ def main(words: Sequence[str] | None = None) -> int:
     return code
 
 
-# ---- finding them ------------------------------------------------------------------------------------------
+# ---- finding jobs ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RunningJob:
-    """The ranks of one job that are seen from here, by global rank."""
+    """The ranks of one job that can be read here, by global rank."""
 
     name: str
     ranks: Mapping[int, Rank]
@@ -102,14 +104,14 @@ class RunningJob:
 
     @property
     def first(self) -> Rank:
-        """The lowest rank that is seen."""
+        """The lowest rank that can be read here."""
         return self.ranks[min(self.ranks)]
 
     def whereabouts(self, peer: MemberRecord) -> str:
-        """Of a member that is not among the ranks here, as blame.py asks it."""
+        """Return the state of a member that is not among the ranks here (`blame.Whereabouts`)."""
         if peer.host not in {rank.record.host for rank in self.ranks.values()}:
             return ELSEWHERE
-        if self.first.record.pid != self.first.process.pid:  # pids there are those of another namespace
+        if self.first.record.pid != self.first.process.pid:  # the job's pids are of another namespace
             return GONE
         try:
             return GONE if has_ended(status_of(peer.pid)) else LEFT
@@ -117,21 +119,21 @@ class RunningJob:
             return GONE
 
     def findings(self, now: float) -> list[Finding]:
-        """Who holds it up."""
+        """Return which ranks hold the job up."""
         return explain(self.ranks, self.whereabouts, now)
 
     def waits(self, now: float) -> list[RankWait]:
-        """What its ranks are in."""
+        """Return the waits of its ranks."""
         return waits_of(self.ranks, self.whereabouts, now)
 
     def unseen(self) -> list[MemberRecord]:
-        """The members of its groups that are not seen from here."""
+        """Return the members of its groups that cannot be read here."""
         groups = [group for rank in self.ranks.values() for group in rank.record.groups]
         peers = {peer.rank: peer for group in groups for peer in group.members}
         return [peers[rank] for rank in sorted(peers) if rank not in self.ranks]
 
     def as_dict(self, now: float) -> dict[str, Any]:
-        """For JSON."""
+        """Return the job's JSON object."""
         first, waits = self.first, self.waits(now)
         unseen = [
             {"rank": p.rank, "host": p.host, "pid": p.pid, "where": self.whereabouts(p)}
@@ -185,30 +187,30 @@ def _process_as_dict(process: Process) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outside:
-    """A process in no group: one that joins a job, since when, or that a launcher has started. `rank` is its RANK."""
+    """A process in no group that joins a job, or that a launcher has started."""
 
-    rank: str
-    since: float | None
+    rank: str  # its RANK
+    since: float | None  # when it began to join, in seconds since 1970; None: it does not join
     process: Process
 
     def row(self, now: float) -> tuple[str, ...]:
-        """For a table."""
+        """Return a row for a table."""
         process, since = self.process, "" if self.since is None else seconds_of(max(now - self.since, 0.0))
         about = (self.rank, str(process.pid), state_of(process.state).name, f"{process.cores:.2f}")
         return (*about, since, process.place, process.command)
 
     def as_dict(self, now: float) -> dict[str, Any]:
-        """For JSON."""
+        """Return its JSON object."""
         seconds = None if self.since is None else max(now - self.since, 0.0)
         return {"rank": self.rank, "joining_for": seconds, **_process_as_dict(self.process)}
 
 
 def find_jobs() -> tuple[list[RunningJob], list[Outside]]:
-    """This user's jobs, the oldest first; and who joins one, or was started by a launcher, and is in no group."""
+    """Return this user's jobs, oldest first, and the processes that join one or were launched and are in no group."""
     records: dict[int, Record] = {}
     outside: dict[int, tuple[str, float | None]] = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with suppress(OSError):  # it has ended, or does not let itself be read
+        with suppress(OSError):  # it has ended, or may not be read
             if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
                 if (record := read(pid)) is not None:
                     records[pid] = record
@@ -253,12 +255,12 @@ def _line(pid: int) -> Iterator[int]:
 
 
 def _launched(pid: int) -> str | None:
-    """RANK of a process that a launcher of fastcoll has started itself; OSError: it cannot be read."""
+    """Return RANK of a process that a launcher of fastcoll has started itself, or None; OSError: it cannot be read."""
     environ = _environ(pid)
     if not environ.keys() >= _OF_A_LAUNCHER:
         return None
     parent = int(status_of(pid)[1])
-    if environ.keys() & {b"RANK"} & _environ(parent).keys():  # what a rank has started
+    if environ.keys() & {b"RANK"} & _environ(parent).keys():  # a child of a rank
         return None
     ours = b"FASTCOLL_SECRET" in environ or "fastcoll" in _command(parent)
     return environ[b"RANK"].decode(errors="replace") if ours else None
@@ -270,7 +272,7 @@ def _environ(pid: int) -> dict[bytes, bytes]:
 
 
 def processes(pids: Iterable[int]) -> list[Process]:
-    """What the kernel says of processes, looked at twice; those that end meanwhile are left out."""
+    """Return processes as the kernel shows them, without those that end while their CPU time is measured."""
     pids = list(pids)
     before = {pid: ticks for pid in pids if (ticks := _ticks(pid)) is not None}
     began = time.monotonic()
@@ -288,7 +290,7 @@ def processes(pids: Iterable[int]) -> list[Process]:
 
 
 def _ticks(pid: int) -> int | None:
-    """The process's time on cores, all threads together."""
+    """Return a process's CPU time in ticks, of all threads together; None: it has ended."""
     try:
         status = status_of(pid)
     except OSError:
@@ -297,7 +299,7 @@ def _ticks(pid: int) -> int | None:
 
 
 def _place(pid: int) -> str:
-    """The kernel's function in which the main thread sleeps; empty where it does not sleep, or that is not told."""
+    """Return the kernel function in which a thread sleeps; empty: it does not sleep, or the function is hidden."""
     with suppress(OSError):
         place = Path(f"/proc/{pid}/wchan").read_text()
         return "" if place == "0" else place
@@ -305,7 +307,7 @@ def _place(pid: int) -> str:
 
 
 def _dumps(pid: int) -> bool:
-    """Whether a process handles SIGQUIT."""
+    """Return whether a process handles SIGQUIT."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -314,7 +316,7 @@ def _dumps(pid: int) -> bool:
 
 
 def _command(pid: int) -> str:
-    """The command line, its program without the folder."""
+    """Return the command line of a process, with the program's name without its folder."""
     with suppress(OSError):
         line = Path(f"/proc/{living_thread(pid)}/cmdline").read_bytes().decode(errors="replace")
         program, *words = line.split("\0")
@@ -322,7 +324,7 @@ def _command(pid: int) -> str:
     return ""
 
 
-# ---- showing them ------------------------------------------------------------------------------------------
+# ---- showing jobs ------------------------------------------------------------------------------------------
 
 
 def _show(job: RunningJob, now: float, show: Printer) -> None:
@@ -351,7 +353,7 @@ def _show(job: RunningJob, now: float, show: Printer) -> None:
 
 
 def _rows(rank: Rank, waits: Sequence[RankWait]) -> list[tuple[str, ...]]:
-    """A row for each call or message that this rank is in, or one that says what it does instead."""
+    """Return a row for each call or message that a rank is in, or one row about its last call."""
     process = rank.process
     about = (str(rank.rank), str(process.pid), state_of(process.state).name, f"{process.cores:.2f}")
     rows: list[tuple[str, ...]] = []
@@ -366,7 +368,7 @@ def _rows(rank: Rank, waits: Sequence[RankWait]) -> list[tuple[str, ...]]:
 
 
 def _idle(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
-    """The end of the row of a rank that is in no call, with its last one in the group that it has used most."""
+    """Return the end of the row of a rank that is in no call: its last call in the group that it has used most."""
     used = max(groups, key=lambda group: group.calls, default=None)
     if used is None or not used.calls:
         return "", "", "", "", "no call yet"

@@ -1,4 +1,4 @@
-"""What the doctor looks at in software: versions, settings, the secret, and compiled code on the disk."""
+"""The doctor's checks of software: versions, settings, the secret, and the compiled code on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..warmup import all_entries
 from .finding import Finding
 
 _SHORTEST_SECRET = 16  # characters
-_SECONDS = 20  # for MPI's library to say its version
+_SECONDS = 20  # for MPI's library to return its version
 _ASK_MPI = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 )
@@ -26,7 +26,7 @@ _GPU_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "nvidia-nccl-cu12
 
 
 def versions(ranks: int) -> Iterator[Finding]:
-    """Of what fastcoll cannot do without."""
+    """Check the packages that fastcoll requires."""
     yield judge("Python", ".".join(map(str, sys.version_info[:3])))
     for name in ("NumPy", "Numba"):
         yield judge(name, installed(name.lower()), f"pip install '{name.lower()}'")
@@ -38,7 +38,11 @@ def versions(ranks: int) -> Iterator[Finding]:
 
 
 def judge(name: str, found: str, install: str = "") -> Finding:
-    """Whether tests have run with a version of something that TESTED has; without `install` it may be missing."""
+    """Judge a version of something in TESTED by the versions that tests have run with.
+
+    Args:
+        install: how to install it if it is missing; empty: it is optional.
+    """
     oldest, newest = TESTED[name]
     tested = f"tests run with {_shown(oldest)}" + (f" to {_shown(newest)}" if oldest != newest else "")
     if not found:
@@ -53,7 +57,7 @@ def judge(name: str, found: str, install: str = "") -> Finding:
 
 
 def installed(package: str) -> str:
-    """The version of a package that pip knows, without importing it; empty: it is not there."""
+    """Return the version of an installed package without importing it; empty: it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -69,7 +73,7 @@ def torch(ranks: int) -> Iterator[Finding]:
 
 
 def mpi(ranks: int) -> Iterator[Finding]:
-    """mpi4py and the library behind it, which a process of its own asks: a broken one may end who loads it."""
+    """Check mpi4py and its MPI library, in a separate process, because loading a broken library may end the process."""
     found = judge("mpi4py", installed("mpi4py"))
     yield found
     if found.level == "none":
@@ -86,7 +90,7 @@ def mpi(ranks: int) -> Iterator[Finding]:
 
 
 def cuda(ranks: int) -> Iterator[Finding]:
-    """GPUs, and the packages for them."""
+    """Check GPUs and the packages for them."""
     from ..kernels.cuda import INSTALL
     from ..kernels.cuda.driver import driver
 
@@ -110,7 +114,7 @@ def cuda(ranks: int) -> Iterator[Finding]:
 
 
 def settings(ranks: int) -> Iterator[Finding]:
-    """The environment's FASTCOLL_ variables."""
+    """Check the FASTCOLL_ variables of the environment."""
     fine = True
     for name in config.SETTINGS:
         try:
@@ -131,7 +135,7 @@ def settings(ranks: int) -> Iterator[Finding]:
 
 
 def secret(ranks: int) -> Iterator[Finding]:
-    """Where the secret is from that connections prove; as a job would, this makes the user's own if there is none."""
+    """Check the source of the job's secret; as a job would, make the user's secret if there is none."""
     try:
         length = len(job_secret())
     except UsageError as error:
@@ -150,7 +154,7 @@ def secret(ranks: int) -> Iterator[Finding]:
 
 
 def compiled_code(ranks: int) -> Iterator[Finding]:
-    """What programs would compile at first use, and whether that could be kept."""
+    """Check what programs would compile at first use, and whether compiled code can be stored."""
     caches = [entry.cache() for entry in all_entries().values()]
     there = sum(cache.is_there() for cache in caches)
     source = caches[0].source

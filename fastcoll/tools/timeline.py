@@ -1,4 +1,4 @@
-"""Dumps as pictures: a timeline for Chrome's or Perfetto's viewer, and a drawing of who waited for whom, pure."""
+"""Dumps as pictures: a timeline for Chrome's or Perfetto's viewer, and a drawing of who waited for whom; pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .dumps import Dump
 
 
 def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
-    """The calls of all ranks in the Trace Event Format: a process a rank, a thread a group; times in microseconds.
+    """Return the calls of all ranks in the Trace Event Format; times in microseconds.
 
-    Not every call is timed. Those between two that are share the time between these evenly, and say so.
+    A process stands for a rank, a thread for a group. Not every call is timed: calls between two timed ones share the
+    time between these evenly, and are marked as not timed.
     """
     events: list[dict[str, Any]] = []
     for dump in dumps:
@@ -41,7 +42,7 @@ def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
 
 
 def _times(group: GroupRecord, now: int) -> Iterator[tuple[CallRecord, int, int, bool]]:
-    """Each call with when it began and ended, in ns, and whether that was measured; from the first timed one on."""
+    """Yield each call from the first timed one on, with its begin and end in ns and whether these were measured."""
     between: list[CallRecord] = []
     before = 0
     for call in group.ring:
@@ -56,7 +57,7 @@ def _times(group: GroupRecord, now: int) -> Iterator[tuple[CallRecord, int, int,
         ended = now if under_way else max(call.ended, began)
         yield call, began, ended, under_way or bool(call.ended)
         before = ended
-    if before and between:  # at 1 us each: when they ended is not known
+    if before and between:  # 1 us for each, as their ends are unknown
         yield from _spread(between, before, min(before + 1000 * len(between), max(now, before)))
 
 
@@ -73,10 +74,10 @@ _MOST_DRAWN = 64
 
 
 def picture(waits: Sequence[Edge], world_size: int, silent: Sequence[int]) -> str:
-    """An SVG: a circle a rank, an arrow from each that waits to those that it waits for.
+    """Return an SVG with a circle for each rank and an arrow from each waiting rank to the ranks that it waits for.
 
-    Ranks that are waited for and wait for nobody are red, those without a file grey. Of large worlds only ranks of
-    waits are drawn.
+    A rank that is waited for and does not wait itself is red, a rank without a dump is grey. In large worlds only
+    ranks that wait, are waited for or have no dump are drawn.
     """
     waiting, awaited = {wait.waiter for wait in waits}, {wait.awaited for wait in waits}
     ranks = sorted(waiting | awaited | {*silent}) if world_size > _MOST_DRAWN else list(range(world_size))
@@ -112,7 +113,7 @@ def picture(waits: Sequence[Edge], world_size: int, silent: Sequence[int]) -> st
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float], dot: float, wait: Edge) -> str:
-    """From circle to circle, a little to the right, so that two opposite ones are apart."""
+    """Draw an arrow from circle to circle, a little to the right, so that opposite arrows do not overlap."""
     dx, dy = end[0] - start[0], end[1] - start[1]
     long = math.hypot(dx, dy)
     ux, uy = dx / long, dy / long

@@ -1,4 +1,4 @@
-"""`python -m fastcoll trace`: what went wrong first, from what the ranks have written into FASTCOLL_TRACE_DIR."""
+"""`python -m fastcoll trace`: what went wrong first in a job, from the dumps of its ranks in FASTCOLL_TRACE_DIR."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .timeline import picture, timeline
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 1 if there is nothing to read."""
+    """Run the command; return 0, or 1 if there are no dumps."""
     options = _parser().parse_args(arguments)
     folder = Path(options.folder)
     dumps = load(folder, lambda path: print(f"fastcoll trace: {path} cannot be read", file=sys.stderr))
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _row(dump: Dump) -> list[str]:
-    """What one rank is in, or the last call of its first group."""
+    """Return the table's row for a rank: the call that it is in, or the last call of its first group."""
     groups = dump.record.groups
     doing = [
         f"{describe(*g.under_way.head)}, call {g.under_way.number} of {g.name}" for g in groups if g.under_way

@@ -1,6 +1,7 @@
-"""What ranks wait for, by their records, for `status` (of processes that run) and `trace` (of dumps); pure.
+"""What ranks wait for, derived from their records: for `status` (running processes) and `trace` (dumps); pure.
 
-A rank waits in a call for the members of its group that have not begun it, and in a message for the other rank.
+In a collective call a rank waits for the members of the group that have not begun the call. In a message it waits for
+the other rank.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ _AFTERWARDS = 4  # calls that ranks make to exchange a mismatch, with that call 
 
 
 class ProcessState(NamedTuple):
-    """What the state of a process, as in /proc/PID/stat, is called: in a table, and in a text about a past look.
+    """The texts for a process state of /proc/PID/stat.
 
-    `unable` and `cure` are set if a process in this state can do nothing.
+    Attributes:
+        name: for a table.
+        past: for a text about a dump.
+        unable: why a process in this state cannot run; empty: it can.
+        cure: what to do about it.
     """
 
     name: str
@@ -50,13 +55,13 @@ def state_of(letter: str) -> ProcessState:
 
 
 class RankWait(NamedTuple):
-    """A rank waits in a call of a group, or in a message.
+    """A rank's wait in a call of a group, or in a message.
 
     Attributes:
-        number: of the call; 0: it is a message.
-        what: the call, or what the message itself says.
+        number: the number of the call; 0 for a message.
+        what: the call, or the message's own description.
         late: the ranks that it waits for.
-        since: when it began, in seconds since 1970; 0: not known.
+        since: when the wait began, in seconds since 1970; 0: unknown.
         now: when the record was read.
     """
 
@@ -70,33 +75,33 @@ class RankWait(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """For how long it has lasted; 0: not known."""
+        """How long the wait has lasted; 0: unknown."""
         return self.now - self.since if self.since else 0.0
 
 
 def side(record: Record | None, group: GroupRecord) -> GroupRecord | None:
-    """Return a rank's side of a group that another rank has recorded."""
+    """Return a rank's own record of a group that another rank has recorded."""
     same = (group.name, group.members)
     groups = record.groups if record is not None else ()
     return next((each for each in reversed(groups) if (each.name, each.members) == same), None)
 
 
 def stuck_in(group: GroupRecord) -> CallRecord | None:
-    """Return the call that a rank is in, or that has failed or did not match."""
+    """Return the call that a rank is in, or its last one if that failed or did not match."""
     if group.under_way is not None:
         return group.under_way
     return next((call for call in group.ring[-_AFTERWARDS:] if call.state in _STUCK), None)
 
 
 def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: float) -> Iterator[RankWait]:
-    """Yield what a rank waits in in a group: in its call, unless that did not match, and in messages."""
+    """Yield the waits of a rank in a group: in its call, unless that did not match, and in messages."""
     call = stuck_in(group)
     if call is not None and call.state != "mismatch":
         sides = {
             peer.rank: side(records.get(peer.rank), group) for peer in group.members if peer.rank != rank
         }
         late = tuple(other for other, its in sides.items() if its is None or its.calls < call.number)
-        # A call that this rank has not published may be known from another member.
+        # If this rank has not published its call yet, another member may have.
         published = (its.under_way for its in sides.values() if its is not None and its.under_way is not None)
         same = (its for its in published if its.call and its.number == call.number)
         since = (group.since or call.began, *(each.since for each in group.waits if each.number))
