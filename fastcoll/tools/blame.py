@@ -3,8 +3,8 @@
 A rank waits for the members of the group that have not begun its call; in a message, for the other rank. A rank is to
 blame if others wait for it and it waits for none itself, or if it cannot run. Ranks that wait for one another are to
 blame together. An operation on the progress thread does not count as a wait of its rank, unless the main thread sleeps
-as it does in `Work.wait`. The records are read one after the other while the ranks run, so waits shorter than BACKOFF
-seconds are ignored.
+as it does in `Work.wait`. The records are read one after the other while the ranks run, so waits
+shorter than MIN_WAIT_SECONDS are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .circles import circles
 from .printing import seconds_of
 from .waits import RankWait, side, state_of, waits_in
 
-BACKOFF = 0.5
+MIN_WAIT_SECONDS = 0.5
 BUSY = 0.2  # cores; a process that uses more is running, whatever its state is at the moment
 GONE, LEFT, ELSEWHERE = "gone", "left", "elsewhere"
 _MOST_NAMED = 8
@@ -119,7 +119,7 @@ def _late(ranks: Ranks, wait: RankWait, whereabouts: Whereabouts) -> tuple[int, 
 
 def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]:
     """Return which ranks hold up which; empty if no rank has waited for long."""
-    lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= BACKOFF]
+    lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= MIN_WAIT_SECONDS]
     own: dict[int, list[RankWait]] = {}
     for wait in lasting:
         own.setdefault(wait.rank, []).append(wait)

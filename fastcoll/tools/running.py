@@ -21,10 +21,10 @@ from ..core.signature import describe
 from ..record.record import GroupRecord, MemberRecord, Record, joining_since, read
 from ..system.processes import has_ended, living_thread, status_of
 from .blame import (
-    BACKOFF,
     ELSEWHERE,
     GONE,
     LEFT,
+    MIN_WAIT_SECONDS,
     Finding,
     Process,
     Rank,
@@ -342,7 +342,7 @@ def _show(job: RunningJob, now: float, show: Printer) -> None:
     if len(findings) > _MOST_FINDINGS:
         show.say(f"and {len(findings) - _MOST_FINDINGS} more, marked below", "bad", indent="  ")
     if not findings:
-        show.say(f"no rank has waited for longer than {BACKOFF:g} s", "good", indent="  ")
+        show.say(f"no rank has waited for longer than {MIN_WAIT_SECONDS:g} s", "good", indent="  ")
     blamed = {rank for finding in findings for rank in finding.ranks}
     waits = job.waits(now)
     rows = [row for rank in sorted(job.ranks) for row in _rows(job.ranks[rank], waits)]
