@@ -27,7 +27,7 @@ class Attempt(NamedTuple):
     """To make a world of the old one and so many joiners, whose numbers rank 0 knows."""
 
     number: int
-    places: int
+    count: int
     joiners: Sequence[int] = ()
 
 
@@ -56,9 +56,9 @@ def grow(join_queue: JoinQueue, attempt: Attempt) -> None:
             made.append(world)
         except FastcollError as error:
             failed = error
-        if not _counts(join_queue, attempt, made):
+        if not _is_admitted(join_queue, attempt, made):
             raise NotGrownError(
-                f"{attempt.places} joiners could not be taken in: {failed or 'a rank has died'}"
+                f"{attempt.count} joiners could not be admitted: {failed or 'a rank has died'}"
             )
         assert job is not None, "who has decided so has passed a barrier of all"
         job.timeout, world.timeout = before.timeout, old.timeout
@@ -70,7 +70,7 @@ def grow(join_queue: JoinQueue, attempt: Attempt) -> None:
             join_queue.clear(attempt.number)
 
 
-def _counts(join_queue: JoinQueue, attempt: Attempt, made: Sequence[ProcessGroup]) -> bool:
+def _is_admitted(join_queue: JoinQueue, attempt: Attempt, made: Sequence[ProcessGroup]) -> bool:
     try:
         return join_queue.decide(attempt.number, bool(made) and passes_barrier(made[0]))
     except StoreError:
@@ -81,7 +81,7 @@ def _counts(join_queue: JoinQueue, attempt: Attempt, made: Sequence[ProcessGroup
 
 def _join(join_queue: JoinQueue, attempt: Attempt, undo: ExitStack) -> StoreLease:
     """Meet the joiners, in a store of the new world's."""
-    before, size = current_job(), groups.world.size + attempt.places
+    before, size = current_job(), groups.world.size + attempt.count
 
     def look() -> None:
         if gone := gone_among(before.lease.members):

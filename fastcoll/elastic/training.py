@@ -53,7 +53,7 @@ class WorldChange(BaseException):
     """Ends the training function at a commit, as joiners are to be taken in; `run` calls it again."""
 
     def __init__(self, attempt: Attempt) -> None:
-        super().__init__(f"{attempt.places} joiners wait")
+        super().__init__(f"{attempt.count} joiners wait")
         self.attempt = attempt
 
 
@@ -179,10 +179,10 @@ class _Run:
             self._check_start()
             self._is_joiner = current_job().is_joiner
             self._state.commit()  # what a death before the first commit goes back to
-            self._state.at_commit(self._look)
+            self._state.at_commit(self._admit_at_commit)
             while True:
                 try:
-                    return self._turn(train)
+                    return self._round(train)
                 except WorldChange as change:
                     self._grow(change.attempt)
                 except GroupError as error:
@@ -210,19 +210,19 @@ class _Run:
         if (size := groups.world.size) < self._terms.min_ranks:
             raise UsageError(f"min_ranks is {self._terms.min_ranks}, and there are {size}")
 
-    def _turn(self, train: Callable[[], T]) -> T:
+    def _round(self, train: Callable[[], T]) -> T:
         self._agree()
-        if self._invites():
+        if self._admits():
             with suppress(StoreError):
                 self._join_queue()  # open from here on, though an earlier run was over
         result = train()
         barrier()  # whoever is in the function needs the others, until it is through
-        if self._invites():
+        if self._admits():
             with suppress(StoreError):
                 self._join_queue().shut()
         return result
 
-    def _invites(self) -> bool:
+    def _admits(self) -> bool:
         """Whether this rank is the one that takes joiners in."""
         return groups.world.rank == 0 and self._grows and bool(self._address)
 
@@ -236,7 +236,7 @@ class _Run:
         except MismatchError as error:
             if not self._has_state or size <= self._size:
                 raise
-            raise self._misfits_error(range(self._size, size), str(error)) from None
+            raise self._displaced(range(self._size, size), str(error)) from None
         has_state, finds, sizes, restarts, numbers = rows.T.tolist()
         if self._is_joiner and not any(has_state):
             raise RendezvousError("the state is lost: every rank that had it has died, and joiners have none")
@@ -245,14 +245,14 @@ class _Run:
             where = (
                 f"these are in run {numbers[others[0]]} of their program, and not in run {numbers[source]}"
             )
-            raise self._misfits_error(others, where)
+            raise self._displaced(others, where)
         self._state.sync(source)
         self._has_state, self._grows = True, all(finds)
         before, self._size, self._restarts = sizes[source], size, restarts[source]
         if before not in (0, size) and self._terms.on_change is not None:
             self._terms.on_change(before, size)
 
-    def _misfits_error(self, ranks: Sequence[int], what: str) -> FastcollError:
+    def _displaced(self, ranks: Sequence[int], what: str) -> FastcollError:
         """What ends the turn when joiners are not where all others are: they leave, and the others go on."""
         if groups.world.rank not in ranks:
             return AbortedError(f"joiners cannot take part: {what}", ranks)
@@ -276,17 +276,17 @@ class _Run:
 
     # ---- joiners -----------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _admit_at_commit(self) -> None:
         """At a commit: is it the one at which joiners are taken in? Rank 0 looks, and tells all."""
         if not self._grows:
             return
-        number, joiners = self._ready() if groups.world.rank == 0 else (0, [])
+        number, joiners = self._next_attempt() if groups.world.rank == 0 else (0, [])
         found = np.array([number, len(joiners)], np.int64)
         broadcast(found, 0)
         if found[1]:
             raise WorldChange(Attempt(int(found[0]), int(found[1]), joiners))
 
-    def _ready(self) -> tuple[int, list[int]]:
+    def _next_attempt(self) -> tuple[int, list[int]]:
         """The number of an attempt, and the joiners that it can take in; mostly none, without asking the store."""
         now, most = time.monotonic(), self._terms.max_ranks
         room = self._at_once if most is None else min(self._at_once, most - groups.world.size)
@@ -297,7 +297,7 @@ class _Run:
             self._next_look = now + (_ASKED_SECONDS if asked else _LOOK_SECONDS)
             return (self._join_queue().next_attempt(), ready[:room]) if ready else (0, [])
         except StoreError as error:
-            _log.warning("joiners are not looked for any more: %s", error)
+            _log.warning("joiners are no longer admitted: %s", error)
             self._address = ""
             return 0, []
 
@@ -306,7 +306,7 @@ class _Run:
         try:
             join_queue = self._join_queue()
         except StoreError as error:
-            _log.warning("joiners are not taken in: %s", error)
+            _log.warning("joiners are not admitted: %s", error)
             return  # nor by the others
         try:
             grow(join_queue, attempt)
