@@ -1,6 +1,6 @@
-"""Training that outlives deaths: `run` calls a function again with those that are left, and with joiners.
+"""Training that survives the death of ranks: `run` calls a function again, with the ranks left and with joiners.
 
-It goes on from the last `State.commit()`. `Sampler` divides the data among however many ranks there are.
+Each call continues from the last `State.commit()`. `Sampler` divides the data among the current number of ranks.
 """
 
 from __future__ import annotations

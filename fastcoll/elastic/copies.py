@@ -1,8 +1,8 @@
-"""Copies of trees of values in memory that is there already, and trees as one rank sends them to the others.
+"""Copies of trees of values into existing memory, and trees in the form in which one rank sends them to the others.
 
-Leaves are of two kinds. Arrays, NumPy's and torch's, are copied in place and travel by themselves. All else is copied
-by `copy.deepcopy` and travels by pickle. What is one object at two places of a tree is one object in its copy, and no
-memory is written to for two places.
+There are two kinds of leaves. Arrays of NumPy and torch are copied in place and sent separately. Other leaves are
+copied by `copy.deepcopy` and sent by pickle. An object that is in a tree twice is one object in the copy, and no
+existing array is used for two objects.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Tree = Any
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is copied in place: an ndarray without objects, or a tensor."""
+    """Return whether a leaf is copied in place: an ndarray without objects, or a tensor."""
     return (type(x) is np.ndarray and not x.dtype.hasobject) or _is_tensor(x)
 
 
 def copied(tree: Tree, into: Tree = None) -> Tree:
-    """A copy of a tree; its arrays are those at the same places of `into`, where they fit."""
+    """Return a copy of a tree; it uses the arrays at the same paths of `into` where they fit."""
     buffers, copies, memo = _Buffers(into), dict[int, Any](), dict[int, Any]()
 
     def copy_of(path: tuple[Any, ...], x: Any) -> Any:
@@ -41,7 +41,7 @@ def copied(tree: Tree, into: Tree = None) -> Tree:
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for an array in a tree that travels without its arrays."""
+    """A placeholder for an array in a tree that is sent without its arrays."""
 
     index: int
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Slot:
 
 
 def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
-    """A tree with slots in the places of its arrays, and these, in host memory."""
+    """Return a tree with slots instead of its arrays, and the arrays in host memory."""
     slots, arrays = dict[int, Slot](), list[Any]()
 
     def slot_for(x: Any) -> Any:
@@ -65,7 +65,10 @@ def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
 
 
 def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any]]:
-    """A tree that `without_arrays` has made with arrays to receive into, and these; they are those of `into` where they fit."""
+    """Return a tree of `without_arrays` with arrays to receive into, and these arrays.
+
+    It uses the arrays at the same paths of `into` where they fit.
+    """
     buffers, found = _Buffers(into), dict[int, Any]()
 
     def buffer_for(path: tuple[Any, ...], x: Any) -> Any:
@@ -83,14 +86,14 @@ def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any]]:
 
 
 class _Buffers:
-    """The arrays of a tree, to be written to, each by one only."""
+    """The arrays of a tree, each of which is written to for one object only."""
 
     def __init__(self, tree: Tree) -> None:
         self._at = {path: x for path, x in flat(tree) if is_array(x)}
         self._taken: set[int] = set()
 
     def take(self, path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-        """The array at this place, if it is free and just like this; `device` is a tensor's. Else None."""
+        """Return the array at a path if it is free and has this shape, dtype and device; else None."""
         x = self._at.get(path)
         if x is None or id(x) in self._taken or (tuple(x.shape), x.dtype) != (shape, dtype):
             return None

@@ -1,8 +1,8 @@
-"""The ranks' part in taking joiners in: the new world is made beside the old one, which goes on if that fails.
+"""How ranks admit joiners: they make the new world beside the old one, which stays in use if that fails.
 
-Only one place decides whether the new world counts (job/joining.py), so all ranks are in the same world: those that
-were there first, in their order, and then the joiners. A rank that cannot ask that place while the new world may
-count already must not go on by itself, and raises.
+One key of the store decides whether the new world is in force (job/joining.py), so all ranks use the same world. Its
+ranks are those of the old world in their order, then the joiners. A rank raises if it cannot read that key while the
+new world may be in force already, because it must not go on in the old world alone.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ..system.processes import forget, gone_among
 
 
 class Attempt(NamedTuple):
-    """To make a world of the old one and so many joiners, whose numbers rank 0 knows."""
+    """An attempt to make a new world of the old one and some joiners."""
 
     number: int
-    count: int
-    joiners: Sequence[int] = ()
+    count: int  # how many joiners
+    joiners: Sequence[int] = ()  # their numbers in the join queue; on rank 0 only
 
 
 class NotGrownError(FastcollError):
-    """The joiners could not be taken in; the old world is as it was."""
+    """The joiners could not be admitted; the old world is unchanged."""
 
 
 def grow(join_queue: JoinQueue, attempt: Attempt) -> None:
-    """Take joiners into the default group; collective. All other groups are destroyed.
+    """Admit joiners to the default group; collective. All other groups are destroyed.
 
     Raises:
-        NotGrownError: a joiner, or a rank, has died or did not come. The old world is as it was.
+        NotGrownError: a joiner or a rank has died or did not arrive. The old world is unchanged.
         StoreError: the store was lost while the new world was being made.
     """
     before, old = current_job(), groups.world
@@ -76,11 +76,11 @@ def _is_admitted(join_queue: JoinQueue, attempt: Attempt, made: Sequence[Process
     except StoreError:
         if made:
             raise
-        return False  # without this rank nobody has passed the barrier
+        return False  # no rank has passed the barrier without this one, so the new world is not in force
 
 
 def _join(join_queue: JoinQueue, attempt: Attempt, undo: ExitStack) -> StoreLease:
-    """Meet the joiners, in a store of the new world's."""
+    """Meet the joiners in a store for the new world."""
     before, size = current_job(), groups.world.size + attempt.count
 
     def look() -> None:

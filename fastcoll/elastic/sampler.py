@@ -1,4 +1,4 @@
-"""Sampler: which samples of an epoch each rank takes, however many ranks there are by then."""
+"""Sampler: which samples of an epoch each rank takes, while the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Indices = NDArray[np.int64]
 
 
 class Sampler:
-    """Cuts each epoch into steps of `batch` samples, and each step into a share for every rank.
+    """Divides each epoch into steps of `batch` samples, and each step into shares for the ranks.
 
-    The steps follow from `seed` and the epoch alone, and the shares of all ranks make up the step. So with any number
-    of ranks, and however often it changes, each sample is taken once in an epoch, in the same steps. It belongs into
-    the `State`: a restart then goes on behind the last step that was committed.
+    The steps depend on `seed` and the epoch alone, and the shares of all ranks make up the step. So each sample is
+    taken once in an epoch, in the same steps, even if the number of ranks changes. Put the sampler into the `State`: a
+    restart then continues after the last committed step.
 
     Args:
         n: the number of samples.
-        batch: samples of a step, of all ranks together; the last step of an epoch takes what is left.
-        shuffle: a new order in each epoch; False: 0 to n - 1.
-        seed: of the orders; the same on all ranks.
+        batch: the samples of a step, of all ranks together; the last step of an epoch may have fewer.
+        shuffle: whether each epoch has a new random order; False: 0 to n - 1.
+        seed: the seed of the orders, the same on all ranks.
 
     Attributes:
-        epoch: the one under way, from 0.
-        position: how many of its samples the steps so far have taken.
-        count: samples of the step under way, of all ranks together: what sums over them are divided by.
+        epoch: the current epoch, from 0.
+        position: how many samples of the epoch the steps have taken so far.
+        count: the samples of the current step, of all ranks together; divide sums over the step by it.
 
     Raises:
         UsageError: `n` or `batch` is not positive.
@@ -52,9 +52,10 @@ class Sampler:
         self.epoch = self.position = self.count = 0
 
     def __iter__(self) -> Iterator[Indices]:
-        """This rank's indices in each step that is left of the epoch, some perhaps empty; then the next epoch begins.
+        """Yield this rank's indices in each remaining step of the epoch, then begin the next epoch.
 
-        The step counts as taken from the moment at which it is handed out, so commit when its work is in the state.
+        A rank's share of a step may be empty. A step counts as taken as soon as it is yielded, so commit when its
+        result is in the state.
         """
         order = np.arange(self._n)
         if self._shuffle:
@@ -68,14 +69,14 @@ class Sampler:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is, and of what."""
+        """Return the position, and the number of samples and the batch that it belongs to."""
         return {"n": self._n, "batch": self._batch, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was asked.
+        """Continue at the position of a `state_dict`.
 
         Raises:
-            UsageError: that was of a sampler with other samples or steps.
+            UsageError: the `state_dict` is of a sampler with another number of samples or another batch.
         """
         if (state["n"], state["batch"]) != (self._n, self._batch):
             raise UsageError(

@@ -1,4 +1,4 @@
-"""State: what training goes on from, kept as of the last commit and the same on all ranks after a change."""
+"""State: the values that training continues from, kept as of the last commit and synchronised after a change."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .copies import Tree, copied, with_buffers, without_arrays
 
 
 class State:
-    """Values that outlive deaths of ranks, as attributes; further ones may be added, and all be set to others.
+    """Values that survive the death of ranks, as attributes, which may be added and set at any time.
 
     A value is one of these, or a dict, list or tuple of the first two:
-      - an array (NumPy's or torch's): copied in place, and broadcast;
-      - anything that can be copied by `copy.deepcopy` and pickled, also arrays of other libraries;
-      - what has `state_dict` and `load_state_dict`: torch's modules and optimizers, a `Sampler`.
+      - an array of NumPy or torch: copied in place, and broadcast;
+      - an object that can be copied by `copy.deepcopy` and pickled, such as an array of another library;
+      - an object with `state_dict` and `load_state_dict`: torch's modules and optimizers, a `Sampler`.
 
-    Names that begin with an underscore are left alone. What was given at first counts as committed.
+    Attributes that begin with an underscore are not part of the state. The initial values count as committed.
 
     Args:
         values: the attributes.
@@ -48,31 +48,31 @@ class State:
         raise AttributeError(f"the state has no {name!r}; it has {', '.join(self._trees())}")
 
     def commit(self) -> None:
-        """Keep the values as they are now: from here work is done again after a death.
+        """Keep the current values: after a death, work is repeated from here.
 
-        Arrays are copied into memory that is kept for it. Under `run` all ranks call this at the same places, and
-        joiners are taken in here; where there may be any, it takes one broadcast of 16 bytes.
+        Arrays are copied into memory that is reused. Under `run` all ranks must call this at the same points of the
+        program. Joiners are admitted here, for which each commit broadcasts 16 bytes if the job can have joiners.
 
         Raises:
-            GroupError: a rank has died. The values are kept by then.
+            GroupError: a rank has died; the values are kept nevertheless.
         """
         self._kept = copied(self._trees(), self._kept)
         if self._at_commit is not None:
             self._at_commit()
 
     def restore(self) -> None:
-        """Set all values to those of the last commit; arrays in place. Attributes added since are removed."""
+        """Set all values to those of the last commit, arrays in place; remove attributes that were added since."""
         self._put(copied(self._kept, self._trees()))
 
     def sync(self, src: int = 0) -> None:
-        """Take over, and keep, the values of rank `src`; collective. Arrays of the same shape are written in place.
+        """Set the values of all ranks to those of rank `src`, and keep them; collective. Arrays are set in place.
 
         Args:
             src: a rank of the default group.
 
         Raises:
             UsageError: a value cannot be pickled; MismatchError on the other ranks.
-            GroupError: a rank has died. Values may be half written then; `restore` brings those of the last commit.
+            GroupError: a rank has died. Arrays may be partly written; `restore` sets the values of the last commit.
         """
         mine, is_source = self._trees(), get_rank() == whole("src", src)
         skeleton, arrays = without_arrays(mine) if is_source else (None, [])
@@ -87,7 +87,7 @@ class State:
         self._kept = copied(self._trees(), self._kept)
 
     def at_commit(self, call: Callable[[], None] | None) -> None:
-        """Call this at the end of each commit; None: nothing."""
+        """Set the function that is called at the end of each commit; None: none."""
         self._at_commit = call
 
     def _trees(self) -> dict[str, Tree]:

@@ -1,8 +1,8 @@
-"""run: calls a training function again, from the last commit, whenever ranks have died or joiners have come.
+"""run: call a training function again, from the last commit, whenever ranks have died or joiners have arrived.
 
-All ranks go through the same turns: agree on who has the state, take it over, call the function. A death ends the turn
-of each rank by a GroupError, after which those that are left shrink; joiners end it at a commit, at the same one on
-all ranks (`WorldChange`). Before a rank comes out of the function's last turn, all have finished it.
+All ranks execute the same rounds: they agree on which rank has the state, copy it, and call the function. A death ends
+the round of each rank by a GroupError; the ranks that are left then shrink. Joiners end the round at a commit, the same
+one on all ranks (`WorldChange`). No rank returns from the last round before all have finished it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ T = TypeVar("T")
 Train = Callable[..., T]
 
 _LOOK_SECONDS = 1.0  # between two looks for joiners
-_ASKED_SECONDS = 0.05  # after joiners were asked whether they are there
-_STORE_SECONDS = 2.0  # until the store must answer, for which all wait
+_ASKED_SECONDS = 0.05  # until the next look after joiners were asked whether they still run
+_STORE_SECONDS = 2.0  # timeout of the store's answers, because all ranks wait for rank 0
 _MOST_AT_ONCE = 1000
-_numbers = itertools.count(1)  # of the runs of this process
+_numbers = itertools.count(1)  # numbers the calls of elastic functions in this process
 
 
 class WorldChange(BaseException):
-    """Ends the training function at a commit, as joiners are to be taken in; `run` calls it again."""
+    """Ends the training function at a commit so that joiners can be admitted; `run` calls the function again."""
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(f"{attempt.count} joiners wait")
@@ -88,32 +88,32 @@ def run(
     on_change: OnChange | None = None,
     store: str | None = None,
 ) -> Any:
-    """Make a training function outlive the deaths of ranks, and take joiners in. Also as a decorator.
+    """Make a training function survive the death of ranks and admit joiners. Also as a decorator.
 
     The result takes a `State` and the function's further arguments, and returns what the function returns. It joins the
-    job, unless `init_process_group` was called. When a rank has died, those that are left form the new default group,
-    take over the state of the one that is there longest, as of its last commit, and call the function again. So do all
-    ranks when joiners are taken in, which happens in `state.commit()`. Groups of `new_group` are destroyed at a
-    change, and works that are pending end: make groups in the function.
+    job, unless `init_process_group` was called. When a rank has died, the ranks that are left form the new default
+    group, copy the state of the longest-lived rank as of its last commit, and call the function again. All ranks do the
+    same when joiners are admitted, which happens in `state.commit()`. A change destroys the groups of `new_group` and
+    ends pending works, so make groups in the function.
 
-    A process with FASTCOLL_NEWCOMER=1 is a joiner: it runs the same program, and comes into the function when the
-    others have taken it in. Where the job has ended before, it ends as well: SystemExit with code 0.
+    A process with FASTCOLL_NEWCOMER=1 is a joiner: it runs the same program, and calls the function when the others
+    have admitted it. If the job has ended before, the joiner exits with SystemExit and code 0.
 
     Args:
-        train: `train(state, *args, **kwargs)`; it goes on from what the state says.
-        min_ranks: with fewer ranks left the death is raised.
-        max_ranks: joiners wait while there are so many ranks; None: any number.
-        max_restarts: after so many restarts because of deaths the next death is raised; None: any number.
-        on_change: called on all ranks with the old and the new number of ranks, when all have the state.
-        store: HOST:PORT of a store that outlives the ranks, the same for all, where joiners are found; None:
-            FASTCOLL_ELASTIC, which the launcher sets. Without one there are no joiners.
+        train: `train(state, *args, **kwargs)`, which continues from the state.
+        min_ranks: if fewer ranks are left after a death, the death is raised.
+        max_ranks: joiners wait while there are this many ranks; None: no limit.
+        max_restarts: after this many restarts because of deaths, the next death is raised; None: no limit.
+        on_change: called on all ranks with the old and the new number of ranks, when all ranks have the state.
+        store: HOST:PORT of a store that outlives the ranks and holds the join queue, the same on all ranks; None:
+            FASTCOLL_ELASTIC, which the launcher sets. Without a store there are no joiners.
 
     Raises:
         GroupError: too few ranks are left, or there were too many restarts.
         UsageError: an argument is wrong.
-        UnavailableError: the group runs on MPI, which does not outlive deaths.
+        UnavailableError: the group runs on MPI, which does not survive deaths.
 
-    What the function raises comes out of it, and ends this rank's part in the job; the other ranks go on without it.
+    Other exceptions of the function are raised on this rank, which then leaves the job; the other ranks go on.
 
     Example:
         >>> @elastic.run(min_ranks=2)
@@ -167,18 +167,18 @@ class _Run:
         self._state, self._terms, self._number = state, terms, next(_numbers)
         self._address: str = config.get("FASTCOLL_ELASTIC") if terms.store is None else terms.store
         self._has_state, self._grows, self._is_joiner = False, False, False
-        self._size = self._restarts = 0  # ranks when the state was last the same on all; restarts so far
+        self._size = self._restarts = 0  # the ranks at the last synchronisation; restarts so far
         self._found: JoinQueue | None = None
         self._next_look, self._at_once = 0.0, _MOST_AT_ONCE
 
     def run(self, train: Callable[[], T]) -> T:
-        """Join, train until a turn is whole, and let go of the store; the group stays."""
+        """Join the job, train until a round is complete, and close the store; the group stays."""
         if not is_initialized():
             self._join()
         try:
             self._check_start()
             self._is_joiner = current_job().is_joiner
-            self._state.commit()  # what a death before the first commit goes back to
+            self._state.commit()  # a death before the function's first commit restores these values
             self._state.at_commit(self._admit_at_commit)
             while True:
                 try:
@@ -206,7 +206,7 @@ class _Run:
             raise SystemExit(0) from None
 
     def _check_start(self) -> None:
-        groups.world.backend.recovery_endpoint()  # raises where deaths are not outlived
+        groups.world.backend.recovery_endpoint()  # raises if the backend does not survive deaths
         if (size := groups.world.size) < self._terms.min_ranks:
             raise UsageError(f"min_ranks is {self._terms.min_ranks}, and there are {size}")
 
@@ -214,20 +214,20 @@ class _Run:
         self._agree()
         if self._admits():
             with suppress(StoreError):
-                self._join_queue()  # open from here on, though an earlier run was over
+                self._join_queue()  # opens the queue again if an earlier run has shut it
         result = train()
-        barrier()  # whoever is in the function needs the others, until it is through
+        barrier()  # a rank that is still in the function may need the others
         if self._admits():
             with suppress(StoreError):
                 self._join_queue().shut()
         return result
 
     def _admits(self) -> bool:
-        """Whether this rank is the one that takes joiners in."""
+        """Whether this rank admits joiners."""
         return groups.world.rank == 0 and self._grows and bool(self._address)
 
     def _agree(self) -> None:
-        """Have the state of the rank that is there longest, of those that have one: ranks are in order of their age."""
+        """Copy the state of the longest-lived rank that has one; ranks are ordered by age."""
         mine = [self._has_state, bool(self._address), self._size, self._restarts, self._number]
         size = groups.world.size
         rows = np.empty((size, len(mine)), np.int64)
@@ -253,13 +253,16 @@ class _Run:
             self._terms.on_change(before, size)
 
     def _displaced(self, ranks: Sequence[int], what: str) -> FastcollError:
-        """What ends the turn when joiners are not where all others are: they leave, and the others go on."""
+        """Return the error of a round in which joiners are at another point of the program than the other ranks.
+
+        The joiners exit, and the others go on.
+        """
         if groups.world.rank not in ranks:
             return AbortedError(f"joiners cannot take part: {what}", ranks)
         return UsageError(f"this joiner is not where the ranks of the job are: {what}")
 
     def _shrink(self, error: GroupError) -> None:
-        """Go on with those that are left, from the last commit."""
+        """Continue from the last commit with the ranks that are left."""
         self._restarts += 1
         least, most = self._terms.min_ranks, self._terms.max_restarts
         if most is not None and self._restarts > most:
@@ -277,7 +280,7 @@ class _Run:
     # ---- joiners -----------------------------------------------------------------------------------------------
 
     def _admit_at_commit(self) -> None:
-        """At a commit: is it the one at which joiners are taken in? Rank 0 looks, and tells all."""
+        """Raise WorldChange on all ranks if joiners are to be admitted at this commit; rank 0 decides."""
         if not self._grows:
             return
         number, joiners = self._next_attempt() if groups.world.rank == 0 else (0, [])
@@ -287,7 +290,7 @@ class _Run:
             raise WorldChange(Attempt(int(found[0]), int(found[1]), joiners))
 
     def _next_attempt(self) -> tuple[int, list[int]]:
-        """The number of an attempt, and the joiners that it can take in; mostly none, without asking the store."""
+        """Return the number of an attempt and its joiners; mostly none, without asking the store."""
         now, most = time.monotonic(), self._terms.max_ranks
         room = self._at_once if most is None else min(self._at_once, most - groups.world.size)
         if not self._address or now < self._next_look or room <= 0:
@@ -307,12 +310,12 @@ class _Run:
             join_queue = self._join_queue()
         except StoreError as error:
             _log.warning("joiners are not admitted: %s", error)
-            return  # nor by the others
+            return  # the other ranks cannot make the new world without this one
         try:
             grow(join_queue, attempt)
             self._at_once = _MOST_AT_ONCE
         except NotGrownError as error:
-            self._at_once = 1  # one that dies or does not fit then keeps nobody else out
+            self._at_once = 1  # so that a joiner that dies or is refused does not keep the others out
             if groups.world.rank == 0:
                 _log.warning("%s; the job goes on without them", error)
 
