@@ -1,4 +1,4 @@
-"""The FASTCOLL_* settings in one table, each read from the environment when it is first used."""
+"""The table of FASTCOLL_* settings; each is read from the environment when it is first used."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _log = logging.getLogger("fastcoll")
 
 _PREFIX = "FASTCOLL_"
 MOST_STREAMS = 64
-MOST_SECONDS = 1e9  # of any timeout: 32 years; Python's locks wait for 292 (threading.TIMEOUT_MAX)
+MOST_SECONDS = (
+    1e9  # the longest timeout, 32 years; Python's locks wait for at most 292 (threading.TIMEOUT_MAX)
+)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable: how to read it, its default, and what it means."""
+    """One environment variable: its parser, its default, and its meaning."""
 
     parse: Callable[[str], Any]
     default: Any
@@ -32,7 +34,7 @@ class Setting:
 
 
 def _checked(kind: Callable[[str], Any], must: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """What reads a value of a kind that fits; `must` says for people which one does."""
+    """Return a parser of a kind of value that refuses values that do not fit; `must` describes the values that do."""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -147,7 +149,7 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_TRACE_SITES": Setting(
         _switch, 0, "1: the flight record has the file and line of each collective call too"
     ),
-    "FASTCOLL_DEBUG": Setting(  # errors.py looks for it, as this module imports that one
+    "FASTCOLL_DEBUG": Setting(  # errors.py reads it itself, because this module imports errors.py
         _switch, 0, "1: tracebacks of errors that nobody catches show fastcoll's own frames too"
     ),
 }
@@ -166,22 +168,25 @@ def cache_folder() -> Path | None:
 
 
 def _folder_of_user(variable: str, in_home: str) -> Path | None:
-    """Ignore relative names, as the XDG specification says: ranks may start in different folders."""
-    from pathlib import Path  # importing fastcoll needs none
+    """Return fastcoll's folder in the one that an XDG variable names, or in the home folder; None: there is no home.
+
+    A relative name is ignored, as in the XDG specification, because ranks may start in different folders.
+    """
+    from pathlib import Path  # imported here to keep `import fastcoll` light
 
     named = os.environ.get(variable, "")
     try:
         folder = Path(named) if os.path.isabs(named) else Path.home() / in_home
-    except RuntimeError:  # the user is not in the database, and HOME is not set
+    except RuntimeError:  # the user has no database entry, and HOME is not set
         return None
     return folder / "fastcoll" if folder.is_absolute() else None
 
 
 def get(name: str) -> Any:
-    """The value of a setting, read from the environment once.
+    """Return the value of a setting, which is read from the environment once.
 
     Raises:
-        UsageError: the variable's text cannot be understood.
+        UsageError: the variable's text cannot be parsed.
     """
     if name not in _read:
         setting = SETTINGS[name]
@@ -196,10 +201,10 @@ def get(name: str) -> Any:
 
 
 def check() -> None:
-    """Read every setting now, so that a bad one is refused at start-up and not when it is first needed.
+    """Read every setting now, so that a bad value is refused at start-up and not at its first use.
 
     Raises:
-        UsageError: a variable's text cannot be understood.
+        UsageError: a variable's text cannot be parsed.
     """
     for name in SETTINGS:
         get(name)
@@ -207,13 +212,13 @@ def check() -> None:
 
 @functools.cache
 def warn_of_unknown() -> None:
-    """Warn of variables that look like settings and are none, once a process. For one rank of a job to call."""
+    """Warn of variables that look like settings and are none, once per process. One rank of a job calls this."""
     for name, cure in unknown(os.environ).items():
         _log.warning("the environment variable %s is no setting of fastcoll; %s", name, cure)
 
 
 def unknown(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that look like settings and are none, each with what was probably meant."""
+    """Return the variables that look like settings and are none, each with the setting that was probably meant."""
     found = {}
     for name in sorted(name for name in environ if name.startswith(_PREFIX) and name not in SETTINGS):
         import difflib
@@ -226,6 +231,6 @@ def unknown(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Read every setting from the environment anew at its next use."""
+    """Forget all values, so that each setting is read from the environment again."""
     _read.clear()
     warn_of_unknown.cache_clear()

@@ -1,29 +1,29 @@
-"""Every exception that fastcoll raises on purpose, as one tree.
+"""All exceptions that fastcoll raises on purpose, as one tree.
 
     FastcollError(RuntimeError)
     ├── UsageError(ValueError)            the call was wrong; nothing moved, the group stays usable
     │   ├── ArrayError(TypeError)         an array or dtype that cannot be used as it is
-        ├── ArgumentTypeError(TypeError)  an argument has the wrong type
+    │   ├── ArgumentTypeError(TypeError)  an argument has the wrong type
     │   ├── MismatchError                 the ranks' calls do not match
     │   ├── NotInitializedError           no process group, or one that was destroyed
-    │   └── UnavailableError              a backend or extra that is not there, with the cure
+    │   └── UnavailableError              a backend or extra that is not available, with the cure
     ├── RendezvousError                   the ranks could not find one another
-    │   └── StoreError                    a store refused, or lost its server
+    │   └── StoreError                    a store refused, or its server is gone
     │       ├── StoreTimeoutError(TimeoutError)
-    │       └── QueueEmptyError           a store's queue has nothing to take
-    ├── ResourceError(OSError)            the machine cannot give what is needed (shared memory, ports)
-    ├── RpcError                          a remote call failed; others go on
-    │   ├── RpcTimeoutError(TimeoutError)     it was not answered in time
+    │       └── QueueEmptyError           a store's queue is empty
+    ├── ResourceError(OSError)            the machine lacks a resource (shared memory, ports)
+    ├── RpcError                          a remote call failed; other calls are not affected
+    │   ├── RpcTimeoutError(TimeoutError)     the call was not answered in time
     │   └── RemoteError                       an exception of another worker that cannot be built here
-    └── GroupError                        the group has failed and stays so
+    └── GroupError                        the group has failed, permanently
         ├── PeerDiedError                 a rank's process ended
-        ├── CollectiveTimeoutError(TimeoutError)  a rank did not come in time
-        └── AbortedError                  the group was aborted or destroyed under the call
+        ├── CollectiveTimeoutError(TimeoutError)  a rank did not arrive in time
+        └── AbortedError                  the group was aborted or destroyed during the call
 
-Misuse and failure are different branches: after a UsageError the program may go on. torch's names, DistError and its
-kin, are other names of the classes here.
+Misuse and failure are different branches: after a UsageError the program may go on. DistError and torch's other names
+are aliases of these classes.
 
-What Python prints of one that nobody catches leaves out the frames of this package (`shorten`).
+The traceback of an uncaught error is printed without the frames of this package (`shorten`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 def _timed_out(message: str) -> str:
-    """The message with the words that programs look for, which are in torch's."""
+    """Return the message with torch's wording, which programs match on."""
     return message if "timed out" in message else f"timed out: {message}"
 
 
 def install(extra: str) -> str:
-    """Return how to install an extra of pyproject.toml; no package index has fastcoll."""
+    """Return how to install an extra of pyproject.toml; fastcoll is on no package index."""
     return f"pip install '.[{extra}]' in the folder of fastcoll's sources"
 
 
@@ -62,7 +62,7 @@ class UsageError(FastcollError, ValueError):
 
 
 class ArrayError(UsageError, TypeError):
-    """An array that cannot take part as it is: kind, dtype, layout or permission."""
+    """The kind, dtype, layout or permission of an array is not supported."""
 
 
 class ArgumentTypeError(UsageError, TypeError):
@@ -70,7 +70,7 @@ class ArgumentTypeError(UsageError, TypeError):
 
 
 class MismatchError(UsageError):
-    """The ranks' calls do not match, or another rank's was refused; raised on every rank before data moves."""
+    """The ranks' calls do not match, or another rank refused its call; raised on every rank before data moves."""
 
 
 class NotInitializedError(UsageError):
@@ -97,19 +97,19 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 
 class QueueEmptyError(StoreError):
-    """A store's queue has nothing to take."""
+    """A store's queue is empty."""
 
 
 class ResourceError(FastcollError, OSError):
-    """The machine cannot give what is needed."""
+    """The machine lacks a resource."""
 
 
 class RpcError(FastcollError):
-    """A remote call failed; others go on."""
+    """A remote call failed; other calls are not affected."""
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
-    """A remote call was not answered in time; what it does goes on, and its answer will be dropped."""
+    """A remote call was not answered in time; it goes on at the other worker, and its answer is dropped."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_timed_out(message))
@@ -123,7 +123,7 @@ class GroupError(FastcollError):
     """The group has failed; every later call on it raises the same cause.
 
     Attributes:
-        ranks: global ranks at fault, as far as they are known.
+        ranks: the global ranks at fault, if known.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -143,14 +143,15 @@ class CollectiveTimeoutError(GroupError, TimeoutError):
 
 
 class AbortedError(GroupError):
-    """The group was aborted, interrupted or destroyed while the call was under way."""
+    """The group was aborted, interrupted or destroyed during the call."""
 
 
 def shorten(error: BaseException) -> None:
-    """Leave this package's frames out of the traceback of an error of ours, and of what it came from.
+    """Remove this package's frames from the tracebacks of a FastcollError and of its causes.
 
-    A cause that has no other frames goes too, as the error's text tells it. What another error came from, as in
-    `raise Mine from error`, is shortened as well. With FASTCOLL_DEBUG=1 all stay.
+    A cause that has frames of this package only is removed, because the error's text repeats it. If a FastcollError is
+    the cause of another error, as in `raise Mine from error`, its traceback is shortened as well. FASTCOLL_DEBUG=1
+    keeps all frames.
     """
     if os.environ.get("FASTCOLL_DEBUG") == "1":
         return
@@ -169,7 +170,7 @@ def shorten(error: BaseException) -> None:
 
 
 def _others(trace: TracebackType | None) -> TracebackType | None:
-    """The entries of a traceback that are not of this package."""
+    """Return a traceback without the entries of this package."""
     entries = []
     while trace is not None:
         if not trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
@@ -183,7 +184,10 @@ def _others(trace: TracebackType | None) -> TracebackType | None:
 
 @functools.cache
 def _shorten_what_is_printed() -> None:
-    """Have Python's hooks shorten errors before they print them. At the first error: importing changes nothing."""
+    """Have Python's hooks shorten errors before they print them.
+
+    The first error does this, so that importing the package changes nothing.
+    """
     print_uncaught, print_of_thread = sys.excepthook, threading.excepthook
 
     def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:

@@ -1,18 +1,18 @@
-"""Named failpoints: places where a rank kills itself, ends, raises, stops or waits, because FASTCOLL_FAILPOINT says so.
+"""Named failpoints: places at which a rank kills itself, exits, raises, stops or waits if FASTCOLL_FAILPOINT says so.
 
     FASTCOLL_FAILPOINT=NAME:ACTION[=VALUE][@N][#RANK],...
 
-    shm.all_reduce.after_publish:kill@2        the second time that this process comes there
-    shm.*.enter:delay=0.01#1                   rank 1 alone, every time; the last of several for one place counts
+    shm.all_reduce.after_publish:kill@2        the second time that this process hits the failpoint
+    shm.*.enter:delay=0.01#1                   rank 1 only, every time; the last of several for one failpoint counts
 
-For tests, which need no clock then to hit a rank in the middle of a call. Python comes by in `reach`, compiled code in
-kernels/failing.py; both count and look in one table. Where the setting is empty the kernels have no failpoints at all:
-those with them are other files in the cache (compiler/jit.py).
+Failpoints let tests hit a rank in the middle of a call without a clock. Python code hits a failpoint in `reach`,
+compiled code in kernels/failing.py; both use one table. If the setting is empty, the kernels contain no failpoints:
+kernels with failpoints are other files in the cache (compiler/jit.py).
 
     word of a row   meaning
     ACTION          what to do, 0: nothing
-    COUNT           how often this process has come by
-    WHICH           which time is meant, 0: every time
+    COUNT           how often this process has hit the failpoint
+    WHICH           at which hit to act, 0: at every hit
     VALUE           the exit code, nanoseconds, or the address of the exception's class
     NAP, NAP + 1    seconds and nanoseconds, for compiled code
 """
@@ -32,7 +32,7 @@ from .core.operations import OPERATIONS
 _log = logging.getLogger("fastcoll")
 
 COLLECTIVES = [name.replace(".", "_").replace(":", "_") for name in OPERATIONS]
-"""By their numbers in call words; "none" and "message" are never reached."""
+"""The kinds by their numbers in call words; the failpoints of "none" and "message" are never hit."""
 
 PLACES = {
     "shm.OPERATION.enter": "the call's arguments are in order, and nothing of it is published",
@@ -125,30 +125,30 @@ ACTION, COUNT, WHICH, VALUE, NAP = range(5)
 ROW_WORDS = 6
 _words = (ctypes.c_int64 * (ROW_WORDS * len(NAMES)))()
 TABLE = ctypes.addressof(_words)
-"""The address of row 0; it is the same in forked processes, each with a table of its own."""
+"""The address of row 0. It is the same in forked processes, each of which has its own table."""
 
 
 class FailpointError(Exception):
-    """What the action `raise` raises: no error of fastcoll's, as a bug or a user's code would."""
+    """The error of the action `raise`; like an error of a bug or of the user's code, it is no FastcollError."""
 
 
 class Point(NamedTuple):
-    """A part of FASTCOLL_FAILPOINT."""
+    """One item of FASTCOLL_FAILPOINT."""
 
-    numbers: tuple[int, ...]  # the places that it names
+    numbers: tuple[int, ...]  # the numbers of the failpoints that it names
     action: int
     value: float
-    which: int  # 0: every time
-    rank: int | None  # None: all of them
+    which: int  # at which hit; 0: at every hit
+    rank: int | None  # None: all ranks
 
 
 def number_of(name: str) -> int:
-    """A place's number; of one with OPERATION that of the operation 0."""
+    """Return the number of a failpoint; with OPERATION in the name, that of operation 0."""
     return _NUMBERS[name.replace("OPERATION", COLLECTIVES[0])]
 
 
 def parse(text: str) -> tuple[Point, ...]:
-    """FASTCOLL_FAILPOINT as data; ValueError says what is wrong with it."""
+    """Parse FASTCOLL_FAILPOINT; ValueError: it cannot be parsed."""
     return tuple(_parse_one(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -181,7 +181,7 @@ def _parse_one(text: str) -> Point:
 
 
 def arm(points: Iterable[Point], rank: int | None = None) -> None:
-    """Begin to count, and act as these say; `rank`: this process's, None while it is unknown."""
+    """Reset all counts and set the actions of `points`; `rank` is this process's rank, None while it is unknown."""
     ctypes.memset(TABLE, 0, ctypes.sizeof(_words))
     mine = [point for point in points if point.rank in (None, rank)]
     for point in mine:
@@ -196,7 +196,7 @@ def arm(points: Iterable[Point], rank: int | None = None) -> None:
 
 
 def reach(name: str, operation: str = "") -> None:
-    """Python comes by the place of this name, in which OPERATION stands for the `operation`."""
+    """Hit a failpoint from Python code; `operation` replaces OPERATION in its name."""
     name = name.replace("OPERATION", operation)
     row = _NUMBERS[name] * ROW_WORDS
     if not (action := _words[row + ACTION]):

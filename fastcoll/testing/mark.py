@@ -1,6 +1,6 @@
-"""The arguments of `@pytest.mark.ranks(...)`, what travels between pytest and its rank workers, and their verdict.
+"""The arguments of `@pytest.mark.ranks(...)`, the messages between pytest and its rank workers, and a test's result.
 
-Of a test that has failed the root cause comes first, and equal failures are merged.
+The report of a failed test begins with the root cause. Equal failures of several ranks are merged.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ OPTIONS = ("init", "backend", "timeout", "fresh", "may_die")
 
 @dataclass(frozen=True)
 class RanksMark:
-    """One test's mark."""
+    """The mark of one test."""
 
     sizes: tuple[int, ...]  # the world sizes to run the test with
-    init: bool = True  # whether each rank calls init_process_group before and destroy_process_group after
-    backend: str | None = None  # the name for init_process_group; None for the default
-    timeout: float = 60.0  # seconds that the ranks may take together, from the start of the test to its end
-    fresh: bool = False  # run in processes of its own, which are thrown away afterwards
+    init: bool = (
+        True  # whether each rank calls init_process_group before and destroy_process_group after the test
+    )
+    backend: str | None = None  # for init_process_group; None: the default
+    timeout: float = 60.0  # seconds from the start of the test until all ranks have finished
+    fresh: bool = False  # whether the test runs in new processes, which are ended afterwards
     may_die: frozenset[int] = frozenset()  # ranks that the test kills on purpose
 
     @staticmethod
     def parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
-        """The mark as it stands in the test.
+        """Parse the arguments of the mark.
 
         Raises:
-            UsageError: an argument that cannot be used; the message has the cure.
+            UsageError: an argument is wrong; the message has the cure.
         """
         if not sizes or any(type(n) is not int or n < 1 for n in sizes) or len(set(sizes)) < len(sizes):
             shown = ", ".join(map(repr, sizes))
@@ -63,20 +65,18 @@ class RanksMark:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs. Ranks with equal places are ranks of one node.
+    """Where a rank runs. Ranks with equal places are on one node."""
 
-    `command` is before that of the rank's process. It must become that process, as `nsenter --net=...` does, and not
-    start it.
-    """
-
+    # The prefix of the command that starts the rank. It must execute that command, as `nsenter --net=...` does, and not
+    # start it as a child.
     command: tuple[str, ...] = ()
-    address: str = "127.0.0.1"  # where the others reach a rank 0 that runs here
-    shm: Path = Path("/dev/shm")  # the path by which this process sees what is /dev/shm there
+    address: str = "127.0.0.1"  # where other ranks reach a rank 0 that runs here
+    shm: Path = Path("/dev/shm")  # the path under which this process sees /dev/shm of that place
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker needs to become a pytest session like the parent's."""
+    """What a worker needs to become a pytest session with the parent's configuration."""
 
     args: list[str]
     options: dict[str, Any]
@@ -84,39 +84,41 @@ class Setup:
 
 @dataclass(frozen=True)
 class Task:
-    file: str  # what the worker collects, once for all of its tests
-    nodeid: str  # which of the collected tests it runs
+    file: str  # the file that the worker collects, once for all of its tests
+    nodeid: str  # the collected test to run
     rank: int
     mark: RanksMark
-    environment: dict[str, str]  # set around the test (RANK, WORLD_SIZE, MASTER_ADDR, ...)
+    environment: dict[str, str]  # variables that are set during the test (RANK, WORLD_SIZE, MASTER_ADDR, ...)
     place: Place
-    tmp_path: str | None  # the directory that all ranks share, if the test asks for it
+    tmp_path: str | None  # the directory that all ranks share, if the test requests one
 
 
 @dataclass
 class RankResult:
-    """How one rank's part ended.
+    """The result of one rank's part of a test.
 
-    "killed" is an expected death (may_die); "stranded" is still under way though another rank has failed; "deadline" is
-    still under way at the mark's timeout.
+    "killed" is an expected death (may_die). "stranded": the rank was still in the test some seconds after another rank
+    had failed. "deadline": the rank was still in the test at the mark's timeout.
     """
 
     rank: int
     outcome: Outcome
-    summary: str = ""  # the failure or the reason of the skip in one line
-    text: str = ""  # what to show below it: a traceback, or the stacks
-    cause: str = ""  # where the failure was raised and its message; equal on ranks whose failures are one
-    secondary: bool = False  # whether it failed because another rank did (a GroupError), so it is shown last
+    summary: str = ""  # the failure, or the reason of the skip, in one line
+    text: str = ""  # details: a traceback, or the stacks
+    cause: str = (
+        ""  # where the failure was raised, and its message; equal on ranks that failed in the same way
+    )
+    secondary: bool = False  # whether it failed because another rank did (a GroupError); shown last
     output: str = ""  # what the rank wrote to stdout and stderr
 
     @property
     def failed(self) -> bool:
-        """Whether this rank alone makes the test fail."""
+        """Whether this rank's result makes the test fail."""
         return self.outcome not in ("passed", "skipped", "killed")
 
 
 def name_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """`rank 2 of 4`, `ranks 0, 1 and 3 of 4`, `all 4 ranks`."""
+    """Format ranks: `rank 2 of 4`, `ranks 0, 1 and 3 of 4`, `all 4 ranks`."""
     if len(ranks) == world_size > 1:
         return f"all {world_size} ranks"
     if len(ranks) == 1:
@@ -126,10 +128,10 @@ def name_ranks(ranks: Sequence[int], world_size: int) -> str:
 
 
 def failure_text(results: Sequence[RankResult], world_size: int) -> str:
-    """What to show of a test that has failed; empty when it has not.
+    """Return the report of a failed test; empty: it has not failed.
 
-    Failures of a rank's own come first and in full. Those that only follow from another rank's are
-    one line each, unless there is nothing else to show.
+    Primary failures come first and in full. Failures that follow from another rank's failure take one line each,
+    unless there are no others.
     """
     primary = [result for result in results if result.failed and not result.secondary]
     secondary = [result for result in results if result.failed and result.secondary]
@@ -143,14 +145,14 @@ def failure_text(results: Sequence[RankResult], world_size: int) -> str:
 
 
 def skip_reason(results: Sequence[RankResult]) -> str | None:
-    """Why the test is skipped, or None; it is only if all ranks that live skipped it."""
+    """Return why the test is skipped, or None: it is skipped only if all living ranks skipped it."""
     living = [result for result in results if result.outcome != "killed"]
     skipped = [result.summary for result in living if result.outcome == "skipped"]
     return skipped[0] if skipped and len(skipped) == len(living) else None
 
 
 def frames_of_the_test(stacks: str) -> str:
-    """The stacks of faulthandler without addresses and without the frames of pytest below the test."""
+    """Return faulthandler's stacks without addresses and without pytest's frames below the test."""
     lines: list[str] = []
     below = False
     for line in stacks.splitlines():
@@ -174,7 +176,7 @@ def _in_full(failures: Sequence[RankResult], world_size: int) -> list[str]:
 
 
 def _uneven(results: Sequence[RankResult], world_size: int) -> str:
-    """The complaint about ranks of which none failed, but which did not do the same; or nothing."""
+    """Return the complaint if no rank failed, but some skipped the test or all were killed; else an empty text."""
     outcomes = {result.outcome for result in results}
     if outcomes == {"killed"}:
         return "every rank died as the mark's may_die allows, so nobody has checked anything"

@@ -6,9 +6,9 @@
         fastcoll.all_reduce(x)
         assert (x == sum(range(world_size))).all()
 
-A test without the mark is left alone. RanksMark lists the options, worker.py says how a rank runs
-its part. Fixtures are set up by each rank for itself and for each test, whatever their scope. Another plugin
-may let ranks run elsewhere, by the hook `pytest_ranks_places`.
+The plugin does not change tests without the mark. RanksMark lists the options; worker.py explains how a rank runs a
+test. Each rank sets up its own fixtures for each test, whatever their scope. Another plugin may run ranks elsewhere,
+by the hook `pytest_ranks_places`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _HELP = (
     "processes, once for each n given, with fastcoll initialised; its arguments may be rank, world_size "
     "and one tmp_path for all"
 )
-# Options that concern the parent alone: what is shown, written or debugged, and plugins that spawn or repeat.
+# Options for the parent only: of output, files and debugging, and of plugins that spawn processes or repeat tests.
 _PARENT_OPTIONS = """
     basetemp capture collectonly debug file_or_dir log_cli_level log_file log_file_mode maxfail pastebin
     plugins runxfail setuponly setupplan setupshow trace usepdb usepdb_cls xmlpath
     dist maxprocesses maxworkerrestart numprocesses px tx reruns
 """
-_PORTS = 50  # looked up at once
+_PORTS = 50  # free ports that are drawn at once
 
 
 class RanksHooks:
-    """What other plugins may implement."""
+    """The hooks that other plugins may implement."""
 
     @pytest.hookspec(firstresult=True)
     def pytest_ranks_places(self, config: pytest.Config, world_size: int) -> Sequence[Place] | None:
-        """Where the ranks of a test run, one place for each; None leaves it to others, or to this machine."""
+        """Return where the ranks of a test run, one place for each; None: another plugin decides, else this machine."""
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -63,9 +63,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _HELP)
-    if hasattr(config, "workerinput"):  # pytest-xdist: another worker's segments are not left behind here
+    if hasattr(config, "workerinput"):  # pytest-xdist: each worker checks for its own segments
         os.environ.pop(SESSION, None)
-    os.environ.setdefault(SESSION, secrets.token_hex(4))  # for all that is started from here
+    os.environ.setdefault(SESSION, secrets.token_hex(4))  # for all processes that are started from here
     backend = config.getoption("ranks_backend")
     if backend is not None:
         from ..job.backends import parse_backend
@@ -107,12 +107,12 @@ def rank(request: pytest.FixtureRequest) -> int:
 
 
 class RanksRunner:
-    """pytest's side: hands marked tests to the pool and makes one verdict of the ranks' results."""
+    """The plugin in pytest's process: it passes marked tests to the pool and combines the ranks' results."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._pool: Pool | None = None
-        self._ports: list[int] = []  # another one for each test, as somebody may still be at the last
+        self._ports: list[int] = []  # each test gets a new one, because the last may still be in use
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -122,7 +122,7 @@ class RanksRunner:
             pytest.fail(
                 "ranks is for functions and for methods of plain classes, not of unittest.TestCase", False
             )
-        # The ranks set the fixtures up; only the shared directory is made here.
+        # The ranks set up the fixtures; only the shared directory is made here.
         item.fixturenames = [name for name in item.fixturenames if name == "tmp_path"]
 
     @pytest.hookimpl(tryfirst=True)
@@ -158,7 +158,7 @@ class RanksRunner:
 
 
 def _segments(places: Iterable[Place]) -> set[str]:
-    """The paths of the segments that are in the places' shared memory now."""
+    """Return the paths of the segments in the shared memory of the places."""
     return {str(shm / name) for shm in {place.shm for place in places} for name in shm_names(shm)}
 
 
@@ -190,10 +190,10 @@ def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place], port
 
 
 def _setup_of(config: pytest.Config) -> Setup:
-    """The command line of a worker: the same configuration, conftest files and plugins as here."""
+    """Return the command line of a worker, with the configuration, conftest files and plugins of this session."""
     args = [f"--rootdir={config.rootpath}", "-s", "--runxfail", "-p", "no:terminal", "-p", "no:cacheprovider"]
     args += [f"--import-mode={config.getoption('importmode')}", "-o", "addopts="]
-    # A worker has imported fastcoll before pytest, which says so where the package is really installed.
+    # A worker imports fastcoll before pytest, which warns of that if the package is installed.
     args += ["-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"]
     args += ["-c", str(config.inipath)] if config.inipath is not None else []
     args += ["--noconftest"] if config.getoption("noconftest") else []

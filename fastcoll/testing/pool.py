@@ -1,8 +1,8 @@
-"""The processes in which tests with the ranks mark run: worker i is rank i of every test in its place.
+"""The processes in which tests with the ranks mark run: worker i is rank i of every test at its place.
 
-They are started on demand and kept, since an interpreter with Numba takes about a second to start.
-After a failure those that took part are killed, with all that they started. Each leads a session of
-its own, so Ctrl-C reaches only pytest, and dies with pytest, whatever ends it.
+They are started on demand and reused, because an interpreter with Numba takes about a second to start. After a failure
+the workers of the test are killed with their child processes. Each worker leads its own session, so Ctrl-C reaches only
+pytest, and the kernel kills a worker when pytest ends.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .mark import Place, RankResult, Setup, Task, frames_of_the_test
 
 _KEPT = 8  # workers kept between tests
 _START_SECONDS = 60.0
-_END_SECONDS = 2.0  # a worker that is told to end is killed after this
-_GRACE_SECONDS = 3.0  # the others may still report for so long once a rank has failed
-_STACKS_SECONDS = 1.0  # that a process has to write its stacks; a stopped one does not
-_WRITTEN_SECONDS = 0.05  # that it could have written on, and has not
-_LONGEST_SECONDS = 10.0  # for its stacks, where it gets no core
-_LOOK_SECONDS = 1.0  # after which Ctrl-C is seen that another thread has got, or this one before a wait
-_OUTPUT_BYTES = 64 << 10  # the end of what a rank printed is shown
+_END_SECONDS = 2.0  # a worker that was asked to end is killed after this time
+_GRACE_SECONDS = 3.0  # for the other ranks to report after a rank has failed
+_STACKS_SECONDS = 1.0  # for a process to write its stacks; a stopped process writes none
+_WRITTEN_SECONDS = 0.05  # the stacks are complete if the process could run for this time and wrote no more
+_LONGEST_SECONDS = 10.0  # for the stacks of a process that gets no core
+_LOOK_SECONDS = 1.0  # per wait: Ctrl-C may arrive on another thread, or just before the wait
+_OUTPUT_BYTES = 64 << 10  # how much of the end of a rank's output is shown
 
 
 class Worker:
-    """One process of the pool. Its output goes to memory files, of which nothing can be left."""
+    """One process of the pool. Its output goes to memory files, which leave nothing behind."""
 
     def __init__(self, rank: int, place: Place, setup: Setup) -> None:
         self.rank = rank
@@ -58,33 +58,33 @@ class Worker:
                 start_new_session=True,
             )
         self._pidfd = os.pidfd_open(self.process.pid)
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which is noticed when it should be ready
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `Pool._start` notices that
             self.connection.send(Setup([*setup.args, f"--basetemp={self._scratch}"], setup.options))
 
     def waitables(self) -> list[Connection[Any, Any] | int]:
-        """What becomes readable when the worker has answered or is dead."""
+        """Return what becomes readable when the worker has answered or is dead."""
         return [self.connection, self._pidfd]
 
     def receive(self) -> Any:
-        """Its answer, which is there; None when it is dead."""
+        """Return the worker's answer, which has arrived; None: the worker is dead."""
         try:
             return self.connection.recv() if self.connection.poll() else None
         except (EOFError, ConnectionResetError):
             return None
 
     def send(self, task: Task) -> None:
-        """Give it a task; one that has died since is noticed when its answer is awaited."""
+        """Send the worker a task. If it has died, `receive` returns None."""
         self._shown = _size(self._output)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(task)
 
     def output(self) -> str:
-        """What it has printed since it got its task."""
+        """Return what the worker has printed since it got its task."""
         return _text(self._output, max(self._shown, _size(self._output) - _OUTPUT_BYTES))
 
     def stacks(self) -> str:
-        """Where each of its threads is now."""
-        from ..record.dump import Asked  # with NumPy
+        """Return the stacks of the worker's threads."""
+        from ..record.dump import Asked  # imports NumPy
 
         asked, size, grown = Asked(self.process.pid), 0, 0.0
         self.process.send_signal(signal.SIGUSR1)
@@ -98,14 +98,14 @@ class Worker:
         return "it does not say where it is (stopped, or in an uninterruptible system call)"
 
     def ended(self) -> str:
-        """How its process ended, when its connection has."""
+        """Return how the worker's process ended, after its connection has ended."""
         try:
             return describe_exit(self.process.wait(_END_SECONDS))
         except subprocess.TimeoutExpired:
             return "it closed its connection and goes on"
 
     def kill(self) -> None:
-        """End it and all that it started, and remove what it may have left."""
+        """Kill the worker and its child processes, and remove its files."""
         signal_group(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
@@ -119,7 +119,7 @@ def _size(file: int) -> int:
 
 
 def _text(file: int, start: int) -> str:
-    # Not read(): that would move the position at which the process writes.
+    # read() would move the position at which the process writes.
     return os.pread(file, _size(file) - start, start).decode(errors="replace")
 
 
@@ -127,10 +127,10 @@ _Key = tuple[int, Place]
 
 
 class Pool:
-    """Workers by rank and place, made alike by one Setup.
+    """The workers, by rank and place.
 
     Args:
-        setup: what each worker's pytest session is like.
+        setup: the configuration of the workers' pytest sessions.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -138,10 +138,10 @@ class Pool:
         self._workers: dict[_Key, Worker] = {}
 
     def run(self, tasks: Sequence[Task]) -> list[RankResult]:
-        """Run the tasks of one test, one per rank, and wait until all are over.
+        """Run the tasks of one test, one per rank, and wait for their results.
 
         Returns:
-            one result per rank, within the mark's timeout and a few seconds for starting and ending.
+            one result per rank, within the mark's timeout plus a few seconds for starting and ending.
         """
         workers = {} if tasks[0].mark.fresh else self._workers
         mine = [(task.rank, task.place) for task in tasks]
@@ -217,7 +217,7 @@ class _Round:
         self._results[worker.rank] = result
         del self._pending[worker.rank]
         if result.failed:
-            signal_group(worker.process.pid, signal.SIGKILL)  # so that those who wait for it notice
+            signal_group(worker.process.pid, signal.SIGKILL)  # so that ranks that wait for it notice
             self._grace_end = min(self._grace_end, time.monotonic() + _GRACE_SECONDS)
 
     def _death(self, worker: Worker) -> RankResult:

@@ -1,12 +1,12 @@
-"""A rank of the pytest plugin's pool: a pytest session of its own that runs what the parent sends.
+"""A rank of the pytest plugin's pool: a pytest session that runs the tests that the parent sends.
 
-It collects the test itself, so fixtures, parameters, classes, conftest files and assertion rewriting
-work as in any test; each rank sets its fixtures up for itself, but tmp_path is one directory for all.
-stdout and stderr go to a file of the parent's, which so has them even when this process is killed.
+The worker collects the test itself, so fixtures, parameters, classes, conftest files and assertion rewriting work as in
+any test. Each rank sets up its own fixtures, but tmp_path is one directory for all. stdout and stderr go to a memory
+file of the parent, so the parent has the output even if this process is killed.
 
-What a test leaves behind is found by a Footprint before and after: threads, file descriptors, child processes. Whatever
-is new gets two seconds to go away by itself, since threads and children end a moment after they were told to, which is
-a long one where they get no core.
+A Footprint before and one after a test show the threads, file descriptors and child processes that the test leaves
+behind. New ones get two seconds to disappear, because threads and children end a moment after they were asked to, or
+later if they get no core.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RankWorker:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
-        return True  # nothing yet: tests are collected when they are sent
+        return True  # nothing is collected before the parent sends tests
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -97,7 +97,7 @@ class RankWorker:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None, None, None]:
         yield
-        # After a failure the process is thrown away, and destroying could wait for the others.
+        # After a failure the process is killed, and destroying the group could wait for other ranks.
         if self.task is not None and self.task.mark.init and self._error is None:
             import fastcoll
 
@@ -106,7 +106,7 @@ class RankWorker:
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """A temporary directory that all ranks of the test share."""
+        """Return a temporary directory that all ranks of the test share."""
         if self.task is None or self.task.tmp_path is None:
             raise pytest.UsageError("a test with the ranks mark takes tmp_path as an argument of its own")
         return Path(self.task.tmp_path)
@@ -140,7 +140,7 @@ class RankWorker:
                 self._items[task.file] = list(session.perform_collect([task.file]))
             except pytest.UsageError as error:
                 self._error = error
-            # What is imported by now stays. A look for what a test leaves need not go through all of that.
+            # The objects of imported modules stay, so garbage collections after tests need not traverse them.
             gc.collect()
             gc.freeze()
         found = [item for item in self._items.get(task.file, []) if item.nodeid == task.nodeid]
@@ -174,8 +174,8 @@ class RankWorker:
 def _offer_conftests(config: pytest.Config) -> None:
     """Have pytest look for the fixtures of conftest files again at the next collection.
 
-    Since pytest 9.1 they belong to the node of the file's folder, and each collection makes new nodes. The fixtures of
-    the root folder belong to the session, and stay.
+    Since pytest 9.1 these fixtures belong to the node of the file's folder, and each collection makes new nodes. The
+    fixtures of the root folder belong to the session and stay registered.
     """
     fixtures: Any = config.pluginmanager.get_plugin("funcmanage")
     for name, plugin in config.pluginmanager.list_name_plugin():
@@ -190,9 +190,9 @@ def _text(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def _cause(longrepr: Any) -> str:
-    """The line of every frame and the message: equal where ranks failed in the same way.
+    """Return the line of every frame and the message, which are equal on ranks that failed in the same way.
 
-    The traceback itself differs from rank to rank, as it shows the test's arguments.
+    The traceback itself differs between ranks, because it shows the test's arguments.
     """
     entries = getattr(getattr(longrepr, "reprtraceback", None), "reprentries", ())
     places = [getattr(entry, "reprfileloc", None) for entry in entries]
@@ -202,7 +202,7 @@ def _cause(longrepr: Any) -> str:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What this process holds: thread names by ident, descriptors' targets, children's commands by pid."""
+    """What this process has: names of threads by ident, targets of descriptors, commands of children by pid."""
 
     threads: dict[int, str]
     files: dict[int, str]
@@ -210,7 +210,7 @@ class Footprint:
 
     @staticmethod
     def now() -> Footprint:
-        # A dummy stands for a thread of C++, as XLA's, that has called Python once; it is nobody's to end.
+        # A _DummyThread is a C++ thread, such as XLA's, that has called Python once; no test can end it.
         threads = {
             thread.ident or 0: thread.name
             for thread in threading.enumerate()
@@ -218,14 +218,14 @@ class Footprint:
         }
         files = {}
         arena = sys.modules.get("fastcoll.shm.arena")
-        kept = {str(arena.descriptor())} if arena else set()  # as long as the process
+        kept = {str(arena.descriptor())} if arena else set()  # it stays open as long as the process runs
         for name in set(os.listdir("/proc/self/fd")) - kept:
             with suppress(FileNotFoundError):  # the descriptor that listed the directory
                 files[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         return Footprint(threads, files, {pid: _command(pid) for pid in children_of(os.getpid())})
 
     def growth(self) -> list[str]:
-        """What the process holds now and did not hold then, one line each; empty when nothing."""
+        """Return what the process has now and did not have then, one line each."""
         now = Footprint.now()
         lines = [f"thread {name!r}" for ident, name in now.threads.items() if ident not in self.threads]
         lines += [f"descriptor {fd} ({to})" for fd, to in now.files.items() if self.files.get(fd) != to]
@@ -234,33 +234,33 @@ class Footprint:
 
 
 def lasting(look: Callable[[], list[str]]) -> list[str]:
-    """What `look` still finds after two seconds and garbage collection."""
+    """Return what `look` still finds after two seconds and garbage collections."""
     found, end = look(), time.monotonic() + _GONE_SECONDS
     if found:
         gc.collect()
         while (found := look()) and time.monotonic() < end:
             time.sleep(_INTERVAL)
-    if found:  # a thread that has ended since may have left a cycle
+    if found:  # a thread that has ended meanwhile may have left a reference cycle
         gc.collect()
         found = look()
     return found
 
 
 def clock_at_work() -> float:
-    """Seconds on a clock that stands still while this thread waits for a core, and goes on while it sleeps."""
+    """Return the seconds of a clock that stops while this thread waits for a core, and runs while it sleeps."""
     waited = Path("/proc/thread-self/schedstat").read_text().split()[1]  # ns on the run queue
     return time.monotonic() - int(waited) / 1e9
 
 
 def shm_names(folder: Path = _SHM) -> set[str]:
-    """The names of fastcoll's segments that this session of pytest has made, in a place where /dev/shm is seen."""
+    """Return the names of the segments of this pytest session, in the folder under which /dev/shm is visible."""
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
         return set()
     found = set()
     for entry in entries:
-        with suppress(FileNotFoundError):  # it has gone since
+        with suppress(FileNotFoundError):  # it was removed meanwhile
             ours = entry.name.startswith("fastcoll") and entry.name.endswith(session())
             if ours and entry.stat(follow_symlinks=False).st_uid == os.getuid():
                 found.add(entry.name)
@@ -275,10 +275,10 @@ def _command(pid: int) -> str:
 
 
 def main(parent: int, descriptor: int, stacks: int) -> int:
-    """Serve the pytest process `parent` over the connection `descriptor` until it closes it.
+    """Serve the pytest process `parent` over the connection `descriptor` until the parent closes it.
 
     Args:
-        stacks: the descriptor that gets the stacks of all threads when SIGUSR1 comes.
+        stacks: the descriptor to which SIGUSR1 writes the stacks of all threads.
     """
     die_with_parent(parent)
     os.set_inheritable(descriptor, False)
