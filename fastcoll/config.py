@@ -69,28 +69,28 @@ _switch = _from_to(0, 1)
 _torch_default = _checked(str, "1 or gloo", lambda value: value in ("", "1", "gloo"))
 
 SETTINGS: dict[str, Setting] = {
-    "FASTCOLL_TIMEOUT": Setting(_limit, 1800.0, "seconds a call may take when no timeout is given"),
+    "FASTCOLL_TIMEOUT": Setting(_limit, 1800.0, "timeout in seconds of a call that is given none"),
     "FASTCOLL_WARN_AFTER": Setting(
-        _positive, 10.0, "seconds after which a waiting rank names who is missing"
+        _positive, 10.0, "seconds after which a waiting rank logs the ranks that are missing"
     ),
     "FASTCOLL_SHM_BYTES_PER_RANK": Setting(
-        _size, 4 << 20, "shared memory a rank brings to each group, in bytes"
+        _size, 4 << 20, "bytes of shared memory that each rank contributes to a group"
     ),
     "FASTCOLL_TUNING": Setting(
         str,
         "",
-        "file with what is known of this machine, read and kept up; default ~/.config/fastcoll/tuning.json; "
-        "none: begin anew each time",
+        "file with tuning results of this machine, read and updated; default ~/.config/fastcoll/tuning.json; "
+        "none: keep none",
     ),
     "FASTCOLL_SHM_ALGORITHMS": Setting(
         str,
         "",
-        "ways that large calls on a node may go, as in direct,close (docs/benchmark.md); default: all of them",
+        "algorithms that large calls on a node may use, as in direct,close (docs/benchmark.md); default: all",
     ),
     "FASTCOLL_SHARED_ARRAYS": Setting(
         _switch,
         0,
-        "1: NumPy's new arrays of 64 KiB and more lie in shared memory, from `init_process_group` on",
+        "1: NumPy allocates new arrays of 64 KiB and more in shared memory, from `init_process_group` on",
     ),
     "FASTCOLL_SECRET": Setting(
         str,
@@ -99,10 +99,12 @@ SETTINGS: dict[str, Setting] = {
         "~/.config/fastcoll/secret",
     ),
     "FASTCOLL_SECRET_FILE": Setting(
-        str, "", "file with the secret, which nobody else may read; FASTCOLL_SECRET comes first"
+        str, "", "file with the secret, readable by its owner only; FASTCOLL_SECRET has precedence"
     ),
     "FASTCOLL_INSECURE": Setting(
-        _switch, 0, "1: where no secret is given there is none, and whoever reaches the job may join it"
+        _switch,
+        0,
+        "1: a job without a given secret has none, and any process that reaches the job may join it",
     ),
     "FASTCOLL_SOCKET_IFNAME": Setting(
         str, "", "network interfaces to use, as in eth0 or eth0,eth1 or ^docker0; else GLOO_SOCKET_IFNAME"
@@ -114,43 +116,43 @@ SETTINGS: dict[str, Setting] = {
         _from_to(1, MOST_STREAMS), 1, "connections to each peer for large messages"
     ),
     "FASTCOLL_BETWEEN_NODES": Setting(
-        _network, "tcp", "what carries large arrays between nodes with the default backend: tcp, or mpi"
+        _network, "tcp", "the transport of large arrays between nodes with the default backend: tcp or mpi"
     ),
     "FASTCOLL_ELASTIC": Setting(
         str, "", "HOST:PORT of the launcher's store, which outlives the ranks; the launcher sets it"
     ),
     "FASTCOLL_NEWCOMER": Setting(
-        _switch, 0, "1: this process takes the place of a rank that has failed; the launcher sets it"
+        _switch, 0, "1: this process replaces a rank that has failed; the launcher sets it"
     ),
     "FASTCOLL_PLACE": Setting(
         str,
         "",
-        "NAME:RANK/SIZE: what the launcher calls this process, and its rank while the ranks have not met; "
+        "NAME:RANK/SIZE: the launcher's name of this process, and its rank until the ranks have met; "
         "the launcher sets it",
     ),
     "FASTCOLL_TORCH_DEFAULT": Setting(
         _torch_default,
         "",
-        "1: torch's backend for CPU tensors where none is named is fastcoll; gloo: also where gloo is asked for",
+        "1: fastcoll is torch's default backend for CPU tensors; gloo: it also replaces gloo",
     ),
     "FASTCOLL_UNTESTED_PLATFORM": Setting(
         _switch,
         0,
-        "1: run on processors that fastcoll was never tested on (any but x86_64), at one's own risk",
+        "1: run on processors that fastcoll was never tested on (all but x86_64), at your own risk",
     ),
     "FASTCOLL_FAILPOINT": Setting(
         failpoints.parse,
         "",
-        "places where ranks fail on purpose, for tests: NAME:ACTION[=VALUE][@N][#RANK],... (docs/failpoints.md)",
+        "failpoints, where ranks fail on purpose in tests: NAME:ACTION[=VALUE][@N][#RANK],... (docs/failpoints.md)",
     ),
     "FASTCOLL_TRACE_DIR": Setting(
-        str, "", "folder where ranks write what they called and where they are, when something goes wrong"
+        str, "", "folder into which ranks write their calls and stacks when an error occurs"
     ),
     "FASTCOLL_TRACE_SITES": Setting(
-        _switch, 0, "1: the flight record has the file and line of each collective call too"
+        _switch, 0, "1: the flight record also has the file and line of each collective call"
     ),
     "FASTCOLL_DEBUG": Setting(  # errors.py reads it itself, because this module imports errors.py
-        _switch, 0, "1: tracebacks of errors that nobody catches show fastcoll's own frames too"
+        _switch, 0, "1: tracebacks of uncaught errors also show fastcoll's own frames"
     ),
 }
 
@@ -195,7 +197,7 @@ def get(name: str) -> Any:
             _read[name] = setting.default if text is None else setting.parse(text)
         except ValueError as error:
             raise UsageError(
-                f"{name}={text!r} cannot be used ({error}); it is the {setting.meaning}"
+                f"{name}={text!r} cannot be used ({error}); its meaning: {setting.meaning}"
             ) from error
     return _read[name]
 

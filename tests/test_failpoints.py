@@ -40,9 +40,9 @@ def test_what_the_setting_says() -> None:
     [
         ("shm.all_reduce.afterpublish:kill", r"no failpoint 'shm.all.*'; near it are .*after_publish"),
         ("nowhere:kill", "no failpoint 'nowhere'"),
-        (ENTER, "does not say what to do there: kill, exit"),
-        (f"{ENTER}:murder", "does not say what to do there"),
-        (f"{ENTER}:delay", "for how many seconds"),
+        (ENTER, "names no action: kill, exit"),
+        (f"{ENTER}:murder", "names no action"),
+        (f"{ENTER}:delay", "lacks the seconds"),
         (f"{ENTER}:kill@0", "counts from 1"),
         (f"{ENTER}:kill@x", "invalid literal"),
     ],
