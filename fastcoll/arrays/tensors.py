@@ -40,9 +40,8 @@ def import_array(x: Any, what: str, writable: bool, functional: bool) -> Importe
         raise _refusal(what, x, *odd)
     x = x.detach()
     try:
-        if (
-            x.is_conj() or x.is_neg()
-        ):  # a lazily conjugated or negated view: import a copy, and copy it back the same way
+        if x.is_conj() or x.is_neg():
+            # A lazily conjugated or negated view: import a copy, and copy it back the same way.
             copy = x.resolve_conj().resolve_neg().contiguous()
             return ImportedArray(_memory(copy), owner=_Back(x) if writable else None)
         array = _memory(x)

@@ -1,9 +1,9 @@
 """DeviceArray, an array in GPU memory as the carriers use it, and its import.
 
 In core, a DeviceArray replaces an ndarray: it has dtype, shape, size, nbytes, reshape(-1), and slices if it is flat.
-Views keep the caller's array alive. `import_array` converts an array of any library without a copy, or raises an error that
-says what to do. A kernel packs a strided array on the array's stream into memory of CuPy's pool; `finish` copies it
-back if the call writes into the array.
+Views keep the caller's array alive. `import_array` converts an array of any library without a copy, or raises an error
+that says what to do. A kernel packs a strided array on the array's stream into memory of CuPy's pool; `finish` copies
+it back if the call writes into the array.
 """
 
 from __future__ import annotations

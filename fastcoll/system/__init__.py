@@ -1,1 +1,1 @@
-"""What the operating system knows: processes, mappings, addresses, interfaces."""
+"""Access to the operating system: processes, mappings, addresses, interfaces."""

@@ -1,4 +1,4 @@
-"""Names, addresses, listening sockets and descriptors: what of the system a store needs to know."""
+"""Names, addresses, listening sockets and file descriptors, for stores."""
 
 from __future__ import annotations
 
@@ -17,33 +17,38 @@ from .processes import network_here
 
 logger = logging.getLogger("fastcoll")
 
-# Connections that all ranks open at one time; the kernel cuts it to net.core.somaxconn (4,096 since Linux 5.4), and
-# who comes to a full queue tries again after 1, 3, 7 ... s.
+# Room for the connections that all ranks open at once. The kernel limits it to net.core.somaxconn (4,096 since Linux
+# 5.4); a client that meets a full queue retries after 1, 3, 7 ... s.
 _BACKLOG = 1 << 16
-_TCP_LISTEN = "0A"  # of the kernel's tcp_states.h
+_TCP_LISTEN = "0A"  # TCP_LISTEN of the kernel's tcp_states.h
 NAME_SIZE, PLACE_SIZE = 16, 20  # bytes of the digests of a name and of an address
 SockAddr = tuple[str, int] | tuple[str, int, int, int]
-# Where a datagram socket is "connected" to learn which of our addresses faces the network: nothing is
-# sent, and these blocks are reserved for documentation (RFC 5737, RFC 3849).
+# Targets for "connecting" a datagram socket, which shows the local address that faces the network. Nothing is sent, and
+# these blocks are reserved for documentation (RFC 5737, RFC 3849).
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, SockAddr]]:
-    """The TCP addresses of `host`, IPv4 first, so that both ends of `localhost` choose alike; OSError: it has none."""
+    """Return the TCP addresses of `host`, IPv4 first; OSError if there is none.
+
+    IPv4 comes first so that both ends of `localhost` choose alike.
+    """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     pairs = {(family, address): None for family, _, _, _, address in found}
     return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)  # type: ignore[arg-type]
 
 
 def shown(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket on `host` only; port 0 takes a free one.
+    """Return a listening TCP socket on `host` only; port 0 takes a free one.
 
-    UsageError: `host` is no address of this machine. ResourceError: the port is in use, by whom, or not allowed.
+    Raises:
+        UsageError: `host` is no address of this machine.
+        ResourceError: the port is in use (the text names the process) or not allowed.
     """
     where = shown(host, port)
     try:
@@ -71,7 +76,7 @@ def listen(host: str, port: int) -> socket.socket:
                 ) from error
             if error.errno != errno.EADDRNOTAVAIL:
                 raise ResourceError(f"the store cannot listen on {where}: {error.strerror}") from error
-            refused = error  # this machine may have the name's later addresses only; clients try them all
+            refused = error  # this machine may have only a later address of the name; clients try them all
     raise UsageError(
         f"the store cannot listen on {where}: that is no address of this machine ({socket.gethostname()}), where "
         "rank 0 runs; give an address of the machine of rank 0"
@@ -79,7 +84,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def no_port(what: str) -> ResourceError:
-    """The error for want of a port that the kernel may give out."""
+    """Return the error for the lack of a free ephemeral port."""
     ports = "the kernel gives out"
     with suppress(OSError), open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         ports = "from {} to {}".format(*file.read().split())
@@ -89,15 +94,15 @@ def no_port(what: str) -> ResourceError:
     )
 
 
-# For so long a connection is tried again that finds no port: others end meanwhile.
+# A connection that finds no free port is retried for so long: other connections end meanwhile.
 PORTLESS_SECONDS = 2.0
 
 
 def portless(error: OSError, where: str) -> ResourceError | None:
-    """The error of a connection to `where` that failed for want of a port; None: it failed for another reason."""
+    """Return the error of a connection that failed for lack of a port; None: it had another reason."""
     if error.errno != errno.EADDRNOTAVAIL:
         return None
-    # A family without an address fails alike; a port for any address is in no range that others use up.
+    # A family without an address fails with the same errno, but then a port for any address is still free.
     with socket.socket() as other:
         try:
             other.bind(("", 0))
@@ -107,9 +112,9 @@ def portless(error: OSError, where: str) -> ResourceError | None:
 
 
 def probe(connection: socket.socket, after: int) -> None:
-    """Send small pieces at once, and give the other host up when it answers none of three probes, 2 s apart.
+    """Send small messages at once, and give up a host that answers none of three probes, 2 s apart.
 
-    The kernel sends the first after so many silent seconds; a stopped process's kernel answers.
+    The kernel sends the first probe after `after` silent seconds. The kernel of a stopped process answers.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -119,7 +124,11 @@ def probe(connection: socket.socket, after: int) -> None:
 
 
 def inherit_listener(descriptor: int) -> socket.socket:
-    """The listening TCP socket with this file descriptor, its own from now on; a UsageError where it is none."""
+    """Return the listening TCP socket with this file descriptor, and take ownership of it.
+
+    Raises:
+        UsageError: the descriptor is no listening TCP socket.
+    """
     try:
         listener = socket.socket(fileno=descriptor)
     except (OSError, OverflowError, TypeError, ValueError) as error:
@@ -133,7 +142,7 @@ def inherit_listener(descriptor: int) -> socket.socket:
 
 
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that `host` is, with or without an interface behind %; None where it is a name."""
+    """Return the address that `host` is, with or without an interface after %; None for a name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -141,33 +150,41 @@ def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine comes in at `host`."""
+    """Return whether only this machine can connect to `host`."""
     address = ip_of(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
 def place_of(address: str, port: int) -> bytes:
-    """Return a digest of an address and port for openings: equal at both ends unless the address is translated."""
+    """Return a digest of an address and port for openings.
+
+    It is equal at both ends unless the address is translated.
+    """
     ip = ip_of(address)
     mapped = getattr(ip, "ipv4_mapped", None)  # from a dual-stack socket
     return _digest(str(mapped or ip), port, PLACE_SIZE)
 
 
 def name_of(host: str, port: int) -> bytes:
-    """Return a digest of a store's name, any name of its machine as this process was given it, and its port."""
+    """Return a digest of a store's name, as this process was given it, and its port."""
     return _digest(host.lower(), port, NAME_SIZE)
 
 
 def _digest(host: str, port: int, size: int) -> bytes:
-    """Hash host and port; for loopback also the network namespace, since each machine has the same addresses."""
+    """Hash host and port; for loopback also the network namespace.
+
+    Each machine has the same loopback addresses.
+    """
     ip = ip_of(host)
     is_own = is_loopback(host) or (ip is not None and ip.is_unspecified)
     return hashlib.blake2b(f"{host} {port} {is_own and network_here()}".encode(), digest_size=size).digest()
 
 
 def _bindable(host: str) -> str:
-    """`host`, or every address where a machine's own name means loopback to itself alone: Debian writes 127.0.1.1
-    for it into /etc/hosts, while other machines resolve the same name to an address of the network and come in there.
+    """Return `host`, or every address if only this machine resolves its own name to loopback.
+
+    Debian writes 127.0.1.1 for the machine's name into /etc/hosts; other machines resolve this name to an address of
+    the network and connect there.
     """
     if host == "localhost" or ip_of(host) or not all(is_loopback(str(at[0])) for _, at in resolve(host, 0)):
         return host
@@ -176,7 +193,7 @@ def _bindable(host: str) -> str:
 
 
 def own_address(towards: str | None = None) -> str:
-    """The address of this machine that faces `towards` (None: the network); loopback without one."""
+    """Return this machine's address that faces `towards` (None: the network), or loopback."""
     for target in (towards,) if towards is not None else _ELSEWHERE:
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         try:
@@ -189,7 +206,10 @@ def own_address(towards: str | None = None) -> str:
 
 
 def tcp_sockets() -> Iterator[tuple[int, str, str]]:
-    """Local port, state and inode of each TCP socket of this network namespace; takes 10 ms with much memory."""
+    """Yield local port, state and inode of each TCP socket of this network namespace.
+
+    That takes 10 ms with much memory.
+    """
     for name in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError), open(name, encoding="ascii") as file:  # no IPv6 in this kernel
             for row in map(str.split, file.readlines()[1:]):
@@ -197,14 +217,14 @@ def tcp_sockets() -> Iterator[tuple[int, str, str]]:
 
 
 def port_holder(port: int) -> str | None:
-    """`pid 123 (python train.py)` of a process that listens on `port`; None when it cannot be seen.
+    """Return `pid 123 (python train.py)` of a process that listens on `port`, or None.
 
     Only this network namespace is searched, and only processes whose descriptors are readable.
     """
     found = [inode for at, state, inode in tcp_sockets() if at == port and state == _TCP_LISTEN]
     sockets = {f"socket:[{inode}]" for inode in found}
     for pid in filter(str.isdigit, os.listdir("/proc") if sockets else ()):
-        with suppress(OSError):  # gone, or another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
                     if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
@@ -216,17 +236,17 @@ def port_holder(port: int) -> str | None:
     return None
 
 
-# For what else a process opens: files, libraries, pidfds, the connections of its groups.
+# Descriptors for a process's other uses: files, libraries, pidfds, the connections of its groups.
 FOR_OTHERS = 64
 CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's --ulimit nofile=)"
 
 
-# Descriptors by which the limit is raised if the caller needs no certain number.
+# Descriptors by which the limit is raised if the caller needs no particular number.
 MORE_DESCRIPTORS = 1024
 
 
 def no_descriptor(error: BaseException, what: str) -> ResourceError | None:
-    """Return the error of `what` if `error` means that no descriptor is free; None: it has another cause."""
+    """Return the error for `what` if `error` means that no descriptor is free; None: another cause."""
     number = error.errno if isinstance(error, OSError) and not isinstance(error, ResourceError) else None
     if number not in (errno.EMFILE, errno.ENFILE):
         return None
@@ -236,7 +256,11 @@ def no_descriptor(error: BaseException, what: str) -> ResourceError | None:
 
 
 def make_room(connections: int, what: str) -> None:
-    """Let this process open so many more descriptors for `what`, and some for other uses, or ResourceError."""
+    """Let this process open `connections` more descriptors for `what`, and some for other uses.
+
+    Raises:
+        ResourceError: the hard limit is too low.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + connections + FOR_OTHERS
     if soft == resource.RLIM_INFINITY or needed <= soft:
@@ -250,7 +274,11 @@ def make_room(connections: int, what: str) -> None:
 
 
 def raise_limit(by: int, what: str) -> bool:
-    """Raise the process's soft limit by so many, as far as the hard one allows; whether that was any."""
+    """Raise the process's soft limit by `by`, as far as the hard limit allows.
+
+    Returns:
+        whether it was raised.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft in (resource.RLIM_INFINITY, hard):
         return False

@@ -1,8 +1,9 @@
-"""What is done around a fork of this process: one list, whose order is that of the child.
+"""Actions around a fork of this process: one list, in the order in which the child runs them.
 
-A child has the thread that forked alone, and copies of all else: locks that no thread of it releases, connections that
-are its parent's, a record of groups that are not its own. Modules register here what makes that good, as they are
-imported. An action that raises is reported, and the others follow, as with `os.register_at_fork`.
+The child has only the thread that forked, and copies of everything else: locks that none of its threads releases,
+connections that belong to the parent, a flight record of groups that are not its own. Modules register the actions that
+repair this when they are imported. An action that raises is reported, and the others follow, as with
+`os.register_at_fork`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 ORDER = (
-    "works",  # before all that asks whether a Work is of this process
+    "works",  # before all actions that ask whether a Work belongs to this process
     "processes",  # a lock, and descriptors of watched processes
-    "record",  # this process's own memory for the blocks that groups write, before groups change them
+    "record",  # this process gets its own memory for the blocks that groups write, before groups change them
     "dump",
-    "groups",  # makes them unusable
+    "groups",  # makes groups unusable
     "world",
     "servers",  # closes the listening sockets
     "compiling",
@@ -45,7 +46,10 @@ def at_fork(
     before: Callable[[], None] | None = None,
     in_parent: Callable[[], None] | None = None,
 ) -> None:
-    """Do this around every fork from now on, at the place that `name` has in ORDER; `before` in the reverse order."""
+    """Run actions around every fork from now on, at the position of `name` in ORDER.
+
+    `before` actions run in the reverse order.
+    """
     assert name in ORDER, name
     _registered[name] = _Actions(before, in_parent, in_child)
 

@@ -1,8 +1,8 @@
-"""This machine's network interfaces, and which of their addresses a group's connections use.
+"""This machine's network interfaces, and the choice of the addresses for a group's connections.
 
-FASTCOLL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, names them: "eth0", "eth0,eth1" for both in turn, "^docker0,lo" for
-one that is none of these. Without either, the address is the one by which this process reaches the store, which
-is the route to the master; between ranks that share one network namespace, loopback.
+FASTCOLL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, names them: "eth0", "eth0,eth1" for both in turn, "^docker0,lo" for any
+interface but these. Without either, the address is the one by which this process reaches the store, which is the route
+to the master. Ranks that share one network namespace use loopback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GLOBAL_SCOPE, _HOST_SCOPE = 0x00, 0x10
 
 @dataclass(frozen=True)
 class Interface:
-    """One address of an interface; those that are down, and link-local addresses, are left out."""
+    """One address of an interface; interfaces that are down, and link-local addresses, are left out."""
 
     name: str
     address: str
@@ -47,7 +47,10 @@ class Interface:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the variable `source` asks for: `names` in order, or with `excluding` any but these."""
+    """The interfaces that the variable `source` selects.
+
+    They are `names`, in order, or with `excluding` any but these.
+    """
 
     names: tuple[str, ...] = ()
     excluding: bool = False
@@ -55,14 +58,18 @@ class Wanted:
 
 
 def wanted_here() -> Wanted:
-    """What the environment asks for."""
+    """Return the selection in the environment."""
     if text := config.get("FASTCOLL_SOCKET_IFNAME"):
         return parse(text)
     return parse(os.environ.get("GLOO_SOCKET_IFNAME", ""), "GLOO_SOCKET_IFNAME")
 
 
 def parse(text: str, source: str = "FASTCOLL_SOCKET_IFNAME") -> Wanted:
-    """Names separated by commas, or `^` and the names to exclude; UsageError: it cannot be understood."""
+    """Parse names separated by commas, or `^` and the names to exclude.
+
+    Raises:
+        UsageError: the text is malformed.
+    """
     excluding = text.startswith("^")
     names = tuple(name.strip() for name in text.removeprefix("^").split(",")) if text else ()
     if not all(names) or len(set(names)) < len(names) or any("^" in name for name in names):
@@ -74,14 +81,14 @@ def parse(text: str, source: str = "FASTCOLL_SOCKET_IFNAME") -> Wanted:
 
 
 def choose(wanted: Wanted, there: Sequence[Interface], by_route: str, family: int | None) -> list[Interface]:
-    """The addresses to use, in order, of those that are `there`.
+    """Choose the addresses to use, in order, from those that are `there`.
 
     Args:
-        by_route: the address that is used when nothing is asked for.
-        family: 4 or 6, where the group has settled on one; None prefers that of `by_route`, then IPv4.
+        by_route: the address that is used if the variable selects none.
+        family: 4 or 6, if the group has settled on one; None prefers that of `by_route`, then IPv4.
 
     Raises:
-        UsageError: an interface that is named does not exist, or none has an address of the family.
+        UsageError: a named interface does not exist, or none has an address of the family.
     """
     listed = ", ".join(f"{each.name} {each.address}" for each in there) or "none"
     unknown = set(wanted.names) - {each.name for each in there}
@@ -114,7 +121,11 @@ def choose(wanted: Wanted, there: Sequence[Interface], by_route: str, family: in
 
 
 def choose_here(towards_store: str, members: Sequence[Member], family: int | None) -> list[Interface]:
-    """As `choose`, for this process in a group whose store it reaches by the address `towards_store`, if by any."""
+    """Choose the addresses for this process in a group.
+
+    Args:
+        towards_store: the local address by which this process reaches the group's store; empty if there is none.
+    """
     there = interfaces_here()
     if all(member.same_network(members[0]) for member in members):
         own = [each for each in there if each.is_loopback]
@@ -140,7 +151,8 @@ def choose_here(towards_store: str, members: Sequence[Member], family: int | Non
 def address_for_others() -> str:
     """Return the address by which other machines reach this rank, if the user has set none.
 
-    UsageError: FASTCOLL_SOCKET_IFNAME matches no interface of this machine.
+    Raises:
+        UsageError: FASTCOLL_SOCKET_IFNAME matches no interface of this machine.
     """
     there = interfaces_here()
     return choose(wanted_here(), there, outward(there), None)[0].address
@@ -161,10 +173,10 @@ def outward(there: Sequence[Interface], towards_store: str = "") -> str:
 
 
 def interfaces_here() -> list[Interface]:
-    """The addresses of this network namespace, IPv4 first, in the order of the interfaces."""
+    """Return the addresses of this network namespace, IPv4 first, in the order of the interfaces."""
     names, found = [], []
     for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):  # it has just gone, or has no address of IPv4
+        with contextlib.suppress(OSError):  # the interface was just removed, or has no IPv4 address
             if struct.unpack_from("H", _ask(_SIOCGIFFLAGS, name), 16)[0] & _UP:
                 names.append(name)
                 found.append(Interface(name, socket.inet_ntoa(_ask(_SIOCGIFADDR, name)[20:24])))
@@ -176,7 +188,7 @@ def interfaces_here() -> list[Interface]:
 
 
 def parse_inet6(table: str) -> list[Interface]:
-    """The addresses in /proc/net/if_inet6 that need no interface beside them to be understood."""
+    """Return the addresses in /proc/net/if_inet6 that are valid without naming an interface."""
     found = []
     for line in table.splitlines():
         number, _, _, scope, _, name = line.split()
@@ -190,27 +202,26 @@ def _ask(request: int, name: str) -> bytes:
         return fcntl.ioctl(any_socket, request, struct.pack("256s", name.encode()[:15]))
 
 
-_PROBE_AFTER_SECONDS, _SILENT_MILLISECONDS = (
-    2,
-    8000,
-)  # 8 s after the last sign of life the other host is given up
+# A host is given up 8 s after its last sign of life.
+_PROBE_AFTER_SECONDS, _SILENT_MILLISECONDS = 2, 8000
 
 
 def tune(connection: socket.socket) -> None:
-    """Make a connection nonblocking, and let it send small pieces at once and probe a silent peer."""
+    """Make a connection nonblocking, send small messages at once, and probe a silent peer."""
     connection.setblocking(False)
     probe(connection, _PROBE_AFTER_SECONDS)
 
 
 def watch(connection: socket.socket) -> None:
-    """Give a control connection up 8 s after the host at its other end was last heard of, data under way or not.
+    """Give up a control connection 8 s after the last sign of life of the peer's host.
 
-    Not for others: TCP_USER_TIMEOUT also ends a connection whose reader leaves its buffer full for so long, though
-    it lives and is only busy (Linux 6.18, 3 s: ETIMEDOUT after 3.5 s). Two notices never fill a buffer.
+    That holds with or without unacknowledged data. Not for other connections: TCP_USER_TIMEOUT also ends a connection
+    whose reader leaves its buffer full for so long, although the reader is alive and only busy (Linux 6.18, 3 s:
+    ETIMEDOUT after 3.5 s). Two notices never fill a buffer.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MILLISECONDS)
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """IPv6 for an address with colons, else IPv4."""
+    """Return IPv6 for an address with colons, else IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,4 +1,7 @@
-"""Memory that is mapped by hand: where the address must be chosen, or the mapping must outlive Python's objects."""
+"""Mappings made directly with mmap.
+
+They are for memory whose address must be chosen, or that must outlive Python's objects.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,13 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 def map_memory(
     nbytes: int, fd: int = -1, *, offset: int = 0, at: int = 0, private: bool = False, populate: bool = False
 ) -> int:
-    """Map a descriptor, or without one memory of this process's own; its address. Only `unmap_memory` unmaps it.
+    """Map a file descriptor, or without one private memory; return the address.
+
+    Only `unmap_memory` unmaps it.
 
     Args:
-        at: the address, whose mapping it replaces; 0: any.
-        populate: have all of its pages at once.
+        at: the address, whose mapping is replaced; 0: any.
+        populate: allocate all pages at once.
     """
     flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _NORESERVE | (_FIXED if at else 0)
     if populate:
@@ -36,12 +41,15 @@ def map_memory(
 
 
 def unmap_memory(address: int, nbytes: int) -> None:
-    """The end of what `map_memory` has mapped."""
+    """Unmap memory of `map_memory`."""
     _libc.munmap(address, nbytes)
 
 
 def aside(fd: int) -> int:
-    """Move a descriptor to a high number, which nobody gets by chance after closing what is not theirs."""
+    """Move a descriptor to a high number.
+
+    Code that closes a descriptor it does not own, and whose number is then reused, rarely hits a high number.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, min(max(soft, 0) // 2, 1 << 16))

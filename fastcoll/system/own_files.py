@@ -1,7 +1,7 @@
-"""This user's own files, under predictable names in folders where other users may write.
+"""This user's files with predictable names in folders where other users may write.
 
-Another user may put a symbolic link there, through which one of this user's files would be overwritten, or a pipe,
-on which an open would block.
+Another user may put a symbolic link there, through which one of this user's files would be overwritten, or a pipe, on
+which an open would block.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import BinaryIO
 
 
 def open_own(path: str | os.PathLike[str], flags: int, mode: int) -> int:
-    """Open `path` as a regular file that this user owns and that has no other name, or create it. Does not block.
+    """Open `path` as a regular file of this user with no other name, or create it. Does not block.
 
     Args:
         path: the file.
-        flags: of os.open, without O_TRUNC: a file that is refused is not changed.
+        flags: of os.open, without O_TRUNC: a rejected file is not changed.
         mode: permissions of a file that is created.
 
     Raises:
@@ -37,7 +37,7 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int) -> int:
 
 
 def open_anew(path: str | os.PathLike[str]) -> BinaryIO:
-    """Create `path` for writing after unlinking what was there; a symbolic link is not followed."""
+    """Create `path` for writing after unlinking the old file; a symbolic link is not followed."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     return open(path, "xb")

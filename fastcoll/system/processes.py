@@ -1,10 +1,9 @@
-"""The ranks of a group and the processes behind them: who is who, on which nodes, and the proof that one is dead.
+"""The ranks of a group and their processes: their identity, their nodes, and the proof that one is dead.
 
-A process is named by its pid and the clock tick at which it started, within a boot and a pid
-namespace, so that a recycled pid is never taken for a living peer. Death is seen through a pidfd,
-which becomes readable when the process has ended (a zombie has ended). The pidfds are kept in one
-table, because groups look every few milliseconds while they wait. Processes on other machines or in other
-containers are out of sight; those that connections were lost with are known from witnesses.
+A process is identified by its pid and the clock tick at which it started, within a boot and a pid namespace, so that a
+recycled pid is never taken for a living peer. Death is detected with a pidfd, which becomes readable when the process
+has ended (a zombie has ended). The pidfds are kept in one table, because groups check every few milliseconds while they
+wait. Processes on other machines or in other containers are out of sight; for those, witnesses report lost connections.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ P = TypeVar("P", bound="ProcessId")
 _MAX_BYTES = 4096
 
 SESSION = "PYTEST_FASTCOLL_SESSION"
-"""The variable by which a session of pytest tells its processes, and so their names in shared memory, from others'."""
+"""The variable with which a pytest session marks its processes, and so their names in shared memory."""
 
 
 def session() -> str:
-    """What names in shared memory end with; empty outside of tests."""
+    """Return the suffix of names in shared memory; empty outside of tests."""
     return os.environ.get(SESSION, "")
 
 
@@ -46,28 +45,32 @@ class ProcessId:
     host: str  # the node's name, for messages only
     pid: int  # its number inside `pid_namespace`
     start_time: int  # clock ticks after boot, field 22 of /proc/PID/stat
-    boot_id: str  # the kernel's random name of this boot; equal means the same machine
-    pid_namespace: str  # the name of the namespace that `pid` belongs to
+    boot_id: str  # the kernel's random id of this boot; equal means the same machine
+    pid_namespace: str  # the name of the namespace of `pid`
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
     @property
     def where(self) -> str:
-        """Which process it is, as messages show it."""
+        """The process, as messages show it."""
         return f"pid {self.pid} on {self.host}"
 
     def is_process(self, process: ProcessId) -> bool:
-        """Whether this one's process is that of `process`."""
+        """Return whether both are the same process."""
         return all(getattr(self, name) == getattr(process, name) for name in types_of(ProcessId))
 
     def to_bytes(self) -> bytes:
-        """All fields as JSON, for a store."""
+        """Return all fields as JSON, for a store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls: type[P], data: bytes) -> P:
-        """What `to_bytes` wrote, or a StoreError: what peers write is not trusted."""
+        """Parse the result of `to_bytes`.
+
+        Raises:
+            StoreError: it is malformed; data of peers is not trusted.
+        """
         try:
             if len(data) > _MAX_BYTES:
                 raise ValueError(f"{len(data)} bytes, at most {_MAX_BYTES}")
@@ -82,7 +85,7 @@ class ProcessId:
             raise StoreError(f"{cls.called} cannot be read ({error}): {data[:80]!r}") from error
 
     def alive(self) -> bool | None:
-        """Whether the process runs; None when that cannot be known from here."""
+        """Return whether the process runs; None if that cannot be determined from here."""
         if not in_sight(self):
             return None
         return not dead_among([self])
@@ -110,12 +113,12 @@ def network_here() -> str:
 
 
 def in_sight(process: ProcessId) -> bool:
-    """Whether this process can tell if `process` lives: same boot, same pid namespace."""
+    """Return whether this process can determine if `process` lives: same boot, same pid namespace."""
     return process.boot_id == _boot_id() and process.pid_namespace == _pid_namespace()
 
 
 def cores_of(processes: Iterable[ProcessId]) -> set[int]:
-    """The CPUs that the living ones of `processes` may use together, as far as they can be seen from here."""
+    """Return the CPUs that the living ones of `processes` may use together, as far as they are in sight."""
     cores: set[int] = set()
     for process in processes:
         if in_sight(process):
@@ -125,7 +128,7 @@ def cores_of(processes: Iterable[ProcessId]) -> set[int]:
 
 
 def dead_among(processes: Iterable[P]) -> list[P]:
-    """Those that are proven dead; one whose state cannot be known from here counts as alive.
+    """Return the processes that are proven dead; one that is out of sight counts as alive.
 
     One poll(2) without waiting, cheap enough for every 50 ms. Never blocks.
     """
@@ -140,18 +143,18 @@ def dead_among(processes: Iterable[P]) -> list[P]:
 
 
 class Witness(Protocol):
-    """Has connections with processes, also with those that are out of sight."""
+    """An object that has connections with processes, also with those that are out of sight."""
 
     def lost_processes(self) -> Iterable[ProcessId]:
-        """Those whose connection has ended without a word. Never blocks."""
+        """Return the processes whose connection has ended without notice. Never blocks."""
 
 
 witnesses: set[Witness] = set()
-"""Whom `gone_among` asks: those who have connections are there as long as they have them."""
+"""The witnesses that `gone_among` asks; an object is in here as long as it has connections."""
 
 
 def gone_among(processes: Iterable[P]) -> list[P]:
-    """As `dead_among`, and those that a witness has lost. Never blocks."""
+    """Return the processes that are dead, or that a witness has lost. Never blocks."""
     asked = list(processes)
     gone: set[ProcessId] = {*dead_among(asked)}
     gone.update(*(witness.lost_processes() for witness in list(witnesses)))
@@ -159,7 +162,7 @@ def gone_among(processes: Iterable[P]) -> list[P]:
 
 
 def forget(processes: Iterable[ProcessId]) -> None:
-    """Close what is held open to watch `processes`; a later look opens it anew."""
+    """Close the pidfds of `processes`; a later check opens them anew."""
     with _lock:
         for process in processes:
             state = _watched.pop((process.pid, process.start_time), None)
@@ -171,12 +174,12 @@ def forget(processes: Iterable[ProcessId]) -> None:
 _UNWATCHABLE = -1
 _lock = threading.Lock()
 _poller = select.poll()
-# (pid, start time) -> its pidfd; None: seen dead; _UNWATCHABLE: no pidfd to be had, so /proc is read.
+# (pid, start time) -> its pidfd; None: seen dead; _UNWATCHABLE: no pidfd is available, so /proc is read.
 _watched: dict[tuple[int, int], int | None] = {}
 
 
 def _drop_inherited() -> None:
-    """Start anew in a child of fork: another thread may have held the lock at that moment."""
+    """Start anew in a child of fork: another thread may have held the lock at the fork."""
     global _lock, _poller
     _lock, _poller = threading.Lock(), select.poll()
     for state in _watched.values():
@@ -190,7 +193,7 @@ at_fork("processes", _drop_inherited)
 
 
 def _watch(process: ProcessId) -> int | None:
-    """What is known of a process, as in _watched."""
+    """Return the state of a process, as in _watched."""
     key = process.pid, process.start_time
     if key not in _watched:
         _watched[key] = _open(process)
@@ -204,7 +207,7 @@ def _open(process: ProcessId) -> int | None:
         return None
     except OSError:  # out of descriptors, or a kernel or sandbox without pidfds
         return _UNWATCHABLE
-    # Looked at after opening: from here on the pidfd stands for this very process.
+    # Check after opening: from here on the pidfd refers to this process.
     if _recycled(process):
         os.close(fd)
         return None
@@ -213,7 +216,7 @@ def _open(process: ProcessId) -> int | None:
 
 
 def _recycled(process: ProcessId) -> bool:
-    """Whether the pid is free, a zombie's, or another process's by now."""
+    """Return whether the pid is free, a zombie's, or another process's by now."""
     try:
         status = status_of(process.pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -224,14 +227,17 @@ def _recycled(process: ProcessId) -> bool:
 
 
 def has_ended(status: list[bytes]) -> bool:
-    """Whether a process with this status is a zombie as a whole, and not its first thread alone."""
+    """Return whether a process with this status is a zombie, and not only its first thread."""
     return status[0] in (b"Z", b"X") and int(status[17]) <= 1
 
 
 def status_of(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat behind the command: the state, ..., at 17 the threads, at 19 the start time."""
+    """Return the fields of /proc/PID/stat after the command.
+
+    The state is at 0, the number of threads at 17, the start time at 19.
+    """
     with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()  # the command may hold spaces and parentheses
+        return file.read().rpartition(b")")[2].split()  # the command may contain spaces and parentheses
 
 
 def living_thread(pid: int) -> int:
@@ -260,7 +266,7 @@ def _pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
 
 
-# ---- the ranks that processes are ---------------------------------------------------------------------------
+# ---- ranks -------------------------------------------------------------------------------------------------
 
 _speaker = ""
 
@@ -273,12 +279,11 @@ class Member(ProcessId):
 
     rank: int
     world_size: int
-    backend: str  # that it was asked for
-    shm_device: (
-        int  # the number of /dev/shm (0: there is none): ranks that can meet in shared memory see the same
-    )
-    network: str  # the network namespace: ranks of one boot that see the same reach each other by loopback
-    version: str  # of this library
+    backend: str  # the backend that it was asked for
+    # The number of /dev/shm (0: there is none): ranks that can share memory see the same number.
+    shm_device: int
+    network: str
+    version: str  # version of this library
 
     @classmethod
     def here(cls, rank: int, world_size: int, backend: str) -> Member:
@@ -301,16 +306,16 @@ class Member(ProcessId):
         return self.boot_id, self.shm_device
 
     def same_node(self, other: Member) -> bool:
-        """Whether two ranks can share memory."""
+        """Return whether two ranks can share memory."""
         return self.node == other.node
 
     def same_network(self, other: Member) -> bool:
-        """Whether both have the same interfaces, loopback too: one boot, one network namespace."""
+        """Return whether both have the same interfaces, loopback too: one boot, one network namespace."""
         return (self.boot_id, self.network) == (other.boot_id, other.network)
 
 
 def set_process_rank(rank: int) -> None:
-    """From now on, begin what this process logs with its global rank."""
+    """Prefix this process's log lines with its global rank from now on."""
     global _speaker
     _speaker = f"rank {rank}: "
     _log.addFilter(_name_speaker)
@@ -343,15 +348,15 @@ class Topology:
         }
         self.node, place = self._homes[rank]
         self.local, self.local_rank = self.nodes[self.node], place
-        self.rails = min(map(len, nodes))  # how many ranks of each node talk to other nodes
-        # The ranks, one a node, that this rank shares data with; None for the surplus ranks of larger nodes.
+        self.rails = min(map(len, nodes))  # how many ranks of each node communicate with other nodes
+        # The ranks, one per node, with which this rank exchanges data; None for the surplus ranks of larger nodes.
         self.rail = tuple(node[place] for node in nodes) if place < self.rails else None
         self.even = len(set(map(len, nodes))) == 1
-        # Whether the ranks of all nodes, one node after the other, are 0..n-1.
+        # The ranks of all nodes, one node after the other, are 0..n-1.
         self.in_order = [rank for node in nodes for rank in node] == list(range(len(members)))
 
     def home_of(self, rank: int) -> tuple[int, int]:
-        """The number of a rank's node, and its place there."""
+        """Return the number of a rank's node, and its local rank there."""
         if rank not in self._homes:
             raise ValueError(f"no rank {rank}")
         return self._homes[rank]

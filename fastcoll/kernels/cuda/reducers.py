@@ -71,10 +71,8 @@ class CudaReducer:
         if count * self.itemsize == 0:
             return
         kernel = self._kernels.get(len(srcs)) or self.prepare(len(srcs))
-        bits, head = (
-            dst,
-            0,
-        )  # elements until all arrays are at multiples of 16 bytes: all, if they never are together
+        # `head`: elements before all arrays are at multiples of 16 bytes; all of them, if they never are at once.
+        bits, head = dst, 0
         for src in srcs:
             bits |= src
         if bits & (VECTOR - 1):
