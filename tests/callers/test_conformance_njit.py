@@ -1,6 +1,6 @@
 """The conformance suite through numba.njit: its tests run with functions that call fastcoll's from compiled code.
 
-These do not hold Python's lock; those of the other files here do.
+These functions release the GIL (`nogil=True`); those of the other files here hold it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from conformance import test_moves, test_point_to_point, test_reductions
 import fastcoll as dist
 import fastcoll.callers.njit
 
-pytestmark = pytest.mark.long  # test_njit.py calls every function
+pytestmark = pytest.mark.long  # test_njit.py calls every function once
 
 DTYPES = [np.dtype(name) for name in ("int8", "bool", "float32", "complex128")]
 MOVABLE = [*DTYPES, np.dtype([("value", "f4"), ("index", "i8")])]

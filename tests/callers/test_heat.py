@@ -1,4 +1,4 @@
-"""The heat equation's example: the same bits with any number of ranks, and the fixed point of its step."""
+"""The example of the heat equation: same bits with any number of ranks, and the fixed point of its step."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def solve(ranks, file):
     return np.load(file)
 
 
-@pytest.mark.long  # test_njit.py calls what it uses
+@pytest.mark.long  # test_njit.py calls the same functions
 def test_the_plate_is_the_same_with_any_number_of_ranks(tmp_path):
     plate = solve(1, tmp_path / "1.npy")
     hot = np.vstack([np.ones(32), plate, np.zeros(32)])

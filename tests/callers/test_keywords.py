@@ -31,7 +31,7 @@ def test_the_root_inside_try_is_the_named_rank(rank, world_size):
     if rank > 0:
         x = np.array([float(rank)])
         assert shared(x, group)
-        assert x[0] == 2  # without the names it would be sent by global rank 1
+        assert x[0] == 2  # without the names, global rank 1 would be the root
 
 
 def tried(x):
@@ -53,7 +53,7 @@ def untried(x):
 
 @pytest.fixture
 def forgetful(monkeypatch):
-    """Restore Numba's state without fastcoll."""
+    """Restore Numba's own table of instructions for the test."""
     monkeypatch.setattr(byteflow, "_NO_RAISE_OPS", frozenset(("LOAD_CONST", "NOP", "LOAD_DEREF", "PRECALL")))
     keywords.are_lost.cache_clear()
     yield

@@ -1,4 +1,4 @@
-"""fastcoll inside numba.njit: layouts, groups, operations of users, refusals, errors, signals, and caches of code."""
+"""fastcoll inside numba.njit: layouts, groups, custom operations, refusals, errors, signals, and cached code."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_any_layout(rank, world_size):
             assert_same(x, expected, (cut, order))
     x = np.zeros(5, [("pad", "i1"), ("value", "f8")])
     x["value"] = rank + 1
-    total(x["value"])  # no multiple of 8 bytes in memory
+    total(x["value"])  # not aligned
     assert x["value"].tolist() == [world_size * (world_size + 1) / 2] * 5
     total(np.array(1.0))
 
 
 @numba.njit(cache=True)
 def everything(x, whole, group):
-    """Each function once; what they return, and what of the arrays is not as expected."""
+    """Call each function once; return rank, size and the number of wrong results."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     bad = 0
     y = x.copy()
@@ -114,7 +114,7 @@ def test_every_function_and_groups_as_arguments(rank, world_size):
 
 @numba.njit(cache=True)
 def around(x, rank, size, group):
-    """Each rank's array to the next one; returns the senders."""
+    """Send each rank's array to the next rank; return the senders."""
     y = np.empty_like(x)
     if rank % 2 == 0 and rank < size - 1:
         dist.send(x, rank + 1, group, 7)
@@ -224,7 +224,7 @@ def refusals():
         "PREMUL_SUM's factor": lambda: dist.all_reduce(x, scaled),
         "make the ReduceOp outside": lambda: dist.all_reduce(x, ReduceOp.PREMUL_SUM(2.0)),
         "tensor is of type float64": lambda: dist.all_reduce(1.0),
-        "read-only": lambda: dist.broadcast(x, 0),  # a global is
+        "read-only": lambda: dist.broadcast(x, 0),  # global arrays are read-only
         "src is missing": lambda: dist.broadcast(np.ones(1)),
         "src and group_src are both given": lambda: dist.broadcast(np.ones(1), 0, group_src=0),
         "they must be the same": lambda: dist.all_gather_into_tensor(np.ones(4), y),
@@ -252,7 +252,7 @@ def test_compile_errors_name_their_reason(rank, world_size):
 @numba.njit(parallel=True)
 def in_parallel(x, inside):
     for i in numba.prange(len(x)):
-        x[i] = dist.get_rank()  # which is nobody else's matter
+        x[i] = dist.get_rank()  # local, so allowed
         if inside is not None:
             dist.barrier()
     total(x)
@@ -271,15 +271,15 @@ def divide(out, x, of_out, of_x):
 
 
 @pytest.mark.long
-@pytest.mark.ranks(2, 3)  # the first one has a way compiled
+@pytest.mark.ranks(2, 3)  # the first world compiles the native call
 def test_split_sizes(rank, world_size):
     ranks = range(world_size)
-    given, taken = [rank + 2 * other for other in ranks], [other + 2 * rank for other in ranks]  # 0 once
+    given, taken = [rank + 2 * other for other in ranks], [other + 2 * rank for other in ranks]  # one is 0
     for tail, dtype in (((), np.float64), ((2,), np.int8)):
         x = np.concatenate([np.full((n, *tail), 10 * rank + to, dtype) for to, n in enumerate(given)])
         want = np.concatenate([np.full((n, *tail), 10 * to + rank, dtype) for to, n in enumerate(taken)])
         for kind in (tuple, np.array):
-            for _ in range(2):  # by Python at first, and then by its way
+            for _ in range(2):  # first by Python, then by the native call
                 out = np.zeros_like(want)
                 divide(out, x, kind(taken), kind(given))
                 assert_same(out, want, (kind, tail))
@@ -306,7 +306,7 @@ def reduce_parts(out, x, sizes, op=dist.ReduceOp.SUM):
     dist.reduce_scatter_tensor(out, x, op, input_split_sizes=sizes)
 
 
-@pytest.mark.ranks(2, 3)  # the first one has a way compiled
+@pytest.mark.ranks(2, 3)  # the first world compiles the native call
 def test_reduce_scatter_of_parts(rank, world_size):
     sizes = [2 * other for other in range(world_size)]  # rank 0 has none
     for tail, dtype in (((), np.float64), ((2,), np.int8)):
@@ -406,7 +406,7 @@ def caught_after(begun, x):
 
 
 def interrupt(begun, number):
-    """Send this process a signal when compiled code has begun, and lets other threads run: it waits in its call."""
+    """Send this process a signal when compiled code has begun and released the GIL, so that it waits in its call."""
     while not begun[0]:
         time.sleep(0.001)
     os.kill(os.getpid(), number)
@@ -487,7 +487,7 @@ def test_cached_code_is_used_until_the_file_changes(tmp_path):
 
     def run(body):
         program.write_text(PROGRAM.format(body=body))
-        os.utime(program, (len(body), len(body)))  # Numba looks at the time and the size
+        os.utime(program, (len(body), len(body)))  # Numba compares the time and the size
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(program)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
@@ -509,7 +509,7 @@ def test_without_a_world_the_functions_say_so():
 
 @pytest.mark.ranks(2)
 def test_a_descriptor_is_zeroed_when_its_own_group_ends(rank, world_size):
-    """A new world may be known before the old one has ended."""
+    """A new world may be in the descriptor before the old one has ended."""
     old, new = dist.new_group(), dist.new_group()
     row = descriptors._Descriptor(99, 0)
     row.fill(old)

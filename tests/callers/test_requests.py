@@ -176,7 +176,7 @@ def test_a_request_keeps_its_array_alive_until_the_wait(rank, world_size):
                 before = rtsys.get_allocation_stats()
                 assert forgotten(count, 5.0, 1) == -3 * count
                 made, freed = 1, 0
-                while made > freed:  # until Python, which held some, and its threads have let go of them
+                while made > freed:  # until Python's threads have released the arrays that they held
                     gc.collect()
                     after = rtsys.get_allocation_stats()
                     made, freed = after.mi_alloc - before.mi_alloc, after.mi_free - before.mi_free
@@ -253,7 +253,7 @@ def test_posted_messages_progress_while_their_rank_computes(rank, world_size):
 
 @numba.njit
 def two_ways(x, y, peer, left):
-    """Post, then let calls of Python make progress; `left` is never waited for."""
+    """Post requests, which calls of Python then progress; `left` is never waited for."""
     taken, sent = begun(x, y, peer)
     with numba.objmode():
         other = np.zeros(1)

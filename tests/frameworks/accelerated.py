@@ -1,4 +1,4 @@
-"""A user's program for Accelerate; the environment decides where it runs."""
+"""A user's program for Accelerate; the environment chooses backend and devices."""
 
 import sys
 

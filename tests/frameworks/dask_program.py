@@ -1,4 +1,4 @@
-"""Dask's workers as ranks; threads of one worker cannot be."""
+"""Dask's workers as ranks, and threads of one worker, which cannot be ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def total(rank: int, port: int) -> float:
 
 
 def one_of_two(rank: int, path: str) -> str:
-    """Of two threads that join in one process, one is refused, and the other waits for it in vain."""
+    """Join on two threads of one process: one is refused, and the other times out."""
     Path(f"{path}-{rank}").touch()
     while not Path(f"{path}-{1 - rank}").exists():
         time.sleep(0.01)

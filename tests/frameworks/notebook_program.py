@@ -17,7 +17,7 @@ SPAWN = "fastcoll.spawn(total, nprocs=2)"
 
 
 def cell(client, code: str) -> str:
-    """What a cell prints or raises."""
+    """Run a cell; return its output or its error."""
     said: list[str] = []
 
     def hear(message) -> None:

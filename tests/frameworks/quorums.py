@@ -22,7 +22,7 @@ def total(group: ProcessGroupFastcoll, rank: int) -> float:
     x = torch.full((4,), rank + 1.0)
     work = group.allreduce([x], dist.distributed_c10d.AllreduceOptions())
     work.wait()
-    work.get_future().wait()  # torchft's Manager takes this one
+    work.get_future().wait()  # torchft's Manager uses this future
     return x[0].item()
 
 
@@ -63,7 +63,7 @@ def run(rank: int, port: int) -> None:
 
 
 class Stuck(threading.Thread):
-    """A call that the other rank does not make."""
+    """A thread in a call that the other rank does not make."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

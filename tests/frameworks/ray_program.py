@@ -1,4 +1,4 @@
-"""Ray actors with collectives over fastcoll, and Ray Train over Gloo and fastcoll. Its folder is the only argument."""
+"""Ray actors with collectives over fastcoll, and Ray Train over Gloo and fastcoll. The only argument is its folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Actor:
         return os.getpid()
 
     def all_of_them(self, rank: int, kind: str) -> None:
-        """Every operation, on arrays and tensors, in groups of one name one after the other."""
+        """Run every operation, on arrays and tensors, in consecutive groups of the same name."""
         full = torch.full if kind == "tensor" else np.full
         for _ in range(2):
             collective.init_collective_group(2, rank, "fastcoll", kind)
@@ -53,7 +53,7 @@ class Actor:
             group.destroy_group()
 
     def declared(self, rank: int, times: int) -> float:
-        """A call in a group that the driver has declared."""
+        """Make a call in a group that the driver has declared."""
         for _ in range(times):
             x = np.full(3, rank + 1.0)
             collective.allreduce(x, "declared")
@@ -75,7 +75,7 @@ def actors() -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """DDP in Ray's worker, whose loss goes to a file."""
+    """Train by DDP in Ray's worker; write the loss to a file."""
     import ray.train.torch
 
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def trainers(folder: str) -> None:
 
 if __name__ == "__main__":
     ray.init(
-        num_cpus=4,  # Train's controller has one, too
+        num_cpus=4,  # one is for Train's controller
         include_dashboard=False,
         runtime_env={"worker_process_setup_hook": "fastcoll.ray.register"},
     )

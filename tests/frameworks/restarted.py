@@ -1,4 +1,4 @@
-"""A rank of torchrun whose first start ends in the way that is asked for. Names no backend but gloo."""
+"""A rank of torchrun whose first start ends in the way that its argument names. It names only the backend gloo."""
 
 import os
 import signal
@@ -17,6 +17,6 @@ if start == 0 and dist.get_rank() == 1:
     if how == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(7)
-dist.all_reduce(x)  # where the other one stands as it ends
+dist.all_reduce(x)  # the other rank is in this call when this rank ends
 os.write(1, f"start {start}: {type(dist.group.WORLD).__name__} {x.tolist()}\n".encode())
 dist.destroy_process_group()

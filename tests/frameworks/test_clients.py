@@ -1,6 +1,6 @@
-"""Frameworks run as they are: the losses are Gloo's, and what ends one rank is seen by the others.
+"""Frameworks run unchanged: their losses are Gloo's, and the other ranks get an error when a rank ends.
 
-Each needs seconds to be imported, so few programs run many checks. They have an environment of their own in .ci/run.
+Each framework takes seconds to import, so few programs run many checks. .ci/run has an environment for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastcoll.launch.nodes import free_port
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "frameworks.md"
 DEADLINE = 280.0
-pytestmark = pytest.mark.limit(900)  # several programs, each of which imports much
+pytestmark = pytest.mark.limit(900)  # several programs with long imports
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -51,14 +51,14 @@ def begin(environment: Mapping[str, str], *command: str) -> subprocess.Popen[str
 
 
 def end(program: subprocess.Popen[str]) -> str:
-    """What the program said, which must have ended well; one that does not end is killed with all that it started."""
+    """Return the output of a program, which must succeed; if it does not end, kill its process group."""
     try:
-        said, _ = program.communicate(timeout=DEADLINE)
+        output, _ = program.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         os.killpg(program.pid, signal.SIGKILL)
-        said, _ = program.communicate()
-    assert program.returncode == 0, said
-    return said
+        output, _ = program.communicate()
+    assert program.returncode == 0, output
+    return output
 
 
 @needs("accelerate", "deepspeed", "lightning", "torchmetrics", "transformers")
@@ -84,7 +84,7 @@ def test_frameworks_have_the_losses_of_gloo(tmp_path: Path) -> None:
             assert ours[name]["values"] == pytest.approx(gloo[name]["values"], rel=1e-6), name
 
 
-# Each command on the page, its train.py, and the last output of each of two ranks.
+# For each command on the page, its train.py and the last output of each of two ranks.
 ON_THE_PAGE = {
     "FASTCOLL_TORCH_DEFAULT=gloo torchrun --nproc-per-node 2 train.py": (
         "typed.py", ["torchmetrics", "trainer", "deepspeed"], "deepspeed: rank {} of 2, FastcollProcessGroup, 16 values"
@@ -107,10 +107,10 @@ def test_each_command_of_the_page_is_known() -> None:
 @pytest.mark.parametrize("command", ON_THE_PAGE)
 def test_commands_of_the_page_as_typed(tmp_path: Path, command: str) -> None:
     program, arguments, line = ON_THE_PAGE[command]
-    said = end(
+    output = end(
         begin(typing(tmp_path, program), "sh", "-c", f"cd {tmp_path} && {command} {' '.join(arguments)}")
     )
-    assert all(line.format(rank) in said for rank in range(2)), said
+    assert all(line.format(rank) in output for rank in range(2)), output
 
 
 @needs("accelerate")
@@ -118,9 +118,9 @@ def test_accelerate_that_starts_one_process_instead_of_two_is_warned_of(tmp_path
     launch = (
         f"cd {tmp_path} && FASTCOLL_TORCH_DEFAULT=gloo accelerate launch --cpu --num_processes 2 train.py"
     )
-    said = end(begin(typing(tmp_path, "accelerated.py"), "sh", "-c", launch))
-    assert "0 of 1: no group" in said, said
-    assert "accelerate launch has started this process alone" in said, said
+    output = end(begin(typing(tmp_path, "accelerated.py"), "sh", "-c", launch))
+    assert "0 of 1: no group" in output, output
+    assert "accelerate launch has started this process alone" in output, output
 
 
 @needs("accelerate")
@@ -135,9 +135,9 @@ def test_accelerate_that_starts_all_processes_is_not_warned_of() -> None:
 
 
 def typing(folder: Path, program: str) -> dict[str, str]:
-    """Return a shell's environment with that program as `train.py` and with this Python's commands.
+    """Return an environment for a shell that has the program as `train.py`, and this Python's commands.
 
-    torchrun may belong to a parent environment of this one, and would start the parent's Python.
+    The torchrun on the PATH may belong to a parent environment, and would start the parent's Python.
     """
     shutil.copy(HERE / program, folder / "train.py")
     torchrun = folder / "torchrun"
@@ -149,19 +149,19 @@ def typing(folder: Path, program: str) -> dict[str, str]:
     }
 
 
-@needs("accelerate")  # torch alone is there in other environments, too, where this takes half a minute
+@needs("accelerate")  # environments with torch alone skip this, as it takes half a minute
 @pytest.mark.parametrize("how", ["exception", "SIGKILL", "exit"])
 def test_torchrun_restarts_ranks(how: str) -> None:
     default = {"FASTCOLL_TORCH_DEFAULT": "gloo"}
-    said = end(start(default, *TORCHRUN, "--max-restarts", "1", HERE / "restarted.py", how))
-    assert said.count("start 1: FastcollProcessGroup [4.0, 4.0]") == 2, said
+    output = end(start(default, *TORCHRUN, "--max-restarts", "1", HERE / "restarted.py", how))
+    assert output.count("start 1: FastcollProcessGroup [4.0, 4.0]") == 2, output
 
 
 @needs("ray")
 def test_ray_actors_and_ray_train(tmp_path: Path) -> None:
-    said = end(start({}, HERE / "ray_program.py", tmp_path))
-    assert "actors did it" in said, said
-    assert "trainers did it" in said, said
+    output = end(start({}, HERE / "ray_program.py", tmp_path))
+    assert "actors did it" in output, output
+    assert "trainers did it" in output, output
 
 
 @needs("torchft")
@@ -176,8 +176,8 @@ def test_dask_workers_are_ranks_and_their_threads_are_not(tmp_path: Path) -> Non
 
 @needs("ipykernel", "jupyter_client")
 def test_a_notebook_starts_ranks() -> None:
-    said = end(start({}, HERE / "notebook_program.py"))
-    assert "[3.0, 3.0]" in said, said
+    output = end(start({}, HERE / "notebook_program.py"))
+    assert "[3.0, 3.0]" in output, output
 
 
 @pytest.mark.long
@@ -195,7 +195,7 @@ def test_pytest_xdist_runs_tests_that_have_ranks(tmp_path: Path) -> None:
         "    fastcoll.all_reduce(x)\n"
         "    assert (x == 3).all()\n"
     )
-    said = end(start({}, "-m", "pytest", "-n", "2", "-q", "--rootdir", tmp_path, tmp_path))
-    assert re.search(r"\b4 passed", said), said
+    output = end(start({}, "-m", "pytest", "-n", "2", "-q", "--rootdir", tmp_path, tmp_path))
+    assert re.search(r"\b4 passed", output), output
     # Otherwise a segment of the other worker's test would count as left behind.
     assert len(list(tmp_path.glob("session-*"))) == 2

@@ -1,6 +1,6 @@
-"""One rank of a program that trains with each framework as its users do, and names no backend but "gloo".
+"""One rank of a program that trains with each framework as users do, and names only the backend "gloo".
 
-Writes the losses, and the class of the group that served them, to a file. Which backend it is, the environment says.
+It writes the losses, and the class of the group that it used, to a file. The environment chooses the backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def data(rank: int = 0) -> TensorDataset:
 
 
 def checkpoints() -> list[float]:
-    """torch.distributed.checkpoint of a model that FSDP2 has cut into parts, into a folder, and back."""
+    """Save a model that FSDP2 has sharded by torch.distributed.checkpoint, and load it."""
     from torch.distributed import checkpoint
     from torch.distributed.fsdp import fully_shard
 
@@ -50,7 +50,7 @@ def checkpoints() -> list[float]:
 
 
 def torchmetrics() -> list[float]:
-    """Metrics whose states are sums, and lists of unequal lengths."""
+    """Compute metrics whose states are sums, and lists of unequal lengths."""
     from torchmetrics import CatMetric, MeanSquaredError
     from torchmetrics.classification import MulticlassAccuracy
 
@@ -67,7 +67,7 @@ def torchmetrics() -> list[float]:
 
 
 def accelerate() -> list[float]:
-    """Six of its own tests of operations, too."""
+    """Train by Accelerate, and run six of its own tests of operations."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -143,7 +143,7 @@ def lightning() -> list[float]:
 
 
 def deepspeed() -> list[float]:
-    """ZeRO 0 to 3; its own kernel for inference would be compiled here, and is left out."""
+    """Train by ZeRO 0 to 3, without DeepSpeed's inference kernel, which would be compiled here."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -181,8 +181,10 @@ if __name__ == "__main__":
     results, *ports = sys.argv[1:]
     said = {}
     launched = dict(os.environ)
-    for check, port in zip(CHECKS, ports, strict=True):  # each joins anew, and so at a port of its own
-        os.environ.update(launched, MASTER_PORT=port)  # Lightning removes what it has read
+    for check, port in zip(CHECKS, ports, strict=True):  # each check joins again, at its own port
+        os.environ.update(
+            launched, MASTER_PORT=port
+        )  # because Lightning removes the variables that it has read
         values = check()
         said[check.__name__] = {"group": type(dist.group.WORLD).__name__, "values": values}
         Path(results).write_text(json.dumps(said))

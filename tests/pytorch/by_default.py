@@ -1,4 +1,4 @@
-"""One rank of a program that names fastcoll's backend, none, or gloo, and imports torch alone. Prints what it got."""
+"""One rank of a program that imports only torch, and names the backend fastcoll, gloo, or none. Prints its backend."""
 
 import os
 import sys

@@ -123,7 +123,7 @@ def check_all_to_alls() -> None:
 
 def check_dtypes_that_are_only_moved() -> None:
     for dtype in ONLY_MOVED:
-        # Bytes 0 and 1 are numbers of every dtype.
+        # Bytes 0 and 1 are valid values in every dtype.
         contents = [(torch.arange(8 * dtype.itemsize) + r).to(torch.uint8) % 2 for r in range(size())]
         outs = [torch.empty_like(content).view(dtype) for content in contents]
         dist.all_gather(outs, contents[rank()].view(dtype), group=pair.OURS)
@@ -179,7 +179,10 @@ def check_short_forms_that_groups_in_cpp_take() -> None:
 
 def check_sparse_sums() -> None:
     def run(group: Any, dtype: torch.dtype, asynchronous: bool) -> Any:
-        places = [[rank(), 1, 1], [0, 2, 2]]  # the second and third are one; rank 2 has nothing
+        places = [
+            [rank(), 1, 1],
+            [0, 2, 2],
+        ]  # the second and third entry are at one index; rank 2 has no entry
         count = 0 if rank() == 2 else 3
         x = torch.sparse_coo_tensor(
             torch.tensor(places)[:, :count], data(dtype, 3, 4)[:count], (size(), 3, 4), check_invariants=True
@@ -199,7 +202,7 @@ def check_sparse_sums() -> None:
 
 
 def check_single_gathers() -> None:
-    """Up to 2.13 torch.distributed has none, but the group does."""
+    """Call gather_single on the group, because torch.distributed lacks it up to 2.13."""
     options = GatherOptions()
     options.rootRank = 1
     out = torch.zeros(size(), 2) if rank() == 1 else torch.zeros(0)

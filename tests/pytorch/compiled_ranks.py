@@ -1,4 +1,4 @@
-"""Two ranks of fastcoll's own functions in compiled functions, against the same calls outside of them."""
+"""Two ranks that call fastcoll's own functions in compiled functions, compared with the same calls outside."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def every_function(x: torch.Tensor, group: Any) -> Any:
-    """Calls with and without a group, by position and by name; none has the arguments of another."""
+    """Call every function, with and without a group, by position and by name, with different arguments."""
     y = x * 2
     dist.all_reduce(y)
     dist.all_reduce(y, ReduceOp.MAX, group=group)
@@ -83,7 +83,7 @@ def check_values(group: Any) -> None:
 
 
 def check_inputs_that_are_written() -> None:
-    """Arguments of the compiled function, dtypes and layouts among them."""
+    """Write into arguments of the compiled function, of several dtypes and layouts."""
 
     @compiled
     def reduce(x: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ def check_inputs_that_are_written() -> None:
 
 
 def check_that_inductor_writes_in_place_if_old_content_is_not_read() -> None:
-    """What is read later, or is no whole array, is copied; what is written in place is so outside as well."""
+    """Tensors that are read later, or are views, are copied; the others are written in place, as outside."""
 
     def call(x: torch.Tensor) -> Any:
         y, z, part, twice = x * 2, x * 3, x * 4, x * 5
@@ -124,7 +124,7 @@ def weights(rank: int, n: int) -> torch.Tensor:
 
 
 def derivative(call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Of the sum of all ranks' weighted results."""
+    """Return the derivative of the sum of all ranks' weighted results."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         y = call(x * 1)
@@ -180,7 +180,7 @@ def check_derivatives() -> None:
 
 
 def check_unused_results_and_outsiders(alone: Any) -> None:
-    """Rank 0's call is compiled, and nobody uses its result; rank 1's is not. Rank 1 is outside of `alone`."""
+    """Rank 0's call is compiled and its result unused; rank 1's is not compiled. Rank 1 is outside of `alone`."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         unused = x + 1

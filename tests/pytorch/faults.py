@@ -1,4 +1,4 @@
-"""What goes wrong raises in Python and names who is at fault. Checks for two ranks."""
+"""Errors are raised in Python and name the rank at fault. Checks for two ranks."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def check_ranks_that_are_late() -> None:
         dist.all_reduce(x, group=pair.OURS)
     if rank() == 0:
         dist.barrier(pair.GLOO)
-    late.wait()  # the operations went on
+    late.wait()  # the operations continued
     dist.barrier(pair.OURS)
     assert x.tolist() == [2.0]
 
 
 def check_a_tensor_without_other_references() -> None:
-    """Its memory is not used for anything else while its operation is under way."""
+    """A tensor's memory is not reused while its operation runs."""
     if rank() == 1:
         dist.barrier(pair.GLOO)
     x = torch.full((300_000,), rank() + 1.0)
@@ -80,7 +80,7 @@ def check_a_tensor_without_other_references() -> None:
 
 
 def check_collectives_that_are_not_waited_for() -> None:
-    """A rank that leaves does its part in them first."""
+    """A rank completes its part of such collectives before it leaves."""
     group = dist.new_group(backend="fastcoll")
     xs = [torch.ones(100_000) for _ in range(20)]
     if rank() == 1:
@@ -96,7 +96,7 @@ def check_collectives_that_are_not_waited_for() -> None:
 
 
 def check_groups_that_are_left_with_an_error() -> None:
-    """The other ranks learn of it at once, as what was started is not completed."""
+    """The other ranks get an error at once, because the started operations are not completed."""
     group = dist.new_group(backend="fastcoll")
     x = torch.ones(1)
     if rank() == 0:
@@ -128,7 +128,7 @@ def check_groups_that_are_left() -> None:
 
 
 def check_a_rank_that_dies_under_ddp() -> None:
-    """The last check, as rank 1 dies in it."""
+    """Rank 1 dies, so this is the last check."""
     model = ddp(Net(), pair.OURS)
     model(torch.ones(4, 8)).sum().backward()
     loss = model(torch.ones(4, 8)).sum()

@@ -35,7 +35,7 @@ def check_groups_of_some_ranks() -> None:
         equal(x, data(torch.float32, 3, of=0) + data(torch.float32, 3, of=2))
         assert dist.get_rank(group) == rank() // 2
         dist.destroy_process_group(group)
-    alone = dist.new_group([rank()])  # which each rank makes for itself
+    alone = dist.new_group([rank()])  # each rank makes its own group
     y, outs = data(torch.float32, 3), [torch.empty(3)]
     dist.all_reduce(y, group=alone)
     dist.all_gather(outs, y, group=alone)
@@ -51,7 +51,7 @@ def check_groups_of_some_ranks() -> None:
 
 
 def check_groups_of_the_world_skip_the_join() -> None:
-    """A group of the world's ranks needs no join, and under torchrun no meeting; each is several waits in a row."""
+    """A group of the world's ranks needs no join, and under torchrun no meeting, which are several waits each."""
     with pytest.MonkeyPatch.context() as patch:
         for place in ("fastcoll.job.standalone.join", "fastcoll.torch.jobs.meet_anew"):
             patch.setattr(place, None)
@@ -107,7 +107,7 @@ def check_split_groups() -> None:
 
 
 def check_monitored_barriers_have_gloos_texts() -> None:
-    """Callers match Gloo's sentences; fastcoll's own text follows them."""
+    """Errors begin with Gloo's texts, which callers match on, and continue with fastcoll's own."""
     for all_ranks, culprits in ((False, "Rank 1"), (True, "Ranks 1, 2")):
         for backend in ("fastcoll", "gloo"):
             group = dist.new_group(backend=backend, timeout=pair.TIMEOUT)
@@ -148,7 +148,7 @@ def check_fastcolls_own_world_beside_it() -> None:
 
 
 def check_children_of_fork_leave_the_group_alone() -> None:
-    """As a DataLoader's workers are."""
+    """Children of fork, such as a DataLoader's workers, do not disturb their parent's group."""
     child = os.fork()
     if child == 0:
         status = 1

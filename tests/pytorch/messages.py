@@ -1,4 +1,4 @@
-"""Messages, objects, and operations that end later. Checks for three ranks."""
+"""Messages, objects and asynchronous operations. Checks for three ranks."""
 
 from __future__ import annotations
 

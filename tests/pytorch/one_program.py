@@ -1,7 +1,6 @@
-"""A program that uses torch.distributed over Gloo and fastcoll's own functions, started as its first argument says.
+"""A program that uses torch.distributed over Gloo and fastcoll's own functions; its first argument is the launcher.
 
-Each meeting is at one address for both, by env:// and by tcp://, with either of the two first, and again after both
-were destroyed.
+Both use one address, by env:// and by tcp://, with either of the two first, and again after both were destroyed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def main(rank: int, size: int, port: int) -> None:
             all_reduce(x)
             assert x.tolist() == [size * (size + 1) / 2] * 4
         torch_dist.destroy_process_group()
-        fastcoll.barrier()  # a rank that meets again must not find torch's store of before, which ends under it
+        fastcoll.barrier()  # else a rank that joins again may find torch's previous store, which is about to end
         fastcoll.destroy_process_group()
     os.write(1, f"rank {rank} met {2 * len(orders)} times\n".encode())
 

@@ -1,4 +1,4 @@
-"""Two groups of the same ranks in one process, fastcoll's and Gloo's, and checks that compare them. Runs in ranks."""
+"""Two groups of the same ranks in one process, fastcoll's and Gloo's, and functions that compare them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=150)  # which only a hang takes
+TIMEOUT = timedelta(seconds=150)  # reached only by a hang
 OURS: Any = None
 GLOO: Any = None
 
@@ -33,30 +33,30 @@ def size() -> int:
 
 
 def shorten(group: Any, seconds: float) -> None:
-    """Set the timeout of a group of fastcoll's that is there: making one takes as long as it takes."""
+    """Set the timeout of a fastcoll group after it was made, because making it may take longer than that."""
     group._get_backend(torch.device("cpu")).set_timeout(timedelta(seconds=seconds))
 
 
 def data(dtype: torch.dtype, *shape: int, salt: int = 0, of: int | None = None) -> torch.Tensor:
-    """Whole numbers from 1 to 5, which every dtype holds and adds exactly; other ones on each rank (`of`: a rank's)."""
+    """Return integers from 1 to 5, exact in every dtype, that differ between ranks; `of`: those of another rank."""
     count = torch.Size(shape).numel()
     numbers = (torch.arange(count) * 7 + (rank() if of is None else of) * 3 + salt) % 5 + 1
     return numbers.to(dtype).reshape(shape)
 
 
 def of_all(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Every rank's `data(dtype, *shape)`, stacked."""
+    """Return `data(dtype, *shape)` of all ranks, stacked."""
     return torch.stack([data(dtype, *shape, of=r) for r in range(size())])
 
 
 def same(run: Callable[[Any], Any]) -> None:
-    """`run(group)` must give the same on both."""
+    """Check that `run(group)` returns the same on both groups."""
     ours, gloo = run(OURS), run(GLOO)
     equal(ours, gloo)
 
 
 def equal(ours: Any, expected: Any) -> None:
-    """The same dtype, shape and bits; lists item by item."""
+    """Check for the same dtype, shape and bits; lists are compared item by item."""
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
     elif isinstance(expected, list | tuple):
@@ -68,7 +68,7 @@ def equal(ours: Any, expected: Any) -> None:
 
 
 def reduced(x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-    """For `same`: an all_reduce of a copy of x."""
+    """Return a function for `same` that all_reduces a copy of x."""
 
     def run(group: Any) -> torch.Tensor:
         copy = x.clone()
@@ -79,7 +79,7 @@ def reduced(x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
 
 
 def run_checks(modules: Sequence[ModuleType], results: Path) -> None:
-    """Run each function check_* of the modules; `results`-<rank>.json has what each that has run raised, or ""."""
+    """Run each function check_* of the modules; write its error, or "", into `results`-<rank>.json."""
     outcome: dict[str, str] = {}
     file = Path(f"{results}-{rank()}.json")
     for name, check in [each for module in modules for each in vars(module).items()]:

@@ -1,4 +1,4 @@
-"""What needs no second rank: the store, and the threads of futures."""
+"""Checks for one rank: the store, and the threads of futures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_torchs_store_is_one_of_ours() -> None:
 
 
 def check_waits_end_soon_after_the_key_is_set() -> None:
-    """At most a quarter longer than needed, for any length: a group's meeting is several waits in a row."""
+    """A wait takes at most a quarter longer than needed, because making a group takes several waits in a row."""
     store, clock = TorchStore(dist.HashStore()), [0.0]
 
     def sleep(seconds: float) -> None:
@@ -54,11 +54,13 @@ def check_a_lost_store_says_so() -> None:
     store.set("a", "1")
     del server
     with pytest.raises(StoreError, match="torch's store failed"):
-        store.multi_set(["a", "b", "c"], ["1", "2", "3"])  # what was sent last before the end is not missed
+        store.multi_set(
+            ["a", "b", "c"], ["1", "2", "3"]
+        )  # sent just before the store ends, and still received
 
 
 def check_a_persistent_store_has_a_meeting_for_each_start() -> None:
-    """Also after ranks that came to one in vain, and after one of another size."""
+    """Also after a meeting that was not completed, and after a meeting of another size."""
     store = TorchStore(dist.HashStore())
     met = {_meeting(store, 3) for _ in range(3)}
     with pytest.raises(StoreTimeoutError, match=r"as rank 0 of 3: rank\(s\) 1, 2 did not come"):
@@ -72,7 +74,7 @@ def check_a_persistent_store_has_a_meeting_for_each_start() -> None:
 
 
 def _meeting(store: TorchStore, size: int) -> str:
-    """The name on which `size` ranks agree, of which rank 0 comes last."""
+    """Return the name that `size` ranks agree on; rank 0 joins last."""
     with ThreadPoolExecutor(size) as threads:
         names = [threads.submit(meet_anew, store, rank, size, 30.0) for rank in reversed(range(size))]
     (name,) = {each.result() for each in names}
@@ -106,7 +108,7 @@ def _no_thread(_: threading.Thread) -> None:
 
 
 def check_several_operations_are_one() -> None:
-    """They share the time that waiting may take, and the future has the error of any."""
+    """Several operations share one timeout, and the future gets the error of any of them."""
     first, second = Work("first"), Work("second")
     both = PendingWork([first, second], [], limit=60)
     limits: list[float] = []
@@ -129,6 +131,6 @@ def check_several_operations_are_one() -> None:
 
 def check_groups_that_only_their_members_make_name_the_cure() -> None:
     store = dist.HashStore()
-    TorchStore(store).add("fastcoll/0/join/claim/0", 1)  # as rank 0 of another group of the same name does
+    TorchStore(store).add("fastcoll/0/join/claim/0", 1)  # claimed by rank 0 of another group of the same name
     with pytest.raises(UsageError, match=r"claimed by two processes.*use_local_synchronization=True"):
         make_group(store, "3", 0, 2, 10.0, [1, 3], 4)

@@ -1,4 +1,4 @@
-"""A program that fails once: `torchrun --max-restarts 1 started_anew.py`. Joins both kinds of worlds each time."""
+"""A program that fails once: `torchrun --max-restarts 1 started_anew.py`. Each start joins both kinds of worlds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fastcoll
 
-if torch.__version__ < "2.14":  # later ones find the backend by its entry point
+if torch.__version__ < "2.14":  # later releases find the backend by its entry point
     import fastcoll.torch
 
 if __name__ == "__main__":
@@ -22,6 +22,8 @@ if __name__ == "__main__":
     dist.all_reduce(y)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(7)
-    os.write(1, f"after a restart: {x.tolist()} {y.tolist()}\n".encode())  # in one piece
+    os.write(
+        1, f"after a restart: {x.tolist()} {y.tolist()}\n".encode()
+    )  # one write, because the ranks share a pipe
     dist.destroy_process_group()
     fastcoll.destroy_process_group()

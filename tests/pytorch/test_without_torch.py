@@ -1,4 +1,4 @@
-"""What is said where PyTorch is not installed."""
+"""The error if PyTorch is not installed."""
 
 import subprocess
 import sys

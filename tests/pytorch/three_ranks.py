@@ -20,4 +20,4 @@ if __name__ == "__main__":
     if pair.rank() > 0:
         for work in works:
             work.wait()
-    # No destroy_process_group, and rank 0 has waited for nothing: the processes must end well without that.
+    # The processes must exit cleanly without destroy_process_group, and although rank 0 has waited for nothing.

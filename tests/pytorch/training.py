@@ -1,4 +1,4 @@
-"""Models that train over fastcoll as over Gloo, and what torch builds on collectives. Checks for two ranks."""
+"""Training over fastcoll compared with Gloo, and torch's features that use collectives. Checks for two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Wrap = Callable[[nn.Module, Any], nn.Module]
 
 
 class Net(nn.Module):
-    """Layers, a buffer, and a branch that may be left out."""
+    """A model with a buffer, and a branch that may be skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def train(
     steps: int = 4,
     **forward: Any,
 ) -> list[float]:
-    """The losses of some steps, from the same start everywhere and on other data on each rank."""
+    """Return the losses of some steps; all ranks start with the same model and have different data."""
     torch.manual_seed(1)
     model = wrap(Net(), group)
     opt = optimizer(model.parameters(), lr=0.1)
@@ -61,14 +61,14 @@ def train(
 
 
 def agree(run: Callable[[Any], list[float]]) -> None:
-    """The losses over both groups are those of one computation, and get smaller."""
+    """Check that the losses over both groups are equal, and decrease."""
     ours, gloo = run(pair.OURS), run(pair.GLOO)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(gloo), rtol=1e-5, atol=0)
     assert ours[-1] < ours[0]
 
 
 def ddp(model: nn.Module, group: Any, bucket_mb: float = 1e-4, **options: Any) -> DistributedDataParallel:
-    """With buckets of some 100 bytes, of which the first are reduced while backward goes on."""
+    """Wrap a model in DDP with buckets of some 100 bytes, so that the first are reduced during the backward pass."""
     return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb, **options)
 
 
@@ -173,7 +173,7 @@ def check_functional_collectives_on_a_mesh() -> None:
 
 
 def check_compiled_functions_around_collectives() -> None:
-    """Those that torch.compile can't put into its graph are called between two graphs."""
+    """Calls that torch.compile cannot put into its graph run between two graphs."""
 
     def step(x: torch.Tensor, group: Any) -> torch.Tensor:
         y = x + 1

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     results, rank = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     store = dist.FileStore(f"{results}-store", 2)
-    for start in range(2):  # the second in a store that has the keys of the first
+    for start in range(2):  # the second start finds the keys of the first in the store
         if start:
             dist.destroy_process_group()
         dist.init_process_group("fastcoll", store=store, rank=rank, world_size=2, timeout=pair.TIMEOUT)

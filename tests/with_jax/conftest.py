@@ -1,4 +1,4 @@
-"""JAX, and this package's functions for it."""
+"""Fixtures: JAX, and fastcoll.jax."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ WAYS = ("eager", "jit", "token")
 
 
 def do(jax, way, function, *arrays, **how):
-    """The result of a call of fastcoll.jax in one of the ways, as NumPy's array; twice, by Python and by the door."""
+    """Return a call's result as a NumPy array; it is made twice, by Python and by the C entry point."""
     import fastcoll.jax as fj
 
     if way == "token":
@@ -74,7 +74,7 @@ def test_every_call(rank, world_size, jax, fj, way):
 
 @pytest.mark.ranks(3, timeout=120)
 def test_a_first_message_needs_no_other_rank(rank, world_size, jax, fj):
-    """Rank 2 calls nothing of JAX before its own message, and the other ranks do not wait for it."""
+    """Rank 2 calls nothing of JAX before its own message, and the other ranks do not wait for rank 2."""
     x = np.float32([rank, 5])
     if rank == 0:
         do(jax, "jit", fj.send, x, dst=1)

@@ -1,10 +1,9 @@
-"""The conformance suite through fastcoll.jax: its tests run with functions that call JAX's, each jitted.
+"""The conformance suite through fastcoll.jax: its tests run with functions that call fastcoll.jax's, each jitted.
 
-Their results are written where the suite looks, and errors of JAX become fastcoll's by their texts. Worlds of two leave
-JAX chooses the order in worlds of two; in those of three each call has a token. JAX has no exscan, no blocks of
-different sizes, no coalesced calls, no posted messages, no `async_op`, and only its own dtypes: these are left out. Its
-arrays
-what `test_layouts_inside_programs` does.
+Results are copied into the suite's arrays, and JAX's errors are converted to fastcoll's by their texts. Calls have no
+token in worlds of two, so that JAX orders them, and a token in worlds of three. fastcoll.jax has no exscan, no blocks
+of different sizes, no coalesced calls, no posted messages, no `async_op`, and only JAX's dtypes: tests of these are
+left out. JAX's arrays have no strides; `test_layouts_inside_programs` tests layouts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ fj = pytest.importorskip("fastcoll.jax")
 pytestmark = pytest.mark.long  # test_calls.py and test_failures.py call every function
 
 SUM = dist.ReduceOp.SUM
-# A program is compiled for each dtype, operation and length, in 14 ms: few lengths, and all dtypes in one test alone.
+# Compiling a program takes 14 ms for each dtype, operation and length. So there are few lengths, and one test has all
+# dtypes.
 COUNTS = (0, 31, 1009)
 FEW = [np.dtype(name) for name in ("uint8", "bool", "float32", "complex128")]
 SIZES = [oracle.BOOL, *oracle.HALVES, *map(np.dtype, ("int32", "float64", "complex128"))]
@@ -40,7 +40,7 @@ SIZES = [oracle.BOOL, *oracle.HALVES, *map(np.dtype, ("int32", "float64", "compl
 
 @cache
 def program(name: str, with_token: bool, **how: Any) -> Any:
-    """A jitted call: arrays to (array or token or None), compiled once for each shape."""
+    """Return a jitted call from arrays to an array, a token or None; JAX compiles it once for each shape."""
 
     def run(*arrays: Any) -> Any:
         return getattr(fj, name)(*arrays, token=fj.create_token() if with_token else None, **how)
@@ -49,10 +49,10 @@ def program(name: str, with_token: bool, **how: Any) -> Any:
 
 
 def call(name: str, *arrays: Any, **how: Any) -> Any:
-    """The result of a call, as NumPy's array, or fastcoll's error."""
+    """Make a call; return its result as a NumPy array, or raise fastcoll's error."""
     try:
         found = program(name, dist.get_world_size() == 3, **how)(*arrays)
-        if found is None:  # of send and barrier without a token
+        if found is None:  # from send and barrier without a token
             return jax.effects_barrier()
         return np.asarray(found[0] if isinstance(found, tuple) else found)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -111,7 +111,7 @@ def recv(x: Any, src: int | None = None, tag: int = 0) -> int:
 
 
 def sendrecv(posted: Any) -> list[Any]:
-    """`batch_isend_irecv` of two."""
+    """Do a `batch_isend_irecv` of two operations."""
     (_, x, dst), (_, out, src) = posted
     out[...] = call("sendrecv", x, out, dst=dst, src=src)
     return []
@@ -135,7 +135,7 @@ THROUGH_JAX = {
 
 
 def run(module: Any, test: str, dtypes: Any, *args: Any) -> None:
-    """A test of the suite, for some dtypes."""
+    """Run a test of the suite, for some dtypes."""
     names = {each: getattr(dist, each) for each in dist.__all__}
     with ExitStack() as patched:
         for place in {oracle, module}:
@@ -223,7 +223,7 @@ def test_over_tcp_as_outside(rank, world_size):
 
 @pytest.mark.ranks(2, timeout=180)
 def test_layouts_inside_programs(rank, world_size):
-    """XLA lays arrays out as it likes; what a call gets is row by row."""
+    """XLA chooses the layouts of arrays; a call gets row-major arrays."""
     base = np.arange(24, dtype=np.float32).reshape(4, 6) + 100 * rank
     views = (
         lambda x: x.T,
@@ -257,7 +257,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.ranks(3, timeout=180, fresh=True, may_die=(2,))
 def test_a_dead_rank_is_named_by_every_call(rank, world_size, tmp_path):
-    """On a group for each call, which all have used; rank 2 dies while rank 0 waits for it."""
+    """Each call has its own group, which all ranks have used; rank 2 dies while rank 0 waits for it."""
     x = np.ones((3, 2), np.float32)
     arrays = {"barrier": (), "sendrecv": (x, x), "scatter": (x if rank == 2 else x[0],)}
     groups = {name: dist.new_group(timeout=60) for name in CALLS}
@@ -265,7 +265,7 @@ def test_a_dead_rank_is_named_by_every_call(rank, world_size, tmp_path):
         how = {"dst": rank, "src": rank} if name == "sendrecv" else CALLS[name]
         call("barrier", group=group)
         if name not in ("send", "recv"):
-            for _ in range(2):  # by Python and by the door
+            for _ in range(2):  # first by Python, then by the C entry point
                 call(name, *arrays.get(name, (x,)), group=group, **how)
     others = dist.new_group([0, 1])
     dist.barrier()

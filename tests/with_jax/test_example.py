@@ -1,4 +1,4 @@
-"""The example of logistic regression, run as its first lines say."""
+"""The example of logistic regression, run by the commands in its first lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "compiled" / "logistic_regression.py"
 
 
-@pytest.mark.long  # test_calls.py has derivatives through collectives
+@pytest.mark.long  # test_calls.py tests derivatives through collectives
 def test_logistic_regression_has_the_same_result_with_any_number_of_ranks(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     weights = {}

@@ -1,4 +1,4 @@
-"""What goes wrong in JAX's programs: wrong calls, ranks that differ, die or are late, Ctrl-C, a program's end."""
+"""Errors in JAX's programs: wrong calls, calls that differ, dead and late ranks, Ctrl-C, the end of a program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 import fastcoll as dist
 
-SECONDS = 180  # for a process that imports JAX, on a machine with more to do
+SECONDS = 180  # for a process that imports JAX, on a loaded machine
 
 
 @pytest.mark.ranks(2, timeout=120)
@@ -55,7 +55,9 @@ def test_an_error_caught_in_compiled_code_does_not_reach_a_later_program(rank, w
             return True
         return False
 
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # on the thread that has caught it
+    jax.config.update(
+        "jax_cpu_enable_async_dispatch", False
+    )  # run the program on the thread that has caught the error
     assert caught(np.ones(1))
     assert float(fj.all_reduce(jax.numpy.float32(3))) == 3
     jax.config.update("jax_cpu_enable_async_dispatch", True)
@@ -99,14 +101,14 @@ def test_a_group_is_left_after_running_programs(rank, world_size, jax, fj):
     x = np.full(400_000, rank, np.float32)  # JAX runs smaller programs at once
     slow(x)
     y = slow(x)
-    slow(x)  # nobody holds the result
+    slow(x)  # without a reference to the result
     dist.destroy_process_group(group)
     assert float(y[0]) == 1001
 
 
 @pytest.mark.ranks(2, timeout=120)
 def test_a_program_continues_while_another_thread_makes_a_group(rank, world_size, jax, fj):
-    """Rank 0 begins to make it before its first program is at its call, and rank 1 when that is through."""
+    """Rank 0 begins to make the group before its first program reaches its call, and rank 1 after that call."""
     group = dist.new_group()
     fj.barrier()
     slow = jax.jit(lambda x: fj.all_reduce(jax.lax.fori_loop(0, 500, lambda _, v: v + 1.0, x)))
@@ -118,7 +120,7 @@ def test_a_program_continues_while_another_thread_makes_a_group(rank, world_size
 
 
 def script(tmp_path, text):
-    """Two processes that run a script, with `fj`, `jax`, `dist`, `rank` and `x`."""
+    """Start two processes that run a script, which has `fj`, `jax`, `dist`, `rank` and `x`."""
     head = f"""
         import os, signal, sys
         import jax
@@ -138,7 +140,7 @@ def script(tmp_path, text):
 
 
 def ends(processes):
-    """(exit code, output, errors) of each."""
+    """Return (exit code, output, errors) of each process."""
     told = []
     for process in processes:
         try:
@@ -243,7 +245,7 @@ def test_ctrl_c_if_jax_runs_programs_on_the_callers_thread(tmp_path):
     first, second = processes
     while first.stdout.readline() != "waiting\n":
         assert first.poll() is None
-    while first.poll() is None:  # it may not have come to the call yet
+    while first.poll() is None:  # it may not have reached the call yet
         first.send_signal(signal.SIGINT)
         time.sleep(0.1)
     second.kill()

@@ -1,10 +1,10 @@
-"""Random programs of calls that do not depend on one another: each meets its own on the other rank, in program order.
+"""Random programs of independent calls: each call matches the same call on the other rank, in program order.
 
-Only the order distinguishes two all_reduces of one shape: if they change places, their results do, too. 12 programs of
-25 calls, drawn at random, run five times in each of the two ways to order calls. Rank by rank and run by run, other
-calls' arrays are late. XLA runs such a program on several threads, so order has to be asked for: it does if more than 8
-parts are ready at once, an array has 512 bytes or more, and the program has 1,000 floating-point operations (XLA's
-`flop_count`). Without an order the results are wrong: the last test shows that these programs find it.
+Only the order distinguishes two all_reduces of one shape: if they are exchanged, so are their results. 12 random
+programs of 25 calls run five times in each of the two ways to order calls. In each run and on each rank the arrays of
+other calls are delayed. XLA runs such a program on several threads, and so in any order, if more than 8 of its parts
+are ready at once, an array has 512 bytes or more, and the program has 1,000 floating-point operations (XLA's
+`flop_count`). Without an order the results are wrong: the last test shows that these programs detect that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMES = ("all_reduce", "all_reduce", "all_reduce", "scan", "broadcast", "all_gat
 
 
 def expected(name, arrays, rank):
-    """The result on a rank of two, by NumPy."""
+    """Return NumPy's result for a rank of two."""
     if name in ("all_reduce", "scan"):
         return arrays[0] + arrays[1] if name == "all_reduce" or rank else arrays[0]
     return {"broadcast": arrays[1], "all_gather": np.stack(arrays), "sendrecv": arrays[1 - rank]}[name]
@@ -39,7 +39,7 @@ def program(xs, delays, calls, rank, way):
     token = None if way == "ordered" else fj.create_token()
     results = []
     for x, delay, (name, _) in zip(xs, delays, calls, strict=True):
-        x = jax.lax.fori_loop(0, delay, lambda _, v: v + 1.0, x) - delay  # later than others' where delayed
+        x = jax.lax.fori_loop(0, delay, lambda _, v: v + 1.0, x) - delay  # a delay
         how = {"broadcast": {"src": 1}, "sendrecv": {"like": x, "dst": 1 - rank, "src": 1 - rank}}
         arguments = () if name == "barrier" else (x,)
         if way == "fresh tokens":
@@ -52,7 +52,7 @@ def program(xs, delays, calls, rank, way):
 
 
 def wrong_results(rank, calls, way, seed, runs=RUNS):
-    """The (run, call) whose results are not NumPy's."""
+    """Return the (run, call) whose results differ from NumPy's."""
     import jax
 
     both, own = np.random.default_rng(seed), np.random.default_rng([seed, rank])
@@ -62,7 +62,7 @@ def wrong_results(rank, calls, way, seed, runs=RUNS):
         delays = [int(delay) for delay in own.integers(0, 3, len(calls)) * 500]
         waiting.append((run, jitted(inputs(calls, run, rank), delays)))
         if both.integers(2) and run < runs - 1:
-            continue  # JAX gets the next one before this one has been waited for
+            continue  # start the next run before waiting for this one
         for of, results in waiting:
             of_all = [inputs(calls, of, r) for r in range(2)]
             for k, found in enumerate(results):
@@ -86,11 +86,11 @@ def test_random_programs(rank, world_size, jax, way):
 @pytest.mark.long
 @pytest.mark.ranks(2, timeout=300)
 def test_a_new_token_for_each_call_is_detected(rank, world_size, jax):
-    """A planted fault: these calls are in no order, and the results show it."""
+    """A planted fault: these calls have no order, and the results show it."""
     import fastcoll as dist
 
     calls = [("all_reduce", LARGE)] * CALLS
-    for seed in range(100):  # most seeds find it
+    for seed in range(100):  # most seeds detect it
         found = np.array([len(wrong_results(rank, calls, "fresh tokens", seed))])
         dist.all_reduce(found)
         if found[0]:
