@@ -21,7 +21,6 @@ from ..core.signature import describe
 from ..record.record import GroupRecord, MemberRecord, Record, joining_since, read
 from ..system.processes import has_ended, living_thread, status_of
 from .blame import (
-    BACKOFF,
     ELSEWHERE,
     GONE,
     LEFT,
