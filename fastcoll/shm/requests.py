@@ -16,6 +16,8 @@ Invariants:
 - A record that has ended belongs to the thread that swaps its NUMBER. A wait swaps it for the negative number, which
   tells a second wait that the first one has finished; the engine, which takes the request over, swaps it for 0. Only
   that thread releases the array, so it is released once.
+- A thread that reuses a record sets NUMBER to 0 before it writes STATE, PEER and OWNER, with release. Threads that wait
+  for the last request read PEER, with acquire, before they check NUMBER: if NUMBER is still theirs, so is PEER.
 - No number is used twice. Its bits are the record's index, above it a counter, above that the mailbox's own bits.
 """
 
@@ -152,13 +154,14 @@ def _note(m, index, state, peer, message, kind, nbytes, data, owner):
     count = load_word(t, r.COUNT) + 1
     number = load_word(t, r.NUMBERS) + (count << COUNT_AT) + index
     store_word(t, r.COUNT, count)
-    store_word(record, r.STATE, state)
-    store_word(record, r.PEER, peer)
+    store_release(record + 8 * r.NUMBER, 0)
+    store_release(record + 8 * r.STATE, state)
+    store_release(record + 8 * r.PEER, peer)
+    store_release(record + 8 * r.OWNER, owner)
     store_word(record, r.MESSAGE, message)
     store_word(record, r.KIND, kind)
     store_word(record, r.NBYTES, nbytes)
     store_word(record, r.DATA, data)
-    store_word(record, r.OWNER, owner)
     store_release(record + 8 * r.NUMBER, number)
     store_word(t, r.PENDING, load_word(t, r.PENDING) + 1)
     swap_if_equal(m + 8 * r.BEHIND, 0, r.BY_COMPILED)
@@ -283,7 +286,7 @@ def _accept(m, channel, peer):
     ):
         return _STUCK
     r.accept_message(channel, load_word(record, r.DATA), fastest_known(m, r.RECEIVES, nbytes, LARGE))
-    store_word(record, r.STATE, r.ARRIVING)
+    store_release(record + 8 * r.STATE, r.ARRIVING)
     return _MOVED
 
 
@@ -330,7 +333,7 @@ def _collect(m, record, number):
     One thread alone swaps NUMBER, and that thread releases the array. It reads the owner before: afterwards the record
     may be in use again.
     """
-    peer, owner = load_word(record, r.PEER), load_word(record, r.OWNER)
+    peer, owner = load_acquire(record + 8 * r.PEER), load_acquire(record + 8 * r.OWNER)
     if swap_if_equal(record + 8 * r.NUMBER, number, -number):
         if owner != 0:
             _release(load_word(_table(m), r.RELEASE), owner)
@@ -352,8 +355,9 @@ def _idle_or_return(m, found, idle, rounds):
 @kernel
 def _wait(m, number):
     """Wait for a request; return -1 - rank of its peer, or LATER."""
+    peer = load_acquire(_record(m, number & (_FIRST - 1)) + 8 * r.PEER)
     if _is_over(m, number):
-        return -1 - load_word(_record(m, number & (_FIRST - 1)), r.PEER)
+        return -1 - peer
     record = _record_of(m, number)
     if record == 0:
         return LATER

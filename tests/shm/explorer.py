@@ -95,6 +95,8 @@ class Machine:
     def load_acquire(self, address: int) -> Any:
         if address < SHARED:
             return self.private.get(address, 0)
+        if address in self.pending:
+            return self.pending[address]
         found = self._step(LOAD, address)
         self.polled.setdefault(address, found)
         return found
@@ -247,14 +249,14 @@ class Node:
 
 
 State = tuple[tuple[Node, ...], tuple[Any, ...]]
-_WORDS = 256
+_WORDS = 512
 
 
 class Explorer:
     """The states of a program of some threads.
 
     Args:
-        program: has the `machine`, and two functions. `begin(thread)` returns where a thread begins, and its private
+        program: has the `machine`, `shared` if shared words do not begin at 0 (values by address), and two functions. `begin(thread)` returns where a thread begins, and its private
             words. `go_on(thread, at)` calls the thread's next entry, after which all that the thread knows is in its
             words and in what this returns; None: it has ended.
         again: whether waits may end in vain.
@@ -272,6 +274,8 @@ class Explorer:
             AssertionError: a wrong result, a race or a deadlock; with the steps that led there.
         """
         words: list[Any] = [0] * _WORDS
+        for address, value in getattr(self.program, "shared", {}).items():
+            words[self._at(address)] = value
         nodes = [self._enter(Root(k, *_frozen(*self.program.begin(k)))) for k in range(self.threads)]
         for node in nodes:
             self._mark(node, (), words)
