@@ -113,19 +113,34 @@ class Fast:
         async_op: bool = False,
         input_split_sizes: Sequence[int] | None = None,
     ) -> Work | None:
-        blocks = input if input_split_sizes is None else _blocks_of(input, input_split_sizes)
-        if not async_op and (blocks is not input or type(input) is not tuple):
+        if input_split_sizes is not None:
+            return self._reduce_scatter_parts(output, input, op, async_op, input_split_sizes)
+        if not async_op and type(input) is not tuple:
             try:
-                code = reduce_scatter.call(self._c, output, blocks, op)
-                if code == DONE or self._continue_any(code, reduce_scatter, output, blocks, op):
+                code = reduce_scatter.call(self._c, output, input, op)
+                if code == DONE or self._continue_any(code, reduce_scatter, output, input, op):
                     return None
             except BaseException as error:
                 self._torn(reduce_scatter, error)
-        elif type(blocks) is not tuple and (
-            work := self._inline_start.begin(reduce_scatter, output, blocks, op)
+        elif type(input) is not tuple and (
+            work := self._inline_start.begin(reduce_scatter, output, input, op)
         ):
             return work
-        return self._group.reduce_scatter_single(output, input, op, async_op, input_split_sizes)
+        return self._group.reduce_scatter_single(output, input, op, async_op)
+
+    def _reduce_scatter_parts(
+        self, output: Any, input: Any, op: ReduceOp, async_op: bool, sizes: Sequence[int]
+    ) -> Work | None:
+        """Cut the input into its parts, which the entry takes as a tuple of blocks."""
+        blocks = () if async_op else _blocks_of(input, sizes)
+        if blocks:
+            try:
+                code = reduce_scatter.call(self._c, output, blocks, op)
+                if code == DONE or self._resume(code, reduce_scatter, output, blocks, op):
+                    return None
+            except BaseException as error:
+                self._torn(reduce_scatter, error)
+        return self._group.reduce_scatter_single(output, input, op, async_op, sizes)
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
         if not async_op:
@@ -232,7 +247,7 @@ class Fast:
 
 
 def _blocks_of(x: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
-    """Cut an ndarray into blocks of so many rows; return () where the general path must look at the arguments."""
+    """Cut an ndarray into blocks of so many rows; return () if the general path must check the arguments."""
     if type(x) is not np.ndarray or type(sizes) not in (list, tuple) or not x.ndim:
         return ()
     blocks, start = [], 0

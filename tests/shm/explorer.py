@@ -256,9 +256,10 @@ class Explorer:
     """The states of a program of some threads.
 
     Args:
-        program: has the `machine`, `shared` if shared words do not begin at 0 (values by address), and two functions. `begin(thread)` returns where a thread begins, and its private
-            words. `go_on(thread, at)` calls the thread's next entry, after which all that the thread knows is in its
-            words and in what this returns; None: it has ended.
+        program: has the `machine`, may have `shared` (values of shared words that do not begin at 0, by address), and
+            has two functions. `begin(thread)` returns where a thread begins, and its private words. `go_on(thread, at)`
+            calls the thread's next entry; then all that the thread knows is in its words and in what this returns.
+            None: the thread has ended.
         again: whether waits may end in vain.
     """
 
