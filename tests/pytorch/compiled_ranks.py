@@ -174,6 +174,8 @@ def check_derivatives() -> None:
     assert_close(derivative(into(dist.all_gather_single, 8)), of_all(8).sum(0)[ours])
     assert_close(derivative(listed), of_all(8).sum(0)[ours])
     assert_close(derivative(into(dist.reduce_scatter_tensor, 2, ReduceOp.AVG)), of_all(2).flatten() / SIZE)
+    parts = into(lambda out, y: dist.reduce_scatter_tensor(out, y, input_split_sizes=[1, 3]), [1, 3][RANK])
+    assert_close(derivative(parts), torch.cat([weights(0, 1), weights(1, 3)]))
     assert_close(derivative(into(dist.all_to_all_single, 4)), swapped[RANK])
     with pytest.raises(Exception, match=r"all_reduce \(op=MAX\) has no derivative"):
         derivative(reduced(ReduceOp.MAX))
