@@ -135,7 +135,7 @@ def test_parts_are_rows_of_an_array_of_any_layout(rank, world_size):
     for x in (inputs[rank], np.asfortranarray(inputs[rank])):
         for asynchronous in (False, True):
             out = np.zeros((len(want), 8), "f4")[:, ::2]
-            work = dist.reduce_scatter_tensor(out, x, async_op=asynchronous, input_split_sizes=sizes)
+            work = dist.reduce_scatter_tensor(out, x, async_op=asynchronous, input_split_sizes=list(sizes))
             if work is not None:
                 work.wait()
             assert_reduced(np.ascontiguousarray(out), want)
