@@ -116,16 +116,11 @@ infer_global(ReduceOp, _ReduceOpClass("class fastcoll.ReduceOp"))
 @typeof_impl.register(ReduceOp)
 def _typeof_reduce_op(op: ReduceOp, context: Any) -> types.Type:
     if op.code == PREMUL_SUM and context.purpose.name == "constant":
-        raise TypingError(_refused(op))
+        try:
+            descriptors.op_word(op)
+        except UsageError as error:
+            raise TypingError(str(error)) from None
     return reduce_op
-
-
-def _refused(op: ReduceOp) -> str:
-    try:
-        descriptors.op_word(op)
-    except UsageError as error:
-        return str(error)
-    return ""
 
 
 @unbox(_ReduceOp)

@@ -64,8 +64,8 @@ def copy_of(group: Group) -> ProcessGroup:
         choice, ranks = groups.backends[original], original.ranks
         doing = f"the first call of fastcoll.jax on the group {original.name}"
         with job.making(ranks, doing, counted=original is groups.world):
-            place = f"jax/{original.name}"
-            made = job.make_group(f"{original.name} (JAX)", place, ranks, original.timeout, load(choice))
+            prefix = f"jax/{original.name}"
+            made = job.make_group(f"{original.name} (JAX)", prefix, ranks, original.timeout, load(choice))
         groups.add(made, choice)
         made.before_leaving = settle
         if original is not groups.world:

@@ -66,14 +66,14 @@ def _half(address: int) -> int:
     return ctypes.c_int32.from_address(address).value
 
 
-def _answer(frame: int) -> int:
+def _call_in_python(frame: int) -> int:
     """Carry out a call that the handler cannot make; return 0, or the address of an error."""
     try:
         if _is_query(frame):
             return 0
         number = _word(_word(_word(_word(frame + f.ATTRS + f.VALUES)) + f.SCALAR))
         if number == PROBE:
-            _found[:] = _look(frame)
+            _frame_read[:] = _read_frame(frame)
             return 0
         site, dtypes = site_of(number)
         arguments, results = _word(frame + f.ARGS + f.POINTERS), _word(frame + f.RETS + f.POINTERS)
@@ -94,7 +94,7 @@ def _answer(frame: int) -> int:
         return _failed(frame, error)
 
 
-def _told(frame: int) -> int:
+def _error_of_c_entry(frame: int) -> int:
     """Return the address of the error that the C entry point has raised."""
     error = take_error()
     assert error is not None
@@ -104,7 +104,7 @@ def _told(frame: int) -> int:
 _errors: dict[int, BaseException] = {}
 
 
-def _torn(frame: int) -> int:
+def _error_of_exception(frame: int) -> int:
     """Return the address of the error with which one of the functions above has ended."""
     return _failed(frame, _errors.pop(threading.get_ident()))
 
@@ -196,12 +196,12 @@ def _failed(frame: int, error: BaseException) -> int:
 
 # ---- the self-test ------------------------------------------------------------------------------------------
 
-_found: list[Any] = []
+_frame_read: list[Any] = []
 _PROBED = np.arange(6, dtype=np.int16).reshape(2, 3)
 _EXPECTED = [168, 40, 40, 48, 48, 48, _EXECUTE, 1, 1, 1, b"site", 3, 1, (2, 3), (5, 7, 1), [0, 1, 2, 3, 4, 5]]
 
 
-def _look(frame: int) -> list[Any]:
+def _read_frame(frame: int) -> list[Any]:
     """Return the sizes, counts, types and values in the call frame of the program that `ready` runs."""
     args, rets, attrs = (frame + place for place in (f.ARGS, f.RETS, f.ATTRS))
     x, y = _word(_word(args + f.POINTERS)), _word(_word(rets + f.POINTERS))
@@ -229,7 +229,12 @@ def ready() -> None:
 
 @cache
 def _prepare() -> None:
-    f.LINES[0, : f.ERRORS + 1] = id(_answer), id(_told), id(_torn), id(_errors)
+    f.LINES[0, : f.ERRORS + 1] = (
+        id(_call_in_python),
+        id(_error_of_c_entry),
+        id(_error_of_exception),
+        id(_errors),
+    )
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_HANDLER(f.handler_address())), platform="cpu")
     cpu = jax.devices("cpu")[0]
     probe = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((5, 7, 1), np.bool_), has_side_effect=True)
@@ -242,8 +247,8 @@ def _prepare() -> None:
     thread = threading.Thread(target=look)  # a thread of its own, because this one may be tracing
     thread.start()
     thread.join()
-    if _found != _EXPECTED:
+    if _frame_read != _EXPECTED:
         raise UnavailableError(
-            f"jaxlib {jaxlib.__version__} does not lay out call frames as fastcoll.jax expects: {_found}, and not "
+            f"jaxlib {jaxlib.__version__} does not lay out call frames as fastcoll.jax expects: {_frame_read}, and not "
             f"{_EXPECTED}; use jaxlib from PyPI or conda-forge"
         )

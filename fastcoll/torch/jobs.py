@@ -58,7 +58,10 @@ def make_group(
     config.check()
     _watch_ends()
     began = time.monotonic()
-    members = _members(parent, global_ranks) if parent is not None and size > 1 else []
+    members: list[Member] = []
+    if parent is not None and size > 1:
+        by_rank = {member.rank: member for member in parent.monitor.members}
+        members = [by_rank[rank] for rank in global_ranks]
     try:
         prefixed, start = _prefixed_store(store, rank, size, timeout, global_ranks, parent)
         group = standalone.make(
@@ -106,11 +109,6 @@ def leave_group(group: ProcessGroup) -> None:
     """
     if (lost := standalone.leave_groups([group], sys.exc_info()[1])) is not None:
         _log.error("%s", lost)
-
-
-def _members(parent: ProcessGroup, global_ranks: Sequence[int]) -> list[Member]:
-    by_rank = {member.rank: member for member in parent.monitor.members}
-    return [by_rank[rank] for rank in global_ranks]
 
 
 def _prefixed_store(
