@@ -121,7 +121,7 @@ def op_word(op: ReduceOp) -> int:
     """
     if op.code == PREMUL_SUM:
         raise UsageError(
-            "PREMUL_SUM's factor does not get into compiled code; scale the array before a SUM there"
+            "PREMUL_SUM's factor cannot be passed to compiled code; scale the array there, and use SUM"
         )
     if op.code < CUSTOM:
         return op.code
@@ -151,7 +151,7 @@ def learn(dtype: np.dtype[Any]) -> None:
 def _keep(known: dict[int, Any], code: int, value: Any) -> None:
     if known.setdefault(code, value) != value:
         raise UsageError(
-            f"{value} cannot be told from {known[code]} in compiled code; give a field another name"
+            f"{value} and {known[code]} have the same code in compiled code; rename a field of one"
         )
 
 
@@ -170,7 +170,7 @@ def _op_in(word: int) -> ReduceOp:
     found = _custom[number - 1 : number] if number else [op for op in _custom if op.code == code]
     if len(found) != 1:
         raise UsageError(
-            "this process does not know the custom operation in the compiled code; pass it as an argument"
+            "this process cannot find the custom operation of the compiled code; pass it as an argument"
         )
     return found[0]
 
@@ -318,7 +318,7 @@ class _DecodedCall:
         q = self._words
         code = q.call & _DTYPE_MASK if q.op >= d.SEND else _dtype_in(q.call)
         if code not in _dtypes:
-            raise UsageError("this process does not know the dtype in the compiled code; compile it anew")
+            raise UsageError("this process cannot find the dtype of the compiled code; compile it again")
         return _dtypes[code]
 
     def _array(self, address: int, blocks: int) -> Array:
@@ -434,11 +434,11 @@ def _refuse(group: ProcessGroup, decoded: _DecodedCall) -> None:
         if decoded.call & SPLITS:
             raise UsageError(
                 f"{name} inside compiled code: split sizes must be {group.size} numbers >= 0 that add up to the "
-                f"{decoded.peer} rows of their array; here are {decoded.nbytes} rows in all"
+                f"{decoded.peer} rows of their array; they add up to {decoded.nbytes}"
             )
         raise UsageError(
             f"{name} inside compiled code: the array with a block for each rank has {decoded.nbytes} elements; "
-            f"expected {decoded.peer}, as many blocks as there are ranks, {group.size}"
+            f"expected {decoded.peer}, in {group.size} blocks"
         )
 
 

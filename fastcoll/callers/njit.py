@@ -68,7 +68,7 @@ _SUM = ReduceOp.SUM
 def _descriptor(group):
     descriptor = descriptor_of(group)
     if descriptor == 0:
-        raise ImportError("fastcoll cannot be used; what was printed says why")
+        raise ImportError("fastcoll could not be imported; the error was printed")
     return descriptor
 
 
@@ -178,9 +178,7 @@ def _check_synchronous(async_op: Any) -> None:
     _callable_here()
     value = getattr(async_op, "value", getattr(async_op, "literal_value", async_op))
     if value is not False:
-        raise TypingError(
-            "async_op inside njit: calls there return when they are done; call it outside for a Work"
-        )
+        raise TypingError("async_op inside njit: calls there are synchronous; call it outside to get a Work")
 
 
 def _callable_here() -> None:
@@ -225,11 +223,11 @@ def _check_same_dtype(x: Any, y: Any, name: str, other: str) -> None:
 def _split(descriptor, code, table, sizes, rows, nbytes):
     """Write the bytes of each block into the table; refuse split sizes that do not fit."""
     total, fits, width = np.int64(0), len(sizes) == len(table), nbytes // max(1, rows)
-    if fits:
-        for k in range(len(table)):
-            size = np.int64(sizes[k])
-            fits &= 0 <= size <= rows
-            total += size
+    for k in range(len(sizes)):
+        size = np.int64(sizes[k])
+        total += size
+        fits &= 0 <= size <= rows
+        if fits:
             table[k] = size * width
     if not (fits and total == rows) and word(descriptor, _SIZE) > 0:
         _done(call_c_entry(descriptor, _REFUSED, None, None, total, code | _SPLITS, rows))

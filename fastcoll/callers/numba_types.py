@@ -79,7 +79,7 @@ def descriptor_for(group: Any, layout: int) -> int:
     """Return the address of a group's descriptor, to code that was compiled for descriptors of this layout."""
     if layout != LAYOUT:
         raise UsageError(
-            "this code was compiled with another fastcoll; delete what Numba has kept (__pycache__)"
+            "this code was compiled with another version of fastcoll; delete Numba's cache (__pycache__)"
         )
     return descriptors.group_descriptor(group)
 

@@ -209,7 +209,7 @@ def test_custom_operations_and_records(rank, world_size):
     for _ in range(3):
         tell(x)
         assert x["a"].tolist() == [2, 2, 2]
-    with pytest.raises(dist.UsageError, match="PREMUL_SUM's factor does not get into compiled code"):
+    with pytest.raises(dist.UsageError, match="PREMUL_SUM's factor cannot be passed to compiled code"):
         total(np.ones(1), ReduceOp.PREMUL_SUM(2.0))
     dist.barrier()
 
