@@ -128,7 +128,7 @@ partial_eval.dce_rules[call_p] = _keep
 def _batch(ins: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[list[Any], list[int | None]]:
     """Make one call for the complete batch; its dimension is the first, or the second after the rank's dimension."""
     kind = site.traits
-    place_in, place_out = map(int, kind.rows)
+    batch_axis_in, batch_axis_out = map(int, kind.rows)
     arrays, sizes = list(ins), {x.shape[d] for x, d in zip(ins, dims, strict=True) if d is not None}
     if site.token and dims[-1] is not None:
         raise UsageError(
@@ -138,9 +138,9 @@ def _batch(ins: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[list
         if dims[k] is None:  # one of sendrecv's two arrays
             arrays[k] = jnp.broadcast_to(ins[k], (*sizes, *ins[k].shape))
         else:
-            arrays[k] = jnp.moveaxis(ins[k], dims[k], place_in)
+            arrays[k] = jnp.moveaxis(ins[k], dims[k], batch_axis_in)
     outs = call_p.bind(*arrays, site=site)
-    return outs, [place_out] * bool(kind.shape) + [None] * site.token
+    return outs, [batch_axis_out] * bool(kind.shape) + [None] * site.token
 
 
 batching.primitive_batchers[call_p] = _batch

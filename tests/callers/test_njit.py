@@ -511,13 +511,13 @@ def test_without_a_world_the_functions_say_so():
 def test_a_descriptor_is_zeroed_when_its_own_group_ends(rank, world_size):
     """A new world may be in the descriptor before the old one has ended."""
     old, new = dist.new_group(), dist.new_group()
-    row = descriptors._Descriptor(99, 0)
-    row.fill(old)
-    row.fill(new)
+    descriptor = descriptors._Descriptor(99, 0)
+    descriptor.fill(old)
+    descriptor.fill(new)
     dist.destroy_process_group(old)
-    assert row.words[d.SIZE] == 2
+    assert descriptor.words[d.SIZE] == 2
     dist.destroy_process_group(new)
-    assert row.words[d.SIZE] == 0
+    assert descriptor.words[d.SIZE] == 0
 
 
 def test_ctrl_c_during_compilation_leaves_no_descriptor_without_c_entry():
@@ -527,8 +527,8 @@ def test_ctrl_c_during_compilation_leaves_no_descriptor_without_c_entry():
             pytest.raises(KeyboardInterrupt),
         ):
             descriptors.group_descriptor(None)
-        row = (ctypes.c_int64 * d.DESCRIPTOR_WORDS).from_address(descriptors.group_descriptor(None))
-        assert row[d.C_ENTRY] == d.c_entry_address()
+        descriptor = (ctypes.c_int64 * d.DESCRIPTOR_WORDS).from_address(descriptors.group_descriptor(None))
+        assert descriptor[d.C_ENTRY] == d.c_entry_address()
 
 
 def test_njit_without_fastcoll_does_not_import_it():

@@ -9,14 +9,14 @@ from oracle import assert_same, reduced, values
 import fastcoll as dist
 from fastcoll.record.recorder import own
 
-WAYS = ("eager", "jit", "token")
+MODES = ("eager", "jit", "token")
 
 
-def do(jax, way, function, *arrays, **how):
+def do(jax, mode, function, *arrays, **how):
     """Return a call's result as a NumPy array; it is made twice, by Python and by the C entry point."""
     import fastcoll.jax as fj
 
-    if way == "token":
+    if mode == "token":
 
         def program(*xs):
             found = function(*xs, token=fj.create_token(), **how)
@@ -27,7 +27,7 @@ def do(jax, way, function, *arrays, **how):
         def program(*xs):
             return function(*xs, **how)
 
-    program = program if way == "eager" else jax.jit(program)
+    program = program if mode == "eager" else jax.jit(program)
     results = [program(*map(jax.numpy.asarray, arrays)) for _ in range(2)]
     if results[0] is None:
         return None
@@ -37,39 +37,39 @@ def do(jax, way, function, *arrays, **how):
 
 
 @pytest.mark.ranks(1, 3, timeout=120)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_call(rank, world_size, jax, fj, way):
+@pytest.mark.parametrize("mode", MODES)
+def test_every_call(rank, world_size, jax, fj, mode):
     n, last = world_size, world_size - 1
     right, left = (rank + 1) % n, (rank - 1) % n
-    for count in (1, 5000) if way == "jit" else (5,):
+    for count in (1, 5000) if mode == "jit" else (5,):
         inputs = [values(r, count, np.dtype(np.float32), 1) for r in range(n)]
         wholes = [values(r, n * count, np.dtype(np.float32), 2).reshape(n, count) for r in range(n)]
         mine = inputs[rank]
-        assert_same(do(jax, way, fj.all_reduce, mine), reduced(inputs, dist.ReduceOp.SUM), "all_reduce")
-        found = do(jax, way, fj.reduce, mine, dst=last)
+        assert_same(do(jax, mode, fj.all_reduce, mine), reduced(inputs, dist.ReduceOp.SUM), "all_reduce")
+        found = do(jax, mode, fj.reduce, mine, dst=last)
         assert_same(found, reduced(inputs, dist.ReduceOp.SUM) if rank == last else mine, "reduce")
-        assert_same(do(jax, way, fj.scan, mine), reduced(inputs[: rank + 1], dist.ReduceOp.SUM), "scan")
-        assert_same(do(jax, way, fj.broadcast, mine, src=last), inputs[last], "broadcast")
-        assert_same(do(jax, way, fj.all_gather, mine), np.stack(inputs), "all_gather")
+        assert_same(do(jax, mode, fj.scan, mine), reduced(inputs[: rank + 1], dist.ReduceOp.SUM), "scan")
+        assert_same(do(jax, mode, fj.broadcast, mine, src=last), inputs[last], "broadcast")
+        assert_same(do(jax, mode, fj.all_gather, mine), np.stack(inputs), "all_gather")
         assert_same(
-            do(jax, way, fj.gather, mine, dst=last), np.stack(inputs) if rank == last else mine, "gather"
+            do(jax, mode, fj.gather, mine, dst=last), np.stack(inputs) if rank == last else mine, "gather"
         )
         given = wholes[last] if rank == last else np.zeros_like(mine)
-        assert_same(do(jax, way, fj.scatter, given, src=last), wholes[last][rank], "scatter")
-        found = do(jax, way, fj.reduce_scatter, wholes[rank])
+        assert_same(do(jax, mode, fj.scatter, given, src=last), wholes[last][rank], "scatter")
+        found = do(jax, mode, fj.reduce_scatter, wholes[rank])
         assert_same(found, reduced(wholes, dist.ReduceOp.SUM)[rank], "reduce_scatter")
-        found = do(jax, way, fj.all_to_all, wholes[rank])
+        found = do(jax, mode, fj.all_to_all, wholes[rank])
         assert_same(found, np.stack([whole[rank] for whole in wholes]), "all_to_all")
-        found = do(jax, way, fj.sendrecv, mine, mine, dst=right, src=left, tag=3)
+        found = do(jax, mode, fj.sendrecv, mine, mine, dst=right, src=left, tag=3)
         assert_same(found, inputs[left], "sendrecv")
         if n > 1 and rank == 0:
-            do(jax, way, fj.send, mine, dst=1)
+            do(jax, mode, fj.send, mine, dst=1)
         elif rank == 1:
-            assert_same(do(jax, way, fj.recv, np.zeros_like(mine), src=0), inputs[0], "recv")
-            do(jax, way, fj.send, mine, dst=0, tag=7)
+            assert_same(do(jax, mode, fj.recv, np.zeros_like(mine), src=0), inputs[0], "recv")
+            do(jax, mode, fj.send, mine, dst=0, tag=7)
         if n > 1 and rank == 0:
-            assert_same(do(jax, way, fj.recv, np.zeros_like(mine), tag=7), inputs[1], "recv from any rank")
-        do(jax, way, fj.barrier)
+            assert_same(do(jax, mode, fj.recv, np.zeros_like(mine), tag=7), inputs[1], "recv from any rank")
+        do(jax, mode, fj.barrier)
 
 
 @pytest.mark.ranks(3, timeout=120)
@@ -101,11 +101,11 @@ def test_messages_of_python_and_of_jax_do_not_match(rank, world_size, jax, fj):
 
 @pytest.mark.ranks(2, timeout=120)
 def test_messages_of_programs_run_without_python(rank, world_size, jax, fj, monkeypatch):
-    asked = []
+    python_calls = []
     for name in ("send_apart", "recv_apart"):
         method = getattr(dist.ProcessGroup, name)
         monkeypatch.setattr(
-            dist.ProcessGroup, name, lambda *args, method=method: asked.append(method) or method(*args)
+            dist.ProcessGroup, name, lambda *args, method=method: python_calls.append(method) or method(*args)
         )
     there = jax.jit(lambda x: fj.send(x, 1 - rank) or x)
     here = jax.jit(lambda x: fj.recv(x, 1 - rank))
@@ -114,34 +114,34 @@ def test_messages_of_programs_run_without_python(rank, world_size, jax, fj, monk
         for program in (there, here) if rank else (here, there):
             program(x).block_until_ready()
         jax.effects_barrier()
-    assert 2 <= len(asked) < 100  # the first call of each, and a few beside other operations
+    assert 2 <= len(python_calls) < 100  # the first call of each, and a few beside other operations
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_status_has_the_source_and_tag_of_a_message_of_any_tag(rank, world_size, jax, fj, way):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_status_has_the_source_and_tag_of_a_message_of_any_tag(rank, world_size, jax, fj, mode):
     x, like, status = np.float32([rank, 5]), np.float32([1, 2, 3]), dist.Status()
     if rank == 0:
-        do(jax, way, fj.send, x, dst=1, tag=7)
+        do(jax, mode, fj.send, x, dst=1, tag=7)
     else:
-        found = do(jax, way, fj.recv, like, tag=dist.ANY_TAG, status=status)
+        found = do(jax, mode, fj.recv, like, tag=dist.ANY_TAG, status=status)
         assert_same(found, np.float32([0, 5, 3]))
         assert (status.source, status.tag, status.count, status.nbytes) == (0, 7, 2, 8)
-    found = do(jax, way, fj.sendrecv, x, x, dst=1 - rank, src=1 - rank, tag=rank, recv_tag=dist.ANY_TAG)
+    found = do(jax, mode, fj.sendrecv, x, x, dst=1 - rank, src=1 - rank, tag=rank, recv_tag=dist.ANY_TAG)
     assert_same(found, np.float32([1 - rank, 5]))
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, fj, way):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, fj, mode):
     other, x = 1 - rank, np.float32([rank, 5])
-    found = do(jax, way, fj.sendrecv, x, x, dst=other, src=other, tag=rank, recv_tag=other)
+    found = do(jax, mode, fj.sendrecv, x, x, dst=other, src=other, tag=rank, recv_tag=other)
     assert_same(found, np.float32([other, 5]))
 
     def loss(x, recv_tag):
         return (fj.sendrecv(x, x, dst=other, src=other, tag=rank, recv_tag=recv_tag) * (rank + 1)).sum()
 
-    for recv_tag in (other, dist.ANY_TAG) if way == "jit" else ():
+    for recv_tag in (other, dist.ANY_TAG) if mode == "jit" else ():
         gradient = jax.jit(jax.grad(loss), static_argnums=1)(x, recv_tag)
         assert_same(np.asarray(gradient), np.float32([other + 1] * 2), "grad")
 

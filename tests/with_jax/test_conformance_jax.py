@@ -56,11 +56,11 @@ def call(name: str, *arrays: Any, **how: Any) -> Any:
             return jax.effects_barrier()
         return np.asarray(found[0] if isinstance(found, tuple) else found)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        told = re.match(r"[A-Z_]+: fastcoll\.errors\.(\w+): (.*)", str(error), re.DOTALL)
-        if not told:
+        reported = re.match(r"[A-Z_]+: fastcoll\.errors\.(\w+): (.*)", str(error), re.DOTALL)
+        if not reported:
             raise
         fj.clear_errors()
-        raise getattr(dist, told[1])(told[2]) from None
+        raise getattr(dist, reported[1])(reported[2]) from None
 
 
 def in_place(name: str) -> Any:

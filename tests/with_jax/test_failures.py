@@ -39,9 +39,9 @@ def test_wrong_calls(rank, world_size, jax, fj):
         ),
     )
     for wrong, kind, text in cases:
-        for way in (lambda f: f, jax.jit):
+        for mode in (lambda f: f, jax.jit):
             with pytest.raises(kind, match=text):
-                way(wrong)(jax.numpy.ones(3))
+                mode(wrong)(jax.numpy.ones(3))
     assert float(fj.all_reduce(jax.numpy.float32(1))) == 2
 
 
@@ -141,7 +141,7 @@ def script(tmp_path, text):
 
 def ends(processes):
     """Return (exit code, output, errors) of each process."""
-    told = []
+    reported = []
     for process in processes:
         try:
             out, errors = process.communicate(timeout=SECONDS)
@@ -149,8 +149,8 @@ def ends(processes):
             for each in processes:
                 each.kill()
             raise
-        told.append((process.returncode, out.replace("ready\n", ""), errors))
-    return told
+        reported.append((process.returncode, out.replace("ready\n", ""), errors))
+    return reported
 
 
 def test_the_exit_of_a_process_waits_for_running_programs(tmp_path):
@@ -199,15 +199,15 @@ def test_an_exception_ends_a_rank_while_programs_run(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["total", "ordered"])
-def test_a_killed_rank(tmp_path, way):
+@pytest.mark.parametrize("mode", ["total", "ordered"])
+def test_a_killed_rank(tmp_path, mode):
     pytest.importorskip("jax", reason="pip install jax")
     text = f"""
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(2):
             try:
-                {way}(x).block_until_ready()
+                {mode}(x).block_until_ready()
             except (jax.errors.JaxRuntimeError, ValueError) as error:
                 print(error)
     """

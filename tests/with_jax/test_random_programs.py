@@ -31,18 +31,18 @@ def inputs(calls, run, rank):
     return [np.full(shape, 1000.0 * run + 10 * k + rank, np.float32) for k, (_, shape) in enumerate(calls)]
 
 
-def program(xs, delays, calls, rank, way):
+def program(xs, delays, calls, rank, mode):
     import jax
 
     import fastcoll.jax as fj
 
-    token = None if way == "ordered" else fj.create_token()
+    token = None if mode == "ordered" else fj.create_token()
     results = []
     for x, delay, (name, _) in zip(xs, delays, calls, strict=True):
         x = jax.lax.fori_loop(0, delay, lambda _, v: v + 1.0, x) - delay  # a delay
         how = {"broadcast": {"src": 1}, "sendrecv": {"like": x, "dst": 1 - rank, "src": 1 - rank}}
         arguments = () if name == "barrier" else (x,)
-        if way == "fresh tokens":
+        if mode == "fresh tokens":
             token = fj.create_token()
         found = getattr(fj, name)(*arguments, token=token, **how.get(name, {}))
         if token is not None:
@@ -51,12 +51,12 @@ def program(xs, delays, calls, rank, way):
     return results
 
 
-def wrong_results(rank, calls, way, seed, runs=RUNS):
+def wrong_results(rank, calls, mode, seed, runs=RUNS):
     """Return the (run, call) whose results differ from NumPy's."""
     import jax
 
     both, own = np.random.default_rng(seed), np.random.default_rng([seed, rank])
-    jitted = jax.jit(functools.partial(program, calls=calls, rank=rank, way=way))
+    jitted = jax.jit(functools.partial(program, calls=calls, rank=rank, mode=mode))
     wrong, waiting = [], []
     for run in range(runs):
         delays = [int(delay) for delay in own.integers(0, 3, len(calls)) * 500]
@@ -75,12 +75,12 @@ def wrong_results(rank, calls, way, seed, runs=RUNS):
 
 @pytest.mark.long
 @pytest.mark.ranks(2, timeout=300)
-@pytest.mark.parametrize("way", ["ordered", "with a token"])
-def test_random_programs(rank, world_size, jax, way):
+@pytest.mark.parametrize("mode", ["ordered", "with a token"])
+def test_random_programs(rank, world_size, jax, mode):
     for seed in range(PROGRAMS):
         draw = np.random.default_rng(seed)
         calls = [(str(draw.choice(NAMES)), SHAPES[draw.integers(len(SHAPES))]) for _ in range(CALLS)]
-        assert wrong_results(rank, calls, way, seed) == [], f"program {seed}"
+        assert wrong_results(rank, calls, mode, seed) == [], f"program {seed}"
 
 
 @pytest.mark.long
