@@ -1,4 +1,4 @@
-"""The group over several nodes: here, ranks of one machine that take one another's /dev/shm for different ones."""
+"""Groups over several nodes, which are ranks of one machine that believe they have different /dev/shm."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from fastcoll.system import processes
 
 # Group ranks by node: of one size, of two sizes with a surplus rank, and not in order.
 EVEN, UNEVEN, MIXED = [0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1, 0]
-LARGE = DIRECT // 8 + 5  # float64: what goes through nodes
-# Bytes: in the meeting, directly, by rails, and in several segments, which are made short here.
+LARGE = DIRECT // 8 + 5  # float64, of a size for the internal groups
+# Bytes: within the meeting, over TCP between all ranks, by rails, and in several segments (short ones here).
 SEGMENT = 128 << 10
 SIZES = [40, DIRECT // 2, DIRECT + 40, 10 * SEGMENT + 40_008]
 
@@ -40,7 +40,7 @@ Start = Callable[[list[int]], ProcessGroup]
 
 @pytest.fixture
 def start(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts the job with each rank on a node."""
+    """Start the job with each rank on a given node."""
 
     monkeypatch.setattr(hybrid, "SEGMENT", SEGMENT)
 
@@ -61,7 +61,7 @@ def ranks(homes: list[int]) -> pytest.MarkDecorator:
 
 
 def check(rank: int, size: int, nbytes: int) -> None:
-    """Every operation that goes through nodes is right, with arrays of so many bytes."""
+    """Check every operation of the internal groups, with arrays of a number of bytes."""
     for row in (ops.all_reduce, ops.reduce_and_scan, ops.broadcast, ops.all_gather, ops.reduce_scatter):
         row(rank, size, nbytes // 4)
     x = ops.numbers(rank, nbytes // 4)
@@ -70,7 +70,7 @@ def check(rank: int, size: int, nbytes: int) -> None:
 
 
 def alarm_once(waits: Callable[[], bool]) -> None:
-    """Send this process a signal when it waits in a call."""
+    """Send this process a signal while it waits in a call."""
     while not waits():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGALRM)
@@ -108,7 +108,7 @@ def test_nodes_whose_ranks_are_not_in_order(rank: int, world_size: int, start: S
 
 
 @ranks(MIXED)
-def test_a_users_function_is_folded_in_the_order_of_ranks(rank: int, world_size: int, start: Start) -> None:
+def test_a_users_function_is_applied_in_rank_order(rank: int, world_size: int, start: Start) -> None:
     start(MIXED)
     later = ReduceOp.custom(lambda a, b: b, "later")
     x = np.full(LARGE, float(rank))
@@ -133,10 +133,10 @@ def test_large_blocks_of_different_sizes(rank: int, world_size: int, start: Star
 
 
 @ranks(UNEVEN)
-def test_one_rank_of_each_node_talks_for_all(
+def test_one_rank_of_each_node_exchanges_small_arrays(
     rank: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As among many ranks."""
+    """As in groups of many ranks."""
     monkeypatch.setattr(hybrid, "DIRECT", 0)
     start(UNEVEN)
     check(rank, world_size, SMALL - 8)
@@ -156,7 +156,7 @@ def test_calls_of_all_sizes_in_flight_at_once(rank: int, world_size: int, start:
 
 
 @ranks(EVEN)
-def test_groups_of_parts_of_nodes(rank: int, world_size: int, start: Start) -> None:
+def test_groups_of_some_ranks_of_each_node(rank: int, world_size: int, start: Start) -> None:
     start(EVEN)
     kinds = {(0, 1): ShmBackend, (0, 2): TcpBackend, (0, 1, 3): HybridBackend, (3, 1, 2): HybridBackend}
     for chosen, kind in kinds.items():
@@ -187,7 +187,7 @@ def test_large_calls_that_do_not_match_leave_the_group_usable(
 def test_an_interrupt_between_the_meeting_and_the_rest(
     rank: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others go on with what this rank has agreed to, so they are told."""
+    """The other ranks continue the call, so this rank publishes its failure."""
     group = start(EVEN)
     dist.all_reduce(np.ones(LARGE))
     if rank == 2:
@@ -265,7 +265,7 @@ def test_a_handler_may_close_the_group(rank: int, world_size: int, start: Start,
 
 
 @ranks(EVEN)
-def test_messages_take_shared_memory_inside_a_node(rank: int, world_size: int, start: Start) -> None:
+def test_messages_inside_a_node_use_shared_memory(rank: int, world_size: int, start: Start) -> None:
     group = start(EVEN)
     peer = rank ^ 1
     for count in (1, 1 << 18):
@@ -288,7 +288,7 @@ class Interrupted(Exception):
 
 @ranks(EVEN)
 @pytest.mark.parametrize("source", [1, None, 2], ids=["near", "any", "far"])
-def test_a_receive_is_interrupted_and_all_are_told(
+def test_an_interrupted_receive_fails_the_group_on_all_ranks(
     rank: int, world_size: int, start: Start, source: int | None
 ) -> None:
     start(EVEN)
@@ -315,7 +315,7 @@ def test_a_receive_is_interrupted_and_all_are_told(
 
 
 @ranks(EVEN)
-def test_nobody_waits_for_a_message_of_a_rank_that_left(rank: int, world_size: int, start: Start) -> None:
+def test_no_rank_waits_for_a_message_of_a_rank_that_left(rank: int, world_size: int, start: Start) -> None:
     start(EVEN)
     group = dist.new_group()
     if rank == 1:
@@ -328,10 +328,10 @@ def test_nobody_waits_for_a_message_of_a_rank_that_left(rank: int, world_size: i
     dist.barrier()
 
 
-def test_who_cannot_make_the_group_tells_those_that_make_a_rail_already(
+def test_a_rank_that_cannot_make_the_group_ends_the_meeting_of_each_rail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They look at the rail's own store only, and the rank that fails may be alone on its node."""
+    """Its members check only the rail's own store, and the failing rank may be alone on its node."""
 
     def refuse(*_: object) -> None:
         raise dist.ResourceError("no port is free")

@@ -1,4 +1,4 @@
-"""What only a mailbox with both kinds of channels has: messages from any rank by either, and both in use at once."""
+"""Messages over both kinds of channels: receives from any rank, and both kinds in use at the same time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_misfit_from_any_rank(world: NodeWorld, sender: int) -> None:
 
 
 def test_blocking_calls_of_both_kinds_at_once(world: NodeWorld) -> None:
-    """Each thread has its own channels; none waits for the other's peer."""
+    """Each thread has its own channels and does not wait for the other thread's peer."""
     me = world.ranks[0]
     got = {peer: np.zeros(4) for peer in (NEAR, FAR)}
     threads = {peer: threading.Thread(target=me.recv, args=(got[peer], peer)) for peer in got}
@@ -73,8 +73,8 @@ def test_blocking_calls_of_both_kinds_at_once(world: NodeWorld) -> None:
         assert (got[peer] == peer).all()
 
 
-def test_blocking_calls_of_both_kinds_give_way_to_posted_ones(world: NodeWorld) -> None:
-    """They are handed over to the engine, both of them, and go on."""
+def test_blocking_calls_of_both_kinds_are_taken_over_for_posted_ones(world: NodeWorld) -> None:
+    """Both are handed over to the engine and continue."""
     me = world.ranks[0]
     got = {peer: np.zeros(4) for peer in (NEAR, FAR)}
     threads = [threading.Thread(target=me.recv, args=(got[peer], peer, 1)) for peer in got]
@@ -93,7 +93,7 @@ def test_blocking_calls_of_both_kinds_give_way_to_posted_ones(world: NodeWorld) 
 
 
 def test_neither_kind_starves_the_other(world: NodeWorld) -> None:
-    """Rank 0 takes from any while two ranks send without end: each gets on."""
+    """Rank 0 receives from any rank while two ranks send continuously; both make progress."""
     count, done = 200, threading.Event()
 
     def keep_sending(me: Rank) -> None:
@@ -103,7 +103,7 @@ def test_neither_kind_starves_the_other(world: NodeWorld) -> None:
     threads = [threading.Thread(target=keep_sending, args=(world.ranks[peer],)) for peer in (NEAR, FAR)]
     for thread in threads:
         thread.start()
-    for _ in range(50):  # a sender may get no core for some rounds
+    for _ in range(50):  # a sender may have no core for some rounds
         seen = [world.ranks[0].recv(np.zeros(1, int)) for _ in range(count)]
         if (fewest := min(seen.count(NEAR), seen.count(FAR))) > count // 20:
             break
@@ -130,7 +130,7 @@ def test_one_source_keeps_its_order_among_all(world: NodeWorld) -> None:
 
 
 @pytest.mark.long
-def test_a_receive_from_any_rank_runs_into_its_deadline_and_sleeps_meanwhile() -> None:
+def test_a_receive_from_any_rank_sleeps_until_its_deadline() -> None:
     world = NodeWorld(3, timeout=1.5)
     before, started = time.thread_time(), time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match="recv from any rank"):

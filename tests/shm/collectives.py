@@ -1,4 +1,4 @@
-"""Ranks that make collectives in a segment, for an `Explorer`: the real code below the entries, and a driver on top."""
+"""Ranks that make collectives in a segment, for an `Explorer`: the package's code below the entries, and a driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIRECT = 5
 
 
 class Call(NamedTuple):
-    """A call: how many words a rank gives, its root, how far each rank writes ahead, and which ranks go direct."""
+    """A call: words that a rank contributes, root, lag of each rank, and the ranks that choose the direct algorithm."""
 
     kind: str
     words: int
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     def parse(cls, text: str) -> Call:
         """Read a call as in "reduce 3 @1 +1", with its words, root and lag; "+1/0" is each rank's own.
 
-        In a "direct" call all ranks read their peers' arrays; "%1/0" says it for each rank.
+        In a "direct" call all ranks choose the direct algorithm; "%1/0" chooses it for rank 0 only.
         """
         kind, *rest = text.split()
         given = {each[0]: each[1:] for each in rest}
@@ -45,7 +45,7 @@ class Call(NamedTuple):
         )
 
     def words_of(self, rank: int) -> int:
-        """How many words it gives, or says that it gives or takes."""
+        """Number of words that a rank contributes, or claims to contribute or to receive."""
         return self.words + (self.kind == ("sizes_differ" if rank != self.root else "blocks_differ"))
 
     def root_of(self, rank: int) -> int:
@@ -56,14 +56,14 @@ class Call(NamedTuple):
 
 
 class World:
-    """Ranks that make some calls one after the other.
+    """Ranks that make several calls one after the other.
 
     Args:
-        slots, slot: how many there are in the ring, and their bytes.
-        group: ranks that meet in a group; 0: all meet at once.
-        hurried: every entry comes back between two rounds, as if they took long.
+        slots, slot: number of slots, and their bytes.
+        group: ranks in a group; 0: all ranks read all lines.
+        hurried: every entry returns between two rounds, as if a round took long.
         arena: whether arrays are in arenas, which peers map.
-        quitter: a rank that fails the group when a wait ends in vain.
+        quitter: a rank that fails the group when a wait returns in vain.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class World:
     ) -> None:
         is_direct = (
             "direct" in calls or "%" in calls
-        )  # then a call line has room for two words, as it always has
+        )  # then a call line has room for two words, which a real one always has
         sizes = {"SLOTS": slots, "INLINE": 8 + 8 * is_direct, "GROUP": group or 8, "FLAT": 1 if group else 16}
         pieces = dict.fromkeys(("PIECE", "REDUCED_AT_ONCE", "PUSHED_AT_ONCE"), 8) | {"_LINE_OF_ELEMENTS": 1}
         self.machine, self.made = load(plant, layout=sizes, single_copy=pieces)
@@ -93,7 +93,7 @@ class World:
 
         def choose(t: int) -> None:
             plain(t)
-            self.machine.store_words(t, (self.lag, self.algorithm))  # LAG, WAY
+            self.machine.store_words(t, (self.lag, self.algorithm))  # LAG, ALGORITHM
 
         self.made.autotune.choose_none = choose
 
@@ -110,7 +110,7 @@ class World:
         return (0, 0), private
 
     def array(self, rank: int, which: int) -> int:
-        """The address of a rank's array."""
+        """Address of a rank's array."""
         return self.arrays + (rank << 16) + which
 
     def section(self, rank: int) -> int:
@@ -144,7 +144,7 @@ class World:
             return number, r.HELD
         if call.kind.endswith("_differ"):
             assert code == MISMATCH, f"a mismatch is seen as {code}"
-            # What is said of it is read from all ranks' own lines.
+            # The report of a mismatch reads the lines of all ranks.
             lines = [m.load_words(r.line_of(CONTEXT, peer), 3) for peer in range(self.size)]
             expected = [[number + 1, self.word(call, k), 8 * call.words_of(k)] for k in range(self.size)]
             assert lines == expected, f"lines of call {number + 1} are {lines}"
@@ -159,19 +159,19 @@ class World:
         return self.size * call.words_of(1 - call.root)
 
     def map_arena(self, peer: int) -> None:
-        """Map the arena that a peer has named, which is at the same address here."""
+        """Map the arena that a peer has published, at the same address."""
         at, m = self.made.context_layout, self.machine
         base, nbytes = m.load_words(self.section(peer) + self.made.layout.REACH + 16, 2)
         for which, word in ((at.ARENA_BASES, base), (at.ARENA_BYTES, nbytes)):
             m.store(self.made.rounds.table(CONTEXT, which) + 8 * peer, word)
 
     def must_fail(self, rank: int) -> bool:
-        """Whether this rank gives up, or a peer has failed."""
+        """Whether this rank must fail the group, or a peer has failed."""
         states = [self.section(peer) + self.made.layout.STATE for peer in range(self.size) if peer != rank]
         return rank == self.quitter or any(self.machine.load_acquire(state) == FAILED for state in states)
 
     def end(self, rank: int, at: tuple[int, int]) -> tuple[int, int] | None:
-        """The group has failed here: once no peer writes into this rank's array, that is the caller's again."""
+        """End after a failure: once no peer writes into this rank's array, the caller changes it."""
         m, layout = self.machine, self.made.layout
         if m.load(CONTEXT + 8 * self.made.context_layout.EXPOSED):
             for peer in range(self.size):
@@ -217,7 +217,7 @@ class World:
         if call.kind == "all_gather":
             v.list_same(c, at.GIVES, given, nbytes)
             v.list_equal(c, at.TAKES, taken, nbytes)
-        elif call.kind == "blocks_differ":  # the root takes a word more from the last rank than that gives
+        elif call.kind == "blocks_differ":  # the root expects one word more from the last rank than it sends
             v.list_same(c, at.GIVES, given, 8 * call.words)
             v.list_equal(c, at.TAKES, taken, 8 * call.words)
             v.list_one(c, at.TAKES, self.size - 1, taken, nbytes)
@@ -231,7 +231,7 @@ class World:
         return made.movement.run_exchange(h, c, word & 0xFF, WHAT, call.root)
 
     def check(self, call: Call, number: int, rank: int) -> None:
-        """What a rank got."""
+        """Check a rank's result."""
         given = [call.given(number, peer) for peer in range(self.size)]
         total = [sum(column) for column in zip(*given, strict=False)]
         part = call.words // self.size
@@ -253,5 +253,5 @@ class World:
 
 
 def explore(size: int, calls: str, again: bool = False, **how: Any) -> int:
-    """Visit every schedule of some calls; how many states there are."""
+    """Visit every schedule of some calls; return the number of states."""
     return Explorer(World(size, calls, **how), size, again).explore()

@@ -1,23 +1,23 @@
-"""Every schedule of the kernels of fastcoll/shm, which run here as plain Python on a memory of words.
+"""Explorer of every schedule of the kernels of fastcoll/shm, which run as plain Python on a memory of words.
 
-`load` executes the package's own source files with decorators that compile nothing and with instructions that act on
-the memory of a `Machine`. So a change of a protocol changes what is explored. A `plant` replaces a piece of a file's
-text, for tests that show that a wrong protocol is found.
+`load` executes the package's own source files with decorators that compile nothing and with instructions that access
+the memory of a `Machine`. So a change of a protocol changes what is explored. A `plant` replaces some text of a file,
+for tests which show that the explorer finds a wrong protocol.
 
 An `Explorer` visits every state of a few threads (ranks, or threads of a rank) that share memory. Addresses from SHARED
-on are shared, those below are private to the thread. A state is the shared words and where each thread stands. A thread
-is not kept half-way: it is run again from the beginning of its entry, is given what it read before, and stops at its
-next step. The steps are release stores, compare-and-swaps, acquire loads, and runs of plain reads. Threads may change
-places between any two of them.
+on are shared, those below are private to the thread. A state is the shared words and the position of each thread. The
+explorer does not suspend a thread. It runs the thread again from the beginning of its entry with the values that it
+read before, until its next step. The steps are release stores, compare-and-swaps, acquire loads, and runs of plain
+reads. A switch to another thread may occur between any two steps.
 
-Plain accesses are checked for races. A word that a thread has stored plainly is TORN from then on until that thread's
-next release store or swap, as nobody may read it before, and a plain read of a TORN word is an error; so is a plain
-store over another thread's that was not yet released, unless both store the same. Without such races steps between
-plain accesses would add nothing.
+Plain accesses are checked for races. A word that a thread has stored plainly is TORN until that thread's next release
+store or swap, because no other thread may read it before. A plain read of a TORN word is an error. So is a plain store
+over another thread's unreleased store, unless both store the same value. Without such races, more switches between
+plain accesses would find nothing more.
 
-A wait for a word is a step that others only make possible: the words that kernels wait for grow. So it is taken at
-once when it is possible. With `again` a wait that is not yet possible may also end in vain. A polling kernel rests
-until a word that it has looked at changes, and then comes back in vain.
+Other threads can only make the end of a wait possible, because the words for which kernels wait only grow. So a wait
+ends as soon as it can. With `again` a wait that cannot end yet may also return in vain. A polling kernel rests until a
+word that it has read changes, and then returns in vain.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ FOUND = "gave|is read while|store plainly|deadlock|has ended with|is seen as"
 
 
 class _Stop(BaseException):
-    """A thread has come to a step."""
+    """A thread has reached a step."""
 
 
 class Machine:
-    """The memory as one thread sees it, which is given what it read before and stops at its next step."""
+    """The memory as seen by one thread, which is replayed with the values that it read before, up to its next step."""
 
     def run(self, call: Callable[[], Any], node: Node, value: Any, look: Callable[[int], Any]) -> Any:
-        """Run a thread again from the beginning of its entry, until it stops (None), or its entry returns.
+        """Run a thread again from the beginning of its entry; return the entry's result, or None at the next step.
 
         Args:
-            node, value: where the thread stood, and what its step there has found.
+            node, value: the thread's last position, and the value that its step there has read.
             look: reads a shared word now, for reads that belong to the same step.
         """
         self.private, self.pending = dict(node.root.private), dict(node.root.pending)
@@ -124,7 +124,7 @@ class Machine:
         return bool(self._step(AWAIT, address, want))
 
     def rest(self, table: int, turn: int) -> bool:
-        """Rest until a word that was looked at has changed, and go back to Python."""
+        """Rest until a word that the thread has read changes, then return to Python."""
         self._step(REST, 0, tuple(self.polled.items()))
         return False
 
@@ -134,11 +134,11 @@ class Machine:
         return nbytes
 
     def read_peer(self, pid: int, to: int, _one: int, source: int, *_: int) -> int:
-        """process_vm_readv: addresses are the same in all processes here."""
+        """Replace process_vm_readv; addresses are the same in all processes here."""
         return self.copy(self.load(to), self.load(source), self.load(to + 8))
 
     def reduce(self, function: int, code: int, dst: int, sources: int, n: int, count: int) -> None:
-        """Add up the elements, words."""
+        """Replace a reducer: add the elements, which are words."""
         for place in range(count):
             parts = [self.load(self.load(sources + 8 * k) + 8 * place) for k in range(n)]
             self.store(dst + 8 * place, sum(parts))
@@ -166,11 +166,11 @@ def _compiled(file: str, change: str) -> CodeType:
 
 
 def load(plant: str = "", **constants: Mapping[str, Any]) -> tuple[Machine, SimpleNamespace]:
-    """Execute the source files of the kernels: the memory on which they act, and the modules by their names.
+    """Execute the source files of the kernels; return the memory that they access, and the modules by name.
 
     Args:
-        plant: a fault, as "shm.rounds: this => that", which replaces a text that occurs once in a file.
-        constants: by module, as in `layout`: other values for names that later files import.
+        plant: a fault such as "shm.rounds: this => that"; it replaces text that occurs once in the file.
+        constants: by module, such as `layout`: other values of names that later files import.
     """
     planted, _, change = plant.partition(": ")
     machine = Machine()
@@ -220,7 +220,7 @@ def load(plant: str = "", **constants: Mapping[str, Any]) -> tuple[Machine, Simp
             exec(_compiled(name, change if name == planted else ""), module.__dict__)
             modules[name] = module
             module.__dict__.update(constants.get(name.rpartition(".")[2], {}))
-            if name == "kernels.primitives":  # words of Python, which do not overflow
+            if name == "kernels.primitives":  # Python's integers do not overflow
                 module.__dict__["np"] = SimpleNamespace(int64=int)
     return machine, SimpleNamespace(**{name.rpartition(".")[2]: module for name, module in modules.items()})
 
@@ -238,7 +238,7 @@ class Root(NamedTuple):
 
 
 class Node:
-    """A thread before a step, within an entry."""
+    """A thread before a step inside an entry."""
 
     __slots__ = ("address", "children", "kind", "log", "pending", "root", "value")
 
@@ -256,11 +256,11 @@ class Explorer:
     """The states of a program of some threads.
 
     Args:
-        program: has the `machine`, may have `shared` (values of shared words that do not begin at 0, by address), and
-            has two functions. `begin(thread)` returns where a thread begins, and its private words. `go_on(thread, at)`
-            calls the thread's next entry; then all that the thread knows is in its words and in what this returns.
-            None: the thread has ended.
-        again: whether waits may end in vain.
+        program: has the `machine` and two functions, and may have `shared`, a dict of addresses and values: the shared
+            words that do not begin at 0. `begin(thread)` returns a thread's first position and private
+            words. `go_on(thread, at)` calls the thread's next entry and returns its next position, or None if the
+            thread has ended. The thread's whole state is its words and its position.
+        again: whether waits may return in vain.
     """
 
     def __init__(self, program: Any, threads: int, again: bool = False) -> None:
@@ -269,10 +269,10 @@ class Explorer:
         self._roots: dict[Root, Node] = {}
 
     def explore(self, most: int = 1 << 20) -> int:
-        """Visit every state; returns how many there are.
+        """Visit every state; return the number of states.
 
         Raises:
-            AssertionError: a wrong result, a race or a deadlock; with the steps that led there.
+            AssertionError: a wrong result, a race or a deadlock, with the steps that lead to it.
         """
         words: list[Any] = [0] * _WORDS
         for address, value in getattr(self.program, "shared", {}).items():
@@ -301,7 +301,7 @@ class Explorer:
         return len(known)
 
     def _story(self, known: Mapping[State, tuple[State, int] | None], state: State) -> str:
-        """The steps to a state, and what each thread is about to do."""
+        """Describe the steps to a state and the next step of each thread."""
         steps = [f"{thread} is at {_shown(node)}" for thread, node in enumerate(state[0])]
         while (before := known[state]) is not None:
             state, thread = before
@@ -309,14 +309,14 @@ class Explorer:
         return "\n".join(reversed(steps))
 
     def _at(self, address: int) -> int:
-        """The place of a shared word."""
+        """Describe the address of a shared word."""
         assert address % 8 == 0
         place = self._index.setdefault(address, len(self._index))
         assert place < _WORDS
         return place
 
     def _after(self, state: State, thread: int) -> State:
-        """The state after a thread's step."""
+        """Return the state after a thread's step."""
         nodes, words = list(state[0]), list(state[1])
         node = nodes[thread]
         kind, value = node.kind, 0
@@ -342,7 +342,7 @@ class Explorer:
         return self._settle(nodes, words)
 
     def _mark(self, node: Node, before: tuple[tuple[int, Any], ...], words: list[Any]) -> None:
-        """What a thread has stored plainly since is TORN."""
+        """Mark the words that a thread has stored plainly since its last release as TORN."""
         for address, value in node.pending:
             place = self._at(address)
             if words[place] != value and (address, value) not in before:
@@ -354,7 +354,7 @@ class Explorer:
         return found
 
     def _settle(self, nodes: list[Node], words: list[Any]) -> State:
-        """Take all steps that are waits and are possible."""
+        """Take all steps that are waits and can end."""
         moved = True
         while moved:
             moved = False
@@ -369,7 +369,7 @@ class Explorer:
         return tuple(nodes), tuple(words)
 
     def _enter(self, root: Root) -> Node:
-        """The first step of a thread that calls an entry."""
+        """Return a thread's first step in its next entry."""
         if root not in self._roots:
             if root.at is None:
                 self._roots[root] = Node(root, (), END, 0, 0)
@@ -379,13 +379,13 @@ class Explorer:
         return self._roots[root]
 
     def _follow(self, node: Node, value: Any, words: list[Any]) -> Node:
-        """Where a thread stands after a step that has found a value."""
+        """Return a thread's position after a step that has read a value."""
         if value in node.children:
             return node.children[value]
         machine, root = self.program.machine, node.root
         call, look = self.program.go_on, functools.partial(self._look, words)
         at = machine.run(lambda: (call(root.thread, root.at),), node, value, look)
-        # The reads that belonged to the same step.
+        # The reads of the same step.
         log = node.log if node.kind == "" else (*node.log, value)
         for address, found in machine.trail:
             inner = node.children[value] = Node(root, log, READ, address, 0)

@@ -1,4 +1,4 @@
-"""The arena: its blocks against a model, peers that map it, threads, forks, a full /dev/shm, the interpreter's end."""
+"""The arena: blocks against a model, peers' mappings, threads, forks, a full /dev/shm, the end of the interpreter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KIB = 1 << 10
 
 
 class Functions:
-    """The C functions, called with the GIL, as NumPy does, or without."""
+    """The allocator's C functions, called with the GIL, as NumPy does, or without."""
 
     def __init__(self, kind: Any = ctypes.PYFUNCTYPE) -> None:
         arena.create()
@@ -50,7 +50,7 @@ def c() -> Functions:
 
 @pytest.fixture
 def handler(c: Functions) -> Iterator[None]:
-    """NumPy makes arrays of this thread in the arena."""
+    """NumPy allocates this thread's arrays in the arena."""
     before = numpy_memory.set_handler(numpy_memory.capsule_of(b"a test", STATE, a.functions()[:4]))
     yield
     numpy_memory.set_handler(before)
@@ -73,7 +73,7 @@ def bytes_at(address: int, nbytes: int) -> np.ndarray:
 
 
 def check_tables() -> dict[int, tuple[int, int]]:
-    """That blocks lie side by side, are counted and listed right, and none beside one that it should be one with."""
+    """Check that blocks are adjacent, counted and listed correctly, and that adjacent free blocks are merged."""
     count = word(a.RANGE) // a.PAGE
     pages = np.ctypeslib.as_array((INT * count).from_address(word(a.PAGES)))
     blocks, page, before = {}, 1, a.USED
@@ -103,8 +103,12 @@ def check_tables() -> dict[int, tuple[int, int]]:
 @pytest.mark.long
 @pytest.mark.parametrize("keep", [0, 1 << 20, 1 << 30])
 def test_blocks_against_a_model(c: Functions, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is made, grown and freed: no two blocks touch, bytes stay, and what calloc gives is 0."""
-    kept, dice, idle_before = word(a.KEEP), random.Random(keep), word(a.IDLE)  # that of earlier tests stays
+    """Allocate, grow and free at random: blocks do not overlap, content stays, and calloc returns zeros."""
+    kept, dice, idle_before = (
+        word(a.KEEP),
+        random.Random(keep),
+        word(a.IDLE),
+    )  # memory of earlier tests stays in use
     set_word(a.KEEP, keep // a.PAGE)
     blocks: dict[int, tuple[int, int]] = {}
     check_tables()
@@ -160,23 +164,23 @@ def test_blocks_against_a_model(c: Functions, keep: int, monkeypatch: pytest.Mon
     set_word(a.KEEP, kept)
 
 
-def test_a_class_has_room_for_what_is_rounded_up_to_it() -> None:
+def test_blocks_of_a_class_have_room_for_sizes_rounded_up_to_it() -> None:
     round_up, size_class = a._round_up.py_func, a._size_class.py_func
     for count in (*range(1, 3000), (1 << 20) + 1, (1 << 28) - 1, (1 << 33) - 1):
         rounded = round_up(count)
         assert count <= rounded <= max(16, count * 9 // 8 + 1)
         assert round_up(rounded) == rounded
-        # A block in the list of this class is not smaller.
+        # No block in the list of this class is smaller.
         assert rounded == 16 or size_class(rounded) == size_class(rounded - 1) + 1
         assert 0 <= size_class(rounded) < a._SIZES
 
 
-def test_threads_take_and_free_at_once(c: Functions) -> None:
+def test_threads_allocate_and_free_concurrently(c: Functions) -> None:
     without = Functions(ctypes.CFUNCTYPE)
     failures: list[str] = []
     refuse = ctypes.CFUNCTYPE(INT, INT, INT)(lambda context, nbytes: 0)
     before = word(a.BEFORE)
-    set_word(a.BEFORE, ctypes.cast(refuse, ctypes.c_void_p).value or 0)  # NumPy's own needs the GIL
+    set_word(a.BEFORE, ctypes.cast(refuse, ctypes.c_void_p).value or 0)  # NumPy's own function needs the GIL
     start = word(a.IN_USE)
 
     def work(mark: int) -> None:
@@ -185,7 +189,7 @@ def test_threads_take_and_free_at_once(c: Functions) -> None:
             made = []
             for _ in range(4):
                 nbytes = dice.randrange(64 * KIB, 512 * KIB)
-                if address := without.malloc(STATE, nbytes):  # 0: somebody else had the lock for long
+                if address := without.malloc(STATE, nbytes):  # 0: another thread held the lock for long
                     made.append((address, nbytes))
                     bytes_at(address, nbytes)[:] = mark
             for address, nbytes in made:
@@ -196,13 +200,13 @@ def test_threads_take_and_free_at_once(c: Functions) -> None:
     assert together(*[partial(work, mark) for mark in range(1, 5)]) == [None] * 4
     set_word(a.BEFORE, before)
     assert not failures
-    c.hold(STATE, 1)  # takes what was deferred
+    c.hold(STATE, 1)  # frees the deferred blocks
     c.hold(STATE, 0)
     check_tables()
     assert word(a.IN_USE) == start
 
 
-def test_nobody_waits_for_a_lock_that_is_held_for_long(c: Functions) -> None:
+def test_no_thread_waits_for_a_lock_that_is_held_for_long(c: Functions) -> None:
     start = word(a.IN_USE)
     first, second = (c.malloc(STATE, 100 * KIB) for _ in range(2))
     used = word(a.IN_USE)
@@ -214,7 +218,7 @@ def test_nobody_waits_for_a_lock_that_is_held_for_long(c: Functions) -> None:
     c.free(STATE, second, 100 * KIB)
     assert word(a.IN_USE) == used
     c.hold(STATE, 0)
-    third = c.malloc(STATE, 100 * KIB)  # the next one who has it frees them
+    third = c.malloc(STATE, 100 * KIB)  # the next thread with the lock frees them
     assert is_inside(third)
     check_tables()
     c.free(STATE, third, 100 * KIB)
@@ -238,7 +242,7 @@ with arena.map_peer(pid, fd, nonce, nbytes) as mapping:
 
 @contextmanager
 def peer_that_writes() -> Iterator[Callable[[np.ndarray], float]]:
-    """Another process with this one's arena: a function has it fill an array with -1, and returns the sum before."""
+    """Start a process that maps this arena; the function has it fill an array with -1 and returns the sum before."""
     values = map(str, (os.getpid(), word(a.FD), word(a.NONCE), word(a.LIMIT)))
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", PEER, *values]
@@ -258,18 +262,18 @@ def peer_that_writes() -> Iterator[Callable[[np.ndarray], float]]:
     assert peer.returncode == 0
 
 
-def test_a_peer_reads_and_writes_what_was_made_before_and_after_it_came(handler: None) -> None:
+def test_a_peer_reads_and_writes_arrays_made_before_and_after_it_has_mapped_the_arena(handler: None) -> None:
     before = np.full(100_000, 0.5)
     with peer_that_writes() as fill:
-        after = np.full(3_000_000, 2.0) + 1  # more than a step: the arena has grown
+        after = np.full(3_000_000, 2.0) + 1  # more than one step, so the arena has grown
         for x, total in ((before, 50_000), (after, 9_000_000), (after[5:105], -100)):
             assert arena.is_shared(x)
             assert fill(x) == total
             assert (x == -1).all()
 
 
-@pytest.mark.ranks(1, init=False, fresh=True)  # afterwards arrays of this process are not shared
-def test_a_withdrawn_array_keeps_its_content_and_sees_no_more_of_peers(rank: int, handler: None) -> None:
+@pytest.mark.ranks(1, init=False, fresh=True)  # afterwards this process shares no arrays
+def test_a_withdrawn_array_keeps_its_content_and_gets_no_writes_of_peers(rank: int, handler: None) -> None:
     x = np.arange(100_000.0)
     with peer_that_writes() as fill:
         arena.withdraw(x.ctypes.data, x.nbytes)
@@ -278,7 +282,7 @@ def test_a_withdrawn_array_keeps_its_content_and_sees_no_more_of_peers(rank: int
         assert (x == np.arange(100_000.0)).all()
 
 
-def test_another_arena_is_not_taken_for_this_one(c: Functions) -> None:
+def test_another_arena_is_not_mistaken_for_this_one(c: Functions) -> None:
     fd, nonce, limit = word(a.FD), word(a.NONCE), word(a.LIMIT)
     read, write = os.pipe()
     for wrong, why in (
@@ -332,7 +336,7 @@ def test_arrays_are_freed_by_any_thread_and_without_the_handler(c: Functions) ->
     assert word(a.IN_USE) == start
 
 
-def test_pages_go_back(handler: None) -> None:
+def test_pages_are_released(handler: None) -> None:
     def taken() -> int:
         return os.stat(f"/proc/self/fd/{word(a.FD)}").st_blocks * 512
 
@@ -346,7 +350,7 @@ def test_pages_go_back(handler: None) -> None:
     set_word(a.KEEP, kept)
 
 
-def test_a_full_file_system_leaves_arrays_where_they_would_be(
+def test_with_a_full_file_system_arrays_are_in_ordinary_memory(
     handler: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     reserve, refused = word(a.RESERVE), arena.refused()
@@ -380,7 +384,7 @@ def test_a_forked_child_has_memory_of_its_own(
         status = 1
         try:
             set_word(a.RESERVE, reserve)
-            x[:10] = 5  # before the parent writes, and the child's from now on
+            x[:10] = 5  # before the parent writes; the page is the child's from now on
             os.write(from_child[1], b"1")
             os.read(to_child[0], 1)
             assert (x[:10] == 5).all()
@@ -437,7 +441,7 @@ print("ended")
 
 
 def run_elsewhere(code: str) -> subprocess.CompletedProcess[str]:
-    """Run a program away from the sources: it would import them in place of an installed package, and compile."""
+    """Run a program outside the source folder, where it would import the sources instead of an installed package."""
     return subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=600)
 
 

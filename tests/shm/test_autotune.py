@@ -1,4 +1,4 @@
-"""autotune.py: which way a call's data goes, learnt from made-up times, and the same on all ranks in a real run."""
+"""autotune.py: the choice of algorithms from made-up times, and that all ranks of a real group make the same."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def choose(t: Index, operation: Index, nbytes: Index, algorithms: Index) -> int:
 
 @entry
 def learn(t: Index, took: Index) -> int:
-    """What happens when all ranks have begun the call."""
+    """Do what the tuner does when all ranks have begun the call."""
     autotune.learn(integer(t), integer(took))
     autotune.start_clock(integer(t))
     return 0
 
 
 class Learner:
-    """A rank that chooses ways for calls whose times are made up; `known`: what it begins with (tuning_table.py)."""
+    """A rank that chooses algorithms for calls with made-up times; `known`: times from the cache (tuning_table.py)."""
 
     def __init__(self, known=None, left=1.0):
         self.table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
@@ -47,7 +47,7 @@ class Learner:
         self.took = 0
 
     def call(self, times, nbytes=LARGE, operation=ALL_REDUCE):
-        """One call of a program; the way that it went. `times`: ticks a MiB that each way takes."""
+        """Make one call and return its algorithm. `times`: ticks a MiB of each algorithm."""
         at = address_of(self.table)
         choose.call(at, operation, nbytes, (1 << len(times)) - 1)
         learn.call(at, self.took)
@@ -60,14 +60,14 @@ class Learner:
 
 
 @pytest.mark.parametrize("algorithms", [2, 3, autotune.ALGORITHMS])
-def test_every_way_is_tried_at_the_beginning_and_the_fastest_is_found(algorithms):
+def test_every_algorithm_is_tried_at_the_beginning_and_the_fastest_is_found(algorithms):
     for fastest in range(algorithms):
         times = [1000 + 100 * algorithm for algorithm in range(algorithms)]
         times[fastest] = 500
         went = Learner().run(2 * autotune.LONG, times)
         early = went[: autotune.WARM + 2 * autotune.LOOK * (algorithms + 1)]
         assert set(early) == set(range(algorithms))
-        # One try at a time, and the best way known in between.
+        # One try at a time, and the best algorithm in between.
         assert sum(algorithm != after for algorithm, after in pairwise(early)) <= 4 * algorithms
         after = went[autotune.WARM + 2 * autotune.LOOK * (algorithms + 1) :]
         assert after.count(fastest) > len(after) * 0.97
@@ -75,7 +75,7 @@ def test_every_way_is_tried_at_the_beginning_and_the_fastest_is_found(algorithms
 
 
 @pytest.mark.parametrize("times", [[900, 1000, 1300], [1000, 800, 900, 5000, 1100], [500, 2000, 600]])
-def test_a_known_row_begins_with_the_best_way_and_tries_nothing_for_a_rest(times):
+def test_a_row_with_cached_times_uses_the_best_and_tries_nothing_during_the_back_off(times):
     went = Learner(times).run(60, times)
     assert set(went) == {times.index(min(times))}
 
@@ -91,8 +91,8 @@ def test_a_known_row_begins_with_the_best_way_and_tries_nothing_for_a_rest(times
         [1000] * 3 + [2500] * 3,
     ],
 )
-def test_trying_others_costs_at_most_a_fiftieth(times, noise):
-    """Beside always going the best way through the same disturbances."""
+def test_tries_cost_at_most_a_fiftieth(times, noise):
+    """Compared with always using the best algorithm, under the same disturbances."""
     random = np.random.default_rng(7)
     learner, spent, least = Learner(times), 0, 0
     for _ in range(20_000):
@@ -104,7 +104,7 @@ def test_trying_others_costs_at_most_a_fiftieth(times, noise):
     assert spent < least * 1.02
 
 
-def test_the_first_time_of_a_way_does_not_count():
+def test_the_first_time_of_an_algorithm_does_not_count():
     learner, seen = Learner(), set()
     for _ in range(100):
         algorithm = learner.call([1000, 800, 500])
@@ -114,7 +114,7 @@ def test_the_first_time_of_a_way_does_not_count():
     assert learner.run(100, [1000, 800, 500]).count(2) > 95
 
 
-def test_short_programs_try_others_too_and_at_the_same_share():
+def test_short_programs_also_try_others_at_the_same_share():
     random = np.random.default_rng(3)
     times = [1000, 1500, 1900, 1200]
     went = [algorithm for _ in range(500) for algorithm in Learner(times, random.random()).run(60, times)]
@@ -122,35 +122,35 @@ def test_short_programs_try_others_too_and_at_the_same_share():
     assert sum(times[algorithm] for algorithm in went) < len(went) * times[0] * 1.02
 
 
-def test_a_way_of_more_than_twice_the_best_is_left_alone_for_long():
+def test_an_algorithm_of_more_than_twice_the_best_time_backs_off_for_long():
     learner = Learner([1000, 2100, 30_000])
     went = learner.run(autotune.LONG - 10, [1000, 2100, 30_000])
     assert set(went) == {0}
-    # Without knowledge it is tried, and looked at once more since one bad time alone may be another's doing.
+    # Without cached times it is tried, and tried again, because one bad time may have another cause.
     went = Learner().run(autotune.LONG, [1000, 2100, 30_000])
     assert went[autotune.WARM + autotune.LOOK * 6 :].count(1) <= 1
     assert went[autotune.WARM + autotune.LOOK * 6 :].count(2) <= 1
 
 
 @pytest.mark.parametrize("times", [[800, 1000, 1000], [1000, 1600, 1000], [1000, 40_000, 1000]])
-def test_a_way_that_has_become_slow_is_left(times):
+def test_an_algorithm_that_has_become_slow_is_replaced(times):
     learner = Learner()
     learner.run(500, [1000, 800, 1000])
     assert learner.run(300, times)[-50:].count(1) <= 2
 
 
 @pytest.mark.parametrize("known", [None, [1000, 800, 900]])
-def test_a_way_that_has_become_fast_is_found(known):
+def test_an_algorithm_that_has_become_fast_is_found(known):
     learner = Learner(known)
     learner.run(500, [1000, 800, 900])
     assert learner.run(200, [1000, 800, 100])[-100:].count(2) > 90
     learner.run(500, [1000, 4000, 2500])
-    # Twice the best and more: after the long while.
+    # With more than twice the best time it is tried after LONG calls.
     went = learner.run(2 * autotune.LONG, [1000, 100, 2500])
     assert went[-100:].count(1) > 95
 
 
-def test_a_call_that_cannot_go_the_best_way_goes_the_best_one_that_it_can():
+def test_a_call_uses_the_best_of_its_possible_algorithms():
     learner = Learner()
     for _ in range(200):
         learner.call([1000, 900, 1000, 500])
@@ -158,7 +158,7 @@ def test_a_call_that_cannot_go_the_best_way_goes_the_best_one_that_it_can():
     assert learner.table[autotune.ALGORITHM] == 1
 
 
-def test_one_disturbed_call_or_a_small_difference_is_no_reason_to_change():
+def test_one_slow_call_or_a_small_difference_changes_nothing():
     learner = Learner()
     learner.run(500, [1000, 800, 1000])
     learner.call([1060, 860, 1060])
@@ -191,13 +191,13 @@ def test_classes_cover_all_sizes():
 
 
 def rows(group):
-    """What a rank has learnt."""
+    """The rows of a rank's table."""
     start = at.CHOOSING + autotune.ROWS
     return group.backend.context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)
 
 
 def everybodys(group, x):
-    """An array of every rank."""
+    """Gather an array of every rank."""
     gathered = [None] * group.size
     dist.all_gather_object(gathered, x.tolist())
     return gathered
@@ -222,8 +222,8 @@ def test_all_ranks_have_the_same_rows(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_waiting_for_a_late_rank_is_not_the_ways_fault(rank, world_size, tmp_path):
-    """However long that takes, and however often compiled code comes back to Python meanwhile: the clock stands."""
+def test_the_time_of_a_wait_for_a_late_rank_does_not_count(rank, world_size, tmp_path):
+    """The clock is stopped during the wait, also if the entry returns to Python several times."""
     group, x, came_back, clock = dist.new_group(), np.ones(30_000, "f4"), tmp_path / "came back", []
     words = group.backend.context.words[at.CHOOSING :]
 

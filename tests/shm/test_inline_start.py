@@ -1,4 +1,4 @@
-"""Asynchronous calls that begin on their callers' threads give what others give, and hold nobody up."""
+"""Asynchronous calls that begin on their callers' threads: results, order, and late peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNTS = (1, 5000, 1_000_001)  # in the call line; one slot; several rounds of a
 
 @contextmanager
 def group_of(share=1):
-    """A group of all ranks whose progress threads have no cores, as there are so many for each rank."""
+    """A group of all ranks; `share`: cores for each rank, so that progress threads may have none."""
     group = dist.new_group()
     group.backend.inline_start._share = share
     group.backend.begin_at_once()
@@ -53,9 +53,9 @@ def test_results_are_right_and_in_order(rank, world_size, count, share):
 
 
 @pytest.mark.ranks(2)
-def test_the_last_to_come_is_done_when_the_call_returns(rank, world_size):
+def test_the_last_rank_to_arrive_has_finished_when_the_call_returns(rank, world_size):
     with group_of() as group:
-        group.fast.all_reduce(np.ones(3))  # its description is known from now on
+        group.fast.all_reduce(np.ones(3))  # now the memo has its spec
         if rank == 0:
             work = group.fast.all_reduce(np.ones(3), async_op=True)
             dist.send(np.zeros(1), 1)
@@ -68,8 +68,8 @@ def test_the_last_to_come_is_done_when_the_call_returns(rank, world_size):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("share", [0, 1])
-def test_a_late_peer_holds_nobody_up(rank, world_size, share):
-    """Rank 1 comes only after rank 0's call has returned."""
+def test_a_late_peer_does_not_block_the_caller(rank, world_size, share):
+    """Rank 1 makes its call after rank 0's call has returned."""
     x = np.full(3_000_001, rank + 1.0)
     with group_of(share) as group:
         group.fast.all_reduce(np.ones(3))
@@ -85,7 +85,7 @@ def test_a_late_peer_holds_nobody_up(rank, world_size, share):
 
 
 @pytest.mark.ranks(2)
-def test_a_mismatch_ends_up_in_the_work_and_leaves_the_group_usable(rank, world_size):
+def test_the_work_raises_a_mismatch_and_the_group_stays_usable(rank, world_size):
     with group_of() as group:
         group.fast.all_reduce(np.ones(3))
         work = group.fast.all_reduce(np.ones(3 + rank), async_op=True)
@@ -111,6 +111,6 @@ def test_closing_ends_a_call_that_was_handed_over(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_with_cores_for_progress_threads_there_is_none(rank, world_size):
+def test_there_is_no_inline_start_if_progress_threads_have_cores(rank, world_size):
     with group_of(share=2) as group:
         assert group.backend.inline_start._ahead == 0

@@ -1,10 +1,10 @@
-"""Head starts (fastcoll/shm/inline_start.py) as a model of one rank, over every schedule of small programs.
+"""Inline starts (fastcoll/shm/inline_start.py) as a model of one rank, in every schedule of small programs.
 
-Callers, the progress thread, a thread aside, who closes or aborts the group, and the peers take one atomic step each,
-in any order. What becomes of a call when its entry returns, when it is queued and when it is taken over is decided by
-the code itself. A wait that only a timeout would end has no step, so whatever hangs is found as a deadlock.
+Callers, the progress thread, an extra thread, the thread that closes or aborts the group, and the peers take one atomic
+step at a time, in any order. The package's own functions decide what happens to a call when its entry returns, when it
+is queued and when it is taken over. A wait that only a timeout would end has no step, so a hang is found as a deadlock.
 
-A thread's state is where it stands, its call, and what the entry said last. Callers make a program of
+A thread's state is its position, its call, and the last result of its entry. A caller's program consists of
     "async k", "sync k"    call k begins
     "wait k"               for its Work
     "after k"              another caller's call k has returned
@@ -57,7 +57,7 @@ class State(NamedTuple):
     outcome: frozenset[tuple[int, bool]] = frozenset()  # call and success, of Works that are complete
 
     def put(self, t: int, at: str, thread: dict[str, Any] | None = None, **changes: Any) -> State:
-        """After thread t has gone on to `at`."""
+        """Return the state after thread t has moved to `at`."""
         if at in ("next", "end", "idle", "gone"):
             after = Thread(at, done=self.threads[t - 1].done)
         else:
@@ -70,11 +70,11 @@ class Model:
 
     Args:
         programs: of the callers.
-        ends: "close" or "abort": what another thread does to the group, at any time.
+        ends: "close" or "abort": another thread does that to the group at any time.
         dies: a peer may die, at any time.
         interrupts: the first caller may be interrupted by an exception, anywhere in an asynchronous call.
-        long, mismatch, changed: a call that comes back once though the peers are there; one that the peers' differs
-            from; one whose array is changed in the middle of it.
+        long, mismatch, changed: a call whose entry returns once although the peers have arrived; one from which the
+            peers' calls differ; one whose array is changed while it runs.
         fault: a step of a wrong protocol.
     """
 
@@ -131,7 +131,7 @@ class Model:
         assert (s.busy, s.lock, s.turn, s.pending) == (FREE if s.mapped else CLOSER, FREE, FREE, 0), (
             f"left behind: {s}"
         )
-        never = self.calls[0] if s.interrupted else []  # what an interrupted caller has not come to
+        never = self.calls[0] if s.interrupted else []  # the rest of an interrupted caller's program
         for k in {k for calls in self.calls for k in calls} - (set(never) - set(s.order)):
             assert k in dict(s.outcome) or k in s.raised, f"call {k} is lost: {s}"
         ends_well = not (self.ends or self.dies or self.interrupts or self.mismatch or self.changed)
@@ -155,7 +155,7 @@ class Model:
     def leave_lock(self, s: State, t: int) -> State:
         return s._replace(lock=FREE) if s.lock == t else s
 
-    # ---- the kernel: what an entry does with a call whose thread has the context
+    # ---- the kernel: what an entry does with a call that owns the context
 
     def take(self, s: State, t: int, k: int) -> State:
         mine = next((calls for calls in self.calls if k in calls), [])
@@ -169,7 +169,7 @@ class Model:
         return s._replace(busy=t, order=(*s.order, k))
 
     def run(self, s: State, t: int, k: int) -> Iterator[tuple[int, State]]:
-        """What an entry may say about call k, and the state then."""
+        """Yield what an entry may return for call k, with the state after that."""
         assert s.busy == t, f"thread {t} goes on with call {k}, which thread {s.busy} has: {s}"
         assert s.mapped, f"call {k} goes on in memory that was unmapped"
         if k == self.changed and k in s.worked:
@@ -204,7 +204,7 @@ class Model:
             yield from self._next(on, t, thread)
 
     def returns(self, s: State, t: int, k: int, success: bool | None = None) -> State:
-        """Call k is over for its caller; `success` unless it has a Work."""
+        """Call k returns to its caller; `success` unless it returns a Work."""
         outcome = s.outcome if success is None else s.outcome | {(k, success)}
         return s.put(t, "next", returned=s.returned | {k} & self.awaited, outcome=outcome)
 
@@ -255,7 +255,7 @@ class Model:
         yield after.put(t, "run") if on else self.returns(after, t, me.call)
 
     def _torn(self, s: State, t: int, me: Thread) -> Iterator[State]:
-        """An exception leaves the call: whose context it is, the group fails."""
+        """An exception ends the call; if the call owns the context, the group fails."""
         if s.busy == t and self.fault != "keeps a broken call":
             yield s.put(t, "torn_2", failed=True)
         elif t in (FIRST, SECOND):
@@ -290,7 +290,7 @@ class Model:
         if me.call in dict(s.outcome):
             yield self.returns(s, t, me.call)
 
-    # ---- whoever carries a call out to its end
+    # ---- threads that carry a call to its end
 
     def _idle(self, s: State, t: int, me: Thread) -> Iterator[State]:
         if s.queue and s.lock == FREE:
@@ -350,7 +350,7 @@ class Model:
         after = s._replace(outcome=s.outcome | {(me.call, success)})
         yield after.put(t, "gone") if t == ASIDE else after.put(t, "idle", pending=s.pending - 1)
 
-    # ---- who ends the group
+    # ---- the thread that ends the group
 
     def _abort(self, s: State, t: int, me: Thread) -> Iterator[State]:
         yield s.put(t, "gone", failed=True)
@@ -413,7 +413,7 @@ def test_a_call_that_goes_wrong_leaves_nothing_behind(wrong: str, call: int) -> 
 @pytest.mark.parametrize("ends", ["", "abort", "close"])
 @pytest.mark.parametrize("programs", [["async 1, async 2"], ["async 1, sync 2"], ["async 1", "async 2"]])
 def test_whatever_ends_the_group_ends_every_call(programs: list[str], ends: str) -> None:
-    """Peers may die, too, where nobody closes it."""
+    """If no thread closes the group, peers may die as well."""
     assert Model(*programs, ends=ends, dies=ends != "close").explore() > 100
 
 

@@ -1,7 +1,7 @@
-"""What comes between any two steps of an inline start: an exception, a signal handler's call, another thread's call.
+"""An inline start interrupted between any two of its steps by an exception, a signal handler or another thread.
 
-The steps are the caller's in the files of inline starts, as far apart as Python looks at signals. An entry that says what
-it is told stands for the compiled one, which no signal interrupts.
+A step is the shortest piece of the caller's code after which Python checks for signals. An entry that returns given
+codes replaces the compiled entry, which no signal interrupts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fastcoll.shm import context_layout as words
 from fastcoll.shm.rounds import HELD, RESUMED
 
 FILES = {module.__file__ for module in (context, inline_start)}
-AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # what Python looks at signals after
+AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # Python checks for signals after these
 DEADLINE = 120
 
 
 class Script:
-    """An entry that takes the context as all do, and then says these codes, one a call."""
+    """An entry that takes the context as all entries do, and then returns these codes, one a call."""
 
     name = "all_reduce"
 
@@ -51,7 +51,7 @@ class Script:
 
 
 class Between:
-    """Calls `act` before step number `step` of what this thread does in FILES; counts the steps."""
+    """Calls `act` before step number `step` of this thread's code in FILES, and counts the steps."""
 
     def __init__(self, step: int, act: Callable[[], None]) -> None:
         self.left, self.act, self.steps = step, act, 0
@@ -82,12 +82,12 @@ def new_group() -> Any:
     group = dist.new_group()
     group.backend.inline_start._share = 1
     group.backend.begin_at_once()
-    group.fast.all_reduce(np.ones(3))  # its description is known from now on
+    group.fast.all_reduce(np.ones(3))  # now the memo has its spec
     return group
 
 
 def begin(group: Any, script: Script, step: int, act: Callable[[], None]) -> tuple[Any, int]:
-    """Begin a call, do `act` at a step of it; the Work, and how many steps there were."""
+    """Begin a call and run `act` at one of its steps; return the Work and the number of steps."""
     with Between(step, act) as between:
         made = group.backend.inline_start.begin(script)
     return made, between.steps
@@ -103,7 +103,7 @@ def steps_of(group: Any, *codes: int) -> range:
 
 @pytest.mark.ranks(1)
 def test_an_exception_at_any_step_leaves_no_call_behind(rank: int, world_size: int) -> None:
-    """It is carried out, or was not begun, or the group has failed."""
+    """The call is complete, or has not begun, or the group has failed."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -126,7 +126,7 @@ def test_an_exception_at_any_step_leaves_no_call_behind(rank: int, world_size: i
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_signal_handler_at_any_step_is_refused_or_right(
+def test_a_signal_handlers_call_at_any_step_is_rejected_or_correct(
     rank: int, world_size: int, asynchronous: bool
 ) -> None:
     group, x = new_group(), np.ones(3)
@@ -173,7 +173,7 @@ def test_another_threads_call_at_any_step_is_carried_out(rank: int, world_size: 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("codes", [[WORKED, LATER], [AGAIN, LATER], [AGAIN, AGAIN, LATER]])
-def test_an_array_that_changes_in_the_middle_of_its_call_fails_the_group(
+def test_changing_an_array_during_its_call_fails_the_group(
     rank: int, world_size: int, codes: list[int]
 ) -> None:
     group = new_group()
@@ -188,7 +188,7 @@ def test_an_array_that_changes_in_the_middle_of_its_call_fails_the_group(
 
 @pytest.mark.ranks(1)
 def test_a_tensor_lives_until_its_call_is_complete(rank: int, world_size: int) -> None:
-    """Its header, which the entry gets, owns nothing; the caller may have dropped both the tensor and the Work."""
+    """The header that the entry gets owns no memory, and the caller may have dropped the tensor and the Work."""
 
     class Tensor:
         pass

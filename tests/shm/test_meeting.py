@@ -1,4 +1,4 @@
-"""How much memory the members of a group agree on, what is said where there is too little, and whose death ends it."""
+"""The meeting of a group: sizes of memory, errors if there is too little, and deaths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _read_anew() -> Iterator[None]:
         (4 << 20, 16 << 10, "make it larger .* or free what fills it", "FASTCOLL_SHM_BYTES_PER_RANK"),
     ],
 )
-def test_the_cure_is_for_what_is_too_small(
+def test_the_error_names_the_cure_for_the_size_that_is_too_small(
     wanted: int, free: int, cure: str, no_cure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTCOLL_SHM_BYTES_PER_RANK", str(wanted))
@@ -42,10 +42,10 @@ def test_the_cure_is_for_what_is_too_small(
 
 
 @pytest.mark.parametrize("late", [[[1], []], [[1], [1]]])
-def test_a_death_counts_only_if_a_rank_is_late_still(
+def test_a_death_counts_only_if_a_rank_is_still_late(
     late: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank may do its part, be through with the meeting and end while another one waits for a core."""
+    """A rank may finish its part, leave the meeting and end while another rank waits for a core."""
     members = [Member.here(rank, 2, "shm") for rank in range(2)]
     monkeypatch.setattr(meet, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(meet, "gone_among", lambda _: members[1:])
@@ -64,7 +64,7 @@ def test_a_death_counts_only_if_a_rank_is_late_still(
 
 
 @pytest.mark.ranks(3)
-def test_one_ranks_refusal_is_everybodys_plain_error(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resource_error_of_one_rank_is_raised_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("FASTCOLL_SHM_BYTES_PER_RANK", "1000")
         config.forget()

@@ -1,4 +1,4 @@
-"""What groups take of shared memory, and that they give everything back."""
+"""Shared memory that groups use, and that they release all of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM_UP = 30
 
 
 def segments() -> list[int]:
-    """Sizes of groups' mappings in this process, without the arena, which an earlier test may have made for good."""
+    """Sizes of groups' mappings in this process, without the arena, which an earlier test may have created."""
     found = []
     own_arena = os.readlink(f"/proc/self/fd/{arena.descriptor()}") if arena.exists() else "none"
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -42,16 +42,16 @@ def test_a_real_group_maps_no_more(rank: int, world_size: int) -> None:
 
 
 def descriptors() -> list[str]:
-    """What is open, without pidfds, which are opened when a peer is first waited for long."""
+    """Open descriptors, without pidfds, which are opened in the first long wait for a peer."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of listing them
+        with suppress(FileNotFoundError):  # the one that lists them
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
     return [file for file in found if "pidfd" not in file]
 
 
 def holdings() -> dict[str, int]:
-    """What this process holds of the system."""
+    """System resources that this process holds."""
     gc.collect()
     return {
         "descriptors": len(descriptors()),
@@ -62,7 +62,7 @@ def holdings() -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process's own memory; those of files come and go as the machine has room."""
+    """Bytes of this process's own memory, without pages of files, which the kernel may evict."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
@@ -86,12 +86,12 @@ def test_groups_made_and_destroyed_leave_nothing(rank: int, world_size: int, gro
     before, resident = holdings(), resident_bytes()
     live(groups)
     dist.barrier()
-    after = holdings()  # and collects: a group is a cycle of objects, with tables of 30 KiB
+    after = holdings()  # and collect garbage: a group is a cycle of objects, with tables of 30 KiB
     grown = resident_bytes() - resident
     end = time.monotonic() + 60
     while any(after[what] > before[what] for what in before) and time.monotonic() < end:
         after = holdings()  # a thread of the last group may not have ended
-    # Fewer is fine: an idle thread of the pool of ranks may end meanwhile.
+    # Fewer are fine: an idle thread of the pool of ranks may end in between.
     assert all(after[what] <= before[what] for what in before), f"{before} became {after}"
     # The tables of a segment would be 30 KiB a group. Rank 0 keeps the keys in its store: 0.8 KiB.
     assert grown < (1 << 20) + groups * (2 << 10), f"{grown} bytes"

@@ -1,4 +1,4 @@
-"""What ranks of one node tell one another of a failure: why, whom it blames, and whether for being late."""
+"""What ranks of one node publish about a failure: the reason, the ranks at fault, and whether they are late."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def monitors() -> Iterator[list[ShmMonitor]]:
 
 
 def passed_on(monitor: ShmMonitor) -> GroupError:
-    """What a rank makes of it that waits for another one, and fails with in its turn."""
+    """The error with which a rank that waits for another one fails."""
     found = monitor.decide([], "barrier()")
     assert found is not None
     monitor.fail(found)
     return found
 
 
-def test_whoever_passes_a_failure_on_is_not_at_fault(monitors: list[ShmMonitor]) -> None:
+def test_a_rank_that_passes_a_failure_on_is_not_at_fault(monitors: list[ShmMonitor]) -> None:
     monitors[1].fail(PeerDiedError("rank 13 died", [13]))
     first, second = passed_on(monitors[0]), passed_on(monitors[2])
     assert type(first) is type(second) is AbortedError
@@ -50,12 +50,12 @@ def test_a_dead_rank_is_named_by_its_global_rank(
     assert passed_on(monitors[0]).ranks == (12,)
 
 
-def test_who_blames_nobody_is_blamed(monitors: list[ShmMonitor]) -> None:
+def test_a_rank_that_names_no_rank_is_at_fault_itself(monitors: list[ShmMonitor]) -> None:
     monitors[1].fail(AbortedError("abort() was called"))
     assert passed_on(monitors[0]).ranks == (11,)
 
 
-def test_a_timeout_is_one_for_all_but_the_late(monitors: list[ShmMonitor]) -> None:
+def test_a_timeout_is_a_timeout_on_all_ranks_except_the_late_one(monitors: list[ShmMonitor]) -> None:
     monitors[1].fail(CollectiveTimeoutError("rank 13 did not arrive", [13]))
     for rank, kind in ((0, CollectiveTimeoutError), (2, CollectiveTimeoutError), (3, AbortedError)):
         error = passed_on(monitors[rank])
@@ -63,14 +63,14 @@ def test_a_timeout_is_one_for_all_but_the_late(monitors: list[ShmMonitor]) -> No
         assert error.ranks == (13,)
 
 
-def test_many_blamed_ranks_leave_room_for_the_reason(monitors: list[ShmMonitor]) -> None:
+def test_many_ranks_at_fault_leave_room_for_the_reason(monitors: list[ShmMonitor]) -> None:
     monitors[1].fail(CollectiveTimeoutError("\u00e4" * 2000, range(100_000, 101_000)))
     error = passed_on(monitors[0])
     assert error.ranks == tuple(range(100_000, 100_032))
     assert "\u00e4" * 300 in str(error)
 
 
-def test_who_fails_and_ends_while_it_is_looked_at_is_not_dead(
+def test_a_rank_that_fails_and_ends_during_the_check_is_not_dead(
     monitors: list[ShmMonitor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(working: list[Member]) -> list[Member]:

@@ -1,8 +1,8 @@
-"""The protocol of fastcoll/shm/rings.py and ring_kernels.py: their own code, in every schedule of small programs.
+"""The protocol of fastcoll/shm/rings.py and ring_kernels.py: the package's code in every schedule of small programs.
 
-Two ranks make a program each, of "send", "isend", "recv" and "irecv", with a tag and a number of words. The short cuts
-run as the package calls them; what they leave undone is finished by a small engine, as p2p/pipe.py has it. Rings have
-room for four pieces of two words, and for two acks. Every receive checks what has come.
+Each of two ranks runs a program of "send", "isend", "recv" and "irecv", with a tag and a number of words. The short
+cuts run as the package calls them; a small engine that follows p2p/pipe.py finishes the rest. Rings have room for four
+pieces of two words, and for two acks. Every receive checks its message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOM = 1 << 10
 
 
 class Engine(NamedTuple):
-    """What a rank knows between two entries: operations by their places in its program, messages by their numbers."""
+    """A rank's state between two entries: operations by their index in its program, messages by their number."""
 
     pc: int = 0
     begun: bool = False  # the blocking call at pc
@@ -46,8 +46,8 @@ class World:
     """Two ranks that exchange messages.
 
     Args:
-        batch: acks that are taken before the sender tells of them.
-        direct: whether messages are read where they are.
+        batch: acks that the sender reads before it publishes that.
+        direct: whether messages are direct.
     """
 
     def __init__(self, *programs: str, batch: int = 1, direct: bool = False, plant: str = "") -> None:
@@ -78,7 +78,7 @@ class World:
         if self.direct and m.load_acquire(self.of_channel("IN_STATE")) == FAILED:
             return None
         if e.pc < len(self.program) and not e.begun:
-            if self.program[e.pc][0] == "fail":  # and the arrays are the caller's again
+            if self.program[e.pc][0] == "fail":  # and the caller may change the arrays
                 m.store_release(SHARED + (1 << 20) + (rank << 16), FAILED)
                 for word in range(self.program[0][2]):
                     m.store_release(self.array(0) + 8 * word, -1)
@@ -96,14 +96,14 @@ class World:
             place, *rest = e.queued
             self.made.ring_kernels.begin(MAILBOX, self.peer, self.array(place), *self.size_and_kind(place))
             e = self.sent(e._replace(queued=tuple(rest)), place)
-        # The engine publishes, for the kernels, the work that it still has.
+        # The engine publishes its remaining work to the kernels.
         busy = bool(e.queued or e.unacked or e.posted or e.arriving >= 0 or e.owed)
         self.set(BEHIND=int(busy), BUSY=0, STORED=len(e.stored))
         self.set_channel(WATCHED=len(e.posted), OWED=len(e.owed))
         return e
 
     def progress(self, e: Engine) -> int:
-        """The next event; as a caller does that waits for what short cuts have posted, where there is such."""
+        """Return the next event; if short cuts have posted messages, wait for these as a caller does."""
         if (e.unacked or e.armed >= 0) and not e.queued:
             number = e.unacked[0][0] if e.unacked else 0
             return int(self.made.ring_kernels.complete(MAILBOX, e.handled, self.peer, number))
@@ -122,7 +122,7 @@ class World:
         return self.machine.load(self.channel + 8 * getattr(self.made.rings, name))
 
     def array(self, place: int) -> int:
-        """The address of an operation's array."""
+        """Address of an operation's array."""
         sends = place < STORED and self.program[place][0].endswith("send")
         return (DATA_OF_BOTH + (self.rank << 20) if sends and self.direct else BUFFERS) + ROOM * place
 
@@ -134,7 +134,7 @@ class World:
         return [1000 * rank + 100 * (place + 1) + k for k in range(self.programs[rank][place][2])]
 
     def expected(self, place: int) -> list[int]:
-        """What a receive should get: of one tag the first one posted gets the first message sent, and so on."""
+        """Expected message of a receive: for each tag, the n-th receive posted gets the n-th message sent."""
         tag = self.program[place][1]
         before = sum(op.endswith("recv") and t == tag for op, t, _ in self.program[:place])
         theirs = [
@@ -143,7 +143,7 @@ class World:
         return self.content(self.peer, theirs[before])
 
     def call(self, e: Engine) -> Engine:
-        """Make the call at pc."""
+        """Make the call at `pc`."""
         k, m, place = self.made.ring_kernels, self.machine, e.pc
         op, (size, kind) = self.program[place][0], self.size_and_kind(place)
         m.store(ARRAY + self.made.pyobjects.DATA, self.array(place))
@@ -189,7 +189,7 @@ class World:
         return e._replace(entering=entering, unacked=(*e.unacked, (self.of_channel("SENT"), place)))
 
     def end_send(self, place: int) -> None:
-        """The caller may do with the array what it likes."""
+        """End a send; the caller may then change the array."""
         self.machine.store_words(self.array(place), [-1] * self.program[place][2])
 
     def check(self, place: int) -> None:
@@ -201,7 +201,7 @@ class World:
         return e if code == DONE else e._replace(owed=(*e.owed, (number, kind)))
 
     def handle(self, e: Engine, event: int) -> Engine:
-        """Do what an event of `advance` asks for."""
+        """Handle an event of `advance`."""
         if event == pipe.BOTH:
             e, event = self.handle(e, pipe.RECEIVED), pipe.ACKED
         kind, number = self.of_channel("IN_KIND"), self.of_channel("RECEIVED")
@@ -262,13 +262,13 @@ def test_every_schedule(name: str) -> None:
     assert explore(*PROGRAMS[name]) > 100
 
 
-def test_acks_told_in_batches_every_schedule() -> None:
+def test_acks_published_in_batches_every_schedule() -> None:
     four = ", ".join(["isend 0 1"] * 4)
     assert explore(four, four.replace("send", "recv"), batch=2) > 100
 
 
 @pytest.mark.parametrize("end", ["isend 1 3", "fail 0 0"])
-def test_messages_that_go_direct_every_schedule(end: str) -> None:
+def test_direct_messages_every_schedule(end: str) -> None:
     assert explore(f"isend 0 4, {end}", "recv 0 4, irecv 1 3", direct=True) > 50
 
 
@@ -280,29 +280,29 @@ ARMED = ("isend 0 1, isend 0 1, isend 0 1", "recv 0 1, recv 0 1, irecv 0 1")
 DIRECT = ("isend 0 4, isend 1 3", "recv 0 4, irecv 1 3")
 
 PLANTS = [
-    # What is not read is overwritten.
+    # Unread data is overwritten.
     (LONG, "+ nbytes - load_word(m, RING) => + nbytes - load_word(m, RING) - FRAME_UNIT"),
     (LONG, "ring = load_word(channel, IN)\n => ring = load_word(channel, IN); _take(channel, tail + part)\n"),
     (FOUR, "load_word(channel, ACKS_GIVEN) - ACK_SLOTS + 1 => load_word(channel, ACKS_GIVEN) - ACK_SLOTS"),
     (FOUR, "store_release(ring + ACKS_TAKEN, taken + 1) => store_release(ring + ACKS_TAKEN, taken + 2)"),
     (FOUR, "kernels: if r.has_ack_space(channel) and r.sees_header => if r.sees_header"),
     (ARMED, "kernels: not r.has_ack_space(channel) or not => not"),
-    # What is not written is read.
+    # Data is read before it is written.
     (LONG, "if head < body: => store_release(ring + HEAD, head + part)\n    if head < body:"),
     (LONG, "has_arrived(channel, tail + 1) => has_arrived(channel, tail)"),
     (TAGS, "store_word(ack, 1, number) => store_release(ack, given + 1), store_word(ack, 1, number)"),
     (FOUR, "if load_acquire(ack) != taken + 1: => if load_acquire(ack) == 0:"),
     (WRAP, "copy_or_stream(past, ring + RING_HEADER, source + first, nbytes - first) => 0"),
     (WRAP, "copy_or_stream(past, target + first, ring + RING_HEADER, nbytes - first) => 0"),
-    # The wrong message, the wrong ack.
+    # The wrong message or ack.
     (TAGS, "kernels: load_word(channel, r.IN_KIND) != load_word(channel, r.ARMED_KIND): => False:"),
     (PROGRAMS["reversed tags"], "kernels: load_word(channel, r.IN_KIND) != kind or => False or"),
     (LONG, "kernels: load_word(channel, r.RECEIVED), TAKEN, nbytes, kind) => 0, TAKEN, nbytes, kind)"),
-    # Nobody goes on.
+    # Deadlocks.
     (LONG, "store_release(ring + HEAD, head + part) => 0"),
     (FOUR, "(taken + 1) % ACK_BATCH == 0 => (taken + 1) % 3 == 0"),
     (FOUR, "store_word(channel, ACKS_READ, taken + 1) => 0"),
-    # Arrays that are read where they are.
+    # Direct messages.
     (DIRECT, "if did + moved < nbytes: => if False:"),
     (DIRECT, "store_word(channel, IN_DID, 0) => 0"),
     (("isend 0 4, fail 0 0", "recv 0 4"), "if state in (FAILED, LEFT): => if False:"),

@@ -1,7 +1,7 @@
-"""The protocol of fastcoll/shm/rounds.py: its own code, and the collectives on it, in every schedule of small worlds.
+"""The protocol of fastcoll/shm/rounds.py: the package's code, with its collectives, in every schedule of small worlds.
 
-A slot has room for a word, so that calls of a few words take several rounds, and there are two or three slots. Every
-rank checks what each call gives it. What the model finds is shown by planted faults.
+A slot has room for one word, so calls of a few words take several rounds, and there are two or three slots. Every rank
+checks each result. Planted faults show what the model finds.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_three_ranks_in_two_groups_every_schedule(again: bool, program: str) -> 
     assert explore(3, program, again, group=2) > 1000
 
 
-@pytest.mark.long  # three ranks are in two groups, too
+@pytest.mark.long  # three ranks in two groups cover most of it
 def test_four_ranks_in_two_groups_every_schedule() -> None:
     assert explore(4, "all_reduce, all_reduce, all_reduce", group=2) > 10000
 
@@ -81,7 +81,7 @@ def test_four_ranks_in_two_groups_every_schedule() -> None:
 AHEAD = PROGRAMS["long all, writing ahead"]
 WORDS = "broadcast, all_reduce, all_reduce"
 PLANTS = [
-    # A slot is written before it was read, as the credit is too high, or no rank waits, or a resumed wait is left out.
+    # A slot is overwritten before it is read: the bound is too high, no rank waits, or a resumed wait is skipped.
     (2, AHEAD, "at.WROTE) - layout.SLOTS + 1 => at.WROTE) - layout.SLOTS"),
     (2, AHEAD, "_await_all(c, layout.CONSUMED, want) != DONE => False"),
     (2, AHEAD, "if _await_all(c, layout.CON => store_word(c, at.SEEN, want)\n    if _await_all(c, layout.CON"),
@@ -89,20 +89,20 @@ PLANTS = [
     (2, AHEAD, "CONSUMED, load_word(c, at.ROUND) + read) => CONSUMED, load_word(c, at.ROUND) + read + 1)"),
     (2, "broadcast 3, all_reduce 3", "load_word(c, at.ROUND) + step) % => step) %"),
     (2, "sizes_differ 3 +1, all_reduce 4", "store_word(c, at.READ, layout.SLOTS) => 0"),
-    # A round is read before it was written.
+    # A round is read before it is written.
     (2, "broadcast 3", "return DONE if step == 0 else => return DONE if step <= 1 else"),
     (2, AHEAD, "PUBLISHED, load_word(c, at.ROUND) + read + 1) => PUBLISHED, load_word(c, at.ROUND) + read)"),
     (2, "all_reduce 4", "load_word(c, at.ROUND) + wrote + 1) => load_word(c, at.ROUND) + wrote + 2)"),
     (2, "all_reduce", "store_word(line, layout.CALL, => store_release(line, load_word(c, at.CALLS)), (line, 1,"),
     (2, "broadcast, barrier", "% 2)\n\n\n@inlined\ndef combined_of => * 0)\n\n\n@inlined\ndef combined_of"),
-    # Calls go on without the meeting, or take what differs for the same.
+    # Calls run without a meeting, or do not find differences.
     (2, "all_reduce, all_reduce", "if load_word(c, at.MET):\n => if True:\n"),
     (2, "all_reduce, all_reduce", "store_word(c, at.MET, 0) => 0"),
     (2, "roots_differ 1", "load_word(line, layout.CALL) == call and => True and"),
     (2, "sizes_differ 1", "theirs == shape or => True or"),
     (2, "blocks_differ 1", "same &= balance == 0 => same &= True"),
     (2, PROGRAMS["only one rank goes direct"], "mixed & _BESIDE_TIME\n => 0\n"),
-    # Nobody goes on.
+    # Deadlocks.
     (2, "all_reduce 3", "load_word(c, at.ROUND) + wrote + 1) => load_word(c, at.ROUND) + wrote)"),
     (2, "all_reduce 3", "if read < total: => if False:"),
     (2, AHEAD, "wrote <= load_word(c, at.READ) => wrote <= 1 + load_word(c, at.READ)"),

@@ -1,4 +1,4 @@
-"""The life of a segment: private, proven by its nonce, gone by name, and swept when its maker is dead."""
+"""Segments: access rights, nonce, unlinked names, and the sweep of dead makers' names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_only_its_owner_may_open_it(name: str) -> None:
     status = os.stat(f"/dev/shm/{name}")
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_size == LAYOUT.nbytes
-    assert status.st_blocks * 512 >= LAYOUT.nbytes  # all of it is really there
+    assert status.st_blocks * 512 >= LAYOUT.nbytes  # all pages are allocated
     segment.close()
     segment.close()
 
@@ -53,7 +53,7 @@ def test_two_mappings_are_one_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_pages_are_entered_ahead(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_mapped_ahead(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not whole:
         monkeypatch.setattr(shared, "_PREFAULT_BYTES", 0)
     Segment.create(name, LAYOUT).close()
@@ -69,19 +69,19 @@ def test_pages_are_entered_ahead(name: str, whole: bool, monkeypatch: pytest.Mon
 
 
 def resident(name: str) -> int:
-    """Bytes of a segment that are in this process's page table."""
+    """Bytes of a segment in this process's page table."""
     maps = Path("/proc/self/smaps").read_text().split(name)[1]
     return int(maps.split("Rss:")[1].split()[0]) << 10
 
 
-def test_a_name_is_never_taken_twice(name: str) -> None:
+def test_a_name_cannot_be_used_twice(name: str) -> None:
     segment = Segment.create(name, LAYOUT)
     with pytest.raises(ResourceError, match="cannot create"):
         Segment.create(name, LAYOUT)
     segment.close()
 
 
-def test_what_is_not_the_announced_segment_is_refused(name: str) -> None:
+def test_a_segment_other_than_the_announced_one_is_rejected(name: str) -> None:
     with pytest.raises(ResourceError, match="cannot attach"):
         Segment.attach(name, LAYOUT)
     Segment.create(name, LAYOUT).close()
@@ -93,8 +93,8 @@ def test_what_is_not_the_announced_segment_is_refused(name: str) -> None:
         Segment.attach(name, LAYOUT)
 
 
-def test_the_sweeper_takes_the_names_of_the_dead_only(name: str) -> None:
-    """A killed process counts as dead before its parent has waited for it."""
+def test_sweep_removes_only_names_of_dead_makers(name: str) -> None:
+    """A killed process counts as dead before its parent has reaped it."""
     Segment.create(name, LAYOUT).close()
     program = (
         "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "
@@ -102,7 +102,7 @@ def test_the_sweeper_takes_the_names_of_the_dead_only(name: str) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as dying:
         assert dying.stdout is not None
-        dead = dying.stdout.read().strip()  # to its end, which comes with the process's
+        dead = dying.stdout.read().strip()  # until the pipe closes, when the process ends
         os.waitid(os.P_PID, dying.pid, os.WEXITED | os.WNOWAIT)
         assert os.path.exists(f"/dev/shm/{dead}")
         with pytest.MonkeyPatch.context() as patch:
@@ -113,15 +113,15 @@ def test_the_sweeper_takes_the_names_of_the_dead_only(name: str) -> None:
     assert os.path.exists(f"/dev/shm/{name}")
 
 
-def test_the_sweeper_takes_the_names_of_those_whose_pid_is_another_processs_by_now(name: str) -> None:
+def test_sweep_removes_names_whose_pid_was_reused(name: str) -> None:
     before = name.replace(f"-{this_process().start_time}-", "-1-")
     assert before != name
     Segment.create(before, LAYOUT).close()
     assert before in shared.sweep()
 
 
-def test_the_sweeper_takes_the_names_of_those_that_others_have_seen_die(name: str) -> None:
-    """A process that was killed has closed its connections a while before it counts as ended."""
+def test_sweep_removes_names_of_makers_that_peers_reported_as_ended(name: str) -> None:
+    """A killed process closes its connections some time before it counts as ended."""
     Segment.create(name, LAYOUT).close()
     other = dataclasses.replace(this_process(), start_time=1)
     assert name not in shared.sweep([other])

@@ -1,4 +1,4 @@
-"""The synchronous path's own arguments: what compiled code reads of roots, sources and tags, and refuses."""
+"""The synchronous path: roots, sources and tags that compiled code reads and rejects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_TAG = [-2, 1 << 31, *HUGE, 0.0, "0", None]
 
 
 def warm(rank):
-    """Have the memo know float64, so that calls are looked at by compiled code."""
+    """Add float64 to the memo, so that compiled code validates the calls."""
     x = np.zeros(1)
     dist.broadcast(x, 0)
     dist.reduce(x, 0)
@@ -24,7 +24,7 @@ def warm(rank):
 
 
 def assert_refused(call, values):
-    """Each of the values, as the argument of the call; says which one was not."""
+    """Check that the call rejects each of the values; the failure names the one that was accepted."""
     for value in values:
         with pytest.raises(UsageError):
             pytest.fail(f"{value!r} was taken: {call(value)}")
@@ -32,7 +32,7 @@ def assert_refused(call, values):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operation", ["broadcast", "reduce", "gather", "scatter", "send"])
-def test_what_is_no_rank_is_refused_and_nobody_hears_of_it(rank, world_size, operation):
+def test_an_invalid_rank_is_rejected_without_effect_on_peers(rank, world_size, operation):
     warm(rank)
     x = np.full(2, rank + 1.0)
     two = [np.zeros(2), np.zeros(2)]
@@ -44,8 +44,8 @@ def test_what_is_no_rank_is_refused_and_nobody_hears_of_it(rank, world_size, ope
 
 
 @pytest.mark.ranks(2)
-def test_minus_one_is_no_source(rank, world_size):
-    """Not even while a message of somebody waits to be taken."""
+def test_minus_one_is_not_a_source(rank, world_size):
+    """Not even if a message has arrived."""
     warm(rank)
     x, got = np.full(2, rank + 1.0), np.zeros(2)
     work = dist.isend(x, 1 - rank)
@@ -56,7 +56,7 @@ def test_minus_one_is_no_source(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_what_is_no_tag_is_refused(rank, world_size):
+def test_an_invalid_tag_is_rejected(rank, world_size):
     warm(rank)
     x = np.full(2, rank + 1.0)
     assert_refused(lambda tag: dist.send(x, 1 - rank, tag=tag), [-1, *NO_TAG])
@@ -66,8 +66,8 @@ def test_what_is_no_tag_is_refused(rank, world_size):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [np.int8, np.uint64])
-def test_a_tag_may_be_a_numpy_integer_whatever_comes_first(rank, world_size, kind):
-    """The message asked for is the second one, so the receive leaves the compiled call half-way."""
+def test_a_tag_may_be_a_numpy_integer_whichever_message_is_first(rank, world_size, kind):
+    """The requested message is the second one, so the receive leaves the compiled call half-way."""
     warm(rank)
     if rank == 0:
         works = [dist.isend(np.array([float(tag)]), 1, tag=tag) for tag in (1, 100)]

@@ -1,4 +1,4 @@
-"""Calls that read arrays where they are: what the conformance suite, which runs with all calls direct too, has not."""
+"""Direct calls: cases beyond the conformance suite, which also runs with all calls direct."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGE = 2 * PIECE // 4 + 1009  # float32 of three pieces
 
 @contextmanager
 def direct_group(algorithms="direct"):
-    """A group of all ranks whose calls go these ways."""
+    """A group of all ranks whose calls may use these algorithms."""
     os.environ["FASTCOLL_SHM_ALGORITHMS"] = algorithms
     config.forget()
     try:
@@ -42,8 +42,8 @@ def direct_group(algorithms="direct"):
         group.close()
 
 
-def way_of(group):
-    """How the last call went."""
+def algorithm_of(group):
+    """The algorithm of the last call."""
     return int(group.backend.context[at.CHOOSING + autotune.ALGORITHM])
 
 
@@ -57,7 +57,7 @@ def test_arrays_of_several_pieces(rank, world_size):
         x = base + rank
         group.fast.broadcast(x, world_size - 1)
         assert (x == base + world_size - 1).all()
-        assert way_of(group) == autotune.DIRECT
+        assert algorithm_of(group) == autotune.DIRECT
         x, y = np.zeros_like(base), base + 1
         after, before = (rank + 1) % world_size, (rank - 1) % world_size
         works = [group.fast.isend(y, after), group.fast.irecv(x, before)]
@@ -68,7 +68,7 @@ def test_arrays_of_several_pieces(rank, world_size):
 
 @pytest.mark.long
 @pytest.mark.ranks(9)
-def test_more_arrays_than_slots_to_wait_in(rank, world_size):
+def test_more_arrays_than_slots_for_their_copies(rank, world_size):
     with direct_group() as group:
         x = np.arange(100_003) + rank
         group.fast.all_reduce(x)
@@ -88,11 +88,11 @@ def test_in_place(rank, world_size):
         blocks = np.full((world_size, 1009), 1.0 + rank)
         group.fast.reduce_scatter_single(blocks[rank], blocks)
         assert (blocks[rank] == world_size * (world_size + 1) / 2).all()
-        assert way_of(group) == autotune.DIRECT
+        assert algorithm_of(group) == autotune.DIRECT
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_see_blocks_of_different_sizes_go_through_the_slots(rank, world_size):
+def test_ranks_with_blocks_of_different_sizes_use_the_slots(rank, world_size):
     sizes = [20_000 * (k + 1) for k in range(world_size)]
     with direct_group() as group:
         for _ in range(3):
@@ -100,15 +100,15 @@ def test_ranks_that_see_blocks_of_different_sizes_go_through_the_slots(rank, wor
             group.fast.gather(np.full(sizes[rank], 1.0 + rank), outs, 0)
             for k, out in enumerate(outs or []):
                 assert (out == 1 + k).all()
-            assert way_of(group) != autotune.DIRECT
+            assert algorithm_of(group) != autotune.DIRECT
         x = np.ones(20_000)
         group.fast.all_reduce(x)
-        assert way_of(group) == autotune.DIRECT
+        assert algorithm_of(group) == autotune.DIRECT
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_choose_different_ways_find_that_and_soon_agree(rank, world_size):
-    """As ranks would whose rows differ, since their arrays did."""
+def test_ranks_that_choose_different_algorithms_soon_agree(rank, world_size):
+    """Ranks whose arrays differ in size have different rows, and so may choose differently."""
     with direct_group("direct,close") as group:
         words = group.backend.context.words
         if rank == 0:
@@ -118,13 +118,13 @@ def test_ranks_that_choose_different_ways_find_that_and_soon_agree(rank, world_s
             x = np.full(100_000, turn + rank, np.float32)
             group.fast.all_reduce(x)
             assert (x == 2 * turn + 1).all()
-            went.append(way_of(group))
+            went.append(algorithm_of(group))
         assert autotune.DIRECT not in went
 
 
 @pytest.fixture
 def unreadable(rank):
-    """An array that its owner, rank 0, may have unmapped from another thread; here it may not be read any more."""
+    """An array that peers cannot read, as if another thread of its owner, rank 0, had unmapped it."""
     memory = mmap.mmap(-1, 1 << 20)
     x = np.frombuffer(memory, np.float32)
     if rank == 0:
@@ -134,7 +134,7 @@ def unreadable(rank):
 
 
 @pytest.mark.ranks(2)
-def test_an_array_that_cannot_be_read_ends_the_call_and_not_with_its_timeout(rank, world_size, unreadable):
+def test_an_unreadable_array_ends_the_call_long_before_its_timeout(rank, world_size, unreadable):
     x = unreadable
     for step in (
         lambda g: g.fast.broadcast(x, 0),
@@ -148,10 +148,8 @@ def test_an_array_that_cannot_be_read_ends_the_call_and_not_with_its_timeout(ran
 
 
 @pytest.mark.ranks(2)
-def test_an_array_that_cannot_be_read_since_its_owner_has_failed_is_not_the_reason(
-    rank, world_size, unreadable
-):
-    """A survivor of a death lets go of its array before the others have heard of that."""
+def test_the_failure_of_the_owner_is_the_reason_if_its_array_is_unreadable(rank, world_size, unreadable):
+    """A survivor of a death may free its array before the other ranks have found the death."""
     with direct_group() as group:
         if rank == 1:
             died = PeerDiedError("rank 7 died", [7])
@@ -163,7 +161,7 @@ def test_an_array_that_cannot_be_read_since_its_owner_has_failed_is_not_the_reas
 
 @pytest.fixture
 def stops(rank, request):
-    """A rank stops at a failpoint; then the other one aborts the call, writes into its array and lets it go on."""
+    """Stop a rank at a failpoint; the other then aborts the call, writes into its array and continues the rank."""
     place, victim = request.param
     if rank == victim:
         arm(f"shm.single_copy.{place}:stop@3")
@@ -202,9 +200,7 @@ def stops(rank, request):
     ],
     indirect=["stops"],
 )
-def test_whoever_reads_too_late_does_not_take_what_is_there_for_the_result(
-    rank, world_size, operation, root, stops
-):
+def test_a_reader_that_is_too_late_does_not_return_wrong_data(rank, world_size, operation, root, stops):
     x = np.full(2 * LARGE, 1.0 + rank, np.float32)
     with direct_group() as group:
         stops(group, lambda x: getattr(group, operation)(x, root), x)
@@ -212,7 +208,7 @@ def test_whoever_reads_too_late_does_not_take_what_is_there_for_the_result(
 
 @pytest.mark.ranks(2, init=False, fresh=True)
 @pytest.mark.parametrize("stops", [("pushing", 1)], indirect=True)
-def test_a_writer_that_stops_changes_nothing_after_the_call_has_failed(rank, world_size, stops, caplog):
+def test_a_stopped_writer_changes_nothing_after_the_call_has_failed(rank, world_size, stops, caplog):
     with dist.shared_arrays():
         x = np.ones(LARGE, np.float32)
     with direct_group() as group:
@@ -259,7 +255,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls")
-def test_where_one_rank_may_not_read_all_go_through_the_slots(tmp_path):
+def test_all_ranks_use_the_slots_if_one_may_not_read_memory(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(FORBIDDEN)
     words = [sys.executable, "-m", "fastcoll.launch", "-n", "2", str(program)]

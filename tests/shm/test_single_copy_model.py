@@ -1,7 +1,7 @@
-"""The protocol of fastcoll/shm/single_copy.py: its own code, in every schedule of small worlds.
+"""The protocol of fastcoll/shm/single_copy.py: the package's code in every schedule of small worlds.
 
-Pieces are of one word. As soon as its call has ended, well or not, a rank writes something else into its arrays: what
-another rank then reads of them, or writes into them, is an error. One rank may fail the group in any wait.
+Pieces have one word. A rank overwrites its arrays as soon as its call has ended, with or without an error. If another
+rank reads these values, or writes into the arrays then, that is an error. One rank may fail the group in any wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_every_schedule_of_a_failure(size: int, program: str, quitter: int, aren
 
 
 PLANTS = [
-    # A rank returns while others read its array, or takes what is not there yet.
+    # A rank returns while others read its array, or reads data that is not written yet.
     (2, BROADCASTS, "given and r.await_peer(c, peer, 1) != DONE: => False:"),
     (2, BROADCASTS, "load_word(receive_sizes, peer)\n => load_word(receive_sizes, peer); r.publish(c, 0, 0, 0)\n"),
     (2, "reduce 1 direct, barrier", "not here and r.await_peer(c, root, 1) != DONE: => False:"),
@@ -55,10 +55,10 @@ PLANTS = [
      " => place, base = _line(c, rank, words), 0"),
 ]  # fmt: skip
 WITH_A_QUITTER = [
-    # Nobody sees that the owner of an array has failed.
+    # No rank checks whether the owner of an array has failed.
     (0, BROADCASTS, "_check_sound(c, peer)\n\n\n@kernel\ndef exchange => DONE\n\n\n@kernel\ndef exchange"),
     (0, "reduce 2 @1 direct", "    return _check_all_sound(c)\n\n =>     return DONE\n\n"),
-    # A rank writes into the array of one that has failed.
+    # A rank writes into the array of a failed rank.
     (1, REDUCED, "if _check_sound(c, peer) != DONE:\n                store => if False:\n                store"),
     (1, REDUCED, "swap_if_equal(pushing, 0, 1) => 0"),
     (1, REDUCED, "reached(_PUSHING) => store_release(pushing, 0)"),

@@ -1,4 +1,4 @@
-"""Symmetric arrays: all_reduce on them against NumPy, views of peers, put, get, signal, wait, and what is refused."""
+"""Symmetric arrays: all_reduce against NumPy, views of peers, put, get, signal, wait, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def everyone(world_size, count, dtype, salt=0):
 
 
 def reduce_and_check(x, rank, world_size, op=ReduceOp.SUM, salt=0):
-    """all_reduce on x, a symmetric array or a slice of one, against the oracle and the ordinary one."""
+    """Compare all_reduce on x, a symmetric array or a slice of one, with the oracle and with an ordinary array."""
     inputs = everyone(world_size, x.size, x.dtype, salt)
     x[...] = inputs[rank].reshape(x.shape)
     ordinary = x.copy()
@@ -62,7 +62,7 @@ def test_all_reduce_of_odd_sizes(rank, world_size):
 
 
 @pytest.mark.ranks(2, 3, 5)
-def test_a_slice_is_reduced_and_nothing_beside_it(rank, world_size):
+def test_only_the_slice_is_reduced(rank, world_size):
     x = symmetric.zeros((30, 1000), np.int32)
     for first, last in ((0, 30), (1, 12), (7, 29), (29, 30), (3, 3)):
         x[...] = -1 - rank
@@ -72,7 +72,7 @@ def test_a_slice_is_reduced_and_nothing_beside_it(rank, world_size):
 
 
 @pytest.mark.ranks(2, 3, 5)
-def test_all_reduce_that_comes_back_to_python_after_every_piece(rank, world_size):
+def test_all_reduce_that_returns_to_python_after_every_piece(rank, world_size):
     budget = dist.group.WORLD.backend.context.words[words.BACKOFF + waiting.BUDGET :][:1]
     usual, budget[0] = budget[0], 0
     for salt, nbytes in enumerate((SMALLEST, LARGE + 4, 3 * LARGE)):
@@ -82,7 +82,7 @@ def test_all_reduce_that_comes_back_to_python_after_every_piece(rank, world_size
 
 @pytest.mark.ranks(2, 3, init=False)
 @pytest.mark.parametrize("slow", [0, 1])
-def test_nobody_is_done_before_the_slowest_slice(rank, world_size, slow):
+def test_no_rank_returns_before_the_slowest_slice_is_stored(rank, world_size, slow):
     dist.init_process_group()
     group = dist.group.WORLD
     x = symmetric.zeros(LARGE // 4, np.float32)
@@ -145,7 +145,7 @@ def test_in_a_group_of_some_ranks(rank, world_size):
     x[...] = rank
     dist.all_reduce(x, group=some)
     assert (x == 2).all()
-    dist.barrier(some)  # nobody puts into an array that its owner still looks at
+    dist.barrier(some)  # no rank may write into an array that its owner is still checking
     symmetric.put(x[5:7], np.full(2, 10.0 + rank), 2 - rank)
     dist.barrier(some)
     assert x[6] == 12 - rank
@@ -218,7 +218,7 @@ def test_put_and_get(rank, world_size):
 
 
 @pytest.mark.ranks(1, 2)
-def test_put_of_what_overlaps(rank, world_size):
+def test_put_of_overlapping_arrays(rank, world_size):
     x = symmetric.empty(1000, np.int32)
     x[...] = np.arange(1000)
     dist.barrier()
@@ -230,7 +230,7 @@ def test_put_of_what_overlaps(rank, world_size):
 
 
 @pytest.mark.ranks(2, 3)
-def test_signals_are_counted_and_channels_are_apart(rank, world_size):
+def test_signals_are_counted_for_each_channel(rank, world_size):
     x = symmetric.zeros(2, np.int64)
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     for _ in range(3):
@@ -241,7 +241,7 @@ def test_signals_are_counted_and_channels_are_apart(rank, world_size):
     for _ in range(3):
         symmetric.wait(x, before, channel=2)
     symmetric.wait(x[1:], group_rank=before, channel=15)
-    for turn in range(200):  # ping-pong: what was put is there after the wait
+    for turn in range(200):  # ping-pong: the data of a put is visible after the wait
         if rank == 0:
             symmetric.put(x, np.array([turn, -turn]), 1)
             symmetric.signal(x, 1)
@@ -302,7 +302,7 @@ def test_different_shapes_are_a_mismatch(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_what_does_not_fit_is_an_error_on_all_ranks(rank, world_size):
+def test_an_array_that_does_not_fit_is_an_error_on_all_ranks(rank, world_size):
     with pytest.raises(
         dist.ResourceError, match=r"rank 0 cannot .* KiB free, \d+ KiB are needed; .*smaller arrays"
     ):
@@ -374,7 +374,7 @@ def test_arrays_outlive_their_group(rank, world_size):
 
 
 @pytest.mark.ranks(2, init=False)
-def test_a_wait_in_vain_ends_with_its_timeout(rank, world_size):
+def test_a_wait_without_a_signal_ends_with_its_timeout(rank, world_size):
     dist.init_process_group()
     x = symmetric.zeros(5)
     if rank == 0:
@@ -409,7 +409,7 @@ def test_abort_and_destroy_end_a_wait(rank, world_size, aborts):
 
 
 def footprint():
-    """How many descriptors and mappings of shared memory this process has, and the names with its pid."""
+    """Number of this process's descriptors and mappings of shared memory, and the names with its pid."""
     gc.collect()
     with open("/proc/self/maps") as maps:
         mapped = sum("/dev/shm" in line for line in maps)
@@ -436,7 +436,7 @@ def test_hundreds_of_allocations_leave_nothing(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_memory_stays_as_long_as_an_array_leads_into_it(rank, world_size):
+def test_memory_stays_mapped_while_an_array_uses_it(rank, world_size):
     x = symmetric.zeros(100_000)
     memory = weakref.ref(x.base.base)
     tail = symmetric.peer(x[90_000:], 1 - rank)
@@ -449,7 +449,7 @@ def test_memory_stays_as_long_as_an_array_leads_into_it(rank, world_size):
     del tail
     gc.collect()
     assert memory() is None
-    # What comes to lie at a freed address is an ordinary array again.
+    # A new array at a freed address is an ordinary array.
     fresh = [np.full(100_000, float(rank)) for _ in range(8)]
     for y in fresh:
         dist.all_reduce(y)
@@ -457,7 +457,7 @@ def test_memory_stays_as_long_as_an_array_leads_into_it(rank, world_size):
 
 
 @pytest.mark.ranks(1, backend="tcp")
-def test_other_backends_say_what_to_do(rank, world_size):
+def test_the_error_of_other_backends_names_the_cure(rank, world_size):
     with pytest.raises(dist.UnavailableError, match=r"runs on tcp.*new_group"):
         symmetric.empty(3)
 
@@ -468,7 +468,7 @@ def test_without_a_group():
 
 
 @pytest.mark.ranks(1)
-def test_ctrl_c_ends_a_wait_and_the_group_goes_on(rank, world_size):
+def test_ctrl_c_ends_a_wait_and_the_group_stays_usable(rank, world_size):
     x = symmetric.zeros(3)
 
     def interrupt():
@@ -487,7 +487,7 @@ def test_ctrl_c_ends_a_wait_and_the_group_goes_on(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_who_attaches_after_the_others_have_given_up_hears_that(rank, world_size, monkeypatch):
+def test_a_rank_that_attaches_after_the_others_have_given_up_gets_their_error(rank, world_size, monkeypatch):
     group, attach = dist.new_group(), Segment.attach
 
     def late(name, layout):

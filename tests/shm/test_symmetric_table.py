@@ -1,4 +1,4 @@
-"""The table of symmetric arrays: what it finds, and what becomes of a row when its owner is garbage."""
+"""The table of symmetric arrays: lookups, and rows whose owner was garbage-collected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastcoll.shm.symmetric import ID, STRIDE, SymmetricTable, find_row
 
 
 class Owner:
-    """Somebody who keeps an array."""
+    """Keeps an array."""
 
 
 @entry
@@ -47,7 +47,7 @@ def test_ranges_are_found_to_the_byte() -> None:
         assert found(table, address, nbytes) is None
 
 
-def test_it_forgets_and_uses_rows_again() -> None:
+def test_rows_are_removed_and_reused() -> None:
     table = new_table()
     owners = [Owner() for _ in range(100)]
     for number, owner in enumerate(owners):
@@ -65,7 +65,7 @@ def test_it_forgets_and_uses_rows_again() -> None:
     assert table._words[0] == rows
 
 
-def test_no_two_things_share_memory_in_a_segment() -> None:
+def test_signals_and_arrays_do_not_overlap_in_a_segment() -> None:
     for size in (1, 2, 5, 33):
         layout = SymmetricLayout(size, 1001)
         taken = np.zeros(layout.nbytes, np.int64)

@@ -1,4 +1,4 @@
-"""Several threads of a process on one group: one call at a time, in order, and none disturbs another."""
+"""Several threads of a process on one group: calls run one at a time, in order, and independently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastcoll import MismatchError
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("count", [3, 50_000, 300_000])
 def test_threads_that_call_at_once(rank, world_size, count):
-    """All threads make the same call, so that any order of theirs is one in which the ranks agree."""
+    """All threads make the same call, so the ranks agree in every order of threads."""
     wrong = []
 
     def work(strided):
@@ -31,8 +31,8 @@ def test_threads_that_call_at_once(rank, world_size, count):
 
 
 @pytest.mark.ranks(2)
-def test_a_mismatch_is_told_before_the_next_threads_call_begins(rank, world_size, tmp_path):
-    """Ranks exchange sizes to say what does not fit; a call that waits behind must not come in between."""
+def test_a_mismatch_is_reported_before_the_next_threads_call_begins(rank, world_size, tmp_path):
+    """Ranks exchange sizes for the report; a queued call must not run in between."""
     group = dist.GroupMember.WORLD
     dist.all_reduce(np.ones(5))
     for turn in range(15):
@@ -88,7 +88,7 @@ def test_an_abort_ends_the_call_of_another_thread(rank, world_size, size, stride
 
 @pytest.mark.ranks(2)
 def test_closing_ends_the_calls_of_other_threads(rank, world_size):
-    """A collective, a receive and a queued operation; each ends with an error, none for ever."""
+    """A collective, a receive and a queued operation each end with an error."""
     group = dist.new_group()
     group.fast.all_reduce(np.ones(2))
     if rank == 0:
@@ -112,7 +112,7 @@ def test_closing_ends_the_calls_of_other_threads(rank, world_size):
 
 @pytest.mark.ranks(2, 3)
 def test_a_mismatch_of_sizes_has_the_number_of_its_call(rank, world_size):
-    """Not that of the exchange of sizes by which the ranks find out what does not fit."""
+    """The error must not have the number of the exchange of sizes that ranks make for the report."""
     group = dist.new_group()
     outs = [np.zeros(2 + r + (rank == r == 0)) for r in range(world_size)]
     group.fast.barrier()

@@ -1,4 +1,4 @@
-"""What is known of a machine: read, put together and written so that no trouble with the file harms a job."""
+"""The tuning cache: reading, merging and writing, without harm to a job if the file is unusable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMES = {"all_reduce": {"131072": {"close": 1000, "past": 3000}}}
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """Where the file is looked for."""
+    """Path of the file."""
     path = tmp_path / "dir" / "tuning.json"
     use(monkeypatch, path)
     yield path
@@ -38,12 +38,12 @@ def use(monkeypatch, path):
 
 
 def again():
-    """As another process would: read the file anew."""
+    """Read the file again, as another process would."""
     tuning_cache._read_files.clear()
     return tuning_cache.sections()
 
 
-def test_where_the_file_is(monkeypatch, tmp_path):
+def test_path_of_the_file(monkeypatch, tmp_path):
     monkeypatch.delenv("FASTCOLL_TUNING", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     config.forget()
@@ -58,7 +58,7 @@ def test_where_the_file_is(monkeypatch, tmp_path):
     config.forget()
 
 
-def test_built_in_limits_hold_up_to_so_many_ranks(path: Path, caplog):
+def test_built_in_limits_by_number_of_ranks(path: Path, caplog):
     limits = [tuning_cache.one_shot_limit(size) for size in (1, 2, 3, 4, 5, 8, 9, 33, 1000)]
     table = tuning_cache.ONE_SHOT
     assert limits == [table[4]] * 4 + [table[8]] * 2 + [table[16]] + [table[32]] * 2
@@ -66,7 +66,7 @@ def test_built_in_limits_hold_up_to_so_many_ranks(path: Path, caplog):
     assert not path.exists()
 
 
-def test_what_is_kept_is_read_with_its_provenance(path: Path):
+def test_saved_times_are_read_with_their_provenance(path: Path):
     assert tuning_cache.save(TWO, TIMES, 100) == path
     (section,) = again()
     assert {**section, "date": ""} == {
@@ -76,7 +76,7 @@ def test_what_is_kept_is_read_with_its_provenance(path: Path):
     assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
 
 
-def test_limits_of_one_shot_are_kept_by_numbers_of_ranks(path: Path):
+def test_one_shot_limits_are_kept_for_each_number_of_ranks(path: Path):
     tuning_cache.save(TWO._replace(ranks=4), {}, 0, "first", 12345)
     tuning_cache.save(TWO._replace(ranks=6), TIMES, 9, "second", 999)
     tuning_cache.save(TWO._replace(ranks=6), {"reduce": {"8192": {"close": 1}}}, 9)
@@ -84,7 +84,7 @@ def test_limits_of_one_shot_are_kept_by_numbers_of_ranks(path: Path):
     assert [tuning_cache.one_shot_limit(size) for size in (3, 4, 5, 6, 7)][:4] == [12345, 12345, 999, 999]
 
 
-def test_conditions_and_machines_are_kept_apart(path: Path, monkeypatch):
+def test_each_machine_and_condition_has_its_own_section(path: Path, monkeypatch):
     for conditions in (TWO, TWO._replace(slot=64 << 10), TWO._replace(cores="shared"), TWO._replace(ranks=3)):
         tuning_cache.save(conditions, TIMES, 1)
     assert len(again()) == 4
@@ -97,7 +97,7 @@ def test_conditions_and_machines_are_kept_apart(path: Path, monkeypatch):
     assert len(again()) == 4
 
 
-def test_good_news_is_believed_at_once_and_bad_news_slowly():
+def test_shorter_times_count_at_once_and_longer_ones_slowly():
     news = {"all_reduce": {"131072": {"close": 500, "past": 5000}}, "reduce": {"8192": {"past": 1}}}
     slowly = tuning_cache.merged(TIMES, news, fresh=False)
     assert slowly["all_reduce"]["131072"] == {"close": 500, "past": 3500}
@@ -106,7 +106,7 @@ def test_good_news_is_believed_at_once_and_bad_news_slowly():
     assert TIMES["all_reduce"]["131072"]["close"] == 1000
 
 
-def test_nothing_is_written_when_there_is_nothing_new(path: Path):
+def test_the_file_is_written_only_if_times_have_changed(path: Path):
     tuning_cache.save(TWO, TIMES, 100)
     before = path.stat()
     for times in ({}, TIMES, {"all_reduce": {"131072": {"close": 950, "past": 3300}}}):
@@ -116,19 +116,19 @@ def test_nothing_is_written_when_there_is_nothing_new(path: Path):
     assert tuning_cache.save(TWO, {"all_reduce": {"131072": {"close": 500}}}, 100) == path
 
 
-def test_what_others_have_written_meanwhile_stays(path: Path):
+def test_sections_that_other_processes_have_written_stay(path: Path):
     tuning_cache.save(TWO, TIMES, 100)
     text = path.read_text()
     tuning_cache.save(TWO._replace(ranks=3), TIMES, 100)
     written = path.read_text()
     path.write_text(text)
-    again()  # this process knows of two ranks only
+    again()  # this process has read only the section of two ranks
     path.write_text(written)
     tuning_cache.save(TWO._replace(ranks=4), TIMES, 100)
     assert [section["ranks"] for section in again()] == [2, 3, 4]
 
 
-def test_what_this_version_does_not_know_stays(path: Path):
+def test_unknown_names_stay(path: Path):
     tuning_cache.save(TWO, TIMES, 100)
     text = json.loads(path.read_text())
     text["sections"][0]["ns_per_mib"]["all_reduce"]["131072"]["teleport"] = 7
@@ -155,9 +155,7 @@ def test_what_this_version_does_not_know_stays(path: Path):
         '{"format": 1, "sections": []}',
     ],
 )
-def test_a_file_that_is_none_of_this_format_is_ignored_with_one_warning_and_replaced(
-    path: Path, text, caplog
-):
+def test_a_file_of_another_format_is_ignored_with_one_warning_and_replaced(path: Path, text, caplog):
     path.parent.mkdir()
     path.write_text(text)
     assert again() == []
@@ -172,7 +170,7 @@ def test_a_file_that_is_none_of_this_format_is_ignored_with_one_warning_and_repl
     [("ns_per_mib", 3), ("ns_per_mib", {"reduce": 1, "scan": {"8192": {"close": -1, "past": "x"}}}), ("one_shot", -1),
      ("one_shot", "many")],
 )  # fmt: skip
-def test_impossible_numbers_are_left_out(path: Path, field, value):
+def test_invalid_numbers_are_dropped(path: Path, field, value):
     tuning_cache.save(TWO, TIMES, 100, "command", 77)
     text = json.loads(path.read_text())
     text["sections"] += [3, {"machine": "m"}, {**text["sections"][0], "ranks": "two"}]
@@ -184,16 +182,16 @@ def test_impossible_numbers_are_left_out(path: Path, field, value):
     )
 
 
-def test_a_place_that_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
+def test_a_path_that_cannot_be_written_does_no_harm(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     use(monkeypatch, tmp_path / "file" / "tuning.json")
     with pytest.raises(OSError, match="exists"):
         tuning_cache.save(TWO, TIMES, 100)
-    assert tuning_cache.sections()[0]["ns_per_mib"] == TIMES  # in this process it is known
+    assert tuning_cache.sections()[0]["ns_per_mib"] == TIMES  # this process uses it anyway
     config.forget()
 
 
-def test_only_one_process_writes_and_what_a_killed_one_left_is_written_over(path: Path):
+def test_one_process_writes_at_a_time_and_a_killed_writers_file_is_overwritten(path: Path):
     path.parent.mkdir()
     part = path.with_name("tuning.json.new")
     with part.open("w") as other:
@@ -211,7 +209,7 @@ def test_only_one_process_writes_and_what_a_killed_one_left_is_written_over(path
 
 
 @pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to, lambda part, _: os.mkfifo(part)])
-def test_what_somebody_else_has_put_in_the_place_of_the_draft_is_left_alone(path: Path, plant):
+def test_a_foreign_file_at_the_path_of_the_new_file_is_not_touched(path: Path, plant):
     precious = path.with_name("precious")
     path.parent.mkdir()
     precious.write_text("of this user")
@@ -222,7 +220,7 @@ def test_what_somebody_else_has_put_in_the_place_of_the_draft_is_left_alone(path
     assert not path.exists()
 
 
-def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(path: Path, caplog):
+def test_a_pipe_at_the_path_of_the_file_does_not_block(path: Path, caplog):
     path.parent.mkdir()
     os.mkfifo(path)
     assert again() == []
@@ -244,8 +242,8 @@ while number < 50 or not written:  # all 50 times another one may be about it, w
 """
 
 
-def test_processes_that_write_at_the_same_time_leave_a_whole_file(path: Path):
-    tuning_cache.save(TWO, TIMES, 100)  # for which FASTCOLL_TUNING names the path, for them too
+def test_concurrent_writers_leave_a_complete_file(path: Path):
+    tuning_cache.save(TWO, TIMES, 100)  # FASTCOLL_TUNING has the path, also for the writers
     writers = [subprocess.Popen([sys.executable, "-c", WRITE_OFTEN, str(n), str(path)]) for n in (3, 4, 5)]
     assert [writer.wait(600) for writer in writers] == [0, 0, 0]
     assert {section["ranks"] for section in again()} == {2, 3, 4, 5}
@@ -254,7 +252,7 @@ def test_processes_that_write_at_the_same_time_leave_a_whole_file(path: Path):
 # ---- from a table to the file and back -------------------------------------------------------------------
 
 
-def test_a_table_of_what_was_found_is_the_same_after_a_file(path: Path):
+def test_a_table_is_the_same_after_saving_and_loading(path: Path):
     table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
     row = table[autotune.ROWS :][: autotune.ROW_WORDS]
     row[autotune.CALLS], row[autotune.BEST] = 1000, 1
@@ -282,7 +280,7 @@ def test_a_table_of_what_was_found_is_the_same_after_a_file(path: Path):
     )
 
 
-def test_rows_of_few_calls_are_not_kept():
+def test_rows_with_few_calls_are_not_saved():
     table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
     table[autotune.ROWS], table[autotune.ROWS + autotune.TIMES] = 10, 5
     assert tuning_table.results(table) == ({}, 0)
@@ -296,8 +294,8 @@ def table(group):
 
 
 @pytest.mark.ranks(2, 3)
-def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monkeypatch):
-    """Whatever each of them would have read; and rank 0 writes it down at the end."""
+def test_all_ranks_begin_with_the_times_of_rank_0(rank, world_size, tmp_path, monkeypatch):
+    """Each rank has its own file; rank 0 saves the times at the end."""
     use(monkeypatch, tmp_path / f"{rank}.json")
     group = dist.new_group(backend="shm")
     conditions = group.backend.conditions
@@ -312,7 +310,7 @@ def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monk
     assert all(each == everybody[0] for each in everybody)
     assert np.count_nonzero(everybody[0]) == 3 * (
         1 + 3 + autotune.ALGORITHMS
-    )  # best way, times, when to try again
+    )  # best algorithm, times, ends of back-offs
     x = np.ones(50_000, np.float32)
     went = []
     for _ in range(10):
@@ -332,7 +330,7 @@ def test_all_ranks_begin_with_what_rank_0_knows(rank, world_size, tmp_path, monk
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_group_that_failed_writes_nothing_and_others_close_though_they_cannot(
+def test_a_failed_group_saves_nothing_and_an_unwritable_file_does_not_fail_a_close(
     rank, world_size, tmp_path, monkeypatch, caplog, fails
 ):
     use(monkeypatch, tmp_path / f"{rank}.json" if fails else "/proc/none/tuning.json")

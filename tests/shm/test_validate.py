@@ -1,4 +1,4 @@
-"""validate.py: which calls compiled code takes by itself, and that those it leaves to Python give the same results."""
+"""validate.py: which calls compiled code validates itself, and that calls prepared by Python have the same results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADER = np.zeros(PAGE // 8, np.int64)  # of a segment without sections
 
 
 class Sub(np.ndarray):
-    """A subclass, which may mean anything."""
+    """A subclass, which compiled code must not accept."""
 
 
 def unaligned(x):
@@ -65,7 +65,7 @@ def block(src, dst):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """The entries of the calls that Python had to prepare."""
+    """Entries of the calls that Python has prepared."""
     group, names = dist.GroupMember.WORLD, []
     plan = group.backend.calls.prepared
 
@@ -91,7 +91,7 @@ PREPARED = "scan exscan all_reduce_coalesced all_gather_coalesced gather_single 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_array_gives_the_same_result(rank, world_size, name, planned):
-    """And is prepared by Python only where it must be, or where the operation is, whatever the array."""
+    """Python prepares only arrays that need it, and operations that always need it."""
 
     def change(operation, function):
         def call(*args, **options):
@@ -195,7 +195,7 @@ def test_a_dtype_that_is_equal_but_not_the_same(rank, world_size, planned):
 
 
 @pytest.mark.ranks(2)
-def test_sequences_that_are_no_lists(rank, world_size):
+def test_sequences_other_than_lists(rank, world_size):
     x = np.full(3, rank + 1.0)
     for kind in (tuple, list):
         outs = kind(np.zeros(3) for _ in range(2))
@@ -222,7 +222,7 @@ def test_sequences_that_are_no_lists(rank, world_size):
 
 @pytest.mark.ranks(2, 3)
 def test_arrays_that_overlap(rank, world_size):
-    """Python makes a copy of what would be overwritten; the very same memory for the rank's own block is fine."""
+    """Python copies inputs that would be overwritten; a rank's own block may be the same memory on both sides."""
     size = world_size
     for _ in range(2):
         whole = np.concatenate([block(rank, p) for p in range(size)])
@@ -267,10 +267,10 @@ def recall(handle: Index, operation: Index, x: PyObject, op: PyObject) -> int:
 
 
 class Op:
-    """Stands for a reduce operation, which the memo knows by its address only."""
+    """Replaces a ReduceOp, of which the memo has only the address."""
 
 
-def test_the_memo_finds_what_it_was_told_and_nothing_else():
+def test_the_memo_finds_only_what_was_added():
     context = ShmContext(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
     dtypes = [np.dtype((np.void, n)) for n in range(1, 30)]
     ops = [Op(), Op()]
@@ -289,12 +289,12 @@ def test_the_memo_finds_what_it_was_told_and_nothing_else():
                 known = told.get((operation, x.dtype, op))
                 assert address in (0, known.address if known else 0)
                 found += address != 0
-    assert found > len(told) * 0.9  # crowded places may be full
+    assert found > len(told) * 0.9  # all probed entries may be in use
     assert recall.call(context.address, 1, np.zeros(1, dtypes[0]).view(Sub), ops[0]) == 0
     assert recall.call(context.address, 1, [1], ops[0]) == 0
 
 
-def test_entries_that_share_their_places():
+def test_entries_with_the_same_hash():
     context = ShmContext(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
     dtype, ops = np.dtype("f8"), [Op() for _ in range(4000)]
     place = memo_slot.py_func(id(dtype), id(ops[0]), 1, 0)
@@ -309,8 +309,8 @@ def test_entries_that_share_their_places():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["at once", "as a list", "prepared"])
-def test_what_another_thread_assigns_meanwhile_is_seen_before_or_after(rank, world_size, how):
-    """Never by half: the new dtype with the old shape would be eight times the bytes, and memory of others."""
+def test_another_threads_assignment_takes_effect_before_or_after_the_call(rank, world_size, how):
+    """A new dtype with the old shape would be eight times the bytes, beyond the array."""
     n, stop = 5, threading.Event()
     x, y = np.zeros(n), np.zeros(n)
 
@@ -333,9 +333,7 @@ def test_what_another_thread_assigns_meanwhile_is_seen_before_or_after(rank, wor
     call(x.view("i1"))
     thread, interval, seen = threading.Thread(target=change), sys.getswitchinterval(), set()
     context = dist.group.WORLD.backend.context
-    context.wait_no_longer_than(
-        10**10
-    )  # a call that is back in Python meanwhile looks at the array once more
+    context.wait_no_longer_than(10**10)  # a call that returns to Python checks the array again
     sys.setswitchinterval(1e-6)
     if rank == 0:
         thread.start()
@@ -344,7 +342,7 @@ def test_what_another_thread_assigns_meanwhile_is_seen_before_or_after(rank, wor
             try:
                 call(x)
             except (dist.MismatchError, UsageError, dist.AbortedError) as error:
-                # The thread came between two arguments, or two looks at an array; the group goes on.
+                # The thread ran between two arguments, or two accesses to an array; the group stays usable.
                 seen |= set(re.findall(r"\(\w+, \d+ elements", str(error)))
                 dist.barrier()
     finally:

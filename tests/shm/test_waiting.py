@@ -1,4 +1,4 @@
-"""A rank that waits for long leaves its core to others."""
+"""A rank in a long wait does not use its core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from faults import crew, victims
 
 @cache
 def outcomes() -> dict[str, list[crew.Outcome]]:
-    """Of a world for each kind of wait, at once: whoever kept a core busy would have at least a third of it."""
+    """Run a world for each kind of wait at the same time; a rank that polls would get at least a third of a core."""
     worlds = [(victims.wait_for_long, 2, what) for what in victims.LONG_WAITS]
     return dict(zip(victims.LONG_WAITS, crew.run_together(worlds), strict=True))
 
