@@ -126,7 +126,7 @@ def await_all(
     A death counts only if a rank is still late in the next check: the dead rank may have finished its part before.
 
     Args:
-        do: what the ranks must do, for error messages.
+        do: the step that the ranks must complete, as a verb for error messages.
     """
     next_look, dead = time.monotonic() + _LOOK_SECONDS, list[Member]()
     while missing := [members[r].rank for r in late()]:

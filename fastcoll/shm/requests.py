@@ -13,8 +13,8 @@ Invariants:
   which would overtake these, comes here or goes to the engine.
 - A thread that posts through the engine may set BEHIND to BY_PYTHON at any time. `_take` then fails until the engine
   resets it. Functions here change BEHIND by compare-and-swap from 0 or BY_COMPILED, so they never overwrite BY_PYTHON.
-- A record that has ended belongs to the thread that swaps its NUMBER. A wait swaps it for the negative number, which
-  tells a second wait that the first one has finished; the engine, which takes the request over, swaps it for 0. Only
+- A record that has ended belongs to the thread that swaps its NUMBER. A wait swaps it for the negative number, by which
+  a second wait finds that the first one has finished; the engine, which takes the request over, swaps it for 0. Only
   that thread releases the array, so it is released once.
 - A thread that reuses a record sets NUMBER to 0 before it writes STATE, PEER and OWNER, with release. Threads that wait
   for the last request read PEER, with acquire, before they check NUMBER: if NUMBER is still theirs, so is PEER.

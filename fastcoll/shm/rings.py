@@ -115,7 +115,7 @@ SENDING, RECEIVING, ARRIVING, MISFIT, ENDED = range(1, 6)
 
 MAILBOX_WORDS = REQUESTS + RECORDS + RECORDS_AT_MOST * RECORD_WORDS
 
-# Words of a channel, what a rank keeps about one peer. Positions count bytes since the ring was made.
+# Words of a channel, a rank's state for one peer. Positions count bytes since the ring was made.
 OUT = 0  # address of the ring to the peer
 OUT_HEAD = 1
 OUT_TAIL = 2  # the peer's TAIL as last seen

@@ -1,4 +1,4 @@
-"""What ranks of one node publish about a failure: the reason, the ranks at fault, and whether they are late."""
+"""Failures that ranks of one node publish: the reason, the ranks at fault, and whether they are late."""
 
 from __future__ import annotations
 
