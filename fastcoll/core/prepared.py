@@ -68,12 +68,12 @@ class PreparedCalls(dict[CallKey, _T]):
 # ---- fast methods ------------------------------------------------------------------------------------------
 
 Run = Callable[[Any, tuple[Any, ...]], bool]
-"""Carries out the call that is prepared for a key, on plain arrays: the outputs, then inputs that are not outputs.
+"""Carries out the call that is prepared for a key, on plain arrays: the output, then the input if that is another.
 
-Returns False where the group's method has to do it.
+Without arrays it gets one None. Returns False where the group's method has to do it.
 """
-Folds = Callable[[Any], bool]
-"""Whether this is a ReduceOp whose result needs nothing more."""
+Folds = Callable[[ReduceOp], bool] | None
+"""Whether the backend's result of a reduction is final; None: of every reduction."""
 
 
 def fast_methods(
@@ -98,7 +98,7 @@ def _barrier(kind: str, method: Any, size: int, run: Run, folds: Folds, variant:
     key = (kind, None, None, 0, (), (), variant)
 
     def fast(async_op: bool = False, timeout: float | None = None) -> Work | None:
-        if not async_op and timeout is None and run(key, ()):
+        if not async_op and timeout is None and run(key, (None,)):
             return None
         return method(async_op, timeout)  # type: ignore[no-any-return]
 
@@ -110,7 +110,7 @@ def _all_reduce(
 ) -> Callable[..., Any]:
     def fast(tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         x = header_of(tensor) if type(tensor) in plain_types else tensor
-        if not async_op and is_plain(x) and folds(op):
+        if not async_op and is_plain(x) and type(op) is ReduceOp and (folds is None or folds(op)):
             key = (kind, x.dtype, op, 0, (x.nbytes,), (), variant)
             if run(key, (x,)):
                 return None
@@ -135,7 +135,13 @@ def _broadcast(kind: str, method: Any, size: int, run: Run, folds: Folds, varian
 def _reduce(kind: str, method: Any, size: int, run: Run, folds: Folds, variant: Any) -> Callable[..., Any]:
     def fast(tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
         x = header_of(tensor) if type(tensor) in plain_types else tensor
-        if not async_op and is_plain(x) and type(root) is int and folds(op):
+        if (
+            not async_op
+            and is_plain(x)
+            and type(root) is int
+            and type(op) is ReduceOp
+            and (folds is None or folds(op))
+        ):
             key = (kind, x.dtype, op, root, (x.nbytes,), (), variant)
             if run(key, (x, x)):
                 return None
@@ -169,7 +175,13 @@ def _reduce_scatter(
         input_split_sizes: Sequence[int] | None = None,
     ) -> Work | None:
         out, x = headers_for((output, input)) if type(input) in plain_types else (output, input)
-        if not async_op and input_split_sizes is None and _are_blocks(x, out, size) and folds(op):
+        if (
+            not async_op
+            and input_split_sizes is None
+            and _are_blocks(x, out, size)
+            and type(op) is ReduceOp
+            and (folds is None or folds(op))
+        ):
             key = (kind, x.dtype, op, 0, (out.nbytes,) * size, (), variant)
             if run(key, (out, x)):
                 return None

@@ -27,7 +27,6 @@ from ...core.operands import Array
 from ...core.operation import Call, Operation
 from ...core.operations import BLOCKS_TO_BLOCKS, BLOCKS_TO_ONE, KINDS, NO_ARRAY, WORD
 from ...core.prepared import CallKey, PreparedCalls, fast_methods
-from ...core.reduce_op import ReduceOp
 from ...core.sizes import sized, sizes_of
 from ...core.status import DONE
 from ...errors import AbortedError, GroupError
@@ -117,7 +116,7 @@ class MpiBackend(Backend):
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
         kinds = "all_reduce", "broadcast", "all_gather", "barrier"
-        return fast_methods(group, kinds, self._at_once, lambda op: type(op) is ReduceOp, False)
+        return fast_methods(group, kinds, self._at_once, None, False)
 
     # ---- calls -------------------------------------------------------------------------------------
 
@@ -239,8 +238,7 @@ class MpiBackend(Backend):
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.finishes or self._library.serial or not self.gate.is_clear():
             return False
-        out, x = (arrays[0], arrays[-1]) if arrays else (None, None)
-        self.gate.in_turn(self._carry_out, prepared, out, x)
+        self.gate.in_turn(self._carry_out, prepared, arrays[0], arrays[-1])
         return True
 
     def _carry_out(self, prepared: Prepared, out: Any, x: Any) -> None:

@@ -35,10 +35,6 @@ def fast_calls(
     """
     gate, size = group.gate, group.size
 
-    def folds_once(op: Any) -> bool:
-        """Whether `op` is a ReduceOp and the engine's result is final, without a division."""
-        return type(op) is ReduceOp and folded(op, size) is op
-
     def is_ready(tensor: Any, peer: Any, tag: Any) -> bool:
         """Whether a message with these arguments needs no validation, and the group is usable."""
         return is_message(tensor, peer, tag, size) and gate.failure is None and not gate.closed
@@ -79,6 +75,8 @@ def fast_calls(
             return gate.unobserved.note(messages.irecv(ImportedArray(tensor), src, tag))
         return group.irecv(tensor, src, tag, status)
 
+    # Only among many ranks do some reductions need a division (`folded`).
+    folds_once = None if size <= MEET_RANKS else lambda op: folded(op, size) is op
     collectives = fast_methods(group, _KINDS, run, folds_once, plan_for)
     return {**collectives, "send": send, "recv": recv, "isend": isend, "irecv": irecv}
 
