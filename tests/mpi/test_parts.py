@@ -15,7 +15,7 @@ import pytest
 import fastcoll
 from fastcoll import config
 from fastcoll.net.mpi import library as mpi_library
-from fastcoll.net.mpi.execution import LARGEST, SEGMENT, are_near, pieces, segments
+from fastcoll.net.mpi.execution import LARGEST, SEGMENT, are_near, messages_of, segments
 from fastcoll.net.mpi.library import why_unavailable
 
 
@@ -47,9 +47,9 @@ def test_blocks_are_near_within_31_bits() -> None:
 
 
 def test_messages_count_to_less_than_31_bits() -> None:
-    found = pieces((1000, 2 * LARGEST + 5))
+    found = messages_of((1000, 2 * LARGEST + 5))
     assert found == [(1000, LARGEST), (1000 + LARGEST, LARGEST), (1000 + 2 * LARGEST, 5)]
-    assert pieces((1000, 0)) == []
+    assert messages_of((1000, 0)) == []
 
 
 @pytest.fixture

@@ -174,11 +174,11 @@ class RowExchange:
         self.attached = [first + sizes[-1] * rank for rank in range(comm.size)]
         self._library = library
         self._peers = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
-        MPI, mine = library.MPI, self.rows[comm.rank]
+        MPI, own_row = library.MPI, self.rows[comm.rank]
         with library.lock:
             made = [comm.Recv_init([self.rows[peer], MPI.BYTE], peer, tag) for peer in self._peers]
             for size in sizes:
-                made += [comm.Send_init([mine[: size // 8], MPI.BYTE], peer, tag) for peer in self._peers]
+                made += [comm.Send_init([own_row[: size // 8], MPI.BYTE], peer, tag) for peer in self._peers]
         self._persistent = made
         self._requests = Requests(library, dedicated)
         self._requests.reserve(2 * len(self._peers))

@@ -42,7 +42,7 @@ GATHERED = 256 << 10
 """Bytes of all ranks' arrays together up to which every rank receives and reduces all of them."""
 SEGMENT = 4 << 20
 """Bytes of an array that are reduced at one time."""
-_PIECE = 1 << 20  # bytes that one compiled call reduces: in between Python handles signals
+_STEP = 1 << 20  # bytes that one compiled call reduces: in between Python handles signals
 
 Block = tuple[int, int]
 """Address and bytes."""
@@ -101,13 +101,13 @@ class HostMemory:
         return reducer(op, dtype)
 
     def fold(self, how: Reducer, target: int, sources: Sequence[int], nbytes: int) -> None:
-        left, piece = nbytes // how.itemsize, max(_PIECE // how.itemsize, 1)
+        left, step = nbytes // how.itemsize, max(_STEP // how.itemsize, 1)
         self._sources[: len(sources)] = sources
-        while left > piece:
-            c.reduce.call(how.address, how.code, target, self._address, len(sources), piece)
-            left -= piece
-            target += piece * how.itemsize
-            self._sources[: len(sources)] += piece * how.itemsize
+        while left > step:
+            c.reduce.call(how.address, how.code, target, self._address, len(sources), step)
+            left -= step
+            target += step * how.itemsize
+            self._sources[: len(sources)] += step * how.itemsize
         c.reduce.call(how.address, how.code, target, self._address, len(sources), left)
 
 
@@ -174,7 +174,9 @@ class Execution:
         block, root = call.takes[0], call.root
         if not self.memory.on_gpu:
             with self._library.lock:
-                posted = [self._comm.Ibcast(self._library.data(*piece), root) for piece in pieces(block)]
+                posted = [
+                    self._comm.Ibcast(self._library.data(*message), root) for message in messages_of(block)
+                ]
             self._finish(posted)
             return
         offset, step = (self.rank - root) % self.size, 1
@@ -229,7 +231,9 @@ class Execution:
         with self._library.lock:
             for start, moves in ((comm.Irecv, takes), (comm.Isend, gives)):
                 for peer, block in moves:
-                    posted += [start(self._library.data(*piece), peer, tag) for piece in pieces(block)]
+                    posted += [
+                        start(self._library.data(*message), peer, tag) for message in messages_of(block)
+                    ]
         self._finish(posted)
 
     def _finish(self, posted: Sequence[Any]) -> None:
@@ -287,11 +291,11 @@ class Execution:
         how, out, blocks = call.how, call.takes[0], call.gives
         rounds = max(1, -(-sum(nbytes for _, nbytes in blocks) // SEGMENT))
         for index in range(rounds):
-            parts = [partition.even(nbytes, rounds, how.itemsize)[index] for _, nbytes in blocks]
+            spans = [partition.even(nbytes, rounds, how.itemsize)[index] for _, nbytes in blocks]
             gives = [
-                (address + first, nbytes) for (address, _), (first, nbytes) in zip(blocks, parts, strict=True)
+                (address + first, nbytes) for (address, _), (first, nbytes) in zip(blocks, spans, strict=True)
             ]
-            first, nbytes = parts[self.rank]
+            first, nbytes = spans[self.rank]
             sources = self._collected(gives, self._room(self.size * nbytes), near)
             self.memory.fold(how, out[0] + first, sources, nbytes)
 
@@ -345,7 +349,7 @@ def _span(blocks: Sequence[Block]) -> tuple[int, int]:
     return (min(start for start, _ in there), max(end for _, end in there)) if there else (0, 0)
 
 
-def pieces(block: Block) -> list[Block]:
+def messages_of(block: Block) -> list[Block]:
     """Divide a block into messages of at most LARGEST bytes."""
     begin, nbytes = block
     return [(begin + start, size) for start, size in partition.segments(nbytes, LARGEST)]

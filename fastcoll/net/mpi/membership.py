@@ -142,13 +142,13 @@ def make_comm(
     """
     world = library.MPI.COMM_WORLD
     free_finished(library)
-    mine = [world.rank, world.size, int(library.cuda_aware), os.urandom(16).hex()]
-    places = assemble(store, members, rank, mine, timeout, f"making the group {name!r}")
-    ranks = [place for place, *_ in places]
-    if len(set(ranks)) < len(ranks) or any(size != world.size for _, size, *_ in places):
+    contribution = [world.rank, world.size, int(library.cuda_aware), os.urandom(16).hex()]
+    contributions = assemble(store, members, rank, contribution, timeout, f"making the group {name!r}")
+    ranks = [world_rank for world_rank, *_ in contributions]
+    if len(set(ranks)) < len(ranks) or any(size != world.size for _, size, *_ in contributions):
         shown = ", ".join(
-            f"{member} is rank {place} of {size}"
-            for member, (place, size, *_) in zip(members, places, strict=True)
+            f"{member} is rank {world_rank} of {size}"
+            for member, (world_rank, size, *_) in zip(members, contributions, strict=True)
         )
         raise UnavailableError(
             f"the ranks are not ranks of one MPI job: by MPI, {shown}; start all of them with one mpiexec or srun, "
@@ -160,8 +160,8 @@ def make_comm(
         comm = world.Create_group(chosen, zlib.crc32(name.encode()) % _LEAST_TAG_LIMIT)
         chosen.Free()
         comm.Set_errhandler(library.MPI.ERRORS_RETURN)
-    _check_proofs(library, comm, members, "".join(nonce for *_, nonce in places))
-    return comm, all(aware for _, _, aware, _ in places)
+    _check_proofs(library, comm, members, "".join(nonce for *_, nonce in contributions))
+    return comm, all(aware for _, _, aware, _ in contributions)
 
 
 def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], nonces: str) -> None:

@@ -27,7 +27,7 @@ from ...p2p.pipe import ACKED, ARRIVED, ENTERED, EVENTS, HEADER, NOTHING, Ack, H
 from ...p2p.transfers import Send
 from . import compiled as words
 from .agreement import Requests, abandon
-from .execution import pieces
+from .execution import messages_of
 from .library import MpiLibrary
 
 _HEAD = 5 * 8
@@ -73,7 +73,7 @@ class MpiPipe(Pipe):
         self._begun = 0.0
         self._events: deque[tuple[int, int]] = deque()
         self._frames: list[deque[tuple[Header, bytes]]] = [deque() for _ in range(size)]
-        self._taken = [(Header(0, 0, 0, 0), b"")] * size
+        self._current_frames = [(Header(0, 0, 0, 0), b"")] * size
         self._is_taking = [False] * size
         self._acks: list[deque[Ack]] = [deque() for _ in range(size)]
         self._last_acks = [Ack(0, 0, 0, 0)] * size
@@ -154,7 +154,7 @@ class MpiPipe(Pipe):
             return peer * EVENTS + event
         for peer, frames in enumerate(self._frames):
             if frames and self._interest[peer] and not self._is_taking[peer]:
-                self._taken[peer] = frames.popleft()
+                self._current_frames[peer] = frames.popleft()
                 self._is_taking[peer] = True
                 return peer * EVENTS + HEADER
         return NOTHING
@@ -172,8 +172,8 @@ class MpiPipe(Pipe):
         with self.current(), self._library.lock:
             posted = [self._comm.Isend([frame, MPI.BYTE], peer, self._frame_tag)]
             posted += [
-                self._comm.Isend(self._library.data(*piece), peer, self._data_tag)
-                for piece in pieces((address, nbytes - inline))
+                self._comm.Isend(self._library.data(*message), peer, self._data_tag)
+                for message in messages_of((address, nbytes - inline))
             ]
         self._posted += [_Posted(request, ENTERED, peer, (frame, send.array)) for request in posted]
         return self._sent[peer], True
@@ -182,12 +182,12 @@ class MpiPipe(Pipe):
         return self._last_acks[peer]
 
     def header(self, peer: int) -> Header:
-        return self._taken[peer][0]
+        return self._current_frames[peer][0]
 
     def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
         if nbytes <= INLINE_BYTES:
             if address:
-                ctypes.memmove(address, self._taken[peer][1], nbytes)
+                ctypes.memmove(address, self._current_frames[peer][1], nbytes)
             self._events.append((ARRIVED, peer))
             return
         if not address:
@@ -195,8 +195,8 @@ class MpiPipe(Pipe):
             address = address_of(dropped)
         self._begun = time.monotonic()
         with self.current(), self._library.lock:
-            for piece in pieces((address, nbytes)):
-                request = self._comm.Irecv(self._library.data(*piece), peer, self._data_tag)
+            for message in messages_of((address, nbytes)):
+                request = self._comm.Irecv(self._library.data(*message), peer, self._data_tag)
                 self._posted.append(_Posted(request, ARRIVED, peer, keep))
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:

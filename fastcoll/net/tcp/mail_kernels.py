@@ -286,8 +286,8 @@ def _receive(m, row, peer, data, nbytes, kind):
                 return DONE
             events = WRITABLE
         elif load_word(row, f.IN_LEFT) == 0:
-            whole = stage == f.REST_ARRIVING or nbytes <= EAGER
-            store_word(row, f.IN_STAGE, f.ANSWERING if whole else f.AWAITING_REST)
+            is_complete = stage == f.REST_ARRIVING or nbytes <= EAGER
+            store_word(row, f.IN_STAGE, f.ANSWERING if is_complete else f.AWAITING_REST)
             continue
         elif f.pull(row):
             attempts = 0

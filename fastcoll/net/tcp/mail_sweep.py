@@ -218,14 +218,14 @@ def sweep(m, watch_all, wait):
     attempts = 0
     for _ in range(IO_CALLS):
         count = 0
-        here = -1
+        buffered = -1
         for step in range(size):
             peer = (load_word(m, f.NEXT_PEER) + step) % size
             if _has_buffered_event(row_of(m, peer), watch_all):
-                here = peer
+                buffered = peer
                 break
             count = _list(m, peer, count, watch_all)
-        if here < 0:
+        if buffered < 0:
             ready = 0 if wait else wait_ready(load_word(m, f.POLLFDS), count, 0)
             while ready == 0 and wait:
                 ready = _wait(m, count, attempts)
@@ -238,9 +238,9 @@ def sweep(m, watch_all, wait):
         event = _serve_ready(m, count, watch_all)
         if event > MOVED:
             return event
-        if here >= 0:
-            event = _serve_buffered(row_of(m, here))
+        if buffered >= 0:
+            event = _serve_buffered(row_of(m, buffered))
             if event > MOVED:
-                return _return_event(m, here, event)
+                return _return_event(m, buffered, event)
         attempts = 0 if event == MOVED else attempts
     return events.NOTHING

@@ -339,8 +339,8 @@ def exchange(c, d, idle):
         any_left |= _has_unsent(c, peer)
     for step in range(1, size):
         peer = (rank + size - step) % size
-        looks = idle % SEEN_EVERY == SEEN_EVERY - 1 or 2 * (call - _next_call(c, peer)) >= AHEAD
-        if _is_needed(c, d, peer) or looks:
+        reads_skipped = idle % SEEN_EVERY == SEEN_EVERY - 1 or 2 * (call - _next_call(c, peer)) >= AHEAD
+        if _is_needed(c, d, peer) or reads_skipped:
             status = _read_frames(c, d, peer, call)
             if status > DONE:
                 return status

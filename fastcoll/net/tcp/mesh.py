@@ -151,10 +151,10 @@ class Mesh:
         """Give `callback` every connection for messages that peers make, and those that they have made already."""
         with self._changed:
             self._on_mail = callback
-            held = [
+            existing = [
                 (peer, each) for (kind, peer, _), each in self._made.items() if kind is ConnectionKind.MAIL
             ]
-        for peer, connection in held:
+        for peer, connection in existing:
             callback(peer, connection)
 
     def address(self, rank: int) -> str:
@@ -276,9 +276,9 @@ class Mesh:
     def _new_dial(self, peer: int, kind: ConnectionKind, stream: int) -> Dial:
         """Return a Dial on the interface that the pair of ranks and the stream select."""
         assert self._roster is not None, "a group of one has no peers"
-        turn = (min(self.rank, peer) + stream) % len(self._roster.interfaces)
-        place, source = self._roster.places[peer], self._roster.interfaces[turn]
-        target = place.addresses[turn], place.ports[turn]
+        index = (min(self.rank, peer) + stream) % len(self._roster.interfaces)
+        listens, source = self._roster.places[peer], self._roster.interfaces[index]
+        target = listens.addresses[index], listens.ports[index]
         return Dial(self._roster.endpoint, peer, kind, stream, source, target)
 
     def _make_connections(self, dials: Sequence[Dial], wait: Wait, enter: Callable[[Dial], object]) -> None:

@@ -64,10 +64,10 @@ def reduce(shape: CallShape) -> Plan:
 
 def chain(shape: CallShape) -> Plan:
     """Send segments from rank to rank. Each link carries the array once; the last rank is n - 2 segments behind."""
-    rows, number, whole = Rows(), _number(shape), Span(0, shape.total)
-    parts = shape.segments([whole], 1)
-    for k in range(parts.number):
-        span = parts.of(whole, k)
+    rows, number, complete = Rows(), _number(shape), Span(0, shape.total)
+    segments = shape.segments([complete], 1)
+    for k in range(segments.number):
+        span = segments.of(complete, k)
         location, phase = (array(0), span.offset), k + number
         if number:
             rows.recv(phase - 1, (shape.rank - 1) % shape.size, location, span.nbytes)

@@ -195,7 +195,9 @@ def chosen(shape: CallShape) -> str:
         return "attached"
     if shape.size == 2:
         exchanged = shape.operation == "all_reduce" and shape.total <= EXCHANGED
-        return "recursive doubling" if exchanged else "whole" if kind.form == ONE_TO_ONE else "direct"
+        return (
+            "recursive doubling" if exchanged else "complete arrays" if kind.form == ONE_TO_ONE else "direct"
+        )
     many = shape.size > MEET_RANKS and not kind.is_by_pair
     return cheapest(shape) if many else "direct"
 
@@ -243,7 +245,11 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "ring": (ring.reduce, lambda c: ring_scatter(c).then(one_way(c.rounds, c.n - 1, c.rest, 0)), FREE),
         "ordered tree": (trees.reduce, lambda c: tree_reduce(c).then(one_way(1, 1, c.b, 0)), ORDERED),
         "direct": (direct.reduce, lambda c: direct_scatter(c).then(one_way(1, c.n - 1, c.rest, 0)), ORDERED),
-        "whole": (direct.whole, lambda c: one_way(1, c.n - 1, (c.n - 1) * c.b, c.n * c.b), NEVER),
+        "complete arrays": (
+            direct.complete_arrays,
+            lambda c: one_way(1, c.n - 1, (c.n - 1) * c.b, c.n * c.b),
+            NEVER,
+        ),
     },
     "reduce_scatter": {
         "circulant": (
@@ -257,12 +263,20 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "scan": {
         "doubling": (doubling.scan, lambda c: doubling_scan(c, 2 * c.log + 1), ALWAYS),
         "direct": (direct.scan, direct_scan, ALWAYS),
-        "whole": (direct.whole, lambda c: one_way(1, c.n - 1, (c.n - 1) * c.b, c.n * c.b), NEVER),
+        "complete arrays": (
+            direct.complete_arrays,
+            lambda c: one_way(1, c.n - 1, (c.n - 1) * c.b, c.n * c.b),
+            NEVER,
+        ),
     },
     "exscan": {
         "doubling": (doubling.scan, lambda c: doubling_scan(c, 4 * c.log - 1), ALWAYS),
         "direct": (direct.scan, direct_scan, ALWAYS),
-        "whole": (direct.whole, lambda c: one_way(1, c.n - 1, (c.n - 1) * c.b, (c.n - 1) * c.b), NEVER),
+        "complete arrays": (
+            direct.complete_arrays,
+            lambda c: one_way(1, c.n - 1, (c.n - 1) * c.b, (c.n - 1) * c.b),
+            NEVER,
+        ),
     },
     "broadcast": {
         "tree": (trees.broadcast, lambda c: one_way(c.log, c.log, c.log * c.b, 0), ALWAYS),

@@ -118,8 +118,8 @@ def reduce_scatter(shape: CallShape) -> Plan:
         rows.copy(0, (SCRATCH, borders[index]), (array(1 + block), 0), shape.nbytes[block])
     # The copies are in phase 0, so rounds begin in the next phase: no receive may write what a copy reads or writes.
     for phase, (step, count) in enumerate(reversed(_rounds(size)), 1):
-        given = borders[step + count] - borders[step]
-        rows.send(phase, (rank + step) % size, (SCRATCH, borders[step]), given)
+        sent = borders[step + count] - borders[step]
+        rows.send(phase, (rank + step) % size, (SCRATCH, borders[step]), sent)
         rows.reduce(phase, (rank - step) % size, (SCRATCH, 0), borders[count], left=True)
     rows.copy(len(_rounds(size)) + 1, (array(0), 0), (SCRATCH, 0), shape.nbytes[rank])
     return rows.plan(borders[-1])

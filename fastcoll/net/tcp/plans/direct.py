@@ -70,7 +70,7 @@ def _reduce_segment(
     shape: CallShape,
     rows: Rows,
     k: int,
-    parts: Segments,
+    segments: Segments,
     blocks: Sequence[Span],
     sources: Sequence[int],
     goal: Location | None = None,
@@ -79,12 +79,12 @@ def _reduce_segment(
 
     `sources` are the arrays that hold the blocks. The result goes to `goal`, or to the same span of array 0.
     """
-    own = parts.of(blocks[shape.rank], k)
+    own = segments.of(blocks[shape.rank], k)
     for peer in shape.others:
-        span = parts.of(blocks[peer], k)
+        span = segments.of(blocks[peer], k)
         rows.send(k, peer, (sources[peer], span.offset), span.nbytes)
-        rows.recv(k, peer, shape.landing(k, peer, parts), own.nbytes)
-    operands = shape.operands((sources[shape.rank], own.offset), k, parts)
+        rows.recv(k, peer, shape.landing(k, peer, segments), own.nbytes)
+    operands = shape.operands((sources[shape.rank], own.offset), k, segments)
     rows.fold(k + 1, goal or (array(0), own.offset), own.nbytes, operands)
     return own
 
@@ -93,10 +93,10 @@ def reduce_scatter(shape: CallShape) -> Plan:
     """Let each rank receive its block from all ranks and reduce it: n - 1 blocks in and out."""
     rows, size = Rows(), shape.size
     blocks = [Span(0, nbytes) for nbytes in shape.nbytes]
-    parts = shape.segments(blocks, 2 * (size - 1))
-    for k in range(parts.number):
-        _reduce_segment(shape, rows, k, parts, blocks, [array(1 + rank) for rank in range(size)])
-    return rows.plan(2 * size * parts.nbytes)
+    segments = shape.segments(blocks, 2 * (size - 1))
+    for k in range(segments.number):
+        _reduce_segment(shape, rows, k, segments, blocks, [array(1 + rank) for rank in range(size)])
+    return rows.plan(2 * size * segments.nbytes)
 
 
 def all_reduce(shape: CallShape) -> Plan:
@@ -104,50 +104,50 @@ def all_reduce(shape: CallShape) -> Plan:
     rows, size, x = Rows(), shape.size, array(0)
     blocks = even(shape.total, size, shape.itemsize)
     if size == 2:  # each rank reduces one half as it arrives, without scratch
-        peer, parts = 1 - shape.rank, shape.segments(blocks, 1)
-        for k in range(parts.number):
-            own, theirs = (parts.of(blocks[rank], k) for rank in (shape.rank, peer))
+        peer, segments = 1 - shape.rank, shape.segments(blocks, 1)
+        for k in range(segments.number):
+            own, theirs = (segments.of(blocks[rank], k) for rank in (shape.rank, peer))
             rows.send(k, peer, (x, theirs.offset), theirs.nbytes)
             rows.reduce(k, peer, (x, own.offset), own.nbytes, left=peer < shape.rank)
             rows.send(k + 1, peer, (x, own.offset), own.nbytes)
             rows.recv(k + 1, peer, (x, theirs.offset), theirs.nbytes)
         return rows.plan()
-    parts = shape.segments(blocks, 2 * (size - 1))
-    for k in range(parts.number):
-        own = _reduce_segment(shape, rows, k, parts, blocks, [x] * size)
+    segments = shape.segments(blocks, 2 * (size - 1))
+    for k in range(segments.number):
+        own = _reduce_segment(shape, rows, k, segments, blocks, [x] * size)
         for peer in shape.others:
-            theirs = parts.of(blocks[peer], k)
+            theirs = segments.of(blocks[peer], k)
             rows.send(k + 1, peer, (x, own.offset), own.nbytes)
             rows.recv(k + 1, peer, (x, theirs.offset), theirs.nbytes)
-    return rows.plan(2 * size * parts.nbytes)
+    return rows.plan(2 * size * segments.nbytes)
 
 
 def reduce(shape: CallShape) -> Plan:
     """Reduce and scatter, then send each result to the root: 2 (n - 1)/n of the array into the root."""
     rows, size = Rows(), shape.size
     blocks = even(shape.total, size, shape.itemsize)
-    parts = shape.segments(blocks, 2 * (size - 1))
-    mine = (SCRATCH, 2 * size * parts.nbytes)
-    for k in range(parts.number):
+    segments = shape.segments(blocks, 2 * (size - 1))
+    mine = (SCRATCH, 2 * size * segments.nbytes)
+    for k in range(segments.number):
         goal = None if shape.is_root else mine
-        own = _reduce_segment(shape, rows, k, parts, blocks, [array(1)] * size, goal)
+        own = _reduce_segment(shape, rows, k, segments, blocks, [array(1)] * size, goal)
         if not shape.is_root:
             rows.send(k + 1, shape.root, mine, own.nbytes)
             continue
         for peer in shape.others:
-            theirs = parts.of(blocks[peer], k)
+            theirs = segments.of(blocks[peer], k)
             rows.recv(k + 1, peer, (array(0), theirs.offset), theirs.nbytes)
-    return rows.plan((2 * size + 1) * parts.nbytes)
+    return rows.plan((2 * size + 1) * segments.nbytes)
 
 
-def whole(shape: CallShape) -> Plan:
+def complete_arrays(shape: CallShape) -> Plan:
     """Send complete arrays to the ranks that combine them, in one pass; for two ranks, where no plan moves less."""
-    rows, entire = Rows(), Span(0, shape.total)
+    rows, complete = Rows(), Span(0, shape.total)
     takers, givers = shape.takers_and_givers()
-    parts = shape.segments([entire], shape.size - 1)
-    for k in range(parts.number):
-        span = parts.of(entire, k)
-        operands = shape.operands((array(1), span.offset), k, parts)
+    segments = shape.segments([complete], shape.size - 1)
+    for k in range(segments.number):
+        span = segments.of(complete, k)
+        operands = shape.operands((array(1), span.offset), k, segments)
         for peer in takers:
             rows.send(k, peer, operands[shape.rank], span.nbytes)
         for peer in givers:
@@ -155,7 +155,7 @@ def whole(shape: CallShape) -> Plan:
                 rows.recv(k, peer, operands[peer], span.nbytes)
         if givers:
             rows.fold(k + 1, (array(0), span.offset), span.nbytes, [operands[rank] for rank in givers])
-    return rows.plan(2 * shape.size * parts.nbytes if {*givers} - {shape.rank} else 0)
+    return rows.plan(2 * shape.size * segments.nbytes if {*givers} - {shape.rank} else 0)
 
 
 def scan(shape: CallShape) -> Plan:
@@ -169,17 +169,17 @@ def scan(shape: CallShape) -> Plan:
     # The first rank that has a result, and the number of ranks whose arrays are needed:
     first, givers = (0, size) if inclusive else (1, size - 1)
     blocks = even(shape.total, size, shape.itemsize)
-    parts = shape.segments(blocks, 3 * size)
-    prefixes = [(SCRATCH, (2 * size + each) * parts.nbytes) for each in range(size)]
-    for k in range(parts.number):
-        spans = [parts.of(block, k) for block in blocks]
+    segments = shape.segments(blocks, 3 * size)
+    prefixes = [(SCRATCH, (2 * size + each) * segments.nbytes) for each in range(size)]
+    for k in range(segments.number):
+        spans = [segments.of(block, k) for block in blocks]
         own = spans[rank]
         for peer in shape.others:
             if rank < givers:
                 rows.send(k, peer, (array(1), spans[peer].offset), spans[peer].nbytes)
             if peer < givers:
-                rows.recv(k, peer, shape.landing(k, peer, parts), own.nbytes)
-        operands = shape.operands((array(1), own.offset), k, parts)
+                rows.recv(k, peer, shape.landing(k, peer, segments), own.nbytes)
+        operands = shape.operands((array(1), own.offset), k, segments)
         for each in range(first, size):
             sources = operands[: each + inclusive]
             if not shape.ordered and each > first:
@@ -192,7 +192,7 @@ def scan(shape: CallShape) -> Plan:
                 rows.send(k + 1, peer, prefixes[peer], own.nbytes)
             if rank >= first:
                 rows.recv(k + 1, peer, (array(0), spans[peer].offset), spans[peer].nbytes)
-    return rows.plan(3 * size * parts.nbytes)
+    return rows.plan(3 * size * segments.nbytes)
 
 
 def broadcast(shape: CallShape) -> Plan:
@@ -200,10 +200,10 @@ def broadcast(shape: CallShape) -> Plan:
     rows = Rows()
     takers = [rank for rank in range(shape.size) if rank != shape.root]
     blocks = dict(zip(takers, even(shape.total, len(takers), shape.itemsize), strict=True))
-    parts = shape.segments(list(blocks.values()), shape.size - 1)
-    for k in range(parts.number):
+    segments = shape.segments(list(blocks.values()), shape.size - 1)
+    for k in range(segments.number):
         for taker, block in blocks.items():
-            span = parts.of(block, k)
+            span = segments.of(block, k)
             location = (array(0), span.offset)
             if shape.is_root:
                 rows.send(k, taker, location, span.nbytes)

@@ -70,11 +70,11 @@ def halving(shape: CallShape) -> Plan:
     for step, peer in enumerate(peers, 1):
         halved = even(kept.nbytes, 2, shape.itemsize)
         low, high = (Span(kept.offset + start, nbytes) for start, nbytes in halved)
-        kept, given = (high, low) if peer < rank else (low, high)
-        rows.send(step, peer, (x, given.offset), given.nbytes)
+        kept, sent = (high, low) if peer < rank else (low, high)
+        rows.send(step, peer, (x, sent.offset), sent.nbytes)
         rows.reduce(step, peer, (x, kept.offset), kept.nbytes, left=peer < rank)
         rows.send(last - step, peer, (x, kept.offset), kept.nbytes)
-        rows.recv(last - step, peer, (x, given.offset), given.nbytes)
+        rows.recv(last - step, peer, (x, sent.offset), sent.nbytes)
     return rows.plan()
 
 

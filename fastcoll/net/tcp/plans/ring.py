@@ -24,14 +24,14 @@ def all_reduce(shape: CallShape) -> Plan:
         ]
         above, below = (rank + direction) % size, (rank - direction) % size
         for step in range(size - 1):
-            given, taken = (blocks[(rank - direction * k) % size] for k in (step, step + 1))
-            rows.send(step, above, (x, given.offset), given.nbytes)
-            rows.reduce(step, below, (x, taken.offset), taken.nbytes, left=True)
+            sent, received = (blocks[(rank - direction * k) % size] for k in (step, step + 1))
+            rows.send(step, above, (x, sent.offset), sent.nbytes)
+            rows.reduce(step, below, (x, received.offset), received.nbytes, left=True)
         # Each rank has the result of the block after its own.
         for step in range(size - 1):
-            given, taken = (blocks[(rank - direction * k) % size] for k in (step - 1, step))
-            rows.send(size - 1 + step, above, (x, given.offset), given.nbytes)
-            rows.recv(size - 1 + step, below, (x, taken.offset), taken.nbytes)
+            sent, received = (blocks[(rank - direction * k) % size] for k in (step - 1, step))
+            rows.send(size - 1 + step, above, (x, sent.offset), sent.nbytes)
+            rows.recv(size - 1 + step, below, (x, received.offset), received.nbytes)
     return rows.plan()
 
 
@@ -70,12 +70,12 @@ def _reduce_through(
     stride = max(nbytes)
     partial = sources[(rank - 1) % size]
     for step in range(size - 1):
-        given, taken = (rank - step - 1) % size, (rank - step - 2) % size
+        sent, received = (rank - step - 1) % size, (rank - step - 2) % size
         landing = (SCRATCH, step % 2 * stride)
-        rows.send(step, (rank + 1) % size, partial, nbytes[given])
-        rows.recv(step, (rank - 1) % size, landing, nbytes[taken])
-        goal = result if taken == rank else landing
-        rows.fold(step + 1, goal, nbytes[taken], [landing, sources[taken]])
+        rows.send(step, (rank + 1) % size, partial, nbytes[sent])
+        rows.recv(step, (rank - 1) % size, landing, nbytes[received])
+        goal = result if received == rank else landing
+        rows.fold(step + 1, goal, nbytes[received], [landing, sources[received]])
         partial = landing
 
 
@@ -94,6 +94,6 @@ def gather_around(
     size = len(locations)
     for direction, steps in ((1, size // 2), (-1, (size - 1) // 2)):
         for step in range(steps):
-            given, taken = (rank - direction * step) % size, (rank - direction * (step + 1)) % size
-            rows.send(first + step, (rank + direction) % size, locations[given], nbytes[given])
-            rows.recv(first + step, (rank - direction) % size, locations[taken], nbytes[taken])
+            sent, received = (rank - direction * step) % size, (rank - direction * (step + 1)) % size
+            rows.send(first + step, (rank + direction) % size, locations[sent], nbytes[sent])
+            rows.recv(first + step, (rank - direction) % size, locations[received], nbytes[received])

@@ -93,13 +93,13 @@ class CallShape(NamedTuple):
         most = min(self.limits.segment, self.limits.at_once // max(at_once, 1))
         return Segments.of_blocks(blocks, most, self.itemsize)
 
-    def landing(self, k: int, peer: int, parts: Segments) -> Location:
+    def landing(self, k: int, peer: int, segments: Segments) -> Location:
         """Return where to receive segment k of a peer: in one of two sets in SCRATCH that alternate."""
-        return SCRATCH, (k % 2 * self.size + peer) * parts.nbytes
+        return SCRATCH, (k % 2 * self.size + peer) * segments.nbytes
 
-    def operands(self, own: Location, k: int, parts: Segments) -> list[Location]:
+    def operands(self, own: Location, k: int, segments: Segments) -> list[Location]:
         """Return segment k of all ranks: this rank's own, and those received."""
-        return [own if peer == self.rank else self.landing(k, peer, parts) for peer in range(self.size)]
+        return [own if peer == self.rank else self.landing(k, peer, segments) for peer in range(self.size)]
 
     def framed(self, rank: int) -> Location:
         """Return the location of the data that a rank has attached to its header."""
