@@ -25,13 +25,19 @@ class CallWait:
         self._wait: Wait | None = None
 
     def look(self, code: int = AGAIN) -> None:
-        """Raise GroupError if the call cannot go on; else return, so that the engine is called again."""
+        """Raise GroupError if the call cannot go on.
+
+        If it returns, call the engine again.
+        """
         if self._wait is None:
             self._wait = self._begin()
         self._wait.look() if code == AGAIN else self._wait.worked()
 
     def resume(self, code: int, again: Callable[[], int]) -> int:
-        """Call the engine with `again` until it returns neither AGAIN nor WORKED; return that status."""
+        """Call the engine until it returns neither AGAIN nor WORKED.
+
+        `again` calls it. Returns that status.
+        """
         while code in (AGAIN, WORKED):
             self.look(code)
             code = again()
@@ -59,12 +65,18 @@ class Collective:
         self._gate, self._monitor, self._head, self._late, self._gather = gate, monitor, head, late, gather
 
     def doing(self) -> str:
-        """Return the name of the call in progress, as in `all_reduce(float32, 4 elements, op=SUM), call 12 of ...`."""
+        """Return the name of the call in progress.
+
+        For example, `all_reduce(float32, 4 elements, op=SUM), call 12 of group 'world'`.
+        """
         number, call, shape = self._head()
         return self._gate.name_of(signature.describe(call, shape), number)
 
     def wait(self, timeout: float | None) -> CallWait:
-        """Return the wait of the call that begins now; `timeout` in seconds, None for the group's."""
+        """Return the wait of the call that begins now.
+
+        `timeout` in seconds, None for the group's.
+        """
         limit = self._gate.timeout if timeout is None else timeout
         return CallWait(lambda: Wait(self._monitor, self.doing(), self._late, limit))
 
@@ -76,9 +88,9 @@ class Collective:
         also: str = "",
         notes: Sequence[str] | None = None,
     ) -> MismatchError:
-        """Return the error of call `number`, which differs between ranks; all ranks call this, and it may gather.
+        """Return the error of call `number`, which differs between ranks.
 
-        The arguments are those of `signature.difference`.
+        All ranks call this, and it may gather. The arguments are those of `signature.difference`.
         """
         gate, gather = self._gate, self._gather
         return dump.after(signature.difference(heads, gate, number, gather, sizes, also=also, notes=notes))

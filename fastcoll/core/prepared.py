@@ -79,11 +79,14 @@ Folds = Callable[[ReduceOp], bool] | None
 def fast_methods(
     group: Any, kinds: Iterable[str], run: Run, folds: Folds, variant: Any
 ) -> dict[str, Callable[..., Any]]:
-    """Return `Backend.fast`'s functions for synchronous calls of some kinds, by the names of the group's methods.
+    """Return `Backend.fast`'s functions for synchronous calls of some kinds.
 
     Args:
-        kinds: which have blocks are done by the method whose blocks are one array.
+        kinds: those with blocks are done by the method whose blocks are one array.
         variant: of the keys.
+
+    Returns:
+        The functions, by the names of the group's methods.
     """
     made = {}
     for kind in kinds:
@@ -191,7 +194,10 @@ def _reduce_scatter(
 
 
 def _are_blocks(x: Any, block: Any, size: int) -> bool:
-    """Whether both are plain, and `x` has a block of the size of `block` for each rank; they may overlap."""
+    """Whether both are plain, and `x` has a block like `block` for each rank.
+
+    They may overlap.
+    """
     return is_plain(x) and is_plain(block) and x.dtype == block.dtype and x.size == block.size * size > 0
 
 

@@ -36,7 +36,9 @@ _abandoned: list[Any] = []
 
 
 class Requests:
-    """Waits for requests, one wait at a time; `dedicated`: every rank of this host has a core of its own.
+    """Waits for requests, one wait at a time.
+
+    `dedicated`: every rank of this host has a core of its own.
 
     Attributes:
         address: of the table; changes when `load` or `reserve` enlarges it.
@@ -84,7 +86,10 @@ class Requests:
         return np.flatnonzero(self._table[c.SLOTS : c.SLOTS + count]).tolist()
 
     def poll(self, mode: int) -> bool:
-        """Wait at most 50 ms for the loaded requests; return whether that was enough. MPI.Exception: one failed."""
+        """Wait at most 50 ms for the loaded requests; return whether that was enough.
+
+        MPI.Exception: one failed.
+        """
         self._table[c.MODE] = mode
         with self._library.lock:
             code = c.poll.call(self.address)
@@ -106,7 +111,10 @@ class Requests:
             time.sleep(1e-5)  # else this thread takes the lock again before another one has woken up
 
     def finish(self, requests: Sequence[Any], look: Callable[[], None], mode: int, keep: Any = ()) -> None:
-        """Wait until all requests are complete; if `look`, called every 50 ms, raises, abandon them and `keep`."""
+        """Wait until all requests are complete.
+
+        If `look`, called every 50 ms, raises, abandon them and `keep`.
+        """
         self.load(self.handles(requests))
         try:
             while not self.poll(mode):
@@ -117,7 +125,10 @@ class Requests:
 
 
 def abandon(requests: Sequence[Any], keep: Any = ()) -> None:
-    """Keep requests and their memory until MPI is finalized; MPI cannot cancel what a peer may be reading."""
+    """Keep requests and their memory until MPI is finalized.
+
+    MPI cannot cancel what a peer may be reading.
+    """
     _abandoned.append((list(requests), keep))
 
 
@@ -206,9 +217,10 @@ class RowExchange:
     def meet(
         self, prepared: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]
     ) -> int:
-        """Begin a call, and wait for all rows: DONE or MISMATCH; `look` is as for Requests.finish.
+        """Begin a call, and wait for all rows: DONE or MISMATCH.
 
-        `near`: whether MPI's collective operations can address this rank's arrays; `attached`: at most `room` bytes.
+        `look` is as for Requests.finish. `near`: whether MPI's collective operations can address this rank's arrays;
+        `attached`: at most `room` bytes.
         """
         self._words[c.NEAR : c.HANDLES] = near, *attached
         with self._library.lock:
@@ -216,7 +228,10 @@ class RowExchange:
         return self.resume(code, lambda: c.meet.call(self.address | c.RESUMED, prepared.address), look)
 
     def resume(self, code: int, again: Callable[[], int], look: Callable[[], None]) -> int:
-        """Return the final status of a compiled call that has returned `code`; `again` calls it again."""
+        """Return the final status of a compiled call that has returned `code`.
+
+        `again` calls it again.
+        """
         try:
             while code == AGAIN:
                 self._requests.pause(look)

@@ -51,7 +51,10 @@ _LITTLE = 4 << 10  # bytes up to which an array for one rank is attached to the 
 
 
 class MpiBackend(Backend):
-    """Collectives and point-to-point between the ranks of an MPI job. Each group has a communicator."""
+    """Collectives and point-to-point between the ranks of an MPI job.
+
+    Each group has a communicator.
+    """
 
     name = "mpi"
 
@@ -65,7 +68,9 @@ class MpiBackend(Backend):
         timeout: float,
         crowd: Sequence[Member] | None = None,
     ) -> MpiBackend:
-        """Make the group's communicator; collective. Arguments and errors are those of TcpBackend.make.
+        """Make the group's communicator; collective.
+
+        Arguments and errors are those of TcpBackend.make.
 
         Raises:
             UnavailableError: there is no MPI, or the members are not ranks of one MPI job.
@@ -121,8 +126,9 @@ class MpiBackend(Backend):
     # ---- calls -------------------------------------------------------------------------------------
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        """See Backend. After `take_gpus`, arrays may be on GPUs; then the call returns whether it was carried out,
-        which is the same on all ranks.
+        """See Backend. After `take_gpus`, arrays may be on GPUs.
+
+        Then the call returns whether it was carried out, which is the same on all ranks.
         """
         kind, outputs, inputs, op, root, parts = operation
         arrays = inputs or outputs
@@ -166,9 +172,10 @@ class MpiBackend(Backend):
         return call
 
     def _prepare(self, key: CallKey, how: Reducer | None) -> Prepared:
-        """Prepare what this rank sends in the meeting, and what remains of the call if all data is attached.
+        """Prepare the words that this rank sends in the meeting.
 
-        The variant of the key is whether the arrays are on GPUs.
+        They include what remains of the call if all data is attached. The variant of the key is whether the arrays are
+        on GPUs.
         """
         kind, _, _, root, nbytes, _, on_gpu = key
         sizes = sizes_of(kind, self.gate.size, self.gate.rank, nbytes, root)
@@ -195,14 +202,20 @@ class MpiBackend(Backend):
         return self._meeting[c.CALLS], code & ~c.ON_GPU, shape
 
     def _late(self) -> list[int]:
-        """Return the group ranks that have not arrived; after the meeting, those that may still be in the call."""
+        """Return the group ranks that have not arrived.
+
+        After the meeting, those that may still be in the call.
+        """
         if not self._moving:
             return self._meeting.late()
         others = (rank for rank in range(self.gate.size) if rank != self.gate.rank)
         return [rank for rank in others if not self.monitor.has_left(rank)]
 
     def _mismatch(self, prepared: Prepared) -> Exception:
-        """Return the error of calls that differ, which all ranks have found; the group stays usable."""
+        """Return the error of calls that differ, which all ranks have found.
+
+        The group stays usable.
+        """
         rows = self._meeting.rows[:, c.ROW_CODE : c.ROW_SHAPE + 1].tolist()
         heads = [(code & ~c.ON_GPU, shape) for code, shape in rows]
         on_gpus = [self.gate.ranks[rank] for rank, (code, _) in enumerate(rows) if code & c.ON_GPU]
@@ -216,12 +229,18 @@ class MpiBackend(Backend):
         return error
 
     def _gather(self, everybody: Array, own: Array) -> None:
-        """Do an all_gather without a meeting, in which all ranks take part because all have found the mismatch."""
+        """Do an all_gather without a meeting.
+
+        All ranks take part, because all have found the mismatch.
+        """
         blocks, x = self._host.memory.blocks(list(everybody)), self._host.memory.blocks([own])
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
 
     def _failed_call(self, error: BaseException) -> BaseException:
-        """Return the error to raise for an exception; fail the group if the call has begun: peers continue it."""
+        """Return the error to raise for an exception.
+
+        Fails the group if the call has begun: peers continue it.
+        """
         if isinstance(error, self._library.MPI.Exception):
             error = AbortedError(f"{self._collective.doing()}: the MPI library reports: {error}")
         if isinstance(error, GroupError) or self._meeting[c.IN_PROGRESS]:
@@ -259,9 +278,10 @@ class MpiBackend(Backend):
     # ---- GPUs --------------------------------------------------------------------------------------
 
     def take_gpus(self, memory: Memory, current: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let `plan` accept dense arrays in GPU memory, `memory`; the MPI libraries of all ranks must be CUDA-aware.
+        """Let `plan` accept dense arrays in GPU memory, `memory`.
 
-        The context manager `current` makes the GPU current, for the threads that carry messages.
+        The MPI libraries of all ranks must be CUDA-aware. The context manager `current` makes the GPU current, for the
+        threads that carry messages.
         """
         self._gpus = self._execution(memory)
         self.pipe.current = current

@@ -69,7 +69,10 @@ _CLOCK_EVERY = 32  # sweeps between two readings of the clock, which take 30 ns 
 
 @kernel
 def wait(table):
-    """Wait for the requests of a table: DONE, AGAIN after 50 ms, or minus the code of an MPI error."""
+    """Wait for the requests of a table.
+
+    Returns DONE, AGAIN after 50 ms, or minus the code of an MPI error.
+    """
     mode = load_word(table, MODE)
     start = 0
     for slot in range(load_word(table, COUNT)):
@@ -118,7 +121,10 @@ def poll(address: Index) -> int:
 
 @inlined
 def _start(context, first, slot):
-    """Start a request for each peer, from handle `first` on, and wait for them in the slots from `slot` on."""
+    """Start a request for each peer.
+
+    The requests are those from handle `first` on; the slots to wait for them are those from `slot` on.
+    """
     handles = load_word(context, HANDLES)
     table = load_word(context, TABLE)
     for peer in range(load_word(context, SIZE) - 1):
@@ -163,7 +169,10 @@ def _begin(context, call, source, nbytes):
 
 @kernel
 def _meet(context, call, source, nbytes):
-    """Exchange and compare rows: DONE, MISMATCH, AGAIN (continue with RESUMED), or minus the code of an MPI error."""
+    """Exchange and compare rows.
+
+    Returns DONE, MISMATCH, AGAIN (continue with RESUMED), or minus the code of an MPI error.
+    """
     if not context & RESUMED:
         code = _begin(context, call, source, nbytes)
         if code != DONE:
@@ -185,7 +194,10 @@ def _meet(context, call, source, nbytes):
 
 @kernel
 def _finish(context, call, out):
-    """Complete a small call whose rows have all arrived; `out` is the address of the result."""
+    """Complete a small call whose rows have all arrived.
+
+    `out` is the address of the result.
+    """
     finish = load_word(call, FINISH)
     sources = load_word(context, SOURCES)
     nbytes = load_word(call, NBYTES)
@@ -212,7 +224,10 @@ def meet(context: Index, call: Index) -> int:
 
 @entry
 def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
-    """Carry out a call that has a FINISH; `out` and `x` are plain ndarrays, or anything if FINISH is NOTHING."""
+    """Carry out a call that has a FINISH.
+
+    `out` and `x` are plain ndarrays, or anything if FINISH is NOTHING.
+    """
     address = integer(context)
     plain = address & ~RESUMED
     finish = load_word(integer(call), FINISH)

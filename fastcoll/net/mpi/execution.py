@@ -50,11 +50,17 @@ _NOWHERE: Block = (0, 0)
 
 
 class Memory(Protocol):
-    """The memory of the host or of GPUs. Every method except `blocks` and `reducer` blocks until it is complete."""
+    """The memory of the host or of GPUs.
+
+    Every method except `blocks` and `reducer` blocks until it is complete.
+    """
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is a GPU's: then only MPI's messages may use its addresses, not functions of the host."""
+        """Whether it is a GPU's.
+
+        Then only MPI's messages may use its addresses, not functions of the host.
+        """
 
     def blocks(self, arrays: Sequence[Any]) -> list[Block]:
         """Return the blocks of arrays, which must be contiguous."""
@@ -63,16 +69,22 @@ class Memory(Protocol):
         """Copy a block; the two are the same, or do not overlap."""
 
     def scratch(self, nbytes: int) -> tuple[int, Any]:
-        """Return the address of so many bytes, and the object that owns them. The next call may overwrite them."""
+        """Return the address of so many bytes, and the object that owns them.
+
+        The next call may overwrite them.
+        """
 
     def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Any:
-        """Return the reducer of such blocks, with an attribute `itemsize`; None: they cannot be reduced here.
+        """Return the reducer of such blocks, with an attribute `itemsize`.
 
-        Raises an error if `op` cannot reduce `dtype`.
+        None: they cannot be reduced here. Raises an error if `op` cannot reduce `dtype`.
         """
 
     def fold(self, how: Any, target: int, sources: Sequence[int], nbytes: int) -> None:
-        """Reduce the arrays at `sources`, in this order, into `target`, which is one of them or overlaps none."""
+        """Reduce the arrays at `sources`, in this order, into `target`.
+
+        The target is one of the sources, or overlaps none.
+        """
 
 
 class HostMemory:
@@ -122,10 +134,10 @@ class Addressed(NamedTuple):
 
 
 class Execution:
-    """Carries out what all ranks have agreed on; every method blocks until this rank has finished.
+    """Carries out what all ranks have agreed on.
 
-    `tag` is the tag of messages that replace collective operations. `look` is called every 50 ms; an error that it
-    raises ends the call.
+    Every method blocks until this rank has finished. `tag` is the tag of messages that replace collective operations.
+    `look` is called every 50 ms; an error that it raises ends the call.
     """
 
     def __init__(
@@ -144,9 +156,10 @@ class Execution:
         self._scratch: Any = None
 
     def run(self, call: Addressed, near: bool, keep: Any) -> None:
-        """Carry out a call of any kind in EXECUTED; `near`: whether the blocks of all ranks are near.
+        """Carry out a call of any kind in EXECUTED.
 
-        If the call is interrupted, MPI may use the arrays, `keep`, until it is finalized.
+        `near`: whether the blocks of all ranks are near. If the call is interrupted, MPI may use the arrays, `keep`,
+        until it is finalized.
         """
         self._keep = keep
         try:
@@ -155,7 +168,10 @@ class Execution:
             self._keep = None
 
     def run_attached(self, call: Addressed, attached: Sequence[int]) -> None:
-        """Carry out a call whose data has arrived with the rows; `attached` has the addresses."""
+        """Carry out a call whose data has arrived with the rows.
+
+        `attached` has the addresses.
+        """
         if call.how is not None:
             last = self._sources.get(call.kind, self.size if self.rank == call.root else 0)
             if last:
@@ -170,7 +186,10 @@ class Execution:
     # ---- moves ---------------------------------------------------------------------------------------
 
     def broadcast(self, call: Addressed, near: bool) -> None:
-        """Send the root's block to all; on GPUs along a binomial tree, in which ranks send on complete blocks."""
+        """Send the root's block to all.
+
+        On GPUs it goes along a binomial tree, in which ranks send on complete blocks.
+        """
         block, root = call.takes[0], call.root
         if not self.memory.on_gpu:
             with self._library.lock:
@@ -189,7 +208,10 @@ class Execution:
         self._post([(child, block) for child in reversed(children)], [])
 
     def all_to_all(self, gives: Sequence[Block], takes: Sequence[Block], near: bool) -> None:
-        """Send `gives[r]` to each rank r, and receive `takes[r]`; only this rank's own two blocks may be the same."""
+        """Send `gives[r]` to each rank r, and receive `takes[r]`.
+
+        Only this rank's own two blocks may be the same.
+        """
         own = self.rank
         if gives[own][0] and takes[own][0]:
             self.memory.copy(gives[own], takes[own])
@@ -201,7 +223,10 @@ class Execution:
             self._post([(peer, gives[peer]) for peer in peers], [(peer, takes[peer]) for peer in peers])
 
     def gather(self, x: Block, takes: Sequence[Block], root: int | None, near: bool) -> None:
-        """Send each rank's x to `takes` of the root, or of all ranks (None); x may be `takes[rank]`."""
+        """Send each rank's x to `takes` of the root, or of all ranks (None).
+
+        `x` may be `takes[rank]`.
+        """
         if root is not None:
             here = takes if self.rank == root else self._only(root, _NOWHERE)
             self.all_to_all(self._only(root, x), here, near)
@@ -250,7 +275,10 @@ class Execution:
     # ---- reductions ----------------------------------------------------------------------------------
 
     def all_reduce(self, call: Addressed, near: bool) -> None:
-        """Reduce x into the output of every rank, or in a `reduce` of the root; the output may be x."""
+        """Reduce x into the output of every rank, or in a `reduce` of the root.
+
+        The output may be x.
+        """
         how, x, out = call.how, call.gives[0], (call.takes or call.gives)[0]
         root = call.root if call.kind == "reduce" else None
         if x[1] * self.size <= GATHERED:
@@ -266,7 +294,10 @@ class Execution:
             self.gather((target, nbytes), takes, root, True)
 
     def scan(self, call: Addressed, near: bool) -> None:
-        """Reduce ranks 0..rank, or in exscan 0..rank-1 (rank 0's output is unchanged); the output may be x."""
+        """Reduce ranks 0..rank, or in exscan 0..rank-1.
+
+        The output of rank 0 of an exscan is unchanged. The output may be x.
+        """
         how, x, out, exclusive = call.how, call.gives[0], call.takes[0], call.kind == "exscan"
         if x[1] * self.size <= GATHERED:
             self.run_attached(call, self._gathered(x, None))
@@ -307,7 +338,10 @@ class Execution:
         return [address for address, _ in takes]
 
     def _collected(self, gives: list[Block], room: int, near: bool) -> list[int]:
-        """Exchange blocks; return the addresses of those for this rank. Its own block is not moved."""
+        """Exchange blocks; return the addresses of those for this rank.
+
+        Its own block is not moved.
+        """
         own, nbytes = gives[self.rank]
         takes = [(room + rank * nbytes, nbytes) for rank in range(self.size)]
         takes[self.rank] = own, nbytes
@@ -356,7 +390,10 @@ def messages_of(block: Block) -> list[Block]:
 
 
 def segments(nbytes: int, ranks: int, itemsize: int) -> list[tuple[int, list[Block]]]:
-    """Return each segment's offset, and each rank's slice of it: offset in the segment and bytes."""
+    """Return each segment's offset, and each rank's slice of it.
+
+    A slice has its offset in the segment, and bytes.
+    """
     step = max(SEGMENT // itemsize, 1) * itemsize
     return [
         (start, [*partition.even(size, ranks, itemsize)]) for start, size in partition.segments(nbytes, step)

@@ -50,15 +50,15 @@ class MpiLibrary(NamedTuple):
         return str(self.MPI.Get_library_version()).partition("\n")[0].partition(",")[0].strip()
 
     def data(self, address: int, nbytes: int) -> list[Any]:
-        """Return so many bytes at an address, as an argument of MPI's messages and operations."""
+        """Return so many bytes at an address, as an argument of MPI's functions."""
         return [self.MPI.buffer.fromaddress(address, nbytes), self.MPI.BYTE]
 
 
 def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return why the MPI backend cannot work in this process, and the cure; None: it can.
+    """Return why the MPI backend cannot work in this process, and the cure.
 
-    Checks for mpi4py, its MPI library, and an MPI launcher that started this process; a process without any launcher is
-    a world of one. Initialises nothing.
+    None: it can. Checks for mpi4py, its MPI library, and an MPI launcher that started this process; a process without
+    any launcher is a world of one. Initialises nothing.
     """
     environ = os.environ if environ is None else environ
     try:
@@ -107,7 +107,9 @@ def load() -> MpiLibrary:
 
 
 def is_cuda_aware(functions: Any) -> bool:
-    """Return whether the initialised MPI library declares support for GPU memory; False if it cannot be asked.
+    """Return whether the initialised MPI library declares support for GPU memory.
+
+    A library that cannot be asked does not.
 
     Args:
         functions: the library, by ctypes. MPICH and its derivatives have the first function used here, Open MPI the

@@ -52,7 +52,9 @@ _lock = threading.Lock()
 
 
 def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
-    """Meet the other ranks of the MPI job in a store that rank 0 serves; collective. -1: take rank or size from MPI.
+    """Meet the other ranks of the MPI job in a store that rank 0 serves; collective.
+
+    -1: take rank or size from MPI.
 
     Raises:
         UsageError: MPI has another rank or world size.
@@ -92,7 +94,10 @@ def _serve_store(library: MpiLibrary, timeout: float) -> Rendezvous:
 
 
 def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, int]:
-    """Receive the address of rank 0's store; the last one sent, since earlier starts may have failed."""
+    """Receive the address of rank 0's store.
+
+    The last one sent counts, since earlier starts may have failed.
+    """
     world = library.MPI.COMM_WORLD
     data = np.zeros(_STORE_BYTES, np.uint8)
     there = True
@@ -113,7 +118,10 @@ def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, in
 
 
 def _await(library: MpiLibrary, posted: list[Any], keep: Any, timeout: float, peers: Sequence[int]) -> None:
-    """Wait for messages, with calls of MPI: a first message needs a connection, which MPI makes only in calls."""
+    """Wait for messages by calling MPI.
+
+    A first message needs a connection, which MPI makes only in calls.
+    """
     deadline = time.monotonic() + timeout
     requests = Requests(library, dedicated=False)
 
@@ -131,9 +139,9 @@ def _await(library: MpiLibrary, posted: list[Any], keep: Any, timeout: float, pe
 def make_comm(
     library: MpiLibrary, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
 ) -> tuple[Any, bool]:
-    """Make the communicator of a group's members, in the order of `members`; collective over them.
+    """Make the communicator of a group's members, in the order of `members`.
 
-    Returns it, and whether the MPI library of every member is CUDA-aware.
+    Collective over them. Returns the communicator, and whether the MPI library of every member is CUDA-aware.
 
     Raises:
         UnavailableError: the members are not ranks of one MPI job.
@@ -165,9 +173,10 @@ def make_comm(
 
 
 def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], nonces: str) -> None:
-    """Exchange proofs over MPI that each member has the job's secret: MPI authenticates nobody, and carries pickles.
+    """Exchange proofs over MPI that each member has the job's secret.
 
-    If a proof is wrong, abandon the communicator and raise RendezvousError on every member.
+    MPI authenticates nobody, and carries pickles. If a proof is wrong, the communicator is abandoned and every member
+    raises RendezvousError.
     """
     key = derive_key(job_secret(), nonces.encode())
     due = [proof(key, f"fastcoll over MPI, rank {rank}", ()) for rank in range(comm.size)]
@@ -183,7 +192,10 @@ def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], non
 
 
 def retire_comm(library: MpiLibrary, comm: Any, control: MpiControl, failed: bool) -> None:
-    """Retire a communicator, in which this rank has no pending operation unless the group failed."""
+    """Retire a communicator.
+
+    This rank has no pending operation in it, unless the group failed.
+    """
     if failed:
         abandon([], (comm, control))  # MPI may still be reading the notices
     else:
@@ -193,7 +205,10 @@ def retire_comm(library: MpiLibrary, comm: Any, control: MpiControl, failed: boo
 
 
 def free_finished(library: MpiLibrary) -> None:
-    """Free the communicators that every member has left, except those with a message that was never received."""
+    """Free the communicators that every member has left.
+
+    Those with a message that was never received are kept.
+    """
     with _lock:
         for comm, control in list(retired):
             if control.is_over():
@@ -204,9 +219,10 @@ def free_finished(library: MpiLibrary) -> None:
 
 
 class MpiControl(Control):
-    """Notices that a rank leaves or fails the group, as MPI messages: at most two from each rank to each other.
+    """Notices that a rank leaves or fails the group, as MPI messages.
 
-    MPI does not report that a rank died (mpiexec then ends the others), so `lost` stays empty.
+    Each rank sends at most two to each other rank. MPI does not report that a rank died (mpiexec then ends the others),
+    so `lost` stays empty.
     """
 
     def __init__(self, library: MpiLibrary, comm: Any, tag: int) -> None:
@@ -224,7 +240,7 @@ class MpiControl(Control):
             self._sent += [self._comm.Isend(data, peer, self._tag) for peer in self.peers]
 
     def is_over(self) -> bool:
-        """Return whether every peer has left or failed, and has received all notices of this rank."""
+        """Return whether every peer has left or failed, and received all notices."""
         self.look(again=True)
         with self._library.lock:
             self._sent = [request for request in self._sent if not request.Test()]

@@ -47,7 +47,9 @@ class _Posted(NamedTuple):
 
 
 class MpiPipe(Pipe):
-    """The pipe to all ranks of a communicator; peers are numbered by their ranks in it.
+    """The pipe to all ranks of a communicator.
+
+    Peers are numbered by their ranks in it.
 
     Args:
         tags: of frames, of acks, and of the data that follows frames.
@@ -112,7 +114,10 @@ class MpiPipe(Pipe):
         return bool(self._frames[peer])
 
     def retire(self) -> None:
-        """Cancel pending receives of frames and acks; abandon the requests whose data peers may still read or send."""
+        """Cancel pending receives of frames and acks.
+
+        Abandons the requests whose data peers may still read or send.
+        """
         left = []
         with self._library.lock:
             for posted in self._posted:
@@ -219,7 +224,10 @@ class MpiPipe(Pipe):
         self._posted.append(_Posted(request, event, -1, data))
 
     def _progress(self, wait: bool) -> bool:
-        """Wait until a request is complete, and handle it; False after 50 ms without one, or when the bell rang."""
+        """Wait until a request is complete, and handle it.
+
+        False after 50 ms without one, or when the bell rang.
+        """
         if not wait:
             self._requests.ring()
         self._requests.load(self._requests.handles([posted.request for posted in self._posted]))

@@ -70,7 +70,9 @@ class TcpBackend(Backend):
         timeout: float,
         crowd: Sequence[Member] | None = None,
     ) -> TcpBackend:
-        """Meet the other members over the network; collective. The other arguments are those of ShmBackend.make.
+        """Meet the other members over the network; collective.
+
+        The other arguments are those of ShmBackend.make.
 
         Args:
             crowd: ranks that share the hosts' cores; None: the members.
@@ -105,7 +107,9 @@ class TcpBackend(Backend):
         self._releases_later = False  # `close` interrupted a call, which releases the connections at its end
 
     def route(self, near: Mapping[int, tuple[Pipe, int]]) -> None:
-        """Send messages to some ranks through other pipes; must be called before the first message.
+        """Send messages to some ranks through other pipes.
+
+        Must be called before the first message.
 
         Args:
             near: for such a group rank, the pipe and the rank's number in it.
@@ -121,7 +125,10 @@ class TcpBackend(Backend):
     def _carry_out(
         self, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None = None, tags: int = 0
     ) -> int:
-        """Carry out a call, holding the turn: DONE, or LATER if the array of all blocks and the other one overlap."""
+        """Carry out a call, holding the turn.
+
+        Returns DONE, or LATER if the array of all blocks and the other one overlap.
+        """
         self.gate.check_usable()
         try:
             if not prepared.ready:
@@ -163,7 +170,10 @@ class TcpBackend(Backend):
         return PreparedPlan(key.word, call, choose(call), folds)
 
     def _connect(self, prepared: PreparedPlan, timeout: float | None) -> None:
-        """Before the first call, holding the turn: allocate memory, and connect to all peers of the plan."""
+        """Allocate memory, and connect to all peers of the plan.
+
+        Once before the first call, by the thread that holds the turn.
+        """
         self.context.make_room(prepared)
         limit = self.gate.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
@@ -197,7 +207,10 @@ class TcpBackend(Backend):
     def _resume(
         self, code: int, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None
     ) -> None:
-        """Continue a call whose engine has returned early, to its end; raise if it cannot complete."""
+        """Continue a call whose engine has returned early, to its end.
+
+        Raises if it cannot complete.
+        """
         context, call = self.context.address | words.RESUMED, prepared.address
         wait = self._collective.wait(timeout)
         code = wait.resume(code, lambda: engine.collective.call(context, call, arrays))
@@ -231,7 +244,10 @@ class TcpBackend(Backend):
             time.sleep(0.005)
 
     def _earlier_mismatch(self) -> MismatchError | None:
-        """Return the error of an earlier call in which this rank returned early, if that did not match."""
+        """Return the error of an earlier call in which this rank returned early.
+
+        None: no such call has a mismatch, or not all its headers have arrived.
+        """
         if (found := self.context.take_earlier_heads()) is None:
             return None
         number, heads, notes = found
@@ -243,10 +259,11 @@ class TcpBackend(Backend):
         return self._collective.doing()
 
     def _late(self) -> list[int]:
-        """Return the group ranks whose headers have not arrived, or else those for which the plan waits.
+        """Return the group ranks whose headers have not arrived.
 
-        Leaves out a rank that has left and whose header arrives through others: either it completed the call before,
-        or the rank that waits for it directly reports that it did not.
+        If all have, return those for which the plan waits. Leaves out a rank that has left and whose header arrives
+        through others: either it completed the call before, or the rank that waits for it directly reports that it did
+        not.
         """
         waited_for = self.context.waited_for
         late = self.context.late_ranks()
@@ -265,7 +282,10 @@ class TcpBackend(Backend):
         timeout: float | None = None,
         choose: Callable[[CallShape], Plan] = plan_for,
     ) -> Call:
-        """See Backend; `choose` makes the plan. With `nothing`, the call is a meeting only."""
+        """See Backend; `choose` makes the plan.
+
+        With `nothing`, the call is a meeting only.
+        """
         kind, outputs, inputs, op, root, parts = operation
         arrays = outputs if KINDS[kind].is_in_place else (*outputs, *inputs)  # in the order of plans/plan.py
         if kind == "refused" and self.gate.size <= MEET_RANKS:
@@ -297,9 +317,10 @@ class TcpBackend(Backend):
         return divided
 
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
-        """Carry out a call that was prepared before, unless others are queued. False: take the general path.
+        """Carry out a call that was prepared before, unless others are queued.
 
-        Only such a call may return early (meet.py): others may be parts of a larger operation.
+        False: take the general path. Only such a call may return early (meet.py): others may be parts of a larger
+        operation.
         """
         prepared = self._prepared.get(key)
         if prepared is None or not self.gate.is_clear():
@@ -329,7 +350,10 @@ class TcpBackend(Backend):
             self.gate.turn.release()
 
     def _settle(self) -> None:
-        """Wait until the peers have begun the calls in which this rank returned early: they need its data."""
+        """Wait until the peers have begun the calls in which this rank returned early.
+
+        Until then they need its data, which is on its way.
+        """
         wait, deadline = AGAIN, time.monotonic() + _CLOSE_SECONDS
         while wait == AGAIN and self.context.is_ahead and time.monotonic() < deadline:
             wait = engine.settle.call(self.context.address, _SETTLE_MS)

@@ -18,7 +18,10 @@ from .plans.circulant import COMBINED
 
 @kernel
 def combine(target, sources):
-    """Combine two headers, which may be combinations, whose addresses are at `sources`."""
+    """Combine two headers, whose addresses are at `sources`.
+
+    Each may be a combination.
+    """
     first, second = load_word(sources, 0), load_word(sources, 1)
     call, shape = load_word(first, w.HEAD_CALL), load_word(first, w.HEAD_SHAPE)
     differs = load_word(first, w.HEAD_DIFFERS) | load_word(second, w.HEAD_DIFFERS)

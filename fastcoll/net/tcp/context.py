@@ -135,7 +135,10 @@ class NetContext:
         return int(self.words[index])
 
     def _keep(self, word: int, table: Array) -> Array:
-        """Store a table's address in a word, and keep the table alive until another replaces it."""
+        """Store a table's address in a word.
+
+        The table lives until another replaces it.
+        """
         self._kept[word] = table
         self.words[word] = address_of(table)
         return table
@@ -154,12 +157,18 @@ class NetContext:
             self._buffers[t.SCRATCH] = address_of(self._scratch)
 
     def head(self) -> tuple[int, int, int]:
-        """Return number, call word and shape of the current call, as this rank's header has them."""
+        """Return number, call word and shape of the current call.
+
+        They are those of this rank's header.
+        """
         header = self.headers()[self.rank]
         return self[w.CALLS], int(header[w.HEAD_CALL]), int(header[w.HEAD_SHAPE])
 
     def headers(self) -> Array:
-        """The headers of the current call, a row for each rank; one that has not arrived is of an earlier call."""
+        """The headers of the current call, a row for each rank.
+
+        One that has not arrived is of an earlier call.
+        """
         return self._inbox.reshape(self.size, -1)[:, : HEADER_BYTES // 8]
 
     def late_ranks(self) -> list[int]:
@@ -182,15 +191,15 @@ class NetContext:
         return self.size <= MEET_RANKS and bool((self._next[others] <= self[w.CALLS]).any())
 
     def heads(self) -> tuple[int, list[tuple[int, int]], list[str]]:
-        """Return the number of the current call, the heads of all ranks, and the texts of refused calls."""
+        """Return the number of the current call, all heads, and the texts of refusals."""
         heads = [tuple(head) for head in self.headers()[:, [w.HEAD_CALL, w.HEAD_SHAPE]].tolist()]
         frames = self._inbox.view(np.uint8).reshape(self.size, -1)[:, HEADER_BYTES:]
         return self[w.CALLS], heads, [_text(frame) for frame in frames]
 
     def take_earlier_heads(self) -> tuple[int, list[tuple[int, int]], list[str]] | None:
-        """Return the `heads` of the first call whose mismatch is not yet reported, and mark it as reported.
+        """Return the `heads` of the first mismatch that is not reported yet.
 
-        Returns None if there is none, or not all ranks' headers of that call have arrived.
+        Marks it as reported. Returns None if there is none, or not all ranks' headers of that call have arrived.
         """
         number, others = self[w.DIFFERS], np.arange(self.size) != self.rank
         if number == 0 or (self._next[others] <= number).any():

@@ -71,7 +71,10 @@ def _address_of(c, row, buffer, offset):
 
 @inlined
 def _bound(d, nbytes, stream, streams):
-    """Where the bytes of a row for a stream begin: at an item, if the row consists of items."""
+    """Return where the bytes of a row for a stream begin.
+
+    It is at an item, if the row consists of items.
+    """
     if nbytes < DIVIDED:
         return 0 if stream == 0 else nbytes
     unit = load_word(d, w.ITEMSIZE)
@@ -91,7 +94,10 @@ def _reduce(c, d, target, count, items):
 
 @kernel
 def begin_phase(c, d, row):
-    """Find the end of the phase that begins at a row, do its local rows, and reset the progress of all its rows."""
+    """Begin the phase that begins at a row.
+
+    Finds its end, does its local rows, and resets the progress of all its rows.
+    """
     end = row
     phase = load_word(_row_at(d, row), t.PHASE)
     while end < load_word(d, w.ROWS) and load_word(_row_at(d, end), t.PHASE) == phase:
@@ -122,7 +128,10 @@ def begin_phase(c, d, row):
 
 @kernel
 def _receive_and_reduce(c, d, row, progress, slot, fd, address, nbytes):
-    """Receive into the staging area, and reduce complete items into the array; return the bytes, or an error."""
+    """Receive into the staging area, and reduce complete items into the array.
+
+    Returns the bytes, or an error.
+    """
     item = load_word(d, w.ITEMSIZE)
     done, reduced = load_word(progress, 0), load_word(progress, 1)
     staging = load_word(c, w.STAGING) + slot * 2 * IO_BYTES
@@ -155,7 +164,10 @@ def _transfer(c, d, row, progress, slot, fd, start, nbytes):
 
 @inlined
 def _may_move(c, row, stream):
-    """Reserve the connection in the row's direction for this sweep; False: an earlier row has it."""
+    """Reserve the connection in the row's direction for this sweep.
+
+    False: an earlier row has it.
+    """
     direction = 0 if load_word(row, t.KIND) == t.SEND else 1
     connection = (2 * load_word(row, t.PEER) + direction) * load_word(c, w.STREAMS) + stream
     if load_word(load_word(c, w.BUSY), connection) == load_word(c, w.SWEEP):
@@ -166,9 +178,10 @@ def _may_move(c, row, stream):
 
 @kernel
 def sweep(c, d, listing):
-    """Do one sweep: DONE when all rows of the phase are complete, PENDING, PENDING - 1 (nothing moved) or GONE.
+    """Do one sweep over the rows of the phase.
 
-    `listing`: move nothing, but list the pollfds of the connections that the phase waits for.
+    Returns DONE when all are complete, PENDING, PENDING - 1 (nothing moved) or GONE. With `listing` it moves nothing,
+    but lists the pollfds of the connections that the phase waits for.
     """
     first, streams = load_word(c, w.PHASE), load_word(c, w.STREAMS)
     store_word(c, w.SWEEP, load_word(c, w.SWEEP) + 1)
@@ -226,9 +239,10 @@ def _begin_plan(c, row):
 
 @kernel
 def _run(c, d, exchanges, idle):
-    """Continue the plan of a prepared call, or (`exchanges`) the meeting in which each rank sends to every other.
+    """Continue the plan of a prepared call, or the meeting.
 
-    Returns DONE, AGAIN, WORKED, GONE or GARBLED. `idle` is the number of sweeps in which nothing moved.
+    With `exchanges` it continues the meeting in which each rank sends to every other. Returns DONE, AGAIN, WORKED, GONE
+    or GARBLED. `idle` is the number of sweeps in which nothing moved.
     """
     while True:
         if exchanges:
@@ -260,7 +274,10 @@ def _run(c, d, exchanges, idle):
 
 @kernel
 def _meet(c, d, idle):
-    """Continue the meeting: DONE when all headers that the call needs agree, MISMATCH, or as `_run` returns."""
+    """Continue the meeting.
+
+    Returns DONE when all headers that the call needs agree, MISMATCH, or as `_run`.
+    """
     status = PENDING
     if load_word(c, w.MEETING) == 0:
         while status == PENDING:
@@ -282,7 +299,10 @@ def _meet(c, d, idle):
 
 @inlined
 def _note_arrays(c, d, table):
-    """Note the addresses of the arrays. False: the array with the blocks of all ranks and the other one overlap."""
+    """Note the addresses of the arrays.
+
+    False: the array with the blocks of all ranks and the other one overlap.
+    """
     buffers, given = load_word(c, w.BUFFERS) + 8 * t.FIRST_ARRAY, word_at(table + LENGTH)
     for k in range(given):
         store_word(buffers, k, word_at(word_at(table + ITEMS + 8 * k) + DATA))
@@ -300,9 +320,10 @@ def _note_arrays(c, d, table):
 
 @entry
 def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
-    """Carry out a prepared call on a tuple of arrays; DONE, AGAIN, WORKED, MISMATCH, GONE, GARBLED or LATER.
+    """Carry out a prepared call on a tuple of arrays.
 
-    After MISMATCH the call is in progress until `after_mismatch`; or it is complete, and an earlier one did not match.
+    Returns DONE, AGAIN, WORKED, MISMATCH, GONE, GARBLED or LATER. After MISMATCH the call is in progress until
+    `after_mismatch`; or it is complete, and an earlier one did not match.
 
     Args:
         context: the address of the group's context; tagged with RESUMED to continue the current call, and with
@@ -366,8 +387,9 @@ def after_mismatch(context: Index) -> int:
 
 @entry
 def settle(context: Index, milliseconds: Index) -> int:
-    """Between two calls, read the headers that calls have skipped: DONE when there are none left, GONE, GARBLED, or
-    AGAIN after waiting for more.
+    """Between two calls, read the headers that calls have skipped.
+
+    Returns DONE when there are none left, GONE, GARBLED, or AGAIN after waiting for more.
     """
     c = integer(context)
     status = read_unread_headers(c)

@@ -29,14 +29,14 @@ _KINDS = "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"
 def fast_calls(
     group: ProcessGroup, pipe: TcpPipe, messages: Engine, run: Callable[[Any, tuple[Array, ...]], bool]
 ) -> dict[str, Callable[..., Any]]:
-    """Return the fast functions of a group's methods over TCP; they call the method for what they cannot do.
+    """Return the fast functions of a group's methods over TCP.
 
-    `run` carries out the call that is prepared for a key, if there is one.
+    They leave all other calls to the method. `run` carries out the call that is prepared for a key, if there is one.
     """
     gate, size = group.gate, group.size
 
     def is_ready(tensor: Any, peer: Any, tag: Any) -> bool:
-        """Whether a message with these arguments needs no validation, and the group is usable."""
+        """Whether a message needs no validation, and the group is usable."""
         return is_message(tensor, peer, tag, size) and gate.failure is None and not gate.closed
 
     def send(tensor: Any, dst: int, tag: int = 0) -> None:
@@ -82,5 +82,8 @@ def fast_calls(
 
 
 def folded(op: ReduceOp, size: int) -> ReduceOp:
-    """Return the operation that the engine applies. Among many ranks it reduces partial results again: SUM, not AVG."""
+    """Return the operation that the engine applies.
+
+    Among many ranks it reduces partial results again: SUM, not AVG.
+    """
     return sum_for(op) if size > MEET_RANKS else op

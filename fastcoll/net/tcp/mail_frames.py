@@ -153,7 +153,10 @@ def _write_ack(frame, number, decision, nbytes, kind):
 
 @kernel
 def _begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahead):
-    """Begin to send a frame behind `ahead` bytes; `payload` bytes at `address` follow its header."""
+    """Begin to send a frame behind `ahead` bytes.
+
+    `payload` bytes at `address` follow its header.
+    """
     frame = load_word(row, OUT_BUFFER) + ahead
     store_word(frame, TYPE, kind_of_frame | number << TYPE_BITS)
     store_word(frame, KIND, kind)
@@ -169,7 +172,10 @@ def _begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahe
 
 @inlined
 def begin_message(row, address, nbytes, kind, attached, with_ack):
-    """Begin to send a message; `with_ack`: behind the ack of the message that was read last."""
+    """Begin to send a message.
+
+    With `with_ack`, the ack of the message that was read last goes ahead of it.
+    """
     store_word(row, SENT, load_word(row, SENT) + 1)
     store_word(row, UNACKED, load_word(row, UNACKED) + 1)
     ahead = 0
@@ -193,7 +199,10 @@ def is_entering(row):
 
 @kernel
 def push(row):
-    """Send some bytes of the current frame, after the remainder of an ack; return whether bytes moved."""
+    """Send some bytes of the current frame, after the remainder of an ack.
+
+    Returns whether bytes moved.
+    """
     if load_word(row, OUT_GONE) != 0 or (load_word(row, ACK_LEFT) > 0 and not _flush(row)):
         return False
     fd, position, staged = load_word(row, FD), load_word(row, OUT_POSITION), load_word(row, OUT_STAGED)
@@ -217,9 +226,10 @@ def push(row):
 
 @kernel
 def send_ack(row, number, decision, nbytes, kind):
-    """Send an ack. False: it is not completely sent; call again with the same arguments.
+    """Send an ack.
 
-    Only the caller that began an ack may finish it: `push` may already have sent the remainder ahead of a frame.
+    False: it is not completely sent; call again with the same arguments. Only the caller that began an ack may finish
+    it: `push` may already have sent the remainder ahead of a frame.
     """
     if load_word(row, OUT_GONE) != 0:
         return True  # the peer has gone and needs no ack; the message that it sent before counts
@@ -261,7 +271,10 @@ def has_frame(row):
 
 @kernel
 def _fill(row):
-    """Receive into the buffer unless it holds a complete frame; return whether it does now."""
+    """Receive into the buffer unless it holds a complete frame.
+
+    Returns whether it does now.
+    """
     if has_frame(row):
         return True
     fd = load_word(row, FD)
@@ -283,10 +296,10 @@ def _fill(row):
 
 @kernel
 def read_frame(row):
-    """Read the header of the next frame into the row; return its type, 0 if none has arrived.
+    """Read the header of the next frame into the row.
 
-    Must not be called while a payload arrives. An ack is consumed; a MESSAGE or REST is read again by the next call,
-    until `accept_payload` consumes its header.
+    Returns its type, 0 if none has arrived. Must not be called while a payload arrives. An ack is consumed; a MESSAGE
+    or REST is read again by the next call, until `accept_payload` consumes its header.
     """
     if not _fill(row):
         return 0
@@ -318,7 +331,10 @@ def read_frame(row):
 
 @kernel
 def accept_payload(row, address, nbytes):
-    """Consume the header that was read, and direct the `nbytes` behind it to `address` (0: discard them)."""
+    """Consume the header that was read, and begin to receive its payload.
+
+    The `nbytes` behind it go to `address` (0: they are discarded).
+    """
     used = load_word(row, IN_USED) + FRAME
     there = min(nbytes, load_word(row, IN_HAVE) - used)
     if address != 0:
@@ -354,7 +370,10 @@ def pull(row):
 
 @inlined
 def is_for_armed(row):
-    """Whether the header that was read matches the armed receive, and no earlier ack waits for space."""
+    """Whether the header that was read matches the armed receive.
+
+    False also while an earlier ack waits for space.
+    """
     if load_word(row, IN_KIND) != load_word(row, ARMED_KIND) or load_word(row, OWED) != 0:
         return False
     nbytes = load_word(row, ARMED_NBYTES)
@@ -364,7 +383,10 @@ def is_for_armed(row):
 
 @kernel
 def take_armed(row):
-    """Continue to receive the message of the armed receive; return whether it has arrived and is acknowledged."""
+    """Continue to receive the message of the armed receive.
+
+    Returns whether it has arrived and is acknowledged.
+    """
     if load_word(row, IN_STAGE) == IDLE:
         store_word(row, ARMED_KIND, -1)  # before the ack: the peer may leave once it has that
         accept_payload(row, load_word(row, ARMED_TO), load_word(row, IN_NBYTES))

@@ -68,7 +68,10 @@ def _alternates(row):
 
 @kernel
 def _note_alternation(m, row, peer):
-    """Count an alternation if the blocking send to `peer` that begins now follows a receive from it at once."""
+    """Count an alternation, as a blocking send to `peer` begins.
+
+    It is one if the send follows a receive from this peer at once.
+    """
     alternations = 0
     if load_word(m, f.LAST_TAKEN) == peer + 1:
         soon = now(m) - load_word(m, f.TAKEN_AT) < _SOON
@@ -82,7 +85,10 @@ def _note_alternation(m, row, peer):
 
 @kernel
 def _defer(m, row, peer):
-    """Defer the ack of the message read last, from `peer`, if a send to it is expected soon; return whether it is."""
+    """Defer the ack of the message that was read last, which is from `peer`.
+
+    False: no send to this peer is expected soon, or no ack flusher runs; the ack is not deferred.
+    """
     if not _alternates(row) or load_word(m, f.FLUSHER_RUNS) == 0:
         return False
     store_word(m, f.DEFERRED, peer + 1)
@@ -92,7 +98,10 @@ def _defer(m, row, peer):
 
 @kernel
 def _send_deferred(m):
-    """Send the deferred ack if there is one. False: it is not completely sent; call again."""
+    """Send the deferred ack if there is one.
+
+    False: it is not completely sent; call again.
+    """
     deferred = load_word(m, f.DEFERRED)
     if deferred == 0:
         return True
@@ -114,7 +123,10 @@ def flush(mail: Index) -> int:
 
 @entry
 def flush_deferred(mail: Index, backoff: Index) -> int:
-    """Flush acks that stay deferred, until there was none for 20 ms or STOP is set; `backoff` has the time of a nap."""
+    """Flush acks that stay deferred, until there was none for 20 ms or STOP is set.
+
+    `backoff` has the time of a nap.
+    """
     m, own = integer(mail), integer(backoff)
     store_release(m + 8 * f.FLUSHER_RUNS, 1)
     seen = -1
@@ -142,10 +154,10 @@ def flush_deferred(mail: Index, backoff: Index) -> int:
 
 @entry
 def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
-    """Send a contiguous array of `size` bytes, and wait for its ack: DONE, AGAIN, WORKED, OTHER or REFUSED.
+    """Send a contiguous array of `size` bytes, and wait for its ack.
 
-    Or LATER; or NEEDS_FLUSHER, which is DONE and asks for the ack flusher. Must be called only while no other message
-    to this peer is being sent or has no ack.
+    Returns DONE, AGAIN, WORKED, OTHER, REFUSED or LATER; or NEEDS_FLUSHER, which is DONE and asks for the ack flusher.
+    Must be called only while no other message to this peer is being sent or has no ack.
     """
     m, peer = integer(mail), integer(dst)
     # The last holder of BUSY may have left an unfinished message to the engine, which then sets BEHIND.
@@ -207,10 +219,10 @@ def _send(m, row, peer, data, nbytes, kind):
 
 @entry
 def receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index) -> int:
-    """Receive the next message of a rank (or of ANY) into a contiguous array of `size` bytes, and acknowledge it.
+    """Receive the next message into an array of `size` bytes, and acknowledge it.
 
-    Returns -1 - rank when done, else AGAIN, WORKED, OTHER or LATER; then word SOURCE holds the sender plus 1, if it is
-    known. Must be called only while no other message of that rank is arriving.
+    Its source is a rank, or ANY. Returns -1 - rank when done, else AGAIN, WORKED, OTHER or LATER; then word SOURCE
+    holds the sender plus 1, if it is known. Must be called only while no other message of that rank is arriving.
     """
     m, peer = integer(mail), integer(src)
     if not seize_unless(m + 8 * f.BUSY, m + 8 * f.BEHIND):
@@ -235,7 +247,10 @@ def receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index)
 
 @inlined
 def _begin_receive(row, data, nbytes, kind):
-    """Begin to receive the message whose header was read, if it matches; return whether it does."""
+    """Begin to receive the message whose header was read, if it matches.
+
+    Returns whether it does.
+    """
     attached = load_word(row, f.IN_ATTACHED)
     if load_word(row, f.IN_KIND) != kind or load_word(row, f.IN_NBYTES) != nbytes:
         return False
@@ -304,10 +319,10 @@ def _receive(m, row, peer, data, nbytes, kind):
 
 @entry
 def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
-    """Begin to send a small message of `size` bytes; return twice its number and keep BUSY, or return -LATER.
+    """Begin to send a small message of `size` bytes.
 
-    The result is 1 more if the event ENTERED is yet to come. Must be called only while no other operation for this peer
-    is queued.
+    Returns twice its number and keeps BUSY, or returns -LATER. The result is 1 more if the event ENTERED is yet to
+    come. Must be called only while no other operation for this peer is queued.
     """
     m, nbytes = integer(mail), integer(size)
     if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -324,9 +339,9 @@ def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Inde
 
 @entry
 def post_receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index) -> int:
-    """Have `advance` receive the next message of a peer into a small array: ARMED, with BUSY kept; or LATER.
+    """Have `advance` receive the next message of a peer into a small array.
 
-    LATER: an earlier receive, or a stored message, may come first.
+    Returns ARMED and keeps BUSY; or returns LATER, if an earlier receive or a stored message may come first.
     """
     m, nbytes = integer(mail), integer(size)
     if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -346,9 +361,10 @@ def post_receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: I
 
 @entry
 def complete(mail: Index, handled: Index, peer: Index, number: Index) -> int:
-    """Take BUSY and `advance`, beginning with a send to and a receive from `peer` that short cuts have posted.
+    """Take BUSY and `advance`, beginning with `peer`.
 
-    As in shm/ring_kernels.py: first the peer's message arrives, then the ack of this rank's message.
+    For a send to and a receive from this peer that short cuts have posted. As in shm/ring_kernels.py, first the peer's
+    message arrives, then the ack of this rank's message.
     """
     m = integer(mail)
     if not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -395,7 +411,10 @@ def begin(mail: Index, peer: Index, address: Index, nbytes: Index, kind: Index, 
 
 @entry
 def rest(mail: Index, peer: Index, address: Index, nbytes: Index, number: Index, attached: Index) -> int:
-    """Begin to send all but the first `attached` bytes of a message, as its REST; `advance` continues."""
+    """Begin to send all but the first `attached` bytes of a message, as its REST.
+
+    `advance` continues.
+    """
     row = row_of(integer(mail), integer(peer))
     f.begin_rest(row, integer(address), integer(nbytes), integer(number), integer(attached))
     return DONE
@@ -403,14 +422,20 @@ def rest(mail: Index, peer: Index, address: Index, nbytes: Index, number: Index,
 
 @entry
 def accept(mail: Index, peer: Index, address: Index, nbytes: Index) -> int:
-    """Direct the bytes behind the header that `advance` has read to `address` (0: discard them)."""
+    """Direct the bytes behind the header that was read to `address`.
+
+    With 0 they are discarded.
+    """
     f.accept_payload(row_of(integer(mail), integer(peer)), integer(address), integer(nbytes))
     return DONE
 
 
 @entry
 def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index) -> int:
-    """Acknowledge a message of `peer` with the kind and size of its receive: DONE, or AGAIN if it is not all sent."""
+    """Acknowledge a message of `peer` with the kind and size of its receive.
+
+    Returns DONE, or AGAIN if it is not all sent.
+    """
     row = row_of(integer(mail), integer(peer))
     sent = f.send_ack(row, integer(number), integer(decision), integer(nbytes), integer(kind))
     return DONE if sent else AGAIN
@@ -418,7 +443,10 @@ def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes
 
 @entry
 def advance(mail: Index, handled: Index, wait: Index) -> int:
-    """Move all pending messages until one needs a decision of the engine; return the event, as in p2p/pipe.py."""
+    """Move all pending messages until one needs a decision of the engine.
+
+    Returns the event, as in p2p/pipe.py.
+    """
     m = integer(mail)
     if load_word(m, f.RETURNED) > integer(handled):
         return load_word(m, f.EVENT)

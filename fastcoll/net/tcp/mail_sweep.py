@@ -27,9 +27,10 @@ def _pollfd(m, index, fd, wishes):
 
 @inlined
 def _wait(m, count, attempts):
-    """Poll the `count` listed pollfds, and the bell behind them, for the attempt of this number since bytes moved.
+    """Poll the `count` listed pollfds, and the bell behind them.
 
-    Returns how many are ready, or -1 when Python has to look at signals, deadline and peers.
+    `attempts` is the number of polls since bytes last moved. Returns how many pollfds are ready, or -1 when Python has
+    to look at signals, deadline and peers.
     """
     time = now(m)
     if attempts == 0:
@@ -45,7 +46,10 @@ def _wait(m, count, attempts):
 
 @inlined
 def idle(m, fd, wishes, gone, attempts):
-    """Wait as `_wait` does, for a blocking call on one connection. False: return to Python."""
+    """Wait as `_wait` does, for a blocking call on one connection.
+
+    False: return to Python.
+    """
     if load_acquire(m + 8 * f.BELL) != 0:
         return False
     if gone == 0 and fd >= 0:
@@ -67,7 +71,10 @@ def idle(m, fd, wishes, gone, attempts):
 
 @inlined
 def _wants_frame(row, watch_all):
-    """Whether to read the next frame of a peer: a message that a receive may match, a REST or an ack is expected."""
+    """Whether to read the next frame of a peer.
+
+    Yes if a receive may match a message, or a REST or an ack is expected.
+    """
     wanted = load_word(row, f.WATCHED) + load_word(row, f.EXPECTED) + load_word(row, f.UNACKED)
     return watch_all or wanted > 0
 
@@ -92,7 +99,10 @@ def _take_armed(row):
 
 @kernel
 def read_next(row):
-    """Read the next frame of a peer, or continue its armed receive; return the event, or events.NOTHING."""
+    """Read the next frame of a peer, or continue its armed receive.
+
+    Returns the event, or events.NOTHING.
+    """
     event = NOTHING
     if load_word(row, f.ARMED_NUMBER) != 0:
         event = events.RECEIVED if f.acknowledge_armed(row) else NOTHING
@@ -105,7 +115,7 @@ def read_next(row):
 
 @inlined
 def _has_buffered_event(row, watch_all):
-    """Whether a received frame, or a finished payload, gives an event without a system call."""
+    """Whether a received frame or payload gives an event without a system call."""
     if load_word(row, f.IN_STAGE) != f.IDLE:
         return load_word(row, f.IN_STAGE) == f.ARRIVING and load_word(row, f.IN_LEFT) == 0
     return f.has_frame(row) and _wants_frame(row, watch_all)
@@ -136,7 +146,10 @@ def _list(m, peer, count, watch_all):
 
 @kernel
 def _serve_out(row):
-    """Send to a peer as far as possible, acks between frames; return the event, MOVED or NOTHING."""
+    """Send to a peer as far as possible, acks between frames.
+
+    Returns the event, MOVED or NOTHING.
+    """
     if f.is_entering(row):
         moved = f.push(row)
         if load_word(row, f.OUT_GONE) == 0:
@@ -165,7 +178,10 @@ def _serve_in(row, watch_all):
 
 @inlined
 def _serve(row, ready, watch_all):
-    """Serve both directions of a ready connection. Bytes that an event leaves unserved are ready at the next poll."""
+    """Serve both directions of a ready connection.
+
+    Bytes that an event leaves unserved are ready at the next poll.
+    """
     sent = NOTHING
     if ready & ~READABLE and _wants_space(row):
         sent = _serve_out(row)
@@ -189,14 +205,20 @@ def _serve_buffered(row):
 
 @inlined
 def _return_event(m, peer, event):
-    """Return the event of a peer as `advance` does, and serve the next peer first from now on."""
+    """Return the event of a peer as `advance` does.
+
+    The next peer is served first from now on.
+    """
     store_word(m, f.NEXT_PEER, peer + 1)
     return peer * events.EVENTS + event
 
 
 @kernel
 def _serve_ready(m, count, watch_all):
-    """Serve the ready connections; return the first event, as `advance` does, MOVED or NOTHING."""
+    """Serve the ready connections.
+
+    Returns the first event, as `advance` does, MOVED or NOTHING.
+    """
     result = NOTHING
     for index in range(count):
         ready = load_word(load_word(m, f.POLLFDS), index) >> _REVENTS_AT & 0xFFFF
@@ -213,7 +235,10 @@ def _serve_ready(m, count, watch_all):
 
 @kernel
 def sweep(m, watch_all, wait):
-    """Move all messages until there is an event; return that as `advance` does, or events.NOTHING."""
+    """Move all messages until there is an event.
+
+    Returns that as `advance` does, or events.NOTHING.
+    """
     size = load_word(m, f.SIZE)
     attempts = 0
     for _ in range(IO_CALLS):

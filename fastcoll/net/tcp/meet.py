@@ -119,7 +119,10 @@ def _record(c, number):
 
 @kernel
 def write_headers(c, d, returns_early):
-    """Write this rank's header and attached data for each peer; and the record, if ranks exchange headers directly."""
+    """Write this rank's header and attached data for each peer.
+
+    Writes the record of the call too, if ranks exchange headers directly.
+    """
     size, rank, keeps = load_word(c, w.SIZE), load_word(c, w.RANK), load_word(c, w.MEETING) == 0
     record = _record(c, load_word(c, w.CALLS))
     for peer in range(size):
@@ -168,7 +171,10 @@ def _fits(c, peer):
 
 @inlined
 def _length_to_come(c, peer):
-    """The length of a peer's current frame as far as it is known; `_check` and `compare` reject impossible lengths."""
+    """The length of a peer's current frame as far as it is known.
+
+    `_check` and `compare` reject impossible lengths.
+    """
     if load_word(load_word(c, w.HAVE), peer) < HEADER_BYTES or not _fits(c, peer):
         return HEADER_BYTES
     return HEADER_BYTES + load_word(_header(c, peer), w.HEAD_ATTACHED)
@@ -188,7 +194,7 @@ def _has_arrived(c, peer, number):
 
 @kernel
 def _consume_frame(c, peer):
-    """Proceed to the next frame of a peer, whose beginning may have been received already."""
+    """Proceed to a peer's next frame, whose beginning may have been received."""
     length = _length_to_come(c, peer)
     rest = load_word(load_word(c, w.HAVE), peer) - length
     store_word(load_word(c, w.HAVE), peer, rest)
@@ -205,7 +211,10 @@ def _garbled(c, peer):
 
 @kernel
 def _check(c, peer):
-    """Compare a peer's frame that has arrived with the record of its call, and consume it: DONE or GARBLED."""
+    """Compare a peer's frame with the record of its call, and consume it.
+
+    The frame has arrived completely. Returns DONE or GARBLED.
+    """
     number, header = _next_call(c, peer), _header(c, peer)
     if load_word(header, w.NUMBER) != number or not _fits(c, peer):
         return _garbled(c, peer)
@@ -237,8 +246,10 @@ def _receive_limit(c, d, peer, call):
 
 @kernel
 def _read_frames(c, d, peer, call):
-    """Receive a peer's frames up to that of a call, and consume the frames before it: PENDING if bytes moved,
-    PENDING - 1 if not, GONE or GARBLED."""
+    """Receive a peer's frames up to that of a call, and consume the frames before it.
+
+    Returns PENDING if bytes moved, PENDING - 1 if not, GONE or GARBLED.
+    """
     result = PENDING - 1
     while not _has_arrived(c, peer, call):
         if _has_frame(c, peer):
@@ -268,7 +279,10 @@ def _is_needed(c, d, peer):
 
 @inlined
 def _is_missing(c, d, peer):
-    """Whether the call waits for a peer's frame: its own, or one so old that its record is about to be reused."""
+    """Whether the call waits for a frame of a peer.
+
+    That is the frame of this call, or one so old that its record is about to be reused.
+    """
     call = load_word(c, w.CALLS)
     if _is_needed(c, d, peer):
         return not _has_arrived(c, peer, call)
@@ -282,7 +296,10 @@ def _has_unsent(c, peer):
 
 @inlined
 def _may_piggyback(c, peer):
-    """Whether all unsent bytes for the only peer are headers that an early-return call may delay."""
+    """Whether the call may delay all unsent bytes for the only peer.
+
+    They are headers then, and the call returns early.
+    """
     if load_word(c, w.SYNCHRONISING) != 0 or load_word(c, w.SIZE) != 2:
         return False
     if load_word(_outgoing(c, peer), w.HEAD_ATTACHED) != 0:
@@ -303,7 +320,10 @@ def _hit_published(c, peer, moved):
 
 @kernel
 def _send_frames(c, peer):
-    """Send unsent bytes to a peer: PENDING if bytes moved, PENDING - 1 if not, or GONE."""
+    """Send unsent bytes to a peer.
+
+    Returns PENDING if bytes moved, PENDING - 1 if not, or GONE.
+    """
     sent, ends = load_word(load_word(c, w.SENT), peer), _end_to_send(c, peer)
     if sent == ends:
         return PENDING - 1
@@ -317,11 +337,11 @@ def _send_frames(c, peer):
 
 @kernel
 def exchange(c, d, idle):
-    """Do one sweep over all peers: DONE when every frame is sent, and received if the call needs it; PENDING,
-    PENDING - 1 (nothing moved), GONE or GARBLED.
+    """Do one sweep over all peers.
 
-    `idle` is the number of sweeps in which nothing moved. A waiting rank also reads headers that it does not need, so
-    that the peers can go on.
+    Returns DONE when every frame is sent, and received if the call needs it; PENDING, PENDING - 1 (nothing moved), GONE
+    or GARBLED. `idle` is the number of sweeps in which nothing moved. A waiting rank also reads headers that it does
+    not need, so that the peers can go on.
     """
     rank, size, call = load_word(c, w.RANK), load_word(c, w.SIZE), load_word(c, w.CALLS)
     more = load_word(c, w.STREAK) >= _STREAK
@@ -363,7 +383,10 @@ def exchange(c, d, idle):
 
 @inlined
 def _agrees(c, peer):
-    """Whether a peer's header has the call word and shape of this rank's, as those of an early-return call must."""
+    """Whether a peer's header has the call word and shape of this rank's.
+
+    In an early-return call all headers must.
+    """
     mine, theirs = _header(c, load_word(c, w.RANK)), _header(c, peer)
     return load_word(mine, w.HEAD_CALL) == load_word(theirs, w.HEAD_CALL) and load_word(
         mine, w.HEAD_SHAPE
@@ -372,7 +395,10 @@ def _agrees(c, peer):
 
 @kernel
 def compare(c, d):
-    """Compare the headers that the call needs: DONE, MISMATCH, GARBLED, or PENDING if it needs all headers now."""
+    """Compare the headers that the call needs.
+
+    Returns DONE, MISMATCH, GARBLED, or PENDING if it needs all headers now.
+    """
     size, rank, synchronising = load_word(c, w.SIZE), load_word(c, w.RANK), load_word(c, w.SYNCHRONISING) != 0
     for peer in range(size):
         if _is_needed(c, d, peer) or peer == rank:
@@ -392,7 +418,10 @@ def compare(c, d):
 
 @kernel
 def finish(c):
-    """Consume the frames of the call, which is complete: DONE, GARBLED, or MISMATCH to report an earlier call."""
+    """Consume the frames of the call, which is complete.
+
+    Returns DONE, GARBLED, or MISMATCH to report an earlier call.
+    """
     differs = load_word(c, w.DIFFERS)
     for peer in range(load_word(c, w.SIZE)):
         if peer == load_word(c, w.RANK) or load_word(c, w.MEETING) != 0:
@@ -417,8 +446,10 @@ def skip_frames(c):
 
 @kernel
 def read_unread_headers(c):
-    """Send delayed headers, read the headers that calls have skipped, and list the connections with more to come: DONE
-    when there are none, PENDING, GONE or GARBLED."""
+    """Send delayed headers, and read the headers that calls have skipped.
+
+    Lists the connections with more to come: DONE when there are none, PENDING, GONE or GARBLED.
+    """
     following = load_word(c, w.CALLS) + 1
     left, failed = 0, DONE
     for peer in range(load_word(c, w.SIZE)):
@@ -440,8 +471,10 @@ def read_unread_headers(c):
 
 @kernel
 def list_missing(c, d):
-    """List the pollfds of the connections that the meeting waits for, then those on which a peer may wait for this
-    rank to read."""
+    """List the pollfds of the connections that the meeting waits for.
+
+    Behind them are those on which a peer may wait for this rank to read.
+    """
     count = 0
     for needed in range(2):
         for peer in range(load_word(c, w.SIZE)):

@@ -68,14 +68,18 @@ def control_peers(rank: int, size: int) -> list[int]:
 
 
 class Mesh:
-    """The sockets of one group, which `close` closes. All ranks here are group ranks. Thread-safe.
+    """The sockets of one group, which `close` closes.
 
-    A method that blocks ends at its timeout, when the group fails, or when the peer dies; Ctrl-C takes at most 50 ms.
+    All ranks here are group ranks. Thread-safe. A method that blocks ends at its timeout, when the group fails, or when
+    the peer dies; Ctrl-C takes at most 50 ms.
     """
 
     @classmethod
     def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Mesh:
-        """Meet the other members in the group's own (prefixed) store, and connect with them; collective.
+        """Meet the other members of a group and connect with them; collective.
+
+        Args:
+            store: the group's own (prefixed) store.
 
         Raises:
             UsageError: an interface does not exist, or the ranks name different numbers of them.
@@ -108,14 +112,17 @@ class Mesh:
 
     @property
     def streams(self) -> int:
-        """How many data connections with each peer large messages use: FASTCOLL_TCP_STREAMS of group rank 0."""
+        """How many data connections with each peer large messages use.
+
+        It is FASTCOLL_TCP_STREAMS of group rank 0.
+        """
         return 1 if self._roster is None else self._roster.streams
 
     def data(self, peer: int, stream: int = 0, timeout: float | None = None) -> int:
-        """Return the descriptor of a data connection, which is nonblocking and carries both directions.
+        """Return the descriptor of a data connection.
 
-        It is made at its first use, for which both ranks must ask within the timeout. Each stream is a connection of
-        its own, on the interfaces in turn.
+        It is nonblocking and carries both directions. It is made at its first use, for which both ranks must ask within
+        the timeout. Each stream is a connection of its own, on the interfaces in turn.
 
         Raises:
             GroupError: the peer died, left or did not arrive in time, or another program answers at its address.
@@ -123,7 +130,10 @@ class Mesh:
         return self._connection(ConnectionKind.DATA, peer, stream, timeout).fileno()
 
     def dial_data(self, peers: Sequence[int], timeout: float) -> None:
-        """Make the data connections with these peers that this rank dials, all at once; blocks and raises as `data`."""
+        """Make the data connections with these peers that this rank dials, all at once.
+
+        Blocks and raises as `data`.
+        """
         streams = range(self.streams)
         keys = [
             (ConnectionKind.DATA, peer, stream) for peer in peers if peer > self.rank for stream in streams
@@ -144,11 +154,17 @@ class Mesh:
             self._dial([key for key in keys if key not in self._made], wait)
 
     def mail(self, peer: int) -> socket.socket:
-        """Return the connection for messages with `peer`; make it unless it exists. The peer need not ask for it."""
+        """Return the connection for messages with `peer`; make it unless it exists.
+
+        The peer need not ask for it.
+        """
         return self._connection(ConnectionKind.MAIL, peer, 0, None)
 
     def on_mail(self, callback: OnMail) -> None:
-        """Give `callback` every connection for messages that peers make, and those that they have made already."""
+        """Give `callback` every connection for messages that peers make.
+
+        It gets those that they have made already, too.
+        """
         with self._changed:
             self._on_mail = callback
             existing = [
@@ -162,11 +178,16 @@ class Mesh:
         return "127.0.0.1" if self._roster is None else self._roster.places[rank].addresses[0]
 
     def on_seek(self, callback: Callable[[socket.socket], None]) -> None:
-        """Give `callback` the connections of ranks that `seek` this one; on the listener's thread, must not block."""
+        """Give `callback` the connections of ranks that `seek` this one.
+
+        On the listener's thread, must not block.
+        """
         self._on_seek = callback
 
     def seek(self, peer: int, deadline: float) -> socket.socket:
-        """Return a connection on which `peer` publishes its recovery endpoint; also after the group has failed.
+        """Return a connection on which `peer` publishes its recovery endpoint.
+
+        It can be made after the group has failed.
 
         Raises:
             TimeoutError: it is not made by the deadline; the next call continues to make it.
@@ -187,9 +208,9 @@ class Mesh:
         return dial.connection
 
     def close(self) -> None:
-        """Close all connections. Peers can still read what was sent. Closing twice is fine.
+        """Close all connections. Peers can still read what was sent.
 
-        Peers are not notified: call `monitor.leave` or `monitor.fail` before.
+        Closing twice is fine. Peers are not notified: call `monitor.leave` or `monitor.fail` before.
         """
         with self._changed:
             if self._closed:
@@ -318,7 +339,10 @@ class Mesh:
     def _connection(
         self, kind: ConnectionKind, peer: int, stream: int, timeout: float | None
     ) -> socket.socket:
-        """Return the connection of this kind with a peer; make it unless the peer or another thread has."""
+        """Return the connection of this kind with a peer.
+
+        Makes it unless the peer or another thread has.
+        """
         key = (kind, peer, stream)
         if key in self._made:
             return self._made[key]
@@ -359,7 +383,10 @@ class Mesh:
         self._make_connections([*dials], wait, lambda dial: self._made.update({dials[dial]: dial.connection}))
 
     def _dial_mail_up(self, key: Key, wait: Wait) -> None:
-        """Dial a higher rank, and close connections that it dials meanwhile; do nothing if one has been made."""
+        """Dial a higher rank, and close connections that it dials meanwhile.
+
+        Does nothing if one has been made.
+        """
         peer = key[1]
         with self._changed:
             if key in self._made:
@@ -371,7 +398,10 @@ class Mesh:
             self._dialing_mail.discard(peer)
 
     def _dial_mail_down(self, key: Key, wait: Wait) -> None:
-        """Dial a lower rank until it confirms the connection, or its own connection has been made."""
+        """Dial a lower rank until there is a connection for messages.
+
+        That is the dialed one once the lower rank confirms it, or one that the lower rank has made.
+        """
         pause = RETRY_FIRST
         while key not in self._made:
             new = self._new_dial(key[1], ConnectionKind.MAIL, 0)
@@ -393,7 +423,10 @@ class Mesh:
             self._look(wait)
 
     def _is_confirmed(self, connection: socket.socket, key: Key, wait: Wait) -> bool:
-        """Wait until the lower rank confirms or closes the connection; return whether it has confirmed it."""
+        """Wait until the lower rank confirms or closes the connection.
+
+        Returns whether it has confirmed it.
+        """
         poller = select.poll()
         poller.register(connection, select.POLLIN)
         while not poller.poll(1000 * LOOK_SECONDS):

@@ -36,7 +36,10 @@ _LOCAL_SNDBUF = 256 << 10
 
 
 class TcpPipe(WordPipe):
-    """The connections for the messages of one rank. The mesh owns the sockets; close it after this."""
+    """The connections for the messages of one rank.
+
+    The mesh owns the sockets; close it after this.
+    """
 
     eager = f.EAGER
     window = f.WINDOW
@@ -176,7 +179,7 @@ class TcpPipe(WordPipe):
         return kernels.complete.call(self.address, handled, peer, number)
 
     def start_ack_flusher(self) -> None:
-        """Start the ack flusher, the thread that sends acks which stay deferred, unless it runs."""
+        """Start the thread that sends acks which stay deferred, unless it runs."""
 
         def flush_deferred() -> None:
             backoff = np.zeros(waiting.BACKOFF_WORDS, np.int64)

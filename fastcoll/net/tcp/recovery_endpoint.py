@@ -20,7 +20,10 @@ _SEEK_SECONDS = 0.05  # for one call; a connection that takes longer is continue
 
 
 class TcpRecoveryEndpoint(RecoveryEndpoint):
-    """Answers when the port is known. Each rank that asks has a connection of its own, which the mesh closes."""
+    """Answers when the port is known.
+
+    Each rank that asks has a connection of its own, which the mesh closes.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -56,7 +59,10 @@ class TcpRecoveryEndpoint(RecoveryEndpoint):
         return (self._mesh.address(rank), *_PORT.unpack(data)) if len(data) == _PORT.size else None
 
     def _arrived(self, connection: socket.socket) -> None:
-        """Answer a rank that asks, or queue it until the port is known; on the listener's thread."""
+        """Answer a rank that asks, or queue it until the port is known.
+
+        On the listener's thread.
+        """
         with self._lock:
             if self._port:
                 self._answer(connection)

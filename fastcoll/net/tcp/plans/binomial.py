@@ -36,9 +36,10 @@ def broadcast(shape: CallShape) -> Plan:
 
 
 def reduce(shape: CallShape) -> Plan:
-    """Move the complete array in each step. Adjacent ranks are combined, in the order around the circle from the root.
+    """Move the complete array in each step.
 
-    In an ordered call they are combined in rank order: rank 0 heads the tree, and sends the result to the root.
+    Adjacent ranks are combined, in the order around the circle from the root. In an ordered call they are combined in
+    rank order: rank 0 heads the tree, and sends the result to the root.
     """
     rows, x, total = Rows(), (array(1), 0), shape.total
     head = 0 if shape.ordered else shape.root
@@ -63,7 +64,10 @@ def reduce(shape: CallShape) -> Plan:
 
 
 def chain(shape: CallShape) -> Plan:
-    """Send segments from rank to rank. Each link carries the array once; the last rank is n - 2 segments behind."""
+    """Send segments from rank to rank.
+
+    Each link carries the array once; the last rank is n - 2 segments behind.
+    """
     rows, number, complete = Rows(), _number(shape), Span(0, shape.total)
     segments = shape.segments([complete], 1)
     for k in range(segments.number):
@@ -77,9 +81,9 @@ def chain(shape: CallShape) -> Plan:
 
 
 def scatter_ring(shape: CallShape) -> Plan:
-    """Scatter blocks down a binomial tree, then gather around the ring: log2 n + n/2 steps, the array twice.
+    """Scatter blocks down a binomial tree, then gather around the ring.
 
-    Van de Geijn and others: see Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
+    log2 n + n/2 steps, the array twice. Van de Geijn and others: see Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
     """
     rows, blocks = _scattered(shape)
     locations = [(array(0), block.offset) for block in blocks]
@@ -88,7 +92,10 @@ def scatter_ring(shape: CallShape) -> Plan:
 
 
 def scatter_circulant(shape: CallShape) -> Plan:
-    """Scatter blocks down a binomial tree, then gather as in circulant.py: 2 log2 n steps, the array twice."""
+    """Scatter blocks down a binomial tree, then gather as in circulant.py.
+
+    2 log2 n steps, the array twice.
+    """
     rows, blocks = _scattered(shape)
     gather_spans(rows, shape.rank, blocks, array(0), _steps(shape.size))
     return rows.plan()

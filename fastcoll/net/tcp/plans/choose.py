@@ -61,7 +61,7 @@ has 10 GB/s a core. Used beyond MEET_RANKS only."""
 
 
 class Scale(NamedTuple):
-    """The size of a call: n ranks, at least 2; b bytes; and the limits of the group's plans."""
+    """The size of a call: n ranks, at least 2, and b bytes; and the plans' limits."""
 
     n: int
     b: int
@@ -93,7 +93,10 @@ def one_way(steps: float, messages: float, wire: float, touched: float) -> Cost:
 
 
 def in_pairs(c: Scale, rounds: int, wire: float) -> Cost:
-    """Return the cost of so many rounds of log2 n steps by a power of two of ranks, which act for the others too."""
+    """Return the cost of so many rounds of log2 n steps with partners.
+
+    A power of two of the ranks take part, and act for the others too.
+    """
     steps = rounds * (c.n.bit_length() - 1)
     extra = 0 if c.n & (c.n - 1) == 0 else 2
     return both(steps, 2 * steps, wire, 2 * wire / rounds).then(
@@ -123,7 +126,10 @@ def direct_scan(c: Scale) -> Cost:
 
 
 def doubling_scan(c: Scale, passes: int) -> Cost:
-    """Return the cost of log2 n steps, in the last of which a rank either sends or receives."""
+    """Return the cost of log2 n steps of a scan.
+
+    In the last of them, a rank either sends or receives.
+    """
     return Cost(c.log, 2 * c.log, c.log * c.b, (2 * c.log - 1) * c.b, passes * c.b)
 
 
@@ -149,7 +155,7 @@ def chain(c: Scale) -> Cost:
 
 
 def scattered(c: Scale, steps: int, messages: int) -> Cost:
-    """Return the cost of scattering blocks down a tree and gathering them on all ranks."""
+    """Return the cost of scattering blocks down a tree, then gathering them."""
     return one_way(c.log, c.log, c.rest, 0).then(both(steps, 2 * messages, c.rest, 0))
 
 
@@ -183,7 +189,10 @@ def plan_for(shape: CallShape) -> Plan:
 
 
 def chosen(shape: CallShape) -> str:
-    """Return the name of the algorithm, as in ALGORITHMS; or "attached", "alone" or "nothing"."""
+    """Return the name of the algorithm, as in ALGORITHMS.
+
+    It may also be "attached", "alone" or "nothing".
+    """
     if shape.operation == "barrier" or not any(shape.nbytes):
         return "nothing"
     if shape.operation == "refused":

@@ -31,7 +31,10 @@ def _rounds(size: int) -> list[tuple[int, int]]:
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """Do a reduce_scatter, then an all_gather, in place: 2 log2 n rounds, 2 (n - 1)/n of the array in and out."""
+    """Do a reduce_scatter, then an all_gather, in place.
+
+    2 log2 n rounds, 2 (n - 1)/n of the array in and out.
+    """
     rows, x, size, rank = Rows(), array(0), shape.size, shape.rank
     blocks = even(shape.total, size, shape.itemsize)
     rounds = _rounds(size)
@@ -45,7 +48,10 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def _growth(size: int) -> list[tuple[int, int]]:
-    """For each round, return how many headers a rank has before and after it: twice as many, or one less."""
+    """For each round, return how many headers a rank has before and after it.
+
+    It has twice as many afterwards, or one less.
+    """
     known = [size]
     while known[0] > 1:
         known.insert(0, (known[0] + 1) // 2)
@@ -53,7 +59,10 @@ def _growth(size: int) -> list[tuple[int, int]]:
 
 
 def known_before(size: int) -> list[int]:
-    """Return how many ranks' headers, from its own on, a rank has before each phase of `combine_headers`."""
+    """Return how many headers a rank has before each phase of `combine_headers`.
+
+    They are those of adjacent ranks, beginning with itself.
+    """
     return [before for before, _ in _growth(size)]
 
 
@@ -62,7 +71,10 @@ COMBINED = 0
 
 
 def combine_headers(size: int, rank: int, header: int) -> Plan:
-    """Give all ranks the combination of all headers, of `header` bytes each; a rank has its own in FRAMES."""
+    """Give all ranks the combination of all headers, of `header` bytes each.
+
+    A rank has its own in FRAMES.
+    """
     rows = Rows()
     total, others, *landing = ((SCRATCH, COMBINED + slot * header) for slot in range(4))
     rows.copy(0, total, (FRAMES, rank * header), header)
@@ -77,7 +89,10 @@ def combine_headers(size: int, rank: int, header: int) -> Plan:
 
 
 def gather_headers(size: int, rank: int, header: int) -> Plan:
-    """Give all ranks all headers, one after the other in FRAMES; uses the connections of `combine_headers`."""
+    """Give all ranks all headers, one after the other in FRAMES.
+
+    Uses the connections of `combine_headers`.
+    """
     rows, blocks = Rows(), [Span(each * header, header) for each in range(size)]
     for phase, (before, after) in enumerate(_growth(size)):
         skips = 2 * before - after  # 1: the receiver has the sender's own header already
@@ -89,7 +104,10 @@ def gather_headers(size: int, rank: int, header: int) -> Plan:
 
 
 def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, first: int) -> None:
-    """From phase `first` on, give all ranks all blocks of a buffer; each begins with its own."""
+    """From phase `first` on, give all ranks all blocks of a buffer.
+
+    Each begins with its own.
+    """
     size = len(blocks)
     for phase, (step, count) in enumerate(_rounds(size), first):
         for span in _around(blocks, rank, count):
@@ -99,7 +117,10 @@ def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, fir
 
 
 def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
-    """Return the bytes of some blocks on the circle, with adjacent ones merged: at most three spans."""
+    """Return the bytes of some blocks on the circle, with adjacent ones merged.
+
+    There are at most three spans.
+    """
     found: list[Span] = []
     for index in range(first, first + count):
         block = blocks[index % len(blocks)]
@@ -110,7 +131,10 @@ def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
 
 
 def reduce_scatter(shape: CallShape) -> Plan:
-    """Reduce and scatter in log2 n rounds, n - 1 blocks in and out, through a copy of all blocks."""
+    """Reduce and scatter in log2 n rounds, through a copy of all blocks.
+
+    n - 1 blocks in and out.
+    """
     rows, size, rank = Rows(), shape.size, shape.rank
     borders = _borders(shape)
     for index in range(size):
@@ -141,6 +165,9 @@ def all_gather(shape: CallShape) -> Plan:
 
 
 def _borders(shape: CallShape) -> list[int]:
-    """Return where each rank's block begins in scratch, beginning with this rank's, and where the last one ends."""
+    """Return where each rank's block begins in scratch, and where the last ends.
+
+    The first block is this rank's.
+    """
     around = shape.nbytes[shape.rank :] + shape.nbytes[: shape.rank]
     return list(accumulate(around, initial=0))

@@ -20,7 +20,10 @@ from .shape import CallShape, array
 
 
 def attached(shape: CallShape) -> Plan:
-    """Plan a call whose data fits behind the headers; reductions combine the ranks in order, in one pass."""
+    """Plan a call whose data fits behind the headers.
+
+    Reductions combine the ranks in order, in one pass.
+    """
     if shape.operation == "all_gather":
         return exchange(shape)
     rows, scatters = Rows(), shape.operation == "reduce_scatter"
@@ -75,9 +78,10 @@ def _reduce_segment(
     sources: Sequence[int],
     goal: Location | None = None,
 ) -> Span:
-    """Send segment k of each block to its rank in phase k, and reduce it there in phase k + 1; return this rank's span.
+    """Send segment k of each block to its rank, and reduce it there.
 
-    `sources` are the arrays that hold the blocks. The result goes to `goal`, or to the same span of array 0.
+    It is sent in phase k and reduced in phase k + 1. `sources` are the arrays that hold the blocks. The result goes to
+    `goal`, or to the same span of array 0. Returns this rank's span.
     """
     own = segments.of(blocks[shape.rank], k)
     for peer in shape.others:
@@ -90,7 +94,10 @@ def _reduce_segment(
 
 
 def reduce_scatter(shape: CallShape) -> Plan:
-    """Let each rank receive its block from all ranks and reduce it: n - 1 blocks in and out."""
+    """Let each rank receive its block from all ranks and reduce it.
+
+    n - 1 blocks in and out.
+    """
     rows, size = Rows(), shape.size
     blocks = [Span(0, nbytes) for nbytes in shape.nbytes]
     segments = shape.segments(blocks, 2 * (size - 1))
@@ -100,7 +107,10 @@ def reduce_scatter(shape: CallShape) -> Plan:
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """Reduce and scatter, then send each result to all ranks: 2 (n - 1)/n of the array in and out."""
+    """Reduce and scatter, then send each result to all ranks.
+
+    2 (n - 1)/n of the array in and out.
+    """
     rows, size, x = Rows(), shape.size, array(0)
     blocks = even(shape.total, size, shape.itemsize)
     if size == 2:  # each rank reduces one half as it arrives, without scratch
@@ -123,7 +133,10 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def reduce(shape: CallShape) -> Plan:
-    """Reduce and scatter, then send each result to the root: 2 (n - 1)/n of the array into the root."""
+    """Reduce and scatter, then send each result to the root.
+
+    2 (n - 1)/n of the array into the root.
+    """
     rows, size = Rows(), shape.size
     blocks = even(shape.total, size, shape.itemsize)
     segments = shape.segments(blocks, 2 * (size - 1))
@@ -141,7 +154,10 @@ def reduce(shape: CallShape) -> Plan:
 
 
 def complete_arrays(shape: CallShape) -> Plan:
-    """Send complete arrays to the ranks that combine them, in one pass; for two ranks, where no plan moves less."""
+    """Send complete arrays to the ranks that combine them, in one pass.
+
+    For two ranks, where no other plan moves less.
+    """
     rows, complete = Rows(), Span(0, shape.total)
     takers, givers = shape.takers_and_givers()
     segments = shape.segments([complete], shape.size - 1)
@@ -159,7 +175,7 @@ def complete_arrays(shape: CallShape) -> Plan:
 
 
 def scan(shape: CallShape) -> Plan:
-    """Let rank j receive block j of all ranks, reduce all its prefixes, and send rank i the prefix that i needs.
+    """Let rank j reduce all prefixes of block j, and send each rank its prefix.
 
     At most 2 (n - 1)/n of the array in and out. Prefixes combine ranks in order. In an ordered call each prefix is made
     in one pass over its operands, so that it is rounded once; otherwise from the prefix before it. Rank r gets the
@@ -196,7 +212,10 @@ def scan(shape: CallShape) -> Plan:
 
 
 def broadcast(shape: CallShape) -> Plan:
-    """Send each rank a block from the root, which it sends on to the others: no link carries more than the array."""
+    """Send each rank a block from the root, which it sends on to the others.
+
+    No link carries more than the array.
+    """
     rows = Rows()
     takers = [rank for rank in range(shape.size) if rank != shape.root]
     blocks = dict(zip(takers, even(shape.total, len(takers), shape.itemsize), strict=True))

@@ -16,7 +16,7 @@ from .shape import CallShape, array
 
 
 def _partners(size: int, rank: int) -> tuple[list[int], bool] | None:
-    """Return a rank's partner in each step, and whether it also acts for the rank before it.
+    """Return a rank's partner in each step, and whether it acts for another rank.
 
     A power of two of the ranks take part. Returns None for another rank, for which the rank after it acts.
     """
@@ -55,9 +55,10 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def halving(shape: CallShape) -> Plan:
-    """Do recursive halving, then doubling: 1/2, 1/4, ... of the array in 2 log2 n steps, 2 (n - 1)/n of it in all.
+    """Do recursive halving, then doubling.
 
-    Where n is no power of two, a rank that acts for two also receives and sends the complete array once.
+    Steps move 1/2, 1/4, ... of the array: 2 log2 n steps, and 2 (n - 1)/n of the array in all. Where n is no power of
+    two, a rank that acts for two also receives and sends the complete array once.
     """
     rows, rank, x, last = Rows(), shape.rank, array(0), 2 * shape.size.bit_length() - 1
     if (partners := _partners(shape.size, rank)) is None:
@@ -79,10 +80,11 @@ def halving(shape: CallShape) -> Plan:
 
 
 def scan(shape: CallShape) -> Plan:
-    """Reduce prefixes: in step k, each rank sends its partial result to the rank 2**k further; the array log2 n times.
+    """Reduce prefixes by recursive doubling.
 
-    Operands are combined in rank order; which ones first depends on the rank.
-    Hillis and Steele: Data Parallel Algorithms, CACM 29 (1986).
+    In step k, each rank sends its partial result to the rank 2**k further; the array log2 n times. Operands are
+    combined in rank order; which ones first depends on the rank. Hillis and Steele: Data Parallel Algorithms, CACM 29
+    (1986).
     """
     rows, inclusive = Rows(), shape.operation == "scan"
     out, x, total = (array(0), 0), (array(1), 0), shape.total

@@ -99,7 +99,10 @@ class Rows:
         self._add(ATTACHED, PAYLOAD, peer, location, nbytes)
 
     def plan(self, scratch: int = 0) -> Plan:
-        """Return all rows, sorted by phase with local rows first, otherwise in the order in which they were added."""
+        """Return all rows, sorted by phase with local rows first.
+
+        Otherwise they keep the order in which they were added.
+        """
         rows = sorted(self._rows, key=lambda row: (row[PHASE], row[KIND] not in LOCAL))
         table = np.array(rows, np.int64).reshape(len(rows), COLUMNS)
         table.setflags(write=False)  # plans are cached and shared

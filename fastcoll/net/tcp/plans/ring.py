@@ -16,7 +16,10 @@ from .shape import CallShape, array
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """Send one half of the array around in each direction: 2 (n - 1) steps, 2 (n - 1)/n of the array in and out."""
+    """Reduce, then gather; one half of the array goes in each direction.
+
+    2 (n - 1) steps, 2 (n - 1)/n of the array in and out.
+    """
     rows, size, rank, x = Rows(), shape.size, shape.rank, array(0)
     for half, direction in zip(even(shape.total, 2, shape.itemsize), (1, -1), strict=True):
         blocks = [
@@ -36,7 +39,10 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def reduce_scatter(shape: CallShape) -> Plan:
-    """Reduce and scatter in n - 1 steps, n - 1 blocks in and out; partial results use two blocks of scratch."""
+    """Reduce and scatter in n - 1 steps, n - 1 blocks in and out.
+
+    Partial results use two blocks of scratch.
+    """
     rows = Rows()
     sources = [(array(1 + rank), 0) for rank in range(shape.size)]
     _reduce_through(shape, rows, sources, shape.nbytes, (array(0), 0))
@@ -44,7 +50,10 @@ def reduce_scatter(shape: CallShape) -> Plan:
 
 
 def reduce(shape: CallShape) -> Plan:
-    """Reduce and scatter, then send the blocks to the root: n - 1 steps, and n - 1 receives on the root."""
+    """Reduce and scatter, then send the blocks to the root.
+
+    n - 1 steps, and n - 1 receives on the root.
+    """
     rows, size, rank = Rows(), shape.size, shape.rank
     blocks = even(shape.total, size, shape.itemsize)
     longest, own = blocks[0].nbytes, blocks[rank]
@@ -65,7 +74,10 @@ def reduce(shape: CallShape) -> Plan:
 def _reduce_through(
     shape: CallShape, rows: Rows, sources: Sequence[Location], nbytes: Sequence[int], result: Location
 ) -> None:
-    """Reduce in phases 0 to n - 1 without writing into the sources; the result is block `rank`."""
+    """Reduce in phases 0 to n - 1 without writing into the sources.
+
+    The result is block `rank`.
+    """
     size, rank = shape.size, shape.rank
     stride = max(nbytes)
     partial = sources[(rank - 1) % size]
@@ -80,7 +92,10 @@ def _reduce_through(
 
 
 def all_gather(shape: CallShape) -> Plan:
-    """Gather complete blocks in both directions at once: n/2 steps, n - 1 blocks in and out."""
+    """Gather complete blocks in both directions at once.
+
+    n/2 steps, n - 1 blocks in and out.
+    """
     rows, rank = Rows(), shape.rank
     rows.copy(0, (array(rank), 0), (array(shape.size), 0), shape.nbytes[rank])
     gather_around(rows, rank, [(array(each), 0) for each in range(shape.size)], shape.nbytes)
@@ -90,7 +105,10 @@ def all_gather(shape: CallShape) -> Plan:
 def gather_around(
     rows: Rows, rank: int, locations: Sequence[Location], nbytes: Sequence[int], first: int = 0
 ) -> None:
-    """From phase `first` on, give all ranks the contents of all locations; each rank begins with its own."""
+    """From phase `first` on, give all ranks the contents of all locations.
+
+    Each rank begins with its own.
+    """
     size = len(locations)
     for direction, steps in ((1, size // 2), (-1, (size - 1) // 2)):
         for step in range(steps):

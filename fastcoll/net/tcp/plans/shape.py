@@ -24,12 +24,15 @@ class Limits(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Bytes from one rank's payload in FRAMES to the next one's: a header and a payload."""
+        """Bytes from one rank's payload in FRAMES to the next: a header and a payload."""
         return HEADER_BYTES + self.payload
 
 
 def default_limits(size: int) -> Limits:
-    """Return the limits of a group: payloads of at most 64 KiB in all, but at least 2 KiB to each peer."""
+    """Return the limits of a group of `size` ranks.
+
+    Payloads have at most 64 KiB in all, but at least 2 KiB for each peer.
+    """
     return Limits(max(2 << 10, (64 << 10) // (size - 1) // 64 * 64) if 1 < size <= MEET_RANKS else 0)
 
 
@@ -69,7 +72,10 @@ class CallShape(NamedTuple):
 
     @property
     def others(self) -> list[int]:
-        """All other ranks, beginning with the next one, so that not all ranks begin with the same one."""
+        """All other ranks, beginning with the next one.
+
+        So not all ranks begin with the same one.
+        """
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def sizes(self) -> Sizes:
@@ -77,7 +83,10 @@ class CallShape(NamedTuple):
         return sizes_of(self.operation, self.size, self.rank, self.nbytes, self.root)
 
     def takers_and_givers(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ranks that need this rank's array, and the ranks (with itself) whose arrays this one needs."""
+        """Return the ranks that need this rank's array, and those whose arrays it needs.
+
+        The latter may include this rank.
+        """
         rank, size = self.rank, self.size
         found: dict[str, tuple[Sequence[int], Sequence[int]]] = {
             "reduce": ([], range(size)) if self.is_root else ([self.root], []),
@@ -89,12 +98,18 @@ class CallShape(NamedTuple):
         return found.get(self.operation, (self.others, range(size)))
 
     def segments(self, blocks: Sequence[Span], at_once: int) -> Segments:
-        """Return equal segments of blocks, of which a rank receives `at_once` at the same time."""
+        """Return equal segments of blocks.
+
+        A rank receives `at_once` of them at the same time.
+        """
         most = min(self.limits.segment, self.limits.at_once // max(at_once, 1))
         return Segments.of_blocks(blocks, most, self.itemsize)
 
     def landing(self, k: int, peer: int, segments: Segments) -> Location:
-        """Return where to receive segment k of a peer: in one of two sets in SCRATCH that alternate."""
+        """Return where to receive segment k of a peer.
+
+        There are two sets in SCRATCH, which alternate.
+        """
         return SCRATCH, (k % 2 * self.size + peer) * segments.nbytes
 
     def operands(self, own: Location, k: int, segments: Segments) -> list[Location]:
