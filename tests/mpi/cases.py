@@ -120,20 +120,20 @@ def test_every_size_around_those_of_rows(rank, world_size):
     """Twice each, since only prepared calls take the compiled path; and ranks need not take the same path."""
     for room in agreement.row_sizes(world_size):
         for count in {max(0, room // 4 + extra) for extra in range(-12, 3)}:
-            for turn in range(3):
+            for round_number in range(3):
                 x = np.arange(count, dtype="f4") + rank
-                if turn == 2 and rank == 1:
+                if round_number == 2 and rank == 1:
                     dist.all_reduce(x, async_op=True).wait()
                 else:
                     dist.all_reduce(x)
                 want = np.arange(count, dtype="f4") * world_size + sum(range(world_size))
                 np.testing.assert_array_equal(x, want)
                 out = np.zeros((world_size, count), "i4")
-                dist.all_gather_single(out, np.full(count, 10 * turn + rank, "i4"))
-                assert all((out[r] == 10 * turn + r).all() for r in range(world_size))
-                y = np.full(count, rank * (turn + 1), "i4")
+                dist.all_gather_single(out, np.full(count, 10 * round_number + rank, "i4"))
+                assert all((out[r] == 10 * round_number + r).all() for r in range(world_size))
+                y = np.full(count, rank * (round_number + 1), "i4")
                 dist.broadcast(y, 1)
-                assert (y == turn + 1).all()
+                assert (y == round_number + 1).all()
 
 
 def test_the_compiled_path_names_what_each_rank_called(rank, world_size):
@@ -162,10 +162,10 @@ def test_communicators_are_freed(rank, world_size):
 
 
 def test_a_communicator_with_an_unread_message_is_not_used_again(rank, world_size):
-    for turn in range(3):
+    for round_number in range(3):
         group = dist.new_group()
         if rank == 0:
-            dist.isend(np.full(3, turn), 1, group=group)
+            dist.isend(np.full(3, round_number), 1, group=group)
         usable(group)
         if rank == 0:
             with pytest.raises(dist.AbortedError, match=r"has lost what it started .*send to rank 1"):
@@ -175,10 +175,10 @@ def test_a_communicator_with_an_unread_message_is_not_used_again(rank, world_siz
         got = np.zeros(3, int)
         group = dist.new_group()
         if rank == 0:
-            dist.send(np.full(3, 100 + turn), 1, group=group)
+            dist.send(np.full(3, 100 + round_number), 1, group=group)
         elif rank == 1:
             dist.recv(got, 0, group=group)
-            assert (got == 100 + turn).all()
+            assert (got == 100 + round_number).all()
         dist.destroy_process_group(group)
 
 

@@ -63,8 +63,8 @@ def test_rails_between_nodes(rank, world_size, homes, start_on_nodes):
     """Also where a node has more ranks than another, and the additional ranks have no rail."""
     world = start_on_nodes(homes)
     assert type(world.backend) is HybridBackend
-    place = homes[:rank].count(homes[rank])
-    if place < min(homes.count(0), homes.count(1)):
+    index = homes[:rank].count(homes[rank])
+    if index < min(homes.count(0), homes.count(1)):
         assert type(world.backend.rail.backend) is MpiBackend
         assert world.backend.rail.size == 2
     else:

@@ -24,9 +24,9 @@ def receive(connection: socket.socket, count: int) -> bytes:
     connection.settimeout(LIMIT)
     data = bytearray()
     while len(data) < count:
-        piece = connection.recv(count - len(data))
-        assert piece, "the other side closed the connection"
-        data += piece
+        transfer = connection.recv(count - len(data))
+        assert transfer, "the other side closed the connection"
+        data += transfer
     return bytes(data)
 
 

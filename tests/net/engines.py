@@ -48,21 +48,21 @@ class Engines:
         streams: int = 1,
         payload: int | None = None,
         seed: int = 0,
-        piece: int = FREE,
+        transfer: int = FREE,
         buffer: int = 2048,
     ) -> None:
         self.size, self.limits = n, default_limits(n)
         if payload is not None:
             self.limits = self.limits._replace(payload=payload, segment=300)
-        self._random, self._piece = random.Random(seed), piece
+        self._random, self._transfer = random.Random(seed), transfer
         self.contexts = [NetContext(n, rank, self.limits, streams, 1 << 40) for rank in range(n)]
         self._wires: dict[tuple[int, int, int], tuple[socket.socket, socket.socket]] = {}
         self._held: dict[tuple[int, int, int], bytes] = {}
         self._carried: Counter[tuple[int, int, int]] = Counter()
-        self.told: list[list[tuple[int, int]]] = [[] for _ in range(n)]
-        """Of each rank, the calls of which it was told that they did not match after it had made them, and when."""
+        self.reported: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+        """For each rank, the earlier calls whose mismatch it has reported, and the call that reported it."""
         self.loses_records = False
-        """A fault to plant: what ranks note of their calls is gone at once."""
+        """A fault to plant: the records of calls are cleared at once."""
         for context in self.contexts:
             context.words[words.BACKOFF + waiting.BUDGET] = -1  # return after every sweep
         for here, there in permutations(range(n), 2):
@@ -142,7 +142,7 @@ class Engines:
         """Let each rank make its calls one after the other, in a random order; return their statuses.
 
         After a mismatch, `after_mismatch` follows. A rank stops at the first call that fails, and otherwise runs
-        `settle` at the end. `told` has the mismatches that are reported later.
+        `settle` at the end. `reported` has the mismatches of earlier calls.
         """
         results: list[list[int]] = [[] for _ in programs]
         in_progress: set[int] = set()
@@ -152,7 +152,7 @@ class Engines:
             if not waiting_ranks:
                 return results
             for link in self._random.sample(links, min(len(links), 4)):
-                self.carry(*link, most=self._random.randint(1, self._piece))
+                self.carry(*link, most=self._random.randint(1, self._transfer))
             rank = self._random.choice(sorted(waiting_ranks))
             if len(results[rank]) == len(programs[rank]):
                 if engine.settle.call(self.contexts[rank].address, 0) == DONE:
@@ -181,10 +181,10 @@ class Engines:
 
     def _note(self, rank: int) -> None:
         found = self.contexts[rank].take_earlier_heads()
-        assert found is not None, "told before all headers are here"
+        assert found is not None, "reported before all headers have arrived"
         number, heads, _ = found
         assert len(set(heads)) > 1
-        self.told[rank].append((number, self.contexts[rank][words.CALLS]))
+        self.reported[rank].append((number, self.contexts[rank][words.CALLS]))
 
     def carried(self) -> dict[tuple[int, int, int], int]:
         """The bytes that each connection has carried, by (giver, taker, stream)."""

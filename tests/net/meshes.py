@@ -61,10 +61,10 @@ class ProxiedStore(HashStore):
     def set(self, key: str, value: str | bytes) -> None:
         folder, _, rank = key.rpartition("/")
         if folder == "group/member":
-            place = json.loads(value)
-            proxy = Proxy((place["addresses"][0], place["ports"][0]), **self._behaviour)
+            addresses = json.loads(value)
+            proxy = Proxy((addresses["addresses"][0], addresses["ports"][0]), **self._behaviour)
             self.proxies[int(rank)] = proxy
-            value = json.dumps(place | {"ports": [proxy.port]})
+            value = json.dumps(addresses | {"ports": [proxy.port]})
         super().set(key, value)
 
     def await_held(self) -> None:

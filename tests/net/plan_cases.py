@@ -212,14 +212,14 @@ def check_attached(case: Case, plans: Sequence[Plan]) -> None:
 
 
 def compare(got: np.ndarray, wanted: np.ndarray, promise: int, where: str) -> None:
-    for at, (item, whole) in enumerate(zip(got, wanted, strict=True)):
+    for at, (item, expected) in enumerate(zip(got, wanted, strict=True)):
         if promise == ONE_PASS:
-            right = item == (joined(whole) if len(whole) > _SYMBOL else whole)
+            right = item == (joined(expected) if len(expected) > _SYMBOL else expected)
         elif promise == IN_ORDER:
-            right = item.translate(_FLAT) == whole
+            right = item.translate(_FLAT) == expected
         else:
-            right = _sorted(item.translate(_FLAT)) == _sorted(whole)
-        require(right, f"{where}, item {at}: {item!r} instead of {whole!r}")
+            right = _sorted(item.translate(_FLAT)) == _sorted(expected)
+        require(right, f"{where}, item {at}: {item!r} instead of {expected!r}")
 
 
 def _sorted(item: str) -> list[str]:

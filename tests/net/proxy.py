@@ -17,9 +17,9 @@ class Proxy:
         hold: forward at most so many bytes of a connection in one direction, and set `held`.
     """
 
-    def __init__(self, target: tuple[str, int], piece: int = 0, hold: int = 1 << 60) -> None:
+    def __init__(self, target: tuple[str, int], transfer: int = 0, hold: int = 1 << 60) -> None:
         self._target = target
-        self._piece, self._hold = piece or 1 << 16, hold
+        self._transfer, self._hold = transfer or 1 << 16, hold
         self.held, self._released = threading.Event(), threading.Event()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads: list[threading.Thread] = []
@@ -82,7 +82,7 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         forwarded = 0
         with contextlib.suppress(OSError):
-            while data := source.recv(self._piece):
+            while data := source.recv(self._transfer):
                 forwarded += len(data)
                 if forwarded > self._hold:
                     self.held.set()

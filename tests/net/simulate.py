@@ -108,8 +108,8 @@ def check_hazards(plan: Plan, rank: int, same: tuple[int, int]) -> None:
         arriving, others = [], []
         for row in rows:
             arrives = row[t.KIND] in (t.RECV, t.REDUCE)
-            places = [(*_alias(place, same), arrives) for place in (*reads(row), *writes(row))]
-            (arriving if arrives else others).extend(places if row[t.KIND] != t.PAYLOAD else [])
+            intervals = [(*_alias(interval, same), arrives) for interval in (*reads(row), *writes(row))]
+            (arriving if arrives else others).extend(intervals if row[t.KIND] != t.PAYLOAD else [])
         _check_overlap(arriving, others, f"rank {rank}, phase {phase}")
 
 
@@ -124,8 +124,8 @@ def _check_overlap(arriving: list[tuple], others: list[tuple], where: str) -> No
         ends[arrives] = (buffer, max(high, end) if seen == buffer else high)
 
 
-def _alias(place: Interval, same: tuple[int, int]) -> Interval:
-    return (same[1] if place[0] == same[0] else place[0], *place[1:])
+def _alias(interval: Interval, same: tuple[int, int]) -> Interval:
+    return (same[1] if interval[0] == same[0] else interval[0], *interval[1:])
 
 
 def reads(row: Row) -> list[Interval]:
@@ -171,7 +171,7 @@ class Rank:
             rows = self._phases.popleft()
             for number, row in enumerate(rows):
                 if row[t.KIND] == t.COPY:
-                    self.part(row)[:] = self.place(row[t.BUFFER2], row[t.OFFSET2], row[t.NBYTES])
+                    self.part(row)[:] = self.interval(row[t.BUFFER2], row[t.OFFSET2], row[t.NBYTES])
                 elif row[t.KIND] == t.FOLD:
                     self._fold(row, rows[number + 1 : number + 1 + row[t.PEER]])
                 elif row[t.KIND] != t.SOURCE:
@@ -182,17 +182,17 @@ class Rank:
         self.part(row)[:] = [joined(*items) for items in zip(*map(self.part, sources), strict=True)]
 
     def part(self, row: Row) -> np.ndarray:
-        return self.place(row[t.BUFFER], row[t.OFFSET], row[t.NBYTES])
+        return self.interval(row[t.BUFFER], row[t.OFFSET], row[t.NBYTES])
 
-    def place(self, buffer: int, offset: int, nbytes: int) -> np.ndarray:
+    def interval(self, buffer: int, offset: int, nbytes: int) -> np.ndarray:
         require(offset % self.itemsize == 0 and nbytes % self.itemsize == 0, "an item is cut")
         return self.buffers[buffer][offset // self.itemsize : (offset + nbytes) // self.itemsize]
 
-    def move(self, key: tuple[bool, int], channel: deque[str], piece: int, room: int) -> int:
+    def move(self, key: tuple[bool, int], channel: deque[str], transfer: int, room: int) -> int:
         """Move at most `piece` items of the first row of a connection; return how many."""
         row = self.queues[key][0]
         part, done = self.part(row), self.moved.get(key, 0)
-        count = min(piece, len(part) - done, room if key[0] else len(channel))
+        count = min(transfer, len(part) - done, room if key[0] else len(channel))
         for at in range(done, done + count):
             if row[t.KIND] == t.SEND:
                 channel.append(part[at])
@@ -259,7 +259,7 @@ def simulate(
 def _meet(ranks: Sequence[Rank], frame_stride: int) -> None:
     for number, rank in enumerate(ranks):
         for row in rank.payloads():
-            ranks[row[t.PEER]].place(t.FRAMES, number * frame_stride, row[t.NBYTES])[:] = rank.part(row)
+            ranks[row[t.PEER]].interval(t.FRAMES, number * frame_stride, row[t.NBYTES])[:] = rank.part(row)
 
 
 def _step(rank: Rank, number: int, channels: dict, capacity: int, chance: random.Random) -> int:
@@ -268,6 +268,6 @@ def _step(rank: Rank, number: int, channels: dict, capacity: int, chance: random
     moved = 0
     for key in chance.sample(keys, len(keys)):
         channel = channels[(number, key[1]) if key[0] else (key[1], number)]
-        piece = chance.choice((1, 3, 1 << 60))
-        moved += rank.move(key, channel, piece, capacity - len(channel))
+        transfer = chance.choice((1, 3, 1 << 60))
+        moved += rank.move(key, channel, transfer, capacity - len(channel))
     return moved

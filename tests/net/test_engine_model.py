@@ -59,11 +59,11 @@ def check(
     for number, calls in enumerate(rounds, 1):
         for rank in range(n):
             part, status = parts[rank][number - 1], results[rank][number - 1]
-            told = [when for call, when in engines.told[rank] if call == number]
+            reported = [when for call, when in engines.reported[rank] if call == number]
             assert status in (DONE, MISMATCH), calls
-            assert len(told) + (status == MISMATCH) == (not _match(calls)), f"rank {rank}, {calls}"
-            assert all(when - number < AHEAD for when in told)
-            assert not told or _only_gives(calls[rank], rank), (
+            assert len(reported) + (status == MISMATCH) == (not _match(calls)), f"rank {rank}, {calls}"
+            assert all(when - number < AHEAD for when in reported)
+            assert not reported or _only_gives(calls[rank], rank), (
                 f"rank {rank} waited for nobody in {calls[rank]}"
             )
             right = part.is_right() if status == DONE else part.is_untouched(before[rank][number - 1])
@@ -92,13 +92,13 @@ def _match(calls: Sequence[Call]) -> bool:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_in_transfers_of_any_size(operation: str, n: int, payload: int) -> None:
     rounds = [[Call(operation, count, n - 1, 1000 * count)] * n for count in (1, 0, 130, 97)]
-    with Engines(n, 2, payload, seed=n, piece=40) as engines:
+    with Engines(n, 2, payload, seed=n, transfer=40) as engines:
         check(engines, rounds)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_of_many_ranks(operation: str) -> None:
-    with Engines(MANY, seed=5, piece=20_000) as engines:
+    with Engines(MANY, seed=5, transfer=20_000) as engines:
         check(engines, [[Call(operation, count, 3, 1000 * count)] * MANY for count in (2, 700)])
 
 
@@ -111,7 +111,7 @@ def test_sums_of_many_ranks(count: int) -> None:
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_two_ranks_reduce_transfers_that_cut_items(streams: int) -> None:
-    with Engines(2, streams, seed=1, piece=30_001) as engines:
+    with Engines(2, streams, seed=1, transfer=30_001) as engines:
         check(engines, [[Call("all_reduce", 40_000)] * 2])
         carried = engines.carried()
     assert len(carried) == 2 * streams, "a stream is not used"
@@ -124,9 +124,9 @@ def test_any_schedule_of_calls_that_match_or_not(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from(SEVERAL))
     payload = data.draw(st.sampled_from([0, 256, 2048]))
     rounds = data.draw(programs(n, most=200, length=4))
-    seed, piece = data.draw(st.integers(0, 1 << 30)), data.draw(st.sampled_from([7, 100, 1 << 16]))
+    seed, transfer = data.draw(st.integers(0, 1 << 30)), data.draw(st.sampled_from([7, 100, 1 << 16]))
     streams = data.draw(st.sampled_from([1, 3]))
-    with Engines(n, streams, payload, seed, piece) as engines:
+    with Engines(n, streams, payload, seed, transfer) as engines:
         check(engines, rounds)
 
 

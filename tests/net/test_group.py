@@ -58,9 +58,9 @@ def total(group: ProcessGroup, count: int = 3) -> float:
 # ---- networks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("piece", "count"), [(1, 40), (13, 2000), (1447, 300_000)])
-def test_bytes_may_arrive_in_transfers_of_any_size(piece: int, count: int) -> None:
-    with ProxiedStore(piece=piece) as store, groups(3, store) as made:
+@pytest.mark.parametrize(("transfer", "count"), [(1, 40), (13, 2000), (1447, 300_000)])
+def test_bytes_may_arrive_in_transfers_of_any_size(transfer: int, count: int) -> None:
+    with ProxiedStore(transfer=transfer) as store, groups(3, store) as made:
         assert everybody(made, lambda group: total(group, count)) == [6.0] * 3
         assert everybody(made, lambda group: group.fast.barrier()) == [None] * 3
 
@@ -68,7 +68,7 @@ def test_bytes_may_arrive_in_transfers_of_any_size(piece: int, count: int) -> No
 def test_several_streams_share_large_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCOLL_TCP_STREAMS", "3")
     config.forget()
-    with ProxiedStore(piece=30_011) as store, groups(2, store) as made:
+    with ProxiedStore(transfer=30_011) as store, groups(2, store) as made:
         for count in (3, 100_000, 1_000_003):
             assert everybody(made, lambda group, count=count: total(group, count)) == [3.0] * 2
         x = [np.arange(700_001) + rank for rank in range(2)]
@@ -341,14 +341,16 @@ def test_data_that_a_root_sent_before_it_left_arrives(n: int) -> None:
 def test_a_root_reports_a_mismatch_after_the_others_have_left(n: int) -> None:
     with groups(n) as made:
         everybody(made, lambda group: spread(group, 7))
-        told = together(lambda: spread(made[0], 1), *(lambda g=group: g.fast.barrier() for group in made[1:]))
-        assert told[0] == 1.0
-        assert all(isinstance(error, MismatchError) for error in told[1:]), told
+        reported = together(
+            lambda: spread(made[0], 1), *(lambda g=group: g.fast.barrier() for group in made[1:])
+        )
+        assert reported[0] == 1.0
+        assert all(isinstance(error, MismatchError) for error in reported[1:]), reported
         together(*(lambda g=group: g.close() for group in made[1:]))
         with pytest.raises(MismatchError) as caught:
             made[0].fast.barrier()
-        assert str(caught.value) == str(told[1])
-        assert "rank 0 called broadcast(float64, 3 elements, root=0)" in str(told[1])
+        assert str(caught.value) == str(reported[1])
+        assert "rank 0 called broadcast(float64, 3 elements, root=0)" in str(reported[1])
         with pytest.raises(AbortedError, match="left"):
             made[0].fast.barrier()
 

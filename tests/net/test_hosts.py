@@ -29,8 +29,8 @@ from fastcoll.net.tcp.mesh import Mesh
 from fastcoll.store import TCPStore
 from fastcoll.rendezvous.join import join
 
-def tell(**said):
-    print(json.dumps(said), flush=True)
+def report(**values):
+    print(json.dumps(values), flush=True)
 
 rank, size, master, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 if "IMPATIENT" in os.environ:
@@ -40,20 +40,20 @@ members = join(store, rank, size, "tcp", 60)
 try:
     mesh = Mesh.make(store, "WORLD", members, rank, 60)
 except FastcollError as error:
-    tell(error=f"{type(error).__name__}: {error}")
-    told = store.add("told", 1)
+    report(error=f"{type(error).__name__}: {error}")
+    finished = store.add("finished", 1)
     end = time.monotonic() + 60
-    while rank == 0 and told < size and time.monotonic() < end:  # the others read from its store why
-        told = store.add("told", 0)
+    while rank == 0 and finished < size and time.monotonic() < end:  # the others read the reason from its store
+        finished = store.add("finished", 0)
     sys.exit()
 for peer in range(size):
     for stream in range(mesh.streams):
         if peer != rank:
             mesh.data(peer, stream)
-tell(pid=os.getpid(), addresses=[str(each) for each in mesh._roster.interfaces], ports=mesh._roster.listener.ports)
+report(pid=os.getpid(), addresses=[str(each) for each in mesh._roster.interfaces], ports=mesh._roster.listener.ports)
 while (found := mesh.monitor.decide([], "testing")) is None:
     time.sleep(0.02)
-tell(error=f"{type(found).__name__}: {found}", ranks=found.ranks)
+report(error=f"{type(found).__name__}: {found}", ranks=found.ranks)
 mesh.monitor.fail(found)
 mesh.close()
 """
@@ -87,8 +87,8 @@ class Ranks:
         process = self.processes[rank]
         line = process.stdout.readline()  # type: ignore[union-attr]
         assert line, process.stderr.read()  # type: ignore[union-attr]
-        said: dict[str, Any] = json.loads(line)
-        return said
+        reports: dict[str, Any] = json.loads(line)
+        return reports
 
 
 @pytest.fixture
@@ -110,22 +110,22 @@ def listening(host: Host) -> set[str]:
 def test_only_the_route_to_the_master_is_used(join_hosts: Join, ranks: Ranks, version: int) -> None:
     hosts = list(join_hosts(3, links=2))
     own = [host.addresses if version == 4 else host.addresses6 for host in hosts]
-    said = ranks.start(hosts, own[0][1])
+    reports = ranks.start(hosts, own[0][1])
     for rank, host in enumerate(hosts):
-        assert said[rank]["addresses"] == [f"{own[rank][1]} (eth1)"]
+        assert reports[rank]["addresses"] == [f"{own[rank][1]} (eth1)"]
         shown = own[rank][1] if version == 4 else f"[{own[rank][1]}]"
-        expected = {f"{shown}:{port}" for port in said[rank]["ports"]}
+        expected = {f"{shown}:{port}" for port in reports[rank]["ports"]}
         assert listening(host) == expected | ({f"{shown}:{PORT}"} if rank == 0 else set())
 
 
 def test_several_interfaces_are_used_in_turn(join_hosts: Join, ranks: Ranks) -> None:
     hosts = list(join_hosts(2, links=2))
     settings = {"FASTCOLL_SOCKET_IFNAME": "eth1,eth0", "FASTCOLL_TCP_STREAMS": "2"}
-    said = ranks.start(hosts, hosts[0].address, {0: settings, 1: settings})
-    assert said[1]["addresses"] == ["10.77.1.2 (eth1)", "10.77.0.2 (eth0)"]
+    reports = ranks.start(hosts, hosts[0].address, {0: settings, 1: settings})
+    assert reports[1]["addresses"] == ["10.77.1.2 (eth1)", "10.77.0.2 (eth0)"]
     connected = hosts[1].namespace.run("ss", "-Htn", "state", "established").splitlines()
     ports = {
-        f"{host}:{port}" for host, port in zip(("10.77.1.2", "10.77.0.2"), said[1]["ports"], strict=True)
+        f"{host}:{port}" for host, port in zip(("10.77.1.2", "10.77.0.2"), reports[1]["ports"], strict=True)
     }
     assert {line.split()[2] for line in connected} >= ports
 
@@ -168,7 +168,7 @@ def test_packets_lost_in_one_direction_fail_all_ranks(join_hosts: Join, ranks: R
 
 def test_a_killed_rank_is_named_where_its_process_is_invisible(join_hosts: Join, ranks: Ranks) -> None:
     network = join_hosts(3, own_pids=True)
-    said = ranks.start(network.hosts, network.hosts[0].address)
-    network.hosts[1].namespace.run("kill", "-KILL", str(said[1]["pid"]))  # its pid on that host
+    reports = ranks.start(network.hosts, network.hosts[0].address)
+    network.hosts[1].namespace.run("kill", "-KILL", str(reports[1]["pid"]))  # its pid on that host
     for rank in (0, 2):
         assert ranks.next_word(rank)["ranks"] == [1]

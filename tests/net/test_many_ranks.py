@@ -56,12 +56,12 @@ def test_every_operation(backend: str, kind: str) -> None:
 def refuse(rank: int, n: int, url: str) -> list[str]:
     """Return the errors of calls that do not match, in which one rank makes another call, and then of a late rank."""
     dist.init_process_group("shm", init_method=url, rank=rank, world_size=n, timeout=60)
-    told = []
+    errors = []
     for odd in (0, GROUP - 1, GROUP, n - 1):
-        told.append(_refused(lambda odd=odd: dist.all_reduce(np.ones(2 if rank == odd else 3, "f4"))))
-        told.append(_refused(lambda odd=odd: dist.barrier() if rank == odd else dist.scan(np.ones(1))))
+        errors.append(_refused(lambda odd=odd: dist.all_reduce(np.ones(2 if rank == odd else 3, "f4"))))
+        errors.append(_refused(lambda odd=odd: dist.barrier() if rank == odd else dist.scan(np.ones(1))))
         # Ranks may differ in these sizes: only the sum of their balances shows the mismatch.
-        told.append(_refused(lambda odd=odd: dist.all_gather(_outputs(n, odd, rank), np.ones(1 + rank))))
+        errors.append(_refused(lambda odd=odd: dist.all_gather(_outputs(n, odd, rank), np.ones(1 + rank))))
         total = np.array([float(rank)])
         dist.all_reduce(total)
         assert total[0] == n * (n - 1) / 2
@@ -79,7 +79,7 @@ def refuse(rank: int, n: int, url: str) -> list[str]:
         # A rank whose own wait ends a moment later raises the error of another rank.
         assert caught.value.ranks == (GROUP,), caught.value
     dist.barrier()
-    return told
+    return errors
 
 
 def put_forward(clock: Clock, backend: Any, over: threading.Event) -> None:

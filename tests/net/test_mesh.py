@@ -280,7 +280,7 @@ def test_a_second_connection_for_the_same_stream_is_closed() -> None:
 
 
 def test_a_network_that_splits_every_transfer() -> None:
-    with ProxiedStore(piece=7) as store, meshes(3, store) as made:
+    with ProxiedStore(transfer=7) as store, meshes(3, store) as made:
         talk(*together(lambda: made[0].data(2), lambda: made[2].data(0)))
         made[0].monitor.leave()
         until(lambda: made[1].monitor.has_left(0))

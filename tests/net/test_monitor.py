@@ -237,9 +237,9 @@ def test_the_first_failure_stays(network: Network) -> None:
 
 def test_a_notice_may_arrive_in_parts(network: Network) -> None:
     data = Notice(LEFT, 2).to_bytes()
-    for place in range(0, NOTICE_SIZE, 100):
+    for offset in range(0, NOTICE_SIZE, 100):
         assert not network.monitors[0].has_left(2)
-        network.ends[2, 0].send(data[place : place + 100])
+        network.ends[2, 0].send(data[offset : offset + 100])
         network.controls[0].look(again=True)
     assert network.monitors[0].has_left(2)
 
@@ -358,7 +358,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("offset", "value"),
     [
         (8, b"\0"),
         (8, b"\4"),
@@ -369,7 +369,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
         (20, b"\1"),
     ],
 )
-def test_every_field_has_its_bounds(place: int, value: bytes) -> None:
+def test_every_field_has_its_bounds(offset: int, value: bytes) -> None:
     data = Notice(FAILED, 1, (1,), text="x").to_bytes()
     with pytest.raises(NoticeError, match="not a notice"):
-        Notice.from_bytes(data[:place] + value + data[place + len(value) :], 8)
+        Notice.from_bytes(data[:offset] + value + data[offset + len(value) :], 8)

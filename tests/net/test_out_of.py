@@ -54,16 +54,16 @@ with contextlib.ExitStack() as stack:
 def test_a_rank_without_a_free_port_says_so(join_hosts: Callable[..., Network]) -> None:
     (host,) = join_hosts(1)
     env = [f"PYTHONPATH={':'.join(sys.path)}", "FASTCOLL_SECRET=of this test"]
-    said = host.namespace.run("env", *env, sys.executable, "-c", WITHOUT_PORTS, host.address).splitlines()
+    output = host.namespace.run("env", *env, sys.executable, "-c", WITHOUT_PORTS, host.address).splitlines()
     why = "no port is free on host0, of those from 40000 to 40001 (net.ipv4.ip_local_port_range); end what uses them"
-    assert [line.partition(":")[0] for line in said] == [
+    assert [line.partition(":")[0] for line in output] == [
         f"the store cannot listen on {host.address}",
         f"cannot listen on {host.address} (eth0)",
         f"cannot connect to the store at {host.address}",
         f"cannot connect to {host.address}",
         "on",
     ]
-    assert all(why in line for line in said[:-1])
+    assert all(why in line for line in output[:-1])
 
 
 def test_a_kernel_that_is_short_of_memory_is_waited_for() -> None:

@@ -125,12 +125,12 @@ def test_calls_without_bytes_have_only_a_meeting(operation):
             assert plan.scratch == 0
 
 
-def whole(operation, nbytes, size=2, **flags):
+def shape_of(operation, nbytes, size=2, **flags):
     return CallShape(operation, size, 0, (nbytes,), default_limits(size), itemsize=4, **flags)
 
 
 def test_two_ranks_exchange_complete_small_arrays():
-    assert chosen(whole("all_reduce", default_limits(2).payload)) == "attached"
+    assert chosen(shape_of("all_reduce", default_limits(2).payload)) == "attached"
     limits = default_limits(2)._replace(payload=2048)
     small, large = (CallShape("all_reduce", 2, 0, (n,), limits, 4) for n in (EXCHANGED, EXCHANGED + 4))
     assert chosen(small) == "recursive doubling"
@@ -139,26 +139,26 @@ def test_two_ranks_exchange_complete_small_arrays():
 
 def test_many_ranks_choose_by_size():
     sizes = (8, 64 << 10, 1 << 20, 1 << 30)
-    assert [cheapest(whole("broadcast", n, 64)) for n in sizes] == [
+    assert [cheapest(shape_of("broadcast", n, 64)) for n in sizes] == [
         "tree", "scatter and circulant", "scatter and circulant", "chain",
     ]  # fmt: skip
-    found = [cheapest(whole("all_reduce", n, 100)) for n in sizes]
+    found = [cheapest(shape_of("all_reduce", n, 100)) for n in sizes]
     assert found[0] == "recursive doubling"
     assert found[-2:] == ["circulant", "ring"]
-    assert cheapest(whole("all_reduce", 1 << 30, 100, ordered=True)) == "direct"
+    assert cheapest(shape_of("all_reduce", 1 << 30, 100, ordered=True)) == "direct"
 
 
 @pytest.mark.parametrize("size", [2, 7, 16, 17, 40])
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce", "scan", "broadcast"])
 def test_all_ranks_choose_alike(operation, size):
     for nbytes in (4, 5000, 1 << 20):
-        found = {chosen(whole(operation, nbytes, size)._replace(rank=rank)) for rank in range(size)}
+        found = {chosen(shape_of(operation, nbytes, size)._replace(rank=rank)) for rank in range(size)}
         assert len(found) == 1
 
 
 def test_plans_are_made_once_and_cannot_be_changed():
-    plan = plan_for(whole("all_reduce", 1 << 20))
-    assert plan_for(whole("all_reduce", 1 << 20)) is plan
+    plan = plan_for(shape_of("all_reduce", 1 << 20))
+    assert plan_for(shape_of("all_reduce", 1 << 20)) is plan
     with pytest.raises(ValueError, match="read-only"):
         plan.table[0, 0] = 1
 
@@ -173,7 +173,7 @@ def test_limits_leave_room_for_every_peer():
 
 def test_segments_shrink_where_many_ranks_send_at_once():
     limits = default_limits(64)
-    shape = whole("all_reduce", 1 << 30, 64, ordered=True)
+    shape = shape_of("all_reduce", 1 << 30, 64, ordered=True)
     assert direct.all_reduce(shape._replace(nbytes=(64 << 20,))).scratch <= 1.1 * limits.at_once
 
 

@@ -96,17 +96,17 @@ class Requests:
         if code < 0:
             raise self._library.MPI.Exception(-code)
         if code == AGAIN:
-            self._give_way()
+            self._yield_lock()
         return code == DONE
 
     def pause(self, look: Callable[[], None]) -> None:
         """Between two waits: let other threads take the lock, and call `look` every 50 ms."""
-        self._give_way()
+        self._yield_lock()
         if not self._library.serial or time.monotonic() - self._looked >= _LOOK_EVERY:
             self._looked = time.monotonic()
             look()
 
-    def _give_way(self) -> None:
+    def _yield_lock(self) -> None:
         if self._library.serial:
             time.sleep(1e-5)  # else this thread takes the lock again before another one has woken up
 

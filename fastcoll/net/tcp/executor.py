@@ -53,9 +53,9 @@ _AFTER_DONE = number_of("tcp.OPERATION.after_done")
 
 
 @failing
-def _hit_failpoint(d, place):
+def _hit_failpoint(d, failpoint):
     """Hit a failpoint of the operation of a prepared call."""
-    reached(place + (load_word(d, w.CALL) & 0xFF))
+    reached(failpoint + (load_word(d, w.CALL) & 0xFF))
 
 
 @inlined
@@ -139,14 +139,14 @@ def _receive_and_reduce(c, d, row, progress, slot, fd, address, nbytes):
     moved = receive_some(fd, staging + rest, min(nbytes - done, IO_BYTES))
     if moved <= 0:
         return moved
-    whole = (rest + moved) // item * item
+    complete = (rest + moved) // item * item
     target = address + reduced
     left = load_word(row, t.OFFSET2)
     store_word(load_word(c, w.SOURCES), left, target)
     store_word(load_word(c, w.SOURCES), 1 - left, staging)
-    _reduce(c, d, target, 2, whole // item)
-    move(staging, staging + whole, rest + moved - whole)
-    store_word(progress, 1, reduced + whole)
+    _reduce(c, d, target, 2, complete // item)
+    move(staging, staging + complete, rest + moved - complete)
+    store_word(progress, 1, reduced + complete)
     return moved
 
 
@@ -306,14 +306,14 @@ def _note_arrays(c, d, table):
     buffers, given = load_word(c, w.BUFFERS) + 8 * t.FIRST_ARRAY, word_at(table + LENGTH)
     for k in range(given):
         store_word(buffers, k, word_at(word_at(table + ITEMS + 8 * k) + DATA))
-    size, whole = load_word(c, w.SIZE), load_word(d, w.SPLIT_ARRAY)
-    if given != 2 or whole < 0 or size == 1:
+    size, split = load_word(c, w.SIZE), load_word(d, w.SPLIT_ARRAY)
+    if given != 2 or split < 0 or size == 1:
         return True
     progress = load_word(d, w.BLOCK_BYTES)
-    first, other = load_word(buffers, whole), load_word(buffers, 1 - whole)
+    first, other = load_word(buffers, split), load_word(buffers, 1 - split)
     for k in range(size):
-        store_word(buffers, whole + k, first + k * progress)
-    if whole == 0:
+        store_word(buffers, split + k, first + k * progress)
+    if split == 0:
         store_word(buffers, size, other)
     return other + progress <= first or first + size * progress <= other
 

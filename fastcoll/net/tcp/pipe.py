@@ -209,8 +209,8 @@ class TcpPipe(WordPipe):
         asking = self.word(peer, f.ASKING) != 0
         self.put(peer, f.ASKING, 0)
         number = self.word(peer, f.TAKING)
-        whole = stage in (f.REST_ARRIVING, f.ANSWERING)
-        return Begun(peer, number, arriving, whole, asking)
+        is_complete = stage in (f.REST_ARRIVING, f.ANSWERING)
+        return Begun(peer, number, arriving, is_complete, asking)
 
     # ---- steps -----------------------------------------------------------------------------------
 

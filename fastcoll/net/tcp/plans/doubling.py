@@ -88,7 +88,7 @@ def scan(shape: CallShape) -> Plan:
     """
     rows, inclusive = Rows(), shape.operation == "scan"
     out, x, total = (array(0), 0), (array(1), 0), shape.total
-    sum_place = out if inclusive else (SCRATCH, 2 * total)
+    sum_location = out if inclusive else (SCRATCH, 2 * total)
     current = x
     if inclusive and shape.rank == 0:
         rows.copy(0, out, x, total)
@@ -99,8 +99,8 @@ def scan(shape: CallShape) -> Plan:
         if below < 0:
             continue
         rows.recv(step, below, landing, total)
-        rows.fold(step + 1, sum_place, total, [landing, current])
+        rows.fold(step + 1, sum_location, total, [landing, current])
         if not inclusive:  # after the sum, since the output may be x
             rows.fold(step + 1, out, total, [landing, out] if step else [landing])
-        current = sum_place
+        current = sum_location
     return rows.plan(3 * total)
