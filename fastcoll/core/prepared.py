@@ -1,7 +1,8 @@
-"""What a backend prepares once for all calls that are alike, and the fast methods that use it.
+"""Calls that a backend prepares once and reuses, and the fast methods that carry them out.
 
-Calls are alike that have the same `CallKey`. A fast method makes the key as a plain tuple, which equals a `CallKey` and
-takes 25 ns to make instead of 250, and leaves every call that was not prepared, or is not plain, to the group's method.
+Calls with the same `CallKey` share one preparation. A fast method makes the key as a plain tuple, which equals a
+`CallKey` and takes 25 ns instead of 250. It leaves every call that was not prepared, or whose arrays are not plain, to
+the group's method.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _T = TypeVar("_T")
 
 
 class CallKey(NamedTuple):
-    """What calls that are alike have in common.
+    """The properties that calls must share to use one preparation.
 
     Attributes:
-        nbytes: of each array whose size counts (core/sizes.py).
+        nbytes: bytes of each array whose size counts (core/sizes.py).
         parts: as in `Operation`.
-        variant: what else a backend distinguishes.
+        variant: a further property that the backend distinguishes.
     """
 
     kind: str
@@ -48,18 +49,18 @@ class CallKey(NamedTuple):
 
 
 class PreparedCalls(dict[CallKey, _T]):
-    """The latest 1024 of one group; any thread may use it."""
+    """The latest 1024 prepared calls of one group. Thread-safe."""
 
     def __init__(self) -> None:
         self._adding = threading.Lock()
 
     def get_or_make(self, key: CallKey, make: Callable[[CallKey], _T]) -> _T:
-        """Return what is prepared for `key`; make it first if there is none."""
+        """Return the prepared call of `key`; make it with `make` if there is none."""
         found = self.get(key)
         if found is None:
             found = make(key)
             with self._adding:
-                while len(self) >= _MOST:  # the oldest one goes
+                while len(self) >= _MOST:  # remove the oldest
                     del self[next(iter(self))]
                 self[key] = found
         return found
@@ -90,9 +91,9 @@ def fast_methods(
     """
     made = {}
     for kind in kinds:
-        what = KINDS[kind]
-        name = f"{kind}_single" if what.has_blocks else kind
-        make = _MAKERS[what.form, what.root != "", what.reduces]
+        row = KINDS[kind]
+        name = f"{kind}_single" if row.has_blocks else kind
+        make = _MAKERS[row.form, row.root != "", row.reduces]
         made[name] = make(kind, getattr(group, name), group.size, run, folds, variant)
     return made
 
@@ -125,7 +126,7 @@ def _all_reduce(
 def _broadcast(kind: str, method: Any, size: int, run: Run, folds: Folds, variant: Any) -> Callable[..., Any]:
     def fast(tensor: Any, root: int, async_op: bool = False) -> Any:
         x = header_of(tensor) if type(tensor) in plain_types else tensor
-        # Structured dtypes are left out: with them objects are broadcast, in several calls.
+        # Not structured dtypes: those are broadcasts of objects, which take several calls.
         if not async_op and is_plain(x) and type(root) is int and x.dtype.names is None:
             key = (kind, x.dtype, None, root, (x.nbytes,), (), variant)
             if run(key, (x,)):

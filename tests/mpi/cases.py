@@ -32,7 +32,7 @@ def small_rows(monkeypatch):
 
 
 def all_moves(rank, world_size, count, group, on=lambda x: x):
-    """Do every operation that moves blocks of different sizes; the results tell all blocks apart.
+    """Do every operation that moves blocks of different sizes; all blocks differ in the results.
 
     Args:
         on: makes the argument for each array.
