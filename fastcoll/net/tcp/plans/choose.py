@@ -5,8 +5,8 @@
     up to MEET_RANKS                         direct: each rank with every other
     more                                     the cheapest on a LAN, among those that keep the order if they must
 
-The choice uses only what is the same on all ranks; for gather, scatter and all_to_all, what is the same on both ranks
-of a pair.
+The choice uses only values that all ranks share; for gather, scatter and all_to_all, values that both ranks of a pair
+share.
 
 A cost adds up, over the phases of a plan without segments, the work of the rank that has most to do. With n ranks, L =
 ceil(log2 n), and N bytes (of all ranks' blocks together, where ranks have blocks):
