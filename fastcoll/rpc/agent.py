@@ -145,7 +145,7 @@ class Agent:
         """Have another worker, or this one, handle `payload`; return a future of the answer.
 
         The buffers of arrays must not change until the future is done. If the call times out before all of them are
-        sent, the rest is sent with whatever they hold then, and ignored.
+        sent, the other worker gets whatever the rest holds when it is sent; its answer is ignored.
 
         Args:
             timeout: seconds; 0: without limit; None or negative: the default.

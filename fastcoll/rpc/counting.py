@@ -1,24 +1,25 @@
-"""Who holds a remote value: one worker's part of the protocol that counts references; no sockets, threads or locks.
+"""Ledger: one worker's part of the protocol that counts references to remote values; no sockets, threads or locks.
 
-A *reference* stands for one RRef object of one worker. It has the id of the value, which all references to it share, an
-id of its own (torch calls it the fork id), and names the value's owner. The owner frees a value when it knows of no
-reference to it. Messages need no order, not even between the same two workers.
+A *reference* stands for one RRef object on one worker. It has the id of the value, which all references to the value
+share, an id of its own (torch's fork id), and the owner of the value. A reference is *known* once the owner counts it.
+The owner frees a value when it counts no reference. Messages may arrive in any order, even between two workers.
 
-| message | from, to | says |
+| message | from, to | meaning |
 |---|---|---|
-| FORK | holder, owner | I hold a reference that another worker than you passed on to me |
-| CONFIRMED | owner, holder | I know that reference |
-| ACCEPTED | child, parent | the owner knows the reference that you passed on to me |
-| DELETE | holder, owner | the reference is no more |
-| SWEEP | owner, all | these workers have died; answer when I know all that you have from them or gave to them |
-| SWEPT | all, owner | you do, and I take nothing from them any more |
+| FORK | holder, owner | I hold a reference that a worker other than you passed on to me |
+| CONFIRMED | owner, holder | that reference is known |
+| ACCEPTED | child, parent | the reference that you passed on to me is known |
+| DELETE | holder, owner | the object of this reference was destroyed |
+| SWEEP | owner, all | these workers died; answer once all references that you got from them or gave them are known |
+| SWEPT | all, owner | they are known, and I accept no more references from the dead workers |
 
-1. A DELETE is held back until the owner knows the reference and all that were passed on from it, its *children*. So
-   for each reference that the owner does not know, it knows one nearer to the root of the tree in which they were
-   passed on. What the owner itself passes on, it knows at once.
-2. References of the dead stay until no living worker can have one that came from them and is unknown: until all have
-   answered a SWEEP that names all the dead. Who gave one to the dead makes it known in their name, as they may have
-   passed it on, too. Another death begins the sweep anew: who has died now may have passed on what the others gave.
+1. A holder sends DELETE only after its reference and all references that were passed on from it, its *children*, are
+   known. So for each unknown reference, the owner knows a reference nearer to the root of the tree in which they were
+   passed on. A reference that the owner itself passes on is known at once.
+2. The owner keeps the references of dead workers until no living worker can hold an unknown reference that came from
+   a dead one: until all have answered a SWEEP that names all dead workers. A worker that gave a reference to a dead
+   worker sends FORK in its name, because the dead worker may have passed it on. Another death restarts the sweep: the
+   newly dead worker may have passed on references that it got from the other dead workers.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ class Reference(NamedTuple):
 
 
 class CountingMessage(NamedTuple):
-    """A row of the table."""
+    """A message of the protocol: see the table."""
 
     kind: int
     ref: Reference | None = None
-    number: int = 0  # FORK: the holder; SWEEP, SWEPT: which sweep
+    number: int = 0  # FORK: the holder; SWEEP, SWEPT: the number of the sweep
     dead: tuple[int, ...] = ()
 
 
 @dataclass
 class Held:
-    """A reference of this worker to a value of another one."""
+    """A reference of this worker to a value of another worker."""
 
     ref: Reference
-    parent: int  # the worker that passed it on; this one, if it made the value
-    known: bool  # to the owner
+    parent: int  # the worker that passed it on; this worker, if `remote` made the value
+    known: bool
     children: int = 0
     released: bool = False
 
 
 @dataclass
 class Child:
-    """A reference that this worker passed on and that the owner may not know."""
+    """A reference that this worker passed on, and that may be unknown."""
 
     ref: Reference
     parent: Id
@@ -70,28 +71,29 @@ class Child:
 
 @dataclass
 class Ledger:
-    """What one worker knows of references. After each call of a method, send what is in `outbox`, and drop the values
-    that `freed` names."""
+    """One worker's references. After each call of a method, send `outbox` and drop the values in `freed`."""
 
     me: int
-    others: set[int]  # that live
+    others: set[int]  # the other living workers
     forks: dict[Id, dict[Id, int]] = field(
         default_factory=dict
-    )  # of own values: the holder of each reference
+    )  # of each own value: the holder of each known reference
     held: dict[Id, Held] = field(default_factory=dict)
     children: dict[Id, Child] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
-    sweep: int = 0  # number of the last one
-    awaited: set[int] = field(default_factory=set)  # who has not answered it
-    owed: dict[int, int] = field(default_factory=dict)  # owner: the sweep that this worker has not answered
+    sweep: int = 0  # number of this worker's last sweep
+    awaited: set[int] = field(default_factory=set)  # the workers that have not answered it
+    unanswered: dict[int, int] = field(
+        default_factory=dict
+    )  # of each owner: the sweep that this worker must answer
     ids: int = 0
     outbox: list[tuple[int, CountingMessage]] = field(default_factory=list)
     freed: list[Id] = field(default_factory=list)
 
-    # ---- what the objects of this worker do -------------------------------------------------------------------------
+    # ---- RRef objects of this worker ---------------------------------------------------------------------------------
 
     def make(self, owner: int) -> Reference:
-        """The first reference to a new value; another worker that owns it has to learn of it by a FORK."""
+        """Return the first reference to a new value. If another worker owns it, the call of `remote` implies a FORK."""
         ref = Reference(owner, self._new_id(), self._new_id())
         if owner == self.me:
             self.forks[ref.rref] = {ref.fork: owner}
@@ -100,9 +102,9 @@ class Ledger:
         return ref
 
     def pass_on(self, ref: Reference, to: int) -> Reference:
-        """The reference that a message from here to `to` holds."""
+        """Return a child of a reference, to be sent to worker `to`."""
         child = Reference(ref.owner, ref.rref, self._new_id())
-        if not {to, ref.owner} & self.dead:  # else nothing arrives, or there is nothing to count
+        if not {to, ref.owner} & self.dead:  # else it does not arrive, or no owner counts it
             if ref.owner == self.me:
                 self.forks[ref.rref][child.fork] = to
             else:
@@ -111,7 +113,7 @@ class Ledger:
         return child
 
     def take_back(self, ref: Reference) -> None:
-        """The message that holds a child, or makes a value elsewhere, was not sent."""
+        """Undo `pass_on` or `make`, because the message was not sent."""
         if ref.owner == self.me:
             self._delete(ref)
         elif ref.fork in self.children:
@@ -120,7 +122,7 @@ class Ledger:
             self.held.pop(ref.fork, None)
 
     def take_in(self, ref: Reference, parent: int) -> bool:
-        """A message from `parent` holds this reference. False: it does not count, as its sender has died."""
+        """Add a reference that arrived from `parent`; return False, and ignore it, if that worker has died."""
         if parent in self.dead:
             return False
         if ref.owner == self.me:
@@ -134,7 +136,7 @@ class Ledger:
         return True
 
     def release(self, ref: Reference) -> None:
-        """Its object is no more."""
+        """Note that the object of a reference was destroyed."""
         if ref.owner == self.me:
             self._delete(ref)
         elif held := self.held.get(ref.fork):
@@ -142,7 +144,7 @@ class Ledger:
             self._settle(held)
 
     def release_all(self) -> None:
-        """All objects of this worker are as if they were no more."""
+        """Release all references of this worker."""
         for rref, forks in self.forks.copy().items():
             for fork in [fork for fork, holder in forks.items() if holder == self.me]:
                 self.release(Reference(self.me, rref, fork))
@@ -150,18 +152,19 @@ class Ledger:
             self.release(held.ref)
 
     def is_settled(self) -> bool:
-        """Whether nobody has references to own values, and this worker has none, and owes no one a message."""
+        """Return whether no worker holds references to own values, and this worker holds none and awaits no message."""
         return not (self.forks or self.held or self.children)
 
-    # ---- what others tell ----------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------------
 
     def handle(self, sender: int, message: CountingMessage) -> None:
-        """A message of the table has come."""
+        """Handle a message of the protocol."""
         if sender in self.dead:
             return
         kind, ref, number, dead = message
         if kind == SWEEP:
-            self.owed[sender] = max(number, self.owed.get(sender, 0))  # an older one may come later
+            # An older one may arrive later.
+            self.unanswered[sender] = max(number, self.unanswered.get(sender, 0))
             for worker in dead:
                 self.died(worker)
         elif kind == SWEPT:
@@ -179,12 +182,12 @@ class Ledger:
         self._answer()
 
     def died(self, worker: int) -> None:
-        """Another worker has ended. What still comes from it counts no more."""
+        """Note that another worker has ended; its messages are ignored from now on."""
         if worker in self.dead or worker == self.me:
             return
         self.dead.add(worker)
         self.others.discard(worker)
-        self.owed.pop(worker, None)
+        self.unanswered.pop(worker, None)
         self.held = {fork: held for fork, held in self.held.items() if held.ref.owner != worker}
         self.children = {fork: child for fork, child in self.children.items() if child.ref.owner != worker}
         for child in self.children.values():
@@ -197,7 +200,7 @@ class Ledger:
         self.forks.setdefault(ref.rref, {})[ref.fork] = holder
         self._send(sender, CONFIRMED, ref)
         if holder != sender:
-            self.died(holder)  # perhaps this worker has no connection by which to see it
+            self.died(holder)  # this worker may have no connection that reports the death
         if holder in self.dead and not self.awaited:
             self._begin_sweep()
 
@@ -209,7 +212,7 @@ class Ledger:
 
     def _confirmed(self, ref: Reference) -> None:
         held = self.held.get(ref.fork)
-        if held is None:  # it was made known in the name of the dead
+        if held is None:  # this worker sent the FORK in the name of a dead worker
             self._accepted(ref)
             return
         held.known = True
@@ -226,7 +229,7 @@ class Ledger:
             self._settle(parent)
 
     def _settle(self, held: Held) -> None:
-        """End a reference whose object is no more, if nothing holds it back."""
+        """Send DELETE for a destroyed reference as soon as rule 1 allows it."""
         if held.released and held.known and not held.children:
             del self.held[held.ref.fork]
             self._send(held.ref.owner, DELETE, held.ref)
@@ -234,7 +237,7 @@ class Ledger:
     # ---- the dead ------------------------------------------------------------------------------------------------
 
     def _of_the_dead(self) -> list[Reference]:
-        """References to own values whose holders have died."""
+        """Return the references to own values whose holders have died."""
         return [
             Reference(self.me, rref, fork)
             for rref, forks in self.forks.items()
@@ -251,15 +254,15 @@ class Ledger:
             self._end_sweep()
 
     def _answer(self) -> None:
-        """Answer the sweeps of owners who know all that this worker has from the dead, or gave to them.
+        """Answer the sweeps whose owners know all references that this worker got from dead workers or gave them.
 
-        That becomes no more while it waits, unless more workers die: it takes in nothing from the dead.
+        While a sweep waits there are no new such references unless more workers die: `take_in` refuses the dead.
         """
-        if self.owed:
+        if self.unanswered:
             unknown = {h.ref.owner for h in self.held.values() if not h.known and h.parent in self.dead}
             unknown |= {child.ref.owner for child in self.children.values() if child.to in self.dead}
-            for owner in self.owed.keys() - unknown:
-                self._send(owner, SWEPT, None, self.owed.pop(owner))
+            for owner in self.unanswered.keys() - unknown:
+                self._send(owner, SWEPT, None, self.unanswered.pop(owner))
 
     def _swept(self, sender: int, number: int) -> None:
         if number == self.sweep and sender in self.awaited:

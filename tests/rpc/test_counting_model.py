@@ -37,7 +37,7 @@ def copied(ledger: Ledger) -> Ledger:
         children=dict(ledger.children),
         dead=set(ledger.dead),
         awaited=set(ledger.awaited),
-        owed=dict(ledger.owed),
+        unanswered=dict(ledger.unanswered),
         outbox=[],
         freed=[],
     )
@@ -50,7 +50,7 @@ def frozen(ledger: Ledger) -> Any:
         frozenset((c.ref, c.parent, c.to) for c in ledger.children.values()),
         frozenset(ledger.dead),
         frozenset(ledger.awaited),
-        frozenset(ledger.owed.items()),
+        frozenset(ledger.unanswered.items()),
         (ledger.sweep, ledger.ids),
     )
 
@@ -118,7 +118,7 @@ class Model:
             assert self.rref in state.ledgers[0].forks, f"freed while it is held: {state}"
         if not (held or state.letters or state.unseen):
             for rank, ledger in enumerate(state.ledgers):
-                left = ledger.forks or ledger.held or ledger.children or ledger.owed or ledger.awaited
+                left = ledger.forks or ledger.held or ledger.children or ledger.unanswered or ledger.awaited
                 assert rank in state.gone or not left, f"never freed: {state}"
 
     def steps(self, state: State) -> Iterator[State]:
@@ -273,7 +273,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "for ref in self._of_the_dead():", "for ref in ():", "a user dies", "never freed"
     ),
     "answers sweeps at once": (
-        "self.owed.keys() - unknown:", "list(self.owed):", "who passed it on dies", "freed while"
+        "self.unanswered.keys() - unknown:", "list(self.unanswered):", "who passed it on dies", "freed while"
     ),
     "takes in from the dead": ("if parent in self.dead:", "if False:", "who passed it on dies", "freed while"),
     "forgets what it gave to the dead": (
@@ -290,7 +290,7 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "takes an answer to an older sweep": ("if number == self.sweep and", "if", "two die", "freed while"),
     "answers the sweep that came last": (
-        "max(number, self.owed.get(sender, 0))", "number", "two die", "never freed"
+        "max(number, self.unanswered.get(sender, 0))", "number", "two die", "never freed"
     ),
 }  # fmt: skip
 
