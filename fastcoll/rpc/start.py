@@ -1,10 +1,8 @@
 """`init_rpc` and `shutdown`: how a process becomes a worker, and how it leaves.
 
-Start. Where there is a default group of the same size, its ranks meet in its store, else they find one another as for
-`init_process_group`. They exchange names, and where they listen (rendezvous/listener.py): the job's secret opens every
-connection. They dial one another when they first call.
-
-The end is in termination.py.
+If there is a default group of the same size, its ranks meet in its store; else they meet as for `init_process_group`.
+They exchange their names and the addresses at which they listen (rendezvous/listener.py); the job's secret opens
+every connection. A worker dials another one on its first call. termination.py has the end.
 """
 
 from __future__ import annotations
@@ -52,26 +50,26 @@ from .termination import Termination
 from .worker_info import WorkerInfo
 
 _DEFAULT_SECONDS = 60.0  # of torch
-_LISTEN_SECONDS = 2.0  # a worker at whose address nobody listens for so long is gone
-_DIALED_SECONDS = 2.0  # for a connection that another worker takes for made, while this one leaves
+_LISTEN_SECONDS = 2.0  # a worker whose address refuses connections for so long is gone
+_DIALED_SECONDS = 2.0  # to finish connections that other workers have opened while this one leaves
 _EXIT_SECONDS = 10.0
 
 
 class BackendType(Enum):
-    """torch's RPC backends, of which there is one; the choice has no effect here."""
+    """torch's only RPC backend; the choice has no effect here."""
 
     TENSORPIPE = "TENSORPIPE"
 
 
 @dataclass
 class RpcBackendOptions:
-    """What `init_rpc` may be told.
+    """Options of `init_rpc`.
 
     Attributes:
-        num_worker_threads: so many threads are kept for calls from others; more are made while those are all in calls.
-        rpc_timeout: seconds that a call may take where it says nothing else; 0: without limit.
-        init_method: where the workers meet; as for `init_process_group`.
-        device_maps, devices: must be empty: tensors travel through the memory of the hosts.
+        num_worker_threads: threads that are kept for calls of others; more are started while all of them are busy.
+        rpc_timeout: default timeout of calls in seconds; 0: without limit.
+        init_method: where the workers meet, as for `init_process_group`.
+        device_maps, devices: must be empty: tensors are sent through host memory.
     """
 
     num_worker_threads: int = 16
@@ -101,20 +99,20 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Become the worker `name`, which others can call. Blocks until all workers have joined.
+    """Become the worker `name`, which other workers can call. Blocks until all workers have joined.
 
     Args:
         name: this worker's name, unique among all workers.
         backend: None or BackendType.TENSORPIPE, without effect.
-        rank, world_size: this worker's id and how many there are; without them, those of the default group, or what
+        rank, world_size: this worker's id and the number of workers; default: those of the default group, or what
             `init_process_group` would find in the environment.
         rpc_backend_options: a RpcBackendOptions.
 
     Raises:
         UsageError: an argument is wrong, two workers have the same name or rank, or world sizes differ; or neither the
-            arguments nor the environment give the other workers.
+            arguments nor the environment name the other workers.
         ArgumentTypeError: an argument has a wrong type.
-        RendezvousError: the others did not come, or have another secret.
+        RendezvousError: the other workers did not join in time, or have another secret.
         PeerDiedError: a worker died before all had joined.
         UnavailableError: the job has no secret (FASTCOLL_INSECURE=1), so anyone could run code here.
 
@@ -148,14 +146,15 @@ def shutdown(graceful: bool = True, timeout: Timeout = None) -> None:
     """Stop being a worker.
 
     Args:
-        graceful: wait until all workers have called this and all calls are answered; else leave now: calls of and to
-            this worker that are under way raise AbortedError. Calls whose callers have given up are waited for as
-            well, for as long as a call may take by `init_rpc`.
+        graceful: wait until all workers have called this and all calls are answered, including calls that timed out at
+            their callers, for up to the timeout of `init_rpc`. False: leave now; calls of and to this worker that are
+            under way raise AbortedError.
         timeout: seconds or timedelta to wait for the others; None or 0: until all have called this.
 
     Raises:
-        PeerDiedError, AbortedError: a worker died, or left before; this one has left, too.
-        RpcTimeoutError: the others did not come in time, or calls did not end; it names them. This one has left.
+        PeerDiedError, AbortedError: a worker died or left early; this worker has left, too.
+        RpcTimeoutError: other workers did not call this in time, or calls did not end; the text names them. This worker
+            has left.
         NotInitializedError: `init_rpc` was not called.
     """
     agent = current_agent()
@@ -174,13 +173,13 @@ def shutdown(graceful: bool = True, timeout: Timeout = None) -> None:
 
 
 class _Found(NamedTuple):
-    """Who takes part, and in which store."""
+    """The workers, and the store in which they meet."""
 
     store: Store
     members: Sequence[Member]
     rank: int
     limit: float
-    lease: StoreLease | None  # to leave in the end, where rpc has met by itself
+    lease: StoreLease | None  # to leave in the end, if rpc has a store of its own
 
 
 class _Running:
@@ -195,7 +194,7 @@ class _Running:
         self._found, self._roster = found, roster
 
     def leave(self, exit_reason: str) -> None:
-        """Close everything, and say so to the others."""
+        """Close everything, and send the exit reason to the others."""
         if _Running.it is not self:
             return
         _Running.it = None
@@ -204,11 +203,11 @@ class _Running:
             if self._found.lease is not None:
                 steps.callback(forget, self._found.members)
                 steps.callback(self._found.lease.leave, _EXIT_SECONDS)
-            # Who has just dialed is told, too, how this one leaves (`Agent.take_over`).
+            # A worker that has just dialed gets the exit reason, too (`Agent.take_over`).
             steps.callback(self._roster.leave, _DIALED_SECONDS)
             steps.callback(self.references.close)
             steps.callback(set_current, None)
-            # First: what others still call must not find half of a worker here.
+            # First, so that late calls of others do not reach a half-closed worker.
             steps.callback(self.agent.close, exit_reason, AbortedError("rpc was shut down"))
 
 
@@ -230,7 +229,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         agent = Agent(workers, members, found.rank, dial, options.rpc_timeout, options.num_worker_threads)
         undo.callback(agent.close, "left", AbortedError("init_rpc failed"))
         undo.callback(set_current, None)
-        set_current(agent)  # before the first call, which may come at once, of who has joined already
+        set_current(agent)  # before the first call, which may arrive at once from a worker that has joined
         calls.serve(agent)
         references, termination = References(agent), Termination(agent)
         undo.callback(references.close)
@@ -251,7 +250,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
 
 
 def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> _Found:
-    """The other workers: the ranks of the default group, if it is as large, or those that are found by themselves."""
+    """Find the other workers: the ranks of the default group if it has the right size, else by a rendezvous."""
     if groups.initialized and options.init_method == "env://":
         job, lease = current_job(), current_job().lease
         if rank in (-1, lease.rank) and size in (-1, len(lease.members)):
@@ -260,8 +259,8 @@ def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> 
     limit = config.get("FASTCOLL_TIMEOUT")
     began = time.monotonic()
     if options.init_method == "env://":
-        said = detect(os.environ, *(None if each == -1 else each for each in (rank, size)))
-        if said.rank is None and said.world_size is None:
+        detected = detect(os.environ, *(None if each == -1 else each for each in (rank, size)))
+        if detected.rank is None and detected.world_size is None:
             raise UsageError(
                 "environment variable RANK expected, but not set, nor those of any launcher; pass rank and world_size, "
                 "or start with python -m fastcoll.launch"
@@ -286,7 +285,12 @@ def _check_names(names: Sequence[str], members: Sequence[Member]) -> None:
 
 
 def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo, until: float) -> Any:
-    """A connection to a worker; PeerDiedError: it is gone."""
+    """Connect to a worker.
+
+    Raises:
+        PeerDiedError: it is gone.
+        RpcTimeoutError: it was not reached until `until`.
+    """
     place, member = roster.places[to.id], members[to.id]
     dial = Dial(
         roster.endpoint,
@@ -315,7 +319,7 @@ def _leave_at_exit(error: BaseException | None) -> None:
 
 
 def _drop_inherited() -> None:
-    """In a child of fork, which is no worker."""
+    """Forget the agent in a child of fork, which is no worker."""
     running, _Running.it = _Running.it, None
     set_current(None)
     if running is not None:
