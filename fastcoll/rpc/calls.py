@@ -1,8 +1,9 @@
-"""Calls of users' functions: `rpc_sync` and `rpc_async`, how their functions are run, and how their errors come back.
+"""Calls of users' functions: `rpc_sync` and `rpc_async`, how functions are run, and how their errors return.
 
-`contexts`: what shall travel with calls of users' functions. Of each, `encode(to)` is asked on the caller, with the
-thread that calls; bytes travel, None does not. On the callee `enter(value, sender)` is entered around the unpickling of
-the arguments, the function, and the pickling of its result; on the caller around the unpickling of that.
+`contexts` holds values that are sent with calls of users' functions. On the caller, the calling thread runs
+`encode(to)`; the bytes that it returns are sent with the call, None is not. On the callee, `enter(value, sender)` is a
+context manager around the unpickling of the arguments, the function, and the pickling of its result; on the caller,
+around the unpickling of the result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..core.work import Timeout
 from ..errors import UsageError
 from .agent import Agent, current_agent
 from .functions import ASYNC
-from .futures import Future, imported
+from .futures import Future, as_future
 from .wire import contexts
 from .worker_info import Worker, WorkerInfo
 
@@ -39,23 +40,23 @@ def rpc_async(
 ) -> Future[Any]:
     """Call `func(*args, **kwargs)` on another worker (or this one) and return at once.
 
-    Arrays and tensors among the arguments must stay as they are until the future is done.
+    Arrays and tensors among the arguments must not change until the future is done.
 
     Args:
         to: a worker's name, its id (rank), or its WorkerInfo.
         func: a function that the other worker can import by its name.
-        args, kwargs: its arguments; anything that can be pickled.
-        timeout: seconds or timedelta until the future raises RpcTimeoutError; 0: without limit; None: that of
+        args, kwargs: the arguments; anything that can be pickled.
+        timeout: seconds or timedelta until the future raises RpcTimeoutError; 0: without limit; None: the default of
             `init_rpc`.
 
     Returns:
         A Future of the result.
 
     Raises:
-        UsageError: there is no such worker, or an argument that cannot be pickled.
+        UsageError: there is no such worker, or an argument cannot be pickled.
         NotInitializedError: `init_rpc` was not called, or `shutdown` was.
 
-    What the function raises, a lost worker (PeerDiedError), and a time that is up, is raised by the future.
+    The future raises what the function raises, PeerDiedError if the worker dies, and RpcTimeoutError.
     """
     return _call(to, func, args, kwargs, timeout, False)
 
@@ -87,11 +88,11 @@ def rpc_sync(
         to, func, args, kwargs, timeout: as for `rpc_async`.
 
     Raises:
-        RpcTimeoutError: the result did not come in time.
-        PeerDiedError: the worker's process ended.
-        AbortedError: the worker left, or this one did.
+        RpcTimeoutError: the result did not arrive in time.
+        PeerDiedError: the worker's process died.
+        AbortedError: that worker or this one left.
 
-    What the function raises is raised here, with the traceback of the other worker as its cause.
+    An exception of the function is raised here, with the traceback of the other worker as its cause.
 
     Example:
         >>> rpc.rpc_sync("worker1", operator.add, args=(np.ones(2), 1))
@@ -110,7 +111,7 @@ def get_rpc_timeout() -> float:
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and id of a worker; without a name, of this one.
+    """Return the name and id of a worker; without a name, of this worker.
 
     Raises:
         UsageError: there is no worker of that name.
@@ -121,16 +122,16 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def run_user_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a user's function here; its result, or the Future of it, of one marked by `async_execution`."""
+    """Call a user's function here; return its result, or a Future of it if `async_execution` marks the function."""
     try:
         result = func(*args, **kwargs)
     except Exception:
         if not (getattr(func, "__module__", None) or "").startswith(
             _PACKAGE
-        ):  # these raise errors meant for the caller
-            # As a text: a handler may keep the record, and a traceback keeps the arguments alive.
-            what = getattr(func, "__qualname__", func)
-            _log.error("%s raised an exception, which its caller gets:\n%s", what, traceback.format_exc())
+        ):  # the errors of this package's functions are meant for the caller
+            # As text: a log handler may keep the record, and a traceback would keep the arguments alive.
+            name = getattr(func, "__qualname__", func)
+            _log.error("%s raised an exception, which its caller gets:\n%s", name, traceback.format_exc())
         raise
     is_future = hasattr(result, "add_done_callback")
     if getattr(func, ASYNC, False):
@@ -139,7 +140,7 @@ def run_user_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, or one of "
                 f"rpc.Future; {func!r} returned {result!r:.80}"
             )
-        return imported(result)
+        return as_future(result)
     if is_future:
         raise UsageError(
             f"Can not pickle torch.futures.Future or a Future of rpc, which {func!r} returns; mark it by "

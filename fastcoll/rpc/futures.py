@@ -87,25 +87,25 @@ def all_done(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
 
 def _collected(futures: Sequence[Future[Any]], ends_early: bool) -> Future[list[Future[Any]]]:
     listed: list[Future[Any]] = list(futures)
-    whole: Future[list[Future[Any]]] = Future()
+    combined: Future[list[Future[Any]]] = Future()
     left = [None] * len(listed)  # each that is done pops one; popping is atomic
 
     def count(done: Future[Any]) -> None:
         left.pop()
         if ends_early and (error := done.exception()) is not None:
-            whole.complete(None, error)
+            combined.complete(None, error)
         elif not left:
-            whole.complete(listed, None)
+            combined.complete(listed, None)
 
     if not listed:
-        whole.complete(listed, None)
+        combined.complete(listed, None)
     for future in listed:
         future.add_done_callback(count)
-    return whole
+    return combined
 
 
-def imported(future: Any) -> Future[Any]:
-    """A future, or one of torch's, as one of ours."""
+def as_future(future: Any) -> Future[Any]:
+    """Return a future of rpc that ends like `future`, which may be one of torch."""
     if isinstance(future, Future):
         return future
     ours: Future[Any] = Future()
