@@ -1,8 +1,8 @@
-"""References: the values that a worker owns and the references that it has, with the calls that make and fetch them.
+"""References: the values that a worker owns, the references that it holds, and the calls that make and fetch values.
 
-counting.py counts. Its ledger is under a lock here, and one thread sends what it wants to be told, so that no thread
-that reads a connection waits until it can send. An RRef's `__del__` may run on any thread at any time, also on one that
-has the lock: all that it does is to put the reference into a SimpleQueue, whose `put` may interrupt itself.
+counting.py has the protocol. A lock guards its ledger here, and one thread sends the ledger's messages, so that no
+thread that reads a connection blocks in a send. An RRef's `__del__` may run on any thread at any time, also on a
+thread that holds the lock. So it only puts the reference into a SimpleQueue, whose `put` is reentrant.
 """
 
 from __future__ import annotations
@@ -34,29 +34,35 @@ from .worker_info import WorkerInfo
 
 T = TypeVar("T")
 _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
-_MOMENT_SECONDS = 0.004  # waking a thread for the end of each RRef takes as long as a call
-_SETTLE_SECONDS = 30.0  # in which `shutdown` waits for the others' last messages
+_MOMENT_SECONDS = (
+    0.004  # to collect messages: waking a thread for the end of each RRef takes as long as a call
+)
+_SETTLE_SECONDS = 30.0  # that `shutdown` waits for the last messages of other workers
 _log = logging.getLogger("fastcoll")
 
 
 class References:
-    """Those of this worker, from `init_rpc` until `shutdown`."""
+    """The values and references of this worker, from `init_rpc` until `shutdown`."""
 
     current: References | None = None
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.is_closed = False
-        self.todo: SimpleQueue[Any] = SimpleQueue()  # what ended; (to, kind, payload) to be told; None: stop
+        self.todo: SimpleQueue[Any] = (
+            SimpleQueue()
+        )  # destroyed references; (to, kind, payload) to send; None: stop
         self._me = agent.me.id
         self._ledger = Ledger(self._me, {worker.id for worker in agent.workers} - {self._me})
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         self._values: dict[Id, Future[Any]] = {}
-        self._expected: dict[Id, Future[Any]] = {}  # asked for before the call came that makes them
+        self._expected: dict[
+            Id, Future[Any]
+        ] = {}  # values that were asked for before the call that makes them arrived
         self._gone: dict[int, FastcollError] = {}
         self._thread = threading.Thread(target=self._run, name="fastcoll-rpc-references", daemon=True)
-        agent.on(_COUNTING, lambda sender, messages: self._step(self._told, sender.id, messages))
+        agent.on(_COUNTING, lambda sender, messages: self._step(self._handle, sender.id, messages))
         agent.on(_REMOTE, self._make, with_contexts=True)
         agent.on(_FETCH, lambda _, rref: self.value_of(rref), with_contexts=True)
         agent.on(_FAILED, self._not_made)
@@ -76,17 +82,20 @@ class References:
         values, self._values, self._expected = [self._values, self._expected], {}, {}
         del values
 
-    # ---- what this worker's RRefs do -------------------------------------------------------------------------------
+    # ---- RRefs of this worker --------------------------------------------------------------------------------------
 
     def own(self, value: Any) -> Reference:
-        """A reference to a value that is here."""
+        """Return a reference to a value, of which this worker becomes the owner."""
         ref = self._step(self._ledger.make, self._me)
         future = self._values[ref.rref] = Future[Any]()
         future.set_result(value)
         return ref
 
     def make(self, to: WorkerInfo, call: tuple[Any, ...], timeout: Timeout) -> tuple[Reference, Future[None]]:
-        """A reference to what a call (function, arguments, keyword arguments) returns on a worker, and its end."""
+        """Call a function (with arguments and keyword arguments) on a worker, which keeps the result.
+
+        Returns a reference to the result, and the future of the call.
+        """
         ref = self._step(self._ledger.make, to.id)
         try:
             made = self.agent.call(to, _REMOTE, (*call, tuple(ref)), timeout)
@@ -97,7 +106,7 @@ class References:
         return ref, made
 
     def fetch(self, ref: Reference, timeout: Timeout) -> Any:
-        """A copy of a value; the value itself, if it is here."""
+        """Return a copy of a value; the value itself, if this worker owns it."""
         if ref.owner == self._me:
             return self.value_of(ref.rref).wait(timeout or None)
         return self.agent.call(
@@ -105,7 +114,7 @@ class References:
         ).wait()
 
     def value_of(self, rref: Id) -> Future[Any]:
-        """A value that is here, or will be when the call has come that makes it."""
+        """Return the future of a value that this worker owns, or will own when the call that makes it arrives."""
         with self._lock:
             found = self._values.get(rref) or self._expected.get(rref)
             if found is not None:
@@ -120,16 +129,16 @@ class References:
             return found
 
     def confirm(self, ref: Reference) -> None:
-        """The owner has shown that it knows the reference."""
+        """Note that the owner knows a reference, as its answer implies."""
         self._step(self._ledger.handle, ref.owner, CountingMessage(CONFIRMED, ref))
 
     def is_known(self, ref: Reference) -> bool:
-        """Whether the owner knows the reference."""
+        """Return whether the owner knows a reference."""
         held = self._ledger.held.get(ref.fork)
         return ref.owner == self._me or (held is not None and held.known)
 
     def pass_on(self, ref: Reference, to: WorkerInfo) -> Reference:
-        """The reference that goes to another worker in a message; `take_back`, if that cannot be sent."""
+        """Return a child of a reference, to be sent to another worker. If it cannot be sent, call `take_back`."""
         return self._step(self._pass_on, ref, to.id)
 
     def _pass_on(self, ref: Reference, to: int) -> Reference:
@@ -141,15 +150,15 @@ class References:
         self._step(self._ledger.take_back, ref)
 
     def take_in(self, ref: Reference, sender: WorkerInfo) -> None:
-        """A reference has come in a message."""
+        """Add a reference that arrived in a message."""
         if not self._step(self._ledger.take_in, ref, sender.id):
             raise anew(self._gone.get(sender.id) or PeerDiedError(f"worker {sender} died", [sender.id]))
 
-    # ---- values that are made here for others ------------------------------------------------------------------------
+    # ---- values that this worker makes for others --------------------------------------------------------------------
 
     def _make(self, caller: WorkerInfo, payload: tuple[Any, ...]) -> Future[None] | None:
         func, args, kwargs, ref = *payload[:3], Reference(*payload[3])
-        value = self._begun(caller, ref)
+        value = self._begin(caller, ref)
         try:
             result = run_user_function(func, args, kwargs)
         except BaseException as error:
@@ -166,18 +175,18 @@ class References:
 
         return result.then(end)
 
-    def _begun(self, caller: WorkerInfo, ref: Reference) -> Future[Any]:
-        """The future of a value, now that the call has come that makes it."""
+    def _begin(self, caller: WorkerInfo, ref: Reference) -> Future[Any]:
+        """Return the future of a value whose call has arrived."""
         if caller.id != self._me:
             self._step(self._ledger.handle, caller.id, CountingMessage(FORK, ref, caller.id))
         with self._lock:
             value = self._expected.pop(ref.rref, None) or Future()
-            if ref.rref in self._ledger.forks:  # else it is released already
+            if ref.rref in self._ledger.forks:  # else all references were released already
                 self._values[ref.rref] = value
         return value
 
     def _was_made(self, ref: Reference, made: Future[None]) -> None:
-        """The call is over. If its arguments could not be unpickled, say so to the owner: others may wait there."""
+        """After the call: if the owner could not unpickle it, send it the error, because others may wait there."""
         error = made.exception()
         if error is not None and not isinstance(error, (RpcTimeoutError, GroupError)):
             self.todo.put((ref.owner, _FAILED, (tuple(ref), exceptions.pickled_error(error), str(error))))
@@ -185,12 +194,12 @@ class References:
     def _not_made(self, caller: WorkerInfo, payload: tuple[Any, ...]) -> None:
         ref, pickled, text = Reference(*payload[0]), *payload[1:]
         error = (exceptions.loaded_error(pickled) if pickled else None) or UsageError(text)
-        self.agent.readers.run(partial(self._begun(caller, ref).complete, None, error))
+        self.agent.readers.run(partial(self._begin(caller, ref).complete, None, error))
 
-    # ---- what follows ------------------------------------------------------------------------------------------------
+    # ---- steps of the ledger -----------------------------------------------------------------------------------------
 
     def _step(self, do: Callable[..., T], *args: Any) -> T:
-        """Call a method of the ledger, and see to what follows from it."""
+        """Call a method of the ledger, queue its messages, and drop the values that it has freed."""
         with self._lock:
             result = do(*args)
             while self._ledger.outbox:
@@ -202,11 +211,11 @@ class References:
                 freed += [self._values.pop(rref, None), self._expected.pop(rref, None)]
             if self.is_closed:
                 self._settled.notify_all()
-        if freed:  # values may do anything when they end: not under the lock, and on a thread that may block
+        if freed:  # a value's destructor may do anything: run it without the lock, on a thread that may block
             self.agent.readers.run(freed.clear)
         return result
 
-    def _told(self, sender: int, messages: Sequence[Any]) -> None:
+    def _handle(self, sender: int, messages: Sequence[Any]) -> None:
         for kind, ref, number, dead in messages:
             self._ledger.handle(sender, CountingMessage(kind, ref and Reference(*ref), number, dead))
 
@@ -220,15 +229,15 @@ class References:
             elif item[1] == _COUNTING:
                 counting.setdefault(item[0], []).append(item[2])
             else:
-                self._tell(*item)
+                self._notify(*item)
             if self.todo.empty():
                 for to, messages in counting.items():
-                    self._tell(to, _COUNTING, messages)
+                    self._notify(to, _COUNTING, messages)
                 counting.clear()
                 time.sleep(_MOMENT_SECONDS)
             item = self.todo.get()
 
-    def _tell(self, to: int, kind: int, payload: Any) -> None:
+    def _notify(self, to: int, kind: int, payload: Any) -> None:
         try:
             self.agent.connect(
                 self.agent.workers[to]
@@ -246,7 +255,7 @@ class References:
             self.agent.readers.run(partial(value.complete, None, _never_made(error, worker)))
 
     def _wind_up(self, until: float) -> None:
-        """In `shutdown`: all RRefs end, also those that programs still have."""
+        """End all RRefs in `shutdown`, including those that the program still refers to."""
         limit = min(_SETTLE_SECONDS, max(until - time.monotonic(), 0.0))
         with self._lock:
             self.is_closed = True
@@ -255,9 +264,10 @@ class References:
             if not self._settled.wait_for(self._ledger.is_settled, limit):
                 left = len(self._ledger.forks), len(self._ledger.held), limit
                 _log.warning(
-                    "shutdown: %d values and %d RRefs are left that others did not end in %g s", *left
+                    "shutdown: %d values and %d RRefs are left that other workers did not release in %g s",
+                    *left,
                 )
 
 
 def _never_made(error: FastcollError, maker: int) -> FastcollError:
-    return PeerDiedError(f"{error}, before its call came that makes the RRef's value", [maker])
+    return PeerDiedError(f"{error}, before its call that makes the RRef's value arrived", [maker])

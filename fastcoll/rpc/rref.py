@@ -1,4 +1,4 @@
-"""RRef: a reference to a value that stays with the worker that made it; `remote`, which makes a value elsewhere."""
+"""RRef: a reference to a value that stays on its owner; `remote`, which makes a value on another worker."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def _references() -> References:
 
 
 class RRef(Generic[T]):
-    """A reference to a value on this or another worker: its owner, who keeps it as long as there are RRefs to it.
+    """A reference to a value on this or another worker, the owner, which keeps the value while there are RRefs to it.
 
-    An RRef travels as an argument or result of a call, also inside of containers; the worker where it arrives has an
-    RRef of its own. `RRef(value)` makes this worker the owner of a value, `remote` another one.
+    An RRef can be an argument or result of a call, also inside containers; the receiver gets an RRef of its own.
+    `RRef(value)` makes this worker the owner of a value, `remote` makes another worker the owner.
 
     Args:
-        value: what it refers to.
-        type_hint: of no effect.
+        value: the value.
+        type_hint: without effect.
 
     Example:
         >>> counter = rpc.remote("worker1", Counter, args=(5,))
@@ -46,8 +46,8 @@ class RRef(Generic[T]):
     """
 
     __slots__ = ("__weakref__", "_made", "_methods", "_ref", "_references")
-    _made: Future[None] | None  # the call that makes the value, if this RRef comes from `remote`
-    _methods: tuple[str, ...]  # methods that the value is known to have
+    _made: Future[None] | None  # the call that makes the value, if `remote` made this RRef
+    _methods: tuple[str, ...]  # methods that the value has; others are unknown
     _ref: Reference
     _references: References
 
@@ -61,34 +61,34 @@ class RRef(Generic[T]):
         return self
 
     def to_here(self, timeout: Timeout = None) -> T:
-        """A copy of the value; on its owner, the value itself. Waits until the value is there.
+        """Return a copy of the value; on its owner, the value itself. Waits until the value exists.
 
         Args:
-            timeout: seconds or timedelta; 0: without limit; None: that of `init_rpc`, and on the owner no limit.
+            timeout: seconds or timedelta; 0: without limit; None: the default of `init_rpc`, and no limit on the owner.
 
         Raises:
-            RpcTimeoutError: it did not come in time, or the call of `remote` took longer than its timeout.
+            RpcTimeoutError: the value did not arrive in time, or the call of `remote` timed out.
             PeerDiedError: the owner died.
             NotInitializedError: rpc was shut down, and all RRefs ended with it.
 
-        What the function that makes the value raised, is raised here.
+        If the function that makes the value raised an exception, it is raised here.
         """
         self._check("to_here")
         value: T = self._references.fetch(self._ref, timeout)
         if (
             not self.confirmed_by_owner() and self._made is not None
-        ):  # the message that says so is behind the value
+        ):  # the owner's CONFIRMED arrives after the value
             self._references.confirm(self._ref)
         return value
 
     def local_value(self) -> T:
-        """The value itself, on its owner. Waits until the value is there.
+        """Return the value itself, on its owner. Waits until the value exists.
 
         Raises:
             UsageError: this worker is not the owner.
             NotInitializedError: rpc was shut down.
 
-        What the function that makes the value raised, is raised here.
+        If the function that makes the value raised an exception, it is raised here.
         """
         self._check("local_value")
         if not self.is_owner():
@@ -99,23 +99,23 @@ class RRef(Generic[T]):
         return value
 
     def owner(self) -> WorkerInfo:
-        """The worker that has the value."""
+        """Return the worker that has the value."""
         return self._references.agent.workers[self._ref.owner]
 
     def owner_name(self) -> str:
-        """The name of the worker that has the value."""
+        """Return the name of the worker that has the value."""
         return self.owner().name
 
     def is_owner(self) -> bool:
-        """Whether this worker has the value."""
+        """Return whether this worker has the value."""
         return self._references.agent.me.id == self._ref.owner
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows this RRef. One made by `remote` is known when its arguments have come."""
+        """Return whether the owner counts this RRef. An RRef of `remote` is counted once the call has arrived there."""
         return self._references.is_known(self._ref)
 
     def rpc_sync(self, timeout: Timeout = None) -> Any:
-        """An object whose methods are those of the value, called by `rpc_sync` on its owner.
+        """Return an object whose methods call those of the value by `rpc_sync` on the owner.
 
         Example:
             >>> rref.rpc_sync().view(2, 2)
@@ -123,25 +123,25 @@ class RRef(Generic[T]):
         return _Proxy(self, rpc_sync, timeout)
 
     def rpc_async(self, timeout: Timeout = None) -> Any:
-        """An object whose methods are those of the value, called by `rpc_async` on its owner; they return Futures."""
+        """Return an object whose methods call those of the value by `rpc_async` on the owner, and return Futures."""
         return _Proxy(self, rpc_async, timeout)
 
     def remote(self, timeout: Timeout = None) -> Any:
-        """An object whose methods are those of the value, called by `remote` on its owner; they return RRefs."""
+        """Return an object whose methods call those of the value by `remote` on the owner, and return RRefs."""
         return _Proxy(self, remote, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Go backward from the value, a tensor of one element, on its owner; returns when the gradients are there.
+        """Run a backward pass from the value, a tensor of one element, on its owner; return when it has finished.
 
         Args:
-            dist_autograd_ctx_id: of the context of `rpc.autograd` that gets the gradients, on all workers; -1: the
-                owner's leaves get them in `.grad`, where the graph is all on this worker.
+            dist_autograd_ctx_id: the context of `rpc.autograd` that collects the gradients on all workers; -1: the
+                owner's leaves get them in `.grad`, if the graph is on this worker alone.
             retain_graph: keep the graph for another backward pass.
 
         Raises:
-            UsageError: -1 on another worker than the owner, no such context, or the value is no such tensor.
+            UsageError: -1 on a worker that is not the owner, no such context, or the value is no such tensor.
 
-        And all that `rpc.autograd.backward` raises.
+        Also raises what `rpc.autograd.backward` raises.
 
         Example:
             >>> with rpc.autograd.context() as context_id:
@@ -164,7 +164,7 @@ class RRef(Generic[T]):
         if self._made is not None and self._made.done() and (error := self._made.exception()):
             if isinstance(error, RpcTimeoutError):
                 raise RpcTimeoutError(
-                    f"{doing}() of {self}: remote() timed out, and its value may never be there"
+                    f"{doing}() of {self}: remote() timed out, and its value may never exist"
                 )
             raise anew(error)
 
@@ -183,30 +183,30 @@ class RRef(Generic[T]):
 
 
 def _reduce(rref: RRef[Any], to: WorkerInfo) -> tuple[Any, ...]:
-    return _arrived, tuple(rref._references.pass_on(rref._ref, to))
+    return _rebuild, tuple(rref._references.pass_on(rref._ref, to))
 
 
-def _arrived(owner: int, rref: Id, fork: Id) -> RRef[Any]:
+def _rebuild(owner: int, rref: Id, fork: Id) -> RRef[Any]:
     references, ref = References.current, Reference(owner, rref, fork)
     if references is None:
-        raise NotInitializedError("an RRef has come, but rpc was shut down")
+        raise NotInitializedError("an RRef has arrived, but rpc was shut down")
     references.take_in(ref, wire.sender())
     return RRef.__new__(RRef)._bind(references, ref)
 
 
-def _stays(reduced: tuple[Any, ...]) -> None:
+def _take_back(reduced: tuple[Any, ...]) -> None:
     if References.current is not None:
         References.current.take_back(Reference(*reduced[1]))
 
 
-wire.reduce_type(RRef, _reduce, _stays)
+wire.reduce_type(RRef, _reduce, _take_back)
 
 
 class _Proxy:
-    """The methods of an RRef's value, called on its owner.
+    """Calls the methods of an RRef's value on its owner.
 
-    The first `rpc_async` or `remote` call of a method asks the owner, and waits, whether the value has the method. So
-    the call itself raises AttributeError, as in torch.
+    Before the first `rpc_async` or `remote` call of a method, the caller asks the owner whether the value has the
+    method, and waits for the answer. So the call itself raises AttributeError, as in torch.
     """
 
     def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: Timeout) -> None:
@@ -225,7 +225,7 @@ class _Proxy:
 
 
 def find_method(rref: RRef[Any], name: str) -> None:
-    """Check that the value of an RRef owned here has an attribute; AttributeError: it has none."""
+    """Raise AttributeError unless the value of an RRef owned here has an attribute."""
     getattr(rref.local_value(), name)
 
 
@@ -241,7 +241,7 @@ def call_method(rref: RRef[Any], name: str, args: Sequence[Any], kwargs: Mapping
 
 
 def backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """Go backward from the value of an RRef, on its owner."""
+    """Run a backward pass from the value of an RRef, on its owner."""
     value = rref.local_value()
     if not hasattr(value, "backward"):
         raise UsageError(
@@ -262,23 +262,23 @@ def remote(
 ) -> RRef[T]:
     """Call `func(*args, **kwargs)` on another worker (or this one), which keeps the result, and return an RRef to it.
 
-    Returns at once. Arrays and tensors among the arguments must stay as they are until `confirmed_by_owner()`.
+    Returns at once. Arrays and tensors among the arguments must not change until `confirmed_by_owner()`.
 
     Args:
         to: a worker's name, its id (rank), or its WorkerInfo.
         func: a function, or a class, that the other worker can import by its name.
-        args, kwargs: its arguments; anything that can be pickled.
+        args, kwargs: the arguments; anything that can be pickled.
         timeout: seconds or timedelta that the call may take; after that `to_here` of this RRef raises RpcTimeoutError;
-            0: without limit; None: that of `init_rpc`.
+            0: without limit; None: the default of `init_rpc`.
 
     Returns:
         An RRef to the result.
 
     Raises:
-        UsageError: there is no such worker, or an argument that cannot be pickled.
+        UsageError: there is no such worker, or an argument cannot be pickled.
         NotInitializedError: `init_rpc` was not called, or `shutdown` was.
 
-    What the function raises is raised by `to_here` and `local_value` of all RRefs to its result.
+    An exception of the function is raised by `to_here` and `local_value` of all RRefs to its result.
 
     Example:
         >>> rpc.remote("worker1", operator.add, args=(np.ones(2), 1)).to_here()

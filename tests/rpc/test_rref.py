@@ -344,8 +344,8 @@ def test_rrefs_that_end_within_a_moment_are_told_together(rank: int, monkeypatch
                 each.to_here()
             assert References.current is not None
             agent, told = References.current.agent, list[Any]()
-            tell = agent.tell
-            monkeypatch.setattr(agent, "tell", lambda *args: (told.append(args), tell(*args)))
+            notify = agent.notify
+            monkeypatch.setattr(agent, "notify", lambda *args: (told.append(args), notify(*args)))
             monkeypatch.setattr(references, "time", SimpleNamespace(monotonic=time.monotonic, sleep=moment))
             del each, rrefs[0]
             assert waits.wait(LIMIT)
@@ -573,7 +573,7 @@ def test_who_waits_for_a_value_whose_maker_dies_before_its_call_came_is_told(ran
         here._died(5, PeerDiedError("worker w5 died", [5]))
         for value in (lost, here.value_of((5, 2))):
             with pytest.raises(
-                PeerDiedError, match="w5 died, before its call came that makes the RRef's value"
+                PeerDiedError, match="w5 died, before its call that makes the RRef's value arrived"
             ):
                 value.wait(LIMIT)
         assert not awaited.done()
