@@ -1,13 +1,14 @@
-"""Ring: shared memory through which large buffers go between two workers of a node, each way a ring of slots.
+"""Ring: shared memory for large buffers between two workers of a node: a ring of slots for each direction.
 
-The sender copies into a slot and counts it; the receiver copies out of it and counts that. So a word has one writer,
-and a slot is written only when it was read; x86 keeps the order. Both copy at the same time: 16 MiB there and back take
-1.2 ms, against 3.8 by process_vm_readv (two cores of an AMD EPYC of family 26). Slots of 256 KiB, eight of them, leave
-the data in the L3 (docs/architecture.md, "Where the data lies").
+The sender copies into a slot and increments the count of written slots; the receiver copies out of the slot and
+increments the count of read slots. Each count has one writer, and a slot is written again only after it was read; x86
+keeps the order of the stores. Both sides copy at the same time: 16 MiB in both directions take 1.2 ms, by
+process_vm_readv 3.8 ms (two cores of an AMD EPYC of family 26). Eight slots of 256 KiB keep the data in the L3
+(docs/architecture.md, "Where the data lies").
 
-The worker that dials makes the memory, a memfd of which nothing can be left, and names it; the other one opens it by
-the first one's /proc/PID/fd, which takes the same user and pid namespace, looks for the nonce there, and says if that
-went well.
+The worker that dials makes the memory, a memfd, of which nothing can be left over, and offers its descriptor and a
+nonce. The other worker opens it by /proc/PID/fd, which needs the same user and pid namespace, checks the nonce, and
+answers whether that succeeded.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 _SLOT, _SLOTS = 256 << 10, 8
-_WORDS = (
-    4096  # bytes in front: the nonce, and each way a count of slots written (at 64, 192) and read (128, 256)
-)
+# Bytes in front of the slots: the nonce, then for each direction the count of slots written (at byte 64, 192) and read
+# (at byte 128, 256).
+_WORDS = 4096
 _NBYTES = _WORDS + 2 * _SLOT * _SLOTS
 _SPIN_SECONDS, _LOOK_SECONDS = 100e-6, 0.05
 
 
 class Ring:
-    """Both directions, as one side has them."""
+    """Both directions, as one side sees them."""
 
     @classmethod
     def offer(cls) -> tuple[Ring, bytes]:
-        """A new one, and what the other side needs to `accept` it."""
+        """Return a new ring, and the offer by which the other side can `accept` it."""
         descriptor = os.memfd_create("fastcoll-rpc")
         os.ftruncate(descriptor, _NBYTES)
         nonce = secrets.token_bytes(16)
@@ -42,7 +43,11 @@ class Ring:
 
     @classmethod
     def accept(cls, pid: int, offer: bytes) -> Ring:
-        """That of process `pid`; OSError: it cannot be opened here."""
+        """Return the ring that process `pid` offers.
+
+        Raises:
+            OSError: it cannot be opened here.
+        """
         number, nonce = int.from_bytes(offer[:4], "little"), offer[4:]
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(descriptor).st_size != _NBYTES or os.pread(descriptor, 16, 0) != nonce:
@@ -59,11 +64,11 @@ class Ring:
             raise
         self._words = memoryview(memory)[:_WORDS].cast("Q")
         slots = [np.frombuffer(memory, np.uint8, _SLOT, _WORDS + slot * _SLOT) for slot in range(2 * _SLOTS)]
-        ways = ((8, 16, slots[:_SLOTS]), (24, 32, slots[_SLOTS:]))
-        self._out, self._in = ways if first else ways[::-1]
+        directions = ((8, 16, slots[:_SLOTS]), (24, 32, slots[_SLOTS:]))
+        self._out, self._in = directions if first else directions[::-1]
 
     def close(self) -> None:
-        """Unmap it, once no traceback has the frame of a `put` or `take` any more; only when nobody copies."""
+        """Unmap the memory as soon as no traceback refers to a frame of `put` or `take`. No thread may be copying."""
         self._out = self._in = (0, 0, [])
         self._words.release()
         if self._descriptor >= 0:
@@ -71,35 +76,35 @@ class Ring:
             self._descriptor = -1
 
     def put(self, buffer: memoryview) -> Iterator[None]:
-        """Give the other side a buffer; yields every 50 ms while it waits for room, to be given up or gone on with."""
+        """Send a buffer; yields every 50 ms while all slots are full, so that the caller may give up."""
         words, (written, read, slots) = self._words, self._out
         source = np.frombuffer(buffer, np.uint8)
         count = words[written]
         for at in range(0, source.size, _SLOT):
             if count - words[read] >= _SLOTS:
                 yield from _await(lambda count=count: count - words[read] < _SLOTS)  # type: ignore[misc]
-            piece = source[at : at + _SLOT]
-            np.copyto(slots[count % _SLOTS][: piece.size], piece)
+            block = source[at : at + _SLOT]
+            np.copyto(slots[count % _SLOTS][: block.size], block)
             count += 1
             words[written] = count
 
     def take(self, buffer: memoryview) -> Iterator[None]:
-        """Fill a buffer with what the other side puts; as `put`."""
+        """Fill a buffer with the data that the other side puts; yields every 50 ms while no slot is filled."""
         words, (written, read, slots) = self._words, self._in
         target = np.frombuffer(buffer, np.uint8)
         count = words[read]
         for at in range(0, target.size, _SLOT):
             if words[written] == count:
                 yield from _await(lambda count=count: words[written] != count)  # type: ignore[misc]
-            piece = target[at : at + _SLOT]
-            np.copyto(piece, slots[count % _SLOTS][: piece.size])
+            block = target[at : at + _SLOT]
+            np.copyto(block, slots[count % _SLOTS][: block.size])
             count += 1
             words[read] = count
 
 
-def _await(is_there: Callable[[], bool]) -> Iterator[None]:
+def _await(is_ready: Callable[[], bool]) -> Iterator[None]:
     started = looked = time.monotonic()
-    while not is_there():
+    while not is_ready():
         now = time.monotonic()
         if now - started > _SPIN_SECONDS:
             time.sleep(50e-6)
