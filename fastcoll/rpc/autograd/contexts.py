@@ -1,12 +1,14 @@
-"""Contexts: what the backward passes of one forward pass need, on each worker that took part.
+"""Contexts: each worker's record of a forward pass, for its backward passes.
 
-A context's id says who made it (the upper bits) and which of its contexts it is. The id travels with calls; a worker
-that meets it has a context of that id, too, until its maker leaves it or dies. The maker knows these workers, and tells
-them: those that it called, and those that were called by others, which announce themselves. A worker remembers which
-contexts are over, up to the oldest one that their maker still has, as a call of one may come late.
+A context's id has the worker that made it, its *maker*, in the upper bits, and a number. The id is sent with calls. A
+worker that receives a new id makes a context of that id, which lasts until the maker leaves the context or dies. The
+maker keeps a list of the workers that have the context, to tell them its end: it adds the workers that it calls, and a
+worker that another one called announces itself. A call of a finished context may arrive late, so each worker remembers
+the finished contexts of a maker: all before the maker's oldest open one, and single later ones.
 
-A context's *clock* is Lamport's: a tensor that leaves has its time, and who receives it has a later one. So of two
-tensors that left a worker, the earlier one cannot depend on what came back of the later one.
+A context's *clock* is Lamport's: a tensor that leaves carries the time, and its receiver's clock is set to that time at
+least; each departure increments the clock. So if two tensors left a worker, the earlier one cannot depend on anything
+that was computed elsewhere from the later one.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ _OWN_REFERENCES = 2  # of an object in one local variable, by sys.getrefcount
 
 
 def _is_exclusive(gradient: Any) -> bool:
-    """Whether nothing else in torch refers to a gradient or to its memory.
+    """Return whether nothing else in torch refers to a gradient or to its memory.
 
-    The same test as in torch's accumulation of gradients: it is no view, no broadcast, no part of larger memory.
+    This is the test of torch's accumulation of gradients: no view, no broadcast, no part of larger memory.
     """
     if gradient._use_count() > 1:
         return False
@@ -42,7 +44,7 @@ def _is_exclusive(gradient: Any) -> bool:
 
 
 def maker(id: int) -> int:
-    """The worker that has made a context, a pass or a message."""
+    """Return the worker that made a context, a pass or a message."""
     return id >> _SHIFT
 
 
@@ -51,50 +53,50 @@ class Context:
 
     def __init__(self, id: int) -> None:
         self.id = id
-        self.workers: set[int] = set()  # at its maker: who else has it
+        self.workers: set[int] = set()  # at its maker: the other workers that have it
         self.passes: dict[int, Pass] = {}
-        self.error: FastcollError | None = None  # it is over
+        self.error: FastcollError | None = None  # set when it is over
         self._lock = threading.Lock()
         self._clock = 0
         self._tokens: dict[int, Any] = {}
         self._gradients: dict[Any, Any] = {}
 
     def admit(self, worker: int) -> bool:
-        """Note that a worker is to have it; False: it is over."""
+        """Note that a worker has the context; return False if the context is over."""
         with self._lock:
             if self.error is None:
                 self.workers.add(worker)
             return self.error is None
 
     def begin(self, part: Pass) -> Pass:
-        """This worker's part of a pass: `part`, unless there is one already."""
+        """Add this worker's part of a pass; return `part`, or the part that was added before."""
         with self._lock:
             if self.error is not None:
                 raise self.error
             return self.passes.setdefault(part.id, part)
 
     def depart(self, tensor: Any, message: int) -> int:
-        """Record that a tensor leaves as `message`; its time."""
+        """Record that a tensor leaves as `message`; return the time."""
         with self._lock:
             self._clock += 1
             self._tokens[message] = departed(tensor, message, self._clock)
             return self._clock
 
     def arrive(self, data: Any, origin: Origin, time: int) -> Any:
-        """The tensor that came at a time of its sender."""
+        """Return a tensor that arrived, as part of the local graph. `time`: of its departure."""
         with self._lock:
             self._clock = max(self._clock, time)
         return arrived(data, origin)
 
     def tokens(self, messages: Iterable[int]) -> list[Any]:
-        """The roots that stand for tensors that left."""
+        """Return the tokens (edges.py) of tensors that left: roots of the local graph."""
         with self._lock:
             return [self._tokens[message] for message in messages]
 
     def accumulate(self, leaves: Sequence[Any], gradients: list[Any]) -> None:
-        """Add gradients to those of the leaves; removes them from the list.
+        """Add gradients to those of the leaves, and remove them from the list.
 
-        A gradient without other references is stored as it is, any other one is copied.
+        A gradient that nothing else refers to is stored as it is; any other gradient is copied.
         """
         with self._lock:
             for leaf in reversed(leaves):
@@ -113,7 +115,7 @@ class Context:
             return dict(self._gradients)
 
     def end(self, error: FastcollError) -> None:
-        """Fail the passes that are under way, and forget what is recorded."""
+        """Fail the passes that are under way, and drop the record."""
         with self._lock:
             self.error = error
             passes = list(self.passes.values())
@@ -131,10 +133,11 @@ class Contexts:
         self._contexts: dict[int, Context] = {}
         self._numbers = itertools.count(1)
         self._made = itertools.count(1)
-        self._over: dict[int, tuple[int, set[int]]] = {}  # of a maker: the oldest that it has, and later ones
+        # Of each maker: its oldest open context, and the contexts from there on that are over.
+        self._over: dict[int, tuple[int, set[int]]] = {}
 
     def new_id(self) -> int:
-        """Of a message or a pass: unique among all workers."""
+        """Return a new id of a message or a pass, unique among all workers."""
         return self._me << _SHIFT | next(self._numbers)
 
     def new(self) -> Context:
@@ -144,7 +147,11 @@ class Contexts:
             return context
 
     def get(self, id: int) -> Context:
-        """UsageError: there is none of that id."""
+        """Return the context of an id.
+
+        Raises:
+            UsageError: there is none.
+        """
         context = self._contexts.get(id)
         if context is None:
             raise UsageError(
@@ -153,7 +160,7 @@ class Contexts:
         return context
 
     def join(self, id: int) -> tuple[Context | None, bool]:
-        """The context that a call has brought, None where it is over; and whether it is new here."""
+        """Return the context whose id arrived with a call, None if it is over; and whether it is new here."""
         with self._lock:
             context = self._contexts.get(id)
             oldest, over = self._over.get(maker(id), (0, ()))
@@ -163,13 +170,13 @@ class Contexts:
             return context, True
 
     def oldest(self) -> int:
-        """The first context of this worker that is not over."""
+        """Return the oldest context that this worker made and that is not over."""
         with self._lock:
             mine = [id for id in self._contexts if maker(id) == self._me]
             return min(mine, default=self._me << _SHIFT)
 
     def end(self, id: int, oldest: int, error: FastcollError) -> Context | None:
-        """A context is over; those of its maker before `oldest` are, too. The context, if it was here."""
+        """Note that a context and those of its maker before `oldest` are over; return the context, if it was here."""
         with self._lock:
             context = self._contexts.pop(id, None)
             if maker(id) != self._me:
@@ -181,7 +188,7 @@ class Contexts:
         return context
 
     def died(self, worker: int, error: FastcollError) -> None:
-        """A worker is gone: its contexts are over, and its passes fail."""
+        """End the contexts and fail the passes that a dead worker has made."""
         with self._lock:
             theirs = [id for id in self._contexts if maker(id) == worker]
             gone = [self._contexts.pop(id) for id in theirs]

@@ -38,7 +38,7 @@ class Exchange(Protocol):
 
 
 class Origin(NamedTuple):
-    """Which message of which context brought a tensor, and from which worker."""
+    """The context and the message of a tensor that arrived, and the worker that sent it."""
 
     context: int
     message: int
@@ -60,7 +60,7 @@ class Departure(Function):  # type: ignore[misc]
 
 
 class ArrivalNode(Function):  # type: ignore[misc]
-    """The beginning of the local graph at a tensor that has come from another worker."""
+    """The beginning of the local graph at a tensor that arrived from another worker."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, came: list[Any], origin: Origin) -> Any:
@@ -76,7 +76,7 @@ class ArrivalNode(Function):  # type: ignore[misc]
 
 
 def departed(tensor: Any, message: int, number: int) -> Any:
-    """The token of a tensor that leaves."""
+    """Return the token of a tensor that leaves."""
     with torch.enable_grad():
         token = Departure.apply(tensor, message)
     token.grad_fn._set_sequence_nr(number)
@@ -84,13 +84,13 @@ def departed(tensor: Any, message: int, number: int) -> Any:
 
 
 def arrived(data: Any, origin: Origin) -> Any:
-    """A tensor that has come, as one of the local graph. It may be changed in place."""
+    """Return a tensor that arrived, as part of the local graph. It may be changed in place."""
     with torch.enable_grad():
         return ArrivalNode.apply(_anchor, [data], origin)
 
 
 def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origin]]:
-    """The leaves and arrivals that gradients reach from these nodes, but for those behind nodes seen before."""
+    """Return the leaves and arrivals that gradients reach from these nodes, except those behind nodes in `seen`."""
     leaves, origins, stack = [], [], [node for node in nodes if node not in seen]
     seen.update(stack)
     while stack:
@@ -113,9 +113,9 @@ def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origi
 
 
 def flow(running: Exchange, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
-    """Run the local graph backward from scalars, to the leaves and arrivals; the leaves' gradients, None for zero.
+    """Run the local graph backward from scalars to the leaves and arrivals; return the leaves' gradients, None for zero.
 
-    Nodes of GPUs run on this thread as well: on threads of their own they could make a node ready while this one
+    Nodes of GPUs run on this thread as well: on a thread of their own they could make a node ready while this thread
     blocks in a departure.
     """
     before, _thread.running = getattr(_thread, "running", None), running

@@ -1,17 +1,18 @@
-"""Backward passes: how gradients go from roots through the graphs of all workers to their leaves.
+"""Backward passes: how gradients flow from roots through the graphs of all workers to their leaves.
 
-The *initiator*, who has the roots, first discovers who takes part: each worker explores its graph below the tensors
-that left it, and says which arrivals of others that reaches, until nothing new is found. Then all run their part at
-once, each by one run of torch's engine, so that every node and hook runs once, on the whole gradient (edges.py). A
-departure waits for the one gradient of where its tensor went; an arrival sends one. When all parts are over, so is the
-pass.
+The *initiator*, which has the roots, first discovers the workers that take part: each worker explores its graph from
+the tensors that left it, and returns the arrivals that it reaches, until nothing new is found. Then all workers run
+their parts at the same time, each by one run of torch's engine, so that every node and hook runs once, on the complete
+gradient (edges.py). A departure waits for the gradient of its tensor; the arrival of that tensor sends it. The pass
+ends when all parts have ended.
 
-No deadlock: of all departures that wait, take the one whose tensor left at the latest time t. Its gradient is sent by
-an arrival, whose worker waits, too, in a departure of a time of t or before, and has run all its later departures, and
-every node that those alone reach. Among these is the arrival: what reaches it left after it had come, later than t.
+No deadlock. Suppose that all workers wait in departures, and take the departure whose tensor left at the latest time t.
+Its gradient is sent by an arrival on another worker. That worker waits in a departure of a time of at most t, so it has
+run all its departures after t, and every node that only those reach. The arrival is such a node: a tensor that depends
+on it left after it had arrived, so later than t. So the gradient was sent, which contradicts the wait.
 
-A worker that fails says so to the initiator, who makes all others fail (participant.py). That ends every wait, as the
-initiator's calls have a deadline, and its death is seen by all.
+A worker that fails reports that to the initiator, which makes all others fail (participant.py). That ends every wait,
+because the initiator's calls have a deadline, and all workers notice its death.
 """
 
 from __future__ import annotations
@@ -32,42 +33,44 @@ Deliver = Callable[[int, int, Any], Future[None]]
 
 
 class Recorded(Protocol):
-    """What this worker has recorded of a forward pass: its Context."""
+    """This worker's record of a forward pass: its Context."""
 
     id: int
 
     def tokens(self, messages: Iterable[int]) -> list[Any]:
-        """Return the roots that stand for the tensors that left as `messages`."""
+        """Return the tokens (edges.py) of the tensors that left as `messages`."""
 
     def accumulate(self, leaves: Sequence[Any], gradients: list[Any]) -> None:
-        """Add gradients to those of the leaves; removes them from the list."""
+        """Add gradients to those of the leaves, and remove them from the list."""
 
 
 class Pass:
     """This worker's part of a backward pass.
 
     Args:
-        deliver: sends a gradient to a worker, for the message by which the tensor has left it.
-        roots: where the gradient is one.
+        deliver: sends a gradient to a worker, for the message as which the tensor left it.
+        roots: tensors of one element, where the gradient is 1.
     """
 
     def __init__(self, context: Recorded, id: int, deliver: Deliver, roots: Sequence[Any] = ()) -> None:
         self.id = id
         self._context, self._deliver, self._roots = context, deliver, list(roots)
-        self._seen: set[Any] = set()  # keeps Python's objects of the nodes, which are what tells nodes apart
+        self._seen: set[Any] = (
+            set()
+        )  # keeps the nodes' Python objects alive, whose identity distinguishes nodes
         self._leaves: list[Any] = []
-        self._messages: list[int] = []  # of the tensors that left from here and take part
+        self._messages: list[int] = []  # of the tensors that left this worker and take part
         self._came: dict[int, Any] = {}
         self._sent: list[Future[None]] = []
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
     def begin(self) -> list[Origin]:
-        """The arrivals that the roots reach."""
+        """Return the arrivals that the roots reach."""
         return self._explore(self._roots)
 
     def discover(self, messages: Sequence[int]) -> list[Origin]:
-        """The arrivals that tensors reach that left from here, but for those that were reached before."""
+        """Return the arrivals that tensors which left this worker reach, except those that were reached before."""
         self._messages += messages
         return self._explore(self._context.tokens(messages))
 
@@ -92,19 +95,19 @@ class Pass:
         self._context.accumulate(self._leaves, averaged(self._leaves, gradients.pop()))
 
     def fail(self, error: BaseException) -> None:
-        """End what waits here."""
+        """Fail the departures that wait here."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def take(self, message: int, gradient: Any) -> None:
-        """The gradient of a tensor that left as `message` has come."""
+        """Take the gradient of the tensor that left as `message`."""
         with self._changed:
             self._came[message] = gradient
             self._changed.notify_all()
 
     def wait_for(self, message: int) -> Any:
-        """The gradient of a tensor that left; None: it is zero everywhere."""
+        """Wait for the gradient of the tensor that left as `message`, and return it; None: it is zero."""
         before_blocking()
         with self._changed:
             self._changed.wait_for(lambda: message in self._came or self._error is not None)
@@ -113,7 +116,7 @@ class Pass:
             return self._came.pop(message)
 
     def send(self, worker: int, message: int, gradient: Any) -> None:
-        """The gradient of a tensor that a worker sent by `message`."""
+        """Send the gradient of the tensor that a worker sent as `message`."""
         if self._error is not None:
             raise self._error
         self._sent.append(self._deliver(worker, message, gradient))
