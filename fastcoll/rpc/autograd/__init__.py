@@ -1,7 +1,7 @@
 """Gradients across workers, as torch.distributed.autograd: `import fastcoll.rpc.autograd`. Needs the extra `torch`.
 
-Inside of a `context`, tensors that go to other workers by rpc, or come from them, stay parts of one graph; `backward`
-goes through all of it, and the gradients are kept for the context, not in `.grad`.
+Inside a `context`, tensors that are sent by rpc remain parts of one graph. `backward` runs through it all, and stores
+the gradients for the context, not in `.grad`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["backward", "context", "get_gradients"]
 
 
 class context:
-    """A forward pass and the backward passes through it; `with` gives its id, for all workers.
+    """A forward pass and the backward passes through it; `with` returns its id, which is valid on all workers.
 
-    Tensors that need gradients and travel by rpc inside, as arguments or results, also in containers, arrive as parts
-    of the graph. Leaving it frees on all workers what was recorded, also by an exception.
+    Tensors that need gradients and are sent by rpc inside, as arguments or results, also in containers, arrive as parts
+    of the graph. Leaving the context, also by an exception, frees the record on all workers.
 
     Raises:
         UsageError: this thread is in a context.
@@ -56,19 +56,20 @@ class context:
 
 
 def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) -> None:
-    """Add the gradients of the sum of `roots` to those that the context has, on each worker those of its leaves.
+    """Add the gradients of the sum of `roots` to those of the context, on each worker for its own leaves.
 
     Args:
-        context_id: of the context in which the roots were computed.
+        context_id: the id of the context in which the roots were computed.
         roots: tensors of one element that need gradients.
         retain_graph: keep the graph for another backward pass.
 
     Raises:
-        UsageError: there is no such context here, or the roots are wrong; ArgumentTypeError: they have a wrong type.
+        UsageError: there is no such context here, or the roots are wrong.
+        ArgumentTypeError: an argument has a wrong type.
         PeerDiedError: a worker that takes part died.
-        RpcTimeoutError: a worker was not done within the time of `init_rpc`.
+        RpcTimeoutError: a worker did not finish within the timeout of `init_rpc`.
 
-    If a function of the graph raises on any worker, that error is raised here: a RuntimeError as it is, any other error
+    If a function of the graph raises on any worker, its error is raised here: a RuntimeError as it is, any other error
     as the cause of a RuntimeError. After a failure the context's gradients may be incomplete.
     """
     _check(context_id, roots)
@@ -78,10 +79,10 @@ def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) 
 
 
 def get_gradients(context_id: int) -> dict[Any, Any]:
-    """The gradients that a context has for leaves of this worker, by leaf.
+    """Return the gradients of a context for the leaves of this worker, by leaf.
 
     Raises:
-        UsageError: no such context here.
+        UsageError: there is no such context here.
     """
     return participant().contexts.get(context_id).gradients()
 

@@ -1,13 +1,13 @@
-"""The ends of this process's part of an autograd graph: where tensors left for other workers, and where they came in.
+"""The ends of this worker's part of an autograd graph: where tensors left for other workers, and where they arrived.
 
-A tensor that leaves is the input of a `Departure`, whose output, a *token*, nobody uses: it is a root of the local
-graph. A tensor that comes in is the output of an `Arrival`. In a backward pass torch's engine runs both like any other
-node: a departure blocks until the gradient has come from where the tensor went, an arrival sends its gradient to where
-the tensor came from (passes.py).
+A tensor that leaves is the input of a `Departure`. Its output, a *token*, is used by no other node: it is a root of the
+local graph. A tensor that arrives is the output of an `ArrivalNode`. In a backward pass torch's engine runs both like
+any other node: a departure blocks until the gradient arrives from the worker to which the tensor went; an arrival sends
+its gradient to the worker that the tensor came from (passes.py).
 
-Departures must run in the order of their numbers, the highest first, and each only when no other node can run. torch's
-engine takes the node with the highest sequence number among those that are ready: a departure's is its number in the
-context, and all other nodes' are above RESERVED.
+Departures must run in descending order of their numbers, and each only when no other node can run. Among the nodes that
+are ready, torch's engine runs the one with the highest sequence number. So a departure's sequence number is its number
+in the context, and those of all other nodes are above RESERVED.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origi
 
 
 def flow(running: Exchange, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
-    """Run the local graph backward from scalars to the leaves and arrivals; return the leaves' gradients, None for zero.
+    """Run the local graph backward from scalars; return the gradients of the leaves, None for zero.
 
     Nodes of GPUs run on this thread as well: on a thread of their own they could make a node ready while this thread
     blocks in a departure.

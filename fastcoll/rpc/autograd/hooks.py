@@ -1,7 +1,7 @@
-"""What DistributedDataParallel does to gradients, in a backward pass that keeps them out of `.grad`.
+"""Averages of DistributedDataParallel, in a backward pass that keeps gradients out of `.grad`.
 
-DDP's reducer runs behind torch's nodes that add a gradient to `.grad` (AccumulateGrad): there it finds the gradient and
-there it leaves the average over its group. So each leaf's gradient is added to an empty `.grad` for a moment.
+DDP's reducer runs after torch's nodes that add a gradient to `.grad` (AccumulateGrad): it reads the gradient from
+`.grad` and writes the average over its group there. So each leaf's gradient is added to an empty `.grad` for a moment.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any
 import torch
 
 of_grad = threading.Lock()
-"""Who has it uses `.grad` of leaves. It is kept while DDP waits for other ranks, and not while gradients travel."""
+"""Held by the thread that uses `.grad` of leaves, also while DDP waits for ranks, but not while gradients are sent."""
 
 
 def averaged(leaves: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """The gradients of leaves, None for zero, as DDP leaves them; 0.1 ms. Where torch has no group, there is no DDP."""
+    """Return the gradients of leaves, None for zero, after DDP has averaged them; without a group of torch, unchanged.
+
+    It takes 0.1 ms.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return list(gradients)
     with of_grad:
@@ -32,7 +35,7 @@ def averaged(leaves: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def _set_aside(leaves: Sequence[Any]) -> Iterator[None]:
-    """Leaves without `.grad`, and without the hooks of `register_hook`, which have run by then."""
+    """Remove the leaves' `.grad`, and the hooks of `register_hook`, which have run already; restore both afterwards."""
     grads = [leaf.grad for leaf in leaves]
     hooks = [dict(leaf._backward_hooks or {}) for leaf in leaves]
     try:
@@ -49,7 +52,7 @@ def _set_aside(leaves: Sequence[Any]) -> Iterator[None]:
 
 
 def _own(gradient: Any) -> Any:
-    """A gradient in memory of its own: under `gradient_as_bucket_view` it is a part of a bucket, to be used again."""
+    """Return a gradient in memory of its own: with `gradient_as_bucket_view` it is a view of a reused bucket."""
     if gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
         return gradient.clone()
     return gradient

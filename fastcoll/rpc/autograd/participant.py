@@ -1,7 +1,7 @@
-"""This worker in autograd: its contexts, the one of each thread, and the calls by which workers go backward together.
+"""This worker in autograd: its contexts, the current context of each thread, and the calls of a backward pass.
 
-The functions that workers call are at the end of this file. They travel by name, so a worker imports this, and takes
-part, when the first call comes in a context.
+The functions that workers call are at the end of this file. They are pickled by name, so a worker imports this file,
+and takes part, when it receives the first call in a context.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _thread = threading.local()
 
 
 def current() -> Context | None:
-    """The context in which this thread is."""
+    """Return the current context of this thread."""
     return getattr(_thread, "context", None)
 
 
 @contextmanager
 def entered(context: Context | None) -> Iterator[None]:
-    """Inside of a context, or of none."""
+    """Make `context`, or none, this thread's current context."""
     before, _thread.context = current(), context
     try:
         yield
@@ -48,7 +48,7 @@ def entered(context: Context | None) -> Iterator[None]:
 
 
 class Participant:
-    """This worker, as long as its agent lives."""
+    """This worker's part in autograd, as long as its agent lives."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent, self.me = agent, agent.me.id
@@ -56,12 +56,12 @@ class Participant:
         agent.on_death(self.contexts.died)
 
     def call(self, worker: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have a worker call one of the functions below, outside of any context."""
+        """Call one of the functions below on a worker, outside any context."""
         with entered(None):
             return self.agent.call(worker, USER_CALL, (function, args, {}))
 
     def join(self, id: int, sender: int) -> Context | None:
-        """The context that a call has brought; None: it is over."""
+        """Return the context whose id arrived with a call of `sender`; None: it is over."""
         context, is_new = self.contexts.join(id)
         if is_new and sender != maker(id):
             announced = self.call(maker(id), announce, id, self.me)
@@ -69,22 +69,22 @@ class Participant:
         return context
 
     def end(self, id: int, oldest: int) -> Context | None:
-        """A context is over here."""
+        """End a context, and those of its maker before `oldest`, on this worker."""
         return self.contexts.end(id, oldest, AbortedError("the autograd context was left"))
 
     def leave(self, id: int) -> None:
-        """A context of this worker is over."""
+        """End a context that this worker made, on all workers that have it."""
         oldest = self.contexts.oldest()
         context = self.end(id, oldest)
         for worker in context.workers if context is not None else ():
             self.tell_end(worker, id, oldest)
 
     def tell_end(self, worker: int, id: int, oldest: int) -> None:
-        with suppress(FastcollError):  # who is gone has no contexts
+        with suppress(FastcollError):  # a worker that is gone has no contexts
             self.call(worker, end, id, oldest)
 
     def begin(self, context: Context, id: int, roots: Sequence[Any] = ()) -> Pass:
-        """This worker's part of a pass, which may have begun before."""
+        """Return this worker's part of a pass, which may have begun before."""
 
         def deliver(worker: int, message: int, gradient: Any) -> Future[None]:
             return self.call(worker, take, context.id, id, message, gradient)
@@ -92,7 +92,7 @@ class Participant:
         return context.begin(Pass(context, id, deliver, roots))
 
     def backward(self, context: Context, roots: Sequence[Any], retain_graph: bool) -> None:
-        """Accumulate the gradients of the sum of the roots on all workers."""
+        """Accumulate the gradients of the sum of the roots, on all workers."""
         id, workers = self.contexts.new_id(), {self.me}
         over: queue.SimpleQueue[tuple[int, Future[None]]] = queue.SimpleQueue()
         try:
@@ -111,7 +111,7 @@ class Participant:
             raise
 
     def _discover(self, context: Context, id: int, reached: Sequence[Origin], workers: set[int]) -> None:
-        """Have all find what takes part; put into `workers` who does."""
+        """Have the workers explore their graphs; add those that take part to `workers`."""
         while reached:
             messages: dict[int, list[int]] = {}
             for origin in reached:
@@ -139,7 +139,11 @@ _lock = threading.Lock()
 
 
 def participant() -> Participant:
-    """This worker; NotInitializedError: init_rpc was not called."""
+    """Return this worker's part in autograd.
+
+    Raises:
+        NotInitializedError: `init_rpc` was not called.
+    """
     global _participant
     agent = current_agent()
     with _lock:
@@ -148,11 +152,11 @@ def participant() -> Participant:
         return _participant
 
 
-# ---- what travels with calls, and tensors in them ---------------------------------------------------------------
+# ---- contexts of calls, and tensors in them ---------------------------------------------------------------------
 
 
 class _Carried:
-    """The id of the context in which a call is made (wire.Context)."""
+    """Sends the id of the current context with a call (wire.CallContext)."""
 
     def encode(self, to: WorkerInfo) -> bytes | None:
         context = current()
@@ -169,7 +173,7 @@ class _Carried:
 
 
 def _reduced(tensor: Any, _: WorkerInfo) -> Any:
-    """How a tensor travels: one that needs a gradient, in a context, leaves a departure here."""
+    """Return the reduce tuple of a tensor. In a context, a tensor that needs a gradient leaves a departure here."""
     context = current()
     if context is None or not tensor.requires_grad:
         return reduced(tensor)
@@ -181,7 +185,7 @@ def _reduced(tensor: Any, _: WorkerInfo) -> Any:
 
 
 def _came(id: int, message: int, time: int, data: Any) -> Any:
-    """A tensor that came by a message. In a context that is over it is one that needs no gradient."""
+    """Return a tensor that arrived in a message. If its context is over, it needs no gradient."""
     context = current()
     if context is None or context.id != id:
         return data
@@ -192,11 +196,11 @@ wire.contexts[f"{__package__}.participant"] = _Carried()
 wire.reduce_type(torch.Tensor, _reduced)
 
 
-# ---- what workers call ------------------------------------------------------------------------------------------
+# ---- functions that workers call --------------------------------------------------------------------------------
 
 
 def discover(context: int, id: int, messages: Sequence[int]) -> list[Origin]:
-    """The arrivals here that a pass reaches from tensors that left from here."""
+    """Return the arrivals on this worker that a pass reaches from tensors that left it."""
     here = participant()
     return here.begin(here.contexts.get(context), id).discover(messages)
 
@@ -211,7 +215,7 @@ def run(context: int, id: int, retain_graph: bool) -> None:
 
 
 def take(context: int, id: int, message: int, gradient: Any) -> None:
-    """A gradient has come."""
+    """Take a gradient."""
     part = participant().contexts.get(context).passes.get(id)
     if part is None:
         raise AbortedError("the backward pass is over here")
@@ -219,7 +223,7 @@ def take(context: int, id: int, message: int, gradient: Any) -> None:
 
 
 def fail(context: int, id: int, error: BaseException) -> None:
-    """A pass has failed elsewhere."""
+    """Fail this worker's part of a pass that has failed elsewhere."""
     with suppress(FastcollError):
         part = participant().contexts.get(context).passes.pop(id, None)
         if part is not None:
@@ -227,7 +231,7 @@ def fail(context: int, id: int, error: BaseException) -> None:
 
 
 def announce(id: int, worker: int) -> None:
-    """A worker has met a context of this one by a call of another one."""
+    """Note that a worker has a context of this worker, whose id it got from a third worker."""
     here = participant()
     context, _ = here.contexts.join(id)
     if context is None or not context.admit(worker):
@@ -235,5 +239,5 @@ def announce(id: int, worker: int) -> None:
 
 
 def end(id: int, oldest: int) -> None:
-    """The maker of a context has left it."""
+    """End a context that its maker has left."""
     participant().end(id, oldest)

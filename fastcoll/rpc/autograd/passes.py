@@ -8,8 +8,8 @@ ends when all parts have ended.
 
 No deadlock. Suppose that all workers wait in departures, and take the departure whose tensor left at the latest time t.
 Its gradient is sent by an arrival on another worker. That worker waits in a departure of a time of at most t, so it has
-run all its departures after t, and every node that only those reach. The arrival is such a node: a tensor that depends
-on it left after it had arrived, so later than t. So the gradient was sent, which contradicts the wait.
+run all its departures after t, and every node that only those and the roots reach. The arrival is such a node: a tensor
+that depends on it left after it had arrived, so later than t. So the gradient was sent, which contradicts the wait.
 
 A worker that fails reports that to the initiator, which makes all others fail (participant.py). That ends every wait,
 because the initiator's calls have a deadline, and all workers notice its death.
