@@ -1,7 +1,7 @@
 """Remote procedure calls between the processes of a job, as torch.distributed.rpc: `import fastcoll.rpc as rpc`.
 
 Each process that has called `init_rpc` is a worker with a name, and serves calls of all others until `shutdown`.
-`autograd` and `DistributedOptimizer` need torch; they are imported when they are first asked for.
+`autograd` and `DistributedOptimizer` need torch; they are imported on first use.
 """
 
 from __future__ import annotations

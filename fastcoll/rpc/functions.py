@@ -1,4 +1,4 @@
-"""Marks of functions that are called remotely."""
+"""Decorators of functions that are called remotely."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ASYNC = "returns_future_of_its_result"
 
 
 def async_execution(fn: F) -> F:
-    """Mark a function that returns a Future: its caller gets what that future brings, and no thread waits for it.
+    """Mark a function that returns a Future: its caller gets the future's result, and no thread waits for it.
 
-    `staticmethod` and `classmethod` go around it.
+    Apply `staticmethod` and `classmethod` outside it.
 
     Example:
         >>> @rpc.functions.async_execution

@@ -1,4 +1,4 @@
-"""Handlers: what this worker runs for the calls and notifications of all workers, and how it answers.
+"""Handlers: the functions that this worker runs for calls and notifications, and how it answers.
 
 A call of this worker to itself takes the same path, without a link.
 """
@@ -20,26 +20,26 @@ from .wire import MessageType, RpcMessage
 from .worker_info import WorkerInfo
 
 _log = logging.getLogger("fastcoll")
-UNCOUNTED = 2  # the kind of call by which workers agree to end
+UNCOUNTED = 2  # the kind of the calls of termination.py
 Handler = Callable[[WorkerInfo, Any], Any]
 
 
 class Counts:
-    """How many calls and notifications this worker has made, and how many it has served."""
+    """The number of calls and notifications that this worker has made, and that it has served."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made = self._served = 0
 
     def add(self, kind: int, made: int = 0, served: int = 0) -> None:
-        """Count, unless the kind is that of the shutdown itself."""
+        """Count a call, unless it belongs to the shutdown itself."""
         with self._lock:
             if kind != UNCOUNTED:
                 self._made += made
                 self._served += served
 
     def read(self) -> tuple[int, int]:
-        """Return both numbers, as they are at one time."""
+        """Return both numbers, as of one time."""
         with self._lock:
             return self._made, self._served
 

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: optimizers beside the parameters, on the workers that own them, that step together."""
+"""DistributedOptimizer: one optimizer on each worker that owns parameters; all of them step together."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .worker_info import WorkerInfo
 
 
 class DistributedOptimizer:
-    """One optimizer on each worker that owns some of the parameters; as torch.distributed.optim's.
+    """One optimizer on each worker that owns some of the parameters, as in torch.distributed.optim.
 
-    Steps on one worker, of whatever optimizer, are made one after the other.
+    The steps of all optimizers of one worker run one after the other.
 
     Args:
-        optimizer_class: a class of torch.optim, or one like them whose `step` needs no closure.
-        params_rref: RRefs of the parameters, on whatever workers.
-        args, kwargs: what each optimizer is made with, after its list of parameters.
+        optimizer_class: a class of torch.optim, or a similar one whose `step` needs no closure.
+        params_rref: RRefs of the parameters, on any workers.
+        args, kwargs: the arguments of each optimizer after its list of parameters.
 
     Example:
         >>> optimizer = rpc.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(weight), far_weight], lr=0.05)
@@ -45,12 +45,12 @@ class DistributedOptimizer:
         )
 
     def step(self, context_id: int) -> None:
-        """Step all optimizers by the gradients of a context; returns when all have, and raises the first failure.
+        """Step all optimizers by the gradients of a context; return when all have finished; raise the first failure.
 
-        Parameters that have no gradient there are left as they are, and no `.grad` is changed.
+        Parameters without a gradient in the context do not change, and no `.grad` changes.
 
         Raises:
-            UsageError: no such context here.
+            UsageError: there is no such context here.
         """
         with entered(participant().contexts.get(context_id)):
             steps = [
@@ -68,7 +68,7 @@ class _Local:
 
     def step(self, context_id: int) -> None:
         gradients = get_gradients(context_id)
-        with of_grad:  # several optimizers may have the same parameters
+        with of_grad:  # several optimizers may share parameters
             before = [param.grad for param in self._params]
             try:
                 for param in self._params:

@@ -51,7 +51,7 @@ class Lease:
 
 
 class _Thread(threading.local):
-    """What this thread does for a Readers."""
+    """The part of this thread in a Readers."""
 
     readers: Readers | None = None  # whose thread it is, or whose tasks it runs
     lease: Lease | None = None

@@ -1,7 +1,7 @@
-"""torch's tensors in messages: each storage is sent once, and tensors that share it share it at the receiver.
+"""Tensors of torch in messages: each storage is sent once; tensors that share it also share it at the receiver.
 
-torch's own pickling writes a tensor through a file in memory: 16 MiB take 108 ms, here 0.03 ms (AMD EPYC). A tensor
-that is a small part of its storage is sent as a copy of that part, as in torch: it shares nothing at the receiver.
+torch's own pickling writes a tensor to a file in memory: 16 MiB take 108 ms, here 0.03 ms (AMD EPYC). A tensor that is
+a small part of its storage is sent as a copy of that part, as in torch: it shares no memory at the receiver.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ _DTYPES = (
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
-# Storages of up to this size are part of the pickle: beside it they are copied four times less, but cost 5 us more.
+# Storages of up to this size are part of the pickle. Beside the pickle, they are copied four times less but cost 5 us.
 _IN_PICKLE = 4 << 10
-_PART_NBYTES, _PART = (
-    8 << 10,
-    2,
-)  # from this storage size on, a tensor of at most half of its storage is a small part
+# In storages of at least this size, a tensor of at most half of the storage is a small part.
+_PART_NBYTES, _PART = 8 << 10, 2
 
 
 def reduced(tensor: Any, to: object = None) -> Any:
-    """The reduce tuple of a tensor. Whether it needs a gradient travels, its graph does not."""
+    """Return the reduce tuple of a tensor. It includes whether the tensor needs a gradient, but not its graph."""
     is_plain = (
         type(tensor) in _KINDS
         and tensor.is_cpu
@@ -47,26 +45,26 @@ def reduced(tensor: Any, to: object = None) -> Any:
         tensor = tensor.detach().clone()
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-    is_whole = nbytes == tensor.nbytes and tensor.is_contiguous()
-    layout = None if is_whole else (tensor.stride(), tensor.storage_offset())
+    is_complete = nbytes == tensor.nbytes and tensor.is_contiguous()
+    layout = None if is_complete else (tensor.stride(), tensor.storage_offset())
     return _built, (_memory(storage, nbytes), _NUMBERS[tensor.dtype], tuple(tensor.shape), layout, kind)
 
 
 def _memory(storage: Any, nbytes: int) -> Any:
     """Return a storage's bytes: one object for all tensors of a message that share the storage."""
-    known, address = wire.in_message(), storage.data_ptr()
-    if (found := known.get(address)) is not None:
+    memory_of, address = wire.in_message(), storage.data_ptr()
+    if (found := memory_of.get(address)) is not None:
         return found[0]
-    # Through the address: any call of torch's dispatcher takes longer than everything else here.
+    # By address, because any call of torch's dispatcher takes longer than everything else here.
     block = (ctypes.c_ubyte * nbytes).from_address(address)
     block.storage = storage  # type: ignore[attr-defined]  # so the address is not reused while the block exists
     found = bytearray(block) if nbytes <= _IN_PICKLE else wire.SharedBuffer(pickle.PickleBuffer(block))
-    known[address] = found, block
+    memory_of[address] = found, block
     return found
 
 
 def _built(memory: Any, dtype: int, shape: tuple[int, ...], layout: Any, kind: int) -> Any:
-    # No views are made: autograd then allows changes of the result in place.
+    # Without views, so that autograd allows changes of the result in place.
     if layout is None:
         tensor = torch.frombuffer(memory, dtype=_DTYPES[dtype])
         if len(shape) != 1:

@@ -1,4 +1,4 @@
-"""Termination detection: how workers that call `shutdown` find out that no call is under way any more.
+"""Termination detection: how workers that call `shutdown` find out that no call is under way.
 
 F. Mattern, "Algorithms for distributed termination detection", 1987: the four-counter method. In each round a worker
 waits until its own calls are answered or timed out, and then reports to worker 0 how many calls it has made and served,
