@@ -2,7 +2,7 @@
 
 A context's id has the worker that made it, its *maker*, in the upper bits, and a number. The id is sent with calls. A
 worker that receives a new id makes a context of that id, which lasts until the maker leaves the context or dies. The
-maker keeps a list of the workers that have the context, and sends them its end: it adds the workers that it calls, and a
+maker keeps a list of the workers that have the context, and sends them its end: it adds the workers that it calls; a
 worker that another one called announces itself. A call of a finished context may arrive late, so each worker remembers
 the finished contexts of a maker: all before the maker's oldest open one, and single later ones.
 
