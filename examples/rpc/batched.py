@@ -1,11 +1,11 @@
-"""Calls that wait for each other: the server answers once all have asked, with one computation for all.
+"""Calls that wait for each other: the server collects one call of each trainer, and answers all by one computation.
 
     python -m fastcoll.launch -n 4 examples/rpc/batched.py
 
-A function under `async_execution` returns a future, and its caller gets the answer when the future is set: no thread
-waits meanwhile. First, each step of training is one update by the mean of all trainers' gradients; the weights are
-those of one process. Then trainers ask for labels of single images, and the server classifies as many at once as there
-are trainers.
+A function under `async_execution` returns a future, and its caller gets the answer when the future is set; no thread
+waits meanwhile. First, each step of training is one update by the mean of all trainers' gradients; the weights equal
+those of one process. Then each trainer asks for labels of single images, and the server classifies one image of each
+trainer at a time.
 """
 
 import os
@@ -28,13 +28,13 @@ class Batch:
         self.items, self.results = [], rpc.Future()
 
     def add(self, item):
-        """A future of this item's result."""
+        """Return a future of this item's result."""
         with self.lock:
             place, items, results = len(self.items), self.items, self.results
             items.append(item)
             is_full = len(items) == self.size
             if is_full:
-                self.items, self.results = [], rpc.Future()  # of the next batch
+                self.items, self.results = [], rpc.Future()  # for the next batch
         answer = results.then(lambda done: done.wait()[place])
         if is_full:
             results.set_result(self.compute(items))
@@ -42,7 +42,7 @@ class Batch:
 
 
 class Server:
-    """The weights of a softmax regression, and what all trainers ask of them at a time."""
+    """The weights of a softmax regression, with functions that serve one call of each trainer at a time."""
 
     def __init__(self, trainers):
         self.weights = np.zeros(SHAPE)
@@ -51,30 +51,30 @@ class Server:
         self.images = Batch(trainers, self.label)
 
     def step(self, gradients):
-        """Go a step along the sum of the trainers' gradients; the new weights, for each of them."""
+        """Step by the sum of the trainers' gradients; return the new weights for each trainer."""
         self.weights = self.weights - RATE * sum(gradients)
         return [self.weights] * len(gradients)
 
     def label(self, images):
-        """The digits that are seen on images."""
+        """Return the digits on images."""
         self.classifications += 1
         return (np.array(images) @ self.weights).argmax(1).tolist()
 
 
 @rpc.functions.async_execution
 def update(gradient):
-    """Runs on rank 0: the weights after the step to which a gradient is added."""
+    """Return the weights after a step that includes this gradient; runs on rank 0."""
     return SERVER.gradients.add(gradient)
 
 
 @rpc.functions.async_execution
 def classify(image):
-    """Runs on rank 0: the label of one image."""
+    """Return the label of one image; runs on rank 0."""
     return SERVER.images.add(image)
 
 
 def train(mine):
-    """Steps that all trainers take together, each with its part of the batch, `mine`; the last weights."""
+    """Train in steps of all trainers, each on its part of the batch, `mine`; return the last weights."""
     (x, labels), _ = train_and_test_sets()
     order = np.random.default_rng(1)  # the same for every trainer
     weights = np.zeros(SHAPE)

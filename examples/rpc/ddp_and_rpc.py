@@ -3,8 +3,8 @@
     python -m fastcoll.launch -n 3 examples/rpc/ddp_and_rpc.py
 
 Ranks 0 and 1 train, each on half of a batch. DDP averages the gradients of their dense layers, by collective calls on
-the group of the trainers (backend fastcoll). The table of embeddings, which a trainer might have no room for, is on
-rank 2; trainers reach it by RPC, and distributed autograd brings its gradients there.
+the group of the trainers (backend fastcoll). The table of embeddings, which may be too large for a trainer, is on rank
+2; trainers call it by RPC, and distributed autograd sends its gradients there.
 """
 
 import os
@@ -28,12 +28,12 @@ TABLE = None
 
 
 def the_table():
-    """Runs on rank 2."""
+    """Return the table; runs on rank 2."""
     return TABLE
 
 
 def table():
-    """An image is the sum of the rows of its 64 pixels; in float64, so that rounding hides no difference."""
+    """Return the table. An image is the sum of the rows of its 64 pixels; in float64: rounding must hide no error."""
     torch.manual_seed(1)
     bag = nn.EmbeddingBag(ROWS, EMBEDDED, mode="sum")
     nn.init.normal_(bag.weight, std=0.1)
@@ -46,12 +46,12 @@ def dense_layer():
 
 
 def parameters(module):
-    """RRefs of a module's parameters; runs where the module is, an RRef."""
+    """Return RRefs of the parameters of a module, itself an RRef; runs on its owner."""
     return [rpc.RRef(parameter) for parameter in module.local_value().parameters()]
 
 
 def batches():
-    """For each step, of each image the rows of its pixels, and the labels; at the end those of the test."""
+    """Return for each step the rows of the pixels of each image, and the labels; last, those of the test."""
     digits = load_digits()
     random = torch.Generator().manual_seed(0)
     order = torch.randperm(len(digits.target), generator=random)
@@ -64,7 +64,7 @@ def batches():
 
 
 def train(rank):
-    """What a trainer does."""
+    """Train; runs on each trainer."""
     dist.init_process_group("fastcoll", rank=rank, world_size=TRAINERS)
     embed = rpc.remote("table", the_table)
     dense = DistributedDataParallel(dense_layer())

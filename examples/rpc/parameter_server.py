@@ -1,9 +1,10 @@
-"""A parameter server: trainers send gradients when they have them, and nobody waits for anybody.
+"""A parameter server: trainers send gradients as they compute them, and no trainer waits for another one.
 
     python -m fastcoll.launch -n 3 examples/rpc/parameter_server.py
 
-Rank 0 has the weights of a softmax regression of scikit-learn's digits, in NumPy. Each trainer computes on the weights
-that it got last, while its last gradient is on its way: gradients are a little late, as in HogWild!, and it learns.
+Rank 0 has the weights of a softmax regression of scikit-learn's digits, in NumPy. Each trainer computes with the
+weights that it received last, while its previous gradient is being sent. Gradients are slightly stale, as in HogWild!,
+and the regression still learns.
 """
 
 import os
@@ -18,7 +19,7 @@ BATCH, EPOCHS, RATE = 32, 20, 0.1
 
 
 class Server:
-    """The weights, and what trainers ask of them; calls of several trainers run at the same time, in threads."""
+    """The weights, and the functions that trainers call; calls of several trainers run concurrently, in threads."""
 
     def __init__(self):
         self.weights = np.zeros(SHAPE)
@@ -26,28 +27,28 @@ class Server:
         self.lock = threading.Lock()
 
     def fetch(self):
-        """The weights of now."""
+        """Return the current weights."""
         with self.lock:
             return self.weights.copy()
 
     def update(self, gradient):
-        """Go a step along a trainer's gradient; the new weights."""
+        """Step by a trainer's gradient; return the new weights."""
         with self.lock:
             self.weights -= RATE * gradient
             self.updates += 1
             return self.weights.copy()
 
 
-SERVER = Server()  # the one of rank 0 is used
+SERVER = Server()  # only that of rank 0 is used
 
 
 def the_server():
-    """Runs on rank 0: `rpc.remote` makes an RRef of what a function returns."""
+    """Return the server; runs on rank 0. `rpc.remote` makes an RRef of what a function returns."""
     return SERVER
 
 
 def train(rank, trainers):
-    """What a trainer does with its share of the samples."""
+    """Train on this trainer's share of the samples."""
     server = rpc.remote("server", the_server)
     (x, labels), _ = train_and_test_sets()
     x, labels = x[rank - 1 :: trainers], labels[rank - 1 :: trainers]

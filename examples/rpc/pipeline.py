@@ -1,9 +1,10 @@
-"""Pipeline parallelism: a network in two stages, each on its own rank, which work on different micro-batches at a time.
+"""Pipeline parallelism: a network in two stages on two ranks, which work on different micro-batches at the same time.
 
     python -m fastcoll.launch -n 3 examples/rpc/pipeline.py
 
-Rank 0 leads. It sends each micro-batch to the first stage, and the RRef of what comes out to the second: the
-activations go from stage to stage without passing through rank 0. The result is that of one process and of one batch.
+Rank 0 leads. It sends each micro-batch to the first stage, and the RRef of the first stage's output to the second
+stage. The activations are sent from stage to stage, not through rank 0. The result equals that of one process and of
+one batch.
 """
 
 import os
@@ -16,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from fastcoll import rpc
 
-STAGES = ((64, 96, 48), (48, 32, 10))  # the layers of each
+STAGES = ((64, 96, 48), (48, 32, 10))  # the layers of each stage
 OPTIMIZER, RATE = torch.optim.Adam, 0.02
 BATCH, MICRO_BATCHES, STEPS = 240, 4, 60
 
@@ -33,7 +34,7 @@ class Stage(nn.Module):
         )  # calls run in threads: the micro-batches are computed one after the other
 
     def forward(self, x):
-        """Of a tensor, or of the RRef of one that is still to come."""
+        """Return the output for a tensor, or for the RRef of a tensor that may not exist yet."""
         x = x if torch.is_tensor(x) else x.to_here()
         with self.lock:
             return self.layers(x)
@@ -61,7 +62,7 @@ class Pipeline(nn.Module):
 
 
 def batches():
-    """For each step pixels and labels, and at the end those of the test."""
+    """Return pixels and labels for each step; last, those of the test."""
     digits = load_digits()
     random = torch.Generator().manual_seed(0)
     order = torch.randperm(len(digits.target), generator=random)

@@ -3,7 +3,7 @@
     python -m fastcoll.launch -n 3 examples/rpc/reinforce.py
 
 Rank 0 has the agent, each other rank an observer with a cart of its own. The agent asks all observers for an episode at
-once; at every step of it, an observer asks the agent what to do. Calls go both ways while others are open.
+once; at every step, the observer asks the agent for a decision. So calls run in both directions at the same time.
 """
 
 import os
@@ -23,12 +23,12 @@ class CartPole:
         self.random = np.random.default_rng(seed)
 
     def reset(self):
-        """Begin an episode: place, speed, angle and its speed, all near 0."""
+        """Begin an episode: position, velocity, angle and angular velocity, all near 0."""
         self.state = self.random.uniform(-0.05, 0.05, 4)
         return self.state
 
     def step(self, right):
-        """Push the cart to the right or to the left; the new state, and whether the pole still stands."""
+        """Push the cart to the right or to the left; return the new state, and whether the pole still stands."""
         _, speed, angle, spin = self.state
         sin, cos = np.sin(angle), np.cos(angle)
         push = ((10 if right else -10) + 0.05 * spin**2 * sin) / 1.1
@@ -39,14 +39,14 @@ class CartPole:
 
 
 class Observer:
-    """Lives on its own rank and plays there."""
+    """Plays episodes on its own rank."""
 
     def __init__(self):
         self.id = rpc.get_worker_info().id
         self.cart = CartPole(seed=self.id)
 
     def play(self, agent):
-        """One episode as the agent, an RRef, wants it; how many steps the pole stood."""
+        """Play one episode with the decisions of the agent, an RRef; return how many steps the pole stood."""
         state, stands, steps = self.cart.reset(), True, 0
         while stands and steps < LIMIT:
             state, stands = self.cart.step(agent.rpc_sync().act(self.id, state))
@@ -60,7 +60,7 @@ class Agent:
     def __init__(self, observers):
         self.weights = np.zeros(4)
         self.played = {id: [] for id in observers}
-        # An own generator for each observer: who asks first makes no difference.
+        # A generator for each observer, so that the order of their calls makes no difference.
         self.random = {id: np.random.default_rng(100 + id) for id in observers}
 
     def act(self, observer, state):
@@ -71,7 +71,7 @@ class Agent:
         return right
 
     def learn(self):
-        """Make decisions likelier that were followed by more steps than usual."""
+        """Increase the probability of decisions that were followed by more steps than usual."""
         gradient = np.zeros(4)
         values = {id: discounted(len(decisions)) for id, decisions in self.played.items()}
         usual = np.concatenate(list(values.values()))
@@ -83,7 +83,7 @@ class Agent:
 
 
 def discounted(steps):
-    """For each step of an episode, the steps that follow it, later ones counting less."""
+    """Return for each step of an episode the discounted number of steps that follow it."""
     return (1 - DISCOUNT ** np.arange(steps, 0, -1)) / (1 - DISCOUNT)
 
 
@@ -92,7 +92,7 @@ def main():
     rpc.init_rpc("agent" if rank == 0 else f"observer{rank}", rank=rank, world_size=size)
     if rank == 0:
         agent = Agent(range(1, size))
-        me = rpc.RRef(agent)  # what observers call back
+        me = rpc.RRef(agent)  # for the observers to call
         observers = [rpc.remote(f"observer{id}", Observer) for id in range(1, size)]
         history = []
         for episode in range(EPISODES):

@@ -7,7 +7,7 @@ SHAPE = (65, 10)  # of the weights: 64 pixels and a 1 for the bias, digits
 
 
 def train_and_test_sets():
-    """Pixels from 0 to 1, with a 1 at the end for the bias, and labels."""
+    """Return pixels from 0 to 1, with a 1 at the end for the bias, and labels."""
     digits = load_digits()
     x = np.hstack([digits.data / 16, np.ones((len(digits.data), 1))])
     order = np.random.default_rng(0).permutation(len(x))
@@ -16,7 +16,7 @@ def train_and_test_sets():
 
 
 def gradient(weights, x, labels):
-    """Of the cross-entropy, summed over the samples."""
+    """Return the gradient of the cross-entropy, summed over the samples."""
     error = np.exp(x @ weights)
     error /= error.sum(1, keepdims=True)
     error[np.arange(len(x)), labels] -= 1
@@ -24,5 +24,5 @@ def gradient(weights, x, labels):
 
 
 def accuracy(weights, x, labels):
-    """The share of the samples that the weights classify rightly."""
+    """Return the share of the samples that the weights classify correctly."""
     return np.mean((x @ weights).argmax(1) == labels)

@@ -2,9 +2,9 @@
 
     python -m fastcoll.launch -n 2 examples/rpc/split_rnn.py
 
-Rank 0 trains and has the LSTM; the embedding and the output layer, which would be the large ones, live on rank 1. A
-forward pass crosses over four times, the backward pass of the context follows it, and DistributedOptimizer
-steps where each parameter is. It learns to write the next character of Shakespeare's sonnets.
+Rank 0 trains and has the LSTM; rank 1 has the embedding and the output layer, which would be the large ones. A forward
+pass changes the rank four times, the backward pass of the context follows it, and DistributedOptimizer steps each
+parameter on its rank. The network learns to write the next character of Shakespeare's sonnets.
 """
 
 import os
@@ -25,14 +25,14 @@ SEEDING = threading.Lock()
 
 
 def seeded(seed, layer, *sizes):
-    """A layer whose first weights depend on the seed alone, wherever it is made."""
+    """Return a layer whose initial weights depend on the seed alone, on any rank."""
     with SEEDING:  # calls run in threads, and torch has one generator
         torch.manual_seed(seed)
         return layer(*sizes)
 
 
 def parameters(module):
-    """RRefs of a module's parameters; runs where the module is, an RRef."""
+    """Return RRefs of the parameters of a module, itself an RRef; runs on its owner."""
     return [rpc.RRef(parameter) for parameter in module.local_value().parameters()]
 
 
@@ -51,7 +51,7 @@ class SplitNetwork(nn.Module):
         return self.output.rpc_sync().forward(hidden)
 
     def parameter_rrefs(self):
-        """Of all parameters, on both ranks."""
+        """Return RRefs of all parameters, on both ranks."""
         theirs = [
             rpc.rpc_async(layer.owner(), parameters, args=(layer,)) for layer in (self.embedding, self.output)
         ]
@@ -60,7 +60,7 @@ class SplitNetwork(nn.Module):
 
 
 def batches():
-    """For each step some sequences of the text, and the characters that follow; shape (LENGTH, SEQUENCES) each."""
+    """Return for each step sequences of the text, and the characters that follow; shape (LENGTH, SEQUENCES) each."""
     codes = torch.tensor([ALPHABET.index(character) for character in TEXT])
     random = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -79,7 +79,7 @@ def train():
     for step, (characters, following) in enumerate(batches()):
         with rpc.autograd.context() as context_id:
             loss = loss_of(network(characters), following)
-            rpc.autograd.backward(context_id, [loss])  # gradients stay in the context; .grad is left alone
+            rpc.autograd.backward(context_id, [loss])  # gradients stay in the context; .grad does not change
             optimizer.step(context_id)
         if step % 10 == 9:
             print(f"step {step + 1}: loss {loss.item():.7f}")
