@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import traceback
 
 from ..errors import RemoteError
+from . import wire
 from .worker_info import WorkerInfo
 
 Packed = tuple[bytes | None, str, str, str]  # the pickle; name of the class, message and traceback
@@ -28,35 +28,16 @@ def traceback_text(error: BaseException, worker: WorkerInfo) -> str:
     return f"On {worker}:\n{text}"
 
 
-def pickled_error(error: BaseException) -> bytes | None:
-    """Return the pickle of an exception, without its traceback; None if it cannot be unpickled."""
-    try:
-        data = pickle.dumps(error, 5)
-        pickle.loads(data)
-    except Exception:
-        return None
-    return data
-
-
-def loaded_error(pickled: bytes) -> BaseException | None:
-    """Return the exception that another worker has pickled; None if this process lacks its class."""
-    try:
-        error = pickle.loads(pickled)
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None
-
-
 def pack(error: BaseException, worker: WorkerInfo) -> Packed:
     """Return what `unpack` needs to raise an exception of `worker`, this one, on another worker."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
-    return pickled_error(error), name, str(error), traceback_text(error, worker)
+    return wire.pickled_error(error), name, str(error), traceback_text(error, worker)
 
 
 def unpack(worker: WorkerInfo, packed: Packed) -> BaseException:
     """Return the exception of another worker, with its traceback as the cause."""
     pickled, name, message, text = packed
-    error = loaded_error(pickled) if pickled is not None else None
+    error = wire.loaded_error(pickled) if pickled is not None else None
     if error is None:
         error = RemoteError(
             f"{name} on worker {worker}: {message}. Original exception on remote side was of a class that "

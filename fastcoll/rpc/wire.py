@@ -276,6 +276,25 @@ class receiving:
         _this_thread.sender = self._before
 
 
+def pickled_error(error: BaseException) -> bytes | None:
+    """Return the pickle of an exception, without its traceback; None if it cannot be unpickled."""
+    try:
+        data = pickle.dumps(error, 5)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+def loaded_error(pickled: bytes) -> BaseException | None:
+    """Return the exception that another worker has pickled; None if this process lacks its class."""
+    try:
+        error = pickle.loads(pickled)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
 # ---- bytes -----------------------------------------------------------------------------------------------------
 
 
