@@ -384,8 +384,8 @@ class Assembler:
 
     def _fill(self, target: memoryview) -> Generator[memoryview, int, None]:
         """Fill `target`, first with bytes that were received already."""
-        here = min(target.nbytes, self._end - self._start)
-        target[:here] = self._buffer[self._start : self._start + here]
-        self._start += here
-        while here < target.nbytes:
-            here += yield target[here:]
+        filled = min(target.nbytes, self._end - self._start)
+        target[:filled] = self._buffer[self._start : self._start + filled]
+        self._start += filled
+        while filled < target.nbytes:
+            filled += yield target[filled:]

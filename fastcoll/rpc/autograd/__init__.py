@@ -43,8 +43,8 @@ class context:
     def __enter__(self) -> int:
         if (outer := current()) is not None:
             raise UsageError(f"Already have an autograd context id for this thread: {outer.id}")
-        self._here = participant()
-        made = self._here.contexts.new()
+        self._participant = participant()
+        made = self._participant.contexts.new()
         self._inside: AbstractContextManager[None] = entered(made)
         self._inside.__enter__()
         self._id = made.id
@@ -52,7 +52,7 @@ class context:
 
     def __exit__(self, *raised: Any) -> None:
         self._inside.__exit__(*raised)
-        self._here.leave(self._id)
+        self._participant.leave(self._id)
 
 
 def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) -> None:
@@ -73,9 +73,9 @@ def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) 
     as the cause of a RuntimeError. After a failure the context's gradients may be incomplete.
     """
     _check(context_id, roots)
-    here = participant()
-    found = here.contexts.get(context_id)
-    here.backward(found, roots, retain_graph)
+    me = participant()
+    found = me.contexts.get(context_id)
+    me.backward(found, roots, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[Any, Any]:

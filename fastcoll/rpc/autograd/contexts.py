@@ -134,7 +134,7 @@ class Contexts:
         self._numbers = itertools.count(1)
         self._made = itertools.count(1)
         # Of each maker: its oldest open context, and the contexts from there on that are over.
-        self._over: dict[int, tuple[int, set[int]]] = {}
+        self._finished: dict[int, tuple[int, set[int]]] = {}
 
     def new_id(self) -> int:
         """Return a new id of a message or a pass, unique among all workers."""
@@ -163,8 +163,8 @@ class Contexts:
         """Return the context whose id arrived with a call, None if it is over; and whether it is new here."""
         with self._lock:
             context = self._contexts.get(id)
-            oldest, over = self._over.get(maker(id), (0, ()))
-            if context is not None or maker(id) == self._me or id < oldest or id in over:
+            oldest, finished = self._finished.get(maker(id), (0, ()))
+            if context is not None or maker(id) == self._me or id < oldest or id in finished:
                 return context, False
             context = self._contexts[id] = Context(id)
             return context, True
@@ -172,17 +172,17 @@ class Contexts:
     def oldest(self) -> int:
         """Return the oldest context that this worker made and that is not over."""
         with self._lock:
-            mine = [id for id in self._contexts if maker(id) == self._me]
-            return min(mine, default=self._me << _SHIFT)
+            own = [id for id in self._contexts if maker(id) == self._me]
+            return min(own, default=self._me << _SHIFT)
 
     def end(self, id: int, oldest: int, error: FastcollError) -> Context | None:
         """Note that a context and those of its maker before `oldest` are over; return the context, if it was here."""
         with self._lock:
             context = self._contexts.pop(id, None)
             if maker(id) != self._me:
-                before, over = self._over.get(maker(id), (0, set()))
+                before, finished = self._finished.get(maker(id), (0, set()))
                 oldest = max(before, oldest)
-                self._over[maker(id)] = (oldest, {each for each in (*over, id) if each >= oldest})
+                self._finished[maker(id)] = (oldest, {each for each in (*finished, id) if each >= oldest})
         if context is not None:
             context.end(error)
         return context
@@ -190,9 +190,9 @@ class Contexts:
     def died(self, worker: int, error: FastcollError) -> None:
         """End the contexts and fail the passes that a dead worker has made."""
         with self._lock:
-            theirs = [id for id in self._contexts if maker(id) == worker]
-            gone = [self._contexts.pop(id) for id in theirs]
-            self._over[worker] = ((worker + 1) << _SHIFT, set())
+            of_worker = [id for id in self._contexts if maker(id) == worker]
+            gone = [self._contexts.pop(id) for id in of_worker]
+            self._finished[worker] = ((worker + 1) << _SHIFT, set())
             left = list(self._contexts.values())
         for context in gone:
             context.end(AbortedError(f"the maker of the autograd context is gone: {error}"))

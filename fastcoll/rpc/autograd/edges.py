@@ -63,10 +63,10 @@ class ArrivalNode(Function):  # type: ignore[misc]
     """The beginning of the local graph at a tensor that arrived from another worker."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Any, came: list[Any], origin: Origin) -> Any:
+    def forward(ctx: Any, anchor: Any, data: list[Any], origin: Origin) -> Any:
         ctx.origin = origin
         ctx.set_materialize_grads(False)
-        return came[0]
+        return data[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -132,6 +132,6 @@ def _running() -> Exchange:
     running: Exchange | None = getattr(_thread, "running", None)
     if running is None:
         raise UsageError(
-            "a tensor that came by rpc is part of this graph: call rpc.autograd.backward(context_id, roots)"
+            "a tensor that arrived by rpc is part of this graph: call rpc.autograd.backward(context_id, roots)"
         )
     return running

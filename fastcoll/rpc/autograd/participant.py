@@ -77,9 +77,9 @@ class Participant:
         oldest = self.contexts.oldest()
         context = self.end(id, oldest)
         for worker in context.workers if context is not None else ():
-            self.tell_end(worker, id, oldest)
+            self.send_end(worker, id, oldest)
 
-    def tell_end(self, worker: int, id: int, oldest: int) -> None:
+    def send_end(self, worker: int, id: int, oldest: int) -> None:
         with suppress(FastcollError):  # a worker that is gone has no contexts
             self.call(worker, end, id, oldest)
 
@@ -94,14 +94,14 @@ class Participant:
     def backward(self, context: Context, roots: Sequence[Any], retain_graph: bool) -> None:
         """Accumulate the gradients of the sum of the roots, on all workers."""
         id, workers = self.contexts.new_id(), {self.me}
-        over: queue.SimpleQueue[tuple[int, Future[None]]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[int, Future[None]]] = queue.SimpleQueue()
         try:
             self._discover(context, id, self.begin(context, id, roots).begin(), workers)
             for worker in workers:
                 done = self.call(worker, run, context.id, id, retain_graph)
-                done.add_done_callback(partial(_note, over, worker))
+                done.add_done_callback(partial(_note, ended, worker))
             for _ in workers:
-                worker, done = over.get()
+                worker, done = ended.get()
                 _raise(worker, done.exception())
         except BaseException as error:
             reason = AbortedError(f"backward has failed: {type(error).__name__}: {error}")
@@ -121,8 +121,8 @@ class Participant:
             reached = [origin for each in asked for origin in each.wait()]
 
 
-def _note(over: queue.SimpleQueue[tuple[int, Future[None]]], worker: int, done: Future[None]) -> None:
-    over.put((worker, done))
+def _note(ended: queue.SimpleQueue[tuple[int, Future[None]]], worker: int, done: Future[None]) -> None:
+    ended.put((worker, done))
 
 
 def _raise(worker: int, error: BaseException | None) -> None:
@@ -162,8 +162,8 @@ class _Carried:
         context = current()
         if context is None:
             return None
-        here = participant().me
-        if maker(context.id) == here != to.id and not context.admit(to.id):
+        own = participant().me
+        if maker(context.id) == own != to.id and not context.admit(to.id):
             return None
         return _ID.pack(context.id)
 
@@ -181,10 +181,10 @@ def _reduced(tensor: Any, _: WorkerInfo) -> Any:
     if not torch.is_grad_enabled():
         return reduced(data)
     message = participant().contexts.new_id()
-    return _came, (context.id, message, context.depart(tensor, message), data)
+    return _rebuild, (context.id, message, context.depart(tensor, message), data)
 
 
-def _came(id: int, message: int, time: int, data: Any) -> Any:
+def _rebuild(id: int, message: int, time: int, data: Any) -> Any:
     """Return a tensor that arrived in a message. If its context is over, it needs no gradient."""
     context = current()
     if context is None or context.id != id:
@@ -201,17 +201,17 @@ wire.reduce_type(torch.Tensor, _reduced)
 
 def discover(context: int, id: int, messages: Sequence[int]) -> list[Origin]:
     """Return the arrivals on this worker that a pass reaches from tensors that left it."""
-    here = participant()
-    return here.begin(here.contexts.get(context), id).discover(messages)
+    me = participant()
+    return me.begin(me.contexts.get(context), id).discover(messages)
 
 
 def run(context: int, id: int, retain_graph: bool) -> None:
     """Run this worker's part of a pass."""
-    here = participant().contexts.get(context)
+    found = participant().contexts.get(context)
     try:
-        here.passes[id].run(retain_graph)
+        found.passes[id].run(retain_graph)
     finally:
-        here.passes.pop(id, None)
+        found.passes.pop(id, None)
 
 
 def take(context: int, id: int, message: int, gradient: Any) -> None:
@@ -232,10 +232,10 @@ def fail(context: int, id: int, error: BaseException) -> None:
 
 def announce(id: int, worker: int) -> None:
     """Note that a worker has a context of this worker, whose id it got from a third worker."""
-    here = participant()
-    context, _ = here.contexts.join(id)
+    me = participant()
+    context, _ = me.contexts.join(id)
     if context is None or not context.admit(worker):
-        here.tell_end(worker, id, here.contexts.oldest())
+        me.send_end(worker, id, me.contexts.oldest())
 
 
 def end(id: int, oldest: int) -> None:

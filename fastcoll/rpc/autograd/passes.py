@@ -60,7 +60,7 @@ class Pass:
         )  # keeps the nodes' Python objects alive, whose identity distinguishes nodes
         self._leaves: list[Any] = []
         self._messages: list[int] = []  # of the tensors that left this worker and take part
-        self._came: dict[int, Any] = {}
+        self._gradients: dict[int, Any] = {}
         self._sent: list[Future[None]] = []
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -103,17 +103,17 @@ class Pass:
     def take(self, message: int, gradient: Any) -> None:
         """Take the gradient of the tensor that left as `message`."""
         with self._changed:
-            self._came[message] = gradient
+            self._gradients[message] = gradient
             self._changed.notify_all()
 
     def wait_for(self, message: int) -> Any:
         """Wait for the gradient of the tensor that left as `message`, and return it; None: it is zero."""
         before_blocking()
         with self._changed:
-            self._changed.wait_for(lambda: message in self._came or self._error is not None)
+            self._changed.wait_for(lambda: message in self._gradients or self._error is not None)
             if self._error is not None:
                 raise self._error
-            return self._came.pop(message)
+            return self._gradients.pop(message)
 
     def send(self, worker: int, message: int, gradient: Any) -> None:
         """Send the gradient of the tensor that a worker sent as `message`."""
