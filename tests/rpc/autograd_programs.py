@@ -1,6 +1,6 @@
-"""Forward passes over several workers, which run in one process as well: the oracle of their gradients.
+"""Forward passes over several workers. The same passes in one process are the oracle of their gradients.
 
-A program calls `there(worker, function, *args)`, by which a function runs on a worker with that worker's weights.
+A program calls `there(worker, function, *args)` to run a function on a worker with that worker's weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _weights = {}
 
 
 def weights(worker):
-    """Those of a worker, the same in every process: the oracle has all, each worker uses its own."""
+    """Return the weights of a worker, equal in every process: the oracle uses all, each worker its own."""
     if worker not in _weights:
         generator = torch.Generator().manual_seed(worker)
         _weights[worker] = [
@@ -29,13 +29,13 @@ def weights(worker):
 
 
 def forget():
-    """Begin with the first weights again."""
+    """Reset to the initial weights."""
     _weights.clear()
 
 
 @contextmanager
 def others(weights_of_all):
-    """Inside, the weights of the workers are these, in the order of the workers."""
+    """Replace the weights of the workers, in the order of the workers."""
     before = dict(_weights)
     each = iter(weights_of_all)
     _weights.update({worker: [next(each) for _ in before[worker]] for worker in sorted(before)})
@@ -62,7 +62,7 @@ def there(how, worker, function, *args):
 
 
 def mixed(how, worker, world, seed, depth, tensors):
-    """On `worker`: a random expression of tensors, its weights, and what others make of some of them."""
+    """Return, on `worker`, a random expression of tensors, its weights, and results of other workers."""
     chance = random.Random(seed)
     values = list(tensors)
     for step in range(chance.randint(2, 5)):
@@ -116,7 +116,7 @@ def decoded(how, worker, outputs):
 
 
 def rnn_roots(how, world):
-    """Embedding on one worker, each step of the cell on another, decoder on the first again."""
+    """Run the embedding on one worker, each step of the cell on another, and the decoder on the first."""
     first, second = 1 % world, 2 % world
     state, outputs = (torch.zeros(WIDTH).double(), torch.zeros(WIDTH).double()), []
     for x in there(how, first, embedded, first, 12):
@@ -147,12 +147,12 @@ def transformer_roots(how, world):
 
 
 def pulled(how, worker):
-    """A parameter server's parameters, as they are."""
+    """Return a parameter server's parameters."""
     return {"weights": weights(worker), "names": list("abcdefgh")}
 
 
 def server_roots(how, world):
-    """Parameters come from the server, and are used here and on the others."""
+    """Use parameters of the server on this worker and on the others."""
     found = there(how, world - 1, pulled, world - 1)["weights"]
     x = torch.linspace(0, 1, WIDTH).double()
     for number, weight in enumerate(found[:4]):
@@ -171,13 +171,13 @@ PROGRAMS = {"rnn": rnn_roots, "transformer": transformer_roots, "server": server
 
 
 def gradients_of(worker, context):
-    """Of a worker's weights; None where there is none."""
+    """Return the gradients of a worker's weights, None for none."""
     found = autograd.get_gradients(context)
     return [found.get(weight) for weight in weights(worker)]
 
 
 def compare(roots, world, retain_graph=False):
-    """Gradients of `roots(how)` over the workers and in one process."""
+    """Compare the gradients of `roots(how)` over the workers with those in one process."""
     with autograd.context() as context:
         distributed = roots("remotely")
         if retain_graph:
@@ -185,7 +185,7 @@ def compare(roots, world, retain_graph=False):
             distributed = distributed[1:]
         if distributed:
             autograd.backward(context, distributed)
-        # Who has taken no part, knows nothing of the context: this call tells.
+        # A worker that has not taken part does not have the context yet: this call sends it.
         found = [rpc.rpc_sync(to, gradients_of, args=(to, context)) for to in range(world)]
     every = [weight for worker in range(world) for weight in weights(worker)]
     assert all(weight.grad is None for weight in every)

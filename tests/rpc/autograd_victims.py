@@ -1,4 +1,4 @@
-"""What workers do in the tests of autograd in which one dies."""
+"""Workers of the tests of autograd in which one of them dies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def deadly(x):
 
 
 def through(to, x):
-    """The tensor that leaves from here waits for a gradient that never comes."""
+    """Return a tensor: it leaves this worker, and its gradient never arrives."""
     return rpc.rpc_sync(to, deadly, args=(x * 2,)) * 3
 
 
@@ -46,12 +46,12 @@ def open_contexts():
 
 
 def wait_until_none(worker):
-    """Contexts end by calls that nobody waits for."""
+    """Wait until all contexts have ended: no thread waits for the calls that end them."""
     until(lambda: not rpc.rpc_sync(worker, open_contexts), f"{worker} has contexts left")
 
 
 def one_dies_in_backward(rank, n, url, victim):
-    """w1 or w2 dies in a pass of w0; w1 is between. Returns the error, how long it took, and that all goes on."""
+    """w1 or w2 dies in a pass of w0; w1 is between them. Return the error, its time, and whether later passes work."""
     other = {"w1": "w2", "w2": "w1"}[victim]
     torch.set_num_threads(1)
     join(rank, n, url)
@@ -64,7 +64,7 @@ def one_dies_in_backward(rank, n, url, victim):
         try:
             autograd.backward(context, [loss])
         except Exception as error:
-            said, took = f"{type(error).__name__}: {error}", time.monotonic() - begin
+            error_text, took = f"{type(error).__name__}: {error}", time.monotonic() - begin
     wait_until_none(other)
     with autograd.context() as context:
         autograd.backward(context, [rpc.rpc_sync(other, passed, args=(x,)).sum()])
@@ -72,21 +72,21 @@ def one_dies_in_backward(rank, n, url, victim):
     wait_until_none(other)
     let_end(other)
     rpc.shutdown(graceful=False)
-    return {"said": said, "took": took, "again": again}
+    return {"error": error_text, "took": took, "again": again}
 
 
 _had = []
 
 
 def noted(x):
-    """How many contexts are here, for later."""
+    """Keep the number of contexts of this worker."""
     _had.append(open_contexts())
     end()
     return x * 2
 
 
 def the_maker_dies(rank, n, url):
-    """w0 dies with a context; w1 has it no more then."""
+    """w0 dies with a context, which ends on w1."""
     torch.set_num_threads(1)
     join(rank, n, url)
     if rank == 0:

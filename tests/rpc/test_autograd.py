@@ -1,4 +1,4 @@
-"""Gradients across workers are those of one process; what is recorded, what is refused, and what is left of it."""
+"""Gradients across workers equal those of one process; recorded tensors, refusals, and the end of contexts."""
 
 import operator
 import time
@@ -27,7 +27,7 @@ def workers():
 
 @pytest.fixture
 def first():
-    """Only worker 0 runs the test; the others serve it. All begin with the first weights: processes are used again."""
+    """Run the test on worker 0; the others serve it. All reset their weights, because processes are reused."""
     programs.forget()
     fastcoll.barrier()
     return fastcoll.get_rank() == 0
@@ -81,7 +81,7 @@ def squared(x):
 
 @rpc.functions.async_execution
 def relayed(to, x):
-    """Calls again when the first call has been answered, on the thread that has read the answer."""
+    """Call again after the answer of the first call, on the thread that read the answer."""
     result = rpc.Future()
 
     def again(done):
@@ -101,13 +101,13 @@ def in_place(x):
 
 
 @pytest.mark.ranks(2)
-def test_what_travels_and_what_is_refused(first):
+def test_recorded_tensors_and_refused_ones(first):
     if not first:
         return
     x, parameter = torch.ones(3, requires_grad=True), torch.nn.Parameter(torch.ones(3))
     seen = []
     with autograd.context() as context:
-        # A hook runs once, on the gradient that comes from everywhere.
+        # A hook runs once, on the sum of the gradients from all workers.
         y = x * 1
         y.register_hook(seen.append)
         parts = [rpc.rpc_sync("w1", doubled, args=(y,)), rpc.rpc_sync("w0", doubled, args=(y,)), y]
@@ -116,18 +116,18 @@ def test_what_travels_and_what_is_refused(first):
         assert [each.tolist() for each in seen] == [[5.0] * 3]
         assert found[x].tolist() == [5.0] * 3
         assert found[parameter].tolist() == [3.0] * 3
-        # What was given stays as it was when more is added.
+        # A gradient that was returned does not change when more is added.
         autograd.backward(context, [rpc.rpc_sync("w1", doubled, args=(x,)).sum()])
         assert autograd.get_gradients(context)[x].tolist() == [7.0] * 3
         assert found[x].tolist() == [5.0] * 3
-        # What callbacks call.
+        # Calls of callbacks.
         autograd.backward(context, [rpc.rpc_sync("w1", relayed, args=("w0", x)).sum()])
         assert autograd.get_gradients(context)[x].tolist() == [16.0] * 3
         # Without gradients, nothing is recorded.
         with torch.no_grad():
             assert not rpc.rpc_sync("w1", doubled, args=(x,)).requires_grad
         assert not rpc.rpc_sync("w1", needs_gradient, args=(x.detach(),))
-        # A graph that is used up.
+        # A graph that was freed.
         used = rpc.rpc_sync("w1", squared, args=(x,)).sum()
         autograd.backward(context, [used])
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -155,7 +155,7 @@ def test_what_travels_and_what_is_refused(first):
 
 
 @pytest.mark.ranks(3)
-def test_failures_and_leaving_leave_nothing(first):
+def test_contexts_end_on_all_workers_after_failures(first):
     if not first:
         return
     x = torch.ones(3, requires_grad=True)
@@ -176,7 +176,7 @@ def test_failures_and_leaving_leave_nothing(first):
     assert victims.open_contexts() == 0
 
     def train(number):
-        """In a thread of its own, with a context of its own."""
+        """Train in a thread and a context of its own."""
         mine = torch.full((3,), float(number), requires_grad=True)
         for _ in range(5):
             with autograd.context() as context:
@@ -204,7 +204,7 @@ class Seen(torch.autograd.Function):
 
 
 @pytest.mark.ranks(1)
-def test_a_gradient_that_nobody_else_has_is_taken_over(first):
+def test_an_unshared_gradient_is_stored_without_a_copy(first):
     def gradient_of(note, root):
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context:
@@ -256,7 +256,7 @@ def values(worker):
 
 
 class Counts(torch.optim.Optimizer):
-    """Adds 1 to what has a gradient, slowly enough that steps that are not one after the other lose some."""
+    """Adds 1 to parameters with a gradient, so slowly that concurrent steps would lose additions."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -297,7 +297,7 @@ def test_references_and_optimizers(first):
     with pytest.raises(UsageError, match="Could not find autograd context"):
         optimizer.step(context)
 
-    # A value that a call in the context has made, fetched twice, and steps of several threads.
+    # A value that a call in the context made, fetched twice, and steps of several threads.
     weight = rpc.remote("w1", torch.zeros, args=(3,), kwargs={"requires_grad": True})
     optimizers = [rpc.DistributedOptimizer(Counts, [weight]) for _ in range(2)]
 

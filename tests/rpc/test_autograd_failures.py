@@ -1,4 +1,4 @@
-"""Backward passes that fail, and what is left of contexts that were left or lost."""
+"""Backward passes that fail, and the end of contexts that were left or whose maker died."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_a_worker_that_dies_in_backward_is_named(dying, within):
         worlds = crew.run_together([(victims.one_dies_in_backward, 3, each) for each in dying], DEADLINE)
     for victim, (first, *_) in zip(dying, worlds, strict=True):
         assert first.result, first.error
-        assert victim in first.result["said"]
+        assert victim in first.result["error"]
         assert first.result["took"] < within
         assert first.result["again"] == [2.0, 2.0]
 

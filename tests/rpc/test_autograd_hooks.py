@@ -1,4 +1,4 @@
-"""DistributedDataParallel under autograd across workers: its reducer sees the gradients, `.grad` does not."""
+"""DistributedDataParallel with autograd across workers: its reducer gets the gradients, `.grad` does not change."""
 
 import pytest
 import torch
@@ -38,12 +38,12 @@ def test_ddp_sees_the_gradients_of_a_context(bucket_view):
     assert [each[layer.weight].tolist() for each in found] == [[[8.0] * 3] * 2, [[16.0] * 3] * 2]
     assert [each[layer.bias].tolist() for each in found] == [[8.0] * 2, [16.0] * 2]
     assert len(ran) == 2  # once in each pass
-    if not bucket_view:  # with them DDP itself makes `.grad` a part of a bucket
+    if not bucket_view:  # with bucket views DDP itself makes `.grad` a view of a bucket
         assert layer.bias.grad is kept
         assert layer.weight.grad is None
 
 
-def test_a_sparse_gradient_goes_backward_in_a_process_that_has_a_group():
+def test_a_sparse_gradient_passes_in_a_process_that_has_a_group():
     table = torch.nn.Embedding(5, 2, sparse=True)
     with autograd.context() as context:
         autograd.backward(context, [table(torch.tensor([3, 3])).sum()])

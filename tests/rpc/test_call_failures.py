@@ -1,4 +1,4 @@
-"""Workers that die, stop, leave or are interrupted: who is told what, and how soon."""
+"""Workers that die, stop, leave or are interrupted: the errors of the others, and how soon they are raised."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_worker_that_dies_is_named_to_all_its_callers_and_others_go_on(within:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", [victims.one_is_stopped, victims.one_stops_unreached])
-def test_a_stopped_worker_is_late_and_answers_when_it_goes_on(how: Any) -> None:
+def test_calls_to_a_stopped_worker_time_out_and_work_after_it_continues(how: Any) -> None:
     (kind, text, *_), works = result_of(run(how, 2)[0])
     assert (kind, works) == ("RpcTimeoutError", 3), text
 
@@ -61,11 +61,11 @@ def test_ctrl_c_in_a_shutdown_ends_the_calls_of_others() -> None:
     "within",
     [pytest.param(math.inf, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.timed)],
 )
-def test_a_call_that_never_ends_holds_a_shutdown_up_for_a_while(doing: str, within: float) -> None:
+def test_a_call_that_never_ends_fails_the_shutdown_after_its_timeout(doing: str, within: float) -> None:
     outcomes = run(victims.shutdown_waits, 3, doing)
     assert all(outcome.result for outcome in outcomes), [outcome.error for outcome in outcomes]
     for kind, text, used, waited in [outcome.result for outcome in outcomes]:
-        assert kind in ("RpcTimeoutError", "AbortedError"), text  # the other, where another one left first
+        assert kind in ("RpcTimeoutError", "AbortedError"), text  # AbortedError if another worker left first
         assert waited > 0.9 or kind == "AbortedError"
         assert waited < within
         assert used < 0.1 + 0.1 * waited or within == math.inf, "the pauses grow"
@@ -75,7 +75,7 @@ def test_a_call_that_never_ends_holds_a_shutdown_up_for_a_while(doing: str, with
 
 
 @pytest.mark.long
-def test_a_shutdown_names_who_does_not_come() -> None:
+def test_a_shutdown_names_the_worker_that_does_not_call_it() -> None:
     first, second, third = run(victims.absent, 3)
     assert second.result == "left", second.error
     assert third.result, third.error
@@ -86,31 +86,31 @@ def test_a_shutdown_names_who_does_not_come() -> None:
     assert first.result == ("RpcTimeoutError", expected), first.error
 
 
-def test_ctrl_c_in_a_call_ends_the_waiting_and_nothing_else() -> None:
+def test_ctrl_c_in_a_call_ends_only_the_waiting() -> None:
     first = run(victims.ctrl_c_in_a_call, 2)[0]
     assert first.result == 3, first.error
 
 
-def test_calls_to_a_worker_that_is_leaving_hear_that() -> None:
+def test_calls_to_a_leaving_worker_raise_its_exit_reason() -> None:
     kind, text = result_of(run(victims.one_leaves_slowly, 2)[0])
     assert kind == "AbortedError", text
     assert "left" in text
 
 
-def test_who_has_just_dialed_a_worker_that_leaves_hears_that() -> None:
+def test_a_worker_that_has_just_dialed_gets_the_exit_reason() -> None:
     first, second = run(victims.one_leaves_as_it_is_dialed, 2)
     assert first.result == "left", first.error
     kind, text, ranks, _ = result_of(second)
     assert (kind, ranks) == ("AbortedError", (0,)), text
 
 
-def test_a_worker_whose_program_ends_says_so() -> None:
+def test_a_worker_whose_program_ends_sends_its_exit_reason() -> None:
     kind, text, ranks, _ = result_of(run(victims.one_ends_without_shutdown, 2)[0])
     assert (kind, ranks) == ("AbortedError", (1,)), text
     assert "left (its program ended)" in text
 
 
-def test_workers_that_do_not_fit_are_told() -> None:
+def test_world_sizes_and_ranks_that_do_not_match_are_refused() -> None:
     sizes, ranks = crew.run_together([(victims.other_sizes, 2), (victims.same_rank, 2)], deadline=120.0)
     assert any("world size" in outcome.error and "UsageError" in outcome.kinds for outcome in sizes)
     assert all(outcome.error for outcome in sizes)

@@ -1,4 +1,4 @@
-"""Remote calls between processes: values, errors, time limits, many at once, the end."""
+"""Remote calls between processes: values, errors, timeouts, many at once, shutdown."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ kept: list[Any] = []
 
 @pytest.fixture
 def worker(rank: int) -> Iterator[int]:
-    """This rank as a worker among all; what was open or ran before is all that is after."""
+    """Make this rank a worker; afterwards no descriptor and no thread is left over."""
     open_before, threads_before = descriptors(), threading.active_count()
     released.clear()  # before others can call
     calls_out.clear()
@@ -53,10 +53,10 @@ def worker(rank: int) -> Iterator[int]:
 
 
 def descriptors() -> dict[str, str]:
-    """What is open here, but for those by which the job sees its ranks' ends."""
+    """Return the open descriptors, except those by which the job watches its ranks."""
     found = {}
     for each in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing
+        with suppress(OSError):  # the descriptor of the listing itself
             found[each] = os.readlink(f"/proc/self/fd/{each}")
     return {each: what for each, what in found.items() if "pidfd" not in what}
 
@@ -111,7 +111,7 @@ def down(depth: int, world_size: int) -> int:
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_calls_within_calls_64_deep_on_all_ranks_at_the_same_time(worker: int, world_size: int) -> None:
+def test_calls_nested_64_deep_on_all_ranks_at_the_same_time(worker: int, world_size: int) -> None:
     assert rpc.rpc_sync(next_of(worker, world_size), down, args=(64, world_size)) == 64
 
 
@@ -127,8 +127,8 @@ def let_go(expected: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_calls_that_block_do_not_keep_others_out(worker: int, world_size: int) -> None:
-    """All 40 must be under way at the same time, before one more ends them."""
+def test_blocking_calls_do_not_delay_others(worker: int, world_size: int) -> None:
+    """All 40 calls must be under way at the same time before another call ends them."""
     to = next_of(worker, world_size)
     held = [rpc.rpc_async(to, hold) for _ in range(40)]
     rpc.rpc_sync(to, let_go, args=(40,))
@@ -160,7 +160,7 @@ class UnbuildableError(Exception):
 
 
 class _Lacking:
-    """Looks like a function that is not there."""
+    """Unpickles like a function that the module lacks."""
 
     def __reduce__(self) -> Any:
         return _lack, ()
@@ -208,7 +208,7 @@ def test_exceptions_come_back(worker: int, world_size: int) -> None:
 @pytest.mark.ranks(1, 2)
 def test_time_limits(worker: int, world_size: int) -> None:
     to = next_of(worker, world_size)
-    rpc.rpc_sync(to, rpc.get_worker_info)  # what is called now reaches it, however short the time
+    rpc.rpc_sync(to, rpc.get_worker_info)  # after this, calls reach the worker within any timeout
     late = rpc.rpc_async(to, hold, timeout=0.05)
     with pytest.raises(
         RpcTimeoutError, match=r"timed out: .*the call of hold was not answered within 0.05 s"
@@ -222,7 +222,7 @@ def test_time_limits(worker: int, world_size: int) -> None:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Agent, socket.socket, socket.socket, list[float]]]:
-    """An agent that calls the worker "far", both ends of its connection, and times before which it is not dialed."""
+    """An agent that calls the worker "far", both ends of its connection, and delays of its dials."""
     near, far = socket.socketpair()
     near.setblocking(False)
     delays = list[float]()
@@ -239,24 +239,24 @@ def ends() -> Iterator[tuple[Agent, socket.socket, socket.socket, list[float]]]:
     far.close()
 
 
-def test_a_time_that_is_up_before_the_worker_is_reached(ends: Any) -> None:
+def test_a_timeout_before_the_worker_is_reached(ends: Any) -> None:
     agent, _, _, delays = ends
     delays.append(0.2)
     with pytest.raises(RpcTimeoutError, match=r"not answered within 0.05 s"):
         agent.call("far", 1, None, timeout=0.05).wait(LIMIT)
 
 
-def test_a_late_answer_is_read_though_nobody_waits_for_it(ends: Any) -> None:
+def test_a_late_answer_is_read_without_a_waiting_thread(ends: Any) -> None:
     agent, near, far, _ = ends
     late = agent.call("far", 1, None, timeout=0.05, waits=True)
-    until(late.done)  # before its caller has begun to wait
+    until(late.done)  # before the caller waits
     (number,) = agent._out[1].abandoned
     far.sendall(encode(RpcMessage(MessageType.RESULT, 0, number, pickle.dumps(1)))[0])
     until(lambda: not select.select([near], [], [], 0)[0], "nobody reads it")
     until(lambda: not agent._out[1].abandoned)
 
 
-def test_calls_are_added_while_late_ones_are_looked_for(ends: Any) -> None:
+def test_calls_are_added_during_the_search_for_late_ones(ends: Any) -> None:
     agent, _, _, _ = ends
     agent.call("far", 1, None)
     pending = agent._out[1].pending
@@ -264,7 +264,7 @@ def test_calls_are_added_while_late_ones_are_looked_for(ends: Any) -> None:
     pending.update((-number, call) for number in range(1, 1000))
 
     class Dropped:
-        """Collected in the middle of the look, as any garbage may be; another thread may make a call just then."""
+        """Collected during the search, as any garbage may be: another thread may make a call at that time."""
 
         def __init__(self) -> None:
             self.itself = self
@@ -284,11 +284,11 @@ def test_calls_are_added_while_late_ones_are_looked_for(ends: Any) -> None:
     assert -1000 in pending
 
 
-def test_who_sends_and_sees_the_end_first_learns_how_the_worker_left(ends: Any) -> None:
+def test_a_sender_that_notices_the_end_first_gets_the_exit_reason(ends: Any) -> None:
     agent, _, far, _ = ends
     calls = [agent.call("far", 1, None)]
     link = agent._out[1]
-    with link.reading:  # none of the threads reads what comes
+    with link.reading:  # no thread reads the link
         far.sendall(encode(RpcMessage(MessageType.GOODBYE, 0, 0, b"left"))[0])
         far.close()
         until(lambda: not link.armed)
@@ -327,7 +327,7 @@ def test_functions_that_return_futures(worker: int, world_size: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_callbacks_come_though_nobody_waits_and_may_call(worker: int, world_size: int) -> None:
+def test_callbacks_run_without_a_waiting_thread_and_may_call(worker: int, world_size: int) -> None:
     to, came = next_of(worker, world_size), threading.Event()
 
     def follow(done: Any) -> None:
@@ -346,7 +346,7 @@ def later() -> Any:
 
 
 def answer(expected: int) -> None:
-    """Complete what `later` has returned, all in one go."""
+    """Complete the futures that `later` has returned, all at once."""
     until(lambda: len(kept) >= expected)
     for k in range(expected):
         kept[k].set_result(True)
@@ -355,7 +355,7 @@ def answer(expected: int) -> None:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("by_event", [False, True])
-def test_a_callback_may_wait_for_another_answer_of_the_same_moment(
+def test_a_callback_may_wait_for_an_answer_received_with_its_own(
     worker: int, world_size: int, by_event: bool
 ) -> None:
     to = next_of(worker, world_size)
@@ -376,7 +376,7 @@ def test_a_callback_may_wait_for_another_answer_of_the_same_moment(
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_callback_of_a_late_call_may_call_and_be_late_itself(worker: int, world_size: int) -> None:
+def test_a_callback_of_a_timed_out_call_may_call_and_time_out(worker: int, world_size: int) -> None:
     to, seen = next_of(worker, world_size), threading.Event()
 
     def follow(done: Any) -> None:
@@ -385,14 +385,14 @@ def test_a_callback_of_a_late_call_may_call_and_be_late_itself(worker: int, worl
             rpc.rpc_sync(to, hold, timeout=0.05)
         seen.set()
 
-    rpc.rpc_sync(to, rpc.get_worker_info)  # what is called now reaches it, however short the time
+    rpc.rpc_sync(to, rpc.get_worker_info)  # after this, calls reach the worker within any timeout
     rpc.rpc_async(to, hold, timeout=0.05).add_done_callback(follow)
     assert seen.wait(LIMIT)
     rpc.rpc_sync(to, let_go, args=(2,))
 
 
 @pytest.mark.ranks(1)
-def test_calls_to_oneself_that_block_leave_room_for_each_other(worker: int) -> None:
+def test_blocking_calls_to_oneself_run_concurrently(worker: int) -> None:
     for _ in range(20):
         released.clear()
         calls = [rpc.rpc_async(worker, hold) for _ in range(3)]
@@ -409,7 +409,7 @@ def serve_this_alone(caller: str) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_call_that_was_answered_is_served_no_more(worker: int, world_size: int) -> None:
+def test_an_answered_call_is_not_listed_as_served(worker: int, world_size: int) -> None:
     to = next_of(worker, world_size)
     for _ in range(3):
         rpc.rpc_sync(to, serve_this_alone, args=(f"w{worker}",))
@@ -443,12 +443,12 @@ def await_one() -> None:
 
 
 def await_other() -> None:
-    """Its own call is under way here."""
+    """Wait until this worker has a call under way."""
     assert calls_out.wait(LIMIT)
 
 
 @pytest.mark.ranks(2)
-def test_a_worker_that_leaves_now_ends_its_calls_and_those_of_others(worker: int, world_size: int) -> None:
+def test_shutdown_that_is_not_graceful_fails_calls_of_and_to_the_worker(worker: int, world_size: int) -> None:
     if worker == 0:
         held = rpc.rpc_async("w1", hold)
         rpc.rpc_sync("w1", await_one)
@@ -488,7 +488,7 @@ def test_a_child_of_fork_is_no_worker(worker: int, world_size: int) -> None:
     assert rpc.rpc_sync(next_of(worker, world_size), operator.add, args=(1, 2)) == 3
 
 
-def test_a_start_that_nothing_says_anything_about_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_rpc_without_any_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("MASTER_", "RANK", "WORLD_", "LOCAL_", "SLURM_", "OMPI_", "PMI")):
             monkeypatch.delenv(name)
@@ -517,7 +517,9 @@ def test_rpc_and_a_group_meet_in_one_file(
 
 
 @pytest.mark.ranks(2)
-def test_what_a_function_raises_is_logged_where_it_ran(worker: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_of_a_function_is_logged_by_the_callee(
+    worker: int, caplog: pytest.LogCaptureFixture
+) -> None:
     if worker == 0:
         with pytest.raises(ValueError, match="invalid literal"):
             rpc.rpc_sync("w1", fail, args=("x",))
@@ -531,7 +533,7 @@ def test_what_a_function_raises_is_logged_where_it_ran(worker: int, caplog: pyte
 
 
 @pytest.mark.ranks(2)
-def test_wrong_arguments_of_the_start(rank: int) -> None:
+def test_wrong_arguments_of_init_rpc(rank: int) -> None:
     for wrong, message in (
         ({"name": 3}, "name is 3"),
         ({"name": "x", "backend": "GRPC"}, "Argument backend must be a member of BackendType"),
@@ -571,7 +573,7 @@ def test_wrong_arguments_of_the_start(rank: int) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_nobody_is_a_worker_of_a_job_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_a_secret_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
     monkeypatch.delenv("FASTCOLL_SECRET_FILE", raising=False)
     monkeypatch.setenv("FASTCOLL_INSECURE", "1")

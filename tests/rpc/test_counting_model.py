@@ -1,9 +1,9 @@
 """The protocol of fastcoll/rpc/counting.py, explored over every schedule of small worlds.
 
 Workers pass references to one value on along the routes of a program, release them, and die, at any time. Messages
-arrive in any order, also between the same two workers; those of the dead may be lost. In every state: the owner has the
-value as long as a living worker has a reference to it, and it knows each reference before its end. When no reference,
-message and unseen death is left, nobody remembers anything.
+arrive in any order, also between the same two workers; messages of dead workers may be lost. In every state the owner
+has the value while a living worker has a reference to it, and counts each reference before its end. When no reference,
+message or unnoticed death is left, all ledgers are empty.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastcoll.rpc import counting
 from fastcoll.rpc.counting import CountingMessage, Ledger, Reference
 
 PASS, REMOTE = "pass", "remote"
-Letter = tuple[
+InFlight = tuple[
     int, int, Any, Any
 ]  # from, to, PASS or REMOTE and a reference, or the fields of a CountingMessage
 
@@ -60,15 +60,15 @@ class State:
     ledgers: tuple[Ledger, ...]
     objects: tuple[tuple[Reference, ...], ...]  # of each worker
     frozen: tuple[Any, ...]  # the ledgers, to be compared
-    letters: frozenset[Letter] = frozenset()  # under way
+    in_flight: frozenset[InFlight] = frozenset()  # under way
     routes: tuple[tuple[int, int], ...] = ()  # not used yet
     mortal: tuple[int, ...] = ()
-    unseen: tuple[tuple[int, int], ...] = ()  # who has not seen whose death
+    unseen: tuple[tuple[int, int], ...] = ()  # (worker, dead worker whose death it has not noticed)
     gone: frozenset[int] = frozenset()
     made: bool = False  # the owner, worker 0, has made the value
 
     def key(self) -> Any:
-        """All but the ledgers, for which `frozen` stands."""
+        """Return all but the ledgers, which `frozen` represents."""
         return tuple(vars(self).values())[1:]
 
 
@@ -79,7 +79,7 @@ class Model:
         routes: (from, to): messages that hold a reference, each sent at most once, and in any order.
         mortal: the workers that may die.
         maker: the worker that makes the value: worker 0, which owns it, or another one by `remote`.
-        keepers: workers that release nothing, for fewer states.
+        keepers: workers that release no reference, for fewer states.
         ledger: the class of the ledgers; the tests of the model itself give faulty ones.
     """
 
@@ -95,10 +95,10 @@ class Model:
         ledgers = tuple(ledger(rank, set(range(size)) - {rank}) for rank in range(size))
         ref = ledgers[maker].make(0)
         objects = tuple((ref,) if rank == maker else () for rank in range(size))
-        letters = frozenset({(maker, 0, REMOTE, ref)} if maker else ())
+        in_flight = frozenset({(maker, 0, REMOTE, ref)} if maker else ())
         self.rref, self.keepers = ref.rref, keepers
         fields = {"routes": tuple(routes), "mortal": mortal, "made": maker == 0}
-        self.start = State(ledgers, objects, tuple(map(frozen, ledgers)), letters, **fields)
+        self.start = State(ledgers, objects, tuple(map(frozen, ledgers)), in_flight, **fields)
 
     def explore(self) -> int:
         """Visit every reachable state; returns their number."""
@@ -116,7 +116,7 @@ class Model:
         held = any(state.objects)
         if 0 not in state.gone and state.made and held:
             assert self.rref in state.ledgers[0].forks, f"freed while it is held: {state}"
-        if not (held or state.letters or state.unseen):
+        if not (held or state.in_flight or state.unseen):
             for rank, ledger in enumerate(state.ledgers):
                 left = ledger.forks or ledger.held or ledger.children or ledger.unanswered or ledger.awaited
                 assert rank in state.gone or not left, f"never freed: {state}"
@@ -128,26 +128,26 @@ class Model:
                     yield self.release(state, rank, ref)
                 for route in {route for route in state.routes if route[0] == rank}:
                     yield self.pass_on(state, route, ref)
-        for letter in state.letters:
-            yield self.deliver(state, letter)
+        for message in state.in_flight:
+            yield self.deliver(state, message)
         for rank in state.mortal:
             yield self.die(state, rank)
         for seer, dead in state.unseen:
             yield self.see(state, seer, dead)
 
     def act(
-        self, state: State, rank: int, ledger: Ledger, more: tuple[Letter, ...] = (), **fields: Any
+        self, state: State, rank: int, ledger: Ledger, more: tuple[InFlight, ...] = (), **fields: Any
     ) -> State:
-        """The state after a step of `rank` that has left `ledger` behind."""
+        """Return the state after a step of `rank` whose result is `ledger`."""
         sent = {(rank, to, *message) for to, message in ledger.outbox} | set(more)
         ledger.outbox.clear()
-        letters = fields.pop("letters", state.letters)
-        letters |= {letter for letter in sent if letter[1] not in state.gone}
+        in_flight = fields.pop("in_flight", state.in_flight)
+        in_flight |= {message for message in sent if message[1] not in state.gone}
         return replace(
             state,
             ledgers=with_item(state.ledgers, rank, ledger),
             frozen=with_item(state.frozen, rank, frozen(ledger)),
-            letters=letters,
+            in_flight=in_flight,
             **fields,
         )
 
@@ -165,9 +165,9 @@ class Model:
         routes.remove(route)
         return self.act(state, rank, ledger, ((rank, to, PASS, child),), routes=tuple(routes))
 
-    def deliver(self, state: State, letter: Letter) -> State:
-        sender, rank, *rest = letter
-        fields: dict[str, Any] = {"letters": state.letters - {letter}}
+    def deliver(self, state: State, message: InFlight) -> State:
+        sender, rank, *rest = message
+        fields: dict[str, Any] = {"in_flight": state.in_flight - {message}}
         ledger = copied(state.ledgers[rank])
         if rest[0] == PASS:
             if ledger.take_in(rest[1], sender):
@@ -176,12 +176,12 @@ class Model:
             ledger.handle(sender, CountingMessage(counting.FORK, rest[1], sender))
             fields["made"] = state.made or sender not in ledger.dead
         else:
-            message = CountingMessage(*rest)
-            if message.kind == counting.DELETE and sender not in ledger.dead:
-                assert message.ref is not None
-                known = message.ref.fork in ledger.forks.get(message.ref.rref, {})
+            received = CountingMessage(*rest)
+            if received.kind == counting.DELETE and sender not in ledger.dead:
+                assert received.ref is not None
+                known = received.ref.fork in ledger.forks.get(received.ref.rref, {})
                 assert known, f"the end of a reference that the owner does not know: {state}"
-            ledger.handle(sender, message)
+            ledger.handle(sender, received)
         return self.act(state, rank, ledger, **fields)
 
     def die(self, state: State, rank: int) -> State:
@@ -191,7 +191,7 @@ class Model:
         return replace(
             state,
             objects=with_item(state.objects, rank, ()),
-            letters=frozenset(letter for letter in state.letters if letter[1] != rank),
+            in_flight=frozenset(message for message in state.in_flight if message[1] != rank),
             mortal=tuple(other for other in state.mortal if other != rank),
             unseen=tuple(sorted(unseen + [(seer, rank) for seer in seers])),
             gone=gone,
@@ -204,7 +204,7 @@ class Model:
             state,
             seer,
             ledger,
-            letters=frozenset(letter for letter in state.letters if letter[:2] != (dead, seer)),
+            in_flight=frozenset(message for message in state.in_flight if message[:2] != (dead, seer)),
             unseen=tuple(pair for pair in state.unseen if pair != (seer, dead)),
         )
 
@@ -220,18 +220,18 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "through three users": {"size": 4, "routes": [(0, 1), (1, 2), (2, 3)]},
     "a user dies": {"size": 2, "routes": [(0, 1), (1, 0), (1, 1)], "mortal": (1,)},
     "the owner dies": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (0,)},
-    "who passed it on dies": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (1,)},
+    "the parent dies": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (1,)},
     "who passed it on through another dies": {"size": 3, "routes": [(0, 1), (1, 2), (2, 1)], "mortal": (1,)},
     "who made it dies": {"size": 3, "routes": [(1, 2)], "mortal": (1,), "maker": 1},
     "who got it dies": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (2,)},
-    "who got it passes it on and dies": {"size": 4, "routes": [(0, 1), (1, 2), (2, 3)], "mortal": (2,)},
+    "a child passes it on and dies": {"size": 4, "routes": [(0, 1), (1, 2), (2, 3)], "mortal": (2,)},
     "two die": {"size": 4, "routes": [(0, 1), (1, 2), (2, 3)], "mortal": (1, 2), "keepers": (1, 2)},
     "all users die": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (1, 2)},
     "a user and the owner die": {"size": 3, "routes": [(0, 1), (1, 2)], "mortal": (0, 1)},
 }
 
 
-LONG = ("who got it passes it on and dies", "two die")  # 5 s each, the others less than 1
+LONG = ("a child passes it on and dies", "two die")  # 5 s each, the others less than 1
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_every_schedule(name: str) -> None:
     assert Model(**PROGRAMS[name]).explore() > 200
 
 
-LOST_PARENT = r"^\(1, 1\)$"  # the KeyError of an ACCEPTED that comes after the reference it is for has ended
-# What is changed in counting.py, the program that shows it, and what the model says.
+LOST_PARENT = r"^\(1, 1\)$"  # the KeyError of an ACCEPTED that arrives after the end of its reference
+# A fault: the text of counting.py, its replacement, the program that shows the fault, and the model's message.
 FAULTS: dict[str, tuple[str, str, str, str]] = {
     "deletes before it is known": (
         "held.released and held.known and not",
@@ -266,20 +266,20 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
     "frees at once what the dead held": (
         "self._of_the_dead():\n            self._begin_sweep()",
         "self._of_the_dead():\n            self._end_sweep()",
-        "who passed it on dies",
+        "the parent dies",
         "freed while",
     ),
     "keeps what the dead held": (
         "for ref in self._of_the_dead():", "for ref in ():", "a user dies", "never freed"
     ),
     "answers sweeps at once": (
-        "self.unanswered.keys() - unknown:", "list(self.unanswered):", "who passed it on dies", "freed while"
+        "self.unanswered.keys() - unknown:", "list(self.unanswered):", "the parent dies", "freed while"
     ),
-    "takes in from the dead": ("if parent in self.dead:", "if False:", "who passed it on dies", "freed while"),
+    "takes in from the dead": ("if parent in self.dead:", "if False:", "the parent dies", "freed while"),
     "forgets what it gave to the dead": (
         "self._send(child.ref.owner, FORK, child.ref, worker)",
         "return self._accepted(child.ref)",
-        "who got it passes it on and dies",
+        "a child passes it on and dies",
         "freed while",
     ),
     "waits for the dead": (
@@ -301,7 +301,9 @@ def test_the_model_finds(fault: str) -> None:
     right, wrong, program, found = FAULTS[fault]
     source = Path(counting.__file__).read_text()
     assert source.count(right) == 1
-    changed: dict[str, Any] = {"__name__": counting.__name__}  # where dataclasses look up the types of fields
+    changed: dict[str, Any] = {
+        "__name__": counting.__name__
+    }  # in which dataclasses look up the types of fields
     exec(source.replace(right, wrong), changed)
     with pytest.raises((AssertionError, KeyError), match=found):
         Model(**PROGRAMS[program], ledger=changed["Ledger"]).explore()

@@ -32,7 +32,7 @@ def test_an_exception_is_raised_each_time() -> None:
             ask()
 
 
-def test_waiting_has_a_limit() -> None:
+def test_wait_raises_after_its_timeout() -> None:
     with pytest.raises(RpcTimeoutError, match=r"timed out: .*0.01 s"):
         Future().wait(0.01)
 
@@ -53,7 +53,7 @@ def test_callbacks_run_in_order_and_then_has_their_result() -> None:
         future.then(None)  # type: ignore[arg-type]
 
 
-def test_the_first_exception_of_many_ends_the_wait() -> None:
+def test_the_first_exception_of_many_ends_wait_all() -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]
     whole = collect_all(futures)
     futures[1].set_exception(KeyError("first"))

@@ -1,4 +1,4 @@
-"""Links: what one end of a connection does at moments that the other end chooses."""
+"""Links: one end of a connection, while the other end acts at chosen moments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ends() -> Iterator[tuple[Link, socket.socket, list[Any], Readers]]:
     far.close()
 
 
-def test_who_waits_for_an_answer_that_another_thread_has_taken_does_not_read(ends: Any) -> None:
+def test_a_thread_does_not_read_for_an_answer_that_another_one_received(ends: Any) -> None:
     link, _, _, readers = ends
     link.pending[1] = "first"
     began = time.monotonic()
@@ -51,7 +51,7 @@ def test_who_waits_for_an_answer_that_another_thread_has_taken_does_not_read(end
     assert not link.reading.locked()
 
 
-def test_a_thread_that_reads_its_answer_itself_has_no_other_thread_woken(
+def test_a_thread_that_reads_its_answer_wakes_no_other_thread(
     ends: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, far, answered, readers = ends
@@ -68,7 +68,7 @@ def test_a_thread_that_reads_its_answer_itself_has_no_other_thread_woken(
     readers.poller.forget(link)
 
 
-def test_what_comes_before_a_message_that_cannot_be_read_is_not_lost(ends: Any) -> None:
+def test_messages_before_an_unreadable_one_are_not_lost(ends: Any) -> None:
     link, far, answered, _ = ends
     link.pending[1] = "first"
     far.send(encode(RpcMessage(MessageType.RESULT, 0, 1, b"x"))[0] + HEADER.pack(0, 2, 0, 0, 0, 99, 0, 0))
@@ -79,9 +79,9 @@ def test_what_comes_before_a_message_that_cannot_be_read_is_not_lost(ends: Any) 
         assert link.receive() is None
 
 
-def test_a_sender_on_a_full_connection_sees_that_the_other_side_has_ended(ends: Any) -> None:
+def test_a_sender_on_a_full_connection_notices_the_peers_end(ends: Any) -> None:
     link, far, *_ = ends
-    far.shutdown(socket.SHUT_WR)  # it ends, and the data that it has not read fills the connection
+    far.shutdown(socket.SHUT_WR)  # the peer ends, and unread data fills the connection
     errors = list[Exception]()
 
     def send() -> None:
@@ -97,7 +97,7 @@ def test_a_sender_on_a_full_connection_sees_that_the_other_side_has_ended(ends: 
 
 
 class Interrupted:
-    """A socket: a Ctrl-C comes when it has sent."""
+    """A socket that raises KeyboardInterrupt after it has sent."""
 
     def __init__(self, near: socket.socket) -> None:
         self._near = near
@@ -110,7 +110,7 @@ class Interrupted:
         return getattr(self._near, name)
 
 
-def test_a_connection_is_given_up_when_an_interrupt_comes_within_a_message(ends: Any) -> None:
+def test_an_interrupt_in_the_middle_of_a_message_closes_the_connection(ends: Any) -> None:
     link, far, *_ = ends
     link._socket = Interrupted(link._socket)
     with pytest.raises(KeyboardInterrupt):
@@ -120,7 +120,7 @@ def test_a_connection_is_given_up_when_an_interrupt_comes_within_a_message(ends:
     assert not link._sending.locked()
 
 
-def test_a_link_is_closed_though_an_interrupt_has_left_a_lock_of_it_locked(
+def test_a_link_closes_although_an_interrupt_left_its_lock_locked(
     ends: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fastcoll.rpc.link._CLOSE_SECONDS", 0.05)
@@ -133,9 +133,7 @@ def test_a_link_is_closed_though_an_interrupt_has_left_a_lock_of_it_locked(
     link.reading.release()
 
 
-def test_a_goodbye_waits_for_a_thread_that_sends_and_is_late(
-    ends: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_goodbye_waits_for_a_slow_sender(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastcoll.rpc.link._CLOSE_SECONDS", LIMIT)
     link, far, *_ = ends
     link._sending.acquire()
@@ -146,7 +144,7 @@ def test_a_goodbye_waits_for_a_thread_that_sends_and_is_late(
     sent.join()
 
 
-def test_shared_memory_is_closed_while_a_traceback_has_a_message_that_was_under_way() -> None:
+def test_shared_memory_closes_while_a_traceback_refers_to_a_message() -> None:
     ring, _ = Ring.offer()
     stuck = ring.put(memoryview(bytes(4 << 20)))
     next(stuck)
@@ -154,7 +152,7 @@ def test_shared_memory_is_closed_while_a_traceback_has_a_message_that_was_under_
     ring.close()
 
 
-def test_shared_memory_of_another_process_with_the_same_pid_is_not_taken() -> None:
+def test_shared_memory_of_another_process_with_the_same_pid_is_refused() -> None:
     ring, offer = Ring.offer()
     with pytest.raises(OSError, match="that pid is another process here"):
         Ring.accept(os.getpid(), offer[:4] + bytes(16))

@@ -1,4 +1,4 @@
-"""Readers: the timer that ends the turn of a thread that a handler blocks."""
+"""Readers: the timer that ends the lease of a thread whose handler blocks, and races at the end of a lease."""
 
 import select
 import socket
@@ -12,7 +12,7 @@ from rpc.victims import LIMIT
 
 
 class Pair:
-    """A source of one-byte messages, each a call that `handle` is to answer."""
+    """A link of one-byte messages, each a call for `handle`."""
 
     def __init__(self, handle, dialed=False):
         self.dialed = dialed
@@ -42,7 +42,7 @@ class Pair:
 
 @contextmanager
 def watched(readers, source):
-    """The source is read by the readers, which end afterwards."""
+    """Have the readers read a link, and close them afterwards."""
     readers.poller.watch(source, READ)
     try:
         yield
@@ -52,7 +52,7 @@ def watched(readers, source):
         source.close()
 
 
-def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
+def test_a_timer_started_while_its_event_is_handled_is_not_lost():
     came, free, over = threading.Event(), threading.Event(), threading.Event()
 
     def handle(message):
@@ -68,7 +68,7 @@ def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
     clear = poller.clear
 
     def clear_slowly(descriptor):
-        """Between two steps of the thread that sees to the timer, the timer is started anew and goes off."""
+        """The timer is started again and fires between two steps of the thread that handles its event."""
         if descriptor == poller._timer and is_slow:
             is_slow.clear()
             poller.start_timer()
@@ -80,18 +80,18 @@ def test_a_timer_that_is_started_while_one_is_seen_to_is_not_lost():
     with watched(readers, source):
         source.near.send(b"w")
         assert came.wait(LIMIT)
-        source.near.send(b"r")  # read by another thread, once the timer has ended the turn of the first
+        source.near.send(b"r")  # another thread reads it after the timer has ended the first lease
         assert over.wait(LIMIT)
 
 
-def test_a_call_that_is_made_while_the_answer_before_is_seen_to_is_answered():
+def test_a_call_made_while_the_link_is_rearmed_is_answered():
     over = threading.Event()
 
     readers = Readers(2, False)
     arm = readers.poller.arm
 
     def arm_late(source, events):
-        """Another thread makes a call just before this one has nothing more to read."""
+        """Another thread makes a call just before this thread rearms the link."""
         if events == HANG_UP:
             arm(source, READ)
         arm(source, events)
@@ -103,11 +103,11 @@ def test_a_call_that_is_made_while_the_answer_before_is_seen_to_is_answered():
         assert over.wait(LIMIT)
 
 
-def test_what_is_left_when_only_threads_in_handlers_are_left_is_done():
+def test_tasks_run_when_all_threads_are_in_handlers():
     free, done, late, first = threading.Event(), threading.Event(), threading.Event(), threading.Lock()
 
     class Busy(Readers):
-        """One thread is in a handler, and the other one sees the end before it sees the last task."""
+        """One thread is in a handler, and the other one notices the end before the last task."""
 
         def _wait(self):
             if first.acquire(blocking=False):
@@ -126,10 +126,10 @@ def test_what_is_left_when_only_threads_in_handlers_are_left_is_done():
         readers.close(LIMIT)
 
 
-def test_a_source_that_is_gone_does_not_change_the_one_that_has_its_number_now():
+def test_a_removed_link_does_not_affect_a_link_that_reuses_its_descriptor():
     over = threading.Event()
     readers, gone, source = Readers(2, False), Pair(None), Pair(lambda message: over.set())
-    here, gone._far = gone._far, source._far  # the kernel gives a number again
+    here, gone._far = gone._far, source._far  # the kernel reuses a descriptor
     readers.poller.watch(gone, READ)
     readers.poller.forget(gone)
     with watched(readers, source):

@@ -1,4 +1,4 @@
-"""RRefs between processes: values, errors, travels; a value ends when nobody has an RRef to it, and not before."""
+"""RRefs between processes: values, errors, messages; a value is dropped after its last RRef, and not before."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ from fastcoll.rpc import references
 from fastcoll.rpc.references import References
 from rpc.victims import LIMIT
 
-ended: queue.SimpleQueue[Any] = (
-    queue.SimpleQueue()
-)  # on each worker: the names of the values that ended there
-seen: list[str] = []  # and those taken out of it
-made: list[str] = []  # the names of all values made here
+ended: queue.SimpleQueue[Any] = queue.SimpleQueue()  # on each worker: the names of the values that ended
+seen: list[str] = []  # the names that were taken out of `ended`
+made: list[str] = []  # the names of all values that this worker made
 kept: list[Any] = []
 last_words: list[None] = []
 once: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -42,7 +40,7 @@ may_go_on, is_kept = threading.Event(), threading.Event()
 
 
 class Value:
-    """A value that tells its end."""
+    """A value that records its end."""
 
     def __init__(self, name: str, number: int = 0) -> None:
         self.name, self.number = name, number
@@ -77,7 +75,7 @@ class Copy:
 
 @contextmanager
 def workers(rank: int, graceful: bool = True) -> Iterator[None]:
-    """This rank as the worker w0, w1, ..."""
+    """Make this rank the worker w0, w1, ..."""
     seen.clear()
     made.clear()
     rpc.init_rpc(f"w{rank}")
@@ -93,7 +91,7 @@ def workers(rank: int, graceful: bool = True) -> Iterator[None]:
 
 
 def run_by_worker_0(*sizes: int) -> Any:
-    """Worker 0 of worlds of these sizes runs the test, and the others serve it."""
+    """Run the test on worker 0 of worlds of these sizes; the others serve it."""
 
     def made(test: Any) -> Any:
         @pytest.mark.ranks(*sizes)
@@ -109,16 +107,16 @@ def run_by_worker_0(*sizes: int) -> Any:
 
 
 def await_end(name: str, count: int = 1) -> None:
-    """Wait until so many values of that name have ended here."""
+    """Wait until so many values of a name have ended on this worker."""
     while seen.count(name) < count:
         seen.append(ended.get(timeout=LIMIT))
 
 
 def collect_until_ended(workers: Iterable[int], **counts: int) -> None:
-    """Collect garbage on all workers until so many values of each name have ended here.
+    """Collect garbage on all workers until so many values of each name have ended on this worker.
 
-    One collection is not enough: a thread that has answered a call may still hold its arguments, or an exception, when
-    that collection runs.
+    One collection is not enough: a thread that has answered a call may still refer to its arguments, or to an
+    exception, when that collection runs.
     """
     while any(seen.count(name) < count for name, count in counts.items()):
         for worker in workers:
@@ -189,7 +187,7 @@ def go_on() -> None:
 
 
 @run_by_worker_0(2, 3)
-def test_a_remote_value_and_who_owns_it(world_size: int) -> None:
+def test_a_remote_value_and_its_owner(world_size: int) -> None:
     for owner in range(world_size):
         rref = rpc.remote(f"w{owner}", operator.mul, args=(np.arange(3.0), 2))
         assert rref.to_here().tolist() == [0, 2, 4]
@@ -206,7 +204,7 @@ def test_a_remote_value_and_who_owns_it(world_size: int) -> None:
 
 
 @run_by_worker_0(3)
-def test_what_the_function_raises_is_raised_where_the_value_is_wanted() -> None:
+def test_an_exception_of_the_function_is_raised_by_to_here() -> None:
     rref = rpc.remote("w1", boom, args=(7,))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^boom 7$") as caught:
@@ -223,7 +221,7 @@ def test_what_the_function_raises_is_raised_where_the_value_is_wanted() -> None:
 
 
 @run_by_worker_0(3)
-def test_a_function_that_the_owner_lacks_fails_everybody_who_waits_for_its_value() -> None:
+def test_a_function_that_the_owner_lacks_fails_all_waiting_workers() -> None:
     module = ModuleType("only_on_rank_0")
     sys.modules[module.__name__] = module
     exec("def f():\n    pass", module.__dict__)
@@ -284,7 +282,7 @@ def test_methods_of_the_value_are_called_on_its_owner() -> None:
 
 
 @run_by_worker_0(3, 4)
-def test_an_rref_travels_in_anything_and_the_value_stays(world_size: int) -> None:
+def test_an_rref_can_be_sent_in_containers_and_the_value_stays(world_size: int) -> None:
     rref = rpc.remote("w1", Value, ("here", 4))
     last = f"w{world_size - 1}"
     rpc.rpc_sync(last, keep, args=({"a": [rref, (rref,)], "b": rref},))
@@ -300,7 +298,7 @@ def test_an_rref_travels_in_anything_and_the_value_stays(world_size: int) -> Non
 
 
 @run_by_worker_0(3)
-def test_a_value_ends_with_the_last_rref_and_not_before() -> None:
+def test_a_value_is_dropped_with_the_last_rref_and_not_before() -> None:
     rref = rpc.remote("w1", Value, ("shared", 1))
     rpc.rpc_sync("w2", keep, args=(rref,))
     del rref
@@ -321,7 +319,7 @@ def test_a_value_ends_with_the_last_rref_and_not_before() -> None:
 
 
 class FailedError(Exception):
-    """Who keeps it, keeps a value."""
+    """An exception that refers to a value."""
 
 
 def fail_with_a_value(name: str) -> None:
@@ -329,8 +327,10 @@ def fail_with_a_value(name: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_rrefs_that_end_within_a_moment_are_told_together(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moment after the first message ends when the test says so."""
+def test_messages_of_rrefs_that_end_together_are_sent_together(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause after the first message ends when the test sets `over`."""
     waits, over = threading.Event(), threading.Event()
 
     def moment(seconds: float) -> None:
@@ -343,20 +343,20 @@ def test_rrefs_that_end_within_a_moment_are_told_together(rank: int, monkeypatch
             for each in rrefs:
                 each.to_here()
             assert References.current is not None
-            agent, told = References.current.agent, list[Any]()
+            agent, sent = References.current.agent, list[Any]()
             notify = agent.notify
-            monkeypatch.setattr(agent, "notify", lambda *args: (told.append(args), notify(*args)))
+            monkeypatch.setattr(agent, "notify", lambda *args: (sent.append(args), notify(*args)))
             monkeypatch.setattr(references, "time", SimpleNamespace(monotonic=time.monotonic, sleep=moment))
             del each, rrefs[0]
             assert waits.wait(LIMIT)
             rrefs.clear()
             over.set()
             rpc.rpc_sync("w1", await_end, args=("one of many", 200))
-            assert len(told) == 2
+            assert len(sent) == 2
 
 
 @run_by_worker_0(2)
-def test_what_the_function_raised_ends_with_the_last_rref_too() -> None:
+def test_a_raised_exception_is_dropped_with_the_last_rref() -> None:
     rref = rpc.remote("w1", fail_with_a_value, args=("raised",))
     for use in (
         rref.to_here,
@@ -368,7 +368,7 @@ def test_what_the_function_raised_ends_with_the_last_rref_too() -> None:
     del (
         rref,
         use,
-    )  # the exception that is left on w1 is garbage: a frame of its traceback has a name for it
+    )  # the exception on w1 is part of a cycle: a frame of its traceback refers to it
     rpc.rpc_sync("w1", collect_until_ended, args=([1],), kwargs={"raised": 1})
 
 
@@ -383,8 +383,8 @@ class NotToBeBuilt:
 
 
 @run_by_worker_0(3)
-def test_an_rref_in_a_message_that_does_not_come_through_keeps_nothing() -> None:
-    """It cannot be pickled, or not be unpickled, as an argument or as a result, or comes too late."""
+def test_an_rref_in_a_failed_message_keeps_no_value() -> None:
+    """The message cannot be pickled or unpickled, as an argument or as a result, or arrives too late."""
     for owner in ("w0", "w1"):
         rref = rpc.remote(owner, Value, ("kept",))
         rref.to_here()
@@ -428,7 +428,7 @@ def with_what_cannot_be_pickled(rref: Any) -> Any:
 
 
 @pytest.mark.ranks(3)
-def test_shutdown_ends_the_rrefs_that_are_left(
+def test_shutdown_ends_the_remaining_rrefs(
     rank: int, world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     rpc.init_rpc(f"w{rank}")
@@ -449,7 +449,7 @@ def test_shutdown_ends_the_rrefs_that_are_left(
 
 @pytest.mark.ranks(2)
 def test_rrefs_may_end_at_any_time_and_on_any_thread(rank: int) -> None:
-    """The collector of garbage runs at every few objects that are made, so also where a lock is held."""
+    """The garbage collector runs after every few new objects, so also while a lock is held."""
     with workers(rank):
         before = gc.get_threshold()
         gc.set_threshold(7)
@@ -469,7 +469,7 @@ def make_garbage(to: str, count: int) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_many_rrefs_on_their_way_at_once(rank: int, world_size: int) -> None:
+def test_many_rrefs_under_way_at_once(rank: int, world_size: int) -> None:
     with workers(rank):
         assert together(*[partial(wander, 10 * rank + seed, world_size) for seed in range(3)]) == [None] * 3
         gc.collect()
@@ -478,7 +478,7 @@ def test_many_rrefs_on_their_way_at_once(rank: int, world_size: int) -> None:
 
 
 def wander(seed: int, world_size: int, *deaths: type[PeerDiedError]) -> None:
-    """Values here and there, sent through the workers, each of which looks at it; one may die."""
+    """Make values on several workers and pass them along the workers, each of which reads them; one worker may die."""
     rng = random.Random(seed)
     for number in range(20):
         with suppress(*deaths):
@@ -488,7 +488,7 @@ def wander(seed: int, world_size: int, *deaths: type[PeerDiedError]) -> None:
 
 
 def pass_along(rref: Any, route: list[int]) -> list[int]:
-    """Pass an RRef on, and look at its value; a worker with last words dies at the last of them."""
+    """Pass an RRef on, and read its value; a worker with a limited number of calls dies in the last of them."""
     if last_words and (last_words.pop() or not last_words):
         die()
     if not route:
@@ -507,13 +507,13 @@ def die() -> None:
 
 
 def let_leave(worker: str, function: Any, *args: Any) -> None:
-    """Call what lets a worker leave, which it may have done before it answers."""
+    """Let a worker leave, which may happen before it answers."""
     with suppress(AbortedError):
         rpc.rpc_sync(worker, function, args=args)
 
 
 def hold(name: str) -> Any:
-    """A reference that only this worker has, to a value of worker 0."""
+    """Hold the only reference to a value of worker 0."""
     keep(rpc.remote("w0", Value, (name, 8)))
     kept[0].to_here()
     return kept[0]
@@ -521,7 +521,9 @@ def hold(name: str) -> Any:
 
 @pytest.mark.timed
 @pytest.mark.ranks(2, 3, fresh=True, may_die=[1])
-def test_what_a_dead_user_held_ends_within_two_seconds(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_values_of_a_dead_user_are_dropped_within_two_seconds(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     death = tmp_path / "death"
     with workers(rank, graceful=False):
         if rank == 1:
@@ -542,7 +544,7 @@ def test_what_a_dead_user_held_ends_within_two_seconds(rank: int, world_size: in
 
 @pytest.mark.long
 @pytest.mark.ranks(3, fresh=True, may_die=[1])
-def test_who_passed_it_on_dies_and_the_value_stays(rank: int) -> None:
+def test_the_value_stays_when_the_worker_that_passed_it_on_dies(rank: int) -> None:
     with workers(rank, graceful=False):
         if rank == 1:
             rref = hold("inherited")
@@ -564,8 +566,8 @@ def test_who_passed_it_on_dies_and_the_value_stays(rank: int) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_who_waits_for_a_value_whose_maker_dies_before_its_call_came_is_told(rank: int) -> None:
-    """The calls of two makers, 5 and 6, have not come; others wait for both values here."""
+def test_waiting_for_a_value_fails_when_its_maker_dies_first(rank: int) -> None:
+    """The calls of two makers, 5 and 6, have not arrived, and this worker waits for both values."""
     with workers(rank):
         here = References.current
         assert here is not None
@@ -614,10 +616,8 @@ def test_the_owner_dies_and_is_named(rank: int) -> None:
 @pytest.mark.long
 @pytest.mark.ranks(4, fresh=True, may_die=[3])
 @pytest.mark.parametrize("served", [pytest.param(1, marks=pytest.mark.long), 6, 15])  # the first: 8 s
-def test_a_worker_dies_while_rrefs_are_on_their_way_everywhere(
-    rank: int, world_size: int, served: int
-) -> None:
-    """Those that are left have their values as long as they want them, and then all values end."""
+def test_a_worker_dies_while_rrefs_are_under_way_everywhere(rank: int, world_size: int, served: int) -> None:
+    """The survivors have their values as long as they refer to them, and then all values end."""
     with workers(rank, graceful=False):
         last_words.extend([None] * served if rank == 3 else [])
         assert (
@@ -625,9 +625,9 @@ def test_a_worker_dies_while_rrefs_are_on_their_way_everywhere(
             == [None] * 3
         )
         await_death("w3")
-        meet(rank, range(3))  # all that the survivors have sent is served, but for what nobody waits for
+        meet(rank, range(3))  # all calls of the survivors are served, except those without a waiting thread
         collect_until_ended(range(3), wanders=made.count("wanders"))
-        with suppress(AbortedError):  # the answer of one who had met all, and has left
+        with suppress(AbortedError):  # the worker has met all others, and left before it answered
             meet(rank, range(3))
 
 
@@ -635,7 +635,7 @@ arrivals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
 def meet(rank: int, ranks: range) -> None:
-    """Wait for the others, by calls to them, so that nobody has a default group that fails."""
+    """Wait for the others by calls to them, not by a default group, which would fail."""
     for other in ranks:
         rpc.rpc_sync(other, arrivals_put, args=(rank,))
     for _ in ranks:

@@ -60,10 +60,10 @@ def test_a_tensor_arrives_as_it_was(value):
     assert torch.equal(*(each.to_dense().to(torch.complex128) for each in (found, value)))
     assert (found.dtype, found.requires_grad, found.is_leaf) == (value.dtype, value.requires_grad, True)
     if found.layout == torch.strided and not found.requires_grad:
-        found.zero_()  # it may be written
+        found.zero_()  # it is writable
 
 
-def test_its_memory_is_beside():
+def test_the_memory_of_a_tensor_is_sent_beside_the_pickle():
     value = torch.zeros(1 << 20)
     pickled, buffers = wire.dumps(value, TO)
     assert len(pickled) < 500
@@ -83,7 +83,7 @@ def test_tensors_of_a_message_that_share_memory_share_it_at_the_receiver(count):
     assert value[1] == 1
 
 
-def test_a_small_part_of_a_storage_travels_alone():
+def test_a_small_part_of_a_storage_is_sent_alone():
     rows = torch.rand(1000, 100)
     pickled, buffers = wire.dumps(rows[3], TO)
     assert len(pickled) + sum(each.nbytes for each in buffers) < 1000

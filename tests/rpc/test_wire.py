@@ -1,4 +1,4 @@
-"""Messages as bytes: whole again however the connection splits them."""
+"""Messages as bytes: complete for every split of the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TO = WorkerInfo("w1", 1)
 
 
 def received(data: bytes, taken: list[memoryview], most: int, seed: int) -> list[wire.RpcMessage]:
-    """What an assembler makes of bytes that come in pieces."""
+    """Return the messages that an assembler makes of bytes received in random portions."""
     source, left = random.Random(seed), memoryview(data)
     assembler = wire.Assembler(lambda buffer: buffer.__setitem__(slice(None), taken.pop(0)))
     found = []
@@ -31,7 +31,7 @@ def received(data: bytes, taken: list[memoryview], most: int, seed: int) -> list
 
 @pytest.mark.parametrize("by_ring", [False, True])
 @pytest.mark.parametrize("most", [1, 100, 1 << 20])
-def test_messages_are_whole_however_they_are_split(most: int, by_ring: bool) -> None:
+def test_messages_are_complete_for_every_split_of_the_bytes(most: int, by_ring: bool) -> None:
     source = np.random.default_rng(0)
     sizes = (0, 1, 100) if most == 1 else (0, 1, 63, 64, wire.INLINE, wire.INLINE + 1, 300_000)
     values = [
@@ -60,8 +60,8 @@ def test_messages_are_whole_however_they_are_split(most: int, by_ring: bool) -> 
                 assert got[name].flags.writeable
 
 
-def test_a_message_is_taken_before_the_next_one_is_looked_at() -> None:
-    """The large buffers of an answer come through memory that the message just ahead of it has told of."""
+def test_a_message_is_consumed_before_the_next_one_is_parsed() -> None:
+    """The large buffers of an answer are in memory that the message just before it has announced."""
     large = np.arange(wire.INLINE, dtype=np.int64)
     pickled, buffers = wire.dumps(large, TO)
     start, behind = wire.encode(
@@ -80,7 +80,7 @@ def test_a_message_is_taken_before_the_next_one_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("by_ring", [False, True])
-def test_a_message_that_was_taken_is_kept_nowhere(by_ring: bool) -> None:
+def test_nothing_refers_to_a_consumed_message(by_ring: bool) -> None:
     pickled, buffers = wire.dumps(np.zeros(wire.INLINE), TO)
     start, behind = wire.encode(wire.RpcMessage(wire.MessageType.RESULT, 0, 1, pickled, buffers), by_ring)
     data = memoryview(start if by_ring else start + bytes(behind[0]))
@@ -93,20 +93,20 @@ def test_a_message_that_was_taken_is_kept_nowhere(by_ring: bool) -> None:
     assert [each() for each in taken] == [None]
 
 
-def test_what_cannot_be_pickled_is_named() -> None:
+def test_a_value_that_cannot_be_pickled_is_named() -> None:
     with pytest.raises(UsageError, match=r"the message to w1 \(rank 1\) cannot be pickled: .*lambda"):
         wire.dumps(lambda: None, TO)
 
 
 class Base:
-    """Pickled by a reducer of the one who is registered for it."""
+    """Pickled by a registered reducer."""
 
 
 class Derived(Base):
     pass
 
 
-def test_reducers_are_asked_for_subclasses_and_know_the_receiver() -> None:
+def test_reducers_apply_to_subclasses_and_get_the_receiver() -> None:
     wire.reduce_type(Base, lambda value, to: (str, (f"{type(value).__name__} for {to.name}",)))
     pickled, _ = wire.dumps([Derived(), Base()], TO)
     message = wire.copied(wire.RpcMessage(wire.MessageType.CALL, 1, 1, pickled))

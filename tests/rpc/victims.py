@@ -1,4 +1,4 @@
-"""What workers do in the tests in which one of them dies, stops or is interrupted."""
+"""Workers of the tests in which one of them dies, stops or is interrupted."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fastcoll import rpc
 from fastcoll.rendezvous.listener import Listener
 from fastcoll.rpc.handlers import UNCOUNTED
 
-LIMIT = 30.0  # seconds that nothing takes but a hang
+LIMIT = 30.0  # seconds that only a hang takes
 over = threading.Event()
-joined = threading.Event()  # set by a worker of which others must know that init_rpc has returned there
+joined = threading.Event()  # set by a worker after its init_rpc, for others to wait for
 held = threading.Semaphore(0)
 
 
@@ -62,7 +62,7 @@ def die() -> None:
 
 
 def stop() -> None:
-    """Stop this process. A signal to the process may stop this thread last, when it has answered the call."""
+    """Stop this process. The signal goes to this thread: one to the process could stop it after the answer."""
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
@@ -74,19 +74,19 @@ def until(what: Callable[[], bool], otherwise: str = "it does not come") -> None
 
 
 def await_stopped(pid: int) -> None:
-    """Wait until a process that was told to stop has stopped: on a busy machine that may still be ahead."""
+    """Wait until a process that got SIGSTOP has stopped, which takes a while on a busy machine."""
     stat = Path(f"/proc/{pid}/stat")
     until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop")
 
 
 def go_on(pid: int) -> None:
-    """Let a process go on that stops, as soon as it has stopped."""
+    """Wait until a process has stopped, and let it continue."""
     await_stopped(pid)
     os.kill(pid, signal.SIGCONT)
 
 
 def interrupt() -> None:
-    """Ctrl-C, once the main thread waits for an answer: one within a message would end the connection as well."""
+    """Send SIGINT once the main thread waits for an answer: within a message it would close the connection."""
     until(main_thread_waits, "the main thread waits for no answer")
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -96,8 +96,8 @@ def main_thread_waits() -> bool:
     return (frame.f_globals["__name__"], frame.f_code.co_name) == ("fastcoll.rpc.link", "poll")
 
 
-def said(future: Any) -> tuple[str, str, tuple[int, ...], float]:
-    """Kind, text and ranks of a future's error, and when it came."""
+def error_of(future: Any) -> tuple[str, str, tuple[int, ...], float]:
+    """Return the kind, text and ranks of a future's error, and when it was raised."""
     try:
         future.wait()
     except Exception as error:
@@ -119,9 +119,9 @@ def one_dies(rank: int, n: int, url: str) -> Any:
     rpc.rpc_sync("w1", await_held)
     other = f"w{n - 1}" if rank == 0 else "w0"
     rpc.rpc_sync(other, release_held)
-    assert held.acquire(timeout=LIMIT)  # all others have calls open now
-    errors = [said(calls[0] if rank else rpc.rpc_async("w1", die)), *map(said, calls)]
-    again = said(rpc.rpc_async("w1", hold))
+    assert held.acquire(timeout=LIMIT)  # all others have calls under way now
+    errors = [error_of(calls[0] if rank else rpc.rpc_async("w1", die)), *map(error_of, calls)]
+    again = error_of(rpc.rpc_async("w1", hold))
     works = rpc.rpc_sync(other, operator.add, args=(1, 2))
     let_end(other)
     assert over.wait(LIMIT)
@@ -140,11 +140,11 @@ def one_is_stopped(rank: int, n: int, url: str) -> Any:
         return wait_for_the_end()
     pid = rpc.rpc_sync("w1", os.getpid)
     stopped = rpc.rpc_async("w1", stop, timeout=0.3)
-    found = said(stopped)
+    found = error_of(stopped)
     await_stopped(pid)
-    # More than the kernel takes, twice: one is under way for ever, and the other one behind it.
-    stuck = [said(rpc.rpc_async("w1", len, args=(bytearray(64 << 20),), timeout=0.3)) for _ in range(2)]
-    arrays = [said(rpc.rpc_async("w1", len, args=(np.ones(1 << 22),), timeout=0.3)) for _ in range(2)]
+    # More than the kernel buffers, twice: one message is stuck, and the other one behind it.
+    stuck = [error_of(rpc.rpc_async("w1", len, args=(bytearray(64 << 20),), timeout=0.3)) for _ in range(2)]
+    arrays = [error_of(rpc.rpc_async("w1", len, args=(np.ones(1 << 22),), timeout=0.3)) for _ in range(2)]
     assert {kind for kind, *_ in stuck + arrays} == {"RpcTimeoutError"}
     go_on(pid)
     works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
@@ -161,7 +161,7 @@ def one_stops_unreached(rank: int, n: int, url: str) -> Any:
     pid = rpc.agent.current_agent().members[1].pid
     os.kill(pid, signal.SIGSTOP)
     await_stopped(pid)
-    found = said(rpc.rpc_async("w1", hold, timeout=0.3))
+    found = error_of(rpc.rpc_async("w1", hold, timeout=0.3))
     go_on(pid)
     works = rpc.rpc_sync("w1", operator.add, args=(1, 2))
     let_end("w1")
@@ -170,7 +170,7 @@ def one_stops_unreached(rank: int, n: int, url: str) -> Any:
 
 
 def ctrl_c_in_shutdown(rank: int, n: int, url: str) -> Any:
-    """w1 waits in shutdown, and is interrupted; w0 has a call open there, and waits for it."""
+    """w1 is interrupted in shutdown, while w0 waits for a call that w1 serves."""
     join(rank, n, url)
     if rank == 1:
         try:
@@ -183,7 +183,7 @@ def ctrl_c_in_shutdown(rank: int, n: int, url: str) -> Any:
     rpc.rpc_sync("w1", await_held)
     with suppress(fastcoll.AbortedError):  # it may leave before it answers
         rpc.rpc_sync("w1", interrupt)
-    found = said(call)
+    found = error_of(call)
     rpc.shutdown(graceful=False)
     return found
 
@@ -193,7 +193,7 @@ def ctrl_c_in_a_call(rank: int, n: int, url: str) -> Any:
     join(rank, n, url)
     if rank == 1:
         return wait_for_the_end()
-    rpc.rpc_sync("w1", operator.add, args=(1, 2))  # nothing but answers comes from now on
+    rpc.rpc_sync("w1", operator.add, args=(1, 2))  # only answers arrive from now on
     interrupter = threading.Thread(target=interrupt)
     try:
         interrupter.start()
@@ -207,20 +207,20 @@ def ctrl_c_in_a_call(rank: int, n: int, url: str) -> Any:
 
 
 def one_ends_without_shutdown(rank: int, n: int, url: str) -> Any:
-    """w1's program ends by an exception while a call is open there."""
+    """w1's program ends by an exception while it serves a call."""
     join(rank, n, url)
     if rank == 1:
         assert held.acquire(timeout=LIMIT)
         return None
-    found = said(rpc.rpc_async("w1", hold))
+    found = error_of(rpc.rpc_async("w1", hold))
     rpc.shutdown(graceful=False)
     return found
 
 
 def one_leaves_as_it_is_dialed(rank: int, n: int, url: str) -> Any:
-    """w0 leaves while the thread that takes connections, one of which w1 takes for made, gets no core.
+    """w0 leaves after w1 has dialed it, before the thread that accepts connections has got a core.
 
-    There is no other connection between them, so w1 learns how w0 has left by this one alone.
+    There is no other connection between them, so w1 gets the exit reason of w0 by this one alone.
     """
     serve, dialed = Listener.serve, threading.Event()
     ready = Path(url.removeprefix("file://")).with_name("ready")
@@ -241,20 +241,20 @@ def one_leaves_as_it_is_dialed(rank: int, n: int, url: str) -> Any:
         rpc.shutdown(graceful=False)
         return "left"
     until(ready.exists)
-    found = said(rpc.rpc_async("w0", hold))
+    found = error_of(rpc.rpc_async("w0", hold))
     rpc.shutdown(graceful=False)
     return found
 
 
 class Slow:
-    """Its end takes a while."""
+    """Its destructor takes a while."""
 
     def __del__(self) -> None:
         time.sleep(0.3)
 
 
 def one_leaves_slowly(rank: int, n: int, url: str) -> Any:
-    """w1 leaves while w0 calls it all the time."""
+    """w1 leaves while w0 calls it repeatedly."""
     join(rank, n, url)
     if rank == 1:
         rref = rpc.RRef(Slow())
@@ -277,17 +277,17 @@ def never() -> Any:
 
 
 def shutdown_waits(rank: int, n: int, url: str, doing: str) -> Any:
-    """w1 is in a call that never ends; what shutdown raises, the CPU that it uses, and the time.
+    """w1 serves a call that never ends. Return what shutdown raises, and the CPU and wall time that it takes.
 
-    With a timeout of its own, w0 calls shutdown last: it knows what the others serve once they have called it.
+    With a timeout of its own, w0 calls shutdown last: it knows the calls of the others once they have called it.
     """
     options = rpc.RpcBackendOptions(init_method=url, rpc_timeout=1.0 if doing == "default" else 60.0)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=n, rpc_backend_options=options)
     if rank == 0:
         rpc.rpc_sync(
             "w1", operator.add, args=(1, 2), timeout=LIMIT
-        )  # what is called now reaches it in any case
-        assert said(rpc.rpc_async("w1", never, timeout=0.05))[0] == "RpcTimeoutError"
+        )  # after this, calls reach the worker within any timeout
+        assert error_of(rpc.rpc_async("w1", never, timeout=0.05))[0] == "RpcTimeoutError"
         rpc.rpc_sync("w1", await_held, timeout=LIMIT)
         for other in range(n):
             rpc.rpc_sync(other, end, timeout=LIMIT)
@@ -300,7 +300,7 @@ def shutdown_waits(rank: int, n: int, url: str, doing: str) -> Any:
 
 
 def await_shutdown_of(others: int) -> None:
-    """Wait until so many others wait in shutdown for this worker, which is worker 0."""
+    """Wait until so many workers wait in shutdown for this worker, worker 0."""
     serving = rpc.agent.current_agent().handlers._under_way
     until(
         lambda: [kind for _, kind, _ in list(serving.values())].count(UNCOUNTED) == others, "they do not come"
@@ -308,7 +308,7 @@ def await_shutdown_of(others: int) -> None:
 
 
 def ended_by(timeout: float | None) -> tuple[str, str]:
-    """Kind and text of what a graceful shutdown raises."""
+    """Return the kind and text of the error of a graceful shutdown."""
     try:
         rpc.shutdown(timeout=timeout)
     except fastcoll.FastcollError as error:
@@ -317,14 +317,14 @@ def ended_by(timeout: float | None) -> tuple[str, str]:
 
 
 def absent(rank: int, n: int, url: str) -> Any:
-    """w1 does not come to the shutdown of the others, of which w0 waits for 1 s."""
+    """w1 does not call shutdown; w0 waits for 1 s in it, w2 longer."""
     join(rank, n, url)
     if rank == 2:
         return ended_by(LIMIT)
     if rank == 0:
         await_shutdown_of(1)
         return ended_by(1.0)
-    said(rpc.rpc_async("w0", hold))  # until w0 has left
+    error_of(rpc.rpc_async("w0", hold))  # until w0 has left
     rpc.shutdown(graceful=False)
     return "left"
 
