@@ -203,7 +203,7 @@ class Agent:
         message = RpcMessage(MessageType.NOTIFY, kind, 0, *wire.dumps(payload, to))
         self.counts.add(kind, made=1)
         if link is None:
-            self.handlers.notified(None, wire.copied(message))
+            self.handlers.handle_notification(None, wire.copied(message))
             return
         try:
             link.send(message)
@@ -294,7 +294,7 @@ class Agent:
                     link.abandoned.discard(message.call)
                 return partial(self._answered, call, link.worker, message)
             case MessageType.NOTIFY:
-                self.handlers.notified(link, message)
+                self.handlers.handle_notification(link, message)
             case MessageType.GOODBYE:
                 link.exit_reason = bytes(message.pickled).decode(errors="replace")
             case MessageType.RING if link.dialed:

@@ -81,11 +81,11 @@ class Handlers:
             if kind != UNCOUNTED
         ]
 
-    def has(self, kind: int) -> bool:
+    def serves(self, kind: int) -> bool:
         """Return whether there are calls of a kind here whose answers have not been sent yet."""
         return any(each == kind for _, each, _ in list(self._under_way.values()))
 
-    def notified(self, link: Link | None, message: RpcMessage) -> None:
+    def handle_notification(self, link: Link | None, message: RpcMessage) -> None:
         """Handle a notification."""
         worker = link.worker if link else self._me
         try:

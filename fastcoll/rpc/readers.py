@@ -16,7 +16,7 @@ disarms it.
 
 A handler may block, and so may a callback of a future. Before a thread waits for a future, its lease ends
 (`before_blocking`): the link is armed, and other threads take the tasks that are left. A 1 ms timer detects any other
-slow handler: if a lease has handled nothing between two of its events, the timer's thread ends the lease; if no task
+slow handler: if a lease has handled nothing between two timer events, the timer's thread ends the lease; if no task
 was begun, other threads take those that are left. A thread that finds no other thread waiting starts one first, so any
 number of handlers may block.
 """

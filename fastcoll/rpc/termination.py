@@ -56,7 +56,7 @@ class Termination:
             self._agent.run_shutdown_callbacks(until)
             self._run_rounds(until)
             end = time.monotonic() + _ASK_SECONDS
-            while self._agent.handlers.has(ROUND) and time.monotonic() < end:
+            while self._agent.handlers.serves(ROUND) and time.monotonic() < end:
                 time.sleep(_PAUSE_SECONDS)  # worker 0 leaves after it has answered all others
         except AbortedError as error:
             # The worker that saw a death first may have left already; the death is the cause.

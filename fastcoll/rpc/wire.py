@@ -300,9 +300,9 @@ def loaded_error(pickled: bytes) -> BaseException | None:
 
 def encode(message: RpcMessage, by_ring: bool = False) -> tuple[bytes, list[memoryview]]:
     """Return a message as bytes, and the large buffers that follow them."""
-    kind_of_message, kind, call, pickled, buffers, context = message
+    message_type, kind, call, pickled, buffers, context = message
     if not buffers and not context:
-        return HEADER.pack(len(pickled), call, len(pickled), 0, 0, kind_of_message, kind, 0) + pickled, []
+        return HEADER.pack(len(pickled), call, len(pickled), 0, 0, message_type, kind, 0) + pickled, []
     views = [memoryview(buffer) for buffer in buffers]
     sizes = [view.nbytes for view in views]
     start = [struct.pack(f"<{len(sizes)}Q", *sizes), context, pickled]
@@ -314,7 +314,7 @@ def encode(message: RpcMessage, by_ring: bool = False) -> tuple[bytes, list[memo
             gap = -at % _ALIGNED
             inline += [bytes(gap), view]
             at += gap + nbytes
-    header = HEADER.pack(at, call, len(pickled), len(context), len(sizes), kind_of_message, kind, by_ring)
+    header = HEADER.pack(at, call, len(pickled), len(context), len(sizes), message_type, kind, by_ring)
     return b"".join([header, *start, *inline]), large
 
 
@@ -354,14 +354,14 @@ class Assembler:
                     self._buffer[:left] = bytes(self._buffer[self._start : self._end])
                     self._start, self._end = 0, left
                 self._end += yield self._buffer[self._end :]
-            nbytes, call, npickled, ncontext, nbuffers, kind_of_message, kind, by_ring = HEADER.unpack_from(
+            nbytes, call, npickled, ncontext, nbuffers, message_type, kind, by_ring = HEADER.unpack_from(
                 self._buffer, self._start
             )
             self._start += HEADER.size
             body = memoryview(bytearray(nbytes))
             yield from self._fill(body)
             if not nbuffers and not ncontext:
-                yield RpcMessage(_TYPES[kind_of_message], kind, call, body)
+                yield RpcMessage(_TYPES[message_type], kind, call, body)
                 del body  # nothing here refers to a consumed message
                 continue
             sizes = struct.unpack_from(f"<{nbuffers}Q", body)
@@ -379,7 +379,7 @@ class Assembler:
                         self._take(buffers[-1])
                     else:
                         yield from self._fill(buffers[-1])
-            yield RpcMessage(_TYPES[kind_of_message], kind, call, pickled, buffers, context)
+            yield RpcMessage(_TYPES[message_type], kind, call, pickled, buffers, context)
             del body, pickled, buffers
 
     def _fill(self, target: memoryview) -> Generator[memoryview, int, None]:
