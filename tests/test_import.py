@@ -54,7 +54,7 @@ KEPT = {
     "llvmlite": ("kernels", "compiler", "callers"),
     "posix_ipc": ("shm",),
     "socket": ("system", "store", "rendezvous", "net/tcp", "rpc"),
-    "pickle": ("api/objects.py", "rpc/wire.py", "rpc/tensor_buffers.py"),
+    "pickle": ("api/objects.py", "rpc/pickling.py", "rpc/tensor_buffers.py"),
     "numba.cloudpickle": ("launch/run.py",),  # from the caller and its own children
     "cupy": ("gpu",),
 }

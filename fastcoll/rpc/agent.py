@@ -31,7 +31,7 @@ from ..errors import (
     UsageError,
 )
 from ..system.processes import Member, cores_of, in_sight
-from . import exceptions, wire
+from . import exceptions, pickling, wire
 from .deadlines import Deadlines
 from .futures import Future
 from .handlers import UNCOUNTED, Counts, Handler, Handlers, described
@@ -167,8 +167,8 @@ class Agent:
         except FastcollError as error:  # the worker cannot be reached, or is gone
             future.complete(None, error.with_traceback(None))  # the traceback refers to the arguments
             return future
-        context = wire.context_for(to) if self.handlers.takes_contexts(kind) else b""
-        pickled, buffers = wire.dumps(payload, to)
+        context = pickling.context_for(to) if self.handlers.takes_contexts(kind) else b""
+        pickled, buffers = pickling.dumps(payload, to)
         if doing is None and isinstance(payload, tuple):
             doing = payload[0]
         call = PendingCall(future, kind, context, deadline, limit, doing, buffers)
@@ -200,7 +200,7 @@ class Agent:
             link = None if to is self.me else self._link_to(to)
         except FastcollError:
             return
-        message = RpcMessage(MessageType.NOTIFY, kind, 0, *wire.dumps(payload, to))
+        message = RpcMessage(MessageType.NOTIFY, kind, 0, *pickling.dumps(payload, to))
         self.counts.add(kind, made=1)
         if link is None:
             self.handlers.handle_notification(None, wire.copied(message))
@@ -310,12 +310,12 @@ class Agent:
     def _answered(self, call: PendingCall | None, worker: WorkerInfo, answer: RpcMessage) -> None:
         """Complete a call's future; None: the call has timed out."""
         if call is None:
-            with suppress(FastcollError), wire.receiving(worker):
-                wire.discard(answer)
+            with suppress(FastcollError), pickling.receiving(worker):
+                pickling.discard(answer)
             return
         try:
-            with wire.receiving(worker), wire.entered(call.context, worker):
-                result = wire.loads(answer)
+            with pickling.receiving(worker), pickling.entered(call.context, worker):
+                result = pickling.loads(answer)
                 if answer.type is not MessageType.RAISED:
                     call.future.complete(result, None)  # its callbacks run in the contexts, too
                     return

@@ -18,7 +18,7 @@ from ..errors import UsageError
 from .agent import Agent, current_agent
 from .functions import ASYNC
 from .futures import Future, as_future
-from .wire import contexts
+from .pickling import contexts
 from .worker_info import Worker, WorkerInfo
 
 __all__ = [

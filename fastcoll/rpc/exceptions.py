@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 
 from ..errors import RemoteError
-from . import wire
+from . import pickling
 from .worker_info import WorkerInfo
 
 Packed = tuple[bytes | None, str, str, str]  # the pickle; name of the class, message and traceback
@@ -31,13 +31,13 @@ def traceback_text(error: BaseException, worker: WorkerInfo) -> str:
 def pack(error: BaseException, worker: WorkerInfo) -> Packed:
     """Return what `unpack` needs to raise an exception of `worker`, this one, on another worker."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
-    return wire.pickled_error(error), name, str(error), traceback_text(error, worker)
+    return pickling.pickled_error(error), name, str(error), traceback_text(error, worker)
 
 
 def unpack(worker: WorkerInfo, packed: Packed) -> BaseException:
     """Return the exception of another worker, with its traceback as the cause."""
     pickled, name, message, text = packed
-    error = wire.loaded_error(pickled) if pickled is not None else None
+    error = pickling.loaded_error(pickled) if pickled is not None else None
     if error is None:
         error = RemoteError(
             f"{name} on worker {worker}: {message}. Original exception on remote side was of a class that "

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import RemoteError
-from . import exceptions, wire
+from . import exceptions, pickling, wire
 from .futures import Future
 from .link import Link
 from .readers import Readers
@@ -70,7 +70,7 @@ class Handlers:
         self._handlers[kind] = (handler, with_contexts)
 
     def takes_contexts(self, kind: int) -> bool:
-        """Return whether contexts (wire.contexts) travel with calls of a kind."""
+        """Return whether contexts (pickling.contexts) travel with calls of a kind."""
         return self._handlers[kind][1]
 
     def under_way(self) -> list[str]:
@@ -89,8 +89,8 @@ class Handlers:
         """Handle a notification."""
         worker = link.worker if link else self._me
         try:
-            with wire.receiving(worker):
-                self._handlers[message.kind][0](worker, wire.loads(message))
+            with pickling.receiving(worker):
+                self._handlers[message.kind][0](worker, pickling.loads(message))
         except Exception:
             _log.exception("a notification of %s could not be handled", worker)
         self._counts.add(message.kind, served=1)
@@ -100,7 +100,7 @@ class Handlers:
         worker = link.worker if link else self._me
         try:
             handler, _ = self._handlers[message.kind]
-            with wire.receiving(worker), wire.entered(message.context, worker):
+            with pickling.receiving(worker), pickling.entered(message.context, worker):
                 payload = _arguments(message)
                 doing = payload[0] if type(payload) is tuple else None
                 self._under_way[worker.id, message.call] = worker, message.kind, doing
@@ -122,14 +122,14 @@ class Handlers:
 
     def _answer_later(self, link: Link | None, message: RpcMessage, done: Future[Any]) -> None:
         try:
-            with wire.entered(message.context, link.worker if link else self._me):
+            with pickling.entered(message.context, link.worker if link else self._me):
                 self._answer(link, message, MessageType.RESULT, done.value())
         except BaseException as error:
             self._answer(link, message, MessageType.RAISED, exceptions.pack(error, self._me))
 
     def _answer(self, link: Link | None, call: RpcMessage, type: MessageType, result: Any) -> None:
         worker = link.worker if link else self._me
-        answer = RpcMessage(type, 0, call.call, *wire.dumps(result, worker))
+        answer = RpcMessage(type, 0, call.call, *pickling.dumps(result, worker))
         self._counts.add(call.kind, served=1)
         if link is None:
             self._under_way.pop((worker.id, call.call), None)
@@ -156,7 +156,7 @@ def _arguments(message: RpcMessage) -> Any:
         RemoteError: they name a function or class that this process lacks.
     """
     try:
-        return wire.loads(message)
+        return pickling.loads(message)
     except (AttributeError, ImportError) as error:
         raise RemoteError(
             f"{error}. The RPC pickler does not serialize the code of functions and classes: define them in a module "

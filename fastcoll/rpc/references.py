@@ -25,7 +25,7 @@ from ..errors import (
     RpcTimeoutError,
     UsageError,
 )
-from . import exceptions, wire
+from . import exceptions, pickling
 from .agent import Agent
 from .calls import run_user_function
 from .counting import CONFIRMED, FORK, CountingMessage, Id, Ledger, Reference
@@ -189,11 +189,11 @@ class References:
         """After the call: if the owner could not unpickle it, send it the error, because others may wait there."""
         error = made.exception()
         if error is not None and not isinstance(error, (RpcTimeoutError, GroupError)):
-            self.todo.put((ref.owner, _FAILED, (tuple(ref), wire.pickled_error(error), str(error))))
+            self.todo.put((ref.owner, _FAILED, (tuple(ref), pickling.pickled_error(error), str(error))))
 
     def _not_made(self, caller: WorkerInfo, payload: tuple[Any, ...]) -> None:
         ref, pickled, text = Reference(*payload[0]), *payload[1:]
-        error = (wire.loaded_error(pickled) if pickled else None) or UsageError(text)
+        error = (pickling.loaded_error(pickled) if pickled else None) or UsageError(text)
         self.agent.readers.run(partial(self._begin(caller, ref).complete, None, error))
 
     # ---- steps of the ledger -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from ..core.future import anew
 from ..core.work import Timeout
 from ..errors import NotInitializedError, RpcTimeoutError, UsageError
-from . import wire
+from . import pickling
 from .agent import current_agent
 from .calls import rpc_async, rpc_sync, run_user_function
 from .counting import Id, Reference
@@ -190,7 +190,7 @@ def _rebuild(owner: int, rref: Id, fork: Id) -> RRef[Any]:
     references, ref = References.current, Reference(owner, rref, fork)
     if references is None:
         raise NotInitializedError("an RRef has arrived, but rpc was shut down")
-    references.take_in(ref, wire.sender())
+    references.take_in(ref, pickling.sender())
     return RRef.__new__(RRef)._bind(references, ref)
 
 
@@ -199,7 +199,7 @@ def _take_back(reduced: tuple[Any, ...]) -> None:
         References.current.take_back(Reference(*reduced[1]))
 
 
-wire.reduce_type(RRef, _reduce, _take_back)
+pickling.reduce_type(RRef, _reduce, _take_back)
 
 
 class _Proxy:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import wire
+from . import pickling
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (
@@ -52,13 +52,13 @@ def reduced(tensor: Any, to: object = None) -> Any:
 
 def _memory(storage: Any, nbytes: int) -> Any:
     """Return a storage's bytes: one object for all tensors of a message that share the storage."""
-    memory_of, address = wire.in_message(), storage.data_ptr()
+    memory_of, address = pickling.in_message(), storage.data_ptr()
     if (found := memory_of.get(address)) is not None:
         return found[0]
     # By address, because any call of torch's dispatcher takes longer than everything else here.
     block = (ctypes.c_ubyte * nbytes).from_address(address)
     block.storage = storage  # type: ignore[attr-defined]  # so the address is not reused while the block exists
-    found = bytearray(block) if nbytes <= _IN_PICKLE else wire.SharedBuffer(pickle.PickleBuffer(block))
+    found = bytearray(block) if nbytes <= _IN_PICKLE else pickling.SharedBuffer(pickle.PickleBuffer(block))
     memory_of[address] = found, block
     return found
 
@@ -78,4 +78,4 @@ def _built(memory: Any, dtype: int, shape: tuple[int, ...], layout: Any, kind: i
     return torch.nn.Parameter(tensor, kind == 3) if kind > 1 else tensor.requires_grad_()
 
 
-wire.reduce_type(torch.Tensor, reduced)
+pickling.reduce_type(torch.Tensor, reduced)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from fastcoll.rpc import wire
+from fastcoll.rpc import pickling, wire
 from fastcoll.rpc.worker_info import WorkerInfo
 
 TO = WorkerInfo("w0", 0)
@@ -13,10 +13,10 @@ x = torch.arange(12.0)
 
 def there(value):
     """Return what the receiver gets for a value."""
-    pickled, buffers = wire.dumps({"it": value}, TO)
+    pickled, buffers = pickling.dumps({"it": value}, TO)
     came = wire.RpcMessage(wire.MessageType.NOTIFY, 1, 0, pickled, [bytearray(each) for each in buffers])
-    with wire.receiving(TO):
-        return wire.loads(came)["it"]
+    with pickling.receiving(TO):
+        return pickling.loads(came)["it"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_tensor_arrives_as_it_was(value):
 
 def test_the_memory_of_a_tensor_is_sent_beside_the_pickle():
     value = torch.zeros(1 << 20)
-    pickled, buffers = wire.dumps(value, TO)
+    pickled, buffers = pickling.dumps(value, TO)
     assert len(pickled) < 500
     assert [each.nbytes for each in buffers] == [4 << 20]
     buffers[0][:4] = torch.ones(1).numpy().tobytes()
@@ -85,6 +85,6 @@ def test_tensors_of_a_message_that_share_memory_share_it_at_the_receiver(count):
 
 def test_a_small_part_of_a_storage_is_sent_alone():
     rows = torch.rand(1000, 100)
-    pickled, buffers = wire.dumps(rows[3], TO)
+    pickled, buffers = pickling.dumps(rows[3], TO)
     assert len(pickled) + sum(each.nbytes for each in buffers) < 1000
     assert torch.equal(there(rows[3]), rows[3])

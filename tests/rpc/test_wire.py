@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastcoll.errors import UsageError
-from fastcoll.rpc import wire
+from fastcoll.rpc import pickling, wire
 from fastcoll.rpc.worker_info import WorkerInfo
 
 TO = WorkerInfo("w1", 1)
@@ -40,7 +40,7 @@ def test_messages_are_complete_for_every_split_of_the_bytes(most: int, by_ring: 
     ]
     sent, behind = [], []
     for number, value in enumerate(values):
-        pickled, buffers = wire.dumps(value, TO)
+        pickled, buffers = pickling.dumps(value, TO)
         start, large = wire.encode(
             wire.RpcMessage(wire.MessageType.CALL, 7, number, pickled, buffers, b"c" * number), by_ring
         )
@@ -52,8 +52,8 @@ def test_messages_are_complete_for_every_split_of_the_bytes(most: int, by_ring: 
         for message, value in zip(messages, values, strict=True):
             assert (message.type, message.kind) == (wire.MessageType.CALL, 7)
             assert message.context == b"c" * message.call
-            with wire.receiving(TO):
-                got = wire.loads(message)
+            with pickling.receiving(TO):
+                got = pickling.loads(message)
             assert got["text"] == value["text"]
             for name in "xy":
                 assert (got[name] == value[name]).all()
@@ -63,7 +63,7 @@ def test_messages_are_complete_for_every_split_of_the_bytes(most: int, by_ring: 
 def test_a_message_is_consumed_before_the_next_one_is_parsed() -> None:
     """The large buffers of an answer are in memory that the message just before it has announced."""
     large = np.arange(wire.INLINE, dtype=np.int64)
-    pickled, buffers = wire.dumps(large, TO)
+    pickled, buffers = pickling.dumps(large, TO)
     start, behind = wire.encode(
         wire.RpcMessage(wire.MessageType.RESULT, 0, 1, pickled, buffers), by_ring=True
     )
@@ -75,13 +75,13 @@ def test_a_message_is_consumed_before_the_next_one_is_parsed() -> None:
         if message.type == wire.MessageType.RING:
             memory += behind
         else:
-            assert (wire.loads(message) == large).all()
+            assert (pickling.loads(message) == large).all()
     assert message.type == wire.MessageType.RESULT
 
 
 @pytest.mark.parametrize("by_ring", [False, True])
 def test_nothing_refers_to_a_consumed_message(by_ring: bool) -> None:
-    pickled, buffers = wire.dumps(np.zeros(wire.INLINE), TO)
+    pickled, buffers = pickling.dumps(np.zeros(wire.INLINE), TO)
     start, behind = wire.encode(wire.RpcMessage(wire.MessageType.RESULT, 0, 1, pickled, buffers), by_ring)
     data = memoryview(start if by_ring else start + bytes(behind[0]))
     assembler, taken = wire.Assembler(lambda buffer: None), list[weakref.ref[Any]]()
@@ -95,7 +95,7 @@ def test_nothing_refers_to_a_consumed_message(by_ring: bool) -> None:
 
 def test_a_value_that_cannot_be_pickled_is_named() -> None:
     with pytest.raises(UsageError, match=r"the message to w1 \(rank 1\) cannot be pickled: .*lambda"):
-        wire.dumps(lambda: None, TO)
+        pickling.dumps(lambda: None, TO)
 
 
 class Base:
@@ -107,7 +107,7 @@ class Derived(Base):
 
 
 def test_reducers_apply_to_subclasses_and_get_the_receiver() -> None:
-    wire.reduce_type(Base, lambda value, to: (str, (f"{type(value).__name__} for {to.name}",)))
-    pickled, _ = wire.dumps([Derived(), Base()], TO)
+    pickling.reduce_type(Base, lambda value, to: (str, (f"{type(value).__name__} for {to.name}",)))
+    pickled, _ = pickling.dumps([Derived(), Base()], TO)
     message = wire.copied(wire.RpcMessage(wire.MessageType.CALL, 1, 1, pickled))
-    assert wire.loads(message) == ["Derived for w1", "Base for w1"]
+    assert pickling.loads(message) == ["Derived for w1", "Base for w1"]

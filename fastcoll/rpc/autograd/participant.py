@@ -18,7 +18,7 @@ import torch
 
 from ...core.future import anew
 from ...errors import AbortedError, FastcollError, RpcError
-from .. import wire
+from .. import pickling
 from ..agent import Agent, current_agent
 from ..calls import USER_CALL
 from ..futures import Future
@@ -156,7 +156,7 @@ def participant() -> Participant:
 
 
 class _Carried:
-    """Sends the id of the current context with a call (wire.CallContext)."""
+    """Sends the id of the current context with a call (pickling.CallContext)."""
 
     def encode(self, to: WorkerInfo) -> bytes | None:
         context = current()
@@ -189,11 +189,11 @@ def _rebuild(id: int, message: int, time: int, data: Any) -> Any:
     context = current()
     if context is None or context.id != id:
         return data
-    return context.arrive(data, Origin(id, message, wire.sender().id), time)
+    return context.arrive(data, Origin(id, message, pickling.sender().id), time)
 
 
-wire.contexts[f"{__package__}.participant"] = _Carried()
-wire.reduce_type(torch.Tensor, _reduced)
+pickling.contexts[f"{__package__}.participant"] = _Carried()
+pickling.reduce_type(torch.Tensor, _reduced)
 
 
 # ---- functions that workers call --------------------------------------------------------------------------------
