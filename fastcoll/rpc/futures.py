@@ -50,7 +50,7 @@ class Future(core.Future[T]):
             before_blocking(self.answer.link)
             self.answer.read(until)
         if not self._is_done and not self.block(max(until - time.monotonic(), 0.0)):
-            raise RpcTimeoutError(f"the result did not come within {limit:g} s")
+            raise RpcTimeoutError(f"the result did not arrive within {limit:g} s")
 
     def _following(self) -> Future[Any]:
         return Future()

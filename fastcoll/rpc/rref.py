@@ -174,7 +174,7 @@ class RRef(Generic[T]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            f"Can not pickle rref in python pickler: {self} travels as an argument or result of a remote call only"
+            f"Can not pickle rref in python pickler: {self} can be sent only as an argument or result of a remote call"
         )
 
     def __del__(self) -> None:

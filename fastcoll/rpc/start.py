@@ -85,7 +85,7 @@ class RpcBackendOptions:
             self.rpc_timeout = positive_seconds(self.rpc_timeout, _DEFAULT_SECONDS)
         if self.device_maps or self.devices:
             raise UnavailableError(
-                "device_maps and devices: tensors of GPUs do not travel by rpc; move them to the CPU"
+                "device_maps and devices: rpc does not send tensors of GPUs; move them to the CPU"
             )
 
 
@@ -279,7 +279,7 @@ def _check_names(names: Sequence[str], members: Sequence[Member]) -> None:
     for rank, name in enumerate(names):
         if (first := names.index(name)) != rank:
             raise UsageError(
-                f"the name {name!r} is not unique, two workers are called so: {members[first]} and {members[rank]}; "
+                f"the name {name!r} is not unique, two workers have it: {members[first]} and {members[rank]}; "
                 "give each another name"
             )
 

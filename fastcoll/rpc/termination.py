@@ -121,7 +121,7 @@ class Termination:
         if time.monotonic() - self._since < limit:
             return None
         return RpcTimeoutError(
-            f"shutdown: calls whose callers have given up were not over after {limit:g} s: {self._serving}"
+            f"shutdown: calls whose callers have given up did not end within {limit:g} s: {self._serving}"
         )
 
     def _name_late(self) -> str:

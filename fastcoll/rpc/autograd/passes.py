@@ -81,7 +81,7 @@ class Pass:
             if origin.context != self._context.id:
                 raise UsageError(
                     f"a tensor that worker {origin.worker} sent in the autograd context {origin.context} is part of "
-                    f"the graph of the context {self._context.id}; take what leaves a context out of it by detach()"
+                    f"the graph of the context {self._context.id}; detach() tensors that leave a context"
                 )
         return origins
 
