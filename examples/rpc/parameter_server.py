@@ -53,14 +53,14 @@ def train(rank, trainers):
     (x, labels), _ = train_and_test_sets()
     x, labels = x[rank - 1 :: trainers], labels[rank - 1 :: trainers]
     random = np.random.default_rng(rank)
-    weights, on_its_way = server.rpc_sync().fetch(), None
+    weights, pending = server.rpc_sync().fetch(), None
     for _ in range(EPOCHS):
         for batch in np.array_split(random.permutation(len(x)), len(x) // BATCH):
             found = gradient(weights, x[batch], labels[batch]) / len(batch)
-            if on_its_way is not None:
-                weights = on_its_way.wait()
-            on_its_way = server.rpc_async().update(found)
-    on_its_way.wait()
+            if pending is not None:
+                weights = pending.wait()
+            pending = server.rpc_async().update(found)
+    pending.wait()
 
 
 def main():

@@ -271,7 +271,7 @@ class Agent:
         """Add a link and have it read; return False, and close it, if the agent is closed."""
         with self._lock:
             if self._closed is not None:
-                link.say_goodbye(self._exit_reason)
+                link.send_goodbye(self._exit_reason)
                 link.close()
                 return False
             if link.dialed:
@@ -385,7 +385,7 @@ class Agent:
             self._closed, self._exit_reason = error, exit_reason
             links = [*self._out.values(), *self._in]
         for link in links:
-            link.say_goodbye(exit_reason)
+            link.send_goodbye(exit_reason)
         self._deadlines.close()
         for link in links:
             self.readers.poller.forget(link)

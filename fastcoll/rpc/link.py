@@ -145,7 +145,7 @@ class Link:
         for buffer in large:
             yield from self._write(buffer) if ring is None else ring.put(buffer)
 
-    def say_goodbye(self, exit_reason: str) -> None:
+    def send_goodbye(self, exit_reason: str) -> None:
         """Send the peer a GOODBYE with the exit reason, unless another message is stuck on the connection."""
         end = monotonic() + _CLOSE_SECONDS  # the thread that sends may just lack a core
         while not (has := self._sending.acquire(timeout=LOOK_SECONDS)) and monotonic() < end:

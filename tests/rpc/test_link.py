@@ -139,7 +139,7 @@ def test_goodbye_waits_for_a_slow_sender(ends: Any, monkeypatch: pytest.MonkeyPa
     link._sending.acquire()
     sent = threading.Timer(0.3, link._sending.release)
     sent.start()
-    link.say_goodbye("left")
+    link.send_goodbye("left")
     assert far.recv(1 << 10).endswith(b"left")
     sent.join()
 

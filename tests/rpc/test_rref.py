@@ -34,7 +34,7 @@ ended: queue.SimpleQueue[Any] = queue.SimpleQueue()  # on each worker: the names
 seen: list[str] = []  # the names that were taken out of `ended`
 made: list[str] = []  # the names of all values that this worker made
 kept: list[Any] = []
-last_words: list[None] = []
+reads_until_death: list[None] = []
 once: queue.SimpleQueue[bool] = queue.SimpleQueue()
 may_go_on, is_kept = threading.Event(), threading.Event()
 
@@ -395,9 +395,9 @@ def test_an_rref_in_a_failed_message_keeps_no_value() -> None:
         with pytest.raises(ValueError, match="boom 3"):
             rpc.rpc_sync("w2", keep, args=(NotToBeBuilt(), rref))
         with pytest.raises(ValueError, match="boom 3"):
-            rpc.rpc_sync("w2", with_what_cannot_be_built, args=(rref,))
+            rpc.rpc_sync("w2", with_an_unbuildable_value, args=(rref,))
         with pytest.raises(UsageError, match="not this one"):
-            rpc.rpc_sync("w2", with_what_cannot_be_pickled, args=(rref,))
+            rpc.rpc_sync("w2", with_an_unpicklable_value, args=(rref,))
         with pytest.raises(RpcTimeoutError):
             rpc.rpc_sync("w2", after_all_waited_once, args=(rref,), timeout=0.05)
         rpc.rpc_sync("w2", go_on_once)
@@ -419,11 +419,11 @@ def test_a_late_answer_of_a_call_to_oneself_keeps_no_value(
     assert not caplog.records
 
 
-def with_what_cannot_be_built(rref: Any) -> Any:
+def with_an_unbuildable_value(rref: Any) -> Any:
     return rref, NotToBeBuilt()
 
 
-def with_what_cannot_be_pickled(rref: Any) -> Any:
+def with_an_unpicklable_value(rref: Any) -> Any:
     return rref, Unpicklable()
 
 
@@ -489,7 +489,7 @@ def wander(seed: int, world_size: int, *deaths: type[PeerDiedError]) -> None:
 
 def pass_along(rref: Any, route: list[int]) -> list[int]:
     """Pass an RRef on, and read its value; a worker with a limited number of calls dies in the last of them."""
-    if last_words and (last_words.pop() or not last_words):
+    if reads_until_death and (reads_until_death.pop() or not reads_until_death):
         die()
     if not route:
         return [rref.to_here().number]
@@ -619,7 +619,7 @@ def test_the_owner_dies_and_is_named(rank: int) -> None:
 def test_a_worker_dies_while_rrefs_are_under_way_everywhere(rank: int, world_size: int, served: int) -> None:
     """The survivors have their values as long as they refer to them, and then all values end."""
     with workers(rank, graceful=False):
-        last_words.extend([None] * served if rank == 3 else [])
+        reads_until_death.extend([None] * served if rank == 3 else [])
         assert (
             together(*[partial(wander, 10 * rank + seed, 4, PeerDiedError) for seed in range(3)])
             == [None] * 3
