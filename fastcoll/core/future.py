@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import ArgumentTypeError, UsageError
 
@@ -66,7 +66,8 @@ class Future(Generic[T]):
             raise UsageError(f"{self} is not done and has no value yet; call wait() first")
         if self._error is not None:
             raise anew(self._error)
-        return cast(T, self._value)
+        value: T = self._value
+        return value
 
     def exception(self) -> BaseException | None:
         """Return the exception of a future that is done; None if it has a result. Never blocks."""
