@@ -176,10 +176,10 @@ def send_object_list(
     try:
         parts = [_pack(obj) for obj in object_list]
     except UsageError:
-        g.send_objects(np.full(len(object_list), _FAILED, np.int64), peer)
+        g.p2p.send_objects(np.full(len(object_list), _FAILED, np.int64), peer)
         raise
-    g.send_objects(_sizes_of(parts), peer)
-    g.send_objects(_joined(parts).view(np.uint8), peer)
+    g.p2p.send_objects(_sizes_of(parts), peer)
+    g.p2p.send_objects(_joined(parts).view(np.uint8), peer)
 
 
 def recv_object_list(
@@ -208,11 +208,11 @@ def recv_object_list(
     _check_list("object_list", object_list, device=device)
     peer = None if src is None and group_src is None else group_rank(g, "src", src, group_src)
     sizes = np.empty(len(object_list), np.int64)
-    sender = g.recv_objects(sizes, peer)
+    sender = g.p2p.recv_objects(sizes, peer)
     if (sizes == _FAILED).any():
         raise UsageError(f"rank {g.ranks[sender]} could not send its objects, and its error there says why")
     data = _room(sizes.sum())
-    g.recv_objects(data.view(np.uint8), sender)
+    g.p2p.recv_objects(data.view(np.uint8), sender)
     object_list[:] = map(_unpack, _cut(data, sizes))
     return g.ranks[sender]
 

@@ -391,7 +391,7 @@ class P2POp:
             post = g.fast.isend if sends else g.fast.irecv  # they check the arguments once more
             arguments = x, rank, tag
         else:
-            ready = g.ready_isend if sends else g.ready_irecv
+            ready = g.p2p.ready_isend if sends else g.p2p.ready_irecv
             post, arguments = ready(x, g.checked_rank("peer", rank), tag), ()
         if sends or g is groups.world:
             return post, arguments

@@ -407,8 +407,8 @@ _METHODS: dict[int, tuple[str, Callable[[ProcessGroup, _DecodedCall], Any]]] = {
         "reduce_scatter",
         lambda g, a: g.fast.reduce_scatter(*a.reduce_scatter_split, a.op),
     ),
-    d.SEND: ("send", lambda g, a: (g.send_apart if a.is_apart else g.fast.send)(a.x, a.peer, a.tag)),
-    d.RECV: ("recv", lambda g, a: (g.recv_apart if a.is_apart else g.fast.recv)(a.x, a.source, a.tag)),
+    d.SEND: ("send", lambda g, a: (g.p2p.send_apart if a.is_apart else g.fast.send)(a.x, a.peer, a.tag)),
+    d.RECV: ("recv", lambda g, a: (g.p2p.recv_apart if a.is_apart else g.fast.recv)(a.x, a.source, a.tag)),
     d.POST_SEND: ("isend", lambda g, a: handles.post(g.fast.isend(a.held, a.peer, a.tag))),
     d.POST_RECV: ("irecv", lambda g, a: _post_receive(g, a)),
 } | {

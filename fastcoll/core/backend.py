@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from .operation import Call, Operation
 from .operations import NATIVE, WITH_ARRAYS
 from .reduce_op import ReduceOp
 from .work import Work
-
-if TYPE_CHECKING:
-    from .group import ProcessGroup
 
 
 class Messages(Protocol):
@@ -228,8 +225,8 @@ class Backend(ABC):
             UsageError, ArrayError: it cannot be done here; the peers are told.
         """
 
-    def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
-        """Functions that `group.fast` has in the place of the group's methods of these names.
+    def fast(self, group: Any) -> Mapping[str, Callable[..., Any]]:
+        """Functions that `group.fast`, of a ProcessGroup, has in the place of the group's methods of these names.
 
         Each does the plain case with the least that it takes, one compiled call, and leaves the rest to the method.
         """
@@ -242,7 +239,7 @@ class Backend(ABC):
     def learn(self, dtype: np.dtype[Any]) -> None:  # noqa: B027 - most have no need
         """Let short cuts of messages know a dtype, where these have a memory."""
 
-    def symmetric_memory(self, group: ProcessGroup, nbytes: int, label: str) -> SymmetricMemory:
+    def symmetric_memory(self, group: Any, nbytes: int, label: str) -> SymmetricMemory:
         """Memory of `nbytes` for each rank that all ranks map; collective. See symmetric.py.
 
         Args:

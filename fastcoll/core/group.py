@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import Any, cast, final
 
 import numpy as np
 
 from ..arrays.arrays import ImportedArray, OnDeviceError, finish_all, import_array, import_list
-from ..errors import AbortedError, ArrayError, GroupError, MismatchError, UsageError
+from ..errors import AbortedError, GroupError, UsageError
 from ..record import dump
 from ..record.recorder import located
-from . import operands, trees
-from .backend import Backend, DeviceCarrier, Messages, StreamCall
+from . import arguments, operands, trees
+from .backend import Backend, DeviceCarrier, StreamCall
+from .devices import Devices
 from .message import Status
 from .monitor import describe_exit
-from .operands import OBJECTS_TAG, WORLD_OF_ONE, Array, apart, arrays_of, checked_tag, scaled
+from .operands import WORLD_OF_ONE, Array, apart, arrays_of, scaled
 from .operation import COMPOSITIONS, Call, Operation, then_split
 from .operations import METHODS
+from .point_to_point import PointToPoint
 from .reduce_op import ReduceOp
+from .refusals import Preparing
 from .request import Request
 from .trees import CONTAINERS
 from .work import Work, refuse_to_block
@@ -61,6 +61,8 @@ class ProcessGroup:
         rank: this process's rank in the group.
         backend: what carries operations on arrays in host memory out.
         messages: the same for messages.
+        gpus: what carries operations on arrays in the memory of GPUs out.
+        p2p: the methods for messages, and more of them for other parts of the package.
         gate: who may run a call now.
         monitor: which of the others live.
         at_the_end: what is to be done first as the group ends here, in no time.
@@ -72,9 +74,7 @@ class ProcessGroup:
         self.monitor, self.messages = backend.monitor, backend.messages
         gate = self.gate
         self.name, self.ranks, self.rank = gate.name, gate.ranks, gate.rank
-        self._make_devices: Callable[[ProcessGroup], DeviceCarrier] | None = None
-        self._device_carrier: DeviceCarrier | None = None
-        self._turn_to_make = threading.Lock()
+        self.gpus = Devices(self, self.name)
         self.at_the_end: list[Callable[[], None]] = []
         self.before_leaving: Callable[[], None] | None = None
 
@@ -84,6 +84,9 @@ class ProcessGroup:
 
         backend.monitor.on_failure = stop
         dump.listen()
+        self.p2p = PointToPoint(
+            backend, self.checked_rank, self.import_array, lambda: self.devices().messages
+        )
         calls = {name: getattr(self, name) for name in (*METHODS, *_MESSAGES)}
         calls.update(backend.fast(self))
         if (record := self.monitor.record) is not None and record.keeps_sites:
@@ -145,61 +148,13 @@ class ProcessGroup:
             raise UsageError(f"{what} is {number}; the group {self.name} has ranks 0..{self.size - 1}{hint}")
         return number
 
-    def preparing(self, name: str) -> _Preparing:
-        """What is raised in this block refuses the collective call `name` before its turn: the peers are told."""
-        return _Preparing(self, name)
-
-    def refuse(self, name: str, error: Exception) -> None:
-        """Tell the peers that this rank's collective call `name` was refused; does not wait for them.
-
-        It is queued as a call that matches no other, so theirs raise MismatchError with this text. Where all ranks
-        refuse theirs, nothing is left over. What a signal handler tries in the middle of a call is nobody's call.
-        """
-        gate = self.gate
-        if self.size == 1 or gate.failure is not None or gate.closed or gate.is_inside():
-            return
-        text = f"rank {self.ranks[self.rank]}'s {name} was refused: {type(error).__name__}: {error}"
-        meeting = self.planned(Operation("refused"))
-
-        def call() -> None:
-            gate.refusal = text
-            try:
-                meeting()
-            except MismatchError:
-                pass  # the others raise it; here the refusal itself was raised
-            finally:
-                gate.refusal = ""
-
-        with suppress(RuntimeError):  # the group was closed meanwhile, or no thread can be started
-            gate.submit(f"the refused {name}", partial(gate.in_turn, call), heard=True)
-
-    # ---- GPUs --------------------------------------------------------------------------------------
-
-    def serve_gpus(self, make: Callable[[ProcessGroup], DeviceCarrier]) -> None:
-        """What carries arrays on GPUs is made by `make` when the first one comes; without this they are refused."""
-        self._make_devices = make
+    def preparing(self, name: str) -> Preparing:
+        """Return a block in which an exception refuses the collective call `name`: the peers are informed."""
+        return Preparing(self.gate, self.planned, name)
 
     def devices(self, refused: OnDeviceError | None = None) -> DeviceCarrier:
-        """What carries arrays on GPUs; `refused`: what to raise where nothing does."""
-        with self._turn_to_make:
-            if self._device_carrier is None:
-                if self._make_devices is None:
-                    raise refused or UsageError(f"the group {self.name} serves no GPUs")
-                self._device_carrier = self._make_devices(self)
-            return self._device_carrier
-
-    def splits_gpus(self) -> bool:
-        """Whether `split_gpus` has anything to do; the same on all ranks, between calls."""
-        return self._device_carrier is not None and self._device_carrier.splits
-
-    def split_gpus(self, group: ProcessGroup | None) -> None:
-        """Give a new group of some of this one's ranks what carries its arrays on GPUs, made from what this one has.
-
-        Collective; `group` is None on ranks that are not in it.
-        """
-        made = self.devices().split(group)
-        if group is not None:
-            group._device_carrier = made
+        """Return what carries arrays on GPUs, or raise `refused`."""
+        return self.gpus.get(refused)
 
     # ---- calls -------------------------------------------------------------------------------------
 
@@ -381,7 +336,7 @@ class ProcessGroup:
             root = self.checked_rank("dst", root)
             x = self.import_array(tensor, writable=False)
             what = "gather_list" if name == "gather" else "gather_tensor"
-            owners, outs = self._import_on_root(given, root, x, writable=True, what=what)
+            owners, outs = arguments.on_root(self, given, root, x, writable=True, what=what)
             call = self.planned(Operation("gather", outs, apart([x.array], outs, own=root), root=root))
         return self.run("gather", call, owners, async_op)
 
@@ -400,33 +355,10 @@ class ProcessGroup:
             root = self.checked_rank("src", root)
             out = self.import_array(tensor, writable=True, functional=True)
             what = "scatter_list" if name == "scatter" else "scatter_tensor"
-            _, blocks = self._import_on_root(given, root, out, writable=False, what=what)
+            _, blocks = arguments.on_root(self, given, root, out, writable=False, what=what)
             sources = apart(blocks, [out.array], own=root)
             call = self.planned(Operation("scatter", (out.array,), sources, root=root))
         return self.run("scatter", call, (out,), async_op)
-
-    def _import_on_root(
-        self, given: Any, root: int, own: ImportedArray, *, writable: bool, what: str
-    ) -> tuple[Sequence[ImportedArray], tuple[Any, ...]]:
-        """What only the root gives, and its arrays, one a rank: a list, or a whole of blocks like `own`; else none."""
-        is_list = what.endswith("_list")
-        if self.rank != root:
-            if given if is_list else given is not None:
-                expected = "None or empty" if is_list else "None"
-                raise UsageError(
-                    f"{what} must be {expected} on rank {self.rank}; only the root (rank {root}) gives it"
-                )
-            return (), ()
-        if given is None:
-            cure = f"a list of {self.size} arrays" if is_list else f"{self.size} times the elements of tensor"
-            raise UsageError(f"{what} is None on the root (group rank {root}); give {cure}")
-        if not is_list:
-            whole = self.import_array(given, writable=writable, what=what)
-            return (whole,), operands.equal_blocks(what, whole.array, "tensor", own.array, self.size)
-        items = self.import_list(given, self.size, writable=writable, what=what)
-        operands.check_fit("tensor", own.array, f"{what}[{root}]", items[root].array)
-        operands.check_dtypes(what, items, own.array)
-        return items, arrays_of(items)
 
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
@@ -458,15 +390,8 @@ class ProcessGroup:
         with self.preparing("all_to_all_single"):
             out = self.import_array(output, writable=True, what="output")
             x = self.import_array(input, writable=False, what="input")
-            if out.array.dtype != x.array.dtype:
-                raise ArrayError(
-                    f"output is {out.array.dtype}, input is {x.array.dtype}; they must be the same"
-                )
-            outs = operands.parts_along_rows("output", out.array, output_split_sizes, self.size)
-            blocks = operands.parts_along_rows("input", x.array, input_split_sizes, self.size)
-            here = self.rank
-            operands.check_fit(f"output part {here}", outs[here], f"input part {here}", blocks[here])
-            call = self.planned(Operation("all_to_all", tuple(outs), apart(blocks, outs)))
+            outs, sources = arguments.rows_for_ranks(self, out, x, output_split_sizes, input_split_sizes)
+            call = self.planned(Operation("all_to_all", outs, sources))
         return self.run("all_to_all", call, (out,), async_op)
 
     def all_reduce_coalesced(
@@ -474,7 +399,7 @@ class ProcessGroup:
     ) -> Work | None:
         """`all_reduce` of several arrays of one dtype in one operation; an array given twice is reduced once."""
         with self.preparing("all_reduce_coalesced"):
-            given = self._import_of_one_dtype(tensors, writable=True, what="tensors")
+            given = arguments.of_one_dtype(self, tensors, writable=True, what="tensors")
             operands.check_apart(given, "tensors", once=True)
             owners = operands.distinct(given)
             xs = arrays_of(owners)
@@ -488,32 +413,12 @@ class ProcessGroup:
 
         Array k of rank r goes to `output_lists[k][r]`.
         """
-        given, taken, owners = "input_tensor_list", "output_tensor_lists", []
+        given, taken = "input_tensor_list", "output_tensor_lists"
         with self.preparing("all_gather_coalesced"):
-            xs = self._import_of_one_dtype(tensors, writable=False, what=given)
-            if not isinstance(output_lists, Sequence) or len(output_lists) != len(xs):
-                raise UsageError(
-                    f"{taken} must be a list of {len(xs)} lists of arrays, one for each array of {given}"
-                )
-            for k, (lists, x) in enumerate(zip(output_lists, xs, strict=True)):
-                outs = self.import_list(lists, self.size, writable=True, what=f"{taken}[{k}]")
-                operands.check_dtypes(f"{taken}[{k}]", outs, x.array)
-                operands.check_fit(
-                    f"{given}[{k}]", x.array, f"{taken}[{k}][{self.rank}]", outs[self.rank].array
-                )
-                owners += outs
-            operands.check_apart(owners, taken, self.size)
+            xs = arguments.of_one_dtype(self, tensors, writable=False, what=given)
+            owners = arguments.gathered_lists(self, output_lists, xs, given, taken)
             call = self.planned(Operation("all_gather_coalesced", arrays_of(owners), arrays_of(xs)))
         return self.run("all_gather_coalesced", call, owners, async_op)
-
-    def _import_of_one_dtype(self, tensors: Any, *, writable: bool, what: str) -> list[ImportedArray]:
-        if not isinstance(tensors, Sequence):
-            raise UsageError(f"{what} is of type {type(tensors).__name__}; give a list of arrays")
-        if not tensors:
-            raise UsageError(f"{what} is empty; give at least one array")
-        xs = import_list(tensors, len(tensors), writable=writable, what=what, import_array=self.import_array)
-        operands.check_dtypes(what, xs, xs[0].array)
-        return xs
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Wait until every rank has called."""
@@ -527,102 +432,41 @@ class ProcessGroup:
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
         """Send to `dst`; returns when it has been received (to oneself: when it is buffered)."""
-        dst = self.checked_rank("dst", dst)
-        x, messages = self._prepared(tensor, writable=False)
-        messages.send(x, dst, checked_tag(tag))
+        self.p2p.send(tensor, dst, tag)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
-        """Receive into `tensor` from `src`, or from whoever sends first; returns the sender's rank.
+        """Receive into `tensor` from `src`, or from the rank that sends first; returns the sender's rank.
 
         The message must have the array's dtype and number of elements. With `status`, which is filled, it may have
         fewer elements. Any other message is an error on both sides.
         """
-        src = self.checked_src(src)
-        x, messages = self._prepared(tensor, writable=True)
-        return messages.recv(x, src, operands.checked_receive_tag(tag), _checked_status(status))
+        return self.p2p.recv(tensor, src, tag, status)
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
         """`send` that returns a Work at once."""
-        return self.ready_isend(tensor, self.checked_rank("dst", dst), tag)()
-
-    def ready_isend(self, tensor: Any, dst: int, tag: int) -> Callable[[], Work]:
-        """All of `isend` but the posting, which the result does; `dst` is checked."""
-        x, messages = self._prepared(tensor, writable=False)
-        post = self.post_send if messages is self.messages else messages.isend
-        return partial(post, x, dst, checked_tag(tag))
+        return self.p2p.isend(tensor, dst, tag)
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
         """`recv` that returns a Work at once; the Work's result is the sender's rank."""
-        return self.ready_irecv(tensor, self.checked_src(src), tag, status)()
-
-    def ready_irecv(
-        self, tensor: Any, src: int | None, tag: int, status: Status | None = None
-    ) -> Callable[[], Work]:
-        """All of `irecv` but the posting, which the result does; `src` is checked."""
-        x, messages = self._prepared(tensor, writable=True)
-        post = self.post_receive if messages is self.messages else messages.irecv
-        return partial(post, x, src, operands.checked_receive_tag(tag), _checked_status(status))
+        return self.p2p.irecv(tensor, src, tag, status)
 
     def send_init(self, tensor: Any, dst: int, tag: int = 0) -> Request:
         """Make an `isend` that the Request's `start` posts, any number of times."""
-        self.ready_isend(tensor, self.checked_rank("dst", dst), tag)  # checks the arguments
-        return Request(partial(self.isend, tensor, dst, tag))
+        return self.p2p.send_init(tensor, dst, tag)
 
     def recv_init(
         self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None
     ) -> Request:
         """Make an `irecv` that the Request's `start` posts, any number of times."""
-        self.ready_irecv(tensor, self.checked_src(src), tag, status)
-        return Request(partial(self.irecv, tensor, src, tag, status))
+        return self.p2p.recv_init(tensor, src, tag, status)
 
     def probe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status:
         """Wait for a message from `src`, or any rank, that no receive has taken; return its Status, leave it there."""
-        return self.messages.probe(*self._sought(src, tag))
+        return self.p2p.probe(src, tag)
 
     def iprobe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status | None:
         """Return what `probe` would find now, or None. Never waits."""
-        return self.messages.iprobe(*self._sought(src, tag))
-
-    def _sought(self, src: int | None, tag: int) -> tuple[int | None, int]:
-        self.gate.check_usable()
-        return self.checked_src(src), operands.checked_receive_tag(tag)
-
-    def _prepared(self, tensor: Any, *, writable: bool) -> tuple[ImportedArray, Messages]:
-        """The array of a message, adopted, and what carries the message out."""
-        self.gate.check_usable()
-        x = self.import_array(tensor, writable=writable)
-        if type(x.array) is not np.ndarray:
-            return x, self.devices().messages
-        self.backend.learn(x.array.dtype)
-        return x, self.messages
-
-    def post_send(self, x: ImportedArray, dst: int, tag: int) -> Work:
-        """`isend` of an adopted host array."""
-        self.backend.learn(x.array.dtype)
-        return self.gate.unobserved.note(self.messages.isend(x, dst, tag))
-
-    def post_receive(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
-        """`irecv` into an adopted host array."""
-        self.backend.learn(x.array.dtype)
-        return self.gate.unobserved.note(self.messages.irecv(x, src, tag, status))
-
-    def send_objects(self, data: Array, dst: int) -> None:
-        """`send` of contiguous bytes or sizes of objects, which no receive of an array takes."""
-        self.send_apart(data, self.checked_rank("dst", dst), OBJECTS_TAG)
-
-    def recv_objects(self, data: Array, src: int | None) -> int:
-        """`recv` of what `send_objects` sends; no array that is sent comes here."""
-        return self.recv_apart(data, self.checked_src(src), OBJECTS_TAG)
-
-    def send_apart(self, x: Array, dst: int, tag: int) -> None:
-        """`send` of a plain array with a tag above those of users, such as JAX_TAGS + 5; `dst` is already checked."""
-        self.gate.check_usable()
-        self.messages.send(ImportedArray(x), dst, tag)
-
-    def recv_apart(self, x: Array, src: int | None, tag: int, status: Status | None = None) -> int:
-        """Receive a message of `send_apart`."""
-        self.gate.check_usable()
-        return self.messages.recv(ImportedArray(x), src, tag, status)
+        return self.p2p.iprobe(src, tag)
 
     # ---- life -------------------------------------------------------------------------------------
 
@@ -659,20 +503,10 @@ class ProcessGroup:
             for end in self.at_the_end:
                 end()
             self.gate.queue.close()
-            if self._device_carrier is not None:
-                self._device_carrier.close(self.gate.failure)
+            if self.gpus.carrier is not None:
+                self.gpus.carrier.close(self.gate.failure)
             self.backend.close(self.gate.failure)
             dump.listen_no_more()
-
-    def checked_src(self, src: int | None) -> int | None:
-        """The rank that a receive is from, if it is one; None: any."""
-        return None if src is None else self.checked_rank("src", src)
-
-
-def _checked_status(status: Any) -> Status | None:
-    if status is not None and not isinstance(status, Status):
-        raise UsageError(f"status is of type {type(status).__name__}; give a Status(), which is filled")
-    return status
 
 
 _MESSAGES = ("send", "recv", "isend", "irecv")
@@ -680,19 +514,3 @@ _MESSAGES = ("send", "recv", "isend", "irecv")
 
 class _Calls:
     """What `ProcessGroup.fast` has. An instance whose attributes are set one by one is read in half the time."""
-
-
-class _Preparing:
-    """See `ProcessGroup.preparing`; a class of its own, since a generator takes 1 us more."""
-
-    __slots__ = ("_group", "_name")
-
-    def __init__(self, group: ProcessGroup, name: str) -> None:
-        self._group, self._name = group, name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception):
-            self._group.refuse(self._name, error)

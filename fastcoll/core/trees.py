@@ -12,19 +12,17 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..arrays.arrays import Array, FunctionalResult, ImportedArray, room_like
 from ..errors import ArrayError, MismatchError, UsageError
+from .arguments import Caller
 from .operands import arrays_of
 from .operation import Call, Operation, flattened, then_split
 from .reduce_op import ReduceOp
 from .signature import SHAPES, dtype_code
-
-if TYPE_CHECKING:
-    from .group import ProcessGroup
 
 CONTAINERS = (dict, list, tuple)
 
@@ -159,7 +157,7 @@ def _large_and_apart(arrays: Sequence[Any]) -> Iterator[int]:
         furthest = max(furthest, end)
 
 
-def all_reduce(group: ProcessGroup, tensors: Any, op: ReduceOp, async_op: bool) -> Any:
+def all_reduce(group: Caller, tensors: Any, op: ReduceOp, async_op: bool) -> Any:
     with group.preparing("all_reduce"):
         tree = Tree(tensors, partial(group.import_array, writable=True, functional=True))
         batches = tree.batches(lambda x: x.dtype)
@@ -170,7 +168,7 @@ def all_reduce(group: ProcessGroup, tensors: Any, op: ReduceOp, async_op: bool) 
     return _run(group, "all_reduce", tree, batches, calls, async_op)
 
 
-def broadcast(group: ProcessGroup, tensors: Any, root: Any, async_op: bool) -> Any:
+def broadcast(group: Caller, tensors: Any, root: Any, async_op: bool) -> Any:
     def planned(leaves: Sequence[ImportedArray]) -> Call:
         if tree.on_gpu:
             return plan(leaves[0].array)
@@ -191,7 +189,7 @@ def broadcast(group: ProcessGroup, tensors: Any, root: Any, async_op: bool) -> A
 
 
 def _run(
-    group: ProcessGroup,
+    group: Caller,
     name: str,
     tree: Tree,
     batches: list[list[ImportedArray]],
@@ -212,7 +210,7 @@ def _run(
 _SHAPE_NOTE = np.dtype([("code", "i8"), ("dtype", "S64"), ("ndim", "i8"), ("shape", "i8", 64)])
 
 
-def all_gather_new(group: ProcessGroup, tensor: Any, async_op: bool) -> Any:
+def all_gather_new(group: Caller, tensor: Any, async_op: bool) -> Any:
     """`all_gather` into a list of new arrays, whose shapes the ranks tell one another first."""
     with group.preparing("all_gather"):
         x = group.import_array(tensor, writable=False)

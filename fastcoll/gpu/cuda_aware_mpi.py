@@ -140,7 +140,7 @@ class MpiMessages:
         if not self._suits(x, dst):
             return self._staged.isend(x, dst, tag)
         with self._transit.in_use([array_of(x)]):
-            return self._group.post_send(ImportedArray(self._ready(x.array, "isend")), dst, tag)
+            return self._group.p2p.post_send(ImportedArray(self._ready(x.array, "isend")), dst, tag)
 
     # With `status` the message may be shorter than the array. Its sender may have staged it, so the receive is staged,
     # too.
@@ -154,7 +154,7 @@ class MpiMessages:
         if status is not None or not self._suits(x, src):
             return self._staged.irecv(x, src, tag, status)
         with self._transit.in_use([array_of(x)]):
-            return self._group.post_receive(self._landing(x), src, tag)
+            return self._group.p2p.post_receive(self._landing(x), src, tag)
 
     def _ready(self, x: Any, name: str) -> Array:
         """Return an ndarray that has the array's GPU address, once its stream has reached this call.

@@ -276,7 +276,7 @@ class StagedMessages:
 
     def isend(self, x: ImportedArray, dst: int, tag: int, marks: Marks | None = None) -> Work:
         buffer, host = self._fetched(x, "isend", marks)
-        work = self._group.post_send(ImportedArray(host), dst, tag)
+        work = self._group.p2p.post_send(ImportedArray(host), dst, tag)
 
         def give(work: Work) -> None:
             # After an error, channels may still refer to the memory; it is freed with the last reference.
@@ -311,7 +311,7 @@ class StagedMessages:
             if marks is not None:
                 self._transit.await_marks(marks, "irecv")
             incoming = _StagedReceive(self._transit, x, None if marks is None else [])
-            return self._group.post_receive(incoming, src, tag, status)
+            return self._group.p2p.post_receive(incoming, src, tag, status)
 
 
 class _StagedReceive(ImportedArray):

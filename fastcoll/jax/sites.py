@@ -96,7 +96,7 @@ def _recv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None
     status = site.status
     if status is not None:
         np.copyto(out, ins[0])  # keep the elements beyond a shorter message
-    group.recv_apart(out, site.src, own_tag(site.recv_tag), status)
+    group.p2p.recv_apart(out, site.src, own_tag(site.recv_tag), status)
     if status is not None:
         source, tag = group.ranks[status.source], status.tag - JAX_TAGS
         status.fill(source, tag, status.count, status.nbytes)
@@ -137,7 +137,7 @@ KINDS = {
     "reduce": _collective("reduce", linear=False),
     **{name: _collective(name) for name in (
         "scan", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")},
-    "send": CallKind(lambda g, s, ins, out: g.send_apart(ins[0], s.dst, own_tag(s.tag)), None,
+    "send": CallKind(lambda g, s, ins, out: g.p2p.send_apart(ins[0], s.dst, own_tag(s.tag)), None,
                  form=GIVEN, is_message=True),
     "recv": CallKind(_recv, form=TAKEN, is_message=True),
     "sendrecv": CallKind(_sendrecv, is_message=True, linear=True),

@@ -268,7 +268,7 @@ def load(choice: BackendChoice) -> MakeGroup:
                 f"{members[0]}; use 'auto' or 'tcp' for ranks on several nodes (containers: one shared /dev/shm)"
             )
         group = ProcessGroup(make(store, name, members, rank, timeout))
-        group.serve_gpus(make_devices)
+        group.gpus.serve(make_devices)
         return group
 
     return make_group

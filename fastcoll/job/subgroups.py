@@ -83,7 +83,7 @@ def new_group(
     # The group's GPUs are served by what the world has for them: NCCL's, once it has a communicator.
     world, in_order = groups.world, chosen == sorted(chosen)
     nccl = choice.by_device.get("cuda") == Backend.NCCL and world.failure is None
-    splits = not use_local_synchronization and in_order and nccl and world.splits_gpus()
+    splits = not use_local_synchronization and in_order and nccl and world.gpus.splits()
     asked = range(size) if splits else chosen
     reach("new_group.enter")
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
@@ -106,7 +106,7 @@ def new_group(
             job.keep_place(group, place)
         reach("new_group.after_made")
         if splits:
-            groups.world.split_gpus(group)
+            groups.world.gpus.split(group)
         if group is None:
             return GroupMember.NON_GROUP_MEMBER
         groups.add(group, choice)

@@ -83,7 +83,7 @@ def make_group(
             "use_local_synchronization=True"
         ) from error
     _starts[group] = start
-    group.serve_gpus(refuse_gpus)
+    group.gpus.serve(refuse_gpus)
     group.backend.begin_at_once()  # because the computation beside collectives of CPU tensors needs the CPU
     return group
 

@@ -76,7 +76,7 @@ def world(size: int, timeout: float = 60.0, slot: int = SLOT) -> Iterator[Ranks]
         with groups(size, timeout=timeout) as made:
             staged = [StagedCarrier(group) for group in made]
             for group in made:
-                group.serve_gpus(lambda group: IpcCarrier(group, staged[group.rank], slot))
+                group.gpus.serve(lambda group: IpcCarrier(group, staged[group.rank], slot))
             ranks = Ranks(fake, made)
             yield ranks
         ranks.close()

@@ -55,7 +55,7 @@ class MailRanks(Ranks):
             ProcessGroup(MailBackend(self.meeting, end.rank, timeout, end)) for end in self.posts.ranks
         ]
         for group in self.groups:
-            group.serve_gpus(NcclCarrier)
+            group.gpus.serve(NcclCarrier)
 
     def mail(self, rank: int) -> NcclMessages:
         """A rank's messages."""

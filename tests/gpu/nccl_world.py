@@ -148,8 +148,8 @@ class ThreadGroup(ProcessGroup):  # type: ignore[misc]
 
     def abort(self, reason: str = "abort() was called") -> None:
         self.fail(AbortedError(reason))
-        if self._device_carrier is not None:
-            self._device_carrier.abort()
+        if self.gpus.carrier is not None:
+            self.gpus.carrier.abort()
 
 
 class Ranks:
@@ -168,7 +168,7 @@ class Ranks:
         # Ranks are processes, which share no default stream: one's would wait for another's collective.
         self._streams = [gpu.new_stream(0) for _ in range(size)] if gpu.devices < size else []
         for group in self.groups:
-            group.serve_gpus(NcclCarrier)
+            group.gpus.serve(NcclCarrier)
 
     def run(self, does: Callable[[int, ThreadGroup], Any]) -> list[Any]:
         """Do it on all ranks at the same time, and let the GPUs finish; raises what a rank raised."""

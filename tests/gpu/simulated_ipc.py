@@ -204,7 +204,7 @@ def test_elements_larger_than_a_slot_are_refused(ranks: Ranks) -> None:
 def test_ranks_that_share_a_gpu_of_one_node_choose_it(backend: str) -> None:
     with world(2) as ranks:
         for group in ranks.groups:
-            group.serve_gpus(lambda group: carrier_for(backend, group))
+            group.gpus.serve(lambda group: carrier_for(backend, group))
         arrays = [np.ones(500, F4), np.ones(500, F4)]
         for want in (2, 4, 8):
             ranks.run(lambda group: group.all_reduce(gpu(arrays[group.rank])))

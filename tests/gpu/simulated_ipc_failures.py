@@ -245,7 +245,7 @@ def test_memory_is_used_again_once_all_ranks_have_left() -> None:
         for _ in range(3):
             with groups(2) as made:
                 for group in made:
-                    group.serve_gpus(lambda group: IpcCarrier(group, StagedCarrier(group), SLOT))
+                    group.gpus.serve(lambda group: IpcCarrier(group, StagedCarrier(group), SLOT))
                 works = everybody(made, lambda g: g.all_reduce(gpu(np.ones(3, F4)), async_op=True))
                 assert all(work.wait(timeout=60) for work in works)
         assert len([left for left in fake.left() if left.startswith("shareable")]) == 2

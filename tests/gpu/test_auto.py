@@ -95,7 +95,7 @@ def queueing(monkeypatch):
 @pytest.mark.usefixtures("gpu", "queueing")
 def test_later_calls_are_the_chosen_carriers_own():
     with groups(1) as (group,):
-        group.serve_gpus(lambda g: carrier_for("auto", g))
+        group.gpus.serve(lambda g: carrier_for("auto", g))
         x = FakeArray(np.ones(3))
         group.all_reduce(x, async_op=True).wait()
         group.all_reduce(x)
@@ -106,7 +106,7 @@ def test_later_calls_are_the_chosen_carriers_own():
 @pytest.mark.usefixtures("gpu", "queueing")
 def test_calls_stay_behind_those_that_wait_for_the_choice():
     with groups(1) as (group,):
-        group.serve_gpus(lambda g: carrier_for("auto", g))
+        group.gpus.serve(lambda g: carrier_for("auto", g))
         x = FakeArray(np.ones(3))
         group.all_reduce(x)
         go_on = threading.Event()
@@ -122,7 +122,7 @@ def test_calls_stay_behind_those_that_wait_for_the_choice():
 def test_ranks_that_differ_in_their_first_call_may_try_again():
     with groups(2) as made:
         for group in made:
-            group.serve_gpus(lambda g: carrier_for("auto", g))
+            group.gpus.serve(lambda g: carrier_for("auto", g))
         xs = [np.ones(3), np.ones(3)]
         results = everybody(made, lambda g: g.all_reduce(FakeArray(xs[0])) if g.rank == 0 else g.barrier())
         assert [type(result) for result in results] == [MismatchError] * 2
@@ -134,7 +134,7 @@ def test_ranks_that_differ_in_their_first_call_may_try_again():
 def test_a_rank_that_cannot_say_ends_the_call_on_all(two_gpus, monkeypatch):
     with groups(2) as made:
         for group in made:
-            group.serve_gpus(lambda g: carrier_for("auto", g))
+            group.gpus.serve(lambda g: carrier_for("auto", g))
         uuid = two_gpus.uuid
 
         def fail(device):

@@ -635,7 +635,7 @@ def test_a_failure_at_any_moment_ends_every_message(name: str) -> None:
     assert explore(WORLDS[name], fails=True) > 100
 
 
-ANSWERS = "self._group.post_send(ImportedArray(answer.to_array()), source, ANSWER)"
+ANSWERS = "self._group.p2p.post_send(ImportedArray(answer.to_array()), source, ANSWER)"
 FOLLOWS = (
     "self._events.give(0, [event for _, event in message.marks]); "
     "own.follow([message.array.stream]); marks = message.marks = []"

@@ -27,9 +27,9 @@ def meet(ranks: Ranks) -> None:
     """The first call, with which the world has a communicator, and which is still under way at the end of this."""
 
     def does(rank: int, group: ThreadGroup) -> None:
-        assert not group.splits_gpus()
+        assert not group.gpus.splits()
         group.all_reduce(ranks.array(rank, ones(ranks, rank)), async_op=True)
-        assert group.splits_gpus()
+        assert group.gpus.splits()
 
     assert ranks.attempt(does) == [None] * ranks.size
 
@@ -40,7 +40,7 @@ def split(ranks: Ranks, members: Sequence[int], then: Callable[[int, ThreadGroup
 
     def does(rank: int, parent: ThreadGroup) -> Any:
         child = ThreadGroup(meeting, members.index(rank), parent.timeout) if rank in members else None
-        parent.split_gpus(child)
+        parent.gpus.split(child)
         if child is None:
             return None
         try:
@@ -79,7 +79,7 @@ def test_a_split_waits_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) ->
         ranks.gpu.queue("hold", stream, lambda: [gate.wait(60)][:0])
         group.all_reduce(ranks.array(rank, ones(ranks, rank), stream), async_op=True)
         try:
-            group.split_gpus(None)
+            group.gpus.split(None)
         finally:
             gate.set()
         ranks.gpu.end_stream(stream)
@@ -132,7 +132,7 @@ def test_a_rank_that_dies_before_it_splits_is_named_by_the_others() -> None:
             ranks.meeting.died.append(1)
             return
         with pytest.raises(PeerDiedError, match="rank 1 died; splitting a communicator"):
-            group.split_gpus(group)
+            group.gpus.split(group)
         assert group.failure is not None
 
     with world(3) as ranks:
@@ -143,7 +143,7 @@ def test_a_rank_that_dies_before_it_splits_is_named_by_the_others() -> None:
 def test_a_split_that_nccl_refuses_fails_the_parent() -> None:
     def does(rank: int, group: ThreadGroup) -> None:
         with pytest.raises(AbortedError, match="splitting a communicator failed with status 5"):
-            group.split_gpus(None)
+            group.gpus.split(None)
 
     with world(2) as ranks:
         meet(ranks)

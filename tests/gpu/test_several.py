@@ -52,7 +52,7 @@ class Place:
     def groups(self, n: int) -> Iterator[list[ProcessGroup]]:
         with groups(n) as made:
             for group in made:
-                group.serve_gpus(self.carrier)
+                group.gpus.serve(self.carrier)
             yield made
 
     def everybody(self, made, call: Callable):

@@ -30,7 +30,7 @@ class Splitting:
 
 @pytest.fixture
 def parent(rank: int) -> Splitting:
-    groups.world._device_carrier = made = Splitting()  # type: ignore[assignment]
+    groups.world.gpus.carrier = made = Splitting()  # type: ignore[assignment]
     return made
 
 
@@ -39,8 +39,8 @@ def test_all_ranks_split_and_members_have_what_came_of_it(rank: int, parent: Spl
     group = dist.new_group([0, 2], backend=NCCL)
     member = rank != 1
     assert parent.asked == [group if member else None]
-    assert isinstance(getattr(group, "_device_carrier", None), Splitting) == member
-    assert dist.new_group([rank], backend=NCCL, use_local_synchronization=True)._device_carrier is None
+    assert isinstance(getattr(getattr(group, "gpus", None), "carrier", None), Splitting) == member
+    assert dist.new_group([rank], backend=NCCL, use_local_synchronization=True).gpus.carrier is None
     assert dist.new_group([0, 1], backend="shm") is not None
     assert len(parent.asked) == 1  # not where others are not asked, nor for another backend
 

@@ -38,7 +38,7 @@ def staged(n: int, timeout: float = 60.0) -> Iterator[list[ProcessGroup]]:
     """Groups of n ranks that take arrays on GPUs."""
     with groups(n, timeout=timeout) as made:
         for group in made:
-            group.serve_gpus(StagedCarrier)
+            group.gpus.serve(StagedCarrier)
         yield made
 
 

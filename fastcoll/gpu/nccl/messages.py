@@ -120,7 +120,7 @@ class NcclMessages:
                 self._submit(message, dst, True, partial(self._take_answer, dst))
 
         with self._posting(message):
-            self._group.post_send(self._envelope(message), dst, tag).add_done_callback(on_taken)
+            self._group.p2p.post_send(self._envelope(message), dst, tag).add_done_callback(on_taken)
         return message
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
@@ -138,7 +138,7 @@ class NcclMessages:
             self._submit(message, source, False, partial(job, message.number, letter, source))
 
         with self._posting(message):
-            self._group.post_receive(ImportedArray(envelope), src, tag).add_done_callback(on_matched)
+            self._group.p2p.post_receive(ImportedArray(envelope), src, tag).add_done_callback(on_matched)
         return message
 
     def send(self, x: ImportedArray, dst: int, tag: int) -> None:
@@ -249,7 +249,7 @@ class NcclMessages:
     def _take_answer(self, dst: int, direction: Direction) -> None:
         """Receive the next answer of a peer, and send the message that it names."""
         array = blank()
-        self._group.post_receive(ImportedArray(array), dst, ANSWER).join()
+        self._group.p2p.post_receive(ImportedArray(array), dst, ANSWER).join()
         answer = Letter.from_array(array)
         with self._claimed(answer.number) as message:
             if answer.decision == NCCL:
@@ -266,7 +266,7 @@ class NcclMessages:
             first = decision == NCCL and not direction.is_connected
             identity = self._library.unique_id() if first else b""
             answer = Letter(envelope.number, *message.held, self._here(identity), decision)
-            self._group.post_send(ImportedArray(answer.to_array()), source, ANSWER)
+            self._group.p2p.post_send(ImportedArray(answer.to_array()), source, ANSWER)
             if decision == NCCL:
                 direction.move(message, identity)
             elif decision == STAGED:
