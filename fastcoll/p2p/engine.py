@@ -1,9 +1,9 @@
-"""The operations of messages: send, recv, isend, irecv and probes of one rank, posted and carried on.
+"""The operations of messages: send, recv, isend, irecv and probe of one rank.
 
-The Engine makes a Transfer of a call and has it begun in one of two ways: by one compiled call of the pipe, its short
-cut, or by the Exchange under the lock (progress.py). A short cut that returns before its message is complete leaves the
-pipe taken, so that no other thread can come between; the Engine hands the message to the Exchange and then releases the
-pipe. A blocking call is a post and a wait.
+The Engine makes a Transfer of each call. The Transfer begins either with one compiled call of the pipe, a short cut, or
+in the Exchange under the lock (progress.py). A short cut that returns before its message is complete keeps the pipe
+taken, so that no other thread can use the pipe until the Engine has given the message to the Exchange. A blocking call
+is a short cut, or a post and a wait.
 
 An operation's callbacks run on the progress thread.
 """
@@ -32,16 +32,16 @@ _T = TypeVar("_T", bound=Transfer)
 class Engine:
     """Messages between the ranks of a group. All ranks here are group ranks; all methods are thread-safe.
 
-    A send is complete when a receive has taken its message; a send to this rank, when it is buffered. Messages
-    between two ranks with one tag arrive in order. Receives match in the order in which they were posted. A
-    message that the matching receive cannot hold (size, dtype) is dropped and raises on both ranks; the engine
-    stays usable. Any other error fails the group: a peer's death, or an operation that is not complete `timeout`
-    seconds after it was posted.
+    A send is complete when a receive has taken its message; a send to this rank, when the message is buffered.
+    Messages between two ranks with one tag arrive in order. Receives match in the order in which they were posted. A
+    message that does not fit the array of its receive (size, dtype) is dropped, and both ranks raise MismatchError;
+    the group stays usable. Any other error fails the group: a peer's death, or an operation that is not complete
+    `timeout` seconds after it was posted.
 
     Args:
-        routes: by rank, the pipe to it and its number there; whatever for this rank.
+        routes: by rank, the pipe to it and its number in that pipe; any pipe for this rank.
         rank: this process's group rank.
-        monitor: the group's.
+        monitor: of the group.
         timeout: seconds that an operation may take.
 
     Attributes:
@@ -72,11 +72,11 @@ class Engine:
     # ---- the four operations ----------------------------------------------------------------------
 
     def send(self, x: ImportedArray, dst: int, tag: int) -> None:
-        """Send and wait until it is taken; to oneself, until it is buffered.
+        """Send, and block until a receive has taken the message; to this rank, until it is buffered.
 
         Raises:
             MismatchError: the receiver's array has another size or dtype.
-            GroupError: a peer died, left or did not come in time.
+            GroupError: a peer died, left, or did not receive in time.
         """
         array = x.array
         if dst == self.rank:
@@ -94,13 +94,13 @@ class Engine:
             raise
 
     def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
-        """Receive from `src`, or from any rank; returns the sender.
+        """Receive from `src`, or from any rank; block, and return the sender.
 
-        `status` is filled; with one, the message may be shorter than the array.
+        If a `status` is given, it is filled, and the message may be shorter than the array.
 
         Raises:
             MismatchError: the message has another size or dtype.
-            GroupError: a peer died, left or did not come in time.
+            GroupError: a peer died, left, or did not send in time.
         """
         self._refuse_nesting("recv")
         if tag < 0 or status is not None:
@@ -121,7 +121,7 @@ class Engine:
         return -1 - code if src is None else src
 
     def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
-        """Post a send; the Work is complete when a receive has taken it, to this rank at once."""
+        """Post a send. The Work is complete when a receive has taken the message; to this rank, at once."""
         return self._post(Send(self._progress, x.array.copy() if dst == self.rank else x.array, dst, tag))
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
@@ -129,7 +129,7 @@ class Engine:
         return self._post(Receive(self._progress, x.array, src, tag, x, status))
 
     def probe(self, src: int | None, tag: int) -> Status:
-        """Wait for a message from `src`, or any rank, that no receive has taken; it stays for the next such receive.
+        """Wait for a message from `src`, or any rank, that no receive has taken. The message stays for a receive.
 
         Raises:
             GroupError: a peer died, left or did not send in time.
@@ -142,10 +142,10 @@ class Engine:
         status: Status | None = self._finish_blocking(Probe(self._progress, src, tag, at_once=True), LATER)
         return status
 
-    # ---- short cuts that came back early ----------------------------------------------------------
+    # ---- short cuts that returned early -----------------------------------------------------------
 
     def resume_send(self, status: int, array: Array, dst: int, tag: int) -> None:
-        """Go on with a blocking send whose short cut came back with `status`, which is not DONE."""
+        """Continue a blocking send whose short cut has returned `status`, which is not DONE."""
         send = Send(self._progress, array, dst, tag)
         if status == REFUSED:
             pipe, number = self._routes[dst]
@@ -158,13 +158,14 @@ class Engine:
     def resume_receive(
         self, status: int, array: Array, src: int | None, tag: int, imported: ImportedArray | None = None
     ) -> int:
-        """Go on with a blocking receive whose short cut came back with `status`, at least DONE; the sender."""
+        """Continue a blocking receive whose short cut has returned `status`, at least DONE; return the sender."""
         return int(self._finish_blocking(Receive(self._progress, array, src, tag, imported), status))
 
     def _hand_over(self, transfer: Transfer, pipe: Pipe) -> None:
-        """Go on with what a short cut has left half-way, which still has its pipe.
+        """Give an incomplete message of a short cut, which has kept its pipe taken, to the Exchange.
 
-        Another thread may do so at the same time with another pipe; nobody has the turn then.
+        Another thread may do so at the same time with another pipe, so `_handing_over` guards the Exchange. No thread
+        holds the lock meanwhile, because the lock takes every pipe.
         """
         try:
             if self._lock.is_closed:
@@ -180,7 +181,7 @@ class Engine:
             pipe.let_go()
 
     def _finish_blocking(self, transfer: Transfer, status: int) -> Any:
-        """Post a blocking operation, or go on with it, and wait for it; its result."""
+        """Post a blocking operation (LATER) or continue it, wait until it has ended, and return its result."""
         try:
             if status == LATER:
                 self._refuse_waiting(transfer)
@@ -196,7 +197,7 @@ class Engine:
             raise
 
     def _crossing(self, peer: int) -> str:
-        """What else may be the matter with a send that is not taken."""
+        """Explain a send that no receive takes, when the peer may be blocked in a send to this rank."""
         pipe, number = self._routes[peer]
         if not pipe.has_unread(number) and not self._exchange.peers[peer].kept_messages:
             return ""
@@ -206,26 +207,26 @@ class Engine:
         )
 
     def torn(self, error: BaseException, doing: str) -> None:
-        """After an exception between a short cut's return and what follows: fail if it was half-way."""
+        """After an exception around a short cut: fail the group if the short cut has left its message incomplete."""
         for pipe in self._pipes:
             if pipe.is_mine():
                 self._progress.blame(error, doing)
                 self._progress.let_go(pipe)
 
     def sent(self, number: int, array: Array, dst: int, tag: int) -> Work:
-        """A short cut has put the whole message `number` into its pipe, which it still has."""
+        """Make the Work of a send whose short cut has put all of message `number` into its pipe, still taken."""
         send = Send(self._progress, array, dst, tag)
         self._progress.let_go(self._exchange.note_sent(send, number))
         return send
 
     def armed(self, array: Array, src: int, tag: int) -> Work:
-        """A short cut has armed a receive in its pipe, which it still has."""
+        """Make the Work of a receive that a short cut has armed in its pipe, still taken."""
         receive = Receive(self._progress, array, src, tag)
         self._progress.let_go(self._exchange.note_armed(receive))
         return receive
 
     def received(self, array: Array, src: int, tag: int) -> Work:
-        """A short cut has received a message at once."""
+        """Make the Work of a receive that a short cut has completed."""
         receive = Receive(self._progress, array, src, tag)
         receive.complete(src)
         return receive
@@ -243,7 +244,7 @@ class Engine:
         return transfer
 
     def _takes_short_cut(self, transfer: Transfer) -> bool:
-        """Begin an operation by one compiled call, if it is one for that."""
+        """Begin an operation with one compiled call, if the pipe has one for it; return whether it has begun."""
         if transfer.peer is None or transfer.peer == self.rank or not transfer.is_plain:
             return False
         pipe, number = self._routes[transfer.peer]
@@ -302,23 +303,23 @@ class Engine:
         self._progress.poll()
 
     def is_in_vain(self, work: Work) -> bool:
-        """Whether no live peer can complete this posted receive (or message to this rank)."""
+        """Whether no live peer can complete this posted receive (or send to this rank)."""
         if not isinstance(work, Transfer):
             return False
         peers = range(len(self.monitor.members)) if work.peer is None else (work.peer,)
         if not all(peer == self.rank or self.monitor.has_left(peer) for peer in peers):
             return False
-        # In this order. What the peers had sent was matched before they left. Two operations of this rank may match
-        # each other, so none may be in the inbox. A matched operation needs no live peer; another thread may be copying
-        # its message at this moment.
+        # The peers' state is read before the queues, because what the peers sent was matched before they left. Two
+        # operations of this rank may match each other, so the inbox must be empty. An operation that has matched needs
+        # no live peer, even if another thread is still copying its message.
         return not self.inbox and self._exchange.is_unmatched(work)
 
     def is_entered(self) -> bool:
-        """Whether messages cannot go on until this thread does: it is the engine's, or a signal handler in a call."""
+        """Whether messages wait for this thread: it is the progress thread, or a signal handler inside a call."""
         return self._progress.thread.is_current() or self.has_lock()
 
     def has_lock(self) -> bool:
-        """Whether this thread drives a pipe: then this is a signal handler, or a callback of an ImportedArray."""
+        """Whether this thread holds a pipe: then the caller is a signal handler, or a callback of an ImportedArray."""
         return self._lock.is_mine()
 
     def stay_awake(self) -> None:
@@ -330,7 +331,7 @@ class Engine:
         self._progress.abort()
 
     def close(self, error: GroupError | None) -> None:
-        """End what is under way with `error`, and use the pipes no more. Closing twice is fine."""
+        """End what is under way with `error`, and retire the pipes. Closing twice is fine."""
         self._progress.close(error)
 
     def _refuse_nesting(self, name: str) -> None:

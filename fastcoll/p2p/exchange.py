@@ -1,17 +1,18 @@
-"""The messages under way between one rank and all others, and what becomes of them: no threads, no waiting.
+"""The state of all messages between one rank and the others, and what each event changes: no threads, no waiting.
 
-Pipes move the bytes and say what has happened; this decides, one event at a time. An operation is *live* from its
-admission to its end:
+Pipes move bytes and report events; the Exchange handles one event at a time. An operation is *live* from its admission
+to its end:
 
     send      queued -> entering the pipe -> unacked (-> GO -> its rest entering -> unacked) -> done or refused
-    receive   posted -> matched, its message arriving (-> GO owed, its rest arriving) -> answered -> done
+    receive   posted -> matched, its message arriving (-> GO sent, its rest arriving) -> acknowledged -> done
     probe     posted -> done, its message stored
 
-What a pipe does not attach to a header (`eager`) goes from array to array and never needs memory of anybody. What a
-receiver has no array for it keeps: at most a `window` of each peer, since a sender that has so many bytes on the way
-attaches nothing.
+Eager and rendezvous: the first `eager` bytes of a message follow its header at once; the rest follows the receiver's
+GO, goes from array to array, and needs no buffer. The receiver buffers the eager bytes of messages that match no posted
+receive. It buffers at most `window` bytes of each peer, because a sender with that many eager bytes in flight attaches
+none to its next messages.
 
-Whoever calls these methods holds the engine's turn (engine.py).
+The caller of these methods holds the lock (lock.py), unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ _LARGEST = 1 << 62
 
 
 class Peer:
-    """What is under way between this rank and another.
+    """The messages between this rank and one other.
 
     Attributes:
-        pipe, number: the way to it.
-        entering: the send whose message, or whose rest, enters the pipe.
-        interest: the number of posted receives and probes that could match a message from it.
-        armed: one of them which the pipe completes by itself; the first that was posted. The pipe may have its
-            message already, and wait for space to answer it.
-        is_bounded: whether the bytes that may be attached are counted.
-        credit: bytes that may still be attached to messages for which it has no receive.
-        attached: by number, how many bytes were attached to a message.
-        granted: messages whose rest was asked for.
-        kept, kept_messages: what is kept of its messages without a receive.
-        owed: answers that wait for space.
+        pipe, number: the pipe to the peer, and the peer's number in it.
+        queued: sends that have not begun.
+        rests: sends whose rest the peer has asked for: message number, send, bytes sent before.
+        entering: the send whose message, or whose rest, is entering the pipe.
+        unacked: by message number, sends without an ack.
+        attached: by message number, how many bytes were attached.
+        credit: bytes that may still be attached to messages before the peer has acknowledged earlier ones.
+        is_bounded: whether `credit` is counted.
+        interest: the number of posted receives and probes that a message of the peer could match.
+        armed: the first posted of these receives, if the pipe completes it by itself. The pipe may already have its
+            message, and wait for space for the ack.
+        arriving: the message whose bytes are arriving.
+        granted: by number, messages whose rest was asked for.
+        kept, kept_messages: bytes and number of the peer's messages that are buffered here.
+        owed: acks that wait for space in the pipe.
     """
 
     def __init__(self, pipe: Pipe, number: int) -> None:
@@ -65,15 +70,16 @@ class Peer:
 
 
 class Exchange:
-    """The operations of one rank that are under way.
+    """The operations under way of one rank.
 
     Args:
-        routes: by rank, the pipe to it and its number there; that of this rank is never used.
+        routes: by rank, the pipe to it and its number there; the entry of this rank is never used.
 
     Attributes:
         peers: by rank.
-        live: operations without an end, oldest first.
-        ended: receives that have their message, and owe something to their callers' arrays.
+        live: operations that have not ended, oldest first.
+        ended: receives whose message has arrived, and whose arrays still need a copy-back.
+        on_event: by event, the method that handles it; it takes the peer's rank.
     """
 
     def __init__(self, routes: list[tuple[Pipe, int]], rank: int) -> None:
@@ -87,31 +93,31 @@ class Exchange:
         self.on_event[events.ACKED] = self._on_acked
         self.on_event[events.HEADER] = self._on_header
         self.on_event[events.ARRIVED] = self._on_arrived
-        self.on_event[events.ACK_SPACE] = self._answer
+        self.on_event[events.ACK_SPACE] = self._send_owed
         self.on_event[events.REST] = self._on_rest
         self.on_event[events.RECEIVED] = self._on_received
         self.on_event[events.BOTH] = self._on_both
 
     def is_busy(self) -> bool:
-        """Whether blocking calls have to come behind what is known only here."""
+        """Whether blocking calls must queue behind operations, or stored messages, that short cuts do not see."""
         return bool(self.live) or self._queues.stored > 0
 
     def is_entering(self, transfer: Transfer) -> bool:
-        """Whether a send is what enters its pipe."""
+        """Whether a send is the one that is entering its pipe."""
         return transfer.peer is not None and self.peers[transfer.peer].entering is transfer
 
     def is_unmatched(self, transfer: Transfer) -> bool:
-        """Whether a receive has no message yet. Any thread may call this."""
+        """Whether a receive has not matched a message yet. Any thread may call this."""
         if transfer.peer is not None:
             peer = self.peers[transfer.peer]
             if peer.armed is transfer:
                 return peer.pipe.is_armed(peer.number)
         return self._queues.keeps(transfer)
 
-    # ---- operations come in ------------------------------------------------------------------------
+    # ---- new operations ----------------------------------------------------------------------------
 
     def admit(self, transfer: Transfer) -> None:
-        """Take a new operation on."""
+        """Match or queue a new operation."""
         self.live[transfer] = None
         if isinstance(transfer, Receive):
             message = self._queues.post(transfer)
@@ -134,13 +140,17 @@ class Exchange:
                 self._begin_next(self.peers[transfer.peer])
 
     def may_begin(self, send: Send) -> bool:
-        """Whether a send may go past all that is known here: a short cut may begin it."""
+        """Whether a short cut may begin a send: no earlier operation holds it back. Any thread may call this."""
         peer = self.peers[send.peer]
         free = peer.entering is None and not peer.queued and not peer.rests
         return free and send.nbytes <= peer.credit and len(peer.unacked) < peer.pipe.most_unacked
 
     def note_sent(self, send: Send, number: int, entering: bool = False) -> Pipe:
-        """A short cut has begun a message as a whole; the pipe that has it. `entering`: as `Pipe.begin` says."""
+        """Record a send whose message a short cut has begun, with all bytes attached; return its pipe.
+
+        Args:
+            entering: as `Pipe.begin` returns it.
+        """
         send.is_small, send.number = True, number
         peer = self.peers[send.peer]
         self.live[send] = None
@@ -153,7 +163,11 @@ class Exchange:
         return peer.pipe
 
     def note_armed(self, receive: Receive) -> Pipe:
-        """A short cut has armed a receive, the first that a message of its peer could match; the pipe that has it."""
+        """Record a receive that a short cut has armed, the first that the peer's next message can match.
+
+        Returns:
+            The pipe.
+        """
         assert receive.peer is not None
         peer = self.peers[receive.peer]
         receive.is_small = True
@@ -163,7 +177,7 @@ class Exchange:
         return peer.pipe
 
     def resume_send(self, send: Send) -> None:
-        """Go on with a blocking send that has begun."""
+        """Continue a blocking send that a short cut has begun; its pipe is taken."""
         peer = self.peers[send.peer]
         number, entering, resting = peer.pipe.leave_send(peer.number)
         self.live[send] = None
@@ -188,7 +202,7 @@ class Exchange:
             self.admit(transfer)
 
     def resume_receive(self, receive: Receive, pipe: Pipe) -> None:
-        """Go on with a blocking receive that has begun in a pipe, or not even that."""
+        """Continue a blocking receive of a short cut, whether or not its message has begun; the pipe is taken."""
         source = events.ANY if receive.peer is None else self.peers[receive.peer].number
         begun = pipe.leave_receive(source)
         if begun is None:
@@ -239,7 +253,7 @@ class Exchange:
                 if attached > peer.credit:
                     attached = 0
                 number, entering = peer.pipe.begin(peer.number, send, attached)
-                # GO may come before all that is attached has entered.
+                # GO may arrive before all attached bytes have entered the pipe.
                 self._note_begun(peer, send, attached, number)
                 peer.entering = send if entering else None
             else:
@@ -254,13 +268,13 @@ class Exchange:
         peer = self.peers[rank]
         peer.entering = None
         if peer.owed:
-            self._answer(rank)  # now, between two messages
+            self._send_owed(rank)  # now, between two messages
         self._begin_next(peer)
 
     def _on_acked(self, rank: int) -> None:
         peer = self.peers[rank]
         number = peer.pipe.taken(peer.number)
-        if number in peer.unacked:  # 0 never is
+        if number in peer.unacked:  # 0 is no message
             if number in peer.attached:
                 peer.credit += peer.attached.pop(number)
             send = peer.unacked.pop(number)
@@ -286,7 +300,7 @@ class Exchange:
     # ---- receiving ---------------------------------------------------------------------------------
 
     def end_probe(self, probe: Probe, message: IncomingMessage | None = None) -> None:
-        """Complete a probe: with `message`, or, if it does not wait, without one."""
+        """Complete a probe with `message`, or without one if the probe does not wait."""
         self._probes.remove(probe)
         self._count(probe, -1)
         del self.live[probe]
@@ -301,7 +315,7 @@ class Exchange:
                 peer.pipe.watch(peer.number, peer.interest)
 
     def _match(self, message: IncomingMessage) -> Receive | None:
-        """The receive for a new message; None: the message is kept."""
+        """Return the receive that a new message matches; None: the message is stored."""
         peer = self.peers[message.source]
         receive = peer.armed
         if receive is not None and receive.tag == message.tag and peer.pipe.is_armed(peer.number):
@@ -326,8 +340,8 @@ class Exchange:
         peer = self.peers[rank]
         receive, peer.armed = peer.armed, None
         assert receive is not None
-        peer.interest -= 1  # as the pipe has counted by itself
-        del self.live[receive]  # a short cut owes nothing to its array
+        peer.interest -= 1  # the pipe has already counted this
+        del self.live[receive]  # a short cut needs no copy-back
         receive.complete(rank)
 
     def _on_both(self, rank: int) -> None:
@@ -357,7 +371,7 @@ class Exchange:
             self._ask(message, receive)
 
     def _keep(self, peer: Peer, nbytes: int, messages: int) -> None:
-        """Count what is kept here of a peer's messages, or is no longer."""
+        """Count bytes and messages that are buffered here for a peer; negative: no longer."""
         peer.kept += nbytes
         peer.kept_messages += messages
         pipe = peer.pipe
@@ -365,7 +379,7 @@ class Exchange:
             raise pipe.garbled(peer.number)
 
     def _give(self, message: IncomingMessage, receive: Receive) -> None:
-        """A message that was kept has its receive."""
+        """Give a stored message to its receive."""
         if message.source != self.rank:
             self._keep(self.peers[message.source], -message.attached, -1)
             self._ask(message, receive)
@@ -404,34 +418,34 @@ class Exchange:
             self._settle(message, message.receive)
 
     def _settle(self, message: IncomingMessage, receive: Receive) -> None:
-        """All of a message that was under way is here, and it has its receive."""
+        """Continue a matched message whose bytes under way have all arrived."""
         fits = receive.fits(message.kind, message.nbytes)
         if message.address and fits:
             receive.put(message.address, message.attached)
             message.address, message.keep = 0, None
         if fits and message.attached < message.nbytes and not message.complete:
-            return  # its rest was asked for
+            return  # the rest was asked for
         if message.source != self.rank:
             self._send_ack(message, TAKEN if fits else MISFIT)
             return
         self._conclude(message, receive)
 
     def _send_ack(self, message: IncomingMessage, decision: int) -> None:
-        """Answer a message, now or when there is space."""
+        """Acknowledge a message, now or when the pipe has space."""
         peer = self.peers[message.source]
-        if peer.owed or not self._say(peer, message, decision):
+        if peer.owed or not self._acknowledge(peer, message, decision):
             peer.owed.append((message, decision))
             peer.pipe.note_owed(peer.number, len(peer.owed))
 
-    def _answer(self, rank: int) -> None:
-        """Give the answers owed to a peer, as far as there is space."""
+    def _send_owed(self, rank: int) -> None:
+        """Send the acks that a peer is owed, as far as the pipe has space."""
         peer = self.peers[rank]
-        while peer.owed and self._say(peer, *peer.owed[0]):
+        while peer.owed and self._acknowledge(peer, *peer.owed[0]):
             peer.owed.popleft()
         peer.pipe.note_owed(peer.number, len(peer.owed))
 
-    def _say(self, peer: Peer, message: IncomingMessage, decision: int) -> bool:
-        """Give an answer, after which a message without a rest is over; False: there is no space."""
+    def _acknowledge(self, peer: Peer, message: IncomingMessage, decision: int) -> bool:
+        """Acknowledge a message, which ends it unless this is a GO; False: the pipe has no space."""
         receive = message.receive
         assert receive is not None
         ack = Ack(message.number, decision, receive.nbytes, receive.kind)
@@ -448,7 +462,7 @@ class Exchange:
         else:
             self._end(receive, error=receive.misfit(message.source, message.kind, message.nbytes))
 
-    # ---- and end -----------------------------------------------------------------------------------
+    # ---- the end -----------------------------------------------------------------------------------
 
     def _end(self, transfer: Transfer, source: int | None = None, error: BaseException | None = None) -> None:
         del self.live[transfer]
@@ -459,7 +473,7 @@ class Exchange:
             transfer.complete(source, error)
 
     def fail(self, error: BaseException) -> None:
-        """End every operation with an error; the pipes are not used any more."""
+        """End every operation with an error; the pipes are not used afterwards."""
         for transfer in list(self.live):
             self.live.pop(transfer, None)
             transfer.complete(None, error)

@@ -1,12 +1,13 @@
-"""What carries messages: a pipe from one rank to its peers. It moves bytes and tells what is there; it never decides.
+"""The contract of pipes, which move messages between one rank and its peers. A pipe moves bytes and never decides.
 
-A message is a header and its bytes, of which the first `attached` follow at once; the rest follows when the receiver
-says GO. An ack with TAKEN or MISFIT ends it. One thread at a time drives a pipe, it holds the word BUSY. `advance`
-moves the bytes of everything under way and comes back with an *event* when a decision is needed; the engine
-(engine.py) decides, and the other methods carry that out.
+A message is a header and its bytes. The first `attached` bytes follow the header at once, the rest follows the
+receiver's ack GO. An ack TAKEN or MISFIT ends the message. One thread at a time drives a pipe; it holds the word BUSY.
+`advance` moves the bytes of all messages under way and returns an *event* when a decision is needed; the Exchange
+(exchange.py) decides, and calls the other methods.
 
-A pipe may have a compiled short cut for a blocking call (`send`, `receive`). It takes BUSY, and is over when it returns
-DONE; otherwise it leaves BUSY taken, and the engine goes on with the message where it stands.
+A pipe may have a compiled short cut for a blocking call (`send`, `receive`). The short cut takes BUSY. If it returns
+DONE, the message is complete and BUSY is free; otherwise BUSY stays taken, and the engine continues the message from
+where it is.
 """
 
 from __future__ import annotations
@@ -24,16 +25,23 @@ from ..kernels.primitives import address_of, cells_of
 from .transfers import Held, Send
 
 ARMED = 16
-"""What `post_receive` returns, besides a status: `advance` completes the receive."""
+"""What `post_receive` returns, besides a status: `advance` will complete the receive."""
 
-# The events of `advance`, which returns peer * EVENTS + event, or NOTHING. REST: what follows on GO has begun to
-# arrive. RECEIVED: the message for the armed receive has arrived and is acknowledged. BOTH: that, and ACKED.
+# The events of `advance`, which returns peer * EVENTS + event, or NOTHING.
+#   ENTERED    the bytes of a message, or its rest, have all entered the pipe
+#   ACKED      an ack has arrived (`last_ack`)
+#   HEADER     a header has arrived (`header`)
+#   ARRIVED    the bytes that `accept` has placed have all arrived
+#   ACK_SPACE  there is space for an ack again
+#   REST       the bytes that follow a GO have begun to arrive (`rest`)
+#   RECEIVED   the message for the armed receive has arrived and is acknowledged
+#   BOTH       RECEIVED and ACKED
 EVENTS = 16
 NOTHING = -1
 ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE, REST, RECEIVED, BOTH = range(2, 10)
 
 NOT_MINE = -2
-"""What `complete` returns where it has not taken the pipe."""
+"""What `complete` returns if it could not take the pipe."""
 
 # Verdicts of an ack. GO: the receiver wants the rest of the message.
 TAKEN, MISFIT, GO = 1, 2, 3
@@ -45,7 +53,7 @@ ENDLESS_BYTES = 1 << 62
 
 
 class Header(NamedTuple):
-    """What a message says of itself. `attached`: how many of its bytes follow without being asked for."""
+    """The header of a message. `attached`: how many of its bytes follow the header at once."""
 
     kind: int
     nbytes: int
@@ -54,7 +62,7 @@ class Header(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """An answer to message `number`; kind and nbytes are those of the receiver's array."""
+    """The ack of message `number`; kind and nbytes are those of the receiver's array."""
 
     number: int
     decision: int
@@ -63,14 +71,14 @@ class Ack(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """How far the short cut has got with a receive.
+    """The state in which a short cut has left a receive.
 
     Attributes:
-        peer: whose message it is.
-        number: as in its header.
-        arriving: bytes of it are on their way into the array.
-        whole: no more than these are missing.
-        asking: GO is still to be said.
+        peer: the sender.
+        number: the message's, from its header.
+        arriving: bytes of the message are arriving in the array.
+        whole: no bytes are missing but these.
+        asking: GO has not been sent yet.
     """
 
     peer: int
@@ -81,17 +89,17 @@ class Begun(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """A request that a compiled caller has posted and the engine does not know.
+    """A request that a compiled caller has posted without the engine.
 
     Attributes:
-        number: the request's number; the caller waits for it by that.
-        sends: whether it is a send.
-        peer, kind: of its message.
+        number: the request's number, by which the caller waits for it.
+        sends: whether the request is a send.
+        peer, kind: of the message.
         array: the bytes of the caller's array.
         message: of a send, its number among the messages to the peer.
-        under_way: whether its message is entering the pipe, or arriving.
-        ended: whether it has ended without an error.
-        refused: of a refused send, the kind and bytes of the receiver's array.
+        under_way: whether the message is entering the pipe, or arriving.
+        ended: whether the request has ended without an error.
+        refused: of a refused send, kind and bytes of the receiver's array.
     """
 
     number: int
@@ -106,46 +114,46 @@ class Posted(NamedTuple):
 
 
 class Pipe(Protocol):
-    """A rank's pipe to all peers that it reaches in one way; peers are numbers from 0.
+    """A rank's pipe to all peers that one transport reaches; peers are numbered from 0.
 
     Attributes:
-        eager: bytes of a message that are attached.
-        window: bytes that may be attached to messages which no receive has asked for yet.
-        most_unacked: messages to one peer without an ack; later ones wait.
+        eager: how many bytes of a message are attached at most.
+        window: how many attached bytes to one peer may be without an ack.
+        most_unacked: how many messages to one peer may be without an ack; later ones wait.
     """
 
     eager: int = ENDLESS_BYTES
     window: int = ENDLESS_BYTES
     most_unacked: int = 1 << 16  # each costs the receiver 0.3 KiB
 
-    # ---- whose turn it is ------------------------------------------------------------------------
+    # ---- BUSY and BEHIND -------------------------------------------------------------------------
 
     def seize(self) -> bool:
-        """Take the pipe for driving it, unless somebody has it. Never blocks."""
+        """Take the pipe unless another thread holds it; return whether it was taken. Never blocks."""
 
     def let_go(self) -> None:
-        """The pipe is free for whoever wants to drive it next."""
+        """Release the pipe."""
 
     def is_mine(self) -> bool:
-        """Whether the calling thread has taken it."""
+        """Whether the calling thread holds the pipe."""
 
     def ring_bell(self) -> None:
-        """Have the compiled code that drives the pipe come back at once. From any thread."""
+        """Have compiled code that drives the pipe return at once. From any thread."""
 
     def silence_bell(self) -> None:
-        """Answer the bell; look at what it may have rung for afterwards, never before."""
+        """Reset the bell. The caller checks afterwards, never before, why it may have been rung."""
 
     def set_behind(self, behind: bool) -> None:
-        """Whether short cuts must not be taken, since other operations come first."""
+        """Set whether short cuts return LATER, because earlier operations come first."""
 
     # ---- peers -----------------------------------------------------------------------------------
 
     def is_ready(self, peer: int) -> bool:
-        """Whether messages to a peer can begin without `prepare`. Any thread."""
+        """Whether messages to a peer can begin without `prepare`. From any thread."""
         return True
 
     def prepare(self, peer: int) -> None:
-        """Reach a peer; blocks. Any thread, the pipe need not be taken.
+        """Connect to a peer; blocks. From any thread, which need not hold the pipe.
 
         Raises:
             GroupError: the peer died, or could not be reached in time.
@@ -153,59 +161,78 @@ class Pipe(Protocol):
         return None
 
     def check(self, peer: int | None) -> None:
-        """Look after the way to a peer (None: all).
+        """Check the connection to a peer (None: to all).
 
         Raises:
-            GroupError: it is broken, and nobody says why.
+            GroupError: it is broken, and no rank has published a reason.
         """
         return None
 
     def garbled(self, peer: int) -> GroupError:
-        """The error for a peer that sent what no rank sends."""
+        """Return the error for a peer that sent bytes that the protocol does not allow."""
 
     def has_unread(self, peer: int) -> bool:
-        """Whether a message of a peer has come that no receive has taken yet. Never blocks."""
+        """Whether a message of a peer has arrived that no receive has taken yet. Never blocks."""
 
     def retire(self) -> None:
-        """Nobody drives the pipe any more; release what it has. Called once, by whoever has taken it."""
+        """Release the pipe's resources; no thread drives it afterwards. Called once, by the thread that holds it."""
 
     # ---- short cuts ------------------------------------------------------------------------------
 
     def send(self, array: NDArray[Any], peer: int, kind: int) -> int:
-        """Send a contiguous array and wait until it is taken: DONE, AGAIN, WORKED, OTHER, REFUSED or LATER."""
+        """Send a contiguous array, and block until a receive has taken it.
+
+        Returns:
+            DONE; LATER: nothing has begun; AGAIN, WORKED or OTHER: the message has begun, BUSY stays taken; REFUSED:
+            the receiver's array does not fit (`last_ack`), BUSY stays taken.
+        """
         return LATER
 
     def receive(self, array: NDArray[Any], source: int, kind: int) -> int:
-        """Receive the next message of a rank or of ANY: -1 - rank, AGAIN, WORKED, OTHER or LATER."""
+        """Receive the next message of a peer or of ANY, and block until it has arrived.
+
+        Returns:
+            -1 - peer; LATER: nothing has begun; AGAIN, WORKED or OTHER: the engine must continue, BUSY stays taken.
+        """
         return LATER
 
     def post_send(self, array: NDArray[Any], peer: int, kind: int) -> tuple[int, bool] | None:
-        """As `begin`, of a small message as a whole, behind none; then BUSY stays taken. Or None."""
+        """Begin a small message with all its bytes attached, if no other message to the peer is waiting.
+
+        Returns:
+            As `begin`, and BUSY stays taken; None: it has not begun.
+        """
         return None
 
     def post_receive(self, array: NDArray[Any], source: int, kind: int) -> int:
-        """Receive a small message of a peer that is there: DONE. Or have `advance` do it: ARMED, BUSY stays taken.
+        """Receive a small message of a peer, now or in a later `advance`.
 
-        Or LATER.
+        Returns:
+            DONE: its message was there; ARMED: `advance` will complete the receive, BUSY stays taken; LATER: neither.
         """
         return LATER
 
     def complete(self, handled: int, peer: int, number: int) -> int:
-        """Take the pipe and `advance`, first of all what short cuts have posted to or from a peer.
-
-        NOT_MINE: another thread has the pipe, or had it and has told of other events than `handled` counts.
+        """Take the pipe and `advance`, operations of short cuts with one peer first.
 
         Args:
-            number: of the send that the caller waits for; 0: it waits for the armed receive.
+            number: of the send that the caller waits for; 0: the caller waits for the armed receive.
+
+        Returns:
+            As `advance`; NOT_MINE: another thread holds the pipe, or has driven it since `handled` was read.
         """
         return NOT_MINE
 
     def leave_send(self, peer: int) -> tuple[int, bool, bool]:
-        """Leave a send that has begun to the engine: its number, whether it enters, and whether that is its rest."""
+        """Leave a send that has begun to the engine.
+
+        Returns:
+            The message's number, whether the message is entering, and whether that is its rest.
+        """
         raise AssertionError("this pipe has none")
 
     def leave_receive(self, source: int) -> Begun | None:
-        """Leave a receive from a peer or ANY to the engine; None: it has not begun."""
+        """Leave a receive from a peer or ANY to the engine; None: no message of it has begun."""
         raise AssertionError("this pipe has none")
 
     # ---- requests of compiled callers --------------------------------------------------------------
@@ -227,94 +254,98 @@ class Pipe(Protocol):
         return 0
 
     def stay_awake(self) -> None:
-        """From now on the engine's thread checks `has_posted` and `touched` every millisecond."""
+        """Note that from now on the progress thread checks `has_posted` and `touched` every millisecond."""
         return None
 
     def may_sleep(self) -> bool:
-        """Whether the engine's thread may sleep.
+        """Whether the progress thread may sleep.
 
-        True if no request is pending; compiled callers then post no request that needs the thread.
+        True if no request is pending; from then on compiled callers post no request that needs the thread.
         """
         return True
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def advance(self, handled: int, wait: bool) -> int:
-        """Move what is under way: the next event; NOTHING after 50 ms without one, or when the bell rang.
+        """Move bytes, and return the next event; NOTHING after 50 ms without one, or when the bell was rung.
 
-        An interrupt may come when this returns and lose what it says. So it says the same event again until `handled`,
-        how many events the caller has dealt with, counts that one.
+        A signal handler may raise when this returns, so that the caller never sees the event. So the pipe returns the
+        same event again until `handled` counts it.
 
         Args:
+            handled: how many events of this pipe the caller has handled.
             wait: whether to wait for an event.
         """
 
     def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
-        """Let a message with its first `attached` bytes enter the pipe, in which none enters: its number, and whether
-        ENTERED is still to come."""
+        """Let a message with its first `attached` bytes enter the pipe; no other message to the peer is entering.
+
+        Returns:
+            The message's number, and whether ENTERED will follow.
+        """
 
     def begin_rest(self, peer: int, send: Send, number: int, attached: int) -> None:
         """Let all but the first `attached` bytes of a message enter the pipe."""
         raise AssertionError("this pipe has none")
 
     def taken(self, peer: int) -> int:
-        """The number of the message that ACKED was about, if the answer was TAKEN; else 0."""
+        """Return the number of the message that ACKED was about if the ack was TAKEN; else 0."""
         ack = self.last_ack(peer)
         return ack.number if ack.decision == TAKEN else 0
 
     def last_ack(self, peer: int) -> Ack:
-        """The answer that ACKED was about."""
+        """Return the ack that ACKED was about."""
 
     def header(self, peer: int) -> Header:
-        """The message of a peer that HEADER was about."""
+        """Return the header that HEADER was about."""
 
     def rest(self, peer: int) -> tuple[int, int]:
-        """Number and bytes of the rest that REST was about."""
+        """Return the message number and size of the rest that REST was about."""
         raise AssertionError("this pipe has none")
 
     def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
-        """Let the bytes that follow the header arrive at `address` (0: drop them); then comes ARRIVED.
+        """Let the bytes that follow the header arrive at `address` (0: drop them); ARRIVED follows.
 
-        `keep` has that memory; whoever drops the pipe before must let it live for as long as it may be written to.
+        `keep` owns that memory. A pipe that may write there after `retire` (MPI's) holds a reference.
         """
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:
-        """Answer a message of a peer. False: no space; after ACK_SPACE call again with the same."""
+        """Send an ack to a peer. False: no space; call again with the same ack after ACK_SPACE."""
 
     def watch(self, peer: int, count: int) -> None:
-        """How many receives a message of a peer could match. While there are none, headers need not be read."""
+        """Set how many receives a message of a peer could match. While there are none, headers need not be read."""
 
     def expect(self, peer: int, count: int) -> None:
-        """How many rests a peer was asked for."""
+        """Set how many rests a peer was asked for and has not sent."""
         return None
 
     def note_owed(self, peer: int, count: int) -> None:
-        """How many answers to a peer wait for space."""
+        """Set how many acks to a peer wait for space."""
         return None
 
     def note_stored(self, count: int) -> None:
-        """How many messages wait for a receive. Only while there are none a short cut may arm one."""
+        """Set how many messages wait for a receive. Short cuts arm receives only while there are none."""
         return None
 
     def is_armed(self, peer: int) -> bool:
-        """Whether `advance` has not yet begun to complete the receive that is armed for a peer. Any thread may ask."""
+        """Whether a receive is armed for a peer and `advance` has not begun to complete it. From any thread."""
         return False
 
     def disarm(self, peer: int) -> None:
-        """The receive that a short cut has armed for a peer is matched here."""
+        """Disarm the receive that a short cut has armed for a peer, because the Exchange has matched it."""
         return None
 
 
 class WordPipe(Pipe):
-    """A pipe whose kernels keep what they know in words: a table of the pipe's, and a row for each peer.
+    """A pipe whose kernels keep their state in int64 words: a table of the pipe, and a row for each peer.
 
     Args:
-        words: where the table's and a row's words are: BUSY, BEHIND and STORED; WATCHED, OWED, ARMED_KIND and the
-            four of an ack, from ACK_NUMBER on.
+        words: the module with the indices of words: BUSY, BEHIND and STORED in the table; WATCHED, OWED, ARMED_KIND
+            and, from ACK_NUMBER on, the four words of an ack in a row.
 
     Attributes:
-        address: of the table, what the kernels take first.
-        words, cells: those of the table, and those of all rows.
+        address: of the table, the first argument of the kernels.
+        words, cells: the words of the table, and those of all rows.
     """
 
     def __init__(self, words: ModuleType, table_words: int, row_words: int, size: int) -> None:
@@ -328,11 +359,11 @@ class WordPipe(Pipe):
         self._at = words
 
     def word(self, peer: int, index: int) -> int:
-        """A word of the row of `peer`."""
+        """Return a word of a peer's row."""
         return self.cells[peer * self._width + index]
 
     def put(self, peer: int, index: int, value: int) -> None:
-        """Set a word of the row of `peer`."""
+        """Set a word of a peer's row."""
         self.cells[peer * self._width + index] = value
 
     def let_go(self) -> None:

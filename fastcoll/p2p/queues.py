@@ -1,7 +1,7 @@
-"""Match queues, which receive gets which message: MPI's rules, as a data structure without any memory or clock.
+"""The match queues: which receive gets which message, by MPI's rules.
 
 A receive matches the earliest message from its source (or any) with its tag (or any user's tag). A message matches the
-earliest posted receive that accepts it. Unmatched ones are kept in order: receives as *posted*, messages as *stored*.
+earliest posted receive that accepts it. Receives and messages without a match are kept in the order in which they came.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class IncomingMessage:
-    """A message that has begun to arrive here.
+    """A message that has begun to arrive.
 
     Attributes:
-        source, tag, kind, nbytes: what its header says, and whose it is.
-        number: its place among the source's messages, for the ack.
-        attached: how many of its bytes come without being asked for.
-        address: where its bytes are kept until a receive takes them, 0 when they go to the receive's array.
-        keep: what keeps that memory alive.
+        source, tag, kind, nbytes: the sender, and the fields of the header.
+        number: of the message among those of the source, for the ack.
+        attached: how many of its bytes follow the header at once.
+        address: of the buffer that holds its bytes until a receive takes them; 0: they go to the receive's array.
+        keep: owns that buffer.
         receive: the receive that has matched it.
-        arrived: all that was attached is here.
-        complete: all of it is here, or on its way into the array.
+        arrived: all attached bytes have arrived.
+        complete: all bytes have arrived, or are arriving in the array.
     """
 
     source: int
@@ -45,12 +45,12 @@ class IncomingMessage:
 
     @property
     def tag(self) -> int:
-        """The tag in its kind."""
+        """The tag that its kind encodes."""
         return tag_of(self.kind)
 
 
 class MatchQueues:
-    """Receives without a message and messages without a receive, each with its place in the order of its kind.
+    """Posted receives without a message, and messages without a receive, each in their order.
 
     Attributes:
         stored: how many messages wait for a receive.
@@ -63,11 +63,11 @@ class MatchQueues:
         self._messages: dict[int, list[tuple[int, IncomingMessage]]] = {}
 
     def keeps(self, transfer: Transfer) -> bool:
-        """Whether a receive has no message yet. Any thread may call this."""
+        """Whether a receive has not matched a message yet. Any thread may call this."""
         return any(receive is transfer for _, receive in self._receives.get(transfer.tag, ()))
 
     def post(self, receive: Receive) -> IncomingMessage | None:
-        """The message for a new receive; None: the receive is kept."""
+        """Return the message that a new receive matches; None: the receive is kept."""
         message = self.find(receive.peer, receive.tag)
         if message is None:
             self._keep(self._receives, receive.tag, receive)
@@ -88,7 +88,7 @@ class MatchQueues:
         return found and found[1]
 
     def arrive(self, message: IncomingMessage) -> Receive | None:
-        """The receive for a new message; None: the message is kept."""
+        """Return the receive that a new message matches; None: the message is kept."""
         tag, found = message.tag, None
         for each in {tag, wildcard_of(tag)}:
             for entry in self._receives.get(each, ()):

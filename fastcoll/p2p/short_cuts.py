@@ -1,7 +1,7 @@
-"""Messages by one compiled call each: the send, recv, isend and irecv of `group.fast`.
+"""The short cuts of messages: send, recv, isend and irecv of `group.fast`, of one compiled call each.
 
-A pipe's entries check the arguments themselves and return LATER where they cannot do the message: an array of another
-kind, wrong arguments, operations that come first. Then the group's method does it.
+A pipe's entries check the arguments and return LATER if they cannot carry the message: the array is no plain ndarray,
+an argument is wrong, or earlier operations come first. Then the group's method carries it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Entries(NamedTuple):
 
 
 class ShortCuts(NamedTuple):
-    """Functions in the place of the group's methods; a peer is given by its number in the pipe."""
+    """Functions that replace the group's methods; they take a peer's number in the pipe."""
 
     send: Callable[..., None]
     recv: Callable[..., int]
@@ -47,18 +47,18 @@ def short_cuts(
     entries: Entries,
     rank_of: Callable[[Any], Any] = lambda number: number,
 ) -> ShortCuts:
-    """Make the functions of one group and one pipe.
+    """Make the short cuts of one group and one pipe.
 
     Args:
-        address: of the pipe.
-        rank_of: returns the group rank of a peer's number. Where these differ, `recv` may return the number, and
+        address: of the pipe's table.
+        rank_of: returns the group rank of a peer's number. If these differ, `recv` may return the number, and
             `isend` and `irecv` do not work.
     """
     send_now, receive_now, post_send, post_receive = entries
     note = group.gate.unobserved.note
 
     def torn(error: BaseException, doing: str, *integers: Any) -> bool:
-        """As `ShmBackend.torn`: whether to raise the error; else the group's method says what is wrong."""
+        """Clean up after an exception; return whether to raise it, else the group's method raises a better one."""
         messages.torn(error, doing)
         return not refuses(error, integers)
 

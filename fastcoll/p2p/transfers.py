@@ -1,6 +1,6 @@
-"""One send or receive: the Work that its caller holds, and what the engine needs to carry it out.
+"""Transfers: the Work of one send, receive or probe, with the state that the engine needs.
 
-Making one takes 0.3 us; what only a longer life needs (its kind, its deadline) is made when it is asked for.
+Making one takes 0.3 us. What only a longer operation needs (its kind, its deadline) is made on first use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPE_MASK = (1 << DTYPE_BITS) - 1
 _NO_ARRAY = np.empty(0, np.uint8)
 
 CONTROL_MESSAGE = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (192,))])
-"""Of messages that announce an array on a GPU, which goes by NCCL (gpu/nccl/messages.py). Users have no such dtype."""
+"""The dtype of messages that announce an array on a GPU, which NCCL carries (gpu/nccl/messages.py). No user has it."""
 
 
 @lru_cache(maxsize=1024)
@@ -44,7 +44,7 @@ def kind_of(tag: int, dtype: np.dtype[Any]) -> int:
 
 
 def tag_of(kind: int) -> int:
-    """The tag in a kind."""
+    """Return the tag that a kind encodes."""
     return kind >> DTYPE_BITS
 
 
@@ -56,10 +56,10 @@ def tag_text(tag: int) -> str:
 
 
 def contents(kind: int, nbytes: int) -> str:
-    """What a message or an array holds, for people: `(float32, 10 elements)`."""
+    """Describe what a message or an array holds, for error texts: `(float32, 10 elements)`."""
     if _is_on_gpu(kind):
         return "an array on a GPU"
-    if tag_of(kind) == OBJECTS_TAG:  # only their sizes can differ from what is expected
+    if tag_of(kind) == OBJECTS_TAG:  # of these only the number can mismatch
         return f"{nbytes // 8} objects"
     return signature.describe((kind & 0xFF) << 8, nbytes).removeprefix("none")
 
@@ -69,7 +69,7 @@ def _is_on_gpu(kind: int) -> bool:
 
 
 def _dropped(kind: int, other: int) -> str:
-    """What ends the error about a message and an array of these kinds."""
+    """Return the end of the error about a message and an array of these kinds: the cure."""
     if _is_on_gpu(kind) != _is_on_gpu(other):
         cure = "both must be on GPUs, or both in host memory"
     elif tag_of(kind) == OBJECTS_TAG:
@@ -84,13 +84,13 @@ Held = tuple[int, int]
 
 
 def fits(array: Held, message: Held, shorter: bool) -> bool:
-    """Whether an array can hold a message that has its tag: same dtype, same size or, if allowed, `shorter`."""
+    """Whether an array can hold a message with its tag: same dtype, and same size or, if allowed, `shorter`."""
     same = (array[0] ^ message[0]) & _DTYPE_MASK == 0
     return same and (array[1] >= message[1] if shorter else array[1] == message[1])
 
 
 def refused(doing: str, sender: str, message: Held, receiver: str, array: Held) -> MismatchError:
-    """For the sender of a message that the receiver's array cannot hold."""
+    """Make the sender's error for a message that does not fit the receiver's array."""
     return MismatchError(
         f"{doing}: the message from {sender} holds {contents(*message)}, but the array of the matching receive on "
         f"{receiver} holds {contents(*array)}; {_dropped(message[0], array[0])}"
@@ -98,7 +98,7 @@ def refused(doing: str, sender: str, message: Held, receiver: str, array: Held) 
 
 
 def unfit(doing: str, receiver: str, array: Held, sender: str, message: Held) -> MismatchError:
-    """For the receiver of such a message."""
+    """Make the receiver's error for a message that does not fit its array."""
     shorter = tag_of(message[0]) <= LARGEST_TAG and fits(array, message, shorter=True)
     more = "; a receive with status=Status() takes shorter messages" if shorter else ""
     return MismatchError(
@@ -108,7 +108,7 @@ def unfit(doing: str, receiver: str, array: Held, sender: str, message: Held) ->
 
 
 class Driver(Protocol):
-    """What a Transfer needs of the engine that carries it out.
+    """What a Transfer needs of Progress (progress.py).
 
     Attributes:
         forks: as in core/work.py, when it was made.
@@ -121,25 +121,25 @@ class Driver(Protocol):
     forks: int
 
     def await_end(self, transfer: Transfer, limit: float) -> bool:
-        """Block until a transfer has ended, at most so many seconds; whether it has."""
+        """Block until a transfer has ended, for at most `limit` seconds; return whether it has."""
 
     def poll(self) -> None:
-        """Let messages get on as far as they can without waiting."""
+        """Progress messages as far as possible without waiting."""
 
     def call_back(self, transfer: Transfer) -> None:
-        """Have the callbacks of a transfer that has ended called."""
+        """Have the callbacks of a transfer that has ended called on the progress thread."""
 
 
 class Transfer(Work):
     """A send, a receive or a probe under way. Equal only to itself.
 
     Attributes:
-        array: the caller's, or its packed copy.
-        peer: the other group rank; None for a receive from any.
-        is_plain: a short cut of the pipe may start it.
-        posted: when, by time.monotonic.
+        array: the caller's array, or its packed copy.
+        peer: the other group rank; None for a receive from any rank.
+        is_plain: a short cut of the pipe may begin it.
+        posted: the time of posting, by time.monotonic.
         is_small: a short cut of the pipe has posted it.
-        number: of such a send, its place among the messages to its peer; else 0.
+        number: of such a send, the message's number among those to its peer; else 0.
     """
 
     is_plain = True
@@ -158,7 +158,7 @@ class Transfer(Work):
 
     @property
     def name(self) -> str:
-        """What it is, for messages."""
+        """What it is, for error texts."""
         raise NotImplementedError
 
     @property
@@ -177,17 +177,17 @@ class Transfer(Work):
         return self._kind
 
     def be_of(self, kind: int) -> None:
-        """Set the message's kind, which an array of its bytes does not show."""
+        """Set the message's kind, because the array has its bytes and not its dtype."""
         self._kind = kind
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
+        """Size of the array in bytes."""
         return self.array.nbytes
 
     @property
     def address(self) -> int:
-        """Where the array lies."""
+        """Address of the array."""
         return address_of(self.array)
 
     def needed(self) -> list[int]:
@@ -199,7 +199,7 @@ class Transfer(Work):
         """Its deadline, and the peers that it needs."""
         if self._watch is None:
             monitor, timeout = self._engine.monitor, self._engine.timeout
-            # Without this transfer, whose array would otherwise be kept until the garbage collector comes.
+            # Without a reference to this transfer: the cycle would keep its array until the garbage collector runs.
             late = partial(_needed, monitor, self._engine.rank, self.peer, isinstance(self, Send))
             self._watch = Wait(monitor, self.describe, late, timeout, self.posted, is_message=True)
         return self._watch
@@ -210,7 +210,7 @@ class Transfer(Work):
         return self._engine.await_end(self, limit)
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not; it gets on by this. Never blocks."""
+        """Whether the operation has ended, well or not; progresses messages. Never blocks."""
         if not self.ended:
             self._engine.poll()
         return self.ended
@@ -219,20 +219,20 @@ class Transfer(Work):
         self._engine.call_back(self)
 
     def call_back(self) -> None:
-        """Call the callbacks, on the thread that does."""
+        """Call the callbacks; for the progress thread."""
         super()._call_back()
 
 
 def _needed(monitor: Monitor, rank: int, peer: int | None, sends: bool) -> list[int]:
-    """The ranks that a transfer of `rank` with `peer` waits for."""
-    # A message to a rank that is leaving may still be taken there. What comes in vain while this one is leaving,
-    # job/leaving.py sees, and ends without failing the group.
+    """Return the ranks that a transfer of `rank` with `peer` waits for."""
+    # A rank that is leaving may still receive a message. While this rank is leaving, job/leaving.py ends the operations
+    # that no peer can complete, without failing the group.
     if monitor.is_leaving(peer if peer is not None and sends else rank):
         return []
     if peer is not None:
         return [peer]
-    # Hopeless only when all have left; the own rank could still send from another thread, but a rank that waits
-    # for nobody else is taken for stuck.
+    # Hopeless only when all other ranks have left. Another thread of this rank could still send, but that is not
+    # waited for, since this rank would never be found stuck.
     others = [other for other in range(len(monitor.members)) if other != rank] or [rank]
     return [other for other in others if not monitor.has_left(other)] or others
 
@@ -247,7 +247,7 @@ class Send(Transfer):
         return f"send to {self._engine.monitor.name(self.peer)}"
 
     def misfit(self, kind: int, nbytes: int) -> MismatchError:
-        """The receiver asked for something else."""
+        """Make the error for a receiver whose array has this kind and size."""
         monitor = self._engine.monitor
         here, there = monitor.name(self._engine.rank), monitor.name(self.peer)
         return refused(self.describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
@@ -300,7 +300,7 @@ class Receive(Transfer):
         return unfit(self.describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
 
     def put(self, address: int, nbytes: int) -> None:
-        """Copy the beginning of the message, which was kept, to where it belongs."""
+        """Copy the first bytes of the message, which were buffered, to the array."""
         if self._imported is None:
             ctypes.memmove(self.address, address, nbytes)
         else:
@@ -312,7 +312,7 @@ class Receive(Transfer):
         return self._imported is not None and self._imported.needs_copy_back
 
     def finish(self) -> None:
-        """Give the caller what is owed to it."""
+        """Copy the message back to the caller's array if that is needed."""
         if self._imported is not None:
             self._imported.finish()
 
