@@ -1,9 +1,9 @@
-"""The gate of a group: who may run a call now.
+"""The gate of a group: which thread may run a collective call now.
 
-Calls of one group run one at a time and in the order in which they were made, on the caller's thread when nothing is
-ahead of them and on the group's progress thread otherwise. `turn` is held by whoever runs one. A thread that comes back
-while it is inside is a signal handler in the middle of its own call, and is refused: it would wait for itself. Backends
-with compiled calls that take no turn add their own marks (`also`).
+Calls of one group run one at a time and in the order in which they were made: on the caller's thread if no earlier call
+is under way, else on the group's progress thread. The thread that runs a call holds `turn`. If a thread enters the gate
+while it is inside already, the caller is a signal handler that has interrupted a call; it is refused, since it would
+wait for itself. Compiled calls take no lock; their backend reports them through `also`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from .work import ProgressQueue, UnobservedWorks, Work, is_progressing
 
 
 class Gate:
-    """One group's, with what its backend must know of it.
+    """The gate of one group, and the group's state that its backend needs.
 
-    `name`, `ranks`, `rank`, `timeout`, `failure` are the group's; `closed`: it was destroyed here. `turn` is held by
-    the thread whose call runs, `refusal` is what peers are told if that was refused. `queue` has asynchronous calls
-    and those behind them, `unobserved` those that nobody has waited for.
+    Attributes:
+        name, ranks, rank, timeout, failure: of the group.
+        closed: the group was destroyed in this process.
+        turn: the lock that the thread holds whose call runs.
+        refusal: the text that the peers read if that call was refused.
+        queue: asynchronous calls, and the calls behind them.
+        unobserved: asynchronous operations that no thread has waited for.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -44,11 +48,11 @@ class Gate:
         return len(self.ranks)
 
     def also(self, inside: Callable[[], bool], busy: Callable[[], bool]) -> None:
-        """Count compiled calls in, which take no turn: whether this thread is in one, and whether any thread is."""
+        """Add tests for compiled calls, which take no lock: is this thread in one, is any thread in one."""
         self._also_inside, self._also_busy = inside, busy
 
     def name_of(self, what: str, number: int) -> str:
-        """The call `what`, by its number among the group's calls, for messages."""
+        """Name a call by its kind and its number among the group's calls, for error texts."""
         return f"{what}, call {number} of group {self.name!r}"
 
     def check_usable(self) -> None:
@@ -60,18 +64,18 @@ class Gate:
             raise NotInitializedError(f"the group {self.name} was destroyed; make a new one")
 
     def is_inside(self) -> bool:
-        """Whether this thread is in the middle of a call: then this is a signal handler."""
+        """Whether this thread is inside a call, so that the caller is a signal handler."""
         return threading.get_ident() in self._inside or self._also_inside()
 
     def is_busy(self) -> bool:
         return self.queue.pending > 0 or self.turn.locked() or self._also_busy()
 
     def may_wait(self) -> bool:
-        """Whether this thread may wait for what is under way, which does not get on by this thread alone."""
+        """Whether this thread may wait for operations under way: they progress without it."""
         return not (self.closed or self.is_inside() or is_progressing())
 
     def in_turn(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Carry a call out on this thread, when nobody else's is under way; what it returns."""
+        """Run a call on this thread as soon as no other call runs, and return its result."""
         thread = threading.get_ident()
         self._inside.add(thread)
         try:
@@ -81,9 +85,13 @@ class Gate:
             self._inside.discard(thread)
 
     def is_clear(self) -> bool:
-        """Whether nothing is ahead of a call of this thread, so that `in_turn` may carry it out at once."""
+        """Whether no call is ahead of a call of this thread, so that `in_turn` may run it now."""
         return not self.queue.pending and threading.get_ident() not in self._inside
 
     def submit(self, name: str, job: Callable[[], Any], heard: bool = False) -> Work:
-        """The Work of a job, behind all earlier ones on the progress thread; `heard`: its end cannot be lost."""
+        """Queue a job behind all earlier ones on the progress thread, and return its Work.
+
+        Args:
+            heard: no thread needs to observe the result.
+        """
         return self.unobserved.note(self.queue.submit(name, job), heard)

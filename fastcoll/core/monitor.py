@@ -1,8 +1,8 @@
-"""Watching over a group's other ranks while waiting for them: whether they live, and when to give up.
+"""The monitor of a group's peers: whether they live, and when a call that waits for them must fail.
 
-A kernel that could not go on comes back within 100 ms; `Wait.look` then decides between calling it again
-and raising. A verdict is spoken only if the kernel, called once more after the evidence was seen, still
-cannot go on: what a peer published before it left or died counts.
+A kernel that cannot progress returns within 100 ms; `Wait.look` then either lets it be called again or raises. A peer's
+failure is declared only if the kernel, called once more after the evidence was seen, still cannot progress, because
+data that a peer published before it left or died is valid.
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ from ..record.recorder import GroupRecorder
 from ..system.processes import Member
 
 _log = logging.getLogger("fastcoll")
-# What a rank says of itself. LEAVING: it starts nothing more, and only takes messages that were sent to it.
+# The state that a rank publishes. LEAVING: it starts no operation, and still receives messages sent to it.
 IN_ORDER, LEFT, FAILED, LEAVING = range(4)
-_MOST_CHARACTERS = 300  # of what an exception says
+_MOST_CHARACTERS = 300  # of an exception's text
 
 
 def describe_exit(error: BaseException | None, ended: bool = False) -> str:
-    """What the peers read of a rank that leaves, after its name: of the error that it handles, or that has ended it."""
+    """Return the exit reason of a rank, which its peers append to its name in their errors.
+
+    Args:
+        error: the exception that the rank handles while it leaves, or that has ended its program.
+        ended: the program has ended.
+    """
     if isinstance(error, SystemExit):
         ended = True
         error = error.__context__ if error.code else None  # `except ValueError: ...; sys.exit(1)`
     if error is None:
         return "left (its program ended)" if ended else "left the group"
     said = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
-    # Where in the user's own files it was raised, as in ` (train.py:88)`.
-    import sysconfig  # takes a millisecond, and few programs end so
+    # The line in the user's own files that raised it, as in ` (train.py:88)`.
+    import sysconfig  # takes a millisecond, and few programs end with an exception
 
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
     others = tuple(sysconfig.get_paths().values())
@@ -48,44 +53,51 @@ def describe_exit(error: BaseException | None, ended: bool = False) -> str:
 
 
 class Monitor(ABC):
-    """The state of a group's ranks, as seen and published by one of them."""
+    """The states of a group's ranks: one rank's view, and what it publishes.
+
+    Attributes:
+        failure: why the group failed; set once.
+        on_failure: called when it is set.
+        record: the flight record, which is told what this rank waits for.
+        exit_reason: the text that the peers read when this rank leaves.
+    """
 
     def __init__(self, members: Sequence[Member], rank: int) -> None:
-        self.failure: GroupError | None = None  # why the group failed; set once
-        self.on_failure: Callable[[], None] = lambda: None  # called when it is set
-        self.record: GroupRecorder | None = None  # where it is told what this rank waits for
+        self.failure: GroupError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.record: GroupRecorder | None = None
         self.members = list(members)
-        self.exit_reason = describe_exit(None)  # what the peers read when this rank leaves
+        self.exit_reason = describe_exit(None)
         self.rank = rank
         self._lock = threading.Lock()
         self._leaving = self._retired = False
 
     @abstractmethod
     def _publish(self, state: int, reason: str) -> None:
-        """Tell the peers that this rank is LEAVING, has LEFT or FAILED the group; never called after `leave`."""
+        """Publish that this rank is LEAVING, has LEFT or has FAILED the group. Not called after `leave`."""
 
     @abstractmethod
     def _states(self) -> list[int]:
-        """What each rank has said of itself."""
+        """Return the state that each rank has published."""
 
     @abstractmethod
     def _reason(self, rank: int) -> str:
-        """Why a rank FAILED the group, or its farewell."""
+        """Return the reason that a rank has published: why it FAILED the group, or why it left."""
 
     def _blamed(self, rank: int) -> tuple[Sequence[int], bool]:
-        """The global ranks that a rank which FAILED the group blames (none: itself), and whether for being late."""
+        """Return the global ranks that a FAILED rank blames (none: itself), and whether they were late."""
         return (), False
 
     @abstractmethod
     def _dead(self, working: Sequence[Member]) -> list[Member]:
-        """Those members that are proven dead, of some that have neither left nor failed."""
+        """Return the members that are proven dead, of some that have neither left nor failed."""
 
     def name(self, rank: int) -> str:
-        """A rank for an error message: global rank, host and pid."""
+        """Name a rank for an error text: global rank, host and pid."""
         return str(self.members[rank])
 
     def fail(self, error: GroupError) -> None:
-        """Remember why the group failed, and tell the peers. The first reason stays."""
+        """Record and publish why the group failed. The first reason stays."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -98,42 +110,41 @@ class Monitor(ABC):
         self.on_failure()
 
     def start_to_leave(self) -> None:
-        """Tell the peers that this rank starts nothing more in the group, though it still takes messages."""
+        """Publish that this rank starts no more operations in the group; it still receives messages."""
         with self._lock:
             if self.failure is None and not self._retired:
                 self._leaving = True
                 self._publish(LEAVING, self.exit_reason)
 
     def leave(self) -> None:
-        """Tell the peers that this rank has left in order, and nothing more from then on."""
+        """Publish that this rank has left in order. Nothing is published afterwards."""
         with self._lock:
             if self.failure is None and not self._retired:
                 self._publish(LEFT, self.exit_reason)
             self._retired = True
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has left in order, or starts nothing more."""
+        """Whether a rank has left in order, or is leaving."""
         return self._states()[rank] in (LEFT, LEAVING)
 
     def has_failed(self) -> bool:
-        """Whether a rank has said that it FAILED the group."""
+        """Whether a rank has published that it FAILED the group."""
         return FAILED in self._states()
 
     def is_leaving(self, rank: int) -> bool:
-        """Whether a rank, which may be this one, starts nothing more but still takes messages."""
+        """Whether a rank (this one or a peer) starts no more operations but still receives messages."""
         return self._leaving if rank == self.rank else self._states()[rank] == LEAVING
 
     def decide(self, needed: Sequence[int], doing: str) -> GroupError | None:
-        """Why waiting for the group ranks `needed` is in vain, or None."""
+        """Return the error if waiting for the group ranks `needed` is hopeless, else None."""
         if self.failure is not None:
             return self.failure
         states = self._states()
-        # Who failed or left has said why; that its process ended afterwards is no news.
+        # A rank that failed or left has published the reason; the end of its process afterwards is no evidence.
         others = [rank for rank in range(len(states)) if rank != self.rank]
         working = [self.members[rank] for rank in others if states[rank] in (IN_ORDER, LEAVING)]
-        if dead := self._dead(
-            working
-        ):  # what they said since: a process says that it fails or leaves before it ends
+        if dead := self._dead(working):
+            # A process publishes that it fails or leaves before it ends, so the states are read once more.
             states = self._states()
             dead = [member for member in dead if states[self.members.index(member)] in (IN_ORDER, LEAVING)]
         if dead:
@@ -148,7 +159,13 @@ class Monitor(ABC):
         return None
 
     def passed_on(self, rank: int, reason: str, blamed: Sequence[int], late: bool, doing: str) -> GroupError:
-        """The failure that a peer has told. Ranks that are late for it are so for all others that wait."""
+        """Make this rank's error from a peer's failure.
+
+        Args:
+            blamed: global ranks that the peer blames.
+            late: the peer's call has timed out waiting for them. Then it is a timeout here too, unless this rank is
+                one of them.
+        """
         text = f"{self.name(rank)} failed the group: {reason}; {doing}"
         waits = late and self.members[self.rank].rank not in blamed
         kind = CollectiveTimeoutError if waits else AbortedError
@@ -156,11 +173,16 @@ class Monitor(ABC):
 
 
 class Wait:
-    """One blocked operation: its deadline, the warning it gives, and when it is hopeless.
+    """One blocked operation: its deadline, its warning in the log, and the check whether it is hopeless.
 
-    `doing` is for messages: "all_reduce(float32, 4 elements, op=SUM), call 12". `late` returns the group ranks that did
-    not arrive, `hint` what else may be the matter, behind a semicolon. `started` is by time.monotonic; None: now.
-    `is_message`: it is no collective; the engine of messages records what those wait for.
+    Args:
+        doing: the call, for error texts: "all_reduce(float32, 4 elements, op=SUM), call 12".
+        late: returns the group ranks that have not arrived.
+        started: by time.monotonic; None: now.
+        is_message: the operation is a message, whose wait the engine records (p2p/checks.py).
+
+    Attributes:
+        hint: returns another possible cause of the delay, behind a semicolon.
     """
 
     def __init__(
@@ -180,7 +202,7 @@ class Wait:
         self.hint: Callable[[], str] = str
 
     def look(self) -> None:
-        """Raise GroupError when going on is hopeless, else return so that the kernel is called again."""
+        """Raise GroupError if the operation is hopeless, else return, so that the kernel is called again."""
         late = self._late()
         if self._monitor.record is not None and not self._is_message:
             record = self._monitor.record
@@ -194,7 +216,7 @@ class Wait:
                 [self._monitor.members[rank].rank for rank in late],
             )
         if found is not None and self._seen:
-            # Without the tracebacks of earlier raises, which would keep their frames and arrays alive.
+            # Tracebacks of earlier raises would keep their frames and arrays alive.
             raise found.with_traceback(None)
         self._seen = found is not None
         if waited >= self._warn_after:
@@ -202,12 +224,12 @@ class Wait:
             _log.warning("%s has waited %.0f s for %s%s", self._doing, waited, self._names(late), self.hint())
 
     def over(self) -> None:
-        """What is waited for, in no call, has come; of calls the record says so itself."""
+        """Record the end of a wait outside of a call; the record of a call has its end anyway."""
         if self._monitor.record is not None:
             self._monitor.record.waits_no_more(0)
 
     def worked(self) -> None:
-        """As `look` for an operation that is slow but gets on: it ends by an abort here, or when its time is up."""
+        """Check an operation that is slow but progresses: raise only on a failure of the group or the deadline."""
         self._seen = False
         if self._monitor.failure is not None:
             raise self._monitor.failure.with_traceback(None)

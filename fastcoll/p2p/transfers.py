@@ -254,7 +254,7 @@ class Send(Transfer):
 
 
 class Receive(Transfer):
-    """A message wanted from `peer`, or from any rank.
+    """A receive from `peer`, or from any rank.
 
     Args:
         adopted: what is owed to the caller's array at the end; None: nothing.
@@ -294,7 +294,7 @@ class Receive(Transfer):
                 self._imported.came(nbytes)
 
     def misfit(self, source: int, kind: int, nbytes: int) -> MismatchError:
-        """The message is something else."""
+        """Make the error for a message of another kind or size."""
         monitor = self._engine.monitor
         here, there = monitor.name(self._engine.rank), monitor.name(source)
         return unfit(self.describe, here, (self.kind, self.nbytes), there, (kind, nbytes))
