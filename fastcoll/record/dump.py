@@ -1,10 +1,10 @@
-"""What a rank writes when something has gone wrong: its record, why, and where all its threads are.
+"""Dumps: a rank's record, the reason for the dump, and the stacks of all its threads, in a file.
 
-A file a rank in FASTCOLL_TRACE_DIR, `rank-R-of-N.HOST.PID.json`, written anew each time and replaced as a whole: on a
-group's failure, a mismatch, SIGQUIT, and `fastcoll.dump()`. Nothing is written where that is not set, but by
-`dump(path)`. A rank that a failure blames may be stopped or stuck: where it runs on the same machine, its record is
-read from outside and written with the own one. SIGQUIT also has Python's faulthandler write the stacks to a file beside
-it, which works while the interpreter is stuck. `python -m fastcoll trace` reads these files.
+Each rank has one file in FASTCOLL_TRACE_DIR, `rank-R-of-N.HOST.PID.json`. It is rewritten and atomically replaced on a
+group's failure, a mismatch, SIGQUIT, and `fastcoll.dump()`. If the variable is not set, only `dump(path)` writes. A
+rank that a failure blames may be stopped or stuck, so if it runs on the same machine, its record is read from outside
+and added to the file. On SIGQUIT Python's faulthandler also writes the stacks to a second file, which works even if the
+interpreter is stuck. `python -m fastcoll trace` reads these files.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _log = logging.getLogger("fastcoll")
 _E = TypeVar("_E", bound=BaseException)
 FORMAT = 1
 SUFFIX, STACKS_SUFFIX = ".json", ".stacks"
-_MOST_SEEN = 16  # ranks
-_MOST_REASONS = 8  # the first ones are kept, and the last one
-_STUCK_SECONDS = 0.5  # that a process had to dump, which takes it 0.01, and did not
-_LONGEST_SECONDS = 10.0  # to wait for all dumps of a machine so full that nobody gets a core
+_MOST_SEEN = 16  # blamed ranks whose records are added
+_MOST_REASONS = 8  # the first ones, and the last one
+_STUCK_SECONDS = 0.5  # of running time without a dump, which takes 0.01 s
+_LONGEST_SECONDS = 10.0  # to wait for all dumps of an overloaded machine
 _LOOK_SECONDS = 0.01
 _TICKS = os.sysconf("SC_CLK_TCK")
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -47,15 +47,15 @@ _reasons: list[dict[str, Any]] = []
 
 
 def dump(path: str | os.PathLike[str] | None = None) -> str:
-    """Write what this process has called, and where its threads are, for `python -m fastcoll trace`; returns the path.
+    """Write this process's calls and the stacks of its threads, for `python -m fastcoll trace`; return the path.
 
-    Does not wait for anybody, and can be called from any thread or signal handler.
+    Does not wait for peers; can be called from any thread or signal handler.
 
     Args:
-        path: the file; None: one of this rank in FASTCOLL_TRACE_DIR.
+        path: the file; None: this rank's file in FASTCOLL_TRACE_DIR.
 
     Raises:
-        UsageError: neither says where to.
+        UsageError: there is no path, and FASTCOLL_TRACE_DIR is not set.
         ResourceError: the file cannot be written.
     """
     if path is None and not config.get("FASTCOLL_TRACE_DIR"):
@@ -67,11 +67,11 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def after(error: _E) -> _E:
-    """Dump because of an error, which is returned, where FASTCOLL_TRACE_DIR is set."""
+    """Dump because of an error, if FASTCOLL_TRACE_DIR is set; return the error."""
     if config.get("FASTCOLL_TRACE_DIR"):
         try:
             _write(f"{type(error).__name__}: {error}", blamed=getattr(error, "ranks", ()))
-        except Exception as failure:  # which must not take the place of the error
+        except Exception as failure:  # must not replace the error
             _log.warning("the dump cannot be written: %s", failure)
     return error
 
@@ -91,7 +91,7 @@ def _write(why: str, path: str | os.PathLike[str] | None = None, blamed: Sequenc
         "record": None if found is None else found.as_dict(),
         "seen": [] if found is None else _seen(found, blamed),
     }
-    # Another thread, or the one that a signal has interrupted, may be writing too: each has a file until it is whole.
+    # Another thread, or the one that a signal has interrupted, may be writing too, so each writes its own draft.
     draft = f"{place}.{os.getpid()}.{next(_numbers)}.part"
     with os.fdopen(os.open(draft, _FLAGS, 0o600), "w") as file:
         try:
@@ -106,12 +106,12 @@ def _write(why: str, path: str | os.PathLike[str] | None = None, blamed: Sequenc
 
 
 def _seen(mine: Record, blamed: Sequence[int]) -> list[dict[str, Any]]:
-    """The records of some ranks of the job, as far as they are to be had, and in which state the kernel has them."""
+    """Return the records of blamed ranks that can be read on this machine, and their process states."""
     peers = {peer.rank: peer for group in mine.groups for peer in group.members}
     found = []
     for peer in (peers[rank] for rank in blamed[:_MOST_SEEN] if rank in peers and rank != mine.rank):
         try:
-            # The pid is its own name for itself, which in a namespace of its own may be another process's here.
+            # The pid is from the peer's own namespace; in this one it may be another process's.
             if peer.host != mine.host or (theirs := recorder.read(peer.pid)) is None:
                 continue
             if (theirs.job, theirs.rank) == (mine.job, peer.rank):
@@ -123,7 +123,7 @@ def _seen(mine: Record, blamed: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _path(suffix: str) -> str:
-    """This rank's file in FASTCOLL_TRACE_DIR, which is made if it is not there."""
+    """Return the path of this rank's file in FASTCOLL_TRACE_DIR; make that folder if it does not exist."""
     folder = config.get("FASTCOLL_TRACE_DIR")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     found = recorder.own()
@@ -144,7 +144,7 @@ _stacks_file: Any = None
 
 
 def listen() -> None:
-    """Dump on SIGQUIT, where FASTCOLL_TRACE_DIR is set and nobody else handles that signal; on the main thread only."""
+    """Dump on SIGQUIT, if FASTCOLL_TRACE_DIR is set and the signal has no handler yet; on the main thread only."""
     global _stacks_file
     if not config.get("FASTCOLL_TRACE_DIR") or _stacks_file is not None:
         return
@@ -161,12 +161,12 @@ def listen() -> None:
         _log.warning("SIGQUIT will not dump: %s", error)
         return
     signal.signal(signal.SIGQUIT, _on_quit)
-    # In the signal itself, whatever Python does; then Python's handler, once the interpreter comes to it.
+    # faulthandler writes in the C signal handler, even if the interpreter is stuck; Python's handler runs later.
     faulthandler.register(signal.SIGQUIT, _stacks_file, all_threads=True, chain=True)
 
 
 def listen_no_more() -> None:
-    """The end of `listen`, once there are no groups; the file of stacks goes if nothing was written."""
+    """Undo `listen` when no groups are left; remove the file of stacks if it is empty."""
     global _stacks_file
     if _stacks_file is None or recorder.has_groups():
         return
@@ -183,9 +183,10 @@ def listen_no_more() -> None:
 
 
 def ask(pids: Sequence[int]) -> None:
-    """Have processes of this machine that listen for SIGQUIT dump; returns when each has, has ended, or is stuck.
+    """Have processes of this machine that `listen` dump; return when each has dumped, has ended, or is stuck.
 
-    Stuck is who has slept or computed for half a second meanwhile: the time that it waits for a core does not count.
+    A process is stuck if it has slept or computed for half a second without dumping. The time that it waits for a core
+    does not count.
     """
     before, asked = _files(), {pid: Asked(pid) for pid in pids}
     for pid in pids:
@@ -195,7 +196,7 @@ def ask(pids: Sequence[int]) -> None:
     while asked and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
         stuck = {pid for pid, process in asked.items() if process.seconds() >= _STUCK_SECONDS}
-        files = _files()  # looked at later, as the last thing that one may have done is to write its own
+        files = _files()  # read after `seconds`, since a process may write its file and then end
         asked = {
             pid: process
             for pid, process in asked.items()
@@ -204,22 +205,25 @@ def ask(pids: Sequence[int]) -> None:
 
 
 class Asked:
-    """A process that is to handle a signal, and for how long it could: a wait for a core does not count."""
+    """A process that has to handle a signal, and the time that it had for that, without waits for a core."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._seconds = pid, 0.0
         self._at, self._computed = time.monotonic(), self._look()[1]
 
     def seconds(self) -> float:
-        """For how long it could; inf: it has ended. To be called often: as it is now it was since the last call."""
+        """Return the time that the process had; inf: it has ended.
+
+        Call it often: the state now is taken for the state since the last call.
+        """
         (state, computed), now = self._look(), time.monotonic()
-        # A thread that can run, "R", has a core only while its process computes.
+        # A runnable thread, "R", may wait for a core; it has one only while the process's CPU time grows.
         self._seconds += computed - self._computed if state == b"R" else now - self._at
         self._at, self._computed = now, computed
         return math.inf if state in b"ZX" else self._seconds
 
     def _look(self) -> tuple[bytes, float]:
-        """Its main thread's state, which runs Python's handlers, and the seconds that it has computed."""
+        """Return the state of the main thread, which runs Python's handlers, and the process's CPU time."""
         try:
             fields = status_of(self._pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -228,7 +232,7 @@ class Asked:
 
 
 def _files() -> dict[int, tuple[int, int]]:
-    """Of each process's file in FASTCOLL_TRACE_DIR what differs each time that it is written: inode and time."""
+    """Return inode and time of each process's file in FASTCOLL_TRACE_DIR, which change with each dump."""
     found = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(config.get("FASTCOLL_TRACE_DIR")) as entries:
         for entry in entries:
@@ -246,7 +250,7 @@ def _on_quit(number: int, frame: Any) -> None:
 
 
 def _after_fork() -> None:
-    """A child of fork has nothing to tell of its parent; its SIGQUIT ends it, as is usual."""
+    """Forget the parent's dumps in a child of fork; SIGQUIT ends the child, as is the default."""
     global _stacks_file
     _reasons.clear()
     if _stacks_file is not None:

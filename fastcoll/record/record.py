@@ -1,7 +1,7 @@
-"""What a process's record says, for whoever reads it: the layout of its memory, and what is read there as plain data.
+"""The flight record of a process: the layout of its memory, and how another process reads it into plain data.
 
-The writer is recorder.py: a memfd a process, named `fastcoll-record`. Another process of the same user finds it among
-/proc/PID/fd and reads it, also while the process is stopped or its Python is stuck. All words are int64.
+The writer is recorder.py. Each process has one memfd, named `fastcoll-record`. Another process of the same user finds
+it in /proc/PID/fd and can read it even if the process is stopped or its Python is stuck. All words are int64.
 
     file    header | table of groups | a block for each group
     header  the words below, then at TEXT the process in JSON
@@ -9,10 +9,10 @@ The writer is recorder.py: a memfd a process, named `fastcoll-record`. Another p
     block   the words below; at FAILURE_AT why the group failed; at WAITS_AT the waits of its threads; at RING_AT the
             last RING calls; then its members in JSON, and the private context of its backend
 
-The writer writes while others read, so a reader takes what is proven whole. A block counts if the table's row and the
-block's first word say the same serial number after it was read. A text has a checksum. Call n lies in row n % RING; the
-row's other words are written before its NUMBER, and the group's count of calls before all of them. So a row counts if
-its NUMBER is n, and n + RING is more than the count which was read after it.
+The writer does not wait for readers, so a reader must prove that what it has read is consistent. A block is valid if
+the table's row and the block's first word have the same serial number after the block was read. A text is valid if its
+checksum is. Call n is in row n % RING. The writer writes the group's count of calls first, then the other words of the
+row, then its NUMBER. So a row is valid if its NUMBER is n, and n + RING exceeds the count that is read after the row.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from numpy.typing import NDArray
 from ..system.processes import living_thread, status_of
 
 NAME = "fastcoll-record"
-JOINING = "fastcoll-joining"  # an empty memfd, while a process that is in no group meets others
+JOINING = "fastcoll-joining"  # an empty memfd, while a process without a group is in its rendezvous
 MAGIC, VERSION = 0x6661737463_52, 1
 
 # ---- the file --------------------------------------------------------------------------------------------
 (
     HEAD_MAGIC, HEAD_VERSION,
-    HEAD_PID, HEAD_START,  # the process, as it sees itself; and its start, field 22 of /proc/PID/stat
+    HEAD_PID, HEAD_START,  # the pid in the process's own namespace; its start, field 22 of /proc/PID/stat
     HEAD_STARTED,  # when the record was made, in ns of CLOCK_MONOTONIC
-    HEAD_EPOCH,  # what is to be added to that clock for the time of day
+    HEAD_EPOCH,  # added to that clock, it gives the time of day
     HEAD_TEXT, HEAD_TEXT_CRC,  # length and checksum of the text
 ) = range(8)  # fmt: skip
 TEXT, TABLE, ROWS, ROW_WORDS = 512, 4096, 1024, 4
@@ -49,24 +49,24 @@ BLOCKS = TABLE + 8 * ROWS * ROW_WORDS
 # ---- a block ---------------------------------------------------------------------------------------------
 (
     SERIAL, BYTES,
-    MEMBERS_AT, MEMBERS, MEMBERS_CRC,  # the text that says what group it is
-    # Where the block has these words, in bytes from its beginning; 0: nowhere.
+    MEMBERS_AT, MEMBERS, MEMBERS_CRC,  # offset, length and checksum of the text that describes the group
+    # Offsets of these words in the block, in bytes; 0: the block does not have the word.
     CALLS_AT,  # number of the last call begun
     FINISHED_AT,  # number of the last call that is complete
-    SINCE_AT,  # of the call under way: when it began if it was to be timed, else when it began to wait; 0: it did not
-    LATE_AT,  # group rank that it waits for, by the backend's last look; -1: none
+    SINCE_AT,  # when the call under way began if it is timed, else when it began to wait; 0: it has not waited
+    LATE_AT,  # group rank for which it waits, at the backend's last check; -1: none
     PENDING_AT,  # operations queued or under way on the progress thread
-    OWN_CALLS, OWN_FINISHED,  # the counts of a backend that has no others
+    OWN_CALLS, OWN_FINISHED,  # these counts, for a backend that has none in its context
     FAILURE,  # bytes of the text at FAILURE_AT
-    SITES_AT, SITES,  # where the call sites are, SITE_BYTES each, and how many; 0: they are not kept
+    SITES_AT, SITES,  # offset and number of the call sites, SITE_BYTES each; 0: they are not recorded
 ) = range(15)  # fmt: skip
 FAILURE_AT, WAITS_AT, RING_AT = 512, 2048, 8192
 FAILURE_BYTES = WAITS_AT - FAILURE_AT
 
-# A wait: one that Python has looked at, so it has lasted 50 ms.
+# A wait. Python has checked it, so it has lasted 50 ms.
 WAITS, WAIT_WORDS, WAIT_RANKS = 4, 128, 32
-WAIT_CALL = 0  # number of the call; MESSAGE: it is a message, or a connection; 0: none
-WAIT_SINCE, WAIT_COUNT, WAIT_TEXT = 1, 2, 3  # when it began, for how many ranks, bytes of the text
+WAIT_CALL = 0  # number of the call; MESSAGE: a message, or a connection, waits; 0: none
+WAIT_SINCE, WAIT_COUNT, WAIT_TEXT = 1, 2, 3  # its start, the number of ranks, bytes of the text
 WAIT_RANKS_AT = 4
 WAIT_TEXT_AT = WAIT_RANKS_AT + WAIT_RANKS
 MESSAGE = -1
@@ -74,20 +74,20 @@ MESSAGE = -1
 # A row of the ring: a cache line.
 RING, ENTRY_WORDS = 1024, 8
 NUMBER, CALL, SHAPE = 0, 1, 2  # the words that ranks compare (signature.py)
-# In ns; 0: not timed. ENDED's lowest bits are one of ENDS, 0 for a call that was complete
+# In ns; 0: not timed. The lowest bits of ENDED are an index of ENDS, 0 for a call that was complete
 BEGAN, ENDED = 3, 4
-SITE = 5  # of the call site: 65536 * the call's number + the site's, as the caller expected before the call
+SITE = 5  # 65536 * the call's number, as the caller predicted it, + the index of the call site
 SITE_BYTES, MOST_SITES = 128, 512
 ENDS = "done", "mismatch", "failed", "made anew"
 MEMBERS_START = RING_AT + 8 * RING * ENTRY_WORDS
 
 
 def row_of(number: int) -> int:
-    """Where the row of a call begins, in words of the block."""
+    """Return the offset of a call's row in the block, in words."""
     return RING_AT // 8 + number % RING * ENTRY_WORDS
 
 
-# ---- what is read ----------------------------------------------------------------------------------------
+# ---- the record as plain data ----------------------------------------------------------------------------
 
 
 class CallRecord(NamedTuple):
@@ -95,10 +95,10 @@ class CallRecord(NamedTuple):
 
     Attributes:
         number: counted from 1 in the group; the same call has the same number on all ranks.
-        call, shape: its signature (core/signature.py); 0, 0: not known yet.
+        call, shape: its signature (core/signature.py); 0, 0: not published yet.
         state: one of ENDS, or "under way".
         began, ended: in ns since 1970; 0: not timed.
-        site: the user's file and line, if the job keeps these; else "".
+        site: the user's file and line, if the job records these; else "".
     """
 
     number: int
@@ -111,18 +111,19 @@ class CallRecord(NamedTuple):
 
     @property
     def head(self) -> tuple[int, int]:
-        """The signature, as core/signature.py describes it."""
+        """The signature, as core/signature.py takes it."""
         return self.call, self.shape
 
 
 class Waiting(NamedTuple):
-    """What a thread waits for, for 50 ms at least.
+    """A thread's wait, of at least 50 ms.
 
     Attributes:
-        number: of the call; 0: it is a message.
-        doing: its words for it.
-        since: when it began, in ns since 1970.
-        ranks: the global ranks that it waits for, the first WAIT_RANKS of `many`.
+        number: of the call; 0: a message waits.
+        doing: the operation, as in error texts.
+        since: the start of the wait, in ns since 1970.
+        ranks: the global ranks for which it waits, at most the first WAIT_RANKS.
+        many: the number of these ranks.
     """
 
     number: int
@@ -146,16 +147,16 @@ class GroupRecord:
     """One group, as one of its ranks has recorded it.
 
     Attributes:
-        name: the same on all ranks; the default group's is WORLD.
-        serial: how many groups this process had made, with this one.
+        name: the same on all ranks; WORLD for the default group.
+        serial: the number of groups that this process had made, including this one.
         rank: this process's rank in the group.
-        calls, finished: numbers of the last call begun, and of the last one complete.
+        calls, finished: numbers of the last call that began, and of the last one that is complete.
         pending: operations queued or under way on the progress thread.
         ring: the last calls, the oldest first.
         under_way: the call under way, or None.
         since: when it began, or began to wait, in ns since 1970; 0: not known.
-        late: global rank that it waits for, as the backend has seen last; -1: none or not known.
-        waits: what its threads have waited for, for 50 ms at least; of a group that failed, when it did.
+        late: global rank for which it waits, at the backend's last check; -1: none or not known.
+        waits: waits of its threads of at least 50 ms; for a failed group, those at the time of the failure.
         failure: why the group failed, or "".
     """
 
@@ -177,7 +178,10 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """One process: `pid` and `start_time` as it sees itself, `started` in seconds since 1970, and its groups."""
+    """One process and its groups.
+
+    `pid` and `start_time` are those in the process's own namespace; `started` is in seconds since 1970.
+    """
 
     job: str
     rank: int
@@ -190,12 +194,12 @@ class Record:
     groups: tuple[GroupRecord, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `record_of` takes it back."""
+        """Convert to data for JSON; `record_of` is the inverse."""
         return asdict(self)
 
 
 def record_of(data: dict[str, Any]) -> Record:
-    """What `as_dict` gave, perhaps through JSON. Raises KeyError or TypeError if it is something else."""
+    """Make a Record of the data of `as_dict`, also after JSON. Raises KeyError or TypeError for other data."""
     groups = []
     for group in data["groups"]:
         under_way = group["under_way"]
@@ -212,14 +216,14 @@ def record_of(data: dict[str, Any]) -> Record:
 # ---- reading ---------------------------------------------------------------------------------------------
 
 Read = Callable[[int, int], bytes]
-"""`read(nbytes, offset)` of the file."""
+"""Reads from the file: `read(nbytes, offset)`."""
 
 
 def read(pid: int) -> Record | None:
-    """The record of a process of this user; None: it is in no group of fastcoll, or has ended. Does not block.
+    """Return the record of a process of this user; None: it has no group of fastcoll, or has ended. Never blocks.
 
     Raises:
-        PermissionError: it is another user's process.
+        PermissionError: the process belongs to another user.
     """
     for path in _files(pid, NAME):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -228,17 +232,17 @@ def read(pid: int) -> Record | None:
                 found = parse(lambda nbytes, offset, fd=fd: os.pread(fd, nbytes, offset))  # type: ignore[misc]
             finally:
                 os.close(fd)
-            # A child of fork has its parent's for a moment.
+            # A child of fork briefly has its parent's memfd.
             if found is not None and found.start_time == int(status_of(pid)[19]):
                 return found
     return None
 
 
 def joining_since(pid: int) -> float | None:
-    """Since when a process of this user meets others for a job, in seconds since 1970; None: it does not, or has ended.
+    """Return the time when a process of this user began its rendezvous, in seconds since 1970; None: it has none.
 
     Raises:
-        PermissionError: it is another user's process.
+        PermissionError: the process belongs to another user.
     """
     for path in _files(pid, JOINING):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -247,7 +251,7 @@ def joining_since(pid: int) -> float | None:
 
 
 def _files(pid: int, name: str) -> Iterator[str]:
-    """The memfds of this name that a process has."""
+    """Yield the paths of a process's memfds with this name."""
     with suppress(FileNotFoundError, ProcessLookupError, NotADirectoryError):
         folder = f"/proc/{living_thread(pid)}/fd"
         for fd in os.listdir(folder):
@@ -257,7 +261,7 @@ def _files(pid: int, name: str) -> Iterator[str]:
 
 
 def parse(read: Read) -> Record | None:
-    """The record in a file, or None if there is none in it."""
+    """Return the record in a file, or None if the file has none."""
     head = _words(read(8 * 8, 0))
     if head.size < 8 or head[HEAD_MAGIC] != MAGIC or head[HEAD_VERSION] != VERSION:
         return None
@@ -272,9 +276,8 @@ def parse(read: Read) -> Record | None:
             rows = _words(read(8 * ROW_WORDS * 64, at)).reshape(-1, ROW_WORDS)
         if row % 64 < len(rows) and rows[row % 64, 0]:
             _, offset, nbytes, _ = map(int, rows[row % 64])
-            with suppress(
-                ValueError, KeyError, TypeError, IndexError, struct.error
-            ):  # it was just made, or goes
+            # These errors mean that the group is just being made or closed.
+            with suppress(ValueError, KeyError, TypeError, IndexError, struct.error):
                 found = _group(read, offset, nbytes, epoch)
                 if found.serial == _words(read(8, at))[0]:
                     groups.append(found)
@@ -292,7 +295,7 @@ def _words(data: bytes) -> NDArray[np.int64]:
 
 
 def _text(read: Read, at: int, nbytes: int, crc: int, most: int) -> Any:
-    """A text in JSON; None if it is not whole."""
+    """Decode a JSON text; None if its checksum is wrong."""
     data = read(int(nbytes), at) if 0 < nbytes <= most else b""
     return json.loads(data) if data and zlib.crc32(data) == crc else None
 
@@ -302,7 +305,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
     block, after = _words(data), _words(read(RING_AT, offset))
 
     def word(at: int, words: NDArray[np.int64] = block, missing: int = 0) -> int:
-        """The word that a word of the block leads to."""
+        """Return the word at the offset that word `at` of the block has; `missing` if that is 0."""
         place = int(block[at])
         if not place:
             return missing
@@ -318,7 +321,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
         nbytes,
     )
     if about is None or block[SERIAL] != after[SERIAL]:
-        raise ValueError("not whole")
+        raise ValueError("the block is not consistent")
     members = tuple(
         map(MemberRecord, about["ranks"], [about["hosts"][host] for host in about["host"]], about["pids"])
     )
@@ -358,8 +361,9 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
 def _calls(
     data: bytes, block: NDArray[np.int64], numbers: range, finished: int, time: Callable[[int], int]
 ) -> list[CallRecord]:
-    """Those of the calls `numbers` that the ring has, of which the last one may be under way."""
-    # The row of the last call is told from an older one by the count before; what is overwritten by the count after.
+    """Return the calls of `numbers` that are in the ring; the last one may be under way."""
+    # NUMBER distinguishes the row of a call from that of an older one. `numbers` begins behind the calls that the
+    # writer may have overwritten, because the count of calls was read again after the rows.
     start = int(block[SITES_AT])
     places = range(start, start + SITE_BYTES * min(int(block[SITES]), MOST_SITES), SITE_BYTES)
     sites = [data[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace") for at in places]
@@ -378,7 +382,7 @@ def _calls(
 
 
 def _site(word: int, number: int, sites: Sequence[str]) -> str:
-    """The call site that a row says, if it says it of this call."""
+    """Return the call site in a row's word, if the word is for this call."""
     which = word & 0xFFFF
     return sites[which] if word and word >> 16 == number and which < len(sites) else ""
 
@@ -386,7 +390,7 @@ def _site(word: int, number: int, sites: Sequence[str]) -> str:
 def _waits(
     data: bytes, members: Sequence[MemberRecord], call: int, time: Callable[[int], int]
 ) -> list[Waiting]:
-    """The waits of a block: of its messages, and of the call under way."""
+    """Return the waits in a block: of messages, and of the call under way."""
     found = []
     for slot in range(WAITS):
         at = WAITS_AT + 8 * WAIT_WORDS * slot

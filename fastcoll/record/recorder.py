@@ -1,14 +1,14 @@
-"""The flight recorder: what each group of this process has called, in memory that others can read (record.py).
+"""The flight recorder: the calls of each group of this process, in memory that other processes can read (record.py).
 
-One memfd a process, made by the first group and closed with the last one. Each group's backend gets a block of it with
-room for its private context, so that compiled code records a call by a few stores, and what it keeps in its context
-anyway (number of the call, whom it waits for) is seen from outside at no cost.
+Each process has one memfd, made with its first group and closed with its last one. Each group has a block in it that
+also holds the private context of its backend. So compiled code records a call with a few stores, and other processes
+can read the words of the context (number of the call, rank for which it waits) at no cost.
 
-Who writes what: the file's header and table whoever makes or closes a group, under `_lock`; a block's ring the thread
-whose call has the group's context; its waits the thread that waits, a slot each.
+Writers: the thread that makes or closes a group writes the file's header and table, under `_lock`. The thread whose
+call is running writes the ring. A thread that waits writes its own slot of the waits.
 
-A child of fork gets memory of its own in the place of each block: it shares nothing with its parent. No secret comes
-here: only signatures, sizes, times, names of groups and hosts, and what errors say.
+A child of fork replaces each block with private memory, so it shares nothing with its parent. The record has no
+secrets: only signatures, sizes, times, names of groups and hosts, and texts of errors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 class _File:
-    """The memfd of this process; `fd` is -1 where the system has none to give, and once it is closed."""
+    """The memfd of this process. `fd` is -1 if the system could not make one, and after `close`."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -58,7 +58,11 @@ class _File:
         self.groups: set[int] = set()  # rows of the table in use
 
     def open(self, me: Member, job: str) -> None:
-        """Make the memfd of this process, whose members meet in this job."""
+        """Make the memfd of this process.
+
+        Args:
+            job: identifies the job on this machine.
+        """
         try:
             self.fd = aside(os.memfd_create(r.NAME, os.MFD_CLOEXEC))
             os.ftruncate(self.fd, r.BLOCKS)
@@ -87,7 +91,7 @@ class _File:
         self.fd = -1
 
     def block(self, nbytes: int) -> tuple[int, int]:
-        """Address and offset of nbytes more."""
+        """Add a block; return its address and its offset in the file (0: it is not in the file)."""
         offset, self.end = self.end, self.end + nbytes
         try:
             if self.fd >= 0:
@@ -97,8 +101,8 @@ class _File:
             _log.debug("a group is not in the flight record: %s", error)
         return map_memory(nbytes, private=True), 0
 
-    def tell(self, row: int, serial: int, offset: int, nbytes: int) -> None:
-        """Fill a row of the table; serial number 0: free it. The serial number comes last, or goes first."""
+    def publish(self, row: int, serial: int, offset: int, nbytes: int) -> None:
+        """Fill a row of the table, the serial number last; serial number 0 frees the row."""
         at = r.TABLE + 8 * r.ROW_WORDS * row
         if self.fd >= 0:
             if serial:
@@ -113,7 +117,7 @@ _blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
 
 
 class _Block:
-    """The memory of one group: the base of the arrays that lead into it, so it stays as long as there is one."""
+    """The memory of one group. It is the base of the arrays in it, so it lives as long as any of them."""
 
     def __init__(self, file: _File, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -126,7 +130,7 @@ class _Block:
         return {"version": 3, "typestr": "<i8", "shape": (self.nbytes // 8,), "data": (self.address, False)}
 
     def make_own(self) -> None:
-        """In a child of fork: memory of its own, with the same content."""
+        """Replace the block with private memory of the same content, in a child of fork."""
         content = ctypes.string_at(self.address, self.nbytes)
         map_memory(self.nbytes, at=self.address, private=True)
         ctypes.memmove(self.address, content, self.nbytes)
@@ -140,7 +144,7 @@ def _release(address: int, nbytes: int, file: _File, offset: int) -> None:
 
 @contextlib.contextmanager
 def joining() -> Iterator[None]:
-    """Let others see that this process meets its peers for a job, of which there is no record yet."""
+    """Show other processes that this one is in a rendezvous, before it has a record."""
     fd = -1
     with contextlib.suppress(OSError):
         fd = aside(os.memfd_create(r.JOINING, os.MFD_CLOEXEC))
@@ -163,28 +167,29 @@ at_fork("record", _after_fork)
 
 
 def has_groups() -> bool:
-    """Whether this process has any."""
+    """Whether this process has groups."""
     return bool(_file.groups)
 
 
 def own() -> Record | None:
-    """The record of this process."""
+    """Return the record of this process; None: it has none."""
     fd = _file.fd
     return parse(lambda nbytes, offset: os.pread(fd, nbytes, offset)) if fd >= 0 else None
 
 
 class GroupRecorder:
-    """What one group writes.
+    """The writer of one group's block.
 
     Args:
-        name: the group's.
-        members: in the order of their group ranks; `rank` is this process's.
-        backend: its name.
-        words: of the context that the group's backend has here.
+        name: of the group.
+        members: in the order of their group ranks.
+        rank: this process's.
+        backend: the name of the group's backend.
+        words: the size of the backend's context in the block.
 
     Attributes:
         context: these words, zeros at first.
-        ring: the address of the ring's first row.
+        ring: the address of the first row of the ring.
     """
 
     def __init__(self, name: str, members: Sequence[Member], rank: int, backend: str, words: int = 0) -> None:
@@ -218,18 +223,18 @@ class GroupRecorder:
             self._words[r.SITES_AT] = sites_at if keeps_sites else 0
             self._words[r.SERIAL], self._words[r.BYTES] = self.serial, nbytes
             if self._row >= 0 and block.offset:
-                _file.tell(self._row, self.serial, block.offset, nbytes)
+                _file.publish(self._row, self.serial, block.offset, nbytes)
         self._calls, self._finished = r.OWN_CALLS, r.OWN_FINISHED
 
         self._sites: dict[tuple[str, int], int] = {}
 
     @property
     def keeps_sites(self) -> bool:
-        """Whether `called_from` is wanted."""
+        """Whether call sites are recorded (`called_from`)."""
         return bool(self._words[r.SITES_AT])
 
     def __del__(self) -> None:
-        self.close()  # of a group whose making failed
+        self.close()  # for a group that could not be made
 
     def follow(
         self,
@@ -239,7 +244,7 @@ class GroupRecorder:
         late: int | None = None,
         pending: int | None = None,
     ) -> None:
-        """Say which words of the context these are; see record.py."""
+        """Record which words of the context have these numbers; see record.py."""
         start = self._context_at // 8
         self._calls, self._finished = start + calls, start + finished
         places = ((r.CALLS_AT, calls), (r.FINISHED_AT, finished), (r.SINCE_AT, since), (r.LATE_AT, late))
@@ -247,10 +252,10 @@ class GroupRecorder:
             if word is not None:
                 self._words[at] = 8 * (start + word)
 
-    # ---- calls that Python carries out ---------------------------------------------------------------------
+    # ---- calls that Python runs ----------------------------------------------------------------------------
 
     def begin(self, call: int, shape: int) -> int:
-        """A call begins, by the thread that has the turn; its number."""
+        """Record the start of a call, on the thread that holds the gate's turn; return its number."""
         cells = self._cells
         number = cells[self._calls] + 1
         cells[self._calls] = number
@@ -261,14 +266,14 @@ class GroupRecorder:
         return number
 
     def end(self, number: int, how: str = "done") -> None:
-        """It has ended so, one of record.ENDS."""
+        """Record the end of a call; `how` is one of record.ENDS."""
         row = r.row_of(number)
         self._cells[row + r.ENDED] = time.monotonic_ns() & ~7 | r.ENDS.index(how)
         if how == "done":
             self._cells[self._finished] = number
 
     def called_from(self, file: str, line: int) -> None:
-        """The next call of this thread is made there; it comes behind those that are queued."""
+        """Record the call site of this thread's next call, which runs behind those that are queued."""
         cells = self._cells
         which = self._sites.setdefault((file, line), len(self._sites))
         if which >= r.MOST_SITES:
@@ -282,10 +287,10 @@ class GroupRecorder:
         number = cells[self._calls] + 1 + pending
         cells[r.row_of(number) + r.SITE] = number << 16 | which
 
-    # ---- what happens rarely -----------------------------------------------------------------------------
+    # ---- rare events -------------------------------------------------------------------------------------
 
     def broken_off(self, how: str) -> None:
-        """The call under way, if there is one, has ended so."""
+        """Record the end of the call under way, if there is one."""
         cells, number = self._cells, self._cells[self._calls]
         row = r.row_of(number)
         if number > cells[self._finished]:
@@ -296,20 +301,27 @@ class GroupRecorder:
                 self.end(number, how)
 
     def did_not_match(self, number: int) -> None:
-        """A call, which may have ended, did not match those of the other ranks."""
+        """Record that a call, which may have ended, did not match those of the other ranks."""
         row = r.row_of(number)
         if self._cells[row + r.NUMBER] == number:
             self._cells[row + r.ENDED] = self._cells[row + r.ENDED] & ~7 | r.ENDS.index("mismatch")
 
     def failed(self, why: str) -> None:
-        """The group has failed, and with it the call under way."""
+        """Record that the group has failed, and the call under way with it."""
         text = why.encode()[: r.FAILURE_BYTES]
         self._bytes[r.FAILURE_AT : r.FAILURE_AT + len(text)] = np.frombuffer(text, np.uint8)
         self._words[r.FAILURE] = len(text)
         self.broken_off("failed")
 
     def waits(self, slot: int, doing: str, ranks: Sequence[int], since: float, message: bool = False) -> None:
-        """A thread waits for group ranks, in its call or for a message, since then by time.monotonic."""
+        """Record a thread's wait for group ranks.
+
+        Args:
+            slot: of the wait; one for each thread.
+            doing: the operation, for error texts.
+            since: by time.monotonic.
+            message: a message waits, not a call.
+        """
         start = r.WAITS_AT // 8 + slot * r.WAIT_WORDS
         text = doing.encode()[: 8 * (r.WAIT_WORDS - r.WAIT_TEXT_AT)]
         at = 8 * (start + r.WAIT_TEXT_AT)
@@ -324,18 +336,18 @@ class GroupRecorder:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call is under way, or has not ended well."""
+        """Whether a call is under way, or has ended with an error."""
         return self._cells[self._calls] > self._cells[self._finished]
 
     def waits_no_more(self, slot: int) -> None:
-        """The wait of this slot is over."""
+        """Record the end of a slot's wait."""
         self._words[r.WAITS_AT // 8 + slot * r.WAIT_WORDS + r.WAIT_CALL] = 0
 
     def close(self) -> None:
-        """The group is gone, here; closing twice is fine. The context stays as long as somebody has it."""
+        """Remove the group from the record. Closing twice is fine. The context lives as long as it is referenced."""
         with _lock:
             if self._row >= 0 and self._file is _file:
-                self._file.tell(self._row, 0, 0, 0)
+                self._file.publish(self._row, 0, 0, 0)
                 self._file.groups.discard(self._row)
                 if not self._file.groups:
                     self._file.close()
@@ -343,7 +355,7 @@ class GroupRecorder:
 
 
 def _about(name: str, members: Sequence[Member], rank: int, backend: str) -> dict[str, Any]:
-    """What group it is; each host's name once."""
+    """Describe a group, with the name of each host once."""
     hosts = list(dict.fromkeys(member.host for member in members))
     places = {host: place for place, host in enumerate(hosts)}
     return {
@@ -361,7 +373,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def located(method: Callable[..., Any], record: GroupRecorder) -> Callable[..., Any]:
-    """A method that first records where the user's program calls it."""
+    """Wrap a method so that it first records where the user's program calls it."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
