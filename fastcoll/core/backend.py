@@ -1,8 +1,7 @@
-"""The contract of backends: what carries a group's operations out. A group holds one for arrays in host memory.
+"""The contracts of what carries out a group's operations: Backend for host arrays, DeviceCarrier for arrays on GPUs.
 
-A backend is made by all members together, with a gate that it shares with its group. `plan` and `fast` are all that an
-operation needs; messages are the p2p engine's, life and death the monitor's. For arrays on GPUs a group has a
-DeviceCarrier beside it; see fastcoll/gpu/.
+All members make a backend together, with a gate that it shares with its group. Operations need only `plan` and `fast`;
+messages belong to the engine (p2p/), the state of the peers to the monitor. DeviceCarriers are in fastcoll/gpu/.
 """
 
 from __future__ import annotations
@@ -25,57 +24,72 @@ from .work import Work
 
 
 class Messages(Protocol):
-    """Point-to-point between the ranks of a group; arrays are adopted, arguments right."""
+    """Messages between the ranks of a group. Arrays are imported and arguments checked."""
 
     def send(self, x: ImportedArray, dst: int, tag: int) -> None:
-        """Post a send and wait for it, as `isend` does."""
+        """Post a send as `isend` does, and wait for it.
+
+        Raises:
+            MismatchError: the receiver's array does not fit; the group stays usable.
+            GroupError: the group has failed, or fails because the peer died, left or is late.
+        """
 
     def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
-        """As `irecv` and waiting for it; the sender's rank."""
+        """Post a receive as `irecv` does, wait for it, and return the sender's rank. Raises as `send`."""
 
     def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
-        """Post a send. It is complete when a receive has taken it; to this rank, when it is buffered.
+        """Post a send; the array belongs to it until it is complete.
 
-        With NCCL a message to this rank is complete when its receive is posted.
+        It is complete when a receive has taken the message; to this rank, when the message is buffered. With NCCL a
+        message to this rank is complete when its receive is posted.
         """
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
-        """Post a receive, from any rank if `src` is None; the result is the sender's rank.
+        """Post a receive, from any rank if `src` is None; the Work's result is the sender's rank.
 
         `status` is filled before the receive is complete; with one, the message may be shorter than the array.
         """
 
 
 class HostMessages(Messages, Protocol):
-    """Messages of a host backend, which its group asks more."""
+    """Messages of a host backend.
 
-    timeout: float  # seconds that a message may take
+    Attributes:
+        timeout: seconds that a message may take.
+    """
+
+    timeout: float
 
     def probe(self, src: int | None, tag: int) -> Status:
-        """Wait for a message that a receive would take, without receiving it."""
+        """Wait for a message that a receive would take; it is not received."""
 
     def iprobe(self, src: int | None, tag: int) -> Status | None:
         """Return what `probe` would find now, or None. Never waits."""
 
     def is_entered(self) -> bool:
-        """Whether this thread is in the middle of a message: then this is a signal handler."""
+        """Whether messages wait for this thread: it is the progress thread, or a signal handler inside a call."""
 
     def poll(self) -> None:
         """Progress messages as far as possible without waiting."""
 
     def is_in_vain(self, work: Any) -> bool:
-        """Whether no rank is left that could send the message which one of the operations needs."""
+        """Whether no live rank can send the message that a posted operation needs."""
 
     def abort(self) -> None:
-        """The group has failed: end what is under way, from any thread."""
+        """End what is under way, because the group has failed. From any thread; does not wait."""
 
 
 class SymmetricMemory(ABC):
-    """An array of each rank of a group, all of them mapped by every rank, at equal distances in this process's memory.
+    """One array for each rank of a group, all mapped by every rank, at equal distances in this process's memory.
 
-    The ndarrays that lead into it have it as their base, so it stays as long as there is one of them. Its `ranks` are
-    global, its `rank` is this process's in the group. The `address` is that of group rank 0's array; each has `nbytes`,
-    and the next one begins after `stride` bytes.
+    It is the base of the ndarrays that lie in it, so it lives as long as any of them.
+
+    Attributes:
+        ranks: global ranks.
+        rank: this process's rank in the group.
+        address: of group rank 0's array.
+        stride: bytes from one rank's array to the next.
+        nbytes: of each array.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, address: int, stride: int, nbytes: int) -> None:
@@ -91,48 +105,48 @@ class SymmetricMemory(ABC):
         return {"version": 3, "typestr": "|u1", "shape": (length,), "data": (self.address, False)}
 
     def array(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """The beginning of this rank's array."""
+        """Return the beginning of this rank's array, with a shape and dtype."""
         return np.ndarray(shape, dtype, np.asarray(self), self.rank * self.stride)
 
     def peer(self, x: Array, rank: int) -> Array:
-        """What x, a part of one rank's array, is in the array of group rank `rank`."""
+        """Return the part of group rank `rank`'s array at the offset that x has in its rank's array."""
         offset = (x.__array_interface__["data"][0] - self.address) % self.stride
         return np.ndarray(x.shape, x.dtype, np.asarray(self), offset + rank * self.stride, x.strides)
 
     @abstractmethod
     def copy(self, dst: Array, src: Array) -> None:
-        """dst = src, both C-contiguous and apart, of one dtype and size. Does not wait for anybody.
+        """Copy src to dst: both C-contiguous, of one dtype and size, without overlap. Does not wait for peers.
 
         Raises:
             GroupError: the group has failed.
-            NotInitializedError: it was destroyed.
+            NotInitializedError: the group was destroyed.
         """
 
     @abstractmethod
     def signal(self, rank: int, channel: int) -> None:
-        """Count one signal to group rank `rank`, who then sees all that was written before; raises as `copy`."""
+        """Send one signal to group rank `rank`, which then sees all earlier writes of this rank. Raises as `copy`."""
 
     @abstractmethod
     def wait(self, rank: int, channel: int, timeout: float | None) -> None:
-        """Take one signal from group rank `rank`; blocks until there is one.
+        """Receive one signal of group rank `rank`; blocks until there is one.
 
         Args:
             timeout: seconds; None for the group's own.
 
         Raises:
-            GroupError: the peer died, left, or sent none in time; the group has failed then, as after a collective.
-            NotInitializedError: it was destroyed.
+            GroupError: the peer died, left, or sent none in time; the group has failed, as after a collective.
+            NotInitializedError: the group was destroyed.
             UsageError: another thread waits for the same signals.
         """
 
     @property
     @abstractmethod
     def channels(self) -> int:
-        """How many channels there are."""
+        """The number of channels."""
 
 
 class RecoveryEndpoint(ABC):
-    """How the members of a group that has failed find one another: each can say where it serves a store.
+    """How the members of a failed group find one another: each can publish where it serves a store.
 
     Ranks are group ranks. It works until the group is closed, whatever has failed.
     """
@@ -142,11 +156,11 @@ class RecoveryEndpoint(ABC):
 
     @abstractmethod
     def offer(self, port: int) -> None:
-        """Tell the members at which port of `host` this one serves a store; 0: at none any more."""
+        """Publish the port of `host` at which this member serves a store; 0: it serves none."""
 
     @abstractmethod
     def seek(self, rank: int) -> tuple[str, int] | None:
-        """The host and port at which a member serves a store; None: it has not said so. Blocks for 50 ms at most.
+        """Return the host and port at which a member serves a store, or None. Blocks for at most 50 ms.
 
         Raises:
             ConnectionRefusedError: the member's process has ended.
@@ -154,7 +168,7 @@ class RecoveryEndpoint(ABC):
 
 
 def memory_of(x: Array) -> SymmetricMemory | None:
-    """The symmetric memory that an ndarray leads into; None: it is an ordinary one."""
+    """Return the symmetric memory in which an ndarray lies; None: it is an ordinary array."""
     base: Any = x
     while isinstance(base, np.ndarray):
         base = base.base
@@ -162,26 +176,36 @@ def memory_of(x: Array) -> SymmetricMemory | None:
 
 
 class NativeCalls(ABC):
-    """How compiled callers call a group's operations without Python; see kernels/c_entries.py for ways and operations."""
+    """How compiled callers call a group's operations without Python: by native calls (kernels/c_entries.py).
 
-    context: int  # the handle of the ways of collectives
-    mailbox: int  # and of messages
-    memory: Any  # what the handles lead to
+    Attributes:
+        context: the first argument of collectives.
+        mailbox: the first argument of messages.
+        memory: owns what both lead to.
+    """
+
+    context: int
+    mailbox: int
+    memory: Any
 
     @abstractmethod
     def open(self, op: int, call: int, dtype: np.dtype[Any] | None, reduce_op: ReduceOp | None) -> int:
-        """The address of an operation's way, which knows the caller's word `call` from now on; 0: there is none."""
+        """Return the address of an operation's native call; 0: there is none.
+
+        Args:
+            call: the word that the caller passes for this call's dtype and reduction; it is valid from now on.
+        """
 
     @abstractmethod
     def go_on(self, code: int, op: int, words: tuple[int, ...], x: Callable[[], Array]) -> int:
-        """Go on with a call whose way came back with `code`, neither DONE nor LATER; blocks, and raises as the method.
+        """Continue a native call that has returned `code`, neither DONE nor LATER. Blocks; raises as the method.
 
         Args:
-            words: what the way was given behind the handle.
-            x: makes the array at its `data`.
+            words: the arguments of the native call behind the first one.
+            x: makes the array of its `data` argument.
 
         Returns:
-            The group rank of the sender, of a receive; else 0.
+            The sender's group rank for a receive; else 0.
         """
 
     @abstractmethod
@@ -193,57 +217,63 @@ class NativeCalls(ABC):
 
     @abstractmethod
     def stay_awake(self) -> None:
-        """Python has posted a receive: make it possible to post the next ones without Python."""
+        """Keep the progress thread awake after Python has posted a receive, so that the next ones need no Python."""
 
     @abstractmethod
     def torn(self, op: int, error: BaseException) -> None:
-        """As `go_on` was about to begin or to return, a signal's handler has raised: fail what is half-way."""
+        """Fail a call that is half-done, because a signal handler has raised as `go_on` began or returned."""
 
 
 class Backend(ABC):
-    """What carries operations on contiguous ndarrays out, in one group."""
+    """Carries out the operations of one group on contiguous ndarrays.
 
-    name: ClassVar[str]  # as in `backend=`
-    # The kinds that it plans itself; of the others it is given compositions of these.
+    Attributes:
+        name: as in `backend=`.
+        natively: the kinds of operations that it plans itself; the others are composed of these.
+        native_calls: for compiled callers; None: their calls go through Python.
+    """
+
+    name: ClassVar[str]
     natively: ClassVar[frozenset[str]] = NATIVE
     gate: Gate
     monitor: Monitor
     messages: HostMessages
     native_calls: NativeCalls | None = None
-    """For compiled callers; None: all their calls go the way of Python's."""
 
     @abstractmethod
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        """What carries an operation of one of its kinds out, by the thread that has the turn.
+        """Make the call that carries out an operation of a kind in `natively`.
 
-        Does not block, and talks to no peer. The arrays belong to the call until it has returned; the call blocks.
+        Does not block, and sends nothing. The call is run by the thread that holds `gate.turn`; it blocks, and raises
+        GroupError or MismatchError. The operation's arrays belong to it until it returns.
 
         Args:
             timeout: seconds for this call; None for the group's own.
 
         Raises:
-            UsageError, ArrayError: it cannot be done here; the peers are told.
+            UsageError, ArrayError: this backend cannot carry it out; the caller informs the peers.
         """
 
     def fast(self, group: Any) -> Mapping[str, Callable[..., Any]]:
-        """Functions that `group.fast`, of a ProcessGroup, has in the place of the group's methods of these names.
+        """Return, by name, functions that replace the methods of a ProcessGroup in `group.fast`.
 
-        Each does the plain case with the least that it takes, one compiled call, and leaves the rest to the method.
+        Each handles the plain case with one compiled call, and calls the method for all other cases.
         """
         return {}
 
     def limit(self, seconds: float) -> None:
-        """From now on let each call and each message take so many seconds."""
+        """Set the timeout of calls and messages that begin from now on."""
         self.gate.timeout = self.messages.timeout = seconds
 
     def learn(self, dtype: np.dtype[Any]) -> None:  # noqa: B027 - most have no need
-        """Let short cuts of messages know a dtype, where these have a memory."""
+        """Make a dtype known to short cuts of messages, if they have a table of dtypes."""
 
     def symmetric_memory(self, group: Any, nbytes: int, label: str) -> SymmetricMemory:
-        """Memory of `nbytes` for each rank that all ranks map; collective. See symmetric.py.
+        """Make memory of `nbytes` for each rank that all ranks map. Collective. See symmetric.py.
 
         Args:
-            label: the shape and dtype that it is for, which all ranks must agree in.
+            group: the ProcessGroup.
+            label: the shape and dtype that the memory is for; the same on all ranks.
 
         Raises:
             UnavailableError: this backend has none.
@@ -254,10 +284,10 @@ class Backend(ABC):
         )
 
     def recovery_endpoint(self) -> RecoveryEndpoint:
-        """Where the survivors of a failure meet.
+        """Return the endpoint at which the survivors of a failure find one another.
 
         Raises:
-            UnavailableError: this backend does not outlive the death of a rank.
+            UnavailableError: this backend cannot survive the death of a rank.
         """
         raise UnavailableError(
             f"the group {self.gate.name} runs on {self.name}, which does not outlive the death of a rank; start the "
@@ -265,18 +295,18 @@ class Backend(ABC):
         )
 
     def begin_at_once(self) -> None:  # noqa: B027 - most have none
-        """Let asynchronous operations begin on their callers' threads, where progress threads have no cores.
+        """Let asynchronous operations begin on their callers' threads if the progress threads have no free cores.
 
-        For callers that compute meanwhile; what would have to wait for peers is still done on the progress thread.
+        For callers that compute meanwhile. The progress thread still does what has to wait for peers.
         """
 
     def fail(self, error: GroupError) -> None:
-        """Fail the group with an error, from any thread, and tell the peers. The first reason stays."""
+        """Fail the group with an error, and publish it. From any thread. The first reason stays."""
         self.monitor.fail(error)
         self.messages.abort()
 
     def interrupted(self, error: BaseException, doing: str) -> None:
-        """Fail the group: an exception has ended this rank's part of a call, with which the peers go on."""
+        """Fail the group, because an exception has ended this rank's part of a call that the peers continue."""
         if not isinstance(error, GroupError):
             here, rank = self.monitor.name(self.gate.rank), self.gate.ranks[self.gate.rank]
             why = f": {error}" if isinstance(error, ResourceError) else ""
@@ -284,15 +314,19 @@ class Backend(ABC):
         self.fail(error)
 
     def stop(self) -> None:  # noqa: B027 - most have nothing to do
-        """The group has failed, wherever that was found; `gate.failure` says why. Any thread, does not wait."""
+        """End calls under way, because the group has failed (`gate.failure`). From any thread; does not wait."""
 
     @abstractmethod
     def close(self, reason: GroupError | None) -> None:
-        """Leave the group and release everything; `reason` says why when it is not an orderly end. Called once."""
+        """Leave the group and release everything. Called once.
+
+        Args:
+            reason: why the group failed; None: the end is orderly.
+        """
 
     @abstractmethod
     def disown(self, error: GroupError) -> None:
-        """In a child of fork: make every use raise `error`, without a word to the peers."""
+        """Make every use raise `error`, in a child of fork. Sends and publishes nothing."""
 
 
 class StreamCall(ABC):
@@ -300,40 +334,42 @@ class StreamCall(ABC):
 
     @abstractmethod
     def start(self, name: str, owners: Sequence[ImportedArray]) -> Work:
-        """Queue the work behind what the arrays' streams hold, then `finish` of the owners; does not wait for a GPU.
+        """Queue the work behind that of the arrays' streams, then `finish` the owners. Does not wait for a GPU.
 
-        The Work's `wait` makes the stream that is then current in the arrays' library wait, and not the host; its
-        `is_completed` asks the GPU.
+        The Work's `wait` makes the current stream of the arrays' library wait, not the host; its `is_completed` queries
+        the GPU.
         """
 
     def __call__(self) -> None:
-        """As `start` and waiting for it on the stream, for callers that know calls only."""
+        """Start, and make the stream wait, for callers that handle plain calls only."""
         self.start("a call on a GPU", ()).wait()
 
 
 class DeviceCarrier(ABC):
-    """What carries operations on the arrays of GPUs out, in one group."""
+    """Carries out the operations of one group on arrays in the memory of GPUs, and its messages."""
 
     natively = WITH_ARRAYS
 
     messages: Messages
-    """What carries messages out."""
 
     @abstractmethod
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        """What carries an operation out: a call that blocks, or a StreamCall.
+        """Make the call that carries out an operation: one that blocks, or a StreamCall.
 
-        Checks what it can without talking to peers (UsageError, ArrayError); does not block.
+        Does not block, and sends nothing.
+
+        Raises:
+            UsageError, ArrayError: what can be checked without the peers is wrong.
         """
 
     @abstractmethod
     def import_array(self, x: Any, *, writable: bool, what: str) -> ImportedArray:
-        """Take an array on a GPU in, as `arrays.adopt` does host arrays; `array` is a dense DeviceArray.
+        """Import an array on a GPU, as `arrays.import_array` imports host arrays; `array` is a dense DeviceArray.
 
         Strided arrays are packed on their own stream.
 
         Raises:
-            ArrayError: it cannot be used, or is read-only where the call writes.
+            ArrayError: the array cannot be used, or is read-only although the call writes.
             UnavailableError: an extra is missing.
         """
 
@@ -343,11 +379,11 @@ class DeviceCarrier(ABC):
         return False
 
     def split(self, group: Any) -> DeviceCarrier | None:
-        """The carrier of a new group of some of this one's ranks, made from what this one has; collective, and blocks.
+        """Make the carrier of a new group of some of this group's ranks from this carrier. Collective; blocks.
 
         Args:
-            group: the new ProcessGroup, with its ranks in this one's order; None on ranks that are not in it, where
-                the result is None too.
+            group: the new ProcessGroup, with its ranks in this group's order; None on ranks that are not in it, for
+                which the result is None as well.
 
         Raises:
             GroupError: it cannot be made; this carrier's group has failed.
@@ -356,8 +392,8 @@ class DeviceCarrier(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """The group has failed: end what is under way, from any thread, without waiting."""
+        """End what is under way, because the group has failed. From any thread; does not wait."""
 
     @abstractmethod
     def close(self, reason: GroupError | None) -> None:
-        """Release everything; `reason` says why when it is not an orderly end. Called once."""
+        """Release everything. Called once; `reason` says why the group failed, None: the end is orderly."""

@@ -88,10 +88,10 @@ class Gate:
         """Whether no call is ahead of a call of this thread, so that `in_turn` may run it now."""
         return not self.queue.pending and threading.get_ident() not in self._inside
 
-    def submit(self, name: str, job: Callable[[], Any], heard: bool = False) -> Work:
+    def submit(self, name: str, job: Callable[[], Any], observed: bool = False) -> Work:
         """Queue a job behind all earlier ones on the progress thread, and return its Work.
 
         Args:
-            heard: no thread needs to observe the result.
+            observed: no thread needs to observe the result.
         """
-        return self.unobserved.note(self.queue.submit(name, job), heard)
+        return self.unobserved.note(self.queue.submit(name, job), observed)

@@ -1,15 +1,13 @@
 """ProcessGroup: a set of ranks that do collective operations together.
 
-A public method makes an Operation of its arguments or refuses them (`preparing`), has the backend plan it, and carries
-the plan out in its turn (gate.py). What is refused here is told to the peers, since their calls then match nothing.
-Names in errors are those of torch.distributed's functions: `root` is src or dst there.
+A public method makes an Operation of its arguments or refuses them (`preparing`), has the backend plan it, and runs the
+plan through the gate (gate.py). Errors use the argument names of torch.distributed's functions: `root` is src or dst.
 
-All ranks in this file are group ranks, 0..size-1; the api room translates global ranks.
+All ranks in this file are group ranks, 0..size-1; fastcoll/api translates global ranks.
 """
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
@@ -25,7 +23,7 @@ from .backend import Backend, DeviceCarrier, StreamCall
 from .devices import Devices
 from .message import Status
 from .monitor import describe_exit
-from .operands import WORLD_OF_ONE, Array, apart, arrays_of, scaled
+from .operands import Array, apart, arrays_of, scaled
 from .operation import COMPOSITIONS, Call, Operation, then_split
 from .operations import METHODS
 from .point_to_point import PointToPoint
@@ -40,33 +38,32 @@ from .work import Work, refuse_to_block
 class ProcessGroup:
     """A set of ranks that do collective operations together.
 
-    Every operation is collective (all ranks of the group call it, in the same order) except for the
-    point-to-point ones. Synchronous calls block until the operation is complete on this rank, return
-    None, and raise within the group's timeout; with `async_op=True` they return a Work at once and the
-    arrays belong to the operation until it is complete. An operation in place on an immutable array (JAX's)
-    returns a new one, as does the Work's `result`.
+    Every operation except for messages is collective: all ranks of the group call it, in the same order. Synchronous
+    calls block until the operation is complete on this rank, return None, and raise within the group's timeout. With
+    `async_op=True` they return a Work at once, and the arrays belong to the operation until it is complete. An
+    operation in place on an immutable array (JAX's) returns a new array, as does the Work's `result`.
 
     Raises (every operation):
         UsageError: the call is wrong; the group stays usable.
         MismatchError: the ranks' calls differ; raised on every rank before data moves.
-        GroupError: a peer died, did not come in time, or the group failed earlier.
+        GroupError: a peer died, did not make its call in time, or the group failed earlier.
         NotInitializedError: the group was destroyed.
 
     Attributes:
-        fast: the methods below that do collectives and messages, under the same names, for callers who want speed:
-            where the backend has one (`Backend.fast`: shm/fast.py, net/tcp/fast.py, ...), a function that does the
-            plain case at once, and leaves the rest to the method.
+        fast: the methods below for collectives and messages, under the same names. If the backend has a fast function
+            for one (`Backend.fast`: shm/fast.py, net/tcp/fast.py, ...), `fast` has that: it handles the plain case with
+            one compiled call, and calls the method for all others.
         name: unique in the job.
         ranks: global rank of each group rank.
         rank: this process's rank in the group.
-        backend: what carries operations on arrays in host memory out.
-        messages: the same for messages.
-        gpus: what carries operations on arrays in the memory of GPUs out.
+        backend: carries out operations on arrays in host memory.
+        messages: carries out messages of such arrays.
+        gpus: carries out operations and messages of arrays on GPUs.
         p2p: the methods for messages, and more of them for other parts of the package.
-        gate: who may run a call now.
-        monitor: which of the others live.
-        at_the_end: what is to be done first as the group ends here, in no time.
-        before_leaving: what to do before the group is left in order; it may block.
+        gate: decides which thread may run a call now.
+        monitor: knows which peers live.
+        at_the_end: called first when the group ends in this process; they must not block.
+        before_leaving: called before the group is left in order; it may block.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -78,7 +75,7 @@ class ProcessGroup:
         self.at_the_end: list[Callable[[], None]] = []
         self.before_leaving: Callable[[], None] | None = None
 
-        def stop() -> None:  # the monitor has found, or been told, that the group has failed
+        def stop() -> None:  # called when the group has failed, here or on a peer
             gate.failure = backend.monitor.failure
             backend.stop()
 
@@ -91,7 +88,7 @@ class ProcessGroup:
         calls.update(backend.fast(self))
         if (record := self.monitor.record) is not None and record.keeps_sites:
             calls.update((name, located(calls[name], record)) for name in METHODS)
-        # As a ProcessGroup for type checkers, since these are its methods' names and arguments.
+        # For type checkers it is a ProcessGroup, since its methods have the same names and arguments.
         self.fast: ProcessGroup = cast(ProcessGroup, _Calls())
         for name, call in calls.items():
             setattr(self.fast, name, call)
@@ -123,7 +120,7 @@ class ProcessGroup:
     def import_array(
         self, x: Any, *, writable: bool, what: str = "tensor", functional: bool = False
     ) -> ImportedArray:
-        """Take a caller's array in, wherever its memory is; see arrays/arrays.py."""
+        """Import a caller's array from host memory (arrays/arrays.py) or a GPU."""
         try:
             return import_array(x, writable=writable, what=what, functional=functional)
         except OnDeviceError as error:
@@ -131,22 +128,15 @@ class ProcessGroup:
         return self.devices(refused).import_array(x, writable=writable, what=what)
 
     def import_list(self, xs: Sequence[Any], n: int, *, writable: bool, what: str) -> list[ImportedArray]:
-        """Take in a list of `n` arrays; outputs have memory of their own each."""
+        """Import a list of `n` arrays. Writable ones may not share memory."""
         items = import_list(xs, n, writable=writable, what=what, import_array=self.import_array)
         if writable and n > 1:
             operands.check_apart(items, what)
         return items
 
     def checked_rank(self, what: str, rank: Any) -> int:
-        """A group rank, or a UsageError; `what` names the argument."""
-        try:
-            number = operator.index(rank)
-        except TypeError as error:
-            raise UsageError(f"{what} is {rank!r}; give a rank as an integer") from error
-        if not 0 <= number < self.size:
-            hint = WORLD_OF_ONE if self.size == 1 and self.name == "WORLD" else ""
-            raise UsageError(f"{what} is {number}; the group {self.name} has ranks 0..{self.size - 1}{hint}")
-        return number
+        """Return the argument `what` as a group rank, or raise UsageError."""
+        return operands.checked_rank(what, rank, self.size, self.name)
 
     def preparing(self, name: str) -> Preparing:
         """Return a block in which an exception refuses the collective call `name`: the peers are informed."""
@@ -159,13 +149,13 @@ class ProcessGroup:
     # ---- calls -------------------------------------------------------------------------------------
 
     def rows_of_all(self, own: Array) -> Array:
-        """Every rank's `own`, of one size, row by row; collective, in a call of the group or between two."""
+        """Gather every rank's `own`, of one size, into rows. Collective; inside a call of the group, or between two."""
         rows = np.empty((self.size, *own.shape), own.dtype)
         self.planned(Operation("all_gather", tuple(rows), (own,)))()
         return rows
 
     def planned(self, operation: Operation, timeout: float | None = None) -> Call:
-        """What carries an operation on arrays in host memory, or on GPUs, out; or a composition of what it can do."""
+        """Have the backend, or the DeviceCarrier for arrays on GPUs, plan an operation or its composition."""
         arrays = operation.inputs or operation.outputs
         on_host = not arrays or type(arrays[0]) is np.ndarray
         carrier = self.backend if on_host else self.devices()
@@ -174,10 +164,10 @@ class ProcessGroup:
         return COMPOSITIONS[operation.kind](carrier.plan, operation)
 
     def run(self, name: str, call: Call, owners: Sequence[ImportedArray], async_op: bool) -> Work | None:
-        """Carry a call out, behind all earlier ones, then write packed copies back to their owners.
+        """Run a call behind all earlier ones, then copy packed arrays back to their owners.
 
         Returns:
-            The Work, or None; the array that stands for an immutable one, if that was adopted with `renew`.
+            The Work, or None; for an immutable array that was imported with `functional`, the array of the result.
         """
         gate = self.gate
         gate.check_usable()
@@ -187,7 +177,7 @@ class ProcessGroup:
             work = call.start(name, owners)
             if async_op:
                 return work
-            work.wait()  # the arrays' stream does, and the host does not
+            work.wait()  # makes the arrays' stream wait, not the host
             return None
 
         def job() -> Any:
@@ -234,7 +224,7 @@ class ProcessGroup:
         return self._reduced("exscan", tensor, op, async_op, self.rank)
 
     def _reduced(self, kind: str, tensor: Any, op: ReduceOp, async_op: bool, root: int) -> Any:
-        """A reduction in place, into the array of `root`; in a scan every rank is its own."""
+        """Reduce in place into the array of `root`; in a scan every rank is its own root."""
         with self.preparing(kind):
             root = self.checked_rank("dst", root)
             x = self.import_array(tensor, writable=self.rank == root, functional=True)
@@ -265,7 +255,7 @@ class ProcessGroup:
     ) -> Work | None:
         """Reduce over all ranks; rank r's output gets part r of the result.
 
-        Parts are along the first dimension, and the same on all ranks; None for the split sizes means equal parts.
+        Parts lie along the first dimension and are the same on all ranks; without split sizes they are equal.
         """
         with self.preparing("reduce_scatter_single"):
             out = self.import_array(output, writable=True, what="output")
@@ -284,7 +274,7 @@ class ProcessGroup:
         return self.planned(Operation("reduce_scatter", (out,), sources, pairs[0][1]))
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
-        """Copy the root's array into everybody's; same dtype and number of elements everywhere.
+        """Copy the root's array to all ranks' arrays; they have the same dtype and number of elements.
 
         Also all arrays of a dict, list or tuple.
         """
@@ -297,9 +287,9 @@ class ProcessGroup:
         return self.run("broadcast", call, (x,), async_op)
 
     def all_gather(self, output_list: Any, tensor: Any = None, async_op: bool = False) -> Any:
-        """Rank r's array goes to list item r on every rank; sizes may differ between ranks.
+        """Copy rank r's array to list item r on every rank; sizes may differ between ranks.
 
-        With one array, and no list, ranks tell one another their shapes first, and get a list of new arrays.
+        With one array and no list, ranks exchange their shapes first, and each returns a list of new arrays.
         """
         if tensor is None and not isinstance(output_list, CONTAINERS):
             return trees.all_gather_new(self, output_list, async_op)
@@ -313,7 +303,7 @@ class ProcessGroup:
         return self.run("all_gather", call, owners, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
-        """The arrays of all ranks, equal in size, one after the other in `output`."""
+        """Concatenate the arrays of all ranks, which are equal in size, in `output`."""
         with self.preparing("all_gather_single"):
             out = self.import_array(output, writable=True, what="output_tensor")
             x = self.import_array(input, writable=False, what="input_tensor")
@@ -324,11 +314,11 @@ class ProcessGroup:
     def gather(
         self, tensor: Any, output_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Work | None:
-        """Rank r's array goes to list item r on the root; elsewhere the list is None."""
+        """Copy rank r's array to list item r on the root; the list is None on other ranks."""
         return self._gather("gather", tensor, output_list, root, async_op)
 
     def gather_single(self, tensor: Any, output: Any, root: int, async_op: bool = False) -> Work | None:
-        """The arrays of all ranks, equal in size, one after the other in the root's `output`; elsewhere None."""
+        """Concatenate the arrays of all ranks, equal in size, in the root's `output`; it is None on other ranks."""
         return self._gather("gather_single", tensor, output, root, async_op)
 
     def _gather(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Work | None:
@@ -343,11 +333,11 @@ class ProcessGroup:
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Any:
-        """List item r of the root goes to rank r's array; elsewhere the list is None."""
+        """Copy list item r of the root to rank r's array; the list is None on other ranks."""
         return self._scatter("scatter", tensor, input_list, root, async_op)
 
     def scatter_single(self, tensor: Any, input: Any, root: int, async_op: bool = False) -> Any:
-        """Part r of the size equal parts of the root's `input` goes to rank r's array; elsewhere it is None."""
+        """Copy part r of the equal parts of the root's `input` to rank r's array; it is None on other ranks."""
         return self._scatter("scatter_single", tensor, input, root, async_op)
 
     def _scatter(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Any:
@@ -363,7 +353,7 @@ class ProcessGroup:
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False
     ) -> Work | None:
-        """List item p of rank r goes to list item r of rank p; all shapes may differ."""
+        """Copy list item p of rank r to list item r of rank p; all shapes may differ."""
         given, taken, here = "input_tensor_list", "output_tensor_list", self.rank
         with self.preparing("all_to_all"):
             owners = self.import_list(output_list, self.size, writable=True, what=taken)
@@ -383,7 +373,7 @@ class ProcessGroup:
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """Part p of rank r's input goes to part r of rank p's output.
+        """Copy part p of rank r's input to part r of rank p's output.
 
         Parts are along the first dimension; None for the split sizes means equal parts.
         """
@@ -409,9 +399,9 @@ class ProcessGroup:
     def all_gather_coalesced(
         self, output_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], async_op: bool = False
     ) -> Work | None:
-        """`all_gather` of several arrays of one dtype at the price of one.
+        """`all_gather` of several arrays of one dtype in one operation.
 
-        Array k of rank r goes to `output_lists[k][r]`.
+        Array k of rank r is copied to `output_lists[k][r]`.
         """
         given, taken = "input_tensor_list", "output_tensor_lists"
         with self.preparing("all_gather_coalesced"):
@@ -421,17 +411,21 @@ class ProcessGroup:
         return self.run("all_gather_coalesced", call, owners, async_op)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
-        """Wait until every rank has called."""
+        """Block until every rank has called it."""
         return self.run("barrier", self.planned(Operation("barrier"), timeout), (), async_op)
 
     def monitored_barrier(self, timeout: float | None = None) -> None:
-        """A barrier that names all missing ranks, on every rank; `timeout` in seconds, None for the group's own."""
+        """Do a barrier whose error names all missing ranks, on every rank.
+
+        Args:
+            timeout: seconds; None for the group's own.
+        """
         self.run("monitored_barrier", self.planned(Operation("monitored_barrier"), timeout), (), False)
 
     # ---- point to point ----------------------------------------------------------------------------
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
-        """Send to `dst`; returns when it has been received (to oneself: when it is buffered)."""
+        """Send to `dst`; returns when the message has been received (to this rank: when it is buffered)."""
         self.p2p.send(tensor, dst, tag)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
@@ -443,11 +437,11 @@ class ProcessGroup:
         return self.p2p.recv(tensor, src, tag, status)
 
     def isend(self, tensor: Any, dst: int, tag: int = 0) -> Work:
-        """`send` that returns a Work at once."""
+        """Post a send, and return its Work."""
         return self.p2p.isend(tensor, dst, tag)
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
-        """`recv` that returns a Work at once; the Work's result is the sender's rank."""
+        """Post a receive, and return its Work, whose result is the sender's rank."""
         return self.p2p.irecv(tensor, src, tag, status)
 
     def send_init(self, tensor: Any, dst: int, tag: int = 0) -> Request:
@@ -461,7 +455,7 @@ class ProcessGroup:
         return self.p2p.recv_init(tensor, src, tag, status)
 
     def probe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status:
-        """Wait for a message from `src`, or any rank, that no receive has taken; return its Status, leave it there."""
+        """Wait for a message from `src`, or any rank, that no receive has taken, and return its Status."""
         return self.p2p.probe(src, tag)
 
     def iprobe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status | None:
@@ -477,22 +471,22 @@ class ProcessGroup:
             self.fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
 
     def fail(self, error: GroupError) -> None:
-        """Fail the group with an error, from any thread, and tell the peers."""
+        """Fail the group with an error, and inform the peers. From any thread."""
         self.backend.fail(error)
 
     def disown(self, error: GroupError) -> None:
-        """In a child of fork: make every use raise `error`, without a word to the peers."""
+        """Make every use raise `error`, in a child of fork. Sends and publishes nothing."""
         self.monitor.failure = self.gate.failure = error
         self.backend.disown(error)
 
     def may_wait(self) -> bool:
-        """Whether this thread may wait for what is under way, which does not get on by this thread alone."""
+        """Whether this thread may wait for operations under way: they progress without it."""
         return self.gate.may_wait() and not self.messages.is_entered()
 
     def close(self, exit_reason: str = "") -> None:
-        """Leave the group and release what it holds. Closing twice is fine; what is under way and later calls raise.
+        """Leave the group and release its resources; operations under way and later calls raise. Twice is fine.
 
-        The peers read the `farewell`; by default the exception that is being handled, if there is one.
+        The peers read the `exit_reason`; by default it is made of the exception that is being handled, if any.
         """
         if not self.gate.closed:
             self.monitor.exit_reason = exit_reason = exit_reason or describe_exit(sys.exc_info()[1])
@@ -513,4 +507,4 @@ _MESSAGES = ("send", "recv", "isend", "irecv")
 
 
 class _Calls:
-    """What `ProcessGroup.fast` has. An instance whose attributes are set one by one is read in half the time."""
+    """The functions of `ProcessGroup.fast`. Attributes that are set one by one are read in half the time."""

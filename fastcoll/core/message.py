@@ -12,8 +12,8 @@ class Status:
     Attributes:
         source: the sender: a global rank; a rank in the group if a group's method was called.
         tag: the message's tag.
-        count: its number of elements, in the sender's dtype. A probe knows it for numbers; for dtypes whose size
-            it does not know, it is -1.
+        count: its number of elements, in the sender's dtype. A probe sets it for numeric dtypes; for other dtypes,
+            whose itemsize the header does not have, it is -1.
         nbytes: its number of bytes; -1 if a probe has found an array on a GPU that NCCL sends.
     """
 

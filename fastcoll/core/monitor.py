@@ -58,7 +58,7 @@ class Monitor(ABC):
     Attributes:
         failure: why the group failed; set once.
         on_failure: called when it is set.
-        record: the flight record, which is told what this rank waits for.
+        record: the flight record, in which the waits of this rank are written.
         exit_reason: the text that the peers read when this rank leaves.
     """
 

@@ -1,7 +1,6 @@
-"""The arguments of one call: whether plain ones are what they must be, whether arrays fit together, and how these are
-divided among ranks.
+"""Checks of a call's arguments: plain arguments, arrays that must fit together, and how they are divided among ranks.
 
-Pure functions, for arrays that were adopted; what they refuse is refused before any peer hears of the call.
+Pure functions on imported arrays. They run before the call is published, so a refusal moves no data.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 from .work import Timeout, seconds
 
 Array = NDArray[Any]
-_FEW = 6  # arrays that are compared two by two, which takes 0.2 us each; to ask for an address takes 0.8
-_MOST_WORK = 10_000  # candidates that NumPy looks at for whether two strided arrays share memory
+_FEW = 6  # arrays that are compared in pairs, at 0.2 us a pair; reading an address takes 0.8 us
+_MOST_WORK = 10_000  # candidates that NumPy tries to find out whether two strided arrays share memory
 
 LARGEST_TAG = (1 << 31) - 1
 ANY_TAG = -1
-"""The tag of a receive that takes messages with any user's tag."""
+"""The tag of a receive that accepts messages with any user's tag."""
 OBJECTS_TAG = LARGEST_TAG + 3
-"""Of messages with objects: what they hold is unpickled, so no array that a user sends may come among them. The two
-before it are those of gpu/nccl/messages.py."""
+"""The tag of messages with objects. Their bytes are unpickled, so no user's array may have it. The two tags before it
+belong to gpu/nccl/messages.py."""
 
 JAX_TAGS = 1 << 32
 """Added to the tags of messages of fastcoll.jax, so that they and those of Python never match."""
@@ -42,11 +41,11 @@ JAX_TAGS = 1 << 32
 _NUMBERS = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
 
 WORLD_OF_ONE = "; this is a world of one: start it with -n 2, as in python -m fastcoll.launch -n 2 script.py"
-"""What ends the message about another rank where there is none."""
+"""The end of the error about another rank in a world of one."""
 
 
 def whole(name: str, value: Any) -> int:
-    """The whole number that the argument `name` is, NumPy's kinds of integers among them, or a UsageError."""
+    """Return the argument `name` as an int, also NumPy's integers, or raise UsageError."""
     try:
         return operator.index(value)
     except TypeError:
@@ -55,7 +54,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def wholes(name: str, values: Any) -> list[int]:
-    """The whole numbers in the argument `name`, or a UsageError."""
+    """Return the argument `name` as a list of ints, or raise UsageError."""
     try:
         items = list(values)
     except TypeError:
@@ -64,7 +63,7 @@ def wholes(name: str, values: Any) -> list[int]:
 
 
 def refuses(error: BaseException, integers: Sequence[Any]) -> bool:
-    """Whether an entry itself raised the error, over an argument that is no integer of 64 bits."""
+    """Whether a compiled entry raised the error because an argument is no 64-bit integer."""
     if not isinstance(error, TypeError | OverflowError):
         return False
     try:
@@ -74,7 +73,7 @@ def refuses(error: BaseException, integers: Sequence[Any]) -> bool:
 
 
 def check_unused(pg_options: Any, device_id: Any) -> None:
-    """Refuse options, which no backend has, and what is no index, no "cpu" or "cuda:0" as text or as torch's device."""
+    """Refuse any `pg_options`, and a `device_id` that is no index, "cpu", "cuda:0" or such a torch.device."""
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
     if device_id is None or (
@@ -86,7 +85,7 @@ def check_unused(pg_options: Any, device_id: Any) -> None:
 
 
 def positive_seconds(timeout: Timeout, default: float) -> float:
-    """A timeout, which must be greater than 0, as seconds; None is the default."""
+    """Convert a timeout, which must be greater than 0, to seconds; None is the default."""
     if timeout is None:
         return default
     if isinstance(timeout, Real | timedelta):
@@ -97,7 +96,7 @@ def positive_seconds(timeout: Timeout, default: float) -> float:
 
 
 def checked_tag(tag: Any) -> int:
-    """The tag, if it is one."""
+    """Return a send's tag, or raise UsageError."""
     number = _integer_tag(tag)
     if not 0 <= number <= LARGEST_TAG:
         which = " (ANY_TAG, which is for receives)" if number == ANY_TAG else ""
@@ -111,13 +110,25 @@ def checked_receive_tag(tag: Any) -> int:
 
 
 def wildcard_of(tag: int) -> int:
-    """Return the wildcard tag whose receives take messages with `tag`.
+    """Return the wildcard tag whose receives accept messages with `tag`.
 
-    Objects, and announcements of arrays on GPUs, have no wildcard: the result is the tag itself.
+    Objects, and control messages of arrays on GPUs, have no wildcard: the result is the tag itself.
     """
     if tag <= LARGEST_TAG:
         return ANY_TAG
     return ANY_TAG - JAX_TAGS if tag >= JAX_TAGS else tag
+
+
+def checked_rank(name: str, rank: Any, size: int, group: str) -> int:
+    """Return the argument `name` as a rank of a group, or raise UsageError."""
+    try:
+        number = operator.index(rank)
+    except TypeError as error:
+        raise UsageError(f"{name} is {rank!r}; give a rank as an integer") from error
+    if not 0 <= number < size:
+        hint = WORLD_OF_ONE if size == 1 and group == "WORLD" else ""
+        raise UsageError(f"{name} is {number}; the group {group} has ranks 0..{size - 1}{hint}")
+    return number
 
 
 def _integer_tag(tag: Any) -> int:
@@ -131,12 +142,12 @@ def _integer_tag(tag: Any) -> int:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether an array may be used as it lies: contiguous, aligned and writable."""
+    """Whether an array can be used in place: contiguous, aligned and writable."""
     return type(x) is np.ndarray and bool(x.flags.carray)
 
 
 def is_message(tensor: Any, peer: Any, tag: Any, size: int) -> bool:
-    """Whether these are a message's arguments, in a group of `size` ranks, and need no closer look."""
+    """Whether these are valid arguments of a message in a group of `size` ranks that need no further check."""
     return (
         is_plain(tensor)
         and tensor.dtype in _NUMBERS
@@ -147,9 +158,9 @@ def is_message(tensor: Any, peer: Any, tag: Any, size: int) -> bool:
 
 
 def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
-    """What is really reduced: for PREMUL_SUM a scaled copy and SUM, else the array and op themselves.
+    """Return the array and op to reduce: for PREMUL_SUM a scaled copy and SUM, else the arguments.
 
-    Arrays on a GPU are scaled there, by what carries the call out.
+    The DeviceCarrier scales arrays on GPUs.
     """
     if not isinstance(op, ReduceOp):
         raise UsageError(f"op is {op!r}; give a fastcoll.ReduceOp, e.g. ReduceOp.SUM")
@@ -178,10 +189,10 @@ def arrays_of(items: Sequence[ImportedArray]) -> tuple[Array, ...]:
 
 
 def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tuple[Array, ...]:
-    """The inputs, copied where they share memory with an output.
+    """Return the inputs; those that share memory with an output are copied.
 
-    A single input or output is that of rank `own`, whose two arrays may be the very same memory. Arrays on a GPU stay
-    as they are.
+    A single input or output belongs to rank `own`, whose input and output may be the same memory. Arrays on a GPU are
+    never copied.
     """
     if any(type(x) is not np.ndarray for x in (*inputs, *outs)):
         return tuple(inputs)
@@ -200,7 +211,7 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tupl
 
 
 def distinct(items: Sequence[ImportedArray]) -> list[ImportedArray]:
-    """Return each array once, in order: a caller may list an array several times where it gets one result."""
+    """Return each array once, in order; a caller may list an array several times if all get the same result."""
     first: dict[tuple[Any, ...], ImportedArray] = {}
     for k, item in enumerate(items):
         first.setdefault(_whole_place(item.target, k), item)
@@ -208,18 +219,20 @@ def distinct(items: Sequence[ImportedArray]) -> list[ImportedArray]:
 
 
 def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: bool = False) -> None:
-    """Refuse outputs two of which share memory: which result stays there would be a matter of chance.
+    """Refuse outputs that share memory, since which result stays there would be undefined.
 
-    `each`: the length of each list, where `name` is a list of lists. `once`: the same array may be listed several
-    times, as in `distinct`. A packed copy is checked at its target, where it is copied back to; strided arrays on GPUs
-    are not checked.
+    A packed copy is checked at its target, to which it is copied back. Strided arrays on GPUs are not checked.
+
+    Args:
+        each: the length of each list if `name` is a list of lists.
+        once: whether the same array may be listed several times, as in `distinct`.
     """
     on_host = all(type(out.target) is np.ndarray for out in outs)
     pairs = combinations([out.target for out in outs], 2)
     if on_host and len(outs) <= _FEW and not any(starmap(np.may_share_memory, pairs)):
         return
     spans = sorted((*_extent(out.target), k) for k, out in enumerate(outs))
-    open_ones: list[tuple[int, int]] = []  # those that reach beyond where the next one begins
+    open_ones: list[tuple[int, int]] = []  # arrays that end behind the start of the next one
     for low, high, k in spans:
         if low == high:
             continue
@@ -236,7 +249,7 @@ def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: b
 
 
 def _extent(x: Any) -> tuple[int, int]:
-    """The addresses that an array lies between; none if it is not known."""
+    """Return the first and the end address of an array; both are equal if they are not known."""
     if isinstance(x, np.ndarray):
         if x.size == 0:
             return 0, 0
@@ -248,7 +261,7 @@ def _extent(x: Any) -> tuple[int, int]:
 
 
 def _whole_place(x: Any, index: int) -> tuple[Any, ...]:
-    """Return a key that two arrays share if they are the same elements in the same order; `index`: an empty array's."""
+    """Return a key that is equal for arrays of the same elements in the same order; `index` for an empty array."""
     if x.size == 0:
         return (index,)
     if not isinstance(x, np.ndarray):
@@ -258,7 +271,7 @@ def _whole_place(x: Any, index: int) -> tuple[Any, ...]:
 
 
 def _share(x: Any, y: Any) -> bool:
-    """Whether two arrays whose extents meet share memory; not, where that is too hard to find out."""
+    """Whether two arrays whose extents overlap share memory; False if that is too hard to find out."""
     if not isinstance(x, np.ndarray):
         return bool(x.overlaps(y))
     try:
@@ -268,7 +281,7 @@ def _share(x: Any, y: Any) -> bool:
 
 
 def check_fit(name: str, x: Array, other: str, y: Array) -> None:
-    """Two arrays that stand for the same data must agree in dtype and number of elements."""
+    """Check that two arrays of the same data agree in dtype and number of elements."""
     _check_place(name, x, other, y)
     if x.dtype != y.dtype or x.size != y.size:
         raise UsageError(
@@ -287,7 +300,7 @@ def check_dtypes(name: str, items: Sequence[ImportedArray], x: Array) -> None:
 
 
 def _check_place(name: str, x: Array, other: str, y: Array) -> None:
-    """The arrays of a call lie in host memory, or all on one GPU."""
+    """Check that two arrays of a call are both in host memory, or both on one GPU."""
     if type(x) is not type(y) or (type(x) is not np.ndarray and x.size and y.size and x.device != y.device):
         one, two = ("the host" if type(z) is np.ndarray else f"GPU {z.device}" for z in (x, y))
         raise ArrayError(
@@ -296,7 +309,7 @@ def _check_place(name: str, x: Array, other: str, y: Array) -> None:
 
 
 def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> tuple[Array, ...]:
-    """The n equal blocks of `whole`, each as large as `part`."""
+    """Return the n equal blocks of `whole`, each as large as `part`."""
     _check_place(name, whole, other, part)
     if whole.dtype != part.dtype or whole.size != n * part.size:
         raise UsageError(
@@ -307,7 +320,7 @@ def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> tu
 
 
 def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) -> list[Array]:
-    """The n parts of x along its first dimension."""
+    """Divide x along its first dimension into n parts."""
     rows = x.shape[0] if x.ndim else 1
     if splits is not None:
         sizes = wholes(f"{name}_split_sizes", splits)
@@ -326,12 +339,12 @@ def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) 
 
 
 def sum_for(op: ReduceOp) -> ReduceOp:
-    """What is reduced where partial results are reduced again: a sum, to `divide` at the end, for an average."""
+    """Return the op for partial results that are reduced again: for AVG a sum, which `divide` ends."""
     return ReduceOp.SUM if op.code == AVG else op
 
 
 def divide(x: Array, n: int) -> None:
-    """x /= n as AVG divides: integers towards zero, halves in float32."""
+    """Divide x by n in place, as AVG does: integers towards zero, 16-bit floats in float32."""
     if x.dtype.kind in "iu":
         quotient, rest = np.divmod(x, x.dtype.type(n))
         x[...] = quotient + ((x < 0) & (rest != 0)).astype(x.dtype)

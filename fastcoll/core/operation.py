@@ -1,11 +1,11 @@
-"""Operation: one call as data, made once at the border; and the operations that are compositions of others.
+"""Operation: one call as data, made when its arguments are checked; and the operations composed of others.
 
-Which outputs and inputs an operation has, the form of its kind says (operations.py). In a scan every rank has a result,
-in a reduce the root alone; a gather has outputs, and a scatter inputs, on the root alone.
+The form of its kind determines which outputs and inputs an operation has (operations.py). In a scan every rank has a
+result, in a reduce only the root; a gather has outputs, and a scatter inputs, only on the root.
 
-Arrays are contiguous ndarrays, or DeviceArrays. Host inputs and outputs share memory only where the form says so, and
-where a rank's own block is its own output; device arrays may overlap anywhere. `parts`: what else all ranks must agree
-in, such as the sizes of the arrays of a coalesced call.
+Arrays are contiguous ndarrays, or DeviceArrays. Host inputs and outputs share memory only if the form says so, or if a
+rank's own block is its own output; device arrays may overlap anywhere. `parts` are further numbers in which all ranks
+must agree, such as the sizes of the arrays of a coalesced call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .operands import scaled
 from .reduce_op import ReduceOp
 
 Call = Callable[[], Any]
-"""Carries an operation out: blocks, and raises GroupError or MismatchError, which leave the outputs undefined."""
+"""Carries out an operation. Blocks; raises GroupError or MismatchError, after which the outputs are undefined."""
 
 
 class Operation(NamedTuple):
@@ -35,13 +35,13 @@ Planner = Callable[[Operation], Call]
 
 
 def flattened(xs: Sequence[Any]) -> Any:
-    """All elements of host arrays of one dtype, one array after the other."""
+    """Concatenate the elements of host arrays of one dtype."""
     flat = np.empty(sum(x.size for x in xs), xs[0].dtype)  # np.concatenate alone would change the byte order
     return np.concatenate([x.reshape(-1) for x in xs], out=flat)
 
 
 def then_split(call: Call, flat: Any, outs: Sequence[Any]) -> Call:
-    """The call, and then the parts of `flat` copied into arrays."""
+    """Return a call that runs `call`, and then copies the parts of `flat` to arrays."""
 
     def run() -> None:
         call()
@@ -78,4 +78,4 @@ COMPOSITIONS: dict[str, Callable[[Planner, Operation], Call]] = {
     "all_reduce_coalesced": _all_reduce_together,
     "all_gather_coalesced": _all_gather_together,
 }
-"""What a backend that has not got a kind natively does instead."""
+"""For kinds that a backend does not have natively: how to plan them from kinds that it has."""

@@ -1,6 +1,6 @@
-"""The kinds of collective operations, in one table; every other list of kinds in the package is made from it.
+"""The kinds of collective operations, in one table, from which all other lists of kinds in the package are made.
 
-A kind's *form* says which arrays its Operation (operation.py) has:
+A kind's *form* determines which arrays its Operation (operation.py) has:
 
     form              outputs                       inputs
     WORD              -                             -      no operation: only a call word that ranks compare
@@ -14,12 +14,12 @@ A kind's *form* says which arrays its Operation (operation.py) has:
     LIST_TO_BLOCKS    array k of rank r at          the arrays
                       k * size + r
 
-A kind with a root has its blocks, or its result where there are no blocks, on the root alone. Ranks must agree in the
-kind and the dtype; in the reduction where the kind reduces; in the root where there is one; and in the bytes that each
-rank contributes, unless they are uneven.
+In a kind with a root only the root has the blocks, or the result if there are no blocks. Ranks must agree in kind and
+dtype, in the reduction if the kind reduces, in the root if it has one, and, unless it is uneven, in the bytes that each
+rank contributes.
 
 The position of a kind in the table is its number in call words (signature.py) and failpoints, so the order stays.
-Compositions are at the end: they have no number, as ranks compare the call that they are made of.
+Compositions are at the end. They have no number, since ranks compare the call of which they are made.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """What the operations of one kind have in common.
+    """The properties of one kind of operations.
 
     Attributes:
-        form: which arrays there are.
+        form: which arrays an operation has.
         root: the public function's name for the root, "src" or "dst"; "" for a kind without a root.
         reduces: whether it takes a ReduceOp.
         uneven: whether ranks may differ in the bytes that they contribute.
-        made_of: the kind that a composition is made of where a backend does not have it.
+        made_of: of a composition, the kind of which it is made if the backend does not have it natively.
     """
 
     form: int
@@ -105,18 +105,18 @@ KINDS = {
 }
 
 OPERATIONS = [name for name, kind in KINDS.items() if not kind.made_of]
-"""The kinds that have a number, by it."""
+"""The kinds that have a number, in the order of these."""
 
 NATIVE = frozenset(name for name, kind in KINDS.items() if kind.form != WORD and not kind.made_of)
-"""The kinds that every backend carries out itself."""
+"""The kinds that every backend carries out natively."""
 
 WITH_ARRAYS = frozenset(name for name, kind in KINDS.items() if kind.form not in (WORD, NO_ARRAY))
-"""The kinds that move data, compositions among them."""
+"""The kinds that move data, including compositions."""
 
 METHODS = {
     method: name
     for name, kind in KINDS.items()
-    if kind.form != WORD and name != "refused"  # "refused" is no user's call
+    if kind.form != WORD and name != "refused"  # users cannot call "refused"
     for method in ((name, f"{name}_single") if kind.has_blocks else (name,))
 }
 """ProcessGroup's methods of collective operations, and their kinds; `_single`: all blocks are one array."""
@@ -126,8 +126,8 @@ def call(group: Any, method: str, out: Any, given: Any, root: Any, op: Any) -> A
     """Call one of METHODS of a group, with the arguments that its kind has.
 
     Args:
-        out: the output, or the list of blocks; of a kind without blocks the array.
-        given: the input, or the list of blocks; ignored where there are no blocks.
+        out: the output, or the list of blocks; for a kind without blocks, the array.
+        given: the input, or the list of blocks; ignored for a kind without blocks.
     """
     kind = KINDS[METHODS[method]]
     arrays = (out, given) if kind.has_blocks else () if kind.form == NO_ARRAY else (out,)

@@ -1,5 +1,6 @@
-"""Every division of an array: into a part for each rank, and into segments for a pipeline. Numbers are of elements or
-of bytes; `unit` is what no border may cut.
+"""Divisions of arrays: into a part for each rank, and into segments for a pipeline.
+
+Numbers are elements or bytes. No border lies inside a `unit`.
 """
 
 from __future__ import annotations
@@ -19,50 +20,50 @@ class Span(NamedTuple):
 
 
 def even(total: int, parts: int, unit: int = 1) -> list[Span]:
-    """Parts that cover an array, as even as units allow; the first ones are the longer ones."""
+    """Divide an array into parts as even as units allow; the first parts are the longer ones."""
     each, longer = divmod(total // unit, parts)
     borders = [(each * k + min(k, longer)) * unit for k in range(parts + 1)]
     return [Span(low, high - low) for low, high in pairwise(borders)]
 
 
 def start_of(total: int, parts: int, k: int, unit: int = 1) -> int:
-    """Where part k begins if all parts are equally long, but for the last ones; the end for k = parts.
+    """Return the start of part k if all parts but the last ones are equally long; the end for k = parts.
 
-    `total` need not be whole units. Compiled, this is kernels/primitives.py's.
+    `total` need not be a multiple of `unit`. kernels/primitives.py has this compiled.
     """
     return min(total, k * -(-total // (parts * unit)) * unit)
 
 
 def segments(total: int, most: int) -> list[Span]:
-    """Parts of `most` each, but for the last one; none of an empty array."""
+    """Divide an array into parts of `most`, the last one shorter; an empty array has none."""
     return [Span(start, min(most, total - start)) for start in range(0, total, most)]
 
 
 def pieces(x: X, sizes: Sequence[int]) -> list[X]:
-    """Views of so many elements each, one after the other."""
+    """Return consecutive views of an array, with these numbers of elements."""
     flat, end = x.reshape(-1), 0
     return [flat[end : (end := end + size)] for size in sizes]
 
 
 def shares(x: X, parts: int) -> list[X]:
-    """Views of a flat array's `even` parts."""
+    """Return views of a flat array's `even` parts."""
     return [x[start : start + size] for start, size in even(x.size, parts)]
 
 
 def cut(x: X, most: int) -> list[X]:
-    """Views of a flat array's `segments`."""
+    """Return views of a flat array's `segments`."""
     return [x[start : start + size] for start, size in segments(x.size, most)]
 
 
 class Segments(NamedTuple):
-    """The same division for a number of blocks, so that segment k of one can go with segment k of another."""
+    """One division for several blocks, so that segment k of one block goes with segment k of another."""
 
     number: int  # of segments of the longest block
     nbytes: int  # of a segment; the last one may be shorter, and those of shorter blocks may be empty
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Span], most: int, unit: int) -> Segments:
-        """Segments of equal size, of at most `most` or one unit."""
+        """Divide blocks into segments of equal size: at most `most`, but at least one unit."""
         longest = max(block.nbytes for block in blocks)
         number = max(-(-longest // (max(most // unit, 1) * unit)), 1)
         return cls(number, max(-(-(longest // unit) // number), 1) * unit)

@@ -19,10 +19,11 @@ class ReduceOp:
     """How arrays of several ranks become one, element by element and in rank order.
 
     Predefined: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, LAND, LOR, LXOR. AVG divides the sum by
-    the number of ranks (integers: truncated towards zero, as NCCL does). MIN and MAX hand NaN on, as
+    the number of ranks (integers: truncated towards zero, as NCCL does). MIN and MAX propagate NaN, as
     `numpy.minimum` does. On bool, SUM and MAX are "or", PRODUCT and MIN are "and", as in NumPy.
     LAND, LOR and LXOR are MPI's: every element but 0 is true, NaN too, and the result of two or more
-    ranks is 0 or 1 in the array's dtype. An operand of one rank alone is not changed.
+    ranks is 0 or 1 in the array's dtype. One rank's array alone (in a group of one, or rank 0's in a
+    scan) is not changed.
 
     Attributes:
         name: "SUM", ..., "PREMUL_SUM", or a custom function's name.
@@ -58,17 +59,17 @@ class ReduceOp:
             factor: a number, or an array of one element; real for float dtypes.
 
         Raises:
-            UsageError: it is something else.
+            UsageError: the factor is neither.
         """
         return ReduceOp("PREMUL_SUM", PREMUL_SUM, factor=_number(factor))
 
     @staticmethod
     def custom(function: Callable[[Any, Any], Any], name: str | None = None) -> ReduceOp:
-        """A reduction by an elementwise, associative `function(a, b)`, compiled by Numba.
+        """Make a reduction from an elementwise, associative `function(a, b)`, compiled by Numba.
 
         It need not be commutative: ranks are combined in the order 0..n-1. It gets and returns
         scalars of the array's dtype (records for structured dtypes). Make the ReduceOp once and
-        keep it, as each new one is compiled anew.
+        keep it, since each new one is compiled anew.
 
         Raises:
             UsageError: `function` cannot be called with two arguments.
@@ -93,7 +94,7 @@ class ReduceOp:
         return f"ReduceOp.{self.name}" if self.factor is None else f"ReduceOp.{self.name}({self.factor!r})"
 
 
-# Codes fit in 16 bits: they travel in the word that ranks compare.
+# Codes fit in 16 bits, since they are part of the word that ranks compare.
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM, LAND, LOR, LXOR, CUSTOM = range(1, 14)
 NAMES = {code: name for name, code in list(globals().items()) if isinstance(code, int) and name.isupper()}
 PREDEFINED = {code: ReduceOp(name, code) for code, name in NAMES.items() if code not in (PREMUL_SUM, CUSTOM)}
@@ -104,7 +105,7 @@ for _op in PREDEFINED.values():
 
 
 def _number(factor: Any) -> Any:
-    """The number that PREMUL_SUM multiplies by, taken out of an array of one element."""
+    """Return PREMUL_SUM's factor as a number, also if it is given as an array of one element."""
     value = factor
     if hasattr(factor, "item") and not isinstance(factor, Number):
         with suppress(RuntimeError, TypeError, ValueError):  # more than one element
@@ -119,7 +120,7 @@ def _describe_code(code: CodeType) -> str:
 
 
 def _describe_values(values: Iterable[Any]) -> str:
-    """Numbers, texts and nested code as they are, anything else by its type: a repr may hold an address."""
+    """Describe numbers, texts and nested code by value, others by type, since a repr may have an address."""
     return " ".join(
         _describe_code(value)
         if isinstance(value, CodeType)
@@ -131,7 +132,7 @@ def _describe_values(values: Iterable[Any]) -> str:
 
 
 class _DeprecatedReduceOp:
-    """`reduce_op.SUM` and its kin of torch's first releases; use ReduceOp."""
+    """`reduce_op.SUM` and others of torch's first releases; use ReduceOp."""
 
     def __getattr__(self, name: str) -> ReduceOp:
         if name not in ("SUM", "PRODUCT", "MIN", "MAX"):

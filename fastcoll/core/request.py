@@ -12,8 +12,8 @@ from .work import Timeout, Work
 class Request:
     """A send or a receive that `start` posts, any number of times.
 
-    Each start posts one message; the next start must wait until that is complete. Between a start and its
-    completion the array belongs to the operation.
+    Each start posts one message. It must be complete before the next start. Between a start and its completion the
+    array belongs to the operation.
 
     Args:
         post: posts a message with the same arguments every time.
@@ -22,7 +22,7 @@ class Request:
     def __init__(self, post: Callable[[], Work]) -> None:
         self.post = post
         self.work: Work | None = None
-        """The operation that was started last; None before the first start."""
+        """The operation of the last start; None before the first."""
 
     def __repr__(self) -> str:
         return f"<Request {'that was not started' if self.work is None else repr(self.work)}>"
@@ -46,7 +46,7 @@ class Request:
             )
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Wait for the operation that was started last; return True at once if there is none."""
+        """Wait for the operation of the last start; return True at once if there is none."""
         return self.work is None or self.work.wait(timeout)
 
     def is_completed(self) -> bool:

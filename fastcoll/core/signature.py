@@ -1,12 +1,13 @@
-"""The signature of a collective call: what ranks compare before data moves, and what they say where it differs.
+"""The signature of a collective call, which ranks compare before data moves, and the error if it differs.
 
     call     bits 0-7 operation, 8-15 dtype, 16-31 reduce operation, 32-47 root, 48-60 detail, 61 COALESCED, 62 UNEVEN
     shape    bytes that a rank contributes; ranks may differ in it when UNEVEN is set
-    balance  a sum over what the rank gives less one over what it expects; over all ranks it is 0 if all sizes match
+    balance  a hash of the sizes that the rank sends minus one of those that it expects; if all sizes match, the sum
+             over all ranks is 0
 
-All fields but the detail can be read back, so that an error can show what each rank called. The detail is
-a checksum of what has no field: a dtype that is not in the table, and how a coalesced call is divided. A coalesced
-call's checksum goes on in the field that its operation has no use for: the root's, or the reduce operation's.
+All fields but the detail can be decoded, so that an error can show what each rank called. The detail is a checksum of
+what has no field: a dtype that is not in the table, and the division of a coalesced call. The upper bits of a coalesced
+call's checksum are in the field that its operation does not use: the root's, or the reduce operation's.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _OTHER_BITS = 0x3FFF
 _DETAIL = 0x1FFF
 
 REFUSED = _CODES["refused"]
-"""The call word of a call that was refused where it was made, and matches no other."""
+"""The call word of a call that its own rank has refused; it matches no other."""
 
 _COALESCED = 1 << 61
 UNEVEN = 1 << 62
@@ -42,11 +43,11 @@ ROOT_SHIFT = 32
 _DETAIL_SHIFT = 48
 
 SHAPES = (-1,)
-"""The `parts` of the all_gather of int64 by which ranks tell the shapes of what they gather next."""
+"""The `parts` of the all_gather of int64 in which ranks exchange the shapes of what they gather next."""
 
 
 class Signature(NamedTuple):
-    """The three words that a rank tells of its call."""
+    """The three words that a rank publishes for its call."""
 
     call: int
     shape: int
@@ -57,7 +58,7 @@ class Signature(NamedTuple):
 
 
 def code_of(operation: str) -> int:
-    """An operation's number."""
+    """Return an operation's number."""
     return _CODES[operation]
 
 
@@ -68,7 +69,11 @@ def encode(
     op: ReduceOp | None = None,
     parts: Sequence[int] = (),
 ) -> int:
-    """The call word, without the root; `parts`: of a coalesced call, its arrays' sizes or what else must agree."""
+    """Return the call word without the root.
+
+    Args:
+        parts: of a coalesced call, its arrays' sizes or other numbers in which ranks must agree.
+    """
     kind, code = KINDS[operation], dtype_code(dtype)
     checksum = zlib.crc32(repr(list(parts)).encode()) if parts else 0
     return (
@@ -83,12 +88,12 @@ def encode(
 
 
 def _spare_shift(kind: Kind) -> int:
-    """Where the field lies that a coalesced call of this kind has no use for."""
+    """Return the position of the field that a coalesced call of this kind does not use."""
     return ROOT_SHIFT if kind.reduces else OP_SHIFT
 
 
 def dtype_code(dtype: np.dtype[Any] | None) -> int:
-    """22 bits for a dtype: its place in a table, or a checksum of its description with bit 7 set."""
+    """Encode a dtype in 22 bits: its index in a table, or a checksum of its description with bit 7 set."""
     if dtype is None:
         return 0
     if dtype.isnative and dtype.name in _DTYPES:
@@ -98,14 +103,14 @@ def dtype_code(dtype: np.dtype[Any] | None) -> int:
 
 
 def itemsize_of(code: int) -> int:
-    """Return the size of an element in bytes, from a dtype's code; 0: not in the table."""
+    """Return the size of an element in bytes, from a dtype's code; 0: it is not in the table."""
     name = _DTYPES[code & 0xFF] if 0 < code & 0xFF < len(_DTYPES) else ""
     return np.dtype(name.replace("bfloat16", "uint16")).itemsize if name else 0
 
 
 OBJECT_SIZES = np.dtype([("fastcoll: sizes of objects", np.int64)])
 OBJECT_BYTES = np.dtype([("fastcoll: bytes of objects", np.uint8)])
-"""What collectives of objects move: no user's array matches it, and messages call it objects."""
+"""The dtypes that collectives of objects move. No user's array matches them; error texts call them objects."""
 
 _OBJECTS = {
     dtype_code(dtype) & (_DETAIL << 8 | 0xFF): dtype.itemsize for dtype in (OBJECT_SIZES, OBJECT_BYTES)
@@ -113,7 +118,7 @@ _OBJECTS = {
 
 
 def describe(call: int, shape: int) -> str:
-    """A call for people to read, as in `all_reduce(float32, 12 bytes, op=SUM)`; 0, 0: not known yet."""
+    """Format a call for error texts, as in `all_reduce(float32, 12 bytes, op=SUM)`; 0, 0: not published yet."""
     if not call:
         return "a call that is not published yet"
     name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
@@ -151,7 +156,7 @@ _SHAPES_CALL = encode("all_gather", np.dtype(np.int64), parts=SHAPES)
 
 
 def describe_differences(calls: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
-    """Who called what, equal calls together: `ranks 0, 2: barrier(); rank 1: ...`."""
+    """Format the call of each rank, equal calls together: `ranks 0, 2 called barrier(); rank 1 called ...`."""
     groups: dict[tuple[int, int], list[int]] = {}
     for rank, call in zip(ranks, calls, strict=True):
         groups.setdefault(call, []).append(rank)
@@ -164,7 +169,7 @@ def describe_differences(calls: Sequence[tuple[int, int]], ranks: Sequence[int])
 # ---- sizes ---------------------------------------------------------------------------------------------
 
 Sizes = tuple[Sequence[int], Sequence[int]]
-"""Bytes that a rank gives to and takes from each rank; -1 where there is no message."""
+"""Bytes that a rank sends to each rank, and bytes that it expects from each; -1: there is no message."""
 
 # Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014 (splitmix64).
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -172,7 +177,7 @@ _WORD = (1 << 64) - 1
 
 
 def weigh(src: int, dst: int, nbytes: int) -> int:
-    """A pseudo-random number for "rank src gives rank dst so many bytes"; compiled, it is kernels/primitives.py's."""
+    """Hash "rank src sends rank dst so many bytes" to a signed 64-bit word; compiled in kernels/primitives.py."""
     mixed = ((nbytes + 1) * STEP + (src << 32) + dst) & _WORD
     mixed = (mixed ^ (mixed >> 30)) * FIRST & _WORD
     mixed = (mixed ^ (mixed >> 27)) * SECOND & _WORD
@@ -180,9 +185,9 @@ def weigh(src: int, dst: int, nbytes: int) -> int:
 
 
 def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
-    """The weights of what a rank gives each peer less those of what it expects, as a signed 64-bit word.
+    """Return the hashes of what a rank sends each peer minus those of what it expects, as a signed 64-bit word.
 
-    Over all ranks these add up to 0 modulo 2**64 if all sizes agree, and otherwise hardly ever (1 in 2**64).
+    The sum over all ranks is 0 modulo 2**64 if all sizes agree; if they differ, it is 0 once in 2**64 cases.
     """
     given = sum(weigh(rank, peer, n) for peer, n in enumerate(gives) if peer != rank and n >= 0)
     taken = sum(weigh(peer, rank, n) for peer, n in enumerate(takes) if peer != rank and n >= 0)
@@ -190,7 +195,7 @@ def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
 
 
 def shape_of(sizes: Sequence[int]) -> int:
-    """One number that tells sizes that all ranks know from others: their sum if they are equal, else negative."""
+    """Encode sizes that all ranks know in one number: their sum if they are equal, else a negative hash."""
     if len(set(sizes)) == 1:
         return sum(sizes)
     return -1 - (sum(weigh(peer, peer, n) for peer, n in enumerate(sizes)) & (1 << 62) - 1)
@@ -200,16 +205,16 @@ def _signed(word: int) -> int:
     return ((word + (1 << 63)) & _WORD) - (1 << 63)
 
 
-# ---- do they match, and what to say where they do not ---------------------------------------------------
+# ---- comparing, and the error ----------------------------------------------------------------------------
 
 Head = tuple[int, int]
-"""Call word and shape of a rank."""
+"""Call word and shape of one rank."""
 
 Gather = Callable[[NDArray[Any], NDArray[Any]], object]
-"""An all_gather of what each rank gives into an array with a row for each."""
+"""Gathers an array of each rank (second argument) into the rows of the first argument, on all ranks."""
 
 NOTE_BYTES = 1024
-_MOST_TABLES = 256  # ranks whose sizes are looked at: of more, these tables are too large
+_MOST_TABLES = 256  # ranks; the tables of sizes of more ranks are too large to gather
 
 
 def _from_all(own: NDArray[Any], size: int, gather: Gather) -> NDArray[Any]:
@@ -219,13 +224,13 @@ def _from_all(own: NDArray[Any], size: int, gather: Gather) -> NDArray[Any]:
 
 
 def write_note(text: str, note: NDArray[Any]) -> None:
-    """Write a text, or the beginning of it, into NOTE_BYTES zeros."""
+    """Write a text into NOTE_BYTES zeros; a longer text is cut off."""
     data = np.frombuffer(text.encode()[:NOTE_BYTES], np.uint8)
     note[: data.size] = data
 
 
 def tell(text: str, size: int, gather: Gather) -> list[str]:
-    """The texts of `size` ranks, up to NOTE_BYTES of each; collective."""
+    """Gather a text of each rank, of up to NOTE_BYTES. Collective."""
     note = np.zeros(NOTE_BYTES, np.uint8)
     write_note(text, note)
     notes = _from_all(note, size, gather)
@@ -233,13 +238,13 @@ def tell(text: str, size: int, gather: Gather) -> list[str]:
 
 
 def comparable(heads: Sequence[Head]) -> list[Head]:
-    """The heads of all ranks, without the shapes if ranks may differ in them."""
+    """Return the heads of all ranks, without the shapes if ranks may differ in them."""
     uneven = all(call & UNEVEN for call, _ in heads)
     return [(call, 0) for call, _ in heads] if uneven else list(heads)
 
 
 def mismatch(text: str, number: int, group: str) -> MismatchError:
-    """The error of every rank; `text` says who called what."""
+    """Make the error that every rank raises; `text` has the calls of all ranks."""
     return MismatchError(
         f"the ranks' calls do not match (call {number} of group {group!r}): {text}; "
         "all ranks must make the same calls in the same order"
@@ -247,7 +252,7 @@ def mismatch(text: str, number: int, group: str) -> MismatchError:
 
 
 def describe_sizes(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
-    """The pairs of ranks whose sizes differ: `rank 0 gives rank 1 8 bytes, which expects 12`."""
+    """Format the pairs of ranks whose sizes differ: `rank 0 gives rank 1 8 bytes, which expects 12`."""
     differences = [
         f"rank {ranks[src]} gives rank {ranks[dst]} {gives[dst]} bytes, which expects {tables[dst][1][src]}"
         for src, (gives, _) in enumerate(tables)
@@ -279,7 +284,7 @@ def describe_mismatch(
     tables: Callable[[], Sequence[Sizes]] = tuple,
     describe: Callable[[Sequence[Sizes], Sequence[int]], str] = describe_sizes,
 ) -> str:
-    """Who called what; or, where all called the same, whose sizes differ, as `describe` says of the ranks' `tables`.
+    """Format the calls of all ranks, or, if they are equal, the sizes that differ (`describe` of `tables`).
 
     `tables` is called on all ranks or on none.
     """
@@ -303,17 +308,17 @@ def difference(
     also: str = "",
     notes: Sequence[str] | None = None,
 ) -> MismatchError:
-    """The error of every rank of a call that does not match; all of them have the same heads, and call this together.
+    """Make the error of a call that does not match. Collective: all ranks have the same heads.
 
-    Where calls were refused it has what these ranks say, and what the others called.
+    If ranks have refused their calls, the error has their reasons, and the calls of the other ranks.
 
     Args:
-        gate: of the group; its `refusal` is what this rank says, if its call was refused.
+        gate: of the group; `gate.refusal` is this rank's reason, if it has refused its call.
         number: of the call.
-        sizes: this rank's.
-        describe: says what differs in the sizes of all ranks.
-        also: what differs besides the heads.
-        notes: what ranks say whose calls were refused, if that is known; else all ranks gather it.
+        sizes: of this rank.
+        describe: formats the differences in the sizes of all ranks.
+        also: a difference besides the heads.
+        notes: the reasons of all ranks, if they are known; else they are gathered.
     """
     size, ranks = gate.size, gate.ranks
 

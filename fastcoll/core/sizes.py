@@ -1,4 +1,4 @@
-"""The sizes of a call between ranks, in bytes: what each rank gives to and takes from each, for all to compare."""
+"""The sizes of a call in bytes, which the ranks compare: what each rank sends to and expects from each other rank."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ X = TypeVar("X")
 
 
 def sized(kind: str, outputs: Sequence[X], inputs: Sequence[X]) -> Sequence[X]:
-    """Of the arrays of a call (core/operation.py), those whose sizes count."""
+    """Return the arrays of a call (core/operation.py) whose sizes the ranks compare."""
     if KINDS[kind].form == BLOCKS_TO_BLOCKS:
         return (*outputs, *inputs)
     return outputs or inputs if KINDS[kind].takes_blocks else inputs or outputs
 
 
 class Sizes(NamedTuple):
-    """The sizes of a rank's call, which it sends to the others so that all can compare them."""
+    """The sizes of one rank's call, which it sends to the others.
 
-    shape: int  # bytes that this rank contributes, MIXED if it gives the ranks blocks of different sizes
-    gives: tuple[int, ...]  # bytes for each rank, zeros where `shape` says everything
-    takes: tuple[int, ...]  # and expected from each
+    Attributes:
+        shape: bytes that this rank contributes; MIXED if its blocks for the ranks differ in size.
+        gives: bytes for each rank; zeros if `shape` is enough.
+        takes: bytes expected from each rank.
+    """
+
+    shape: int
+    gives: tuple[int, ...]
+    takes: tuple[int, ...]
 
 
 MIXED = -1
 
 
 def sizes_of(kind: str, size: int, rank: int, nbytes: tuple[int, ...], root: int) -> Sizes:
-    """The sizes of a call of the group rank `rank`, whose arrays that count (`sized`) have `nbytes`."""
+    """Return the sizes of group rank `rank`'s call, whose arrays (those of `sized`) have `nbytes`."""
     nothing, form = (0,) * size, KINDS[kind]
     if not form.has_blocks:
         return Sizes(sum(nbytes), nothing, nothing)

@@ -1,9 +1,8 @@
-"""Trees: dicts, lists and tuples of arrays, nested as they may be, which one call takes as a whole; and the gathering
-of arrays whose shapes the ranks do not know.
+"""Trees: nested dicts, lists and tuples of arrays as the argument of one call; and all_gather of unknown shapes.
 
-All ranks take the arrays in one order: lists and tuples as they stand, dicts sorted by their keys' types and `repr`.
-None stands for no array. The *structure* says all of it, with the dtype and shape of each array, and ranks compare it,
-so that different trees are a MismatchError on all of them. Small arrays travel together, large ones by themselves.
+All ranks use the arrays in the same order: lists and tuples in their own, dicts sorted by the keys' types and `repr`.
+None means "no array". The *structure* encodes the nesting, and the dtype and shape of each array. Ranks compare it, so
+different trees raise MismatchError on all ranks. Small arrays are packed together, large ones are sent one by one.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ from .signature import SHAPES, dtype_code
 
 CONTAINERS = (dict, list, tuple)
 
-# Bytes. Packing copies an array twice, a call of its own costs a meeting: with 2 ranks on 2 cores that others use too,
-# 8 float32 arrays in one tree, packed against alone: 512 KiB each 12.2 : 16.6 ms, 1 MiB 22.1 : 19.4, 4 MiB 149 : 66.
+# Bytes. Packing copies an array twice; a separate call costs one synchronisation. 8 float32 arrays in one tree, 2 ranks
+# on 2 shared cores, packed : separate: 512 KiB each 12.2 : 16.6 ms, 1 MiB 22.1 : 19.4, 4 MiB 149 : 66.
 LARGE = 1 << 20
 _SHOWN = 1000  # characters of a structure in an error
 
 
 class Tree(ImportedArray):
-    """One rank's tree, whose arrays `import_array` takes in.
+    """One rank's tree, with its arrays imported by `import_array`.
 
-    `structure` is what ranks compare, `leaves` are the arrays in the common order: an empty one if there is none, as
-    ranks must meet also then.
+    Attributes:
+        structure: the text that ranks compare.
+        leaves: the arrays in the common order; one empty array if the tree has none, since ranks must synchronise.
     """
 
     __slots__ = ("_apart", "_given", "_tree", "leaves", "structure")
@@ -64,18 +64,18 @@ class Tree(ImportedArray):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The structure and how it travels, for the calls' signatures."""
+        """Return the structure and its division into calls, for the signatures of the calls."""
         return zlib.crc32(self.structure.encode()), *self._apart
 
     def batches(self, kind: Callable[[Any], Any]) -> list[list[ImportedArray]]:
-        """The leaves that travel together: those of one kind; large ones that share no memory by themselves."""
+        """Group the leaves by calls: those of one kind together; large ones that share no memory one by one."""
         batches: dict[Any, list[ImportedArray]] = {}
         for index, leaf in enumerate(self.leaves):
             batches.setdefault(index if index in self._apart else str(kind(leaf.array)), []).append(leaf)
         return list(batches.values())
 
     def in_turn(self, calls: Sequence[Call]) -> Call:
-        """The calls one after the other; what they compare is the same, so a mismatch is found by the first."""
+        """Return a call that runs `calls` in order. All have the same signature, so the first finds a mismatch."""
 
         def run() -> None:
             try:
@@ -88,7 +88,7 @@ class Tree(ImportedArray):
         return run
 
     def finish(self) -> Any:
-        """Finish the leaves; a tree with new arrays in the place of immutable ones, or None if there are none."""
+        """Finish the leaves; return a tree with new arrays for immutable ones, or None if there are none."""
         done = [leaf.finish() for leaf in self.leaves]
         if all(new is None for new in done):
             return None
@@ -117,7 +117,7 @@ def _keys(x: dict[Any, Any]) -> list[Any]:
 
 
 def flat(x: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a tree, each with the keys and indices that lead to it, in the common order."""
+    """Yield the leaves of a tree in the common order, each with the keys and indices that lead to it."""
     if isinstance(x, dict):
         for key in _keys(x):
             yield from flat(x[key], (*place, key))
@@ -129,7 +129,7 @@ def flat(x: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...],
 
 
 def rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
-    """A tree as x, with these leaves."""
+    """Return a tree with the structure of x and these leaves."""
     if x is None:
         return None
     if isinstance(x, dict):
@@ -143,7 +143,7 @@ def rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
 
 
 def _large_and_apart(arrays: Sequence[Any]) -> Iterator[int]:
-    """Which arrays are large and share no memory with another: in place, that would be reduced twice."""
+    """Yield the indices of large arrays that share no memory with others, which would be reduced twice."""
     if all(x.nbytes < LARGE for x in arrays):
         return
     spans = sorted(
@@ -198,7 +198,7 @@ def _run(
 ) -> Any:
     if not tree.on_gpu:
         return group.run(name, tree.in_turn(calls), (tree,), async_op)
-    # A stream takes them in order, so the last one's Work stands for all.
+    # A stream runs the calls in order, so the Work of the last one stands for all.
     for call, leaves in zip(calls[:-1], batches, strict=False):
         group.run(name, call, leaves, False)
     return group.run(name, calls[-1], batches[-1], async_op)
@@ -206,12 +206,12 @@ def _run(
 
 # ---- arrays of unknown shape ---------------------------------------------------------------------------
 
-# How a rank tells the others its array's dtype and shape, before they have room for it.
+# A rank's dtype and shape, which the others need before they allocate its array.
 _SHAPE_NOTE = np.dtype([("code", "i8"), ("dtype", "S64"), ("ndim", "i8"), ("shape", "i8", 64)])
 
 
 def all_gather_new(group: Caller, tensor: Any, async_op: bool) -> Any:
-    """`all_gather` into a list of new arrays, whose shapes the ranks tell one another first."""
+    """Gather into a list of new arrays; the ranks exchange shapes first."""
     with group.preparing("all_gather"):
         x = group.import_array(tensor, writable=False)
         note, notes = np.zeros(1, _SHAPE_NOTE), np.empty(group.size, _SHAPE_NOTE)
@@ -241,7 +241,7 @@ def all_gather_new(group: Caller, tensor: Any, async_op: bool) -> Any:
 
 
 def _agreed_shapes(notes: Array, ranks: Sequence[int]) -> list[list[int]]:
-    """Every rank's shape; a MismatchError, on all ranks, where dtypes or numbers of dimensions differ."""
+    """Return every rank's shape; raise MismatchError, on all ranks, if dtypes or numbers of dimensions differ."""
     shapes = [note["shape"][: note["ndim"]].tolist() for note in notes]
     if len(set(notes["code"].tolist())) > 1 or len(set(notes["ndim"].tolist())) > 1:
         gave = (

@@ -1,7 +1,7 @@
-"""Work, the handle of an asynchronous operation, and the queue that carries operations out in order.
+"""Work, the handle of an asynchronous operation, and the queue that runs operations in order.
 
-A group has one ProgressQueue. Its thread starts with the first asynchronous call and ends after the
-last one has been idle for a while; kernels release the GIL, so the caller computes meanwhile.
+A group has one ProgressQueue. Its thread starts with the first asynchronous call and ends after 5 s without one.
+Kernels release the GIL, so the caller computes meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("fastcoll")
 
 class _Here(threading.local):
     progress = (
-        False  # whether this thread carries operations out; of the class, as getattr's default costs 0.4 us
+        False  # whether this thread runs operations; on the class, since getattr's default costs 0.4 us
     )
 
 
@@ -39,8 +39,8 @@ Sync: TypeAlias = Literal[False]  # `async_op` in overloads
 Async: TypeAlias = Literal[True]
 
 ENDLESS = threading.TIMEOUT_MAX
-"""Seconds to wait where there is no limit. Where a library's handler of SIGINT has SA_RESTART set, as that of polars,
-Linux takes waits without a limit up again, and Ctrl-C would not end them."""
+"""Seconds to wait if there is no limit. If a library's handler of SIGINT has SA_RESTART set, as that of polars, Linux
+restarts a wait without a limit, and Ctrl-C would not end it."""
 
 _forks = 0  # between this process and the one that imported this file
 
@@ -54,15 +54,15 @@ at_fork("works", _count_fork)
 
 
 def forks() -> int:
-    """How many forks are between this process and the one that imported this file."""
+    """Return the number of forks between this process and the one that imported this file."""
     return _forks
 
 
 def seconds(timeout: Timeout, default: float) -> float:
-    """A timeout as seconds: a number of seconds, a timedelta, or None for the default; ENDLESS at the most.
+    """Convert a timeout (a number of seconds, a timedelta, or None for the default) to seconds, at most ENDLESS.
 
     Raises:
-        UsageError: it is no time.
+        UsageError: it is none of these.
     """
     if timeout is None:
         return default
@@ -79,12 +79,12 @@ def is_progressing() -> bool:
 
 
 def mark_progressing() -> None:
-    """This thread carries operations out."""
+    """Mark this thread as one that runs operations."""
     _here.progress = True
 
 
 def refuse_to_block(what: str) -> None:
-    """A progress thread that waits for an operation would wait for itself.
+    """Refuse to wait on a progress thread, which would wait for itself.
 
     Raises:
         UsageError: this is a progress thread, so the caller is a Work's callback.
@@ -98,18 +98,18 @@ def refuse_to_block(what: str) -> None:
 class Work(Future[Any]):
     """The handle of an asynchronous operation.
 
-    The arrays that were given belong to the operation until it is complete. A Work may be waited for
-    by several threads and more than once. `concurrent.futures.wait` and `as_completed` take it; it cannot be
-    cancelled, as the other ranks have begun the operation too.
+    The arrays of the call belong to the operation until it is complete. Several threads may wait for a Work, and more
+    than once. `concurrent.futures.wait` and `as_completed` take it. It cannot be cancelled, since the other ranks may
+    have begun the operation.
     """
 
     needs_message = False
     """Whether the operation ends only by a message that may never be sent."""
 
-    # Most operations end before anybody blocks for them, so what that takes is made when it is asked for. Whoever
-    # makes it sets `_awaited` first and looks at `ended` afterwards; `complete` sets `ended` and then looks at
-    # `_awaited`: one of them sees the other.
-    ended = _awaited = _heard = False  # _heard: somebody has asked how it ended
+    # Most operations end before a thread blocks for them, so events, locks and lists of callbacks are made on first
+    # use. The thread that makes one sets `_awaited` before it checks `ended`; `complete` sets `ended` before it checks
+    # `_awaited`. So at least one of them sees the other.
+    ended = _awaited = _observed = False  # _observed: a thread has read how the operation ended
     _result: Any = None
     error: BaseException | None = None
     _state = PENDING
@@ -129,7 +129,7 @@ class Work(Future[Any]):
             event.set()
         return event
 
-    # What concurrent.futures uses of a Future. Nobody waits on the condition, so a lock is enough.
+    # What concurrent.futures uses of a Future. No thread waits on the condition, so a lock is enough.
     @property
     def _condition(self) -> Any:  # type: ignore[override]
         self._awaited = True
@@ -154,13 +154,13 @@ class Work(Future[Any]):
         """Block until the operation is complete; True when it succeeded.
 
         Args:
-            timeout: seconds or timedelta; None waits as long as the group's own timeout allows.
+            timeout: seconds or timedelta; None: until the group's own timeout ends the operation.
 
         Raises:
             CollectiveTimeoutError: not complete within `timeout` (the operation goes on).
-            UsageError: called from a Work's callback before this operation is complete, or `timeout` is no time.
-            AbortedError: another process, from which this one was forked, has the operation under way.
-            FastcollError: whatever ended the operation.
+            UsageError: called from a Work's callback before this operation is complete, or `timeout` is invalid.
+            AbortedError: the operation is under way in the process from which this one was forked.
+            FastcollError: the error that ended the operation.
         """
         limit = ENDLESS if timeout is None else seconds(timeout, ENDLESS)
         if not self.ended:
@@ -170,18 +170,18 @@ class Work(Future[Any]):
                 refuse_to_block(f"waiting for {self.describe}")
             if not self._await_end(limit):
                 raise CollectiveTimeoutError(f"{self.describe} is not complete after {limit:g} s")
-        self._heard = True
+        self._observed = True
         if self.error is not None:
-            # Without the tracebacks of earlier waits, which keep their frames and arrays alive.
+            # Tracebacks of earlier waits would keep their frames and arrays alive.
             raise self.error.with_traceback(None)
         return True
 
     def _await_end(self, limit: float) -> bool:
-        """Block until the operation has ended, at most so many seconds; whether it has."""
+        """Block until the operation has ended, for at most `limit` seconds; return whether it has."""
         return self.end_event.wait(limit)
 
     def refuse_in_child(self) -> None:
-        """Raise where the operation would never be complete: in a child of fork, which has none of the threads."""
+        """Raise in a child of fork, which has none of the threads that would complete the operation."""
         if self._forks != _forks and not self.ended:
             raise AbortedError(
                 f"{self.describe} is under way in the process from which process {os.getpid()} was forked; wait for "
@@ -189,10 +189,10 @@ class Work(Future[Any]):
             )
 
     def join(self) -> None:
-        """Wait without a limit of time, on any thread, as one group's progress thread may for another's."""
+        """Wait without a timeout, on any thread; one group's progress thread may wait for another group."""
         if not self.ended:
             self._await_end(ENDLESS)
-        self._heard = True
+        self._observed = True
         if self.error is not None:
             raise self.error.with_traceback(None)
 
@@ -205,10 +205,10 @@ class Work(Future[Any]):
         return self.is_completed() and self.exception() is None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What ended the operation, or None. Never blocks, also where a Future's would, and ignores `timeout`."""
+        """Return the error that ended the operation, or None. Unlike a Future's, never blocks; ignores `timeout`."""
         if not self.ended:
             return None
-        self._heard = True
+        self._observed = True
         return self.error
 
     def result(self, timeout: Timeout = None) -> Any:
@@ -221,7 +221,7 @@ class Work(Future[Any]):
         return self._result
 
     def done(self) -> bool:
-        """The same as `is_completed`, by the name that futures have for it."""
+        """`is_completed`, by the name that futures have for it."""
         return self.is_completed()
 
     def running(self) -> bool:
@@ -236,15 +236,15 @@ class Work(Future[Any]):
         """False: the other ranks may have begun the operation."""
         return False
 
-    def source_rank(self) -> int | Any:  # whoever has received need not look for None
+    def source_rank(self) -> int | Any:  # Any, so that callers that have received need no check for None
         """Wait, then return the rank that a receive got its message from; None for all other operations."""
         result = self.result()
         return int(result) if isinstance(result, Integral) else None
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Call `callback(work)` once complete, on the progress thread, or now if it already is.
+        """Call `callback(work)` on the progress thread when the operation has ended, or now if it already has.
 
-        What a callback raises is logged and goes no further; it may not wait for other operations.
+        An exception of a callback is logged. A callback may not wait for other operations.
         """
         if self.ended:
             self._call(callback)
@@ -259,13 +259,13 @@ class Work(Future[Any]):
         self.wait()
 
     def get_future(self) -> WorkFuture:
-        """A future of the arrays that the operation writes, with the methods of torch's."""
+        """Return a future of the arrays that the operation writes, with the methods of torch's futures."""
         future = WorkFuture(self)
 
         def settle(_: Work) -> None:
             if (error := self.exception()) is not None:
                 future.set_exception(error)
-            else:  # in place on an immutable array, the result is another one
+            else:  # an operation in place on an immutable array has another array as its result
                 future.set_result(self.outputs if (result := self.result()) is None else [result])
 
         self.add_done_callback(settle)
@@ -277,16 +277,16 @@ class Work(Future[Any]):
         return self.result()
 
     def complete(self, result: Any = None, error: BaseException | None = None) -> None:
-        """For whoever carries the operation out: it has ended, with a result or an error."""
+        """Record that the operation has ended, with a result or an error. Called by the thread that runs it."""
         self._result, self.error, self._state = result, error, FINISHED
         self.ended = True
         if self._noted_by is not None:
             self._noted_by.ended(self)
         if self._awaited:
-            self._tell(self.__dict__)
+            self._notify(self.__dict__)
 
-    def _tell(self, made: dict[str, Any]) -> None:
-        """Wake and call whoever waits for the end."""
+    def _notify(self, made: dict[str, Any]) -> None:
+        """Wake the threads that wait for the end, and call the callbacks."""
         if "_end" in made:
             made["_end"].set()
         if "_lock" in made:
@@ -297,7 +297,7 @@ class Work(Future[Any]):
             self._call_back()
 
     def _call_back(self) -> None:
-        """Call what is to be called in the end, each once, whoever comes first."""
+        """Call each callback once, even if two threads get here."""
         callbacks = self.__dict__["_callbacks"]
         while callbacks:
             with suppress(IndexError):  # another thread was faster
@@ -311,10 +311,10 @@ class Work(Future[Any]):
 
 
 class WorkFuture(futures.Future[Any]):
-    """What `Work.get_future` gives.
+    """The result of `Work.get_future`: a concurrent.futures.Future with torch's methods.
 
-    The value is the list of the operation's output arrays in host memory, as NumPy arrays; of a receive, the
-    sender alone.
+    The value is the list of the operation's output arrays in host memory, as NumPy arrays; for a receive, it is a list
+    of the sender's rank.
     """
 
     __slots__ = ("_work",)
@@ -340,51 +340,51 @@ _W = TypeVar("_W", bound=Work)
 
 
 class UnobservedWorks:
-    """The asynchronous operations of a group whose end nobody has heard of: those under way, and those that failed.
+    """The asynchronous operations of a group that are under way, or have failed without any thread checking.
 
-    A rank that leaves completes the first, and says which were lost (leaving.py).
+    A rank that leaves completes the first, and reports the others (leaving.py).
     """
 
-    _MOST_FAILED = 16  # as each keeps its arrays alive
+    _MOST_FAILED = 16  # since each keeps its arrays alive
 
     def __init__(self) -> None:
         self._works: dict[Work, None] = {}
 
-    def note(self, work: _W, heard: bool = False) -> _W:
-        """Count an operation in; returns it. `heard`: nobody needs to hear of its end, so it cannot be lost."""
+    def note(self, work: _W, observed: bool = False) -> _W:
+        """Add an operation and return it. `observed`: no thread needs to check its result."""
         self._works[work] = None
         work._noted_by = self
-        if heard:
-            work._heard = True
-        if work.ended:  # perhaps before it was noted
+        if observed:
+            work._observed = True
+        if work.ended:  # it may have ended before it was added
             self.ended(work)
         return work
 
     def under_way(self) -> list[Work]:
-        """The operations that have not ended, oldest first."""
+        """Return the operations that have not ended, oldest first."""
         return [work for work in list(self._works) if not work.is_completed()]
 
     def lost(self) -> list[tuple[str, BaseException]]:
-        """The operations that failed, and why, of which nobody has asked how they ended."""
+        """Return the operations that failed without any thread checking, and their errors."""
         return [
             (work.describe, work.error)
             for work in list(self._works)
-            if work.error is not None and not work._heard
+            if work.error is not None and not work._observed
         ]
 
     def ended(self, work: Work) -> None:
-        """An operation has ended. Twice is fine."""
+        """Remove an operation that has ended, unless it failed. Calling twice is fine."""
         if work.error is None:
             self._works.pop(work, None)
             return
         failed = [other for other in list(self._works) if other.error is not None]
         for other in failed:
-            if other._heard or (other is work and len(failed) > self._MOST_FAILED):
+            if other._observed or (other is work and len(failed) > self._MOST_FAILED):
                 self._works.pop(other, None)
 
 
 class ProgressQueue:
-    """Carries operations out one after the other on a thread of its own."""
+    """Runs operations one after the other on its own thread."""
 
     IDLE_SECONDS = 5.0
 
@@ -398,11 +398,11 @@ class ProgressQueue:
 
     @property
     def pending(self) -> int:
-        """How many operations are queued or under way."""
+        """The number of operations that are queued or under way."""
         return int(self._count[0])
 
     def count_in(self, word: Any) -> None:
-        """Keep that number in element 0 of an array, where compiled code can look at it; before the first operation."""
+        """Keep `pending` in element 0 of an array that compiled code reads. Called before the first operation."""
         self._count = word
 
     def submit(self, describe: str, job: Callable[[], Any]) -> Work:
@@ -417,7 +417,7 @@ class ProgressQueue:
                 raise AbortedError(f"{describe}: the group {self.name} was destroyed")
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=f"fastcoll-{self.name}", daemon=True)
-                thread.start()  # may fail, or be interrupted when it has begun
+                thread.start()  # may fail, or be interrupted after the thread has begun
                 self._thread = thread
             self._count[0] += 1
             self._jobs.append((work, job))
@@ -425,7 +425,7 @@ class ProgressQueue:
         return work
 
     def close(self, timeout: float = 5.0) -> None:
-        """Fail what is still queued, and end the thread. Closing twice is fine."""
+        """Fail queued operations, and end the thread. Closing twice is fine."""
         with self.changed:
             self._closed = True
             left, self._jobs = self._jobs, deque()
@@ -450,7 +450,9 @@ class ProgressQueue:
 
     def _next(self) -> tuple[Work, Callable[[], Any]] | None:
         with self.changed:
-            if threading.current_thread() is not self._thread:  # whoever started it was interrupted
+            if (
+                threading.current_thread() is not self._thread
+            ):  # the thread that started this one was interrupted
                 return None
             self.changed.wait_for(lambda: self._jobs or self._closed, self.IDLE_SECONDS)
             if self._jobs:

@@ -1,6 +1,6 @@
-"""What makes going on with messages hopeless: deadlines, dead peers, the group's failure. And the record of who waits.
+"""Checks of operations under way: the group's failure, deadlines, dead peers; and the record of the waits.
 
-Only the holder of the lock (lock.py) checks. Recording needs no lock, except that one thread at a time does it.
+Only the holder of the lock (lock.py) calls `check`. Any thread that has waited may call `record`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Rules:
 
 - A thread holds the lock when it has set the word BUSY of every pipe. A compiled short cut sets BUSY of one pipe, for
-  one call, and needs no lock. No thread ever waits while it tries to set BUSY: it gets the word at once or goes away.
+  one call, and needs no lock. Setting BUSY never blocks: it succeeds at once, or the thread waits in `waiters`.
 - The holder alone touches the Exchange (exchange.py) and drives the pipes. Any thread may append to the inbox
   (progress.py) and to `waiters`.
 - No post is lost. The poster appends to the inbox before it tries to take the lock; the holder releases the lock before
@@ -37,7 +37,7 @@ class ProgressLock:
         is_driven: the holder is a thread that drives; False while a short cut holds a pipe.
         is_consistent: no event is half-handled.
         nested: how many times a signal handler has driven while its own thread held the lock.
-        is_closed: no thread may take the lock any more, except to close the pipes.
+        is_closed: only the thread that closes the pipes may still take the lock.
     """
 
     def __init__(self, pipes: list[Pipe]) -> None:

@@ -5,8 +5,8 @@ it. A thread that waits for an operation takes the lock and drives everything un
 until that operation has ended. The progress thread (thread.py) drives only when operations are under way and no thread
 has driven for a millisecond; it gives the lock to a waiting thread at once.
 
-What is shared: the inbox, which any thread may append to and only the holder of the lock takes from; the rest of the
-state belongs to the holder. lock.py has the order in which they are written and read.
+Any thread may append to the inbox; only the holder of the lock removes operations from it. All other state belongs to
+the holder. lock.py has the order in which the inbox and the words BUSY and BEHIND are written and read.
 """
 
 from __future__ import annotations

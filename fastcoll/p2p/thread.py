@@ -19,7 +19,7 @@ _NAPS = 50  # naps without operations before the thread sleeps
 
 
 class Unattended(Protocol):
-    """What the thread carries on.
+    """The part of Progress (progress.py) that the thread drives.
 
     Attributes:
         drives: counts how often a thread has begun to drive.

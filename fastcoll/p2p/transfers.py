@@ -108,7 +108,7 @@ def unfit(doing: str, receiver: str, array: Held, sender: str, message: Held) ->
 
 
 class Driver(Protocol):
-    """What a Transfer needs of Progress (progress.py).
+    """The part of Progress (progress.py) that transfers use.
 
     Attributes:
         forks: as in core/work.py, when it was made.
@@ -158,7 +158,7 @@ class Transfer(Work):
 
     @property
     def name(self) -> str:
-        """What it is, for error texts."""
+        """Name the operation and its peer, for error texts."""
         raise NotImplementedError
 
     @property
@@ -257,7 +257,7 @@ class Receive(Transfer):
     """A receive from `peer`, or from any rank.
 
     Args:
-        adopted: what is owed to the caller's array at the end; None: nothing.
+        imported: the caller's array, if the message may have to be copied back to it at the end; else None.
         status: filled at completion; with one, the message may be shorter than the array.
     """
 
