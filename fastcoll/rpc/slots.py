@@ -4,7 +4,7 @@ The sender copies into a slot and increments the count of written slots; the rec
 increments the count of read slots. Each count has one writer, and a slot is written again only after it was read; x86
 keeps the order of the stores. Both sides copy at the same time: 16 MiB in both directions take 1.2 ms, by
 process_vm_readv 3.8 ms (two cores of an AMD EPYC of family 26). Eight slots of 256 KiB keep the data in the L3
-(docs/architecture.md, "Where the data lies").
+(docs/architecture-shm.md, "Where the data lies").
 
 The worker that dials makes the memory, a memfd, of which nothing can be left over, and offers its descriptor and a
 nonce. The other worker opens it by /proc/PID/fd, which needs the same user and pid namespace, checks the nonce, and

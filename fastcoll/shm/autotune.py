@@ -3,7 +3,7 @@
 The fastest algorithm differs by a factor of ten between machines, sizes and operations, and on virtual machines from
 minute to minute. To read lines that another core has just written takes 0.12 ns a byte if the two cores share a
 last-level cache and 0.45 ns if they do not; to read them after they have moved to the shared cache takes 0.025 ns; and
-through memory, past all caches, 0.06 ns (2 vCPUs of an AMD EPYC, family 25; docs/architecture.md, "Where the data
+through memory, past all caches, 0.06 ns (2 vCPUs of an AMD EPYC, family 25; docs/architecture-shm.md, "Where the data
 lies"). So each rank keeps a row for each operation and class of sizes, with the time of each algorithm. It uses the
 fastest one, and tries the others now and then. A group begins with the times in the machine's tuning cache
 (tuning_table.py).

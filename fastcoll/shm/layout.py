@@ -68,7 +68,7 @@ SEQUENCE, CALL, SHAPE, BALANCE, TIME, PAYLOAD = range(6)
 INLINE = LINE - 8 * PAYLOAD
 
 CHANNELS = LINE // 8  # signal counters from one rank to another in a segment of a symmetric array
-SLOTS = 8  # round t uses slot t % SLOTS; why so many: docs/architecture.md, "Where the data lies"
+SLOTS = 8  # round t uses slot t % SLOTS; why so many: docs/architecture-shm.md, "Where the data lies"
 RING_HEADER = 1024  # control words of a ring, see rings.py
 _SMALLEST_SLOT = 1024
 _SMALLEST_RING = 2048
