@@ -1,4 +1,4 @@
-"""A process group that carries nothing out and remembers how it was called."""
+"""A process group that runs no operation and records its calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recorder(ProcessGroup):
 
     Attributes:
         calls: (name, *args) of every operation.
-        answers: what an operation returns, by name.
+        answers: the results of operations, by name.
     """
 
     def __init__(self, ranks: tuple[int, ...] = (0, 1, 2)) -> None:
@@ -49,7 +49,7 @@ class Recorder(ProcessGroup):
         self.closed = 0
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Nobody is there to be told."""
+        """Do nothing, since there are no peers."""
 
     for _name in OPERATIONS:
         vars()[_name] = _record(_name)

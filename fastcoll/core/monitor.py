@@ -39,17 +39,17 @@ def describe_exit(error: BaseException | None, ended: bool = False) -> str:
         error = error.__context__ if error.code else None  # `except ValueError: ...; sys.exit(1)`
     if error is None:
         return "left (its program ended)" if ended else "left the group"
-    said = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
+    text = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
     # The line in the user's own files that raised it, as in ` (train.py:88)`.
     import sysconfig  # takes a millisecond, and few programs end with an exception
 
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
     others = tuple(sysconfig.get_paths().values())
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    places = [place for place in places if not place[0].startswith((ours, "<frozen"))]
-    own = [place for place in places if not place[0].startswith(others)] or places
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = [entry for entry in lines if not entry[0].startswith((ours, "<frozen"))]
+    own = [entry for entry in lines if not entry[0].startswith(others)] or lines
     where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
-    return f"left: {type(error).__name__}{said and ': '}{said}{where}"
+    return f"left: {type(error).__name__}{text and ': '}{text}{where}"
 
 
 class Monitor(ABC):
@@ -154,8 +154,8 @@ class Monitor(ABC):
             if states[rank] == FAILED:
                 return self.passed_on(rank, self._reason(rank), *self._blamed(rank), doing)
         if gone := [rank for rank in needed if states[rank] in (LEFT, LEAVING)]:
-            told = ", ".join(f"{self.name(rank)} {self._reason(rank)}" for rank in gone)
-            return AbortedError(f"{told}; {doing}", [self.members[rank].rank for rank in gone])
+            reasons = ", ".join(f"{self.name(rank)} {self._reason(rank)}" for rank in gone)
+            return AbortedError(f"{reasons}; {doing}", [self.members[rank].rank for rank in gone])
         return None
 
     def passed_on(self, rank: int, reason: str, blamed: Sequence[int], late: bool, doing: str) -> GroupError:

@@ -229,7 +229,7 @@ def write_note(text: str, note: NDArray[Any]) -> None:
     note[: data.size] = data
 
 
-def tell(text: str, size: int, gather: Gather) -> list[str]:
+def gather_texts(text: str, size: int, gather: Gather) -> list[str]:
     """Gather a text of each rank, of up to NOTE_BYTES. Collective."""
     note = np.zeros(NOTE_BYTES, np.uint8)
     write_note(text, note)
@@ -329,10 +329,10 @@ def difference(
     if not there:
         differences = f"{describe_differences(comparable(heads), ranks)}; {also}" if also else ""
         return mismatch(differences or describe_mismatch(heads, ranks, tables, describe), number, gate.name)
-    notes = tell(gate.refusal, size, gather) if notes is None else notes
-    told = [notes[rank] for rank in there[:8]]
+    notes = gather_texts(gate.refusal, size, gather) if notes is None else notes
+    reasons = [notes[rank] for rank in there[:8]]
     others = [rank for rank in range(size) if rank not in there]
     text = describe_differences([heads[rank] for rank in others], [ranks[rank] for rank in others])
     return MismatchError(
-        f"{'; '.join(told)}; {text} (call {number} of group {gate.name!r}); no data was moved"
+        f"{'; '.join(reasons)}; {text} (call {number} of group {gate.name!r}); no data was moved"
     )

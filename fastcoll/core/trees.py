@@ -116,16 +116,16 @@ def _keys(x: dict[Any, Any]) -> list[Any]:
     return sorted(x, key=lambda key: (type(key).__name__, repr(key)))
 
 
-def flat(x: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def flat(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the leaves of a tree in the common order, each with the keys and indices that lead to it."""
     if isinstance(x, dict):
         for key in _keys(x):
-            yield from flat(x[key], (*place, key))
+            yield from flat(x[key], (*path, key))
     elif isinstance(x, list | tuple):
         for index, y in enumerate(x):
-            yield from flat(y, (*place, index))
+            yield from flat(y, (*path, index))
     elif x is not None:
-        yield place, x
+        yield path, x
 
 
 def rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
@@ -150,8 +150,8 @@ def _large_and_apart(arrays: Sequence[Any]) -> Iterator[int]:
         (x.ctypes.data, x.ctypes.data + x.nbytes, index) for index, x in enumerate(arrays) if x.nbytes
     )
     furthest = 0
-    for place, (start, end, index) in enumerate(spans):
-        following = spans[place + 1][0] if place + 1 < len(spans) else end
+    for position, (start, end, index) in enumerate(spans):
+        following = spans[position + 1][0] if position + 1 < len(spans) else end
         if arrays[index].nbytes >= LARGE and furthest <= start and end <= following:
             yield index
         furthest = max(furthest, end)
@@ -218,21 +218,21 @@ def all_gather_new(group: Caller, tensor: Any, async_op: bool) -> Any:
         note["code"], note["dtype"] = dtype_code(x.array.dtype), str(x.array.dtype).encode()
         note["ndim"], note["shape"][0, : x.array.ndim] = x.array.ndim, x.array.shape
         own, rows = note.view(np.int64), tuple(notes.view(np.int64).reshape(group.size, -1))
-        tell = group.planned(Operation("all_gather", rows, (own,), parts=SHAPES))
+        exchange = group.planned(Operation("all_gather", rows, (own,), parts=SHAPES))
     if type(x.array) is not np.ndarray:
         if async_op or not hasattr(tensor, "new_empty"):
             raise UsageError(
                 "all_gather(tensor) without a list takes, on a GPU, only torch's tensors and no async_op; give a "
                 "list of arrays to gather into"
             )
-        group.run("all_gather", tell, (), False)
+        group.run("all_gather", exchange, (), False)
         outs = [tensor.new_empty(shape) for shape in _agreed_shapes(notes, group.ranks)]
         group.fast.all_gather(outs, tensor)
         return outs
     rooms: list[FunctionalResult] = []
 
     def call() -> None:
-        tell()
+        exchange()
         rooms.extend(room_like(tensor, x.array, shape) for shape in _agreed_shapes(notes, group.ranks))
         group.planned(Operation("all_gather", tuple(room.array for room in rooms), (x.array,)))()
 

@@ -157,7 +157,7 @@ class ShmBackend(Backend):
             call = self.calls.prepared(movement.all_gather, spec, everybody, own)
             group.run("symmetric.empty", call, (), False)
 
-        return signature.tell(note, self.gate.size, gather)
+        return signature.gather_texts(note, self.gate.size, gather)
 
     # ---- the tuner's times ---------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from fastcoll import AbortedError, CollectiveTimeoutError, MismatchError, NotIni
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_several_in_flight_are_carried_out_in_order(rank, world_size):
-    """What a later call needs is made ready while an earlier one runs."""
+def test_several_operations_in_flight_run_in_order(rank, world_size):
+    """Later calls are prepared while an earlier one runs."""
     sizes = (3, 300_000, 0, 70_000, 1, 4_000, 1_000_003, 17, 90_001)
     xs = [np.full(n, rank + 1.0 + n) for n in sizes]
     works = [dist.all_reduce(x, async_op=True) for x in xs]
@@ -149,7 +149,7 @@ def test_a_callback_may_raise_but_not_wait(rank, world_size, caplog):
 
 
 @pytest.mark.ranks(2)
-def test_a_loop_that_is_gone_does_not_matter(rank, world_size):
+def test_a_work_completes_after_its_event_loop_is_closed(rank, world_size):
     async def give_up():
         if rank == 1:
             return
@@ -169,7 +169,7 @@ def test_a_loop_that_is_gone_does_not_matter(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_destroying_a_group_ends_what_is_under_way(rank, world_size):
+def test_destroying_a_group_ends_operations_under_way(rank, world_size):
     group = dist.new_group()
     if rank == 0:
         work = group.all_reduce(np.ones(3), async_op=True)
@@ -179,8 +179,8 @@ def test_destroying_a_group_ends_what_is_under_way(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_what_is_under_way_is_completed_before_a_group_is_destroyed(rank, world_size):
-    """Rank 0 is on its way out before rank 1 begins; none of the six operations is waited for."""
+def test_operations_under_way_are_completed_before_a_group_is_destroyed(rank, world_size):
+    """Rank 0 is leaving before rank 1 begins; no thread waits for any of the six operations."""
     group, other = dist.new_group(), 1 - rank
     x, y, here = (np.full(300_000, rank + 1.0) for _ in range(3))
     got, mine = np.zeros_like(x), np.zeros_like(x)
@@ -202,24 +202,26 @@ def test_what_is_under_way_is_completed_before_a_group_is_destroyed(rank, world_
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_completed_is_named_when_a_group_is_destroyed(rank, world_size, monkeypatch):
-    """A receive that no rank sends to ends as soon as all are about to leave; the group is destroyed all the same."""
+def test_operations_that_no_rank_can_complete_are_named_when_a_group_is_destroyed(
+    rank, world_size, monkeypatch
+):
+    """A receive without a sender ends as soon as all ranks are leaving; the group is destroyed nevertheless."""
     monkeypatch.setattr("fastcoll.job.leaving._RECEIVE_SECONDS", 600)
     lost, ours = dist.new_group(), dist.new_group()
     dist.irecv(np.zeros(3), 1 - rank, group=lost, tag=5)
     dist.irecv(np.zeros(3), group=lost, tag=6)
     dist.irecv(np.zeros(3), rank, group=lost, tag=7)
-    heard = dist.irecv(np.zeros(3), 1 - rank, group=lost, tag=8)
+    checked = dist.irecv(np.zeros(3), 1 - rank, group=lost, tag=8)
     dist.barrier()  # what a rank receives from one that is leaving fails at once, and the group with it
     with pytest.raises(AbortedError) as caught:
         dist.destroy_process_group(lost)
     for what in (f"rank {1 - rank} ", "tag 5", "recv from any rank, tag 6", f"rank {rank} ", "tag 7"):
         assert what in str(caught.value)
     with pytest.raises(AbortedError):
-        heard.wait()
+        checked.wait()
     with pytest.raises(NotInitializedError):
         dist.destroy_process_group(lost)
-    # What failed before is lost too, unless somebody has asked how it ended.
+    # Operations that have failed before are lost too, unless a thread has checked them.
     asked, unasked = (dist.all_reduce(np.ones(3 + rank), group=ours, async_op=True) for _ in range(2))
     while not unasked.is_completed():
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Each operation of README's table, in a small and a large call: the table says what runs of this gave."""
+"""Each operation of README's table, in a small and a large call; the table has the results of such runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = Callable[[int, int, int], None]
 
 
 def numbers(rank: int, count: int) -> np.ndarray:
-    """Small integers, so that sums are exact in any order."""
+    """Return small integers, so that sums are exact in any order."""
     return (np.arange(count) % 13 + rank + 1).astype("f4")
 
 
@@ -93,9 +93,9 @@ def gather_and_scatter(rank: int, n: int, count: int) -> None:
     dist.scatter(out, parts if rank == n - 1 else None, n - 1)
     equal(out, parts[rank])
     want = np.concatenate([numbers(r, count) for r in range(n)])
-    whole = np.zeros(n * count, "f4")
-    dist.gather_single(numbers(rank, count), whole if rank == 0 else None, 0)
-    equal(whole, want if rank == 0 else np.zeros(n * count, "f4"))
+    joined = np.zeros(n * count, "f4")
+    dist.gather_single(numbers(rank, count), joined if rank == 0 else None, 0)
+    equal(joined, want if rank == 0 else np.zeros(n * count, "f4"))
     out = np.zeros(count, "f4")
     dist.scatter_single(out, want if rank == n - 1 else None, n - 1)
     equal(out, numbers(rank, count))

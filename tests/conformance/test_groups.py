@@ -1,4 +1,4 @@
-"""Several groups at once: overlapping, used in different orders, with ranks of their own, and missing ranks."""
+"""Several groups at once: overlapping, used in different orders, with their own ranks, and with missing ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_overlapping_groups_used_in_different_orders(rank, world_size):
 
 @pytest.mark.long
 @pytest.mark.ranks(3, 4, 5)
-def test_monitored_barrier_names_all_who_are_missing(rank, world_size, tmp_path):
+def test_monitored_barrier_names_all_missing_ranks(rank, world_size, tmp_path):
     group = dist.new_group()
     dist.barrier(group)
     missing = {1, world_size - 1}
@@ -40,7 +40,7 @@ def test_monitored_barrier_names_all_who_are_missing(rank, world_size, tmp_path)
             time.sleep(0.01)
     else:
         with pytest.raises((dist.CollectiveTimeoutError, dist.AbortedError)) as caught:
-            # Where several wait, each of them must have come when another one's time is up.
+            # If several ranks wait, each must have called before another one's timeout.
             dist.monitored_barrier(group, timeout=0.5 if world_size == 3 else 2.0)
         (tmp_path / str(rank)).touch()
         assert set(caught.value.ranks) == missing

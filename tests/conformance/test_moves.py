@@ -77,10 +77,10 @@ def test_gather_and_scatter_of_one_array(rank, world_size):
             root = number % world_size
             inputs = [values(r, count, dtype) for r in range(world_size)]
             want = np.concatenate(inputs).astype(dtype)
-            whole = empty(count * world_size, dtype) if rank == root else None
-            dist.gather_single(inputs[rank], whole, root)
+            joined = empty(count * world_size, dtype) if rank == root else None
+            dist.gather_single(inputs[rank], joined, root)
             if rank == root:
-                assert_same(whole, want, (dtype, count, root))
+                assert_same(joined, want, (dtype, count, root))
             out = empty(count, dtype)
             dist.scatter_single(out, want if rank == root else None, root)
             assert_same(out, inputs[rank], (dtype, count, root))
@@ -88,12 +88,12 @@ def test_gather_and_scatter_of_one_array(rank, world_size):
 
 @pytest.mark.ranks(2, 3)
 def test_gather_and_scatter_of_one_array_match_those_of_lists(rank, world_size):
-    """They are the same operations, and a part of the whole may be where it goes, or comes from."""
-    x, whole = np.full(3, float(rank)), np.zeros((world_size, 3))
+    """They are the same operations; a part of the single array may be the source or destination."""
+    x, joined = np.full(3, float(rank)), np.zeros((world_size, 3))
     if rank == 0:
-        dist.gather_single(whole[0], whole)
-        assert (whole == np.arange(world_size)[:, None]).all()
-        dist.scatter_single(whole[0], whole)
+        dist.gather_single(joined[0], joined)
+        assert (joined == np.arange(world_size)[:, None]).all()
+        dist.scatter_single(joined[0], joined)
     else:
         dist.gather(x, dst=0)
         out = np.zeros(3)
@@ -182,7 +182,7 @@ def test_barrier_orders_what_ranks_do(rank, world_size, tmp_path):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_mixed_calls_back_to_back(rank, world_size):
-    """Short and long calls with changing roots, with nothing in between that would hold a fast rank back."""
+    """Short and long calls with changing roots, without a call in between that would delay a fast rank."""
     random = np.random.default_rng(3)
     for turn in range(400):
         kind, root = random.integers(0, 6), int(random.integers(0, world_size))

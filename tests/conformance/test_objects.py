@@ -1,4 +1,4 @@
-"""The object collectives: what comes out, and that one rank's failure is everybody's error."""
+"""The object collectives: their results, and that one rank's failure raises on every rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fastcoll.errors import UnavailableError, UsageError
 
 
 def unpicklable() -> None:
-    """Like a lambda, nothing that pickle takes: its name leads nowhere."""
+    """Return a function that pickle refuses, like a lambda: its name cannot be imported."""
 
 
 unpicklable.__qualname__ = "nowhere"
 
 
 def thing(rank: int) -> Any:
-    """Something of another size on every rank."""
+    """Return an object of another size on every rank."""
     return {"rank": rank, "text": "x" * (7**rank), "array": np.arange(rank)}
 
 
@@ -114,7 +114,7 @@ def test_objects_in_a_group(rank: int) -> None:
 def test_arrays_of_any_tag_and_objects_do_not_mix(rank: int) -> None:
     largest = 2**31 - 1
     if rank == 0:
-        # Bytes that would be taken for the size of an object, and then for the object.
+        # Bytes that could be read as the size of an object, and then as the object.
         text = np.frombuffer(pickle.dumps("foreign"), np.uint8)
         works = [dist.isend(np.array([text.size]), 1, tag=largest), dist.isend(text, 1, tag=largest)]
         dist.send_object_list(["mine"], 1)
@@ -139,17 +139,17 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(rank: int) -
     own = unpicklable if rank == bad else rank
     everywhere: list[Any] = [None] * 3
 
-    def told(name: str) -> Any:
+    def raises_everywhere(name: str) -> Any:
         refused = rf"rank 1's {name} was refused: UsageError: .*cannot be pickled: \w+: "
         return pytest.raises(UsageError, match="^the object cannot" if rank == bad else refused)
 
-    with told("all_gather_object"):
+    with raises_everywhere("all_gather_object"):
         dist.all_gather_object(everywhere, own)
-    with told("gather_object"):
+    with raises_everywhere("gather_object"):
         dist.gather_object(own, everywhere if rank == 2 else None, dst=2)
-    with told("broadcast_object_list"):
+    with raises_everywhere("broadcast_object_list"):
         dist.broadcast_object_list([own, own], src=bad)
-    with told("scatter_object_list"):
+    with raises_everywhere("scatter_object_list"):
         dist.scatter_object_list([None], [0, unpicklable, 0] if rank == bad else None, src=bad)
     message = "cannot be pickled" if rank == bad else "rank 1 could not send its objects"
     if rank != 2:
@@ -179,7 +179,7 @@ def test_a_wrong_list_is_an_error_on_every_rank(rank: int) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("given", [(1, 2), None, 5, np.zeros(2, object)], ids=["tuple", "None", "5", "array"])
-def test_what_is_no_list_is_refused_before_anything_moves(rank: int, given: Any) -> None:
+def test_an_argument_that_is_no_list_is_refused_before_data_moves(rank: int, given: Any) -> None:
     calls: list[Any] = [
         lambda: dist.all_gather_object(given, rank),
         lambda: dist.gather_object(rank, given if rank == 0 else None, dst=0),
@@ -210,10 +210,10 @@ def test_a_sequence_that_is_only_read_may_be_a_tuple(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_messages_speak_of_objects(rank: int) -> None:
+def test_error_texts_call_objects_objects(rank: int) -> None:
     gather = (dist.all_gather_object, [None, None], 1) if rank == 0 else (dist.broadcast, np.ones(2), 0)
-    said = r"all_gather\(objects\); rank 1 called broadcast\(float64, 2 el"
-    with pytest.raises(dist.MismatchError, match=said):
+    text = r"all_gather\(objects\); rank 1 called broadcast\(float64, 2 el"
+    with pytest.raises(dist.MismatchError, match=text):
         gather[0](*gather[1:])
     lengths = r"broadcast\(1 objects, root=0\).*broadcast\(2 objects, root=0\)"
     with pytest.raises(dist.MismatchError, match=lengths):

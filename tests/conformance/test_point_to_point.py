@@ -1,4 +1,4 @@
-"""send, recv, isend, irecv and batches, on every world: tags, order, any source, oneself, wrong sizes."""
+"""send, recv, isend, irecv and batches, on every world: tags, order, any source, the own rank, wrong sizes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_any_tag_takes_messages_of_a_rank_in_their_order(rank, world_size):
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_status_says_how_much_has_come(rank, world_size):
+def test_a_status_has_the_size_of_the_message(rank, world_size):
     counts = (3, 0, 50_000)
     if rank:
         works = [dist.isend(np.full(n, rank, "f4"), 0, tag=n) for n in counts]
@@ -134,7 +134,7 @@ def test_requests_that_are_under_way_or_wrong_are_refused(rank, world_size):
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_probe_says_what_to_receive(rank, world_size):
+def test_a_probe_returns_source_tag_and_size(rank, world_size):
     if rank:
         works = [dist.isend(np.full(n, rank, "f4"), 0, tag=n) for n in (3, 0, 50_000)]
         assert all(work.wait() for work in works)
@@ -154,7 +154,7 @@ def test_a_probe_says_what_to_receive(rank, world_size):
 
 
 @pytest.mark.ranks(4)
-def test_on_a_group_all_calls_answer_global_ranks(rank, world_size):
+def test_calls_on_a_group_return_global_ranks(rank, world_size):
     group, status, x = dist.new_group([1, 3]), dist.Status(), np.zeros(2)
     if rank == 3:
         request = dist.send_init(np.full(2, 3.0), 1, group=group)
@@ -212,7 +212,7 @@ def test_any_source_returns_the_sender(rank, world_size):
 
 
 @pytest.mark.ranks(1, 2)
-def test_to_oneself(rank, world_size):
+def test_messages_to_the_own_rank(rank, world_size):
     x, got = np.arange(5.0) + rank, np.zeros(5)
     dist.send(x, rank)
     x[:] = -1
@@ -249,7 +249,7 @@ def test_a_message_that_does_not_fit_is_an_error_on_both_sides(rank, world_size,
 
 
 @pytest.mark.ranks(2, 4)
-def test_everybody_to_everybody_at_once_beside_collectives(rank, world_size):
+def test_all_ranks_exchange_messages_beside_collectives(rank, world_size):
     sizes = (1, 3000, 400_000)
     inbox = {(p, n): np.zeros(n, "i4") for p in range(world_size) for n in sizes}
     works = [dist.irecv(got, p, tag=n) for (p, n), got in inbox.items()]
@@ -278,7 +278,7 @@ def test_strided_arrays(rank, world_size):
 
 @pytest.mark.ranks(1, 2)
 def test_a_batch_with_a_wrong_operation_posts_none(rank, world_size):
-    """What an earlier operation had posted would take the message of the next batch."""
+    """A receive that an earlier operation had posted would match the message of the next batch."""
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     sent, received, lost = np.full(2, float(rank)), np.zeros(2), np.zeros(2)
     receive = dist.P2POp(dist.irecv, lost, left)
@@ -293,7 +293,7 @@ def test_a_batch_with_a_wrong_operation_posts_none(rank, world_size):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_a_timeout_that_is_set_later_counts_for_messages(rank, world_size, backend):
+def test_a_timeout_that_is_set_later_applies_to_messages(rank, world_size, backend):
     try:
         group = dist.new_group(backend=backend)
     except dist.UnavailableError:  # the ranks are on several hosts
@@ -309,7 +309,7 @@ def test_a_timeout_that_is_set_later_counts_for_messages(rank, world_size, backe
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
-def test_two_ranks_that_both_wait_in_send_are_told_so(rank, world_size):
+def test_the_timeout_of_two_ranks_in_send_names_the_cause(rank, world_size):
     group = dist.new_group()
     dist.barrier(group)
     group.timeout = 3  # only now, as to meet may take longer

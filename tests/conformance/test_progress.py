@@ -1,4 +1,4 @@
-"""Asynchronous operations go on while their callers do something else; nothing here is timed."""
+"""Asynchronous operations progress while their callers do other work; no test here measures time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ COUNT = 1 << 20  # many rounds, so that progress means more than handing over wh
 
 
 @pytest.mark.ranks(2, 3)
-def test_they_complete_while_no_rank_waits_for_them(rank, world_size):
-    """Every rank does something else, without a call of the group, until its own operations are complete."""
+def test_operations_complete_while_no_rank_waits_for_them(rank, world_size):
+    """Every rank does other work, without a call of the group, until its own operations are complete."""
     xs = [np.full(COUNT, rank + 1.0, np.float32) for _ in range(4)]
     done = threading.Event()
     for x in xs[:-1]:
@@ -25,8 +25,8 @@ def test_they_complete_while_no_rank_waits_for_them(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_they_progress_while_python_computes(rank, world_size):
-    """The caller never gives the interpreter up by itself: the kernels do not need it."""
+def test_operations_progress_while_python_computes(rank, world_size):
+    """The caller never releases the interpreter, and the kernels do not need it."""
     work = dist.all_reduce(np.ones(COUNT, np.float32), async_op=True)
     turns = 0
     while not work.is_completed():

@@ -54,7 +54,7 @@ def test_scan_and_exscan(rank, world_size):
 
 @pytest.mark.ranks(*WORLDS)
 def test_truth_values(rank, world_size):
-    """Every element but 0 is true; an operand of one rank alone is not changed."""
+    """Every element but 0 is true; one rank's array alone is not changed."""
     for dtype in oracle.DTYPES:
         if dtype in oracle.COMPLEX:
             continue
@@ -80,7 +80,7 @@ def test_truth_values_of_complex_numbers_are_refused(rank, world_size):
 
 
 @pytest.mark.ranks(3)
-def test_scan_average_divides_by_the_ranks_so_far(rank, world_size):
+def test_scan_average_divides_by_the_ranks_up_to_this_one(rank, world_size):
     x = np.array([float(rank + 1)])
     dist.scan(x, ReduceOp.AVG)
     assert x[0] == sum(range(1, rank + 2)) / (rank + 1)
@@ -209,7 +209,7 @@ def best(a, b):
     return a
 
 
-# Made once, as each new one is compiled anew.
+# Made once, since each new one is compiled anew.
 LARGER_MAGNITUDE, FIRST, BEST = map(ReduceOp.custom, (larger_magnitude, first, best))
 
 

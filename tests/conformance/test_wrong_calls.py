@@ -28,22 +28,23 @@ def may_run_ahead():
 
 
 def mismatch(call):
-    """The text of the error of a call that does not match: its own, or over TCP, where it may wait for nobody, the next
-    one's.
+    """Return the error text of a call that does not match.
+
+    Over TCP the call may return without waiting for peers; then it is the next call that raises.
     """
     if not may_run_ahead():
         with pytest.raises(MismatchError) as caught:
             call()
         dist.barrier()
         return str(caught.value)
-    told = []
+    texts = []
     for each in (call, dist.barrier):
         try:
             each()
         except MismatchError as error:
-            told.append(str(error))
-    assert len(told) == 1, told
-    return told[0]
+            texts.append(str(error))
+    assert len(texts) == 1, texts
+    return texts[0]
 
 
 # name -> what the odd rank does, what the others do, what every message must show
@@ -113,7 +114,7 @@ def test_nothing_moves_before_a_mismatch_is_raised(rank, world_size):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_sizes_that_do_not_fit_are_named_pair_by_pair(rank, world_size):
+def test_sizes_that_differ_are_named_by_pair_of_ranks(rank, world_size):
     outs = [np.zeros(r + 1 + (rank == 1 and r == 0), "f4") for r in range(world_size)]
     with pytest.raises(MismatchError, match="rank 0 gives rank 1 4 bytes, which expects 8"):
         dist.all_gather(outs, np.zeros(rank + 1, "f4"))
@@ -149,7 +150,7 @@ def test_ranks_that_cut_an_array_in_different_ways_are_named(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_wrong_arguments_are_refused_before_anybody_hears_of_them(rank, world_size):
+def test_wrong_arguments_are_refused_before_the_call_is_published(rank, world_size):
     two, cut = [f4(2), f4(2)], dist.all_to_all_single
 
     def parted(out, x, sizes):
@@ -280,7 +281,7 @@ REFUSED = {
 @pytest.mark.long
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_call_that_one_rank_refuses_is_told_on_all(rank, world_size, name):
+def test_a_call_that_one_rank_refuses_raises_on_all_ranks(rank, world_size, name):
     wrong, right, reason = REFUSED[name]
     for odd in range(world_size):
         if rank == odd:
@@ -315,7 +316,7 @@ def test_refused_calls_keep_their_place_among_asynchronous_ones(rank, world_size
 
 
 @pytest.mark.ranks(2)
-def test_what_an_array_itself_raises_is_told_too(rank, world_size):
+def test_an_error_of_the_array_itself_raises_on_all_ranks(rank, world_size):
     class Broken:
         def __dlpack__(self, **_):
             raise RuntimeError("the lens is dirty")
@@ -333,7 +334,7 @@ def test_what_an_array_itself_raises_is_told_too(rank, world_size):
 
 
 @pytest.mark.ranks(3)
-def test_all_refused_calls_of_several_ranks_are_told(rank, world_size):
+def test_the_refusals_of_several_ranks_are_all_named(rank, world_size):
     if rank == 2:
         with pytest.raises(MismatchError) as caught:
             dist.all_reduce(f4(2))
@@ -350,7 +351,7 @@ def test_all_refused_calls_of_several_ranks_are_told(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_a_call_that_a_callback_may_not_make_is_told(rank, world_size):
+def test_a_call_that_a_callback_may_not_make_raises_on_all_ranks(rank, world_size):
     ended = threading.Event()
 
     def back(work):
@@ -375,7 +376,7 @@ def test_a_call_that_a_callback_may_not_make_is_told(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_layouts_are_right_or_refused(rank, world_size):
+def test_every_layout_works_or_is_refused(rank, world_size):
     base = np.zeros((4, 6), "f4")
     base[:] = rank + 1
     for view in (base[::2], base[:, ::3], base.T, base[1:3, 1:4], np.asfortranarray(base), base[::-1]):
@@ -448,8 +449,8 @@ def test_a_closed_or_failed_group_raises_every_time(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_a_long_call_comes_back_for_ctrl_c(rank, world_size):
-    """The kernel itself takes long here, not a wait: a custom operation that would take tens of seconds.
+def test_a_long_call_returns_for_ctrl_c(rank, world_size):
+    """The kernel computes for long: a custom operation that would take tens of seconds.
 
     Elements that are not reduced show that no rank has finished the call.
     """
@@ -476,7 +477,7 @@ def slow(a, b):
 
 @pytest.mark.ranks(2, 3)
 def test_outputs_that_share_memory_are_refused(rank, world_size):
-    """Within one array they are too; what only lies between one another's elements is right."""
+    """Also elements of one array that share memory. Arrays whose elements only interleave are accepted."""
     n, x, root = world_size, np.full(2, rank + 1.0), world_size - 1
     y, wide = np.zeros(2), np.zeros(2 * world_size + 1)
     same = [y] * n

@@ -1,4 +1,4 @@
-"""What is done around a fork: in one order, and whatever one action raises."""
+"""Actions around a fork: they run in a fixed order, even if one of them raises."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_actions_follow_the_order_and_one_that_raises_is_reported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True
     )
-    said = done.stdout.split("\n")
-    assert said[:2] == ["before 3", "before 1"]
-    assert [line for line in said if line.startswith("child")] == ["child 1", "child 3"]
-    assert "parent 3" in said
+    lines = done.stdout.split("\n")
+    assert lines[:2] == ["before 3", "before 1"]
+    assert [line for line in lines if line.startswith("child")] == ["child 1", "child 3"]
+    assert "parent 3" in lines
     assert "ValueError: the second one" in done.stderr
 
 
@@ -49,6 +49,6 @@ def test_every_name_has_one_module_and_every_module_a_name() -> None:
     assert sorted(names) == sorted(forks.ORDER)
 
 
-def test_a_name_without_a_place_is_refused() -> None:
+def test_an_action_that_is_not_in_the_order_is_refused() -> None:
     with pytest.raises(AssertionError):
         forks.at_fork("nothing", lambda: None)

@@ -1,6 +1,6 @@
-"""Whose call runs now (core/gate.py): callers and the progress thread, made to change places between any two steps.
+"""Schedules of the gate (core/gate.py): callers and the progress thread switch between any two steps.
 
-Calls of a group run one at a time, and those of one thread in their order, whether they are waited for or not.
+Calls of a group run one at a time, and those of one thread in their order, synchronous or not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DEADLINE = 30.0
 
 @pytest.fixture
 def alone() -> Iterator[group.ProcessGroup]:
-    """A group of one rank, whose calls wait for nobody."""
+    """A group of one rank, whose calls wait for no peer."""
     dist.init_process_group(rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def test_a_call_may_not_overtake_one_that_waits_for_its_turn(alone: group.ProcessGroup) -> None:
+def test_a_call_does_not_overtake_one_that_waits_for_the_lock(alone: group.ProcessGroup) -> None:
     begins, goes_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -50,7 +50,7 @@ def test_a_call_may_not_overtake_one_that_waits_for_its_turn(alone: group.Proces
 
 
 class Log:
-    """What ran, as (thread, number) of each call."""
+    """The calls that ran, as (thread, number)."""
 
     def __init__(self) -> None:
         self.done: list[tuple[int, int]] = []
@@ -65,7 +65,7 @@ class Log:
 
 
 def program(g: group.ProcessGroup, log: Log, thread: int, kinds: list[bool]) -> None:
-    """Calls one after the other, asynchronous where a kind says so; some are waited for."""
+    """Make calls one after the other, synchronous or asynchronous by kind; wait for some of them."""
     under_way = []
     for number, is_async in enumerate(kinds):
         work = g.run(f"call {number}", partial(log.call, thread, number), (), is_async)
@@ -80,7 +80,7 @@ def program(g: group.ProcessGroup, log: Log, thread: int, kinds: list[bool]) -> 
 
 
 def run(g: group.ProcessGroup, seed: int, *bodies: Callable[[], None]) -> None:
-    """Each on a thread of its own; the first error is raised."""
+    """Run each on its own thread; raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(body: Callable[[], None]) -> None:
@@ -114,8 +114,8 @@ def test_calls_run_one_at_a_time_and_each_threads_in_order(alone: group.ProcessG
     check(alone, seed)
 
 
-def test_a_call_in_the_middle_of_a_call_is_refused_and_harms_none(alone: group.ProcessGroup) -> None:
-    """As a signal handler makes one."""
+def test_a_call_inside_a_call_is_refused_and_harms_none(alone: group.ProcessGroup) -> None:
+    """A signal handler makes such a call."""
     refused = []
 
     def nested() -> None:

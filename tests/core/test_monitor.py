@@ -14,8 +14,8 @@ from fastcoll.system.processes import Member
 RANKS = (2, 5, 7)  # the global ranks of the group
 
 
-class Told(Monitor):
-    """Of rank 0 of the group; the test says what the others have published."""
+class PublishedStates(Monitor):
+    """The monitor of rank 0 of the group; the test sets the states that the others have published."""
 
     def __init__(self, *states: int, dead: Sequence[int] = ()) -> None:
         here = Member.here(0, 9, "cpu:auto")
@@ -38,28 +38,30 @@ class Told(Monitor):
         return [member for member in working if member.rank in self.dead]
 
 
-def test_the_dead_are_named_by_global_ranks() -> None:
-    found = Told(IN_ORDER, IN_ORDER, dead=[5, 7]).decide([1], "a call")
+def test_dead_peers_are_named_by_global_ranks() -> None:
+    found = PublishedStates(IN_ORDER, IN_ORDER, dead=[5, 7]).decide([1], "a call")
     assert isinstance(found, PeerDiedError)
     assert found.ranks == (5, 7)
     assert str(found).startswith("rank 5 (pid ")
-    assert Told(LEFT, IN_ORDER, dead=[5]).decide([2], "a call") is None, "it left before it ended"
+    assert PublishedStates(LEFT, IN_ORDER, dead=[5]).decide([2], "a call") is None, "it left before it ended"
 
 
 @pytest.mark.parametrize(
     ("state", "needed", "ranks"), [(LEFT, [1], (5,)), (LEAVING, [1, 2], (5,)), (LEFT, [2], None)]
 )
-def test_only_a_rank_that_is_needed_may_not_have_left(state: int, needed: list[int], ranks: object) -> None:
-    found = Told(state, IN_ORDER).decide(needed, "a call")
+def test_a_rank_that_has_left_matters_only_if_it_is_needed(
+    state: int, needed: list[int], ranks: object
+) -> None:
+    found = PublishedStates(state, IN_ORDER).decide(needed, "a call")
     assert (found and found.ranks) == ranks
     assert found is None or (type(found) is AbortedError and "its reason; a call" in str(found))
 
 
-def test_what_a_peer_has_failed_for_counts_for_all_but_those_it_blames() -> None:
-    told = Told(IN_ORDER, FAILED)
-    assert told.decide([], "a call").ranks == (7,)
-    told.blamed = (5,), True
-    assert type(told.decide([], "a call")) is CollectiveTimeoutError
-    assert told.decide([], "a call").ranks == (5,)
-    told.blamed = (2,), True
-    assert type(told.decide([], "a call")) is AbortedError
+def test_a_peers_timeout_is_a_timeout_for_all_ranks_that_it_does_not_blame() -> None:
+    monitor = PublishedStates(IN_ORDER, FAILED)
+    assert monitor.decide([], "a call").ranks == (7,)
+    monitor.blamed = (5,), True
+    assert type(monitor.decide([], "a call")) is CollectiveTimeoutError
+    assert monitor.decide([], "a call").ranks == (5,)
+    monitor.blamed = (2,), True
+    assert type(monitor.decide([], "a call")) is AbortedError

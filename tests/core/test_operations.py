@@ -1,4 +1,4 @@
-"""The table of kinds: the numbers that ranks compare, and the methods that it says a group has."""
+"""The table of kinds: the numbers that ranks compare, and the methods of a group that are made from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastcoll.core.operation import COMPOSITIONS
 from fastcoll.core.operations import KINDS, METHODS
 
 
-def test_kinds_keep_the_numbers_that_other_versions_and_kept_files_know() -> None:
+def test_kinds_keep_the_numbers_of_other_versions_and_cached_files() -> None:
     assert (
         "none all_reduce reduce scan exscan reduce_scatter broadcast all_gather gather scatter all_to_all barrier "
         "message symmetric.empty symmetric:all_reduce refused monitored_barrier"

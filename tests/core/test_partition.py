@@ -1,4 +1,4 @@
-"""Every division covers an array once, in order, and cuts no element."""
+"""Divisions: they cover an array once, in order, and cut no element."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def covers(spans: list[Span], total: int) -> bool:
 
 @settings(deadline=None)
 @given(COUNTS, PARTS, UNITS)
-def test_even_parts_are_numpys(count: int, parts: int, unit: int) -> None:
+def test_even_parts_are_those_of_numpy(count: int, parts: int, unit: int) -> None:
     spans = partition.even(count * unit, parts, unit)
     assert covers(spans, count * unit)
     assert [span.nbytes // unit for span in spans] == [x.size for x in np.array_split(np.empty(count), parts)]

@@ -1,4 +1,4 @@
-"""ReduceOp where it is made: what PREMUL_SUM multiplies by, and what of a function the ranks compare."""
+"""How a ReduceOp is made: PREMUL_SUM's factor, and the parts of a function that ranks compare."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_function_may_refer_to_a_name_that_is_bound_later() -> None:
     early = ReduceOp.custom(scaled)
     factor = 3
     late = ReduceOp.custom(scaled)
-    assert late.code != early.code  # the number is compared where there is one
+    assert late.code != early.code  # numbers are compared by value
 
 
 def test_values_around_a_function_are_compared() -> None:

@@ -1,4 +1,4 @@
-"""Signal handlers that use a group while a call of their thread is under way: refused or right, never stuck."""
+"""Signal handlers that use a group during a call of their thread: refused or right, never stuck."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fastcoll.shm import rings
 
 @pytest.fixture
 def alarm():
-    """Have a function called by a signal handler on this thread as soon as `once()` says so; then a file is made."""
+    """Have a signal handler on this thread call a function as soon as `once()` is true; then make a file."""
     main, over, senders = threading.get_ident(), threading.Event(), []
 
     def ring(function, once, then=None):
-        heard: list[object] = []
+        results: list[object] = []
 
         def handle(*_):
             try:
-                heard.append(function())
+                results.append(function())
             except dist.FastcollError as error:
-                heard.append(type(error))
+                results.append(type(error))
             if then is not None:
                 then.touch()
 
@@ -40,7 +40,7 @@ def alarm():
         signal.signal(signal.SIGALRM, handle)
         senders.append(threading.Thread(target=send))
         senders[-1].start()
-        return heard
+        return results
 
     before = signal.getsignal(signal.SIGALRM)
     yield ring
@@ -51,7 +51,7 @@ def alarm():
 
 
 def receives(group):
-    """Whether a call of the group that waits for a message is under way."""
+    """Whether a call that waits for a message is under way in the group."""
     return group.backend.pipe.table[rings.BUSY] != 0
 
 
@@ -64,8 +64,8 @@ CALLS = {
 }
 
 
-def until_there(path):
-    """Wait for what the other rank's handler does at the end."""
+def wait_for_file(path):
+    """Wait for the file that the other rank's handler makes at the end."""
     while not path.exists():
         time.sleep(5e-3)
 
@@ -78,15 +78,15 @@ def test_a_handler_may_not_call_while_a_call_waits(rank, world_size, alarm, tmp_
     x = np.full(4, rank + 1.0)
     y = np.full(8, rank + 1.0)[:: 2 if outer == "strided" else 1]
     dist.all_reduce(x.copy())
-    dist.all_reduce(y)  # what it needs is compiled by now, and the alarm finds the next one waiting
+    dist.all_reduce(y)  # compiles its kernels, so that the alarm finds the next call waiting
     y[:] = rank + 1.0
-    heard = []
+    results = []
     if rank == 0:
-        heard = alarm(lambda: CALLS[inner](x), dist.group.WORLD.gate.is_busy, tmp_path / "heard")
+        results = alarm(lambda: CALLS[inner](x), dist.group.WORLD.gate.is_busy, tmp_path / "handled")
     else:
-        until_there(tmp_path / "heard")
+        wait_for_file(tmp_path / "handled")
     dist.all_reduce(y)
-    assert heard == [UsageError] * (1 - rank)
+    assert results == [UsageError] * (1 - rank)
     assert (y == 3).all()
     dist.barrier()
 
@@ -95,39 +95,39 @@ def test_a_handler_may_not_call_while_a_call_waits(rank, world_size, alarm, tmp_
 @pytest.mark.parametrize("outer", [1, 2])
 @pytest.mark.parametrize("inner", [1, 2])
 def test_a_handler_at_the_very_end_of_a_call(rank, world_size, alarm, outer, inner):
-    """The signal comes while compiled code waits, its handler runs once the call is complete.
+    """The signal arrives while compiled code waits; its handler runs when the call is complete.
 
-    Both calls are alike to the other rank, since the signal may also come before the first.
+    Both calls look the same to the other rank, since the signal may also arrive before the first.
     """
     dist.all_reduce(np.ones(4))
     for _ in range(10):
         first, second = (np.full(8 * step, rank + 1.0)[::step] for step in (outer, inner))
-        heard = [None]
+        results = [None]
         if rank == 0:
             due = time.monotonic() + 0.002
-            heard = alarm(
+            results = alarm(
                 lambda second=second: dist.all_reduce(second), lambda due=due: time.monotonic() > due
             )
         else:
             time.sleep(0.004)
         dist.all_reduce(first)
-        while not heard:
+        while not results:
             time.sleep(1e-3)
-        if rank == 1 or heard != [None]:
-            assert heard in ([None], [UsageError])
+        if rank == 1 or results != [None]:
+            assert results in ([None], [UsageError])
             dist.all_reduce(second)
         assert (first == 3).all()
         assert (second == 3).all()
 
 
 @pytest.mark.ranks(2)
-def test_a_handler_while_a_call_waits_for_another_threads(rank, world_size, alarm, tmp_path):
-    """This thread's call has not begun: another thread's is under way."""
+def test_a_handler_while_a_call_waits_for_another_threads_call(rank, world_size, alarm, tmp_path):
+    """This thread's call has not begun, because another thread's is under way."""
     first, second = np.full(4, rank + 1.0), np.full(8, rank + 1.0)
     dist.all_reduce(first.copy())
     dist.all_reduce(np.ones(8)[::2])
     if rank == 1:
-        until_there(tmp_path / "heard")
+        wait_for_file(tmp_path / "handled")
         dist.all_reduce(first)
         dist.all_reduce(second[::2])
         dist.barrier()
@@ -137,10 +137,10 @@ def test_a_handler_while_a_call_waits_for_another_threads(rank, world_size, alar
     while not dist.group.WORLD.gate.is_busy():
         time.sleep(1e-3)
     main, gate = threading.get_ident(), dist.group.WORLD.gate
-    heard = alarm(lambda: dist.all_reduce(np.ones(3)), lambda: main in gate._inside, tmp_path / "heard")
+    results = alarm(lambda: dist.all_reduce(np.ones(3)), lambda: main in gate._inside, tmp_path / "handled")
     dist.all_reduce(second[::2])
     thread.join()
-    assert heard == [UsageError]
+    assert results == [UsageError]
     assert (first == 3).all()
     assert (second[::2] == 3).all()
     dist.barrier()
@@ -156,23 +156,23 @@ def test_a_handler_may_not_wait_for_messages_while_a_receive_waits(
     for _ in range(2):  # what receives need is compiled by now, and the alarm finds the next one waiting
         (dist.recv if rank == 0 else dist.send)(np.zeros(1, "u1"), 1 - rank)
     dist.barrier()
-    heard = []
+    results = []
     if rank == 0:
         world = dist.group.WORLD
         call = lambda: getattr(dist, inner)(np.ones(2), 1, tag=5)  # noqa: E731
-        heard = alarm(call, lambda: receives(world), tmp_path / "heard")
+        results = alarm(call, lambda: receives(world), tmp_path / "handled")
         dist.recv(x, 1)
     else:
-        until_there(tmp_path / "heard")
+        wait_for_file(tmp_path / "handled")
         dist.send(np.full(4, 7, kind), 0)
-    assert heard == [UsageError] * (1 - rank)
+    assert results == [UsageError] * (1 - rank)
     assert rank == 1 or (x == 7).all()
     dist.barrier()
 
 
 @pytest.mark.ranks(2)
-def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_path):
-    """Also a TypeError, which is what compiled code raises when an argument is no integer."""
+def test_any_exception_of_a_handler_is_raised(rank, world_size, tmp_path):
+    """Also a TypeError, which compiled code raises as well, if an argument is no integer."""
 
     def careless(*_):
         raise TypeError("of the handler's own")
@@ -187,7 +187,7 @@ def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_pa
     group, x = dist.new_group(), np.full(4, rank + 1.0)
     group.all_reduce(x.copy())
     if rank == 1:
-        until_there(tmp_path / "sent")
+        wait_for_file(tmp_path / "sent")
         group.all_reduce(x)
         group.barrier()
         return
@@ -208,25 +208,25 @@ def test_what_a_handler_raises_comes_out_whatever_it_is(rank, world_size, tmp_pa
 @pytest.mark.parametrize("outer", ["all_reduce", "recv"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_handler_may_close_the_group(rank, world_size, alarm, monkeypatch, outer, step):
-    """As handlers of SIGTERM do: the call under way ends with an error, and closing does not wait for it."""
+    """As a handler of SIGTERM does: the call under way ends with an error, and `close` does not wait for it."""
     monkeypatch.setattr("fastcoll.p2p.progress._CLOSE_SECONDS", 600)
     group = dist.new_group()
     group.all_reduce(np.ones(4))
     for _ in range(2):
         (group.recv if rank == 0 else group.send)(np.zeros(1), 1 - rank)
     if rank == 0:
-        heard = alarm(group.close, lambda: receives(group) if outer == "recv" else group.gate.is_busy())
+        results = alarm(group.close, lambda: receives(group) if outer == "recv" else group.gate.is_busy())
         x = np.ones(8)[::step]
         with pytest.raises(dist.AbortedError):
             group.recv(x, 1) if outer == "recv" else group.all_reduce(x)
-        assert heard == [None]
+        assert results == [None]
     dist.barrier()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_storm_of_signals_breaks_no_call(rank: int, world_size: int, backend: str) -> None:
-    """One every millisecond: what the kernel interrupts is done again, and its result is right."""
+    """A signal every millisecond: interrupted system calls are repeated, and results are right."""
     group, caught = dist.new_group(backend=backend), []
     before = signal.signal(signal.SIGALRM, lambda *_: caught.append(1))
     signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)

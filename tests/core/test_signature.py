@@ -1,4 +1,4 @@
-"""Signatures: calls that differ are told apart, and the balances of sizes cancel exactly when all sizes agree."""
+"""Signatures: they differ if calls differ, and the balances of sizes cancel exactly if all sizes agree."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from fastcoll.core.reduce_op import ReduceOp
 F8 = np.dtype("f8")
 
 
-def said(operation: str, dtype: np.dtype, **more) -> str:
+def described(operation: str, dtype: np.dtype, **more) -> str:
     return signature.describe(signature.encode(operation, dtype, **more), 40)
 
 
-def test_coalesced_calls_say_so_and_that_their_sizes_differ() -> None:
-    one, other = (said("all_reduce", F8, op=ReduceOp.SUM, parts=parts) for parts in ([2, 3], [3, 2]))
+def test_coalesced_calls_and_their_sizes_are_described() -> None:
+    one, other = (described("all_reduce", F8, op=ReduceOp.SUM, parts=parts) for parts in ([2, 3], [3, 2]))
     assert one.startswith("all_reduce_coalesced(float64, 5 elements, op=SUM, arrays of checksum 0x")
     assert one != other
-    assert said("all_reduce", F8, op=ReduceOp.SUM) == "all_reduce(float64, 5 elements, op=SUM)"
-    one, other = (said("all_gather", F8, parts=parts) for parts in ([2, 3], [3, 2]))
+    assert described("all_reduce", F8, op=ReduceOp.SUM) == "all_reduce(float64, 5 elements, op=SUM)"
+    one, other = (described("all_gather", F8, parts=parts) for parts in ([2, 3], [3, 2]))
     assert one.startswith("all_gather_coalesced(float64, arrays of checksum 0x")
     assert one != other
 
 
-def test_sizes_are_left_out_of_a_comparison_only_where_every_rank_may_have_its_own() -> None:
+def test_sizes_are_not_compared_only_if_all_ranks_may_differ_in_them() -> None:
     uneven, plain = signature.encode("all_gather", F8) | signature.UNEVEN, signature.encode("all_reduce", F8)
     assert signature.comparable([(uneven, 8), (uneven, 16)]) == [(uneven, 0), (uneven, 0)]
     assert signature.comparable([(uneven, 8), (plain, 16)]) == [(uneven, 8), (plain, 16)]
 
 
 @pytest.mark.parametrize("parts", [(), (5,)])
-def test_dtypes_without_a_name_are_told_apart(parts: tuple[int, ...]) -> None:
+def test_dtypes_without_a_name_differ(parts: tuple[int, ...]) -> None:
     dtypes = [np.dtype(f"M8[{unit}]") for unit in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns")]
-    assert len({said("broadcast", dtype, parts=parts) for dtype in dtypes}) == len(dtypes)
-    assert all("another dtype (0x" in said("broadcast", dtype, parts=parts) for dtype in dtypes)
+    assert len({described("broadcast", dtype, parts=parts) for dtype in dtypes}) == len(dtypes)
+    assert all("another dtype (0x" in described("broadcast", dtype, parts=parts) for dtype in dtypes)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def transposed(table: list[list[int]]) -> list[list[int]]:
 
 
 def total(gives: list[list[int]], takes: list[list[int]]) -> int:
-    """The sum of all ranks' balances, where takes[rank] is what a rank expects."""
+    """Return the sum of all ranks' balances; takes[rank] are the sizes that a rank expects."""
     rows = zip(gives, takes, strict=True)
     balances = [signature.balance(rank, *row) for rank, row in enumerate(rows)]
     assert all(-(1 << 63) <= balance < 1 << 63 for balance in balances)
@@ -72,7 +72,7 @@ def test_sizes_that_agree_cancel(gives):
 @settings(deadline=None)
 @given(TABLES, st.data())
 def test_sizes_that_differ_do_not_cancel(gives, data):
-    """Differences that would cancel as numbers (one byte more here, one less there) among them."""
+    """Also differences that would cancel as numbers: one byte more here, one less there."""
     takes = transposed(gives)
     pair = st.tuples(*[st.integers(0, len(gives) - 1)] * 2).filter(lambda p: p[0] != p[1])
     for src, dst in data.draw(st.lists(pair, min_size=1, max_size=4)):
@@ -82,7 +82,7 @@ def test_sizes_that_differ_do_not_cancel(gives, data):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_any_two_wrong_sizes_are_seen(size: int) -> None:
+def test_any_two_wrong_sizes_are_found(size: int) -> None:
     pairs = list(itertools.permutations(range(size), 2))
     right = [[8 * (1 + src + dst) for dst in range(size)] for src in range(size)]
     for (a, b), (c, d) in itertools.product(pairs, repeat=2):
@@ -92,7 +92,7 @@ def test_any_two_wrong_sizes_are_seen(size: int) -> None:
         assert (total(right, transposed(wrong)) == 0) == (wrong == right)
 
 
-def test_sizes_swapped_between_ranks_are_seen() -> None:
+def test_sizes_swapped_between_ranks_are_found() -> None:
     gives = [[100 * src + dst for dst in range(4)] for src in range(4)]
     takes = transposed(gives)
     takes[1], takes[2] = takes[2], takes[1]
@@ -105,7 +105,7 @@ def test_no_message_is_not_an_empty_one() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9), st.data())
-def test_shapes_tell_tables_apart(sizes, data):
+def test_shapes_differ_for_different_sizes(sizes, data):
     found = signature.shape_of(sizes)
     assert found == sum(sizes) if len(set(sizes)) == 1 else found < 0
     other = [*sizes]

@@ -1,4 +1,4 @@
-"""Dicts, lists and tuples of arrays in one call, and arrays of unknown sizes gathered."""
+"""Trees of arrays in one call, and all_gather of arrays of unknown sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pair = namedtuple("Pair", "x y")
 
 
 def tree(rank: int) -> Any:
-    """Several dtypes, nestings and layouts; dicts in another order on each rank."""
+    """Make a tree of several dtypes, nestings and layouts; dicts are in another order on each rank."""
     items = [
         ("w", np.full((3, 4), rank + 1.0, np.float32)),
         ("b", [np.full(5, rank, np.int64), (np.full(2, rank + 1j), None)]),
@@ -28,7 +28,7 @@ def tree(rank: int) -> Any:
 
 
 def flat(x: Any) -> list[Any]:
-    """The arrays of `tree`."""
+    """Return the arrays of `tree`."""
     return [x["w"], x["b"][0], x["b"][1][0], x[3].x, x[3].y, x["strided"], x["empty"]]
 
 
@@ -108,7 +108,7 @@ def test_different_trees_are_a_mismatch_on_all_ranks(rank: int) -> None:
         ([np.ones(2), "x"], r"tensor\[1\] must be an array, got str"),
     ],
 )
-def test_a_wrong_leaf_is_named_by_its_place(wrong: Any, message: str) -> None:
+def test_a_wrong_leaf_is_named_by_its_keys(wrong: Any, message: str) -> None:
     with pytest.raises(dist.ArrayError, match=message):
         dist.all_reduce(wrong)
 
@@ -127,11 +127,11 @@ def test_arrays_of_unknown_sizes_are_gathered(rank: int, world_size: int, backen
     records = dist.all_gather(np.array((rank, 0.5), "i4,f8"), group=group)
     assert [record["f0"].item() for record in records] == [0, 1, 2]
     differ = r"rank 0 gave float64 of shape \(3,\).*rank 1 gave {}; rank 2 gave float64 of shape \(3,\)"
-    for other, said in (
+    for other, text in (
         (np.ones((3, 1)), r"float64 of shape \(3, 1\)"),
         (np.ones(3, "f4"), r"float32 of shape \(3,\)"),
     ):
-        with pytest.raises(dist.MismatchError, match=differ.format(said)):
+        with pytest.raises(dist.MismatchError, match=differ.format(text)):
             dist.all_gather(other if rank == 1 else np.ones(3), group=group)
     with pytest.raises(dist.MismatchError, match=r"rank 1 called all_gather\(tensor\) without a list"):
         dist.all_gather(np.ones(3), group=group) if rank == 1 else dist.barrier(group)
@@ -143,7 +143,7 @@ def test_arrays_of_unknown_sizes_are_gathered(rank: int, world_size: int, backen
 @pytest.mark.long
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore")
-def test_arrays_of_torch_and_jax_come_back_as_such(rank: int) -> None:
+def test_torch_and_jax_arrays_give_results_of_their_own_kind(rank: int) -> None:
     torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
     weight = torch.nn.Parameter(torch.full((2, 3), rank + 1.0))
     x = {"torch": weight, "jax": [jnp.full(3, rank + 1.0)], "numpy": np.full(2, rank + 1.0)}

@@ -1,4 +1,4 @@
-"""Work and ProgressQueue: timeouts, forks, Ctrl-C under others' handlers, and where Python starts no thread."""
+"""Work and ProgressQueue: timeouts, forks, Ctrl-C with handlers of libraries, threads that cannot be started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refuse(start: Callable[[Any], None], thread: Any) -> None:
 
 
 def interrupt(start: Callable[[Any], None], thread: Any) -> None:
-    """As Ctrl-C when the thread has begun."""
+    """Raise, as Ctrl-C does when the thread has begun."""
     start(thread)
     raise KeyboardInterrupt
 
@@ -54,7 +54,7 @@ def test_a_thread_that_did_not_start_leaves_the_queue_usable(
         time.sleep(0.001)
 
 
-def test_ctrl_c_ends_a_wait_also_where_a_handler_restarts_system_calls() -> None:
+def test_ctrl_c_ends_a_wait_even_if_a_handler_restarts_system_calls() -> None:
     work, main = Work("what never ends"), threading.get_ident()
 
     def interrupt_the_wait() -> None:
@@ -79,12 +79,12 @@ def test_ctrl_c_ends_a_wait_also_where_a_handler_restarts_system_calls() -> None
 
 
 @pytest.mark.parametrize("long", [math.inf, 1e12, 10**400, timedelta.max])
-def test_a_timeout_beyond_what_the_system_can_wait_is_the_longest_that_it_can(long: Any) -> None:
+def test_a_timeout_is_limited_to_the_longest_that_the_system_allows(long: Any) -> None:
     assert seconds(long, 1.0) == ENDLESS
 
 
 @pytest.mark.parametrize("wrong", [math.nan, "x", [1]])
-def test_what_is_no_time_is_refused(wrong: Any) -> None:
+def test_an_invalid_timeout_is_refused(wrong: Any) -> None:
     done, pending = Work("done"), Work("pending")
     done.complete()
     for work in (done, pending):
@@ -133,7 +133,7 @@ def test_concurrent_futures_wait_for_works() -> None:
     assert asyncio.run(in_asyncio()) == 5
 
 
-def test_a_work_says_what_it_is_and_how_far() -> None:
+def test_the_repr_of_a_work_has_operation_and_state() -> None:
     queue, begun, go_on = ProgressQueue("shown"), threading.Event(), threading.Event()
     running = queue.submit("all_reduce", lambda: (begun.set(), go_on.wait(20)))
     waiting = queue.submit("barrier", lambda: 1 / 0)
@@ -147,7 +147,7 @@ def test_a_work_says_what_it_is_and_how_far() -> None:
     queue.close()
 
 
-def test_the_first_failures_that_nobody_has_asked_for_are_kept() -> None:
+def test_the_first_failures_that_no_thread_has_checked_are_kept() -> None:
     unobserved, works = UnobservedWorks(), [Work(f"call {number}") for number in range(40)]
     for work in works:
         unobserved.note(work).complete(error=ValueError(work.describe))
@@ -189,7 +189,7 @@ assert pending.result() == 2
 """
 
 
-def test_a_child_of_fork_does_not_wait_for_what_its_parent_has_under_way() -> None:
+def test_a_child_of_fork_does_not_wait_for_operations_of_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -209,7 +209,7 @@ def test_a_future_has_torchs_methods_and_the_output_arrays(rank: int) -> None:
     assert work.is_completed()
 
 
-def test_a_future_that_has_no_value() -> None:
+def test_a_future_without_a_value_raises() -> None:
     work = Work("all_reduce")
     future = work.get_future()
     seen: list[Any] = []

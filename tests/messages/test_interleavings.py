@@ -1,6 +1,6 @@
-"""The threads of the engine (p2p/), made to change places between any two steps of its code and of the pipes'.
+"""Schedules of the engine's threads: callers and progress threads switch between any two steps of p2p/ and the pipes.
 
-They are callers, and the engines' own threads. What it finds is shown by planted faults.
+Planted faults show which errors it finds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUNDS = 40
 
 
 def exchanges(me: Rank, tag: int) -> None:
-    """Both directions at once, posted in any order; what is posted first need not be waited for first."""
+    """Send and receive at once, posted and waited for in any order."""
     peer, order = 1 - me.rank, random.Random(tag * 2 + me.rank)
     for number in range(ROUNDS):
         got = np.full(3, -1)
@@ -47,7 +47,7 @@ def exchanges(me: Rank, tag: int) -> None:
 
 
 def one_way(me: Rank, tag: int) -> None:
-    """Several messages under way; the receiver waits for the last one first."""
+    """Send several messages one way; both ranks wait in any order."""
     peer, order = 1 - me.rank, random.Random(tag * 2 + me.rank)
     for number in range(ROUNDS // 4):
         got = [np.full(2, -1) for _ in range(4)]
@@ -63,10 +63,10 @@ def one_way(me: Rank, tag: int) -> None:
 
 
 def run(make: type[World], seed: int, *programs: Any, timeout: float = 100) -> None:
-    """Two ranks, on each a thread for each program, with a tag of its own."""
+    """Run two ranks, each with a thread and a tag for each program."""
     with closing(make(2, timeout=timeout)) as world:
         calls = [partial(each, me, tag) for me in world.ranks for tag, each in enumerate(programs)]
-        with shaken(FILES, seed, 2 * timeout):  # a fault may also have threads run for ever
+        with shaken(FILES, seed, 2 * timeout):  # a planted fault may make threads run for ever
             errors = [each for each in together(*calls, deadline=2.5 * timeout) if each is not None]
     if errors:
         raise errors[0]
@@ -80,20 +80,22 @@ def run(make: type[World], seed: int, *programs: Any, timeout: float = 100) -> N
     ids=lambda programs: "-".join(program.__name__ for program in programs),
 )
 @pytest.mark.parametrize("make", [RingWorld, WireWorld])
-def test_threads_may_change_places_anywhere(make: type[World], programs: list[Any], seed: int) -> None:
+def test_messages_are_right_whenever_threads_switch(
+    make: type[World], programs: list[Any], seed: int
+) -> None:
     run(make, seed, *programs)
 
 
-def completes_twice(self: RingPipe, handled: int, peer: int, number: int) -> int:
-    """Tells the last event to a thread whose count is late, as `advance` does, which is called with the turn."""
+def reports_an_event_twice(self: RingPipe, handled: int, peer: int, number: int) -> int:
+    """Return an event once more to a thread whose count of events is out of date."""
     time.sleep(5e-4)
     if waiting.seize.call(self.address + 8 * words.BUSY) != 0:
         return NOT_MINE
     return ring_kernels.advance.call(self.address, handled, True)
 
 
-def lets_go_too_early(self: RingPipe, array: Any, peer: int, kind: int) -> tuple[int, bool] | None:
-    """Lets go of a pipe before the engine knows of the message."""
+def releases_the_pipe_too_early(self: RingPipe, array: Any, peer: int, kind: int) -> tuple[int, bool] | None:
+    """Release a pipe before the Exchange has recorded the message."""
     number = ring_kernels.post_send.call(self.address, peer, array, kind, array.nbytes)
     if number == -LATER:
         return None
@@ -106,7 +108,7 @@ def lets_go_too_early(self: RingPipe, array: Any, peer: int, kind: int) -> tuple
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [("complete", completes_twice), ("post_send", lets_go_too_early)],
+    [("complete", reports_an_event_twice), ("post_send", releases_the_pipe_too_early)],
     ids=["twice", "early"],
 )
 def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str, fault: Any) -> None:
@@ -114,7 +116,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str, fa
 
     def is_found(seed: int) -> bool:
         try:
-            run(RingWorld, seed, exchanges, one_way, timeout=5)  # which some faults take
+            run(RingWorld, seed, exchanges, one_way, timeout=5)  # some faults end by it
         except Exception:
             return True
         return False

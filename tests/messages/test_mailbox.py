@@ -1,4 +1,4 @@
-"""Mailboxes, whatever carries their messages: rings in shared memory, TCP connections, and both in one."""
+"""The engine over each kind of pipe: rings in shared memory, TCP connections, and both in one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_blocking_both_ways(worlds, nbytes: int) -> None:
     worlds(2).run(first, second)
 
 
-def test_frames_wrap_at_every_place(worlds) -> None:
+def test_frames_wrap_at_every_offset(worlds) -> None:
     sizes = [(37 * n) % 1500 for n in range(200)]
 
     def first(me: Rank) -> None:
@@ -139,7 +139,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("how", ["blocking", "posted", "stored", "any tag"])
 @pytest.mark.parametrize("what", REFUSALS)
-def test_misfits_raise_on_both_sides_and_nothing_is_broken(worlds, what: str, how: str) -> None:
+def test_misfits_raise_on_both_sides_and_the_group_stays_usable(worlds, what: str, how: str) -> None:
     sent, wanted, held, other = REFUSALS[what]
     before, tag = wanted.copy(), ANY_TAG if how == "any tag" else 9
 
@@ -168,7 +168,7 @@ def test_misfits_raise_on_both_sides_and_nothing_is_broken(worlds, what: str, ho
 
 
 def test_a_message_to_oneself_is_buffered(worlds) -> None:
-    """Both kinds of send are complete before the receive is posted, and the array may change."""
+    """Both kinds of send complete before the receive is posted, and the array may then change."""
     (me,) = worlds(1).ranks
     x, got = np.arange(5), np.zeros(5, int)
     me.send(x, 0, 1)
@@ -189,14 +189,14 @@ def test_a_message_to_oneself_is_buffered(worlds) -> None:
         me.recv(np.zeros(3), 0, 3)
 
 
-def test_what_has_its_message_is_not_in_vain(worlds) -> None:
-    """Also while it is copied, perhaps by another thread than the one that wants to leave."""
+def test_a_receive_that_has_matched_is_not_in_vain(worlds) -> None:
+    """Also while its message is copied, perhaps by another thread than the one that wants to leave."""
     (me,) = worlds(1).ranks
-    said = []
+    found = []
 
     class Asking(ImportedArray):
         def put(self, address: int, nbytes: int) -> None:
-            said.append(me.mailbox.is_in_vain(work))
+            found.append(me.mailbox.is_in_vain(work))
             super().put(address, nbytes)
 
     got = np.zeros(5)
@@ -204,7 +204,7 @@ def test_what_has_its_message_is_not_in_vain(worlds) -> None:
     unsent = me.irecv(np.zeros(1), 0, 2)
     me.send(np.full(5, 4.0), 0, 1)
     assert work.wait(DEADLINE)
-    assert said == [False]
+    assert found == [False]
     assert (got == 4).all()
     assert me.mailbox.is_in_vain(unsent)
 
@@ -233,7 +233,7 @@ def test_an_armed_receive_leaves_other_tags_to_a_later_receive_of_any_tag(worlds
 @pytest.mark.parametrize("count", [0, 1, 3 * RING, 100_003])
 @pytest.mark.parametrize("stored", [False, True])
 def test_with_a_status_a_message_may_be_shorter_than_the_array(worlds, count: int, stored: bool) -> None:
-    """It may arrive before or after the receive; elements beyond the message keep their values."""
+    """The message may arrive before or after the receive; elements behind it keep their values."""
 
     def first(me: Rank) -> None:
         works = [me.isend(np.full(count, n, "i4"), 1, n) for n in (5, 6, 7)]
@@ -258,7 +258,7 @@ def test_with_a_status_a_message_may_be_shorter_than_the_array(worlds, count: in
     worlds(2).run(first, second)
 
 
-def test_a_packed_array_keeps_what_lies_behind_a_shorter_message(worlds) -> None:
+def test_a_packed_array_keeps_the_elements_behind_a_shorter_message(worlds) -> None:
     (me,) = worlds(1).ranks
     target, status = np.full((3, 4), -1.0), Status()
     me.send(np.arange(2.0), 0)
@@ -348,7 +348,7 @@ def test_a_probe_finds_a_message_to_oneself_and_of_every_dtype(worlds) -> None:
 
 
 def test_iprobe_beside_a_thread_that_waits(worlds) -> None:
-    """The other thread drives the messages, and finds the probe's."""
+    """The other thread drives, and finds the probe's message."""
     peer, me = worlds(2).ranks
 
     def probe() -> None:
@@ -370,7 +370,7 @@ def test_a_probe_of_a_rank_that_has_left_fails(worlds) -> None:
         me.probe(0)
 
 
-def test_from_any_serves_the_ranks_in_turn(worlds) -> None:
+def test_a_receive_from_any_serves_ranks_round_robin(worlds) -> None:
     world, count = worlds(3), 40
     me, *others = world.ranks
     works = [other.isend(np.array([other.rank, n]), 0) for other in others for n in range(count)]
@@ -390,8 +390,8 @@ def test_from_any_serves_the_ranks_in_turn(worlds) -> None:
 
 
 @pytest.mark.parametrize("half_sent", [False, True])
-def test_a_blocked_call_makes_way_for_other_threads(worlds, half_sent: bool) -> None:
-    """Also a send of which a part has gone out, which the other thread goes on with."""
+def test_a_blocked_call_lets_other_threads_use_the_pipe(worlds, half_sent: bool) -> None:
+    """Also if a part of a send has gone out, which the other thread continues."""
     me, peer = worlds(2).ranks
     large, got, answer = pattern(3 * RING), np.zeros(3 * RING, "u1"), np.zeros(1)
     call, *args = (me.send, large, 1, 1) if half_sent else (me.recv, got, 1, 1)
@@ -427,10 +427,10 @@ def test_a_callback_may_post_but_not_wait(worlds) -> None:
     assert seen[0].wait(DEADLINE)
 
 
-# ---- when things go wrong
+# ---- failures
 
 
-def test_the_record_says_what_waits_until_it_ends(worlds) -> None:
+def test_the_record_has_waiting_messages_until_they_end(worlds) -> None:
     peer, me = worlds(2).ranks
     slots: set[int] = set()
     drivers: set[int] = set()
@@ -465,14 +465,14 @@ def test_no_wait_stays_in_the_record_when_no_thread_waits_for_the_last_operation
 
     me.monitor.record = cast(Any, SimpleNamespace(waits=waits, waits_no_more=slots.discard))
     work = me.irecv(np.zeros(1), 0, 1)
-    until(lambda: bool(slots))  # the engine's own thread has written it
+    until(lambda: bool(slots))  # the progress thread has written it
     peer.send(np.zeros(1), 1, 1)
     until(work.is_completed if polls else lambda: work.ended)
     until(lambda: not slots)
 
 
 @pytest.mark.timed
-def test_what_is_ready_is_not_kept_waiting_by_what_is_not(worlds) -> None:
+def test_a_ready_pipe_does_not_wait_for_the_other_one(worlds) -> None:
     (me,) = worlds(1).ranks
     unmatched = me.irecv(np.zeros(1), 0, 1)
     took = []
@@ -481,16 +481,16 @@ def test_what_is_ready_is_not_kept_waiting_by_what_is_not(worlds) -> None:
         me.send(np.array([n]), 0, 2)
         me.recv(np.zeros(1, int), 0, 2)
         took.append(time.monotonic() - began)
-    assert sorted(took)[50] < 0.025  # 0.05 if each waited for a kernel's budget
+    assert sorted(took)[50] < 0.025  # it would take 0.05 if each pipe waited for its budget
     me.send(np.zeros(1), 0, 1)
     assert unmatched.wait(DEADLINE)
 
 
 def test_a_posted_send_does_not_overtake_one_that_has_not_begun(worlds) -> None:
-    """As after an interrupt between the end of one message and the begin of the next."""
+    """As after an interrupt between the end of one message and the start of the next."""
 
     def first(me: Rank) -> None:
-        # A message goes out, so that the way is there; then one is admitted and not begun.
+        # The first message makes the connection; then a send is admitted and not begun.
         me.send(np.full(4, 9, np.uint8), 1, 5)
         engine: Any = me.mailbox
         begin, engine._exchange._begin_next = engine._exchange._begin_next, lambda peer: None
@@ -513,7 +513,7 @@ def test_a_posted_send_does_not_overtake_one_that_has_not_begun(worlds) -> None:
     worlds(2).run(first, second)
 
 
-def test_what_a_rank_sent_before_it_left_can_be_received(worlds) -> None:
+def test_messages_of_a_rank_that_has_left_can_be_received(worlds) -> None:
     me, peer = worlds(2).ranks
     peer.isend(np.array([3.0]), 0)
     peer.await_on_the_way(0, 1)
@@ -525,7 +525,7 @@ def test_what_a_rank_sent_before_it_left_can_be_received(worlds) -> None:
         me.recv(got, 1)
 
 
-def test_from_any_goes_on_while_somebody_is_left(worlds) -> None:
+def test_a_receive_from_any_continues_while_a_peer_is_left(worlds) -> None:
     me, gone, there = worlds(3).ranks
     gone.monitor.leave()
     got = np.zeros(1)
@@ -559,10 +559,10 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
-def test_what_a_wait_had_learned_when_a_handler_raised_is_told_again(
+def test_an_event_is_returned_again_after_a_handler_has_raised(
     monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    """A signal handler raises when the one call of a wait has come back, and with what it says; `lost`: which call."""
+    """A signal handler raises just after a wait's call of the pipe has returned; `lost`: which one."""
     complete, calls = RingPipe.complete, []
 
     def interrupted(pipe: RingPipe, *args: int) -> int:
@@ -576,7 +576,7 @@ def test_what_a_wait_had_learned_when_a_handler_raised_is_told_again(
     first, second = world.ranks
     try:
         number, end = 0, time.monotonic() + DEADLINE
-        # What this thread comes late to wait for, the engines' threads complete.
+        # The progress threads complete the operations for which this thread waits later.
         while number < 3 or len(calls) < lost:
             assert time.monotonic() < end
             number += 1
@@ -599,7 +599,7 @@ def test_what_a_wait_had_learned_when_a_handler_raised_is_told_again(
 
 
 @pytest.mark.parametrize("call", ["recv", "recv from any", "isend", "irecv"])
-def test_a_silent_peer_runs_into_the_timeout(worlds, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_silent_peer_ends_a_call_by_timeout(worlds, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     clock = Clock()
     monkeypatch.setattr(monitor, "time", clock)
     me, peer = worlds(2, timeout=30.0).ranks
@@ -651,7 +651,7 @@ ENDS = {
 
 @pytest.mark.parametrize("posted", [False, True])
 @pytest.mark.parametrize("what", ENDS)
-def test_whatever_ends_the_group_ends_a_call_under_way(worlds, what: str, posted: bool) -> None:
+def test_a_failure_of_the_group_ends_a_call_under_way(worlds, what: str, posted: bool) -> None:
     me, peer = worlds(2).ranks
     end, text = ENDS[what]
     work = me.irecv(np.zeros(1), 1) if posted else None

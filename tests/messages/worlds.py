@@ -1,6 +1,6 @@
-"""Ranks in one process that send messages to one another, over whatever carries them.
+"""Worlds of ranks in one process that send messages to one another, over each kind of pipe.
 
-Ranks are threads: kernels release the GIL, mailboxes share nothing else.
+Ranks are threads. Kernels release the GIL, and ranks share nothing but the pipes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEADLINE = 60.0
 
 
 class Rank:
-    """One rank's mailbox with the public arguments."""
+    """One rank's engine, with the public arguments."""
 
     def __init__(self, rank: int, monitor: Monitor, mailbox: Engine) -> None:
         self.rank, self.monitor, self.mailbox = rank, monitor, mailbox
@@ -59,7 +59,7 @@ class Rank:
         return found and fields(found)
 
     def await_on_the_way(self, dst: int, count: int) -> None:
-        """Wait until so many messages have gone out to `dst`, without an ack."""
+        """Wait until `count` messages have gone out to `dst` and have no ack."""
         peer = self.mailbox._exchange.peers[dst]
         until(lambda: len(peer.unacked) == count and peer.entering is None)
 
@@ -68,7 +68,7 @@ class Rank:
         return any(self.busy_pipes())
 
     def busy_pipes(self) -> list[bool]:
-        """Of each pipe, whether a thread has it."""
+        """Return for each pipe whether a thread holds it."""
         pipes: Any = self.mailbox._pipes
         words = [mail_frames if isinstance(pipe, TcpPipe) else ring_words for pipe in pipes]
         return [bool(pipe.table[module.BUSY]) for pipe, module in zip(pipes, words, strict=True)]
@@ -92,7 +92,7 @@ class World(ABC):
         self._segments: list[Segment] = []
         self.meshes: list[PairMesh] = []
         self.meshes += [PairMesh(self.meshes, rank) for rank in range(size)]
-        self._said = [(IN_ORDER, "")] * size
+        self._published = [(IN_ORDER, "")] * size
         self._prepare()
         self.ranks = []
         for rank in range(size):
@@ -111,14 +111,14 @@ class World(ABC):
         unlink(name)
 
     def _monitor(self, rank: int) -> Monitor:
-        return ListMonitor(self._said, self.members, rank)
+        return ListMonitor(self._published, self.members, rank)
 
     @abstractmethod
     def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
-        """By rank, the pipe to it and its number there."""
+        """Return, by rank, the pipe to it and its number there."""
 
     def run(self, *programs: Callable[[Rank], None]) -> None:
-        """Run a program for each rank, together; the first error of any is raised."""
+        """Run a program for each rank at the same time; raise the first error."""
         errors: list[BaseException] = []
 
         def guarded(program: Callable[[Rank], None], rank: Rank) -> None:
@@ -152,7 +152,7 @@ class World(ABC):
 
 
 class RingWorld(World):
-    """Over one segment."""
+    """A world over one segment."""
 
     def _prepare(self) -> None:
         self._add_segment(len(self.members))
@@ -166,7 +166,7 @@ class RingWorld(World):
 
 
 class WireWorld(World):
-    """Over TCP connections."""
+    """A world over TCP connections."""
 
     def _prepare(self) -> None: ...
 
@@ -176,7 +176,7 @@ class WireWorld(World):
 
 
 class NodeWorld(World):
-    """Two ranks on each node, over segments, and over TCP connections between nodes."""
+    """A world of two ranks on each node, over segments inside nodes and TCP connections between them."""
 
     def _prepare(self) -> None:
         size = len(self.members)
@@ -187,46 +187,46 @@ class NodeWorld(World):
     def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
         local = self._nodes[rank // 2]
         rings = _ring_pipe(self._segments[rank // 2], rank % 2, monitor)
-        # None if all ranks are on one node, as no engine would close it.
+        # None if all ranks are on one node, since no engine would close it.
         wire = TcpPipe(self.meshes[rank], monitor, 20_000) if len(local) < len(self.members) else None
         routes: list[Any] = [(wire, peer) for peer in range(len(self.members))]
-        for place, peer in enumerate(local):
-            routes[peer] = (rings, place)
+        for index, peer in enumerate(local):
+            routes[peer] = (rings, index)
         return routes
 
 
-def _ring_pipe(segment: Segment, place: int, monitor: Monitor) -> RingPipe:
-    return RingPipe(segment.address, segment.layout, place, monitor, (0, 100), 0)
+def _ring_pipe(segment: Segment, index: int, monitor: Monitor) -> RingPipe:
+    return RingPipe(segment.address, segment.layout, index, monitor, (0, 100), 0)
 
 
 class ListMonitor(Monitor):
     """A monitor whose ranks publish their states in a list."""
 
-    def __init__(self, said: list[tuple[int, str]], members: Sequence[Member], rank: int) -> None:
+    def __init__(self, published: list[tuple[int, str]], members: Sequence[Member], rank: int) -> None:
         super().__init__(members, rank)
-        self._said = said
+        self._published = published
 
     def _publish(self, state: int, reason: str) -> None:
-        self._said[self.rank] = (state, reason)
+        self._published[self.rank] = (state, reason)
 
     def _states(self) -> list[int]:
-        return [state for state, _ in self._said]
+        return [state for state, _ in self._published]
 
     def _reason(self, rank: int) -> str:
-        return self._said[rank][1]
+        return self._published[rank][1]
 
     def _dead(self, working: Sequence[Member]) -> list[Member]:
         return dead_among(working)
 
 
 class PairMesh:
-    """Connects the ranks of a world over loopback; what `connections` holds can be broken by a test."""
+    """Connects the ranks of a world over loopback. Tests may break the sockets in `connections`."""
 
     def __init__(self, meshes: list[PairMesh], rank: int) -> None:
         self.rank = rank
         self.connections: dict[int, socket.socket] = {}
         self.others: list[socket.socket] = []
-        """To close in the end, too."""
+        """More sockets to close at the end."""
         self._meshes = meshes
         self._callback: Callable[[int, socket.socket], None] | None = None
 

@@ -1,4 +1,4 @@
-"""The flight record: what another process reads of a group, while it runs, hangs, is stopped, forks, and goes."""
+"""The flight record as another process reads it: of a group that runs, hangs, is stopped, forks, and closes."""
 
 from __future__ import annotations
 
@@ -43,54 +43,60 @@ def group():
     made.close()
 
 
-def test_a_group_is_read_as_it_was_made(group: GroupRecorder) -> None:
+def test_a_group_is_read_with_its_members(group: GroupRecorder) -> None:
     found = read(os.getpid())
     assert found is not None
     assert found == own()
     assert (found.pid, found.world_size, found.rank) == (os.getpid(), 3, 1)
     assert abs(found.started - time.time()) < 60
     assert found.job.split(":")[1] == str(os.getpid() - 1)
-    (said,) = found.groups
-    assert (said.name, said.backend, said.rank, said.calls, said.under_way) == ("WORLD", "mpi", 1, 0, None)
-    assert [peer.rank for peer in said.members] == [0, 1, 2]
-    assert [peer.pid for peer in said.members] == [os.getpid() + rank - 1 for rank in range(3)]
-    assert {peer.host for peer in said.members} == {os.uname().nodename}
+    (recorded,) = found.groups
+    assert (recorded.name, recorded.backend, recorded.rank, recorded.calls, recorded.under_way) == (
+        "WORLD",
+        "mpi",
+        1,
+        0,
+        None,
+    )
+    assert [peer.rank for peer in recorded.members] == [0, 1, 2]
+    assert [peer.pid for peer in recorded.members] == [os.getpid() + rank - 1 for rank in range(3)]
+    assert {peer.host for peer in recorded.members} == {os.uname().nodename}
     assert r.record_of(found.as_dict()) == found
 
 
-def test_calls_begin_and_end_and_the_ring_goes_round(group: GroupRecorder) -> None:
+def test_calls_begin_and_end_and_the_ring_wraps(group: GroupRecorder) -> None:
     barrier = 11
     for number in range(1, r.RING + 11):
         assert group.begin(barrier, 0) == number
-        (said,) = own().groups if number in (1, r.RING, r.RING + 5) else (None,)
-        if said is not None:
-            assert said.under_way is not None
-            assert (said.under_way.number, describe(*said.under_way.head)) == (number, "barrier()")
-            assert said.since == said.under_way.began > 0
+        (recorded,) = own().groups if number in (1, r.RING, r.RING + 5) else (None,)
+        if recorded is not None:
+            assert recorded.under_way is not None
+            assert (recorded.under_way.number, describe(*recorded.under_way.head)) == (number, "barrier()")
+            assert recorded.since == recorded.under_way.began > 0
         group.end(number)
-    (said,) = own().groups
-    assert said.under_way is None
-    assert [call.number for call in said.ring] == list(range(11, r.RING + 11))
-    assert {call.state for call in said.ring} == {"done"}
-    assert all(0 < call.began <= call.ended + 8 for call in said.ring)
+    (recorded,) = own().groups
+    assert recorded.under_way is None
+    assert [call.number for call in recorded.ring] == list(range(11, r.RING + 11))
+    assert {call.state for call in recorded.ring} == {"done"}
+    assert all(0 < call.began <= call.ended + 8 for call in recorded.ring)
 
 
-def test_how_a_call_ended_and_whom_it_waited_for(group: GroupRecorder) -> None:
+def test_the_end_of_a_call_and_its_waits_are_read(group: GroupRecorder) -> None:
     group.begin(11, 0)
     group.waits(0, "barrier(), call 1 of group 'WORLD'", [0, 2], time.monotonic() - 1)
     group.waits(1, "recv from rank 2", [2], time.monotonic(), message=True)
-    (said,) = own().groups
-    waits, message = said.waits
+    (recorded,) = own().groups
+    waits, message = recorded.waits
     assert (waits.number, waits.ranks, waits.many) == (1, (0, 2), 2)
     assert waits.doing.startswith("barrier()")
     assert 0.9e9 < time.time_ns() - waits.since < 60e9
     assert (message.number, message.ranks) == (0, (2,))
     group.waits_no_more(1)
     group.failed("rank 2 died")
-    (said,) = own().groups
-    assert (said.failure, said.under_way) == ("rank 2 died", None)
-    assert [wait.ranks for wait in said.waits] == [(0, 2)]  # as it was then
-    assert said.ring[-1].state == "failed"
+    (recorded,) = own().groups
+    assert (recorded.failure, recorded.under_way) == ("rank 2 died", None)
+    assert [wait.ranks for wait in recorded.waits] == [(0, 2)]  # as it was then
+    assert recorded.ring[-1].state == "failed"
 
 
 def test_a_failure_before_a_call_is_published_is_a_call_that_failed(group: GroupRecorder) -> None:
@@ -98,12 +104,15 @@ def test_a_failure_before_a_call_is_published_is_a_call_that_failed(group: Group
     group.context[0], group.context[1] = 2, 1
     group.follow(calls=0, finished=1)
     group.broken_off("failed")
-    (said,) = own().groups
-    assert [(call.number, call.state, call.call) for call in said.ring] == [(1, "done", 11), (2, "failed", 0)]
-    assert said.under_way is None
+    (recorded,) = own().groups
+    assert [(call.number, call.state, call.call) for call in recorded.ring] == [
+        (1, "done", 11),
+        (2, "failed", 0),
+    ]
+    assert recorded.under_way is None
 
 
-def test_several_groups_come_and_go_and_nothing_stays() -> None:
+def test_several_groups_are_made_and_closed_and_leave_nothing() -> None:
     before = descriptors()
     assert own() is None
     made = [GroupRecorder(f"g{k}", members(2), 0, "tcp", words=1000) for k in range(5)]
@@ -133,7 +142,7 @@ def test_a_dump_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1, init=False, fresh=True)  # a process that has not listened before
-def test_traces_may_be_taken_away_before_the_last_group_closes(
+def test_traces_may_be_deleted_before_the_last_group_closes(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTCOLL_TRACE_DIR", str(tmp_path / "traces"))
@@ -146,7 +155,7 @@ def test_traces_may_be_taken_away_before_the_last_group_closes(
         config.forget()
 
 
-def test_a_child_of_fork_has_memory_of_its_own(group: GroupRecorder) -> None:
+def test_a_child_of_fork_has_private_memory(group: GroupRecorder) -> None:
     other = GroupRecorder("other", members(2), 0, "shm", words=100)
     other.context[:] = 5
     pid = os.fork()
@@ -160,11 +169,11 @@ def test_a_child_of_fork_has_memory_of_its_own(group: GroupRecorder) -> None:
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert (other.context == 5).all()
-    assert all(said.calls == 0 for said in own().groups)
+    assert all(recorded.calls == 0 for recorded in own().groups)
     other.close()
 
 
-def test_what_is_no_record_is_none() -> None:
+def test_other_files_are_no_record() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert read(child.pid) is None
     child.communicate(b"\n")
@@ -173,7 +182,7 @@ def test_what_is_no_record_is_none() -> None:
         assert r.parse(lambda n, at, data=data: data[at : at + n]) is None
 
 
-def test_a_damaged_record_gives_no_more_than_what_is_whole(group: GroupRecorder) -> None:
+def test_of_a_damaged_record_only_consistent_parts_are_read(group: GroupRecorder) -> None:
     group.begin(11, 0)
     from fastcoll.record import recorder
 
@@ -182,10 +191,10 @@ def test_a_damaged_record_gives_no_more_than_what_is_whole(group: GroupRecorder)
     random = np.random.default_rng(1)
     for _ in range(200):
         bad = bytearray(data)
-        for place in random.integers(64, len(bad), 20):
-            bad[place] = random.integers(256)
-        for place in r.BLOCKS + 8 * random.integers(0, 16, 3):
-            bad[place : place + 8] = random.bytes(8)
+        for offset in random.integers(64, len(bad), 20):
+            bad[offset] = random.integers(256)
+        for offset in r.BLOCKS + 8 * random.integers(0, 16, 3):
+            bad[offset : offset + 8] = random.bytes(8)
         found = r.parse(lambda n, at, bad=bad: bytes(bad[max(at, 0) : max(at, 0) + max(n, 0)]))
         assert found is None or len(found.groups) <= 1
 
@@ -247,9 +256,9 @@ def test_the_ring_has_the_last_calls_of_every_group_alike_on_all_ranks(backend: 
     assert all(before.ended <= after.began for before, after in pairwise(timed))
     if backend == "tcp":
         assert len(timed) == r.RING
-    said = [None] * 3
-    dist.all_gather_object(said, [(call.number, call.call, call.shape) for call in mine.ring])
-    assert said[0] == said[1] == said[2]
+    rings = [None] * 3
+    dist.all_gather_object(rings, [(call.number, call.call, call.shape) for call in mine.ring])
+    assert rings[0] == rings[1] == rings[2]
     assert (pair.name in found) == (rank != 1) if rank != 1 else True
     if rank != 1:
         assert [describe(*call.head) for call in found[pair.name].ring][-1] == "barrier()"
