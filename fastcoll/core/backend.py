@@ -290,8 +290,8 @@ class Backend(ABC):
             UnavailableError: this backend cannot survive the death of a rank.
         """
         raise UnavailableError(
-            f"the group {self.gate.name} runs on {self.name}, which does not outlive the death of a rank; start the "
-            "job anew, or with another backend"
+            f"the group {self.gate.name} runs on {self.name}, which cannot survive the death of a rank; restart "
+            "the job, or use another backend"
         )
 
     def begin_at_once(self) -> None:  # noqa: B027 - most have none

@@ -243,7 +243,7 @@ def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: b
                 places = [f"[{i // each}][{i % each}]" if each else f"[{i}]" for i in sorted((j, k))]
                 raise ArrayError(
                     f"{name}{places[0]} and {name}{places[1]} share memory, and different results go to them; give "
-                    "each memory of its own"
+                    "each its own memory"
                 )
         open_ones.append((high, k))
 

@@ -63,7 +63,7 @@ def start_all(requests: Sequence[Request]) -> None:
     for index, request in enumerate(requests):
         if not isinstance(request, Request):
             raise UsageError(
-                f"requests[{index}] is of type {type(request).__name__}; give what send_init and recv_init return"
+                f"requests[{index}] is of type {type(request).__name__}; give the Requests of send_init and recv_init"
             )
         if any(request is other for other in requests[:index]):
             raise UsageError(f"requests[{index}] is in the list twice")

@@ -252,14 +252,14 @@ def mismatch(text: str, number: int, group: str) -> MismatchError:
 
 
 def describe_sizes(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:
-    """Format the pairs of ranks whose sizes differ: `rank 0 gives rank 1 8 bytes, which expects 12`."""
+    """Format the pairs of ranks whose sizes differ: `rank 0 sends 8 bytes to rank 1, which expects 12`."""
     differences = [
-        f"rank {ranks[src]} gives rank {ranks[dst]} {gives[dst]} bytes, which expects {tables[dst][1][src]}"
+        f"rank {ranks[src]} sends {gives[dst]} bytes to rank {ranks[dst]}, which expects {tables[dst][1][src]}"
         for src, (gives, _) in enumerate(tables)
         for dst in range(len(tables))
         if gives[dst] != tables[dst][1][src]
     ]
-    return "; ".join(differences[:8]) or "what ranks give and what others expect differ in size"
+    return "; ".join(differences[:8]) or "the sizes that ranks send and expect differ"
 
 
 def describe_blocks(tables: Sequence[Sizes], ranks: Sequence[int]) -> str:

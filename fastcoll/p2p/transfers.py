@@ -29,7 +29,7 @@ _DTYPE_MASK = (1 << DTYPE_BITS) - 1
 
 _NO_ARRAY = np.empty(0, np.uint8)
 
-CONTROL_MESSAGE = np.dtype([("fastcoll: what is said of an array on a GPU", np.uint8, (192,))])
+CONTROL_MESSAGE = np.dtype([("fastcoll: control message of a GPU array", np.uint8, (192,))])
 """The dtype of messages that announce an array on a GPU, which NCCL carries (gpu/nccl/messages.py). No user has it."""
 
 

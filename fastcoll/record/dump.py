@@ -59,7 +59,7 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
         ResourceError: the file cannot be written.
     """
     if path is None and not config.get("FASTCOLL_TRACE_DIR"):
-        raise UsageError("dump() does not know where to write; give a path, or set FASTCOLL_TRACE_DIR")
+        raise UsageError("dump() has no path; give one, or set FASTCOLL_TRACE_DIR")
     try:
         return _write("dump() was called", path)
     except OSError as error:

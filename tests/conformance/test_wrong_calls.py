@@ -116,14 +116,14 @@ def test_nothing_moves_before_a_mismatch_is_raised(rank, world_size):
 @pytest.mark.ranks(2, 3, 4)
 def test_sizes_that_differ_are_named_by_pair_of_ranks(rank, world_size):
     outs = [np.zeros(r + 1 + (rank == 1 and r == 0), "f4") for r in range(world_size)]
-    with pytest.raises(MismatchError, match="rank 0 gives rank 1 4 bytes, which expects 8"):
+    with pytest.raises(MismatchError, match="rank 0 sends 4 bytes to rank 1, which expects 8"):
         dist.all_gather(outs, np.zeros(rank + 1, "f4"))
     outs = [np.zeros(3, "f4") for _ in range(world_size)] if rank == 0 else None
-    with pytest.raises(MismatchError, match="rank 1 gives rank 0 16 bytes, which expects 12"):
+    with pytest.raises(MismatchError, match="rank 1 sends 16 bytes to rank 0, which expects 12"):
         dist.gather(np.zeros(4 if rank == 1 else 3, "f4"), outs, 0)
     blocks = [np.zeros(2, "f4") for _ in range(world_size)]
     outs = [np.zeros(2 + (rank == 1 and r == 0), "f4") for r in range(world_size)]
-    with pytest.raises(MismatchError, match="rank 0 gives rank 1 8 bytes, which expects 12"):
+    with pytest.raises(MismatchError, match="rank 0 sends 8 bytes to rank 1, which expects 12"):
         dist.all_to_all(outs, blocks)
     usable(rank, world_size)
 

@@ -73,7 +73,7 @@ MISMATCHES: dict[str, tuple[Callable[[Any], Any], str]] = {
             gpu(np.ones(5 if g.rank == 1 else 4, F4)),
             async_op=True,
         ),
-        "all_gather: what ranks give and what others expect differ in size",
+        "all_gather: the sizes that ranks send and expect differ",
     ),
 }
 

@@ -62,6 +62,8 @@ def test_one_shot_by_bytes_and_ranks() -> None:
 
 def test_sizes_that_differ_are_said_so() -> None:
     same = signature.encode("gather", np.dtype("f4"))
-    assert "differ in size" in signature.describe_mismatch([(same, 4), (same, 8)], [0, 1])
+    assert "the sizes that ranks send and expect differ" in signature.describe_mismatch(
+        [(same, 4), (same, 8)], [0, 1]
+    )
     other = signature.encode("barrier")
     assert "rank 7 called barrier()" in signature.describe_mismatch([(same, 0), (other, 0)], [3, 7])

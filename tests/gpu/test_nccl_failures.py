@@ -459,7 +459,7 @@ def test_a_known_operation_of_other_sizes_is_compared_again() -> None:
     with world(2) as ranks:
         ranks.run(lambda rank, group: gather(rank, 3)(group))
         texts = both(ranks, gather(0, 4), gather(1, 5))
-        assert "rank 1 gives rank 0 20 bytes, which expects 16" in texts[0]
+        assert "rank 1 sends 20 bytes to rank 0, which expects 16" in texts[0]
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
@@ -470,7 +470,7 @@ def test_sizes_that_do_not_fit_are_named() -> None:
 
     with world(2) as ranks:
         texts = both(ranks, exchange(0, 2), exchange(1, 3))
-        assert "all_to_all: rank 1 gives rank 0 12 bytes, which expects 8" in texts[0]
+        assert "all_to_all: rank 1 sends 12 bytes to rank 0, which expects 8" in texts[0]
 
 
 def test_a_call_that_was_left_out_is_found_at_the_next_new_one() -> None:
