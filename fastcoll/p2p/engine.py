@@ -202,8 +202,8 @@ class Engine:
         if not pipe.has_unread(number) and not self._exchange.peers[peer].kept_messages:
             return ""
         return (
-            f"; this rank also has a message of {self.monitor.name(peer)} that no receive has taken: if both "
-            "ranks wait in send, neither can continue; let one receive first, or post both with isend or batch_isend_irecv"
+            f"; this rank also has a message of {self.monitor.name(peer)} that no receive has taken: if both ranks "
+            "wait in send, neither can continue; let one receive first, or use isend or batch_isend_irecv"
         )
 
     def torn(self, error: BaseException, doing: str) -> None:
