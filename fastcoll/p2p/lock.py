@@ -3,9 +3,12 @@
 Rules:
 
 - A thread holds the lock when it has set the word BUSY of every pipe. A compiled short cut sets BUSY of one pipe, for
-  one call, and needs no lock. Setting BUSY never blocks: it succeeds at once, or the thread waits in `waiters`.
-- The holder alone touches the Exchange (exchange.py) and drives the pipes. Any thread may append to the inbox
-  (progress.py) and to `waiters`.
+  one call. Setting BUSY never blocks. If another thread has it, a poster leaves its operation in the inbox
+  (progress.py), and a thread that waits for an operation sleeps in `waiters`.
+- The holder drives the pipes and changes the Exchange (exchange.py). So does a thread whose short cut has kept its pipe
+  taken: it records that message, which changes the state of one peer and single entries of `Exchange.live`. If the
+  message must be matched, a second lock excludes the same step over the other pipe (`Engine._hand_over`).
+- Any thread may append to the inbox and to `waiters`.
 - No post is lost. The poster appends to the inbox before it tries to take the lock; the holder releases the lock before
   it checks the inbox. So at least one of the two sees the other and begins the operation.
 - No short cut overtakes a posted operation, because short cuts return without effect while the word BEHIND is set. The
