@@ -284,7 +284,7 @@ def processes(pids: Iterable[int]) -> list[Process]:
         with suppress(OSError):
             thread, now = living_thread(pid), _ticks(pid)
             cores = ((now or used) - used) / _TICKS / took
-            about = _place(thread), round(cores, 2), _command(pid), _dumps(pid)
+            about = _place(thread), round(cores, 2), _command(pid), _dumps(thread)
             found.append(Process(pid, status_of(thread)[0].decode(), *about))
     return found
 

@@ -258,18 +258,23 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_rank_whose_first_thread_alone_has_ended_is_shown_as_running_on(tmp_path):
-    command = [sys.executable, "-c", WITHOUT_FIRST_THREAD, str(tmp_path / "meet")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
-        assert rank.stdout.readline() == b"up\n"
-        end = time.monotonic() + LIMIT
-        while status_of(rank.pid)[0] != b"Z" and time.monotonic() < end:
-            pass
-        jobs = running.find_jobs()[0]
-        ((job, process),) = ((job, each) for job in jobs for each in job.processes if each.pid == rank.pid)
-        assert state_of(process.state).name == "sleeping"
-        assert str(tmp_path / "meet") in process.command
-        assert job.findings(time.time()) == []
-        rank.kill()
+    (tmp_path / "alone.py").write_text(WITHOUT_FIRST_THREAD)
+    command = [sys.executable, "alone.py", str(tmp_path / "meet")]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        try:
+            assert rank.stdout.readline() == b"up\n"
+            end = time.monotonic() + LIMIT
+            while status_of(rank.pid)[0] != b"Z" and time.monotonic() < end:
+                pass
+            jobs = running.find_jobs()[0]
+            ((job, process),) = (
+                (job, each) for job in jobs for each in job.processes if each.pid == rank.pid
+            )
+            assert state_of(process.state).name == "sleeping"
+            assert "alone.py" in process.command
+            assert job.findings(time.time()) == []
+        finally:
+            rank.kill()
 
 
 def test_without_a_job_nothing_is_found():
