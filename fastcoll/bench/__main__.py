@@ -7,7 +7,7 @@ from . import command, tune
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmark, or its tuning, with the words of a command line; returns the exit code."""
+    """Run the benchmark, or its tuning, with the arguments of a command line; return the exit code."""
     return tune.main(words) if "--tune" in words else command.main(words)
 
 

@@ -1,6 +1,6 @@
-"""Which measurements a run makes, in order: pure data that every rank derives from the same options.
+"""The measurements of a run, in order: pure data that every rank derives from the same options.
 
-Below, how the words of a command line become sizes, dtypes and names.
+The second part parses the arguments of a command line into sizes, dtypes and names.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
 
 
 class CaseShape(NamedTuple):
-    """What the table must know of an operation; sizes and factors as in nccl-tests."""
+    """How the table of results treats an operation; sizes and factors are those of nccl-tests."""
 
-    rounds: int  # how often a link must carry all parts but a rank's own; 0: it carries the size once
-    per_rank: bool = False  # the size counts a block for each rank, not one array
+    rounds: int  # how often a link must carry all blocks except a rank's own; 0: it carries the size once
+    per_rank: bool = False  # whether the size counts a block for each rank, not one array
     reduces: bool = False
     rooted: bool = False
-    moves: bool = True  # has data at all
+    moves: bool = True  # whether it moves data
 
     def bus_factor(self, ranks: int) -> float:
-        """busbw / algbw: what a link must carry for each byte of the size."""
+        """Return busbw / algbw: how many bytes a link must carry for each byte of the size."""
         return self.rounds * (ranks - 1) / ranks if self.rounds else 1.0
 
 
@@ -57,7 +57,7 @@ SHAPES: dict[str, CaseShape] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row to be measured."""
+    """One measurement, which is one row of the table."""
 
     operation: str  # a key of SHAPES
     dtype: np.dtype[Any]
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def size(self) -> int:
-        """The bytes that algbw counts."""
+        """The number of bytes that algbw counts."""
         blocks = self.ranks if SHAPES[self.operation].per_rank else 1
         return blocks * self.count * self.dtype.itemsize
 
@@ -76,7 +76,7 @@ class Case:
 def cases(
     operations: list[str], dtypes: list[str], redops: list[str], sizes: list[int], root: int, ranks: int
 ) -> Iterator[Case]:
-    """The cases of a run. Sizes are rounded up to whole elements for every rank, each taken once."""
+    """Yield the cases of a run. Sizes are rounded up to whole elements per rank; equal sizes are measured once."""
     for operation in operations:
         shape = SHAPES[operation]
         for dtype in map(parse_dtype, dtypes if shape.moves else ["uint8"]):
@@ -88,12 +88,12 @@ def cases(
 
 
 def parse_operation(text: str) -> str:
-    """The operation that `text` names; `-` and `_` are the same."""
+    """Return the operation that `text` names; `-` and `_` are equivalent."""
     return _choose("operation", text.lower().replace("-", "_"), SHAPES)
 
 
 def parse_redop(text: str) -> str:
-    """The reduction that `text` names."""
+    """Return the reduction that `text` names."""
     return _choose("reduction", {"prod": "product"}.get(text.lower(), text.lower()), REDOPS)
 
 
@@ -104,7 +104,7 @@ def _choose(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def parse_size(text: str) -> int:
-    """The number of bytes that `text` means: `8`, `4K`, `64M`, `1.5G`; K, M and G are powers of 1024."""
+    """Parse a number of bytes: `8`, `4K`, `64M`, `1.5G`; K, M and G are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
     nbytes = float(match[1]) * _UNITS[match[2].upper()] if match else 0.5
     if nbytes.is_integer():
@@ -115,7 +115,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """The shortest exact text for `nbytes` that `parse_size` reads: 65536 is `64K`."""
+    """Return the shortest exact text for `nbytes` that `parse_size` reads: 65536 is `64K`."""
     for unit in ("G", "M", "K"):
         if nbytes and nbytes % _UNITS[unit] == 0:
             return f"{nbytes // _UNITS[unit]}{unit}"
@@ -123,7 +123,7 @@ def format_size(nbytes: int) -> str:
 
 
 def size_range(begin: int, end: int, factor: float) -> list[int]:
-    """`begin`, `begin * factor`, ... up to `end`; strictly increasing."""
+    """Return `begin`, `begin * factor`, ... up to `end`; strictly increasing."""
     if not 1 <= begin <= end:
         sizes = f"{format_size(begin)} to {format_size(end)}"
         raise UsageError(f"sizes from {sizes}: begin must be from 1 to the end")
@@ -137,7 +137,7 @@ def size_range(begin: int, end: int, factor: float) -> list[int]:
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` with its errors as argparse shows them."""
+    """Return a parser for argparse, which shows the errors of `parse`."""
 
     def reader(text: str) -> Any:
         try:
@@ -149,12 +149,12 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Several values, separated by commas."""
+    """Return a parser of several values, separated by commas."""
     return lambda text: [argument(parse)(part) for part in text.split(",")]
 
 
 def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A number of this kind, finite and greater than 0."""
+    """Return a parser of a finite number of this kind that is greater than 0."""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -166,7 +166,7 @@ def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def cores(text: str) -> list[int]:
-    """CPUs that this process may use: `0,2`; or none of them."""
+    """Parse CPUs that this process may use: `0,2`, or `none`."""
     wanted = [] if text == "none" else [int(part) for part in text.split(",")]
     if unusable := set(wanted) - os.sched_getaffinity(0):
         raise UsageError(f"this process may not use core {min(unusable)}")
@@ -174,7 +174,7 @@ def cores(text: str) -> list[int]:
 
 
 def writable(name: str | Path) -> Path:
-    """The path of a file that can be written; looking leaves nothing."""
+    """Return the path of a file that can be written; the check leaves no file."""
     path = Path(name)
     folder = path.absolute().parent
     if not folder.is_dir():
@@ -183,7 +183,9 @@ def writable(name: str | Path) -> Path:
         if path.exists():
             os.close(os.open(path, os.O_WRONLY))
         else:
-            tempfile.TemporaryFile(dir=folder).close()  # leaves nothing; a mode does not bind root
+            tempfile.TemporaryFile(
+                dir=folder
+            ).close()  # the folder's mode would not show whether root can write
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     return path

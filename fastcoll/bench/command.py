@@ -1,4 +1,4 @@
-"""The command line: read it, refuse what cannot be, and start workers or be one of a launcher's."""
+"""The command line: read and check it, then start the ranks, or run as a rank of a launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .cases import argument, listed, parse_operation, positive, writable
 from .rank import FAILED, MISUSED, OK, run
 from .results import PICTURES
 
-# Options that ask for modules of their own.
+# Options that run other modules of the package.
 _STUDIES = {"--start": "start_times", "--first-calls": "first_calls", "--overlap": "overlap"}
 _EPILOG = f"""
 operations: {", ".join(cases.SHAPES)}
@@ -43,7 +43,7 @@ launcher's environment cannot be, or none of the peers is there.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
+    """Run the benchmark; return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = [word.partition("=")[0] for word in words]
     if "--vs" in options:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{what}: run it where fastcoll's sources are, beside bench/", file=sys.stderr)
             return MISUSED
         if str(folder) not in sys.path:
-            sys.path.append(str(folder))  # ranks that are spawned inherit it
+            sys.path.append(str(folder))  # spawned ranks inherit sys.path
         return int(importlib.import_module("versus.options").main(words))
     if study := next((_STUDIES[option] for option in options if option in _STUDIES), ""):
         return int(importlib.import_module(f".{study}", __package__).main(words))
@@ -73,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int, *arguments: Any) -> int:
-    """Call `worker(local_rank, meeting, *arguments)` here, as a launcher's rank, or in processes that are started.
+    """Call `worker(local_rank, meeting, *arguments)` in this rank of a launcher, or in new processes.
 
-    `meeting` is what the worker gives `init_process_group`. Returns the exit code, which is that of rank 0.
+    `meeting` has the worker's arguments for `init_process_group`. Return the exit code, which is that of rank 0.
     """
     if launched.world_size is not None:
         return worker(launched.local_rank or 0, {}, *arguments) or OK
@@ -84,7 +84,7 @@ def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int,
             spawn(_run_spawned, (worker, f"file://{folder}/meeting", ranks, arguments), ranks)
         except (ProcessExitedError, ProcessRaisedError) as error:
             code: int = getattr(error, "exit_code", OK)
-            if code in (FAILED, MISUSED):  # of which rank 0 has said why
+            if code in (FAILED, MISUSED):  # rank 0 has printed why
                 return code
             print(error, file=sys.stderr)
             return FAILED
@@ -99,7 +99,7 @@ def _run_spawned(rank: int, worker: Callable[..., int | None], url: str, ranks: 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All options but those of studies."""
+    """Return a parser of all options except those of studies."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll.bench",
         description="Time and verify collective operations.",
@@ -179,7 +179,7 @@ def read_study(
 
 
 def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> None:
-    """Check the options together, and put in what depends on others."""
+    """Check options against each other, and set the options that depend on others."""
     if not 0 <= given.root < ranks:
         raise UsageError(f"--root is {given.root}; the ranks are 0 to {ranks - 1}")
     parse_backend(given.backend)
@@ -196,7 +196,7 @@ def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> No
 
 
 def count_ranks(asked: int | None, launched: Detected) -> int:
-    """How many ranks there are, or are to be started."""
+    """Return the number of ranks of the launcher, or the number to start."""
     ranks = launched.world_size
     if ranks is None:
         ranks = 2 if asked is None else asked
@@ -208,7 +208,11 @@ def count_ranks(asked: int | None, launched: Detected) -> int:
 
 
 def pictures(paths: Sequence[Path]) -> list[Path]:
-    """The pictures to draw: a name without an ending is a PNG and an SVG. What cannot be drawn is refused here."""
+    """Return the pictures to draw; a name without an extension means a PNG and an SVG.
+
+    Raises:
+        UsageError: a picture cannot be drawn or written.
+    """
     endings = [(path, [path.suffix] if path.suffix else PICTURES[:2]) for path in paths]
     found = [writable(path.with_suffix(suffix)) for path, suffixes in endings for suffix in suffixes]
     for path in found:

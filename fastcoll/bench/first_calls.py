@@ -1,10 +1,10 @@
-"""`python -m fastcoll.bench --first-calls`: what the first ten calls of new processes take, over the converged median.
+"""`python -m fastcoll.bench --first-calls`: the first ten calls of new processes, compared with the converged median.
 
-Every cell, an operation of one size, has ranks of its own in each of several starts, so that its calls are the first
-ones of everything: compiled code is loaded, slots are touched, strategies chosen. A start before these, which lasts as
-long and does not count, compiles what is missing and lets the machine become known. A time is the slowest rank's; the
-median is of all calls after the first ten. Of the ten the mean counts, so that one slow call is not lost; that of the
-second to the tenth stands beside it, as the first call loads the code.
+Every cell, an operation of one size, has its own ranks in each of several starts. So its calls are the first in every
+respect: they load compiled code, touch slots and choose algorithms. One start before, which is as long and does not
+count, compiles missing code and fills the tuning cache. A time is that of the slowest rank. The median is of all calls
+after the first ten. The ten are summarised by their mean, so that one slow call counts; the mean of the second to the
+tenth is shown too, because the first call loads the code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .tune import OPERATIONS
 SIZES = (8, 4 << 10, 256 << 10, 4 << 20, 64 << 20)
 STARTS = 3
 _FIRST = 10
-_FEWEST, _MOST = 100, 20_000  # calls after them
+_FEWEST, _MOST = 100, 20_000  # bounds for the number of calls after the first ten
 _ROW = "{:>16} {:>6} {:>10} {:>10} {:>10} {:>13} {:>16}"
 _HEADING = _ROW.format("operation", "size", "first", "2 to 10", "median", "ten / median", "2 to 10 / median")
 
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure the cells that the words of a command line ask for; returns the exit code."""
+    """Measure the cells that a command line asks for; return the exit code."""
     cores = sorted(os.sched_getaffinity(0))
     parser, given, _, ranks = read_study(words, "--first-calls", starts_ranks=True, cores=cores, seconds=0.5)
     try:
@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def measure(case: Case, cores: Sequence[int], backend: str, seconds: float) -> Row:
-    """A cell's times, in microseconds: medians over the starts."""
+    """Return the times of a cell in microseconds: medians over the starts."""
     starts = [_start(case, cores, backend, seconds) for _ in range(STARTS + 1)][1:]
     names = ("first_us", "others_us", "ten_us", "median_us")
     times = {
@@ -79,14 +79,17 @@ def measure(case: Case, cores: Sequence[int], backend: str, seconds: float) -> R
 
 
 def line(row: Row) -> str:
-    """A row for a terminal."""
+    """Return a row for a terminal."""
     times = [digits(row[name]) for name in ("first_us", "others_us", "median_us")]
     ratios = [f"{row[name]:.2f}" for name in ("first_over_median", "others_over_median")]
     return _ROW.format(row["operation"], format_size(row["size"]), *times, *ratios)
 
 
 def _start(case: Case, cores: Sequence[int], backend: str, seconds: float) -> tuple[float, ...]:
-    """New ranks: seconds of the first call, means of the second to the tenth and of all ten, the median after them."""
+    """Measure with new ranks; return seconds of the slowest rank.
+
+    They are those of the first call, the means of the second to the tenth and of all ten, and the later median.
+    """
     with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
         spawn(_rank, (case, list(cores), backend, seconds, folder), case.ranks)
         calls = np.array([json.loads(Path(folder, str(rank)).read_text()) for rank in range(case.ranks)])
@@ -114,7 +117,7 @@ def _rank(rank: int, case: Case, cores: Sequence[int], backend: str, seconds: fl
 
 
 def _times(call: Callable[[], Any], number: int) -> list[float]:
-    """Seconds of each of so many calls."""
+    """Return the seconds of each of `number` calls."""
     found = []
     for _ in range(number):
         start = perf_counter()

@@ -1,11 +1,11 @@
-"""What arrays hold, and how a call is timed: all that the ranks of other libraries need too, with NumPy alone.
+"""The contents of arrays, and how a call is timed; needs NumPy only, because ranks of other libraries use it too.
 
-What ranks send and must get are formulas of the element's index and the rank. All values are small integers, so that
-every result is exact in every dtype (bfloat16 counts to 256). A pattern repeats after PERIOD elements, a prime, so that
-a chunk in the wrong place is noticed, and filling and checking 64 MiB costs two passes over memory and no formula.
+The inputs and expected results are formulas of the element's index and the rank. All values are small integers, so that
+every result is exact in every dtype (bfloat16 is exact up to 256). A pattern repeats after PERIOD elements, a prime, so
+that a misplaced chunk is noticed. Filling or checking 64 MiB is then two passes over memory, without the formula.
 
-Calls are timed in batches of about 20 us (reading the clock twice costs 0.1 us), so a single call is a batch of its own
-if it takes longer. The garbage collector is off meanwhile.
+Calls are timed in batches of about 20 us, because reading the clock twice costs 0.1 us; a longer call is a batch of its
+own. The garbage collector is off during the timing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _INDEX = np.arange(PERIOD, dtype=np.int64)
 
 
 def pin(cores: Sequence[int], rank: int) -> None:
-    """Keep this process on its rank's core, if any cores are given."""
-    if cores:  # before the ranks meet, as they then choose how to wait
+    """Pin this process to its rank's core, if any cores are given."""
+    if cores:  # called before the ranks meet, because they choose then how to wait
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-# How two ranks' values become one.
+# The functions that combine the values of two ranks.
 _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
     "avg": np.add,
@@ -58,37 +58,37 @@ def _given(redop: str, rank: int, ranks: int) -> Array:
 
 
 def moved(source: int, dtype: np.dtype[Any]) -> Tile:
-    """What block number `source` holds in an operation that only moves data; never 0."""
+    """Return the content of block number `source` in an operation that only moves data; never 0."""
     return _of_dtype(1 + (7 * _INDEX + 31 * source) % 100, dtype)
 
 
 def reduced_input(redop: str, rank: int, ranks: int, dtype: np.dtype[Any]) -> Tile:
-    """What a rank gives to a reduction."""
+    """Return a rank's input of a reduction."""
     return _of_dtype(_given(redop, rank, ranks), dtype)
 
 
 def reduced_output(redop: str, ranks: int, dtype: np.dtype[Any]) -> Tile:
-    """What the reduction over all ranks must give."""
+    """Return the expected result of the reduction over all ranks."""
     wide = dtype if dtype.kind == "b" else np.dtype(np.int64)
     total = reduce(_FOLDS[redop], [_of_dtype(_given(redop, rank, ranks), wide) for rank in range(ranks)])
     return (total // ranks if redop == "avg" else total).astype(dtype)
 
 
 def fill(x: Array, tile: Tile, start: int = 0) -> None:
-    """Element i of the flat array x becomes element `start + i` of the pattern."""
+    """Set element i of the flat array x to element `start + i` of the pattern."""
     whole, body, rest = _periods(x, tile, start)
     whole[...] = body
     x[whole.size :] = rest
 
 
 def count_wrong(x: Array, tile: Tile, start: int = 0) -> int:
-    """The number of elements of the flat array x that differ from the pattern, from `start` on."""
+    """Return how many elements of the flat array x differ from the pattern, from `start` on."""
     whole, body, rest = _periods(x, tile, start)
     return int(np.count_nonzero(whole != body) + np.count_nonzero(x[whole.size :] != rest))
 
 
 def _periods(x: Array, tile: Tile, start: int) -> tuple[Array, Tile, Tile]:
-    """x as whole periods, the period that each must equal, and what the elements after them must."""
+    """Return x as whole periods, the pattern of a period, and the pattern of the elements after them."""
     body = np.roll(tile, -(start % PERIOD))
     periods = x.size // PERIOD
     return x[: periods * PERIOD].reshape(periods, PERIOD), body, body[: x.size - periods * PERIOD]
@@ -103,7 +103,7 @@ _LEAST_CALLS, _MOST_CALLS = 20, 100_000
 
 
 class Schedule(NamedTuple):
-    """How many batches of how many calls are timed; the same on all ranks."""
+    """How many batches of how many calls are timed, the same on all ranks."""
 
     batches: int
     calls: int
@@ -117,7 +117,7 @@ class Timing(NamedTuple):
 
 
 def schedule(per_call: float, seconds: float, iterations: int | None = None) -> Schedule:
-    """What fills so many seconds with calls that take about `per_call` seconds, or has exactly so many iterations."""
+    """Return a schedule of `seconds` with calls of about `per_call` seconds, or of exactly `iterations` calls."""
     per_call = max(per_call, 1e-8)
     total = iterations or int(min(_MOST_CALLS, max(_LEAST_CALLS, seconds / per_call)))
     calls = max(1, min(total, round(_BATCH_SECONDS / per_call)))
@@ -127,18 +127,18 @@ def schedule(per_call: float, seconds: float, iterations: int | None = None) -> 
 
 
 def estimate(call: Call, calls: int, settle: Call | None = None) -> float:
-    """Seconds a call, over `calls` calls in a row."""
+    """Return the seconds per call, over `calls` calls in a row."""
     return time_batches(call, Schedule(1, max(1, calls)), settle=settle).median
 
 
 def measure(call: Call, plan: Schedule, settle: Call | None = None) -> Timing:
-    """Time `call` as planned; `settle` waits for what calls have only queued, at the end of each batch."""
+    """Time `call` as scheduled; `settle` waits at the end of each batch for work that the calls have queued."""
     with no_collector():
         return time_batches(call, plan, settle=settle)
 
 
 def time_batches(call: Call, plan: Schedule, cpu_time: bool = False, settle: Call | None = None) -> Timing:
-    """The same without a look at the collector; `cpu_time`: by the time that this thread runs, not the wall clock."""
+    """Time `call` without touching the garbage collector; `cpu_time`: by this thread's CPU time, not the wall clock."""
     clock, batches = thread_time_ns if cpu_time else perf_counter_ns, []
     for _ in range(plan.batches):
         start = clock()
@@ -153,7 +153,7 @@ def time_batches(call: Call, plan: Schedule, cpu_time: bool = False, settle: Cal
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Collect now, which takes milliseconds, and not again before the end."""
+    """Collect garbage now, which takes milliseconds, and not again before the end of the block."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

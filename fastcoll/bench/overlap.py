@@ -1,8 +1,9 @@
 """`python -m fastcoll.bench --overlap`: four asynchronous all_reduces beside a computation that takes as long.
 
-How much of them hides behind it? There are two computations: one of a device or a disk, for which this process
-waits, and one on this rank's core. The second needs a core a rank besides those that the operations use: with as
-many ranks as cores both together cannot take less than their sum, less what the operations spend waiting.
+It measures how much of the operations overlaps with the computation. There are two computations: one of a device or a
+disk, for which this process waits, and one on this rank's core. The second overlaps only if each rank has a core
+besides those that the operations use: with as many ranks as cores, both together take at least their sum minus the
+time that the operations wait.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ROUNDS = 15
 
 
 def main(words: Sequence[str]) -> int:
-    """Run it on the ranks that the words of a command line ask for; returns the exit code."""
+    """Run the study on the ranks that a command line asks for; return the exit code."""
     _, _, launched, ranks = read_study(words, "--overlap")
     return run_ranks(run, launched, ranks)
 
@@ -75,7 +76,7 @@ def _multiply(block: np.ndarray, turns: int) -> None:
 
 
 def _slowest(do: Callable[[], object]) -> float:
-    """Seconds: the median of some rounds, each begun together; the slowest rank's."""
+    """Return the median seconds over some rounds, which all ranks begin together, of the slowest rank."""
     seconds = []
     for _ in range(_ROUNDS):
         dist.barrier()

@@ -1,6 +1,6 @@
-"""What one rank does: join the others, measure case after case together, and on rank 0 show and write.
+"""One rank of the benchmark: it joins the group and measures all cases; rank 0 shows and writes the results.
 
-Below, how each operation is called on one rank, on what arrays, and how its result is checked.
+The second part defines for each operation the call, its arrays, and the check of its result.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .measuring import Call, Schedule, Tile, Timing, pin
 from .results import Row, Run
 
 OK, FAILED, MISUSED = range(3)
-"""Exit codes: all results right; wrong results or a failed rank; a call that cannot be."""
+"""Exit codes: all results are right; wrong results or a failed rank; invalid options."""
 
 
 def run(local_rank: int, meeting: dict[str, Any], options: Namespace) -> int:
-    """One rank's part of a run as `command` completed it; returns its exit code, OK on all ranks but rank 0."""
+    """Run all cases of a run on one rank; return the exit code, which is OK on all ranks but rank 0."""
     pin(options.cores, local_rank)
     dist.init_process_group(options.backend, **meeting)
     first = dist.get_rank() == 0
     try:
         done = _measure_all(options, Host() if options.device == "cpu" else Cuda(local_rank), first)
-    except UsageError as error:  # the same on every rank, e.g. a reduction that the dtype does not have
+    except UsageError as error:  # raised on every rank, e.g. a reduction that the dtype does not support
         if first:
             print(f"python -m fastcoll.bench: error: {error}", file=sys.stderr, flush=True)
         return MISUSED if first else OK
@@ -98,7 +98,10 @@ def _measure(case: Case, options: Namespace, place: Host) -> Row:
 def timed(
     call: Call, warmup: int, seconds: float, iterations: int | None = None, settle: Call | None = None
 ) -> tuple[Schedule, Timing]:
-    """How often a collective call was made, which rank 0 decides after `warmup` calls, and the slowest rank's times."""
+    """Time a collective call; return the schedule and the slowest rank's times.
+
+    Rank 0 chooses the schedule after `warmup` calls.
+    """
     plan = np.array(m.schedule(m.estimate(call, warmup, settle), seconds, iterations))
     dist.broadcast(plan, 0)
     agreed = Schedule(*plan.tolist())
@@ -109,17 +112,21 @@ def timed(
 
 
 def _verify(trial: Trial, check: bool) -> int:
-    """One call on right inputs, which is a warm-up too; the number of wrong elements if wanted."""
+    """Call once on fresh inputs, which is also a warm-up; return the number of wrong elements if `check` is set."""
     trial.reset()
     trial.call()
     return trial.wrong() if check else 0
 
 
 class Report:
-    """Shows a run's lines on stdout, each as soon as it is known; `tell`: whether this rank does.
+    """Shows a run's lines on stdout as soon as they are known.
 
-    On a terminal where rich is installed the lines have colours (unless NO_COLOR is set) and scroll above a bar that
-    says what runs now. The bar is drawn between cases only: a thread that redraws it would be timed with the calls.
+    On a terminal, if rich is installed, the lines have colours (unless NO_COLOR is set) and scroll above a progress
+    bar. The bar is drawn between cases only, because a thread that redraws it would disturb the timing.
+
+    Args:
+        total: the number of cases.
+        tell: whether this rank shows lines.
     """
 
     def __init__(self, total: int, tell: bool) -> None:
@@ -134,18 +141,18 @@ class Report:
                 self.bar.add_task("", total=total)
 
     def notes(self, lines: Sequence[str], style: str = "dim") -> None:
-        """Show what is not a row: the header, the summary."""
+        """Show lines that are no rows: the header and the summary."""
         for text in lines if self._tell else ():
             if self.bar:
                 from rich.text import Text
 
-                # A Text has its style to itself; `style=` would be the bar's too.
+                # The argument `style=` would change the style of the bar too.
                 self.bar.console.print(Text(text, style), no_wrap=True, overflow="ignore", crop=False)
             else:
                 print(text, flush=True)
 
     def begin(self, case: Case) -> None:
-        """A case is being measured; a heading where the operation changes."""
+        """Show that a case is being measured, after a heading if the operation changes."""
         if case.operation != self._operation:
             self._operation = case.operation
             self.notes(results.heading(case.operation), "bold")
@@ -154,14 +161,14 @@ class Report:
             self.bar.update(self.bar.task_ids[0], description=f"{case.operation}{size}", refresh=True)
 
     def add(self, row: Row) -> None:
-        """It has been measured."""
+        """Show the row of a case that was measured."""
         self.notes([results.line(row)], "bold red" if row.wrong else "")
         if self.bar:
             self.bar.advance(self.bar.task_ids[0])
 
 
 class Host:
-    """Where arrays lie, here NumPy's; what makes them, fills and checks them (see `measuring`)."""
+    """The place of the arrays, here host memory: makes, fills and checks arrays (see `measuring`)."""
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> Any:
         return np.zeros(count, dtype)
@@ -169,11 +176,11 @@ class Host:
     fill, count_wrong = staticmethod(m.fill), staticmethod(m.count_wrong)
 
     def settle(self) -> None:
-        """Wait until what was called is done, at the end of each batch that is timed: calls on NumPy's arrays are."""
+        """Wait for queued work at the end of each timed batch; calls on NumPy arrays queue none."""
 
 
 class Cuda(Host):
-    """CuPy's arrays on the GPU of a local rank, modulo how many there are, on CuPy's current stream."""
+    """CuPy arrays on GPU number `local_rank` modulo the number of GPUs, on CuPy's current stream."""
 
     def __init__(self, local_rank: int) -> None:
         from ..gpu import runtime
@@ -198,27 +205,29 @@ class Cuda(Host):
 
 @dataclass(frozen=True)
 class Trial:
-    """One rank's part in a case: `call` is the operation once."""
+    """One rank's part of a case."""
 
     place: Host
-    call: Call
+    call: Call  # calls the operation once
     given: Sequence[tuple[Any, Tile]] = ()  # arrays that the call reads, with their patterns
-    expected: Sequence[tuple[Any, Tile, int]] = ()  # those it writes, what must be there, where that starts
+    expected: Sequence[
+        tuple[Any, Tile, int]
+    ] = ()  # arrays that it writes, with the expected pattern and its start
 
     def reset(self) -> None:
-        """Make the outputs wrong and the inputs right."""
+        """Set the outputs to wrong values and fill the inputs."""
         for x, *_ in self.expected:
             x.fill(0)
         for x, tile in self.given:
             self.place.fill(x, tile)
 
     def wrong(self) -> int:
-        """After `reset` and `call`, the number of wrong elements."""
+        """Return the number of wrong elements after `reset` and `call`."""
         return sum(self.place.count_wrong(*each) for each in self.expected)
 
 
 def prepare(case: Case, rank: int, place: Host) -> Trial:
-    """The trial of a rank, its arrays allocated."""
+    """Return the trial of a rank, with allocated arrays."""
     return (_movement if case.redop == "none" else _reduction)(case, rank, place)
 
 
@@ -237,8 +246,8 @@ def _reduction(case: Case, rank: int, place: Host) -> Trial:
         return Trial(place, partial(dist.reduce, x, case.root, op), [(x, given)], [(x, after, 0)])
 
     def update() -> None:
-        # Programs write all of an array before they reduce it. Without that, a symmetric array would be measured that
-        # no core writes but the one that reduces it.
+        # Programs write all of an array before they reduce it. Without the write, only the reducing core would write a
+        # symmetric array, which would then be measured too fast.
         np.multiply(x, dtype.type(1), out=x)
         dist.all_reduce(x, op)
 
@@ -247,7 +256,10 @@ def _reduction(case: Case, rank: int, place: Host) -> Trial:
 
 
 def _movement(case: Case, rank: int, place: Host) -> Trial:
-    """Block number i of a rank or root holds `m.moved(i)`; of all_to_all i is that of sender and receiver."""
+    """Return the trial of an operation that moves data.
+
+    Block number i of a rank or the root holds `m.moved(i)`; in all_to_all i is sender * ranks + receiver.
+    """
     n, root, is_root = case.ranks, case.root, rank == case.root
 
     def array(blocks: int = 1) -> Any:
@@ -257,7 +269,7 @@ def _movement(case: Case, rank: int, place: Host) -> Trial:
         return list(x.reshape(n, case.count))
 
     def trial(call: Call, given: dict[int, Any], expected: dict[int, Any]) -> Trial:
-        """Of arrays, by the numbers of the blocks that they hold."""
+        """Return a trial from arrays by the numbers of the blocks that they hold."""
         inputs = [(x, m.moved(i, case.dtype)) for i, x in given.items()]
         return Trial(place, call, inputs, [(x, m.moved(i, case.dtype), 0) for i, x in expected.items()])
 
@@ -293,10 +305,10 @@ def _movement(case: Case, rank: int, place: Host) -> Trial:
             return Trial(place, dist.barrier)
 
 
-# A reduction such as a user defines: of two elements the one further from 0.
+# A reduction like a user's: of two elements the one further from 0.
 _ABSMAX = dist.ReduceOp.custom(lambda a, b: a if abs(a) >= abs(b) else b, "absmax")
 
 
 def reduce_op(name: str) -> dist.ReduceOp:
-    """The ReduceOp of one of `cases.REDOPS`."""
+    """Return the ReduceOp of a name of `cases.REDOPS`."""
     return _ABSMAX if name == "custom" else getattr(dist.ReduceOp, name.upper())

@@ -1,9 +1,9 @@
-"""Rows of results, what they were measured on, and the lines, JSON, CSV and picture that show them.
+"""The rows of results, facts about the machine, and their output as lines, JSON, CSV and pictures.
 
-time, p99       microseconds a call: median (99th percentile) over a rank's batches of calls; the slowest rank's
+time, p99       microseconds per call: median and 99th percentile over a rank's batches, of the slowest rank
 algbw           size / time, GB/s (10**9 bytes)
-busbw           algbw times the operation's bus factor: what each rank's link would have to carry
-#wrong          elements that were not what they must be, over all ranks; N/A when not checked
+busbw           algbw times the operation's bus factor: the bandwidth that each rank's link would need
+#wrong          the number of wrong elements on all ranks; N/A if not checked
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..shm import tuning_cache
 from .cases import SHAPES, Case, format_size
 from .measuring import Schedule, Timing, estimate
 
-PICTURES = (".png", ".svg", ".pdf")  # endings of file names that `draw` takes
-# Okabe and Ito's colours, which the colour-blind can tell apart; then other marks with the same colours.
+PICTURES = (".png", ".svg", ".pdf")  # the file name extensions that `draw` accepts
+# Okabe and Ito's colours, which colour-blind people can distinguish; further lines repeat them with other marks.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKS = "osD^v"
 _STREAM_BYTES = 64 << 20
@@ -41,7 +41,7 @@ _COMPARED_NAMES = ("operation", "size", "type", "redop", "ps/element", "per elem
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one case; bytes, microseconds and GB/s. `wrong` is None when not checked."""
+    """The result of one case, in bytes, microseconds and GB/s; `wrong` is None if not checked."""
 
     operation: str
     size: int
@@ -64,13 +64,13 @@ class Run:
     start_time: str  # ISO 8601, with the offset from UTC
     command: Sequence[str]
     backend: str
-    machine: dict[str, Any]  # what `machine` says on rank 0, and `memory_speed` of the slowest rank
+    machine: dict[str, Any]  # `machine()` of rank 0, and `memory_speed()` of the slowest rank
     devices: Sequence[dict[str, Any]]  # rank, pid, hostname and allowed cores of each rank
     results: Sequence[Row]
 
 
 def make_row(case: Case, plan: Schedule, timing: Timing, wrong: int | None) -> Row:
-    """The row of a case, of all ranks' timings combined and their wrong elements added."""
+    """Return the row of a case; `timing` and `wrong` are those of all ranks together."""
     shape, algbw = SHAPES[case.operation], case.size / timing.median / 1e9
     kind = case.dtype.name if shape.moves else "none"
     speeds, times = (algbw, algbw * shape.bus_factor(case.ranks)), (timing.median * 1e6, timing.p99 * 1e6)
@@ -79,27 +79,27 @@ def make_row(case: Case, plan: Schedule, timing: Timing, wrong: int | None) -> R
 
 
 def digits(value: float) -> str:
-    """Four significant digits without an exponent, at most two decimals."""
+    """Format a number with at most two decimals, about four significant digits and no exponent."""
     decimals = 2 if value < 100 else 1 if value < 1000 else 0
     return f"{value:.{decimals}f}"
 
 
 def heading(operation: str) -> list[str]:
-    """The lines above an operation's rows."""
+    """Return the lines above an operation's rows."""
     return ["#", f"# {operation}", *("#" + _ROW.format(*cells)[1:].rstrip() for cells in (_NAMES, _UNITS))]
 
 
 def line(row: Row) -> str:
-    """A row's line."""
+    """Return the line of a row."""
     r, wrong = row, "N/A" if row.wrong is None else row.wrong
     times, speeds = map(digits, (r.time_us, r.p99_us)), (f"{speed:.2f}" for speed in (r.algbw, r.busbw))
     return _ROW.format(r.size, r.count, r.type, r.redop, r.root, *times, *speeds, wrong)
 
 
 def per_element(rows: Sequence[Row]) -> list[str]:
-    """What an element costs in each dtype and reduction: lines of the operations that have something to compare.
+    """Return lines on the cost of an element in each dtype and reduction, for operations with several of them.
 
-    `per element` and `per byte` are factors: of float32's sum, at the same size of the same operation.
+    `per element` and `per byte` are ratios to the sum of float32, at the same size of the same operation.
     """
     rows = [row for row in rows if row.count]
     usual = ("float32", "sum")
@@ -116,7 +116,7 @@ def per_element(rows: Sequence[Row]) -> list[str]:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """The lines below the table."""
+    """Return the lines below the table."""
     wrong, speeds = sum(row.wrong or 0 for row in rows), [row.busbw for row in rows if row.size]
     unchecked = all(row.wrong is None for row in rows)
     verdict = "not checked" if unchecked else f"{wrong} {'FAILED' if wrong else 'OK'}"
@@ -125,7 +125,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def header(run: Run) -> list[str]:
-    """The lines above the table: on what, with what and how it was measured."""
+    """Return the lines above the table: the machine, the versions and the command."""
     facts, devices = run.machine, run.devices
     hosts = ", ".join(dict.fromkeys(device["hostname"] for device in devices))
     lines = [
@@ -142,7 +142,7 @@ def header(run: Run) -> list[str]:
 
 
 def in_short(run: Run) -> list[str]:
-    """The last lines: each operation's best numbers, and what to hold them against."""
+    """Return the last lines: each operation's best numbers, and the memory bandwidth to compare them with."""
     facts = run.machine
     lines = ["#", f"# in short: {len(run.devices)} ranks on {facts['usable_cores']} cores of {facts['cpu']}"]
     for operation in dict.fromkeys(row.operation for row in run.results):
@@ -162,7 +162,7 @@ def in_short(run: Run) -> list[str]:
 
 
 def machine(usable_cores: int) -> dict[str, Any]:
-    """Facts about this machine and its software, ready for JSON; the measured processes share `usable_cores`."""
+    """Return facts about this machine and its software, for JSON; the ranks share `usable_cores` cores."""
     return {
         "hostname": os.uname().nodename,
         "cpu": tuning_cache.machine().rpartition(", ")[0],
@@ -178,7 +178,7 @@ def machine(usable_cores: int) -> dict[str, Any]:
 
 
 def _caches() -> str:
-    """`L1 48K, L2 1024K, L3 32768K`, those of the first core that hold data."""
+    """Return the data caches of the first core: `L1 48K, L2 1024K, L3 32768K`."""
     folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
     caches = [
         [(folder / name).read_text().strip() for name in ("level", "type", "size")] for folder in folders
@@ -187,7 +187,7 @@ def _caches() -> str:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """Processor, cores, kernel and versions in one line."""
+    """Return processor, cores, kernel and versions in one line."""
     return (
         f"{facts['cpu']}, {facts['caches']}, {facts['cores']} cores ({facts['usable_cores']} usable), "
         f"{facts['kernel']}, Python {facts['python']}, NumPy {facts['numpy']}, Numba {facts['numba']}"
@@ -195,10 +195,10 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def memory_speed(barrier: Callable[[], Any]) -> dict[str, float]:
-    """This rank's GB/s of the array while all ranks, which meet in `barrier`, do the same; medians of nine.
+    """Measure this rank's memory bandwidth in GB/s while all ranks measure together; medians of nine.
 
-    `update_gbs` is an in-place `x *= 1` on 64 MiB of float32, the least that an all_reduce must do; `copy_gbs` a copy
-    of as much, the least that an operation must do that moves data.
+    `update_gbs` is an in-place `x *= 1` on 64 MiB of float32, the least work of an all_reduce. `copy_gbs` is a copy of
+    64 MiB, the least work of an operation that moves data.
     """
     x = np.ones(_STREAM_BYTES // 4, np.float32)
     y, one = np.ones_like(x), np.float32(1)
@@ -220,18 +220,18 @@ def write_json(path: Path, run: Run) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows as CSV with a line of names; an unchecked row has nothing under `wrong`."""
+    """Write the rows as CSV with a line of names; `wrong` is empty in an unchecked row."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([[field.name for field in fields(Row)], *map(astuple, rows)])
 
 
 def draw(path: Path, run: Run) -> None:
-    """Draw time and bandwidth over size to `path` (png, svg, pdf), a line for each operation, dtype and reduction."""
+    """Draw time and bandwidth over size into a file (png, svg, pdf), a line per operation, dtype and reduction."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5.4), layout="constrained")
     times, speeds = figure.subplots(1, 2)
-    # The rows that have data, by label; what all of them share is left out of the labels.
+    # The rows with data, by label; labels leave out a type or reduction that all rows share.
     data = [row for row in run.results if row.size]
     telling = [name for name in ("type", "redop") if len({getattr(row, name) for row in data} - {"none"}) > 1]
     lines: dict[str, list[Row]] = {}
@@ -242,7 +242,7 @@ def draw(path: Path, run: Run) -> None:
     bus = len(run.devices) > 1
     label = "bus bandwidth (GB/s)" if bus else "size / time (GB/s); one rank has no bus"
     _panel(speeds, lines, lambda row: row.busbw if bus else row.algbw, label)
-    # What the memory gives to each rank when all ranks use it at once.
+    # The memory bandwidth of each rank when all ranks use it at once.
     update, copy = run.machine["update_gbs"], run.machine["copy_gbs"]
     for speed in (update, copy):
         speeds.axhline(speed, color="grey", linewidth=1, linestyle=":")

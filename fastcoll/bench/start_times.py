@@ -1,6 +1,6 @@
 """`python -m fastcoll.bench --start`: how long ranks take to start.
 
-From the start of their interpreters to a group, and to their first all_reduce.
+It measures from the start of their interpreters to a group, and to their first all_reduce.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = ("interpreter", "import", "init_process_group", "all three", "first all_
 
 
 def main(words: Sequence[str]) -> int:
-    """Time the starts of as many ranks as the words of a command line ask for; returns the exit code."""
+    """Time the start of ranks, as a command line asks; return the exit code."""
     parser, _, _, ranks = read_study(words, "--start", starts_ranks=True)
     try:
         run(ranks)
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(ranks: int, times: int = 10) -> None:
-    """Start `ranks` processes so many times, after a first time that fills the caches, and tell medians."""
+    """Start `ranks` processes `times` times, after a first start that fills the caches, and print medians."""
     _start(ranks)
     rows = [_start(ranks) for _ in range(times)]
     print(f"{ranks} ranks, {times} starts, milliseconds of the slowest rank")
@@ -58,7 +58,7 @@ def run(ranks: int, times: int = 10) -> None:
 
 
 def _start(ranks: int) -> list[float]:
-    """Seconds of each of STEPS, the slowest rank's."""
+    """Return the seconds of each of STEPS, of the slowest rank."""
     with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder, ExitStack() as started:
         meeting = str(Path(folder) / "meeting")
         processes = []
@@ -66,7 +66,7 @@ def _start(ranks: int) -> list[float]:
             given = json.dumps([time.monotonic(), rank, ranks, meeting])
             command = [sys.executable, "-c", _RANK, given]
             process = started.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            started.callback(process.kill)  # where it is not waited for, as after Ctrl-C
+            started.callback(process.kill)  # for a process that was not waited for, as after Ctrl-C
             processes.append(process)
         texts = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):

@@ -1,7 +1,7 @@
-"""`python -m fastcoll.bench --tune`: find out what is fast on this machine, for all collectives and sizes, and keep it.
+"""`python -m fastcoll.bench --tune`: find the fastest algorithms on this machine, for all collectives and sizes.
 
-Which way a call's data goes (shm/autotune.py), and from 3 ranks on up to which size one-shot beats two-shot; both into
-the file of shm/tuning_cache.py, from where all later groups of so many ranks begin with it.
+It chooses the algorithm of each call (shm/autotune.py) and, for 3 ranks and more, the size up to which one-shot beats
+two-shot. The results go into the file of shm/known.py, with which all later groups of as many ranks begin.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SIZES = tuple(1 << k for k in range(10, 20))
 CLASSES = tuple(16 << 10 << 2 * k for k in range(7))  # a size of each class from 8 KiB to 128 MiB
 OPERATIONS = tuple(name for name, shape in SHAPES.items() if shape.moves and name in KINDS)
 _ROUNDS = 7
-_SECONDS = 0.02  # a round of one size and way
-_CALLS, _SECONDS_A_CLASS = 160, 0.3  # calls at least: all ways are tried, and slow ones once more
+_SECONDS = 0.02  # per round of one size and algorithm
+_CALLS, _SECONDS_A_CLASS = 160, 0.3  # at least so many calls, so that slow algorithms are tried twice
 _ALWAYS, _NEVER = 1 << 62, -1
 
 
 class Measured(NamedTuple):
-    """Seconds a call of the slowest rank, medians over the rounds."""
+    """Seconds per call of the slowest rank, medians over the rounds."""
 
     nbytes: int
     one_shot: float
@@ -41,7 +41,7 @@ class Measured(NamedTuple):
 
 
 def main(words: Sequence[str]) -> int:
-    """Tune for as many ranks as the words of a command line ask for; returns the exit code."""
+    """Tune for the number of ranks of a command line; return the exit code."""
     parser, given, launched, ranks = read_study(
         words, "--tune", "find out what is fast on this machine, and keep it"
     )
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command: str) -> int:
-    """Measure on all ranks; rank 0 tells and writes."""
+    """Measure on all ranks; rank 0 prints and writes the results."""
     pin(cores, local_rank)
     dist.init_process_group("shm", **meeting)
     group = dist.group.WORLD
@@ -84,7 +84,7 @@ def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command:
 
 
 def _one_shot(group: dist.ProcessGroup, tell: Callable[[str], None]) -> int:
-    """The number of bytes up to which one-shot is better; the group goes by it from now on."""
+    """Return the number of bytes up to which one-shot is faster; the group uses this limit from now on."""
     assert isinstance(group.backend, ShmBackend)
     rows = []
     for nbytes in SIZES:
@@ -105,7 +105,7 @@ def _one_shot(group: dist.ProcessGroup, tell: Callable[[str], None]) -> int:
 
 
 def best_limit(rows: Sequence[Measured]) -> int:
-    """The limit with which the calls of all sizes together lose least against the faster way of each size."""
+    """Return the limit with which all sizes together lose least against the faster algorithm of each size."""
 
     def loss(limit: int) -> float:
         return sum((row[1] if row.nbytes <= limit else row[2]) / min(row[1:]) for row in rows)
