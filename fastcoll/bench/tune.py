@@ -1,7 +1,7 @@
 """`python -m fastcoll.bench --tune`: find the fastest algorithms on this machine, for all collectives and sizes.
 
 It chooses the algorithm of each call (shm/autotune.py) and, for 3 ranks and more, the size up to which one-shot beats
-two-shot. The results go into the file of shm/known.py, with which all later groups of as many ranks begin.
+two-shot. The results go into the file of shm/tuning_cache.py, with which all later groups of as many ranks begin.
 """
 
 from __future__ import annotations
