@@ -21,11 +21,11 @@ from .supervisor import TICK_SECONDS
 _MANY_NODES_PORT = 29500  # torch's default, for nodes that cannot agree on a port
 _ENDPOINT_PORT = 29400  # torch's default for --rdzv_endpoint
 _ABOUT = """Start a program once per rank, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
-MASTER_ADDR, MASTER_PORT and what else torchrun sets in its environment."""
+MASTER_ADDR, MASTER_PORT and torchrun's other variables in its environment."""
 _CODES = """exit code: 0, that of the first rank that failed, or 128+n if signal n ended that rank or the
-launcher; in a job with generations 1 if a rank failed, as torchrun's. The other ranks get SIGTERM then, and
+launcher; in a job with generations 1 if a rank failed, as torchrun's. The other ranks then get SIGTERM, and
 SIGKILL when the grace is over. Options may be spelled with - instead of _. torchrun's variables PET_... are
-read as defaults."""
+defaults."""
 _CONF = ("is_host", "join_timeout", "last_call_timeout")
 _REFUSED = {
     "start_method": "ranks are always fresh processes, made by fork and exec",
@@ -83,23 +83,23 @@ def _parser() -> argparse.ArgumentParser:
     add("master_port", type=int, metavar="PORT",
         help=f"its port (default: a free one for one node, else {_MANY_NODES_PORT})")  # fmt: skip
     add("nodes_port", type=int, metavar="PORT",
-        help="where the nodes' launchers tell one another of failures; 0: they do not (default: 10000 below "
-             "master_port, or above where that is no port)")  # fmt: skip
-    add("standalone", action="store_true", help="a job of one node, with a port of its own")
+        help="where the nodes' launchers publish failures to each other; 0: they do not (default: 10000 below "
+             "master_port, or above it if that is no port)")  # fmt: skip
+    add("standalone", action="store_true", help="a job of one node, with its own port")
     add("rdzv_backend", default="static", metavar="NAME",
-        help="how the nodes' launchers meet: static, where each has its --node_rank, or c10d, where they are numbered "
-             "as they come (default static)")  # fmt: skip
+        help="how the nodes' launchers meet: static, if each has its --node_rank, or c10d, if they are numbered in "
+             "the order in which they join (default static)")  # fmt: skip
     add("rdzv_endpoint", type=_endpoint, metavar="HOST[:PORT]",
         help=f"where they meet, an address of the node whose launcher leads the job (c10d: port {_ENDPOINT_PORT} by "
              "default); with static: another way to write --master_addr and --master_port")  # fmt: skip
     add("rdzv_id", metavar="ID",
-        help="the job's name, the same on all nodes (default none; of one node: one of its own)")  # fmt: skip
+        help="the job's name, the same on all nodes (default none; for one node a unique name)")  # fmt: skip
     add("rdzv_conf", type=_conf, default="", metavar="KEY=VALUE,...",
-        help="last_call_timeout: seconds for more nodes than MIN to come (default 30); join_timeout: for MIN nodes to "
-             "come (default 600); is_host: whether this launcher leads (default: if it can)")  # fmt: skip
+        help="last_call_timeout: seconds for more nodes than MIN to join (default 30); join_timeout: for MIN nodes to "
+             "join (default 600); is_host: whether this launcher leads (default: if it can)")  # fmt: skip
     add("local_addr", metavar="HOST",
-        help="this node's address, where ranks of others find its rank 0 (default: that by which it reaches the "
-             "endpoint)")  # fmt: skip
+        help="this node's address, where ranks of other nodes reach its rank 0 (default: the address from which it "
+             "reaches the endpoint)")  # fmt: skip
     add(
         "role",
         default="default",
@@ -107,33 +107,33 @@ def _parser() -> argparse.ArgumentParser:
         help="the name of this node's ranks, ROLE_NAME (default default)",
     )
     add("monitor_interval", type=_seconds, default=TICK_SECONDS, metavar="SECONDS",
-        help=f"between looks at signals and at the other nodes; the end of a rank is seen at once "
+        help=f"between checks for signals and for failures of other nodes; the end of a rank is noticed at once "
              f"(default {TICK_SECONDS:g})")  # fmt: skip
     local_rank = parser.add_mutually_exclusive_group()
     add("pass_local_rank", group=local_rank, action="store_true",
         help="add --local_rank=N before the program's own arguments, as torch's first launcher did")  # fmt: skip
     add("use_env", group=local_rank, action="store_true",
-        help="add none: ranks learn their number from the environment (default)")  # fmt: skip
-    add("no_python", action="store_true", help="the program is not run by Python")
+        help="do not add it: ranks read their number from the environment (default)")  # fmt: skip
+    add("no_python", action="store_true", help="run the program itself, without Python")
     add("min_ranks", type=_count, metavar="N",
         help="a rank that fails ends the others only if fewer than N are left on this node, for programs that go on "
              "without it by fastcoll.shrink (default: it always does)")  # fmt: skip
     add("max_restarts", type=_restarts, default="0", metavar="R",
-        help="when a rank fails, all are ended and started anew, at most so many times; with --min_ranks: so many of "
-             "those that failed are replaced by new processes, for programs that take them in (default 0)")  # fmt: skip
-    add("log_dir", type=Path, metavar="DIR", help="write rank-R.stdout and rank-R.stderr there, too")
+        help="when a rank fails, all ranks are ended and restarted, at most R times; with --min_ranks: up to R failed "
+             "ranks are replaced by new processes, for programs that admit joiners (default 0)")  # fmt: skip
+    add("log_dir", type=Path, metavar="DIR", help="also write rank-R.stdout and rank-R.stderr there")
     add("redirects", "-r", type=parse, default="0", metavar="WHICH",
-        help="what goes to files alone: 1: stdout, 2: stderr, 3: both, or so by local rank, as 0:3,1:2")  # fmt: skip
+        help="output that goes to files only: 1: stdout, 2: stderr, 3: both, or by local rank, as 0:3,1:2")  # fmt: skip
     add("tee", "-t", type=parse, default="0", metavar="WHICH",
-        help="what goes to files, too (default with --log_dir alone: everything)")  # fmt: skip
+        help="output that also goes to files (default with --log_dir alone: everything)")  # fmt: skip
     add("local_ranks_filter", type=_ranks, metavar="RANKS",
-        help="local ranks, as 0,1, whose output is passed on (default: all)")  # fmt: skip
-    add("no_prefix", action="store_true", help="pass output on without [rank] before each line")
+        help="local ranks, as 0,1, whose output is shown (default: all)")  # fmt: skip
+    add("no_prefix", action="store_true", help="show output without [rank] before each line")
     add("grace", "--shutdown_timeout", "--shutdown-timeout", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS",
         help=f"between asking ranks to end and killing them (default {GRACE_SECONDS:g})")  # fmt: skip
     add("signals_to_handle", type=_signals, default=",".join(number.name for number in HANDLED), metavar="NAMES",
-        help="signals that end the job when the launcher gets them: it passes them on to the ranks, which have the "
-             "grace to end by themselves (default %(default)s)")  # fmt: skip
+        help="signals that end the job: the launcher passes them on to the ranks, which may exit by themselves until "
+             "the grace is over (default %(default)s)")  # fmt: skip
     add("module", "-m", action="store_true", help="the program is a module, as in python -m")
     for name, why in _REFUSED.items():
         add(name, action=_Refused, const=why, nargs="?", help=argparse.SUPPRESS)
@@ -235,9 +235,9 @@ def _check_rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespa
             f"--nnodes {least}:{most} needs --rdzv_backend c10d: with static the nodes cannot change"
         )
     if is_elastic and options.min_ranks is not None:
-        parser.error("--min_ranks is for programs whose ranks go on; --rdzv_backend c10d starts them anew")
+        parser.error("--min_ranks is for programs whose ranks go on; --rdzv_backend c10d restarts them")
     if options.has_generations and options.nodes_port == 0 and most > 1 and not is_elastic:
-        parser.error("--nodes_port 0 leaves the launchers no port to start ranks anew together")
+        parser.error("--nodes_port 0 leaves the launchers no port, which restarts on several nodes need")
     host, port = options.rdzv_endpoint or ("localhost", None)
     if is_elastic:
         options.rdzv_endpoint = host, port or _ENDPOINT_PORT
