@@ -1,9 +1,9 @@
-"""`run`: call a function in several ranks that meet by themselves, from a notebook, a script or a shell.
+"""`run`: call a function in new ranks, from a notebook, a script or a shell.
 
-The function travels by value where no rank could import it: lambdas, closures, all that `__main__` has (the cloudpickle
-that comes with Numba). So ranks are fresh interpreters that do not run the caller's main module again, and a notebook's
-threads, JAX or CUDA do not matter to them. Results and errors come back through memory files, of which nothing can be
-left. The ranks are started and watched as the launcher's are.
+A function that a rank cannot import (a lambda, a closure, anything of `__main__`) is pickled by value, with the
+cloudpickle of Numba. So ranks are fresh interpreters that do not run the caller's main module again, and they are
+independent of the caller's threads, JAX and CUDA. Results and errors return through memory files, which leave nothing
+behind. The launcher's supervisor starts and watches the ranks.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ def run(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` in `ranks` new processes, each a rank of one world, and return their results.
 
-    `fn` may be a lambda, a closure or a function of a notebook; it, its arguments and results travel by pickle. The
-    ranks have met when it is called (`init_process_group`), and leave when it returns. What they print is passed on to
-    this process's `sys.stdout` and `sys.stderr`.
+    `fn` may be a lambda, a closure or a function of a notebook. The function, its arguments and its results are sent by
+    pickle. The ranks call `init_process_group` before it and leave the job when it returns. Their output goes to this
+    process's `sys.stdout` and `sys.stderr`.
 
     Args:
         backend, timeout: as for `init_process_group`.
-        prefix: whether lines of output get their rank in front, as `[1] `.
+        prefix: whether each line of output begins with its rank, as in `[1] `.
 
     Returns:
-        what `fn` returned, by rank.
+        the results of `fn`, by rank.
 
     Raises:
-        UsageError: an argument that cannot be used, or not be pickled.
-        ProcessRaisedError: `fn` raised in a rank; the message has its traceback, and `__cause__` is the exception. Of
-            several ranks the one is named from which the others' failures follow. The others have been ended.
+        UsageError: an argument is wrong, or cannot be pickled.
+        ProcessRaisedError: `fn` raised in a rank; the message has the traceback, and `__cause__` is the exception. If
+            several ranks failed, it names the rank whose failure caused the others. The other ranks have been ended.
         ProcessExitedError: a rank ended by a signal or an exit.
 
     Example:
@@ -71,7 +71,7 @@ def run(
         raise UsageError(f"run: ranks must be an int from 1 up, got {ranks!r}")
     check_args("run", args)
     cloudpickle = _cloudpickle()
-    # Notebooks and shells keep the source of what was typed here, for tracebacks.
+    # Notebooks and shells keep the source of their cells here, for tracebacks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     module = sys.modules.get(getattr(fn, "__module__", ""))
     lost = module is not None and hasattr(module, "__file__") and not _is_importable(module)
@@ -110,14 +110,17 @@ def run(
 
 
 def _is_importable(module: ModuleType) -> bool:
-    """Whether a rank finds this module, which pytest, for one, may have imported from elsewhere than sys.path."""
+    """Return whether a rank can import a module; pytest, for one, may have imported it from outside of sys.path."""
     spec = PathFinder.find_spec(module.__name__.partition(".")[0])
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     return any(place and str(module.__file__).startswith(place) for place in places)
 
 
 def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int | None) -> list[Any]:
-    """Every rank's result, or the error of the one at fault: the first that failed, but not because of another one."""
+    """Return every rank's result, or raise the error of the rank at fault.
+
+    It is the first rank that failed for a reason of its own, and not because of another rank.
+    """
     ends = [_read(outcome) for outcome in outcomes]
     order = sorted(range(len(ends)), key=lambda rank: (rank != first, rank))
     for follower in (False, True):
@@ -126,7 +129,7 @@ def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int |
                 raise ProcessRaisedError(rank, ranks[rank].process.pid, outcome.text) from outcome.error
         for rank in order:
             process, outcome = ranks[rank].process, ends[rank]
-            # The others were ended because of the first, which may have failed behind its result.
+            # The others were ended because of the first, which may have failed after it wrote its result.
             failed = rank == first and not isinstance(outcome, _Raised)
             if failed or (outcome is None and process.returncode == 0):
                 raise ProcessExitedError(rank, process.pid, process.returncode)
@@ -135,7 +138,7 @@ def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int |
 
 def _cloudpickle() -> Any:
     def load() -> Any:
-        from numba import cloudpickle  # takes 0.4 s to import
+        from numba import cloudpickle  # its import takes 0.4 s
 
         return cloudpickle
 
@@ -143,7 +146,7 @@ def _cloudpickle() -> Any:
 
 
 class _Raised:
-    """What a rank tells of an exception: its traceback, itself if it can be pickled, whether another's led to it."""
+    """An exception in a rank: its traceback, the exception if it can be pickled, and whether another rank caused it."""
 
     def __init__(self, error: Exception) -> None:
         trace = error.__traceback__ and error.__traceback__.tb_next  # without `main`
@@ -155,7 +158,7 @@ class _Raised:
 
     @property
     def error(self) -> BaseException | None:
-        """The exception, or None where it is lost."""
+        """The exception, or None if it could not be pickled."""
         with contextlib.suppress(Exception):
             error = _cloudpickle().loads(self._pickled)
             return error if isinstance(error, BaseException) else None
@@ -171,7 +174,7 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
 
 
 def _write(file: int, outcome: Any) -> None:
-    """Write what came of a rank, unless it has told of an error before."""
+    """Write the outcome of a rank, unless the file has an error already."""
     if not os.fstat(file).st_size:
         try:
             with open(file, "wb", closefd=False) as stream:
@@ -183,7 +186,7 @@ def _write(file: int, outcome: Any) -> None:
 
 
 def _read(file: int) -> Any:
-    """What a rank has told; None: nothing, or not all of it."""
+    """Return the outcome that a rank has written; None: it is missing or incomplete."""
     if not os.fstat(file).st_size:
         return None
     with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
@@ -194,7 +197,7 @@ def _read(file: int) -> Any:
 
 
 def main(task: int, *outcomes: int) -> int:
-    """One rank: the function, and what came of it; returns the exit code."""
+    """Run the function in one rank and write its outcome; return the exit code."""
     from ..job.world import world
 
     cloudpickle = _cloudpickle()
@@ -217,7 +220,7 @@ def main(task: int, *outcomes: int) -> int:
                 f"run: the result, a {type(result).__name__}, cannot be pickled: {error}"
             ) from error
     except KeyboardInterrupt:
-        return 130  # the caller has it too, and speaks
+        return 130  # the caller gets Ctrl-C too, and reports it
     except Exception as error:
         _write(outcome, _Raised(error))
         return 1

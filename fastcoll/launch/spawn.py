@@ -1,7 +1,7 @@
 """`spawn`: run a function in several processes, as torch.multiprocessing.spawn does.
 
-Children live no longer than the parent: if `spawn` was called on its main thread, whatever ends it ends
-them too. A rank that fails ends the others, and its traceback is part of the error in the parent.
+Children do not outlive the parent: if `spawn` was called on its main thread, the kernel kills them when the parent
+ends. A rank that fails ends the others, and its traceback is part of the error in the parent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import FastcollError, GroupError, UsageError, shorten
 from .lifeline import GRACE_SECONDS, describe_exit, die_with_parent
 from .supervisor import CAUSE_SECONDS
 
-_TEXT_BYTES = 48 << 10  # less than a pipe holds (64 KiB), so that a failing child never waits for the parent
+_TEXT_BYTES = 48 << 10  # less than a pipe's 64 KiB, so that a failing child never waits for the parent
 
 
 class ProcessRaisedError(FastcollError):
@@ -43,7 +43,7 @@ class ProcessExitedError(FastcollError):
     Attributes:
         rank: the index of the process.
         pid: its process id.
-        exit_code: what it returned; -n when signal n ended it.
+        exit_code: its exit code; -n if signal n ended it.
     """
 
     def __init__(self, rank: int, pid: int, exit_code: int) -> None:
@@ -52,25 +52,25 @@ class ProcessExitedError(FastcollError):
 
 
 class SpawnContext:
-    """The processes that one `spawn` started, and the pipes in which each tells why it failed."""
+    """The processes of one `spawn`, and the pipes into which they write why they failed."""
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self.errors: list[Connection[Any, Any]] = []
-        self._texts: dict[int, bytes] = {}  # what came through; empty: the pipe's end
+        self._texts: dict[int, bytes] = {}  # what was received; empty: the pipe has ended
 
     def pids(self) -> list[int]:
-        """The processes' ids, by rank."""
+        """Return the process ids, by rank."""
         return [process.pid or 0 for process in self.processes]
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until all processes have ended well.
+        """Wait until all processes have succeeded.
 
         Args:
-            timeout: seconds; None waits for ever.
+            timeout: seconds; None: no limit.
 
         Returns:
-            whether they have; False when some still run after `timeout`.
+            True if all have; False if some still run after `timeout`.
 
         Raises:
             ProcessRaisedError, ProcessExitedError: a rank failed; the others were ended.
@@ -89,7 +89,7 @@ class SpawnContext:
         return True
 
     def end(self, grace: float = GRACE_SECONDS) -> None:
-        """End the processes that still run: SIGTERM, and SIGKILL after `grace` seconds. Twice is fine."""
+        """End the processes that still run: SIGTERM, and SIGKILL after `grace` seconds. May be called twice."""
         for process in self.processes:
             process.terminate()
         end = time.monotonic() + grace
@@ -111,13 +111,16 @@ class SpawnContext:
         raise ProcessExitedError(first, process.pid or 0, process.exitcode or 0)
 
     def _rank_at_fault(self) -> int:
-        """The rank to name: one whose failure is not a GroupError, if one shows up within a moment; also one that
-        raised and has not ended yet.
+        """Return the rank to name: a rank whose failure is no GroupError, if one fails within a second.
+
+        A rank that has raised and not exited yet counts as failed.
         """
         end = time.monotonic() + CAUSE_SECONDS
         while True:
             codes = [process.exitcode for process in self.processes]
-            texts = [self._text(rank) for rank in range(len(codes))]  # all there is from those with a code
+            texts = [
+                self._text(rank) for rank in range(len(codes))
+            ]  # complete for the processes that have exited
             failed = [rank for rank, code in enumerate(codes) if code or texts[rank]]
             first = min(failed, key=lambda rank: (texts[rank][:1] == b"G", rank))
             silent = [rank for rank, code in enumerate(codes) if code is None and not texts[rank]]
@@ -128,11 +131,11 @@ class SpawnContext:
             wait(ends + [self.errors[rank] for rank in silent if rank not in self._texts], left)
 
     def _text(self, rank: int) -> bytes:
-        """What a rank said before it ended, as far as it is there: its kind and its traceback."""
+        """Return the kind of a rank's failure and its traceback, if they have arrived."""
         try:
             if rank not in self._texts and self.errors[rank].poll():
                 self._texts[rank] = self.errors[rank].recv_bytes()
-        except (EOFError, OSError):  # it sent nothing, or a part of it when it was killed
+        except (EOFError, OSError):  # it sent nothing, or was killed while it sent
             self._texts[rank] = b""
         return self._texts.get(rank, b"")
 
@@ -151,23 +154,23 @@ def spawn(
         fn: a function of a module (a fresh interpreter imports it), unless `start_method` is "fork".
         args: further arguments, which must be picklable.
         join: wait for the processes and return None; otherwise return at once.
-        daemon: whether the children are ended when the parent ends normally.
+        daemon: whether the children are ended when the parent exits normally.
         start_method: "spawn", "fork" or "forkserver", see `multiprocessing`.
 
     Returns:
-        None when joined, else the context with `join(timeout)`, `pids()` and `processes`.
+        None with `join`, else the context with `join(timeout)`, `pids()` and `processes`.
 
     Raises:
-        UsageError: an argument that cannot be used.
+        UsageError: an argument is wrong.
         ProcessRaisedError: `fn` raised in a process; the message has its traceback.
-        ProcessExitedError: a process ended by a signal or with another exit code than 0.
+        ProcessExitedError: a process ended by a signal, or with an exit code other than 0.
 
     Example:
         >>> def main(rank, size): ...
         >>> spawn(main, args=(4,), nprocs=4)
     """
     _check(fn, args, nprocs, start_method)
-    # The kernel ties a child to the thread that forked it; the fork server's children are not ours.
+    # The kernel ties a child to the thread that forked it; children of the fork server have another parent.
     is_main = threading.current_thread() is threading.main_thread()
     tied_to = os.getpid() if is_main and start_method != "forkserver" else None
     context: Any = multiprocessing.get_context(start_method)
@@ -233,7 +236,7 @@ def _child(
     try:
         fn(rank, *args)
     except KeyboardInterrupt:
-        sys.exit(130)  # the parent has it too, and speaks
+        sys.exit(130)  # the parent gets Ctrl-C too, and reports it
     except Exception as error:
         kind = b"G" if isinstance(error, GroupError) else b"E"
         shorten(error)
