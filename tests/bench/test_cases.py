@@ -1,4 +1,4 @@
-"""Which cases a run has, their sizes, and the bus factors of nccl-tests."""
+"""The cases of a run, their sizes, and the bus factors of nccl-tests."""
 
 import pytest
 

@@ -64,7 +64,7 @@ def test_launched_ranks_are_used():
 
 
 def test_wrong_results_are_exit_code_1(tmp_path):
-    """A broadcast that does nothing, patched into the workers by a sitecustomize of theirs."""
+    """A sitecustomize module patches a broadcast that does nothing into the workers."""
     (tmp_path / "sitecustomize.py").write_text(
         "import fastcoll\nreal = fastcoll.broadcast\n"
         "fastcoll.broadcast = lambda x, *rest: real(x, *rest) if x.dtype == 'int64' else None\n"
@@ -126,14 +126,14 @@ def test_a_launcher_that_says_half():
 
 
 def on_terminal(words, **environ):
-    """Exit code, and what a terminal of 100 columns gets from a run."""
+    """Return the exit code of a run and its output on a terminal of 100 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     settings = {**os.environ, "TERM": "xterm-256color", **environ}
     process = subprocess.Popen([*BENCH, *words.split()], stdout=theirs, env=settings)
     os.close(theirs)
     got = bytearray()
-    # EIO: the last writer has gone
+    # EIO: the last writer has closed the terminal
     with contextlib.suppress(OSError), open(ours, "rb", buffering=0) as terminal:
         while data := terminal.read(4096):
             got += data

@@ -1,4 +1,4 @@
-"""Files that a run is to write."""
+"""The files that a run writes."""
 
 import pytest
 

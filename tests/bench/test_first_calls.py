@@ -1,4 +1,4 @@
-"""--first-calls: what it tells."""
+"""The report of --first-calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_it_tells_the_first_ten_calls_beside_the_later_ones(monkeypatch, capfd, 
     (row,) = report["results"]
     assert (report["kind"], row["operation"], row["size"]) == ("first calls", "broadcast", 8)
     assert min(row["median_us"], row["first_us"]) > 0
-    # Of each the slowest rank's, which may be another one.
+    # Each is the maximum over ranks, and may be of another rank.
     assert row["ten_us"] <= (row["first_us"] + 9 * row["others_us"]) / 10 + 0.01
     said = capfd.readouterr().out.splitlines()
     assert said[2] == first_calls.line(row)

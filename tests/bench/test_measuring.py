@@ -1,4 +1,4 @@
-"""How many calls are timed, and what is made of the batches."""
+"""How many calls are timed, and the statistics over batches."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""--overlap: what it tells."""
+"""The report of --overlap."""
 
 from __future__ import annotations
 

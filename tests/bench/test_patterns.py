@@ -1,4 +1,4 @@
-"""The values that ranks send: exact in every dtype, and errors in them are found."""
+"""The values that ranks send are exact in every dtype, and wrong values are found."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Arrays of the benchmark on another device: every operation makes, fills and checks them through the place."""
+"""Arrays of the benchmark on another device: all operations make, fill and check them through the place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastcoll.gpu import runtime
 
 
 class Marked(np.ndarray):  # type: ignore[type-arg]
-    """An array of the place, as CuPy's are: of another type than NumPy's."""
+    """An array of the place; its type is not NumPy's, as with CuPy."""
 
 
 class Elsewhere(Host):
@@ -55,7 +55,7 @@ def test_every_operation_works_on_arrays_of_its_place(rank: int, world_size: int
         assert place.made, operation
         if not (operation == "gather" and rank):
             assert place.checked, operation
-        if not shape.rooted:  # of which a rank's result may be its input
+        if not shape.rooted:  # a rank's result may be its input
             trial.reset()
             assert trial.wrong() > 0, operation
         dist.barrier()
@@ -68,7 +68,7 @@ def test_what_is_queued_is_waited_for_in_each_batch() -> None:
 
 
 class _FakeCupy:
-    """As much of CuPy as Cuda uses: two GPUs, in host memory."""
+    """The part of CuPy that Cuda uses: two GPUs, in host memory."""
 
     def __init__(self) -> None:
         self.cuda = self.runtime = self

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and the ranges between them."""
+"""Parsing and formatting of sizes, and ranges of sizes."""
 
 import pytest
 from hypothesis import given, settings

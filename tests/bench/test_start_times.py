@@ -1,4 +1,4 @@
-"""How ranks start: what the benchmark of it tells."""
+"""The report of --start."""
 
 from __future__ import annotations
 

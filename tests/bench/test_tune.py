@@ -1,4 +1,4 @@
-"""--tune: the limit that loses least, and a file with what is fast for the ranks that it was measured with."""
+"""--tune: the limit that loses least, and the file with the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastcoll.shm import tuning_cache
         ([1, 2, 4, 9], [3, 3, 5, 6], 4),
         ([1, 2, 4, 9], [9, 9, 9, 9.1], 8),
         ([3, 3, 4, 9], [1, 2, 3, 4], 0),
-        ([1, 2.1, 2, 9], [2, 2.0, 4, 6], 4),  # one size a little off does not end it
+        ([1, 2.1, 2, 9], [2, 2.0, 4, 6], 4),  # a single size that deviates does not lower the limit
     ],
 )
 def test_the_limit_loses_least(one_shot, two_shot, limit):
@@ -32,7 +32,7 @@ def test_the_limit_loses_least(one_shot, two_shot, limit):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_run_writes_what_it_has_found_out(tmp_path, ranks):
     path = tmp_path / "tuning.json"
-    # In every process of the run, whose numbers are of no interest here.
+    # In every process of the run; its numbers do not matter here.
     (tmp_path / "sitecustomize.py").write_text(
         "from fastcoll.bench import tune\n"
         "tune._ROUNDS, tune._SECONDS, tune._SECONDS_A_CLASS, tune._CALLS = 2, 0.001, 0.001, 60\n"

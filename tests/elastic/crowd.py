@@ -20,10 +20,10 @@ DEADLINE = 120.0  # s, which only ends a hang
 
 
 class Crowd:
-    """Processes of one job; those that are left in the end are killed.
+    """The processes of one job; those that still run at the end are killed.
 
     Attributes:
-        store: which the members find, too.
+        store: the store of the job.
     """
 
     def __enter__(self) -> Crowd:
@@ -45,11 +45,11 @@ class Crowd:
         self._folder.cleanup()
 
     def begin(self, n: int, course: Course, **courses: Course) -> list[int]:
-        """Start the ranks of the first world; `courses` has those of ranks that do something else, as rank1=..."""
+        """Start the ranks of the first world; `courses` has the courses of particular ranks, as rank1=..."""
         return [self._start(rank, n, courses.get(f"rank{rank}", course)) for rank in range(n)]
 
     def joiner(self, course: Course) -> int:
-        """Start one."""
+        """Start a joiner."""
         return self._start(-1, 0, course)
 
     def _start(self, rank: int, n: int, course: Course) -> int:
@@ -61,33 +61,33 @@ class Crowd:
         return number
 
     def lose_store(self) -> None:
-        """As if the process that serves it had died."""
+        """End the store, as if its process had died."""
         self.store.close()
 
     def kill(self, number: int) -> None:
-        """Kill a member, which may have ended."""
+        """Kill a member, which may have ended already."""
         self._started[number][0].kill()
 
     def pid(self, number: int) -> int:
-        """The process id of a member, by the number that its start has returned."""
+        """Return the pid of a member, by the number that its start returned."""
         return int(self._started[number][0].pid)
 
     def has_joined(self, number: int, seconds: float = DEADLINE) -> int:
-        """Wait until a member trains; the size of its first world."""
+        """Wait until a member trains, and return the size of its first world."""
         self.store.wait([f"in/{self.pid(number)}"], seconds)
         return int(self.store.get(f"in/{self.pid(number)}"))
 
     def is_over(self, number: int) -> bool:
-        """Whether a member has ended."""
+        """Return whether a member has ended."""
         return not self._started[number][0].is_alive()
 
     def ends(self) -> list[crew.Outcome]:
-        """What became of all, within the deadline."""
+        """Return the outcomes of all members, within the deadline."""
         end = time.monotonic() + DEADLINE
         return [self.end_of(number, end) for number in range(len(self._started))]
 
     def end_of(self, number: int, end: float = 0.0) -> crew.Outcome:
-        """What became of one."""
+        """Return the outcome of one member."""
         process, pipe, _ = self._started[number]
         try:
             return crew.collect(number, process, pipe, end or time.monotonic() + DEADLINE)
@@ -102,7 +102,7 @@ class Crowd:
 
 
 def wait_for(condition: Any, seconds: float = DEADLINE) -> None:
-    """Look again and again until something holds."""
+    """Poll until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come"

@@ -1,6 +1,7 @@
-"""What processes do in the tests of elastic jobs: one program for ranks and joiners, whose result is known.
+"""The program of ranks and joiners in the tests of elastic jobs; its result is known.
 
-Each step takes a batch of a permutation, so that every step counts, and in its order: w = 3 w + sum of x, modulo P.
+Each step takes a batch of a permutation: w = 3 w + sum of x, modulo P. So the result depends on every step and on the
+order of the steps.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from fastcoll.testing.worker import Footprint, lasting
 
 N, BATCH, P = 97, 10, 1_000_003
 X = np.arange(N) ** 2
-SHORT, LONG = 3.0, 120.0  # s, for a world to form: to give up a member that is stopped, and else
+SHORT, LONG = 3.0, 120.0  # s, for a world to form: with a stopped member, and otherwise
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a process is to do.
+    """The course of a process.
 
     Attributes:
-        options: of `run`.
-        backend: of the job.
-        epochs: to train, or until the store has the key "enough" as an epoch ends.
-        seconds: that a step takes at least.
+        options: the options of `run`.
+        backend: the backend of the job.
+        epochs: how many epochs to train; fewer if the store has the key "enough" at the end of an epoch.
+        seconds: the least duration of a step.
         forming: seconds for a world with joiners to form.
-        die: by step and world size, which rank ends there, and in which way: "kill", "raise", "interrupt" or "outlive",
-            which is to kill itself once the store is lost.
-        at: a function of the package, as module:name, what happens as this process comes there, "kill" or "stop", and
-            the how manieth time.
-        node: this process takes itself for one on that node.
-        apart: no other process sees whether this one lives, as on another machine.
-        early: a collective is called before `run`.
-        runs: other ones before this one.
+        die: by step and world size, the rank that ends there, and how: "kill", "raise", "interrupt", or "outlive",
+            which means that it kills itself once the store is lost.
+        at: a function of the package, as module:name, an action when this process calls it, "kill" or "stop", and at
+            which call.
+        node: the node that this process pretends to be on.
+        apart: whether other processes cannot see whether this one lives, as if it were on another machine.
+        early: whether a collective is called before `run`.
+        runs: how many calls of `run` precede this one.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class Course:
 
 
 def expected(steps: int) -> int:
-    """What so many steps make of w, undisturbed."""
+    """Return w after a number of undisturbed steps."""
     sampler, w, done = elastic.Sampler(N, BATCH, seed=5), 0, 0
     while True:
         for step in sampler:
@@ -73,13 +74,13 @@ def expected(steps: int) -> int:
 
 
 def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict[str, Any]:
-    """Be a rank, or with -1 a joiner; the state in the end, and what was seen on the way."""
+    """Run a rank, or with -1 a joiner; return the final state and the observed changes."""
     training._LOOK_SECONDS = 0.02
-    training._STORE_SECONDS = LONG  # the store is served by a thread, and this machine may be loaded
+    training._STORE_SECONDS = LONG  # a thread serves the store, and this machine may be loaded
     growth.FORMING_SECONDS = joining.FORMING_SECONDS = course.forming
     if course.forming == SHORT:
         joining._TRIES = 1000  # a loaded machine may take longer
-    by_run = "store" in course.options  # which joiners then join by, too
+    by_run = "store" in course.options  # joiners use this timeout too
     os.environ["FASTCOLL_ELASTIC"] = "" if by_run else address
     if rank < 0:
         os.environ["FASTCOLL_NEWCOMER"] = "1"
@@ -159,7 +160,7 @@ def _end(how: str, board: Any = None) -> None:
 
 
 def _arm(place: str, how: str, turn: int) -> None:
-    """Have this process end as it comes to a function, which other modules may have imported by name."""
+    """Have this process end at a call of a function, which other modules may have imported by name."""
     module, _, name = place.partition(":")
     owner: Any = import_module(module)
     *outer, name = name.split(".")

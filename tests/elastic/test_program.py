@@ -28,7 +28,7 @@ def test_the_program_of_the_page(tmp_path: Path) -> None:
     words = command.removeprefix("$ python ").split()
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    said = re.sub(r"\b\d+ steps", "400 steps", done.stdout)  # more where the joiner is slow
+    said = re.sub(r"\b\d+ steps", "400 steps", done.stdout)  # more if the joiner is slow
     assert sorted(said.splitlines()) == sorted(shown), done.stderr
     assert re.search(
         r"rank 2 \(pid \d+\) failed: signal SIGKILL \(9\); 3 go on here; joiner 1 of 1 starts", done.stderr
@@ -67,7 +67,7 @@ print("learnt", state.step, state.w[0], dist.get_world_size(), flush=True)
 def test_ranks_are_killed_and_replaced_on_four_hosts(
     join_hosts: Callable[..., Network], tmp_path: Path
 ) -> None:
-    """Rank 0 among them: whoever is first then goes on."""
+    """One of them is rank 0; the first of the others continues as rank 0."""
     (tmp_path / "program.py").write_text(PROGRAM)
     options, env = ["--min_ranks", "1", "--max_restarts", "1"], {"FASTCOLL_SECRET": "of this test"}
     network = join_hosts(4, own_pids=True)

@@ -1,4 +1,4 @@
-"""Elastic training with real processes that die and come: what is learnt is what an undisturbed run learns."""
+"""Elastic training with real processes that die and join: the result is that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 30  # of three epochs
 
 
 def check(outcome: crew.Outcome, steps: int | None = None) -> dict[str, Any]:
-    """It has come to the end, has learnt what is to be learnt, and has left nothing behind."""
+    """Check that a member finished with the expected result and left nothing behind."""
     assert outcome.result is not None, outcome.error
     result: dict[str, Any] = outcome.result
     assert steps is None or result["step"] == steps
@@ -91,7 +91,7 @@ def test_too_few_are_left() -> None:
 
 
 def test_as_many_restarts_as_allowed() -> None:
-    """The first death is outlived: rank 0 of the two that are left kills itself."""
+    """The job survives the first death; then rank 0 of the two that are left kills itself."""
     course = Course({"max_restarts": 1}, die={(3, 3): (2, "kill"), (5, 2): (0, "kill")})
     with Crowd() as crowd:
         crowd.begin(3, course)
@@ -129,10 +129,10 @@ MOMENTS = {
     ("moment", "rank"), [*((moment, 0) for moment in MOMENTS), *((moment, 2) for moment in list(MOMENTS)[1:])]
 )
 def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int, backend: str) -> None:
-    """All others, and the joiners, come together in one world again."""
+    """All other ranks and the joiners form one world."""
     forming = (
         SHORT if backend == "tcp" else LONG
-    )  # where nobody sees that it is dead, its end is that of the attempt
+    )  # if no process can see that it is dead, the attempt ends at its timeout
     course = Course({}, backend, 10**9, 0.001, apart=backend == "tcp", forming=forming)
     at = MOMENTS[moment], "kill", 2 if "sync" in moment else 1
     with crew.nothing_left(), Crowd() as crowd:
@@ -220,7 +220,7 @@ def test_a_newcomer_that_does_not_fit_keeps_nobody_out() -> None:
 
 
 class Waiting:
-    """Stands in for the join queue: three joiners are always ready."""
+    """A join queue with three joiners that are always ready."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -236,7 +236,7 @@ class Waiting:
 
 
 def test_after_a_failed_attempt_one_newcomer_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the one that does not fit could keep out those that come with it, again and again."""
+    """Otherwise a joiner that is refused could keep out the joiners beside it, again and again."""
     offered: list[list[int]] = []
 
     def grow(join_queue: Waiting, attempt: growth.Attempt) -> None:

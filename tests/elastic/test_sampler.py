@@ -1,4 +1,4 @@
-"""Sampler: every sample once an epoch, whatever the world is from step to step, and wherever it goes back to."""
+"""Sampler: each sample once per epoch, although the world changes and steps are lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_any_course_takes_what_an_undisturbed_run_takes() -> None:
 
 
 def follow_a_course(n: int, batch: int, shuffle: bool, seed: int) -> None:
-    """Ranks come and go, steps are lost, and all go back to the last commit: what counts are the committed steps."""
+    """Run with ranks that join and die and steps that are lost; the committed steps must be those of a calm run."""
     dice = random.Random(seed)
     calm = Sampler(n, batch, shuffle, seed)
     wanted = [sorted(step.tolist()) for _ in range(3) for step in calm]
@@ -42,7 +42,7 @@ def follow_a_course(n: int, batch: int, shuffle: bool, seed: int) -> None:
                 parts = [share.tolist() for share in shares if share is not None]
                 assert max(map(len, parts)) - min(map(len, parts)) <= 1
                 assert {state.s.count for state in states[:size]} == {sum(map(len, parts))}
-                if dice.random() < 0.2:  # somebody dies before the commit
+                if dice.random() < 0.2:  # a rank dies before the commit
                     size = dice.randint(1, 5)
                     for state in states:
                         state.restore()
@@ -50,13 +50,13 @@ def follow_a_course(n: int, batch: int, shuffle: bool, seed: int) -> None:
                 done.append(sorted(index for part in parts for index in part))
                 for state in states[:size]:
                     state.commit()
-                if dice.random() < 0.2:  # joiners take the state over
+                if dice.random() < 0.2:  # joiners copy the state
                     size = dice.randint(1, 5)
                     for state in states:
                         state.s.load_state_dict(states[0].s.state_dict())
                         state.commit()
                     break
-            for state in states:  # who was not among them
+            for state in states:  # a rank that was not in the step
                 state.s.load_state_dict(states[0].s.state_dict())
     assert done == wanted
 

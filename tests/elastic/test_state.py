@@ -1,4 +1,4 @@
-"""State: what is kept, what is brought back, and that no value leaks into another."""
+"""State: commits keep values, restores bring them back, and no value leaks into another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Dice = random.Random
 
 
 def a_tree(dice: Dice, deep: int = 3) -> Any:
-    """A tree of a few values, of which many are alike."""
+    """Return a tree of a few values, many of them equal."""
     kind = dice.randrange(7 if deep else 5)
     if kind == 5:
         return [a_tree(dice, deep - 1) for _ in range(dice.randrange(4))]
@@ -83,7 +83,7 @@ def test_one_array_at_two_places_stays_one() -> None:
 
 
 def test_any_course() -> None:
-    """Values are set, aliased, removed, written to, committed and restored in any order; a deep copy is the oracle."""
+    """Set, alias, remove, write, commit and restore values in any order; a deep copy is the oracle."""
     for seed in range(200):
         dice = Dice(seed)
         state: Any = State(a=a_tree(dice))

@@ -1,4 +1,4 @@
-"""A script in a directory of its own, and launchers that run it."""
+"""Fixtures: a script in a new directory, and launchers that run it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
 
 @pytest.fixture
 def start(script: Script) -> Iterator[Starter]:
-    """Start a launcher on script.py; what still runs at the end is killed."""
+    """Start a launcher on script.py; launchers that still run at the end are killed."""
     with ExitStack() as stack:
 
         def begin(*options: str, program: str = "script.py", command: list[str] = COMMAND) -> Started:

@@ -1,4 +1,4 @@
-"""Launchers under test: each is started on a small script, and what ends is waited for without a bound."""
+"""Launchers under test, each on a small script; waits for them have no bound but LIMIT."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Starter = Callable[..., Started]
 
 
 def patched(*settings: str) -> list[str]:
-    """The command of a launcher with other constants, as `pauses._FIRST = 600`."""
+    """Return the command of a launcher with other constants, such as `pauses._FIRST = 600`."""
     modules = "".join(f"from fastcoll.launch import {each.partition('.')[0]}\n{each}\n" for each in settings)
     code = f"import sys\n{modules}from fastcoll.launch.command import main\nsys.exit(main(sys.argv[1:]))"
     return [sys.executable, "-c", code]
 
 
 def end(process: Started) -> tuple[int, str, str]:
-    """The exit code of a launcher, and the rest of what it has written."""
+    """Wait for a launcher and return its exit code and the rest of its output."""
     out, err = process.communicate(timeout=LIMIT)
     return process.returncode, out, err
 
 
 def next_line(process: Started) -> list[str]:
-    """The words of the next line that a rank has written by `here`, the pid second."""
+    """Return the words of the next line that a rank has written with `here`; the second word is the pid."""
     assert process.stdout is not None
     words = process.stdout.readline().split()
     assert words, end(process)
@@ -50,7 +50,7 @@ def next_line(process: Started) -> list[str]:
 
 
 def has_ended(pid: int | str) -> bool:
-    """Wait for the end of a process."""
+    """Wait until a process has ended; return whether it has within LIMIT."""
     try:
         pidfd = os.pidfd_open(int(pid))
     except ProcessLookupError:

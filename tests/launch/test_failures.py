@@ -1,4 +1,4 @@
-"""Launchers that tell one another of a failure, in one process over loopback."""
+"""Launchers that publish failures to each other, in one process over loopback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST, SECOND = Failure(3, "rank 1 failed"), Failure(4, "rank 2 failed")
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeFailures]]:
-    """The launchers of three nodes. One that has not met node 0 when that leaves tries in vain for a moment only."""
+    """The launchers of three nodes; one that node 0 leaves behind stops trying to connect after 0.2 s."""
     monkeypatch.setattr(job, "_TRY_SECONDS", 0.2)
     for name in ("_FIRST_SECONDS", "_LAST_SECONDS"):
         monkeypatch.setattr(job, name, LIMIT)
@@ -32,7 +32,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeFailures]]:
 
 
 def known(node: NodeFailures) -> Failure | None:
-    """What a node knows after a while."""
+    """Wait for a failure and return it."""
     end = time.monotonic() + LIMIT
     while node.failure() is None and time.monotonic() < end:
         time.sleep(0.001)
@@ -76,7 +76,7 @@ def test_a_launcher_that_never_met_node_0_leaves_nothing(monkeypatch: pytest.Mon
 
 
 class Clock:
-    """A clock in the place of the module `time`, which only sleeping moves on."""
+    """A clock that replaces the module `time`; only `sleep` advances it."""
 
     now = 1000.0
 
@@ -88,7 +88,7 @@ class Clock:
 
 
 def test_a_node_out_of_reach_is_not_waited_for_longer_than_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure that it cannot be told of ends this launcher all the same."""
+    """Node 1 never reads the failure of node 0, whose launcher ends nevertheless."""
     with NodeFailures(2, 0, "127.0.0.1", free_port()) as node:
         node.publish(FIRST)
         assert known(node) == FIRST
@@ -110,9 +110,9 @@ def test_what_is_in_the_way_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_launcher_that_is_killed_as_its_ranks_have_started_is_missed() -> None:
-    """Its last will is late: it would be killed before that if its ranks did not wait for it."""
+    """The launcher registers its will late, and its ranks start only after that."""
     port = free_port()
-    # Its ranks may wait for long: two seconds are the promise, and might be over before a loaded machine has connected.
+    # The limit of two seconds is raised, because a loaded machine may need longer to connect.
     command = patched("failures._FIRST_SECONDS = 60.0")
     where = ["--nnodes=2", "--node_rank=1", "--master_addr=127.0.0.1", f"--nodes_port={port}"]
     env = {**os.environ, "FASTCOLL_FAILPOINT": "launch.before_will:delay=1, launch.after_start:kill"}

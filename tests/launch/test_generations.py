@@ -1,4 +1,4 @@
-"""What happens to generations: each rule by itself, and a model with random launchers, without processes."""
+"""The state machine of generations: each rule alone, and a model with random launchers; without processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def node(name: str, place: int | None = None, size: int = 2, role: str = "defaul
 
 
 def started(names: str, rules: Rules = RULES) -> Generations:
-    """A job whose first generation has these members, and started at 0."""
+    """Return a job whose first generation has these members and started at time 0."""
     job = Generations(rules, 0.0)
     for at, name in enumerate(names):
         job.ready(node(name, at if rules.fixed else None), 0.0)
@@ -143,7 +143,7 @@ def test_one_that_comes_when_ranks_have_ended_well_does_not_start_them_anew() ->
     job.done("a", 0, 31.0)
     job.ready(node("c"), 32.0)
     assert not taken(job)
-    job.left("a", 1, "gone", 33.0)  # and so may those go that have done their part
+    job.left("a", 1, "gone", 33.0)  # a launcher whose ranks have succeeded may leave
     job.done("b", 0, 34.0)
     assert taken(job) == [Over(0, "")]
 
@@ -215,7 +215,7 @@ def test_orders_travel_as_text(order: Order) -> None:
 
 
 class Launcher:
-    """A launcher of the model: it reads orders at its own pace, and its ranks end as they like."""
+    """A launcher of the model: it reads orders at any time, and its ranks end at any time."""
 
     def __init__(self, name: str, job: Generations, now: float = 0.0) -> None:
         self.node, self.job = node(name), job
@@ -237,7 +237,7 @@ class Launcher:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_launchers(seed: int) -> None:
-    """Whatever they do, orders make sense; and once they do no more harm, the job ends."""
+    """Orders are consistent whatever the launchers do, and the job ends once no more failures occur."""
     chance = random.Random(seed)
     rules = replace(RULES, least=chance.randint(1, 2), max_restarts=chance.randint(0, 5))
     job, log, now = Generations(rules, 0.0), list[Order](), 0.0

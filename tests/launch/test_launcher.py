@@ -19,7 +19,7 @@ from fastcoll.launch.options import read
 from fastcoll.testing.worker import shm_names
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-# Every rank says that it is there, and goes on when all of them are.
+# Every rank writes a file, and goes on when all ranks have written theirs.
 MEET = """
 open(f"here-{rank}.part", "w").write(str(os.getpid()))
 os.rename(f"here-{rank}.part", f"here-{rank}")
@@ -29,7 +29,7 @@ for each in range(int(os.environ["WORLD_SIZE"])): stay(f"here-{each}")
 
 @pytest.fixture
 def launch(script: Script) -> Launch:
-    """Run the launcher with options on script.py with the given text."""
+    """Run the launcher with some options on a script.py with the given text."""
 
     def run(text: str, *options: str, **more: object) -> subprocess.CompletedProcess[str]:
         script(text)
@@ -119,7 +119,7 @@ if rank == 0:
 
 
 def test_the_cause_is_named_though_its_rank_ended_later(launch: Launch) -> None:
-    """The launcher waits a second for it, and here for long: rank 1 may get no core for a second."""
+    """The launcher waits a second for the cause; here longer, because rank 1 may get no core for a second."""
     text = "if rank == 1:\n    wait_for_end(open('here-0').read())\n    os._exit(3)\ntime.sleep(1000)"
     command = patched("supervisor.CAUSE_SECONDS = 100")
     done = launch(FOLLOWING + text, "-n3", "script.py", command=command)
@@ -172,7 +172,7 @@ def test_signals_are_passed_on(script: Script, start: Starter, number: signal.Si
 
 
 def test_what_a_background_job_ignores_its_ranks_ignore(script: Script, start: Starter) -> None:
-    """As after `nohup python -m fastcoll.launch ... &` in a shell's script: only SIGTERM ends it."""
+    """As with `nohup python -m fastcoll.launch ... &` in a shell script, only SIGTERM ends the launcher."""
     script(
         "signal.signal(signal.SIGTERM, lambda *_: (here('got it'), os._exit(0)))\n"
         "here([signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)])\n"
@@ -237,7 +237,7 @@ def test_a_segment_whose_makers_all_end_is_removed(
     assert shm_names() <= before
 
 
-# Ctrl-C in a callback, of which Python prints exceptions and goes on: import makes such for every module.
+# Ctrl-C in a callback, whose exceptions Python prints and ignores; import makes such callbacks for every module.
 INTERRUPTED = """
 import runpy, signal, sys, weakref
 
@@ -288,7 +288,7 @@ time.sleep(1000)
 def test_ranks_keep_their_grace_when_what_they_write_to_goes_with_the_signal(
     script: Script, goes: str
 ) -> None:
-    """As the `tee` of a pipe does at Ctrl-C, and a terminal that is closed."""
+    """The reader ends with the signal, as `tee` does at Ctrl-C, or a closed terminal."""
     script(SAVE)
     theirs, ours = os.pipe() if goes == "reader" else pty.openpty()
     command = [*COMMAND, "-n2", f"--grace={LIMIT}", "script.py"]

@@ -1,4 +1,7 @@
-"""Footprints: what is new, and what goes away in time; testing/test_ranks_plugin.py has tests that leave something."""
+"""Footprints: new threads, descriptors and children are leaks unless they end in time.
+
+testing/test_ranks_plugin.py has tests that leak.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def test_a_thread_that_python_has_not_started_is_nobodys() -> None:
     before, seen, stop = Footprint.now(), threading.Event(), threading.Event()
 
     def as_xla() -> None:
-        threading.current_thread()  # which enters it among Python's, for good
+        threading.current_thread()  # which registers the thread with Python permanently
         seen.set()
         stop.wait(20)
 

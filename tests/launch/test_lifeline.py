@@ -1,4 +1,4 @@
-"""Tying a process to its parent, and naming how one ended."""
+"""Tying a process to its parent, and describing how a process ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_program_takes_the_place_of_the_tether() -> None:
 
 
 def test_a_parent_that_is_gone_already() -> None:
-    # The parent that the tether is told of is a child of its real one: 1 would be real where pytest is process 1.
+    # The given parent is another child of the real one. Pid 1 would be the real parent if pytest were process 1.
     with subprocess.Popen(["true"]) as gone, tethered(gone.pid, "true") as process:
         assert process.wait(LIMIT) == 128 + signal.SIGKILL
 

@@ -1,4 +1,4 @@
-"""Ranks that have failed are replaced by processes that find the others in the launcher's store."""
+"""Failed ranks are replaced by processes that join the others through the launcher's store."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ store.wait(["ended-3"])
 
 
 def test_nobody_waits_for_a_newcomer_when_the_others_have_ended(tmp_path: Path) -> None:
-    """The second joiner would come in ten minutes. Rank 0 ends after the launcher has said so."""
+    """The second joiner would start in ten minutes. Rank 0 ends after the launcher has logged that."""
     text = """
 if local == "1":
     sys.exit(3)
@@ -124,7 +124,7 @@ def test_a_launcher_that_replaces_many_keeps_nothing_of_them(
     supervisor = Supervisor(job, 0, console=Hearing(), is_guest=True, min_ranks=1, max_restarts=20)
     assert supervisor.run() == 0
     assert len(descriptors) == 21
-    assert max(descriptors) <= descriptors[0] + 4  # each has had four
+    assert max(descriptors) <= descriptors[0] + 4  # each process has four descriptors
 
 
 TRAINS = """

@@ -1,4 +1,4 @@
-"""Choosing a port that nobody uses."""
+"""Choosing a free port."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def use(monkeypatch: pytest.MonkeyPatch, used: set[int]) -> None:
 
 
 def test_ports_in_use_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = {23453, 23456, 18456}  # 18453, at which the store of a job at 23453 would be, is not
+    free = {23453, 23456, 18456}  # port 18453, where the store of a job at 23453 would listen, is not free
     use(monkeypatch, set(range(65536)) - free)
     monkeypatch.setattr(ports, "_LOWEST", 23450)
     monkeypatch.setattr(ports, "_first_outgoing_port", lambda: 23460)

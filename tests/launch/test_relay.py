@@ -1,4 +1,4 @@
-"""Output is passed on line by line; the last lines are kept for the error of a rank that fails."""
+"""Output is relayed line by line; the last lines are kept for the log line about a failed rank."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_last_lines_are_remembered(stream: Stream) -> None:
 
 
 def test_a_source_that_never_ends_is_left() -> None:
-    """As of a program that a rank has left running, and that writes on."""
+    """A program that outlives its rank writes for ever."""
 
     def take(data: bytes) -> None:
         nonlocal passed

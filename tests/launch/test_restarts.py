@@ -30,14 +30,14 @@ from fastcoll.launch.restarts import Restarts
 from fastcoll.launch.supervisor import Supervisor
 from fastcoll.store import HashStore
 
-# Launchers that look often at one another, and give ranks as long to end as a loaded machine may need.
+# Launchers with short intervals, and a grace that is long enough for a loaded machine.
 PROMPT = ["--monitor-interval=0.02", "--grace=60"]
 STAY = "here(os.environ['WORLD_SIZE'])\nstay()"
 
 
 @pytest.fixture(autouse=True)
 def settings(script: Script, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A secret of this test, and nothing that launchers would speak of."""
+    """Set a secret for this test, and variables that keep launchers from logging."""
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("FASTCOLL_SECRET", "of this test")
@@ -49,7 +49,7 @@ def settings(script: Script, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def start(start: Starter) -> Starter:
-    """Start launchers with the options of all tests here."""
+    """Start launchers with the options that all tests here share."""
     return lambda *options, **more: start(*PROMPT, *options, **more)
 
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_started_is_tried_again_and_told(start: Starter) -> None:
 def test_signals_while_ranks_run_and_in_a_pause(
     script: Script, start: Starter, when: str, number: signal.Signals
 ) -> None:
-    """The pause after the second quick failure is one of ten minutes here."""
+    """The pause after the second quick failure is ten minutes here."""
     script("here(restarts)\nif sys.argv[1] == 'pausing': sys.exit(1)\ntime.sleep(600)")
     command = patched("pauses._FIRST = pauses._MOST = 600.0")
     process = start("--max-restarts=9", "script.py", program=when, command=command)
@@ -108,7 +108,7 @@ def test_signals_while_ranks_run_and_in_a_pause(
 
 
 def test_a_signal_while_nobody_reads_what_is_said_of_a_restart(script: Script) -> None:
-    """stderr is a pipe that is full from the start. The folder is made just before the restart is told."""
+    """stderr is a full pipe. The launcher makes the folder just before it logs the restart."""
     script("if restarts == 0: sys.exit(1)\ntime.sleep(600)")
     unread, full = os.pipe()
     os.set_blocking(full, False)
@@ -237,7 +237,7 @@ def test_a_leader_that_is_stopped_for_a_while_hears_what_was_told(script: Script
 
 
 def test_ranks_for_which_there_is_no_room_count_as_failed(capfd: pytest.CaptureFixture[str]) -> None:
-    """No process, or no file descriptor: the system refuses to start them."""
+    """The system refuses to start a process or to open a descriptor."""
 
     def refuse(*_: object, **others: object) -> Supervisor:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -252,7 +252,7 @@ def test_ranks_for_which_there_is_no_room_count_as_failed(capfd: pytest.CaptureF
 
 
 class Unconfirmed(HashStore):
-    """A store that takes the first event, and does not confirm it in time: it is sent once more."""
+    """A store that stores the first event but does not confirm it in time, so the event is sent again."""
 
     confirms = False
 
@@ -272,7 +272,7 @@ def next_order(gathering: Gathering) -> Order:
 
 
 def test_what_is_sent_twice_counts_once() -> None:
-    """Else a launcher that is running its ranks would be taken for one that is ready, at its old port."""
+    """Otherwise a launcher that runs its ranks would count as ready, with its old port."""
     node = Node("key", "host", 1, "default", "127.0.0.1", 0)
     rules = Rules(1, 1, max_restarts=1, last_call=0.0, join=LIMIT, end=LIMIT, fixed=True)
     ports = count(1)
@@ -313,7 +313,7 @@ stay()
 
 @pytest.mark.long
 def test_a_rank_of_an_old_generation_is_not_let_in(script: Script, start: Starter) -> None:
-    """It was stopped, together with its launcher, and goes on when the next generation runs without it."""
+    """The rank was stopped with its launcher, and resumes when the next generation runs without it."""
     script(OLD)
     options = c10d(free_port(), "1:2", "--max-restarts=1", "--grace=0.1")  # the last one counts
     leader = start(*options)
@@ -328,7 +328,7 @@ def test_a_rank_of_an_old_generation_is_not_let_in(script: Script, start: Starte
     wait_for("refused")
     assert "has another secret" in Path("refused").read_text()
     assert Path(f"/proc/{old}").exists()
-    other.send_signal(signal.SIGCONT)  # its launcher finds that it was left out, and comes again
+    other.send_signal(signal.SIGCONT)  # its launcher notices that it was left out, and joins again
     assert has_ended(old)
     for process in (other, leader):
         process.terminate()
@@ -351,7 +351,7 @@ def test_output_goes_where_it_is_sent(script: Script, start: Starter) -> None:
 
 
 def test_tracebacks_of_all_that_failed_the_first_one_first(script: Script, start: Starter) -> None:
-    """As torch's `record` leaves them, and on stderr."""
+    """Tracebacks are in the files of torch's `record`, or on stderr."""
     script(
         "import json\nfrom fastcoll.errors import PeerDiedError\nif rank == 0: stay('gone'); time.sleep(600)\n"
         "if rank == 1:\n"
@@ -385,7 +385,7 @@ def test_torchruns_variables_are_defaults(script: Script, monkeypatch: pytest.Mo
 def test_a_job_of_one_node_has_a_name_of_its_own_and_brackets_are_for_the_option_alone(
     script: Script,
 ) -> None:
-    """As with torchrun, where programs name what they save by it."""
+    """Programs use the name for files that they save, as with torchrun."""
     script("")
     given = ["--master-addr=[::1]"], [], ["--rdzv-id=x"]
     jobs = [read([*options, "script.py"])[1] for options in given]
@@ -396,7 +396,7 @@ def test_a_job_of_one_node_has_a_name_of_its_own_and_brackets_are_for_the_option
 
 
 def test_port_0_is_a_job_of_its_own(script: Script, start: Starter) -> None:
-    """Torchrun's way to have several jobs of one node on a machine; each may start anew."""
+    """As with torchrun, so that one machine can run several single-node jobs, each with restarts."""
     script("here(restarts)\nif restarts == 0: sys.exit(1)")
     process = start("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=1")
     assert [next_line(process)[2] for _ in range(2)] == ["0", "1"]

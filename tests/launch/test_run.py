@@ -1,4 +1,4 @@
-"""`run`: functions of all kinds in ranks that meet by themselves."""
+"""`run`: functions of all kinds in new ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_closures_run_in_ranks_that_have_met_and_results_come_back(capfd: pytest
 
 
 def fail(how: str) -> None:
-    """Rank 1 fails, and the others because of it."""
+    """Fail on rank 1, which makes the others fail."""
     if dist.get_rank() != 1:
         dist.barrier()
     elif how == "raise":
@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_be_watched_is_not_left_running(monkeypatch: pytest.M
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         dist.run(lambda: None, 2)
-    assert {*children_of(os.getpid())} <= {*children}  # of an earlier test one may have ended since
+    assert {*children_of(os.getpid())} <= {*children}  # a child of an earlier test may have ended meanwhile
     assert {*os.listdir("/proc/self/fd")} <= {*descriptors}
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_come_back_is_said() -> None:
         dist.run(lambda: threading.Lock(), 1)
 
 
-# What a shell has: functions of `__main__`, which has no file that a rank could import.
+# As in a shell: functions of `__main__`, which has no file that a rank could import.
 SHELL = """
 import os, sys, time
 import fastcoll as dist

@@ -41,10 +41,10 @@ def fail(rank: int, how: str) -> None:
 
 
 def linger(rank: int, raised: Path) -> None:
-    """Rank 1 fails and takes long to end, as when it lets go of its groups; rank 0 follows and is gone."""
+    """Fail on rank 1, which exits late, as if it closed its groups; rank 0 fails because of it and exits first."""
     if rank == 1:
         atexit.register(time.sleep, 1000)
-        atexit.register(raised.touch)  # the last registered runs first
+        atexit.register(raised.touch)  # handlers run in reverse order
         raise ValueError("the cause")
     while not raised.exists():
         time.sleep(0.01)
@@ -59,7 +59,7 @@ def ignore_sigterm(rank: int, ready: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the children import this file under the name that it has here."""
+    """Let the children import this file under its name here."""
     root = Path(__file__).parents[__name__.count(".")]
     monkeypatch.syspath_prepend(root)
 
@@ -179,7 +179,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, object], complaint: st
 
 
 def test_functions_of_an_interactive_session_are_refused_with_what_to_do() -> None:
-    """As of a notebook: `__main__` is no file that ranks could import."""
+    """As in a notebook: `__main__` has no file that ranks could import."""
     code = "import fastcoll\ndef main(rank): pass\nfastcoll.spawn(main, nprocs=2)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
     assert "UsageError: spawn: main is of a notebook or an interactive session" in done.stderr

@@ -1,4 +1,4 @@
-"""One program under torchrun and under fastcoll's launcher: both start it anew, and set the same variables."""
+"""One program under torchrun and under fastcoll's launcher: both restart it and set the same variables."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def test_both_start_anew_what_fails_in_three_ways_and_set_the_same_variables(tmp
         each = re.findall("^said (.*)$", done.stdout, re.M)
         variables[name] = {variable for line in each for variable in json.loads(line)}
     assert "TORCHELASTIC_RUN_ID" in variables["torchrun"]
-    # The last two are set as torch is imported.
+    # The import of torch sets the last two.
     assert variables["torchrun"] - variables["fastcoll"] <= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}

@@ -1,4 +1,4 @@
-"""Tests with the mark `ranks` on another backend, and in other places."""
+"""Tests with the mark `ranks` on another backend and at other places."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inner_pytest import InnerRun
 
 from fastcoll.system.processes import session
 
-# Two nodes of which the first has the even ranks; /dev/shm of the second is another folder.
+# Two nodes, the first with the even ranks; /dev/shm of the second is another folder.
 CONFTEST = """
 import os, pathlib
 from fastcoll.testing.mark import Place
@@ -68,13 +68,13 @@ def test_of_one_backend():
 
 @pytest.fixture(scope="module")
 def shm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that is /dev/shm of the second node."""
+    """Return the folder that is /dev/shm of the second node."""
     return tmp_path_factory.mktemp("shm")
 
 
 @pytest.fixture(scope="module")
 def inner(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> InnerRun:
-    """A run of pytest with ranks on two nodes."""
+    """Run pytest with ranks on two nodes."""
     files = {
         "conftest.py": CONFTEST.format(shm=str(shm)),
         "test_places.py": PLACES,

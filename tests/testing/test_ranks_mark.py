@@ -1,4 +1,4 @@
-"""The arguments of the mark: what is understood, and what is refused how."""
+"""The arguments of the mark: valid ones are parsed, others are refused with a cure."""
 
 from __future__ import annotations
 

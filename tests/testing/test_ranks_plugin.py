@@ -1,4 +1,4 @@
-"""The mark `ranks` as its users see it: test files on which pytest runs in a process of its own, once for most."""
+"""The mark `ranks` as users see it: test files on which pytest runs in a separate process, mostly one for all."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FILES: dict[str, str] = {}
 
 
 def file(name: str, text: str) -> str:
-    """Add a file to the run; its tests have names of their own. The last argument of the run is `--flavour=sour`."""
+    """Add a file to the run; names of tests must be unique. The last argument of the run is `--flavour=sour`."""
     FILES[name] = f"import os, time, pytest\n{text}"
     return name
 
 
 @pytest.fixture(scope="module")
 def inner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InnerRun]:
-    """The run of pytest on all files."""
+    """Run pytest on all files."""
     unraisable = "ignore::pytest.PytestUnraisableExceptionWarning"
     yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, "-W", unraisable, "--flavour=sour")
     for name in (SEGMENT, f"{SEGMENT}-of-another", f"other-{SEGMENT}"):
@@ -76,7 +76,7 @@ IN_A_FOLDER = [file(f"folder/test_{name}.py", USES_A_FIXTURE) for name in ("firs
 
 
 def test_all_files_of_a_folder_have_the_fixtures_of_its_conftest(inner: InnerRun) -> None:
-    """Ranks collect one file after the other, each when a test of it is run."""
+    """Ranks collect a file when the first of its tests runs."""
     assert [inner.outcomes(each) for each in IN_A_FOLDER] == [{"passed": 1}] * 2
 
 
@@ -289,7 +289,7 @@ def test_deaths_on_purpose(inner: InnerRun) -> None:
     inner.said("test_nobody_left").fnmatch_lines(["every rank died*nobody has checked*"])
 
 
-# The deadline comes two seconds after the ranks are where they stay, however long they take to come there.
+# The deadline is two seconds after the ranks have reached their last line, however long that takes.
 file(
     "deadline/conftest.py",
     """
@@ -339,7 +339,7 @@ def test_the_deadline_shows_where_each_rank_is(inner: InnerRun) -> None:
     late.fnmatch_lines(
         [
             "rank 1 of 2: did not finish within 1000 s",
-            "*hread (most recent call first):",  # the current one, unless another thread has got the signal
+            "*hread (most recent call first):",  # the current thread, unless another one has received the signal
             "*line * in wait_for_ever",
             "*line * in test_late",
         ]

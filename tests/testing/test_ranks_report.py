@@ -1,4 +1,4 @@
-"""The verdict and the text that are made of the ranks' results."""
+"""The result of a test, and its report, from the ranks' results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands start elsewhere: in a checkout `python -m` would take its sources instead of the package under test."""
+"""Run commands in another folder: in a checkout `python -m` would import its sources, not the package under test."""
 
 from __future__ import annotations
 

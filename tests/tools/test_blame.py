@@ -1,4 +1,4 @@
-"""Who is to blame, on records that are made up: every way in which ranks hang, without processes."""
+"""Which ranks are to blame, on made-up records of all kinds of hangs; without processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def group(
     late: int = -1,
     pending: int = 0,
 ) -> GroupRecord:
-    """Rank's side of a group in its call number `calls`, or after it."""
+    """Return a rank's record of a group, in or after its call number `calls`."""
     peers = tuple(MemberRecord(member, hosts[member], 100 + member) for member in members)
     last = CallRecord(calls, call, 16, "under way" if under_way else "done", 0, 0)
     since = int((NOW - waited) * SECOND) if under_way else 0
@@ -58,7 +58,7 @@ def findings(*ranks: Rank, where: str = GONE) -> list:
 
 
 def three(calls: int = 57, **given) -> list[Rank]:
-    """Ranks 0, 1 and 3 in the same call."""
+    """Return ranks 0, 1 and 3 in the same call."""
     return [rank(number, group(number, calls, True, **given)) for number in (0, 1, 3)]
 
 
@@ -208,11 +208,11 @@ def test_each_circle_is_told_beside_those_that_are_late():
         ("R", "", (0,)),  # running its own code
         ("S", "hrtimer_nanosleep", (0,)),  # time.sleep
         ("S", "futex_wait", (0, 1)),  # Work.wait
-        ("S", "", (0, 1)),  # the kernel gives no place
+        ("S", "", (0, 1)),  # the kernel hides the function
     ],
 )
 def test_an_operation_under_way_makes_nobody_wait_that_does_something_else(state, place, blamed):
-    """Rank 0 has begun an operation with rank 1, which waits for rank 0 in WORLD, as all others do."""
+    """Rank 0 has begun an operation with rank 1, which waits for rank 0 in WORLD like all others."""
     pair = group(0, 1, True, name="pair", members=(0, 1), pending=1)
     ranks = [rank(0, group(0, 15, False), pair, state=state, place=place)]
     ranks += [rank(1, group(1, 16, True), group(1, 0, False, name="pair", members=(0, 1)))]
@@ -228,7 +228,7 @@ def test_an_operation_under_way_makes_nobody_wait_that_does_something_else(state
 
 
 def test_a_rank_that_is_in_a_call_where_nobody_is_late_is_no_circle():
-    """Ranks 0 and 1 are in a call of their own, and the other ranks wait for both."""
+    """Ranks 0 and 1 are in a call of their own group, and the other ranks wait for both."""
     ranks = [
         rank(number, group(number, 9, True, name="group0", members=(0, 1)), group(number, 15, False))
         for number in (0, 1)

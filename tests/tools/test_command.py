@@ -1,4 +1,4 @@
-"""The command `fastcoll`: every one of its commands starts by its word, and what it prints can be read by programs."""
+"""The command `fastcoll`: each of its commands starts by its name, and programs can read its output."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_real_thing_on_a_real_terminal():
     try:
         while piece := os.read(main, 1 << 16):
             shown += piece
-    except OSError:  # the terminal's other end is closed
+    except OSError:  # the other end of the terminal is closed
         pass
     os.close(main)
     assert process.wait(LIMIT) == 0

@@ -1,4 +1,4 @@
-"""The doctor: what it looks at is really there, each trouble is found where it is made, and has a cure."""
+"""The doctor: it finds each problem that a test makes, and names a cure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ABOUT = {
 
 
 def run(*words: str, limit: tuple[int, int] | None = None, **environment: str) -> tuple[dict, int]:
-    """What the doctor says as JSON, with a limit of its own: which one, and how much."""
+    """Return the doctor's findings as JSON, under a resource limit: which one, and its value."""
 
     def restrict() -> None:
         if limit is not None:
@@ -138,7 +138,7 @@ def test_a_machine_where_peers_may_not_read_is_warned_of(monkeypatch):
 
 
 def test_another_processs_memory_at_the_address_is_told_from_this_ones(monkeypatch):
-    """As where pids are those of another namespace: the probe must compare what it reads."""
+    """As with pids of another namespace; the probe must compare the value that it reads."""
     wrong = machine_checks._ASK_PEER.replace("== word", "== word + 1")
     assert wrong != machine_checks._ASK_PEER
     monkeypatch.setattr(machine_checks, "_ASK_PEER", wrong)

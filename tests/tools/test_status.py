@@ -1,4 +1,4 @@
-"""`status` on real jobs that hang: four ranks under the launcher, hangs of every kind, the culprit by its name."""
+"""`status` on real jobs that hang: four ranks under the launcher, all kinds of hangs; it names the culprit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def look(*words: str) -> dict:
 
 @contextmanager
 def job(folder: Path, program: str) -> Iterator[Callable[[Callable], dict]]:
-    """Four ranks that run a program; gives a function that waits until `look` shows a job of theirs that is so."""
+    """Run a program on four ranks; yield a function that waits until `look` shows their job in a given state."""
     path = folder / "hangs.py"
     path.write_text(program)
     command = [sys.executable, "-m", "fastcoll", "launch", "-n", "4", "--grace", "1", str(path)]
@@ -110,13 +110,13 @@ def job(folder: Path, program: str) -> Iterator[Callable[[Callable], dict]]:
             launcher.terminate()
             for each in look()["jobs"]:
                 for rank in each["ranks"] if str(path) in each["command"] else ():
-                    with suppress(ProcessLookupError):  # a stopped process takes no SIGTERM
+                    with suppress(ProcessLookupError):  # a stopped process does not handle SIGTERM
                         os.kill(rank["pid"], signal.SIGCONT)
             launcher.communicate(timeout=LIMIT)
 
 
 def has_finding(found: dict) -> bool:
-    """All ranks are there, and some have waited for long."""
+    """Return whether all ranks are listed and some have waited for long."""
     held = (" waited in for ", " waited for ", "wait for one another")
     texts = [finding["text"] for finding in found["verdicts"]]
     return (
@@ -125,7 +125,7 @@ def has_finding(found: dict) -> bool:
 
 
 OVER_TCP = STOPPED.replace("dist.all_reduce(x)", "dist.all_reduce(np.ones(1 << 16))")
-HANGS = {  # the program, and of the verdict the ranks, what it says, and how it ends
+HANGS = {  # the program; the ranks of the finding, texts in it, and its end
     "a skipped call": (SKIPPED, [0, 2], ["ranks 0 and 2 wait for one another"], "call 8 of group "),
     "a loop of Python": (IN_A_LOOP, [1], ["rank 1 (pid ", " has not called all_reduce("], "; it runs its own code"),
     "a lock": (
@@ -139,7 +139,7 @@ LONG = ("a lock", "a message", "a stopped rank, over tcp")
 
 @contextmanager
 def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[dict]:
-    """A job whose verdict has these texts: before, ranks come one after the other, and the culprit to its place."""
+    """Yield a job whose finding has these texts, as soon as all ranks have reached the hang."""
     begin = BEGIN.replace("auto", "tcp") if program == OVER_TCP else BEGIN
     with job(folder, begin + program) as until:
         yield until(
@@ -187,7 +187,7 @@ def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
 
 @pytest.mark.long
 def test_a_stopped_job_is_shown_whole_and_goes_on(tmp_path):
-    """All ranks stopped at once: nobody waits, none of them could say so."""
+    """All ranks are stopped at once, so no rank waits."""
     with job(tmp_path, BEGIN + "for step in range(10**9): dist.all_reduce(x)") as until:
         found = until(lambda found: len(found["ranks"]) == 4)
         pids = [rank["pid"] for rank in found["ranks"]]
@@ -214,7 +214,7 @@ def test_a_rank_that_has_left_is_not_taken_for_a_dead_one(tmp_path):
 
 @pytest.mark.long
 def test_ranks_that_have_not_met_yet_are_listed(tmp_path):
-    """Rank 3 does not come, so no rank is in a group."""
+    """Rank 3 does not join, so no rank is in a group."""
     program = "import os\nif os.environ['RANK'] == '3':\n    while True: pass\n" + BEGIN
     with job(tmp_path, program):
         end, ours = time.monotonic() + LIMIT, {}
@@ -278,7 +278,7 @@ def test_a_rank_whose_first_thread_alone_has_ended_is_shown_as_running_on(tmp_pa
 
 
 def test_without_a_job_nothing_is_found():
-    """As a rank: this process may be the ancestor of ranks that other tests have started."""
+    """This process is no rank, but it may be the ancestor of ranks that other tests have started."""
     assert [job for job in look()["jobs"] if os.getpid() in [rank["pid"] for rank in job["ranks"]]] == []
     assert look("--job", "none-of-that-name")["jobs"] == []
 
@@ -296,7 +296,7 @@ def test_whether_a_process_writes_its_stacks_is_seen_and_told():
 
 @pytest.mark.parametrize(("seen_as", "where"), [(os.getpid(), LEFT), (1, GONE)], ids=["own", "another"])
 def test_a_process_id_of_another_namespace_is_not_looked_up(seen_as, where):
-    """There the rank's own process, which is seen, has another one."""
+    """The rank's own process has another pid in its namespace than here."""
     record = Record("job", 0, 2, "here", seen_as, 1, 0.0, "1", ())
     job = running.RunningJob("job", {0: Rank(record, Process(os.getpid(), "S"))})
     assert job.whereabouts(MemberRecord(1, "here", os.getpid())) == where

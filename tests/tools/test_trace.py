@@ -1,4 +1,4 @@
-"""What ranks leave behind when something goes wrong, and what `python -m fastcoll trace` makes of it."""
+"""The dumps of ranks after errors, and the report of `python -m fastcoll trace`."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_timeline_spreads_calls_that_were_not_timed() -> None:
 
 # ---- real processes --------------------------------------------------------------------------------------
 
-# Rank 0 calls last, when all others are where they stay, with a timeout of its own: so no other timeout ends first.
+# Rank 0 calls last, when the others have reached their calls, and with its own timeout, so its timeout ends first.
 PROGRAM = """
 import collections, itertools, os, signal, sys, time
 import numpy as np
@@ -214,7 +214,7 @@ BACKENDS = ["shm", pytest.param("tcp", marks=pytest.mark.long)]
 def job(
     tmp_path: Path, kind: str, backend: str = "shm", *options: str, text: str = PROGRAM, **env: str
 ) -> Path:
-    """The folder with what three ranks of a job that fails leave behind."""
+    """Return the folder with the dumps of three ranks of a job that fails."""
     program, folder = tmp_path / "program.py", tmp_path / "traces"
     program.write_text(text)
     done = subprocess.run(
@@ -242,7 +242,9 @@ def told(folder: Path) -> str:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     folder = job(tmp_path, "skip", backend, FASTCOLL_TRACE_SITES="1")
-    (folder / "timeline.json").symlink_to(tmp_path / "program.py")  # a link, which must not be followed
+    (folder / "timeline.json").symlink_to(
+        tmp_path / "program.py"
+    )  # a symbolic link, which must not be followed
     said = told(folder)
     assert (tmp_path / "program.py").read_text() == PROGRAM
     assert (
@@ -259,10 +261,10 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
 LATE = "which rank 2 never called"
 REDUCING = f"all_reduce(float32, 10 elements, op=SUM), call 4 of group 'WORLD', {LATE}."
 TOLD = {
-    # The launcher asks the rank in the loop before it ends it.
+    # The launcher asks the rank in the loop for a dump before it ends it.
     "loop": ["Ranks 0, 1 waited", REDUCING, "it is in spin (program.py:", "CollectiveTimeoutError"],
     "stop": [LATE, "its process was stopped (SIGSTOP)"],
-    # It dies when the others wait for it, and these end by themselves: the launcher would end them at once. The call
+    # It dies while the others wait for it, and these exit by themselves: the launcher would end them at once. The call
     # is the fifth: with --min_ranks the ranks confirm their first meeting by a barrier.
     "die": ["Ranks 0, 1 waited", f"call 5 of group 'WORLD', {LATE}", "Other ranks saw that rank 2 (pid "],
     "recv": ["Ranks wait for one another in a ring: rank 0 for rank 1 (recv from rank 1"],
@@ -289,7 +291,7 @@ def test_what_ranks_leave_tells_who_was_late_and_no_secret(tmp_path: Path, kind:
 
 @pytest.mark.long
 def test_the_first_call_over_connections_that_are_not_there_yet(tmp_path: Path) -> None:
-    """Ranks then wait for one another before the call."""
+    """Ranks wait for each other before the call."""
     text = (
         "import time\nimport numpy as np\nimport fastcoll as dist\ndist.init_process_group('tcp', timeout=60)\n"
         "dist.group.WORLD.timeout = 2\nwhile dist.get_rank() == 0:\n    time.sleep(0.01)\ndist.all_reduce(np.ones(4))\n"
@@ -358,7 +360,7 @@ while True:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    """A process that dumps after SIGQUIT once it has read a line, and this one's setting of where to."""
+    """A process that dumps after SIGQUIT once it has read a line, and the folder of its dumps."""
     monkeypatch.setenv("FASTCOLL_TRACE_DIR", str(tmp_path / "traces"))
     config.forget()
     command = [sys.executable, "-c", HANDLES_SIGQUIT]
@@ -392,7 +394,7 @@ def test_who_could_have_dumped_and_has_not_is_not_waited_for(
     asked: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_dump, "_LONGEST_SECONDS", float("inf"))
-    core_dump.ask([asked.pid])  # it reads, and nothing comes
+    core_dump.ask([asked.pid])  # it waits for input
     assert not (tmp_path / "traces").exists()
     asked.kill()
     asked.wait()

@@ -1,4 +1,4 @@
-"""The checker of histories: it agrees with trying every order, and finds what a broken store would answer."""
+"""The checker of histories: it agrees with a search of all orders, and finds answers of a broken store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from soak.linearizable import MODEL, PENDING, UNSEEN, Event, first_impossible
 
 
 def events(text: str) -> list[Event]:
-    """Calls as in `set 1 -> None 0..2`: operation, words, answer, and between which moments; ? is never seen."""
+    """Parse calls such as `set 1 -> None 0..2`: operation, arguments, answer, begin and end; ? is an unseen answer."""
     found = []
     for call in text.split(", "):
         (op, *words), (answer, span) = (part.split() for part in call.split(" -> "))
@@ -31,9 +31,9 @@ def events(text: str) -> list[Event]:
         (
             "set 0 -> None 0..1, compare_set 0 1 -> b'1' 2..4, compare_set 0 2 -> b'2' 2..4",
             False,
-        ),  # two that win
-        ("delete -> True 0..5, set 1 -> None 1..2", True),  # of what comes meanwhile
-        # A killed client's call may come late, and is not taken back.
+        ),  # two calls that both win
+        ("delete -> True 0..5, set 1 -> None 1..2", True),  # of values that change meanwhile
+        # A killed client's call may take effect late, and its effect stays.
         ("set 1 -> ? 0.., check -> False 1..2, check -> True 3..4", True),
         ("set 1 -> ? 0.., check -> True 1..2, check -> False 3..4", False),
     ],
@@ -43,7 +43,7 @@ def test_what_has_an_order(history: str, possible: bool) -> None:
 
 
 def has_an_order(history: list[Event]) -> bool:
-    """By trying all orders of up to five calls, without those of killed clients or with them."""
+    """Try all orders of up to five calls, with and without those of killed clients."""
     return any(
         fits(order)
         for count in range(len(history) + 1)
@@ -53,7 +53,7 @@ def has_an_order(history: list[Event]) -> bool:
 
 
 def fits(order: tuple[Event, ...]) -> bool:
-    """Whether these calls, one after the other, give their answers, and none begins after one behind it has ended."""
+    """Return whether the calls in this order give their answers and respect real time."""
     state = None
     for place, call in enumerate(order):
         if any(later.ended < call.began for later in order[place + 1 :]):
@@ -65,7 +65,7 @@ def fits(order: tuple[Event, ...]) -> bool:
 
 
 def any_event(dice: random.Random) -> Event:
-    """A call with a likely answer, right or not."""
+    """Return a call with a plausible answer, right or wrong."""
     began = dice.random()
     span = (began, PENDING if dice.random() < 0.2 else began + dice.random())
     op, words, answers = dice.choice(

@@ -1,4 +1,4 @@
-"""The soaks in their short form: nothing is found. `cd bench; python -m soak --long` is the long one."""
+"""Short soaks find no faults. `cd bench; python -m soak --long` runs long ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from soak.kills import CALLS, draw
 BENCH = Path(__file__).parents[3] / "bench"
 
 
-# Less than `short`, which takes half a minute.
+# Fewer than `short`, which takes half a minute.
 AMOUNTS = {
     "kills": 30, "phases": 30, "survivors": 5, "stops": 12, "starving": 9, "strangers": 10_000, "signals": 4,
     "churn": 10, "history": 5, "schedules": 500,
@@ -25,7 +25,7 @@ TIMED = (
     "phases",
     "stops",
     "signals",
-)  # they find faults in how soon ranks and launchers know and end
+)  # they also find ranks and launchers that react too late
 
 
 @pytest.mark.limit(1200)

@@ -1,4 +1,4 @@
-"""What goes into an operation and must come out, against operations done by hand."""
+"""Inputs and expected results of operations, against operations done by hand."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ COUNT = 4 * 7
 
 
 def world(operation, ranks=RANKS, dtype="float32"):
-    """The places and buffers of all ranks, prepared."""
+    """Return the prepared places and buffers of all ranks."""
     cell = Cell(operation, COUNT, COUNT * 4, 1, 1)
     places = [Place(rank, ranks, np.dtype(dtype)) for rank in range(ranks)]
     buffers = [make_buffers(cell, place) for place in places]
@@ -25,7 +25,7 @@ def parts(x):
 
 
 def by_hand(operation, buffers):
-    """The operation on the arrays of all ranks at once."""
+    """Carry out the operation on the arrays of all ranks at once."""
     xs = [mine.x.copy() for mine in buffers]
     reduces = ("all_reduce", "reduce", "reduce_scatter", *UPDATES)
     total = np.sum(xs, axis=0) if operation in reduces else None

@@ -1,4 +1,4 @@
-"""Medians, ratios, shares, and the tables, pages and pictures made of them."""
+"""Medians, ratios and shares, and their tables, pages and pictures."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Finding peers in environments that are made up."""
+"""Finding peers in made-up environments."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def bare(monkeypatch, tmp_path):
 
 
 def python(folder: Path, script: str, mpiexec=False) -> Path:
-    """A program in the place of an environment's Python."""
+    """A program that replaces an environment's Python."""
     path = folder / "bin" / "python"
     path.parent.mkdir(parents=True)
     path.write_text(f"#!/bin/sh\n{script}\n")

@@ -1,4 +1,4 @@
-"""What a rank does to itself, which is for good and so happens in a process of its own."""
+"""What a rank changes in its own process; it is permanent, so each test runs in a new process."""
 
 import json
 import os
@@ -12,7 +12,7 @@ BENCH = Path(__file__).resolve().parents[3] / "bench"
 
 
 def run(code):
-    """What a program prints at last, as JSON, with the modules of bench/ at hand."""
+    """Run a program that can import the modules of bench/, and parse its last line as JSON."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=BENCH,
         env={**os.environ, "PYTHONPATH": str(BENCH)},

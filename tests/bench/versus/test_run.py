@@ -1,4 +1,4 @@
-"""Whole runs of `--vs` with a Gloo that is made up: a module `torch` that hands everything to fastcoll."""
+"""Complete runs of `--vs` with a fake Gloo: a module `torch` that passes all calls to fastcoll."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def init_process_group(backend, init_method, rank, world_size):
 
 @pytest.fixture
 def gloo(tmp_path):
-    """Makes `--peer-python gloo=...` of a fake torch; `more` is added to its torch.distributed."""
+    """Return `--peer-python gloo=...` for a fake torch; `more` is added to its torch.distributed."""
 
     def make(more=""):
         package = tmp_path / "fake" / "torch"
@@ -57,7 +57,7 @@ def gloo(tmp_path):
 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch, tmp_path):
-    """The run's files go here, so that a test sees what is left of them."""
+    """Return the folder for the run's files, so that a test sees which are left."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -144,7 +144,7 @@ def test_an_interrupted_comparison_leaves_nothing(gloo, number, temporary):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert err.endswith("interrupted\n")
-    end = time.monotonic() + 60  # whose parent has gone first, a rank is there until somebody has reaped it
+    end = time.monotonic() + 60  # a rank whose parent ended first exists until it is reaped
     while left := [pid for pid in ranks if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < end, left
         time.sleep(0.01)
@@ -152,7 +152,7 @@ def test_an_interrupted_comparison_leaves_nothing(gloo, number, temporary):
 
 
 def wait_for_ranks(folder, line, side, process):
-    """The pids of a side's ranks as soon as both have written `line`."""
+    """Return the pids of a side's ranks as soon as both have written `line`."""
     end = time.monotonic() + 120
     while time.monotonic() < end and process.poll() is None:
         logs = []

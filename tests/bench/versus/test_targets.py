@@ -1,4 +1,4 @@
-"""Which aims a report misses."""
+"""The aims that a report misses."""
 
 import json
 
@@ -10,7 +10,7 @@ M = 1 << 20
 
 
 def report(*rows, kind="versus", backend="auto", ranks=2):
-    """A report of `(operation, size, values)`; values by the names of targets.VALUES."""
+    """Return a report of `(operation, size, values)`; values by the names of targets.VALUES."""
     results = [
         {"operation": operation, "size": size}
         | {targets.VALUES[name]: value for name, value in values.items()}
