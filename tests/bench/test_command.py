@@ -118,7 +118,7 @@ def test_ranks_that_contradict_the_launcher():
     assert "leave -n out" in done.stderr
 
 
-def test_a_launcher_that_says_half():
+def test_a_launcher_with_incomplete_variables():
     done = run(BENCH, "barrier", env={**os.environ, "WORLD_SIZE": "2"})
     assert done.returncode == 2
     assert "env:// misses RANK" in done.stderr

@@ -10,7 +10,7 @@ from fastcoll.bench import first_calls
 
 
 @pytest.mark.long
-def test_it_tells_the_first_ten_calls_beside_the_later_ones(monkeypatch, capfd, tmp_path):
+def test_the_report_has_the_first_ten_calls_beside_later_ones(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(first_calls, "STARTS", 1)
     path = tmp_path / "first.json"
     words = ["broadcast", "--first-calls", "--sizes", "8", "--seconds", "0.01", "--json", str(path)]

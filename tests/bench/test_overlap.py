@@ -8,7 +8,7 @@ from fastcoll.bench import overlap
 
 
 @pytest.mark.long
-def test_it_tells_both_computations(monkeypatch, capfd):
+def test_the_report_has_both_computations(monkeypatch, capfd):
     monkeypatch.setattr(overlap, "_ROUNDS", 1)
     assert overlap.main(["--overlap"]) == 0
     lines = capfd.readouterr().out.splitlines()

@@ -47,7 +47,7 @@ def test_average_is_exact(dtype, ranks):
 
 @pytest.mark.parametrize("count", [0, 1, PERIOD - 1, PERIOD, 2 * PERIOD + 17])
 @pytest.mark.parametrize("start", [0, 1, PERIOD + 3])
-def test_what_is_filled_is_right(count, start):
+def test_filled_arrays_are_right(count, start):
     x = np.zeros(count, np.int32)
     tile = moved(3, x.dtype)
     fill(x, tile, start)

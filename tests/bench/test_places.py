@@ -61,7 +61,7 @@ def test_every_operation_works_on_arrays_of_its_place(rank: int, world_size: int
         dist.barrier()
 
 
-def test_what_is_queued_is_waited_for_in_each_batch() -> None:
+def test_each_batch_waits_for_queued_work() -> None:
     seen: list[str] = []
     measure(lambda: seen.append("call"), Schedule(2, 3), lambda: seen.append("settle"))
     assert seen == ["call", "call", "call", "settle"] * 2
@@ -119,14 +119,14 @@ def test_arrays_on_a_gpu_are_filled_and_checked_from_the_host(monkeypatch: pytes
     assert cupy.settled == 1
 
 
-def test_what_a_gpu_cannot_do_is_refused() -> None:
+def test_operations_that_a_gpu_cannot_do_are_refused() -> None:
     words = "-m fastcoll.bench --device cuda update_symmetric_all_reduce".split()
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     assert "update_symmetric_all_reduce is for host memory" in done.stderr
 
 
-def test_a_gpu_that_is_not_there_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise UnavailableError("arrays on GPUs need CuPy")
 

@@ -61,7 +61,7 @@ def test_digits(value, text):
     assert results.digits(value) == text
 
 
-def test_summary_tells_wrong_values():
+def test_summary_reports_wrong_values():
     assert results.summary([row(), row()])[1:] == [
         "# Out of bounds values : 0 OK",
         "# Avg bus bandwidth    : 3.0000 GB/s",
@@ -90,7 +90,7 @@ def test_an_element_is_compared_with_one_of_float32s_sum():
     "rows",
     [[row()], [row(), row(count=2000), row("reduce"), row("broadcast", redop="none")], [row("barrier", 0)]],
 )
-def test_without_anything_to_compare_nothing_is_said(rows):
+def test_without_anything_to_compare_there_are_no_lines(rows):
     assert per_element(rows) == []
 
 
@@ -102,7 +102,7 @@ def test_in_short_has_the_best_of_each_operation():
     assert barrier.split() == ["#", "barrier", "2.00", "us"]
 
 
-def test_header_says_on_what():
+def test_header_has_the_machine():
     text = "\n".join(header(run(row())))
     for part in (
         "fastcoll 1.2",

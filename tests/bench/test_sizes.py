@@ -21,7 +21,7 @@ def test_reads(text, nbytes):
 
 
 @pytest.mark.parametrize("text", ["", "x", "-8", "4T", "8 8", "1.3", "0.5", "1e3", "K"])
-def test_refuses_what_is_no_size(text):
+def test_refuses_texts_that_are_no_size(text):
     with pytest.raises(UsageError, match="no size in bytes"):
         parse_size(text)
 

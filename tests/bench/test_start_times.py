@@ -10,7 +10,7 @@ from fastcoll.bench import start_times
 
 
 @pytest.mark.long
-def test_the_benchmark_tells_each_step_of_the_slowest_rank(capsys):
+def test_the_report_has_each_step_of_the_slowest_rank(capsys):
     start_times.run(2, times=1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 ranks, 1 starts")

@@ -30,7 +30,7 @@ def test_the_limit_loses_least(one_shot, two_shot, limit):
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_run_writes_what_it_has_found_out(tmp_path, ranks):
+def test_a_run_writes_its_results(tmp_path, ranks):
     path = tmp_path / "tuning.json"
     # In every process of the run; its numbers do not matter here.
     (tmp_path / "sitecustomize.py").write_text(
@@ -58,7 +58,7 @@ def test_a_run_writes_what_it_has_found_out(tmp_path, ranks):
     ("words", "tuning", "why"),
     [(["--tune", "-n", "1"], "file", "between ranks"), (["--tune"], "none", "that is none")],
 )
-def test_what_cannot_be_tuned_is_refused(capsys, monkeypatch, words, tuning, why):
+def test_impossible_tuning_is_refused(capsys, monkeypatch, words, tuning, why):
     monkeypatch.setenv("FASTCOLL_TUNING", tuning)
     config.forget()
     with pytest.raises(SystemExit):

@@ -128,7 +128,7 @@ MOMENTS = {
 @pytest.mark.parametrize(
     ("moment", "rank"), [*((moment, 0) for moment in MOMENTS), *((moment, 2) for moment in list(MOMENTS)[1:])]
 )
-def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int, backend: str) -> None:
+def test_a_rank_dies_while_joiners_are_admitted(moment: str, rank: int, backend: str) -> None:
     """All other ranks and the joiners form one world."""
     forming = (
         SHORT if backend == "tcp" else LONG
@@ -163,7 +163,7 @@ def test_a_rank_dies_while_newcomers_are_taken_in(moment: str, rank: int, backen
         ("fastcoll.elastic.state:broadcast_object_list", "kill"),
     ],
 )
-def test_a_newcomer_that_dies_or_hangs_costs_a_moment(place: str, how: str) -> None:
+def test_a_joiner_that_dies_or_hangs_costs_a_moment(place: str, how: str) -> None:
     course = Course({}, "shm", 10**9, 0.001, forming=SHORT if how == "stop" else LONG)
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(2, course)
@@ -178,7 +178,7 @@ def test_a_newcomer_that_dies_or_hangs_costs_a_moment(place: str, how: str) -> N
     assert {result["size"] for result in results} == {3}
 
 
-def test_newcomers_that_are_left_without_the_state_say_so() -> None:
+def test_joiners_that_are_left_without_the_state_raise() -> None:
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(1, Course(epochs=10**9, at=("fastcoll.elastic.state:State.sync", "kill", 2)))
         crowd.joiner(Course())
@@ -192,7 +192,7 @@ def test_newcomers_that_are_left_without_the_state_say_so() -> None:
     ("runs", "early", "said"),
     [(0, True, "MismatchError"), (1, False, "these are in run 1 of their program, and not in run 2")],
 )
-def test_a_newcomer_that_is_elsewhere_in_its_program_leaves(runs: int, early: bool, said: str) -> None:
+def test_a_joiner_at_another_point_of_its_program_leaves(runs: int, early: bool, said: str) -> None:
     course = Course({}, "shm", 10**9, 0.001, runs=runs)
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(2, course)
@@ -204,7 +204,7 @@ def test_a_newcomer_that_is_elsewhere_in_its_program_leaves(runs: int, early: bo
     assert {result["size"] for result in results} == {2}
 
 
-def test_a_newcomer_that_does_not_fit_keeps_nobody_out() -> None:
+def test_a_refused_joiner_keeps_no_other_out() -> None:
     course = Course({}, "shm", 10**9, 0.001, node=0)
     with crew.nothing_left(), Crowd() as crowd:
         for _ in range(2):
@@ -235,7 +235,7 @@ class Waiting:
         return 1
 
 
-def test_after_a_failed_attempt_one_newcomer_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_attempt_joiners_are_admitted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a joiner that is refused could keep out the joiners beside it, again and again."""
     offered: list[list[int]] = []
 
@@ -301,7 +301,7 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         config.forget()
 
 
-def test_without_the_store_nobody_comes_and_the_job_goes_on() -> None:
+def test_without_the_store_no_joiner_is_admitted_and_the_job_goes_on() -> None:
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(3, Course(die={(20, 3): (1, "outlive")}))
         for number in range(3):

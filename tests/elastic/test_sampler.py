@@ -12,7 +12,7 @@ from fastcoll import UsageError
 from fastcoll.elastic import Sampler, State, sampler
 
 
-def test_any_course_takes_what_an_undisturbed_run_takes() -> None:
+def test_a_disturbed_run_commits_the_steps_of_an_undisturbed_one() -> None:
     for seed in range(100):
         dice = random.Random(seed)
         follow_a_course(dice.randint(1, 40), dice.randint(1, 15), dice.random() < 0.8, seed)

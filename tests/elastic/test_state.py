@@ -48,7 +48,7 @@ def arrays_in(x: Any) -> list[Any]:
     return [x] if isinstance(x, np.ndarray | torch.Tensor) else []
 
 
-def test_a_copy_is_equal_and_shares_nothing_whatever_it_is_written_into() -> None:
+def test_a_copy_is_equal_and_shares_nothing_with_any_target() -> None:
     for seed in range(300):
         dice = Dice(seed)
         tree, into = a_tree(dice), a_tree(dice)
@@ -61,7 +61,7 @@ def test_a_copy_is_equal_and_shares_nothing_whatever_it_is_written_into() -> Non
         assert [id(x) for x in arrays_in(again)] == [id(x) for x in arrays_in(made)], seed
 
 
-def test_a_tree_travels_without_its_arrays() -> None:
+def test_a_tree_is_sent_without_its_arrays() -> None:
     for seed in range(300):
         dice = Dice(seed)
         tree, into = a_tree(dice), a_tree(dice)
@@ -163,7 +163,7 @@ def test_torch_modules_and_optimizers() -> None:
     assert [step() for _ in range(3)] == losses
 
 
-def test_what_cannot_be_kept_is_an_error() -> None:
+def test_a_value_that_cannot_be_copied_is_an_error() -> None:
     with pytest.raises(UsageError, match="a state's sync is a method"):
         State(sync=1)
     with pytest.raises(TypeError):
@@ -172,7 +172,7 @@ def test_what_cannot_be_kept_is_an_error() -> None:
 
 @pytest.mark.long
 @pytest.mark.ranks(3)
-def test_sync_takes_over_everything() -> None:
+def test_sync_copies_everything() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = torch.nn.Linear(2, 2)
     w = np.full(5, float(rank))
@@ -208,7 +208,7 @@ def test_sync_takes_over_everything() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_pickled_is_an_error_on_all() -> None:
+def test_a_value_that_cannot_be_pickled_is_an_error_on_all_ranks() -> None:
     state: Any = State(x=1)
     if dist.get_rank() == 0:
         state.x = lambda: 1

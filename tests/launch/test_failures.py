@@ -40,14 +40,14 @@ def known(node: NodeFailures) -> Failure | None:
 
 
 @pytest.mark.parametrize("teller", [0, 1, 2])
-def test_all_know_of_the_first_failure(joined: list[NodeFailures], teller: int) -> None:
+def test_all_launchers_read_the_first_failure(joined: list[NodeFailures], teller: int) -> None:
     joined[teller].publish(FIRST)
     assert [known(node) for node in joined] == [FIRST] * 3
     joined[teller - 1].publish(SECOND)
     assert [node.failure() for node in joined] == [FIRST] * 3
 
 
-def test_nobody_fails_when_all_end_well(joined: list[NodeFailures]) -> None:
+def test_no_failure_is_published_when_all_end_well(joined: list[NodeFailures]) -> None:
     joined[0].__exit__()
     joined[1].__exit__()
     assert [node.failure() for node in joined] == [None] * 3
@@ -87,7 +87,9 @@ class Clock:
         self.now += seconds
 
 
-def test_a_node_out_of_reach_is_not_waited_for_longer_than_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_node_delays_the_end_by_the_promised_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Node 1 never reads the failure of node 0, whose launcher ends nevertheless."""
     with NodeFailures(2, 0, "127.0.0.1", free_port()) as node:
         node.publish(FIRST)
@@ -98,7 +100,7 @@ def test_a_node_out_of_reach_is_not_waited_for_longer_than_promised(monkeypatch:
     assert job._LAST_SECONDS <= clock.now - start < job._LAST_SECONDS + 2 * job._POLL_SECONDS
 
 
-def test_what_is_in_the_way_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_for_a_failed_connection_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
     with NodeFailures(2, 0, "192.0.2.1", 1234) as node:
         node.publish(FIRST)
         assert node.failure() is None
@@ -109,7 +111,7 @@ def test_what_is_in_the_way_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "192.0.2.1:1234" in text
 
 
-def test_a_launcher_that_is_killed_as_its_ranks_have_started_is_missed() -> None:
+def test_a_launcher_killed_after_its_ranks_started_is_noticed() -> None:
     """The launcher registers its will late, and its ranks start only after that."""
     port = free_port()
     # The limit of two seconds is raised, because a loaded machine may need longer to connect.
@@ -125,6 +127,6 @@ def test_a_launcher_that_is_killed_as_its_ranks_have_started_is_missed() -> None
     assert "ended unexpectedly" in failure.text
 
 
-def test_ports_of_jobs_that_count_up_stay_apart() -> None:
+def test_default_ports_of_consecutive_master_ports_differ() -> None:
     assert {default_port(port) for port in (29500, 29501)} == {19500, 19501}
     assert all(1024 <= default_port(port) <= 65535 for port in range(1024, 65536))

@@ -49,7 +49,7 @@ def names_of(order: Order) -> str:
     return "".join(member.key for member in order.members)
 
 
-def test_it_starts_at_once_when_all_are_there_and_else_after_a_last_call() -> None:
+def test_a_generation_starts_at_once_with_all_nodes_or_after_the_last_call() -> None:
     job = Generations(RULES, 0.0)
     job.ready(node("a"), 100.0)
     job.tick(129.9)
@@ -60,7 +60,7 @@ def test_it_starts_at_once_when_all_are_there_and_else_after_a_last_call() -> No
     started("abc")
 
 
-def test_it_waits_for_the_least_number_and_not_for_ever() -> None:
+def test_the_wait_for_the_least_number_of_nodes_ends() -> None:
     job = Generations(replace(RULES, least=2), 0.0)
     job.ready(node("a"), 0.0)
     job.tick(599.0)
@@ -100,7 +100,7 @@ def test_quick_failures_are_followed_by_pauses() -> None:
     assert [round(b - a) for a, b in pairwise(starts)] == [0, 1, 2, 4, 8]
 
 
-def test_what_is_told_of_an_earlier_generation_is_left_aside() -> None:
+def test_events_of_an_earlier_generation_are_ignored() -> None:
     job = started("abc")
     job.failed("b", 0, 3, "", 70.0)
     job.failed("c", 0, 3, "", 70.0)
@@ -116,7 +116,7 @@ def test_what_is_told_of_an_earlier_generation_is_left_aside() -> None:
     assert taken(job) == [Over(0, "")]
 
 
-def test_a_launcher_that_comes_where_there_is_room_starts_the_ranks_anew() -> None:
+def test_a_launcher_that_joins_while_there_is_room_restarts_the_ranks() -> None:
     job = started("ab")
     job.ready(node("c"), 40.0)
     [end] = taken(job)
@@ -127,7 +127,7 @@ def test_a_launcher_that_comes_where_there_is_room_starts_the_ranks_anew() -> No
     assert (names_of(start), job.restarts) == ("abc", 0)
 
 
-def test_one_that_comes_to_a_full_job_waits_for_a_place() -> None:
+def test_a_launcher_that_joins_a_full_job_waits_for_room() -> None:
     job = started("abc")
     job.ready(node("d"), 1.0)
     assert not taken(job)
@@ -138,7 +138,7 @@ def test_one_that_comes_to_a_full_job_waits_for_a_place() -> None:
     assert names_of(taken(job)[-1]) == "bcd"
 
 
-def test_one_that_comes_when_ranks_have_ended_well_does_not_start_them_anew() -> None:
+def test_a_launcher_that_joins_after_ranks_succeeded_restarts_none() -> None:
     job = started("ab")
     job.done("a", 0, 31.0)
     job.ready(node("c"), 32.0)
@@ -148,7 +148,7 @@ def test_one_that_comes_when_ranks_have_ended_well_does_not_start_them_anew() ->
     assert taken(job) == [Over(0, "")]
 
 
-def test_a_lost_launcher_makes_the_generation_smaller_and_too_few_wait_for_others() -> None:
+def test_a_lost_launcher_shrinks_the_generation_and_too_few_wait() -> None:
     job = started("abc", replace(RULES, least=2))
     job.left("a", 1, "gone", 50.0)
     job.ready(node("b"), 50.0)
@@ -168,7 +168,7 @@ def test_a_signal_to_a_launcher_that_others_need_ends_the_job() -> None:
     assert taken(job) == [Over(130, "the launcher on host-b was ended")]
 
 
-def test_one_that_does_not_end_its_ranks_is_left_out_until_it_speaks() -> None:
+def test_a_launcher_that_does_not_end_its_ranks_is_left_out_until_it_is_ready() -> None:
     job = started("abc")
     job.failed("a", 0, 1, "", 70.0)
     job.ready(node("a"), 70.0)
@@ -183,7 +183,7 @@ def test_one_that_does_not_end_its_ranks_is_left_out_until_it_speaks() -> None:
     assert [type(order) for order in taken(job)] == [End]
 
 
-def test_nodes_with_numbers_are_each_needed_and_each_there_once() -> None:
+def test_each_numbered_node_is_needed_once() -> None:
     fixed = replace(RULES, least=2, most=2, fixed=True)
     job = Generations(fixed, 0.0)
     job.ready(node("b", 1), 0.0)
@@ -202,7 +202,7 @@ def test_nodes_with_numbers_are_each_needed_and_each_there_once() -> None:
     assert taken(job)[-1] == Over(1, "node 1 (host-b) does not end its ranks: it is stopped or unreachable")
 
 
-def test_shares_of_nodes_with_other_sizes_and_roles() -> None:
+def test_rank_ranges_of_nodes_with_different_sizes_and_roles() -> None:
     members = [node("a", size=2, role="x"), node("b", size=1, role="y"), node("c", size=3, role="x")]
     assert range_of(members, "c") == RankRange(2, 3, 6, 2, 5)
     assert range_of(members, "b") == RankRange(1, 2, 6, 0, 1)
@@ -210,7 +210,7 @@ def test_shares_of_nodes_with_other_sizes_and_roles() -> None:
 
 
 @pytest.mark.parametrize("order", [Start(3, 1, (node("a"), node("b", 1))), End(2, 0, "x"), Over(1, "y", "a")])
-def test_orders_travel_as_text(order: Order) -> None:
+def test_orders_survive_encoding(order: Order) -> None:
     assert decode(encode(order).encode()) == order
 
 

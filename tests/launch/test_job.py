@@ -40,14 +40,14 @@ def test_many_nodes() -> None:
     assert "FASTCOLL_SECRET" not in environment
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     inherited = {"OMP_NUM_THREADS": "3", "NUMBA_NUM_THREADS": "2", "FASTCOLL_SECRET": "mine"}
     environment = job().environment(0, inherited)
     assert {name: environment[name] for name in inherited} == inherited
     assert job().single_threaded({"OMP_NUM_THREADS": "3"}) == ["NUMBA_NUM_THREADS"]
 
 
-def test_no_secret_is_made_where_a_file_has_one() -> None:
+def test_no_secret_is_made_if_a_file_has_one() -> None:
     assert "FASTCOLL_SECRET" not in job().environment(0, {"FASTCOLL_SECRET_FILE": "/run/secret"})
 
 

@@ -100,7 +100,7 @@ def test_rank_0_has_the_standard_input(launch: Launch) -> None:
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal SIGKILL (9); it wrote nothing on stderr\n"),
     ],
 )
-def test_the_first_failure_is_told_and_ends_the_others(
+def test_the_first_failure_is_logged_and_ends_the_others(
     launch: Launch, failure: str, code: int, told: str
 ) -> None:
     done = launch(f"{MEET}if rank == 1:\n    {failure}\ntime.sleep(1000)", "-n3", "script.py")
@@ -129,19 +129,19 @@ def test_the_cause_is_named_though_its_rank_ended_later(launch: Launch) -> None:
 
 
 @pytest.mark.long
-def test_without_a_cause_the_failed_group_is_told(launch: Launch) -> None:
+def test_without_a_cause_the_failed_group_is_reported(launch: Launch) -> None:
     done = launch(f"{FOLLOWING}time.sleep(1000)", "-n2", "script.py")
     assert done.returncode == 1
     assert "fastcoll.launch: rank 0 (pid " in done.stderr
     assert "    fastcoll.errors.PeerDiedError: rank 1 is gone\n" in done.stderr
 
 
-def test_what_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
     text = f"signal.signal(signal.SIGTERM, signal.SIG_IGN){MEET}if rank == 1: sys.exit(4)\ntime.sleep(1000)"
     assert launch(text, *["-n2", "--grace=0.2", "script.py"]).returncode == 4
 
 
-def test_what_outlives_its_rank_is_ended(launch: Launch) -> None:
+def test_processes_that_outlive_their_rank_are_ended(launch: Launch) -> None:
     done = launch(
         "for new in (False, True):\n"
         "    child = subprocess.Popen(['sleep', '1000'], start_new_session=new)\n"
@@ -155,7 +155,7 @@ def test_what_outlives_its_rank_is_ended(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_signals_are_passed_on(script: Script, start: Starter, number: signal.Signals) -> None:
+def test_signals_are_passed_on_to_ranks(script: Script, start: Starter, number: signal.Signals) -> None:
     script(
         f"signal.signal({int(number)}, lambda *_: (here('got it'), os._exit(0)))\nhere()\ntime.sleep(1000)"
     )
@@ -171,7 +171,7 @@ def test_signals_are_passed_on(script: Script, start: Starter, number: signal.Si
     assert all(map(has_ended, pids))
 
 
-def test_what_a_background_job_ignores_its_ranks_ignore(script: Script, start: Starter) -> None:
+def test_ranks_ignore_the_signals_that_a_background_job_ignores(script: Script, start: Starter) -> None:
     """As with `nohup python -m fastcoll.launch ... &` in a shell script, only SIGTERM ends the launcher."""
     script(
         "signal.signal(signal.SIGTERM, lambda *_: (here('got it'), os._exit(0)))\n"
@@ -188,7 +188,7 @@ def test_what_a_background_job_ignores_its_ranks_ignore(script: Script, start: S
 
 
 @pytest.mark.parametrize("place", ["after_start", "before_end"])
-def test_a_killed_launcher_leaves_nothing_wherever_it_was(
+def test_a_launcher_killed_at_any_moment_leaves_nothing(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.setenv("FASTCOLL_FAILPOINT", f"launch.{place}:kill")
@@ -285,9 +285,7 @@ time.sleep(1000)
 
 @pytest.mark.long
 @pytest.mark.parametrize("goes", ["reader", "terminal"])
-def test_ranks_keep_their_grace_when_what_they_write_to_goes_with_the_signal(
-    script: Script, goes: str
-) -> None:
+def test_ranks_keep_their_grace_when_the_reader_ends_with_the_signal(script: Script, goes: str) -> None:
     """The reader ends with the signal, as `tee` does at Ctrl-C, or a closed terminal."""
     script(SAVE)
     theirs, ours = os.pipe() if goes == "reader" else pty.openpty()
@@ -302,7 +300,7 @@ def test_ranks_keep_their_grace_when_what_they_write_to_goes_with_the_signal(
 
 
 @pytest.mark.long
-def test_a_signal_ends_ranks_whose_output_nobody_reads(script: Script, start: Starter) -> None:
+def test_a_signal_ends_ranks_whose_output_is_not_read(script: Script, start: Starter) -> None:
     script(
         "os.set_blocking(1, False)\nhere()\nlast = time.monotonic()\n"
         "while time.monotonic() < last + 0.3:\n"

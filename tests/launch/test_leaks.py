@@ -15,7 +15,7 @@ from fastcoll.testing import worker
 from fastcoll.testing.worker import Footprint, lasting
 
 
-def test_a_thread_that_python_has_not_started_is_nobodys() -> None:
+def test_a_thread_that_python_has_not_started_is_no_leak() -> None:
     before, seen, stop = Footprint.now(), threading.Event(), threading.Event()
 
     def as_xla() -> None:
@@ -40,7 +40,7 @@ def test_a_descriptor_that_changes_hands_is_new() -> None:
     os.close(second)
 
 
-def test_what_ends_in_time_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_children_that_end_in_time_are_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_PATIENCE", 0.1)
     looks = iter([["a thread"], ["a thread"], []])
     assert lasting(lambda: next(looks)) == []

@@ -38,7 +38,7 @@ def test_a_parent_that_is_gone_already() -> None:
         assert process.wait(LIMIT) == 128 + signal.SIGKILL
 
 
-def test_a_group_that_is_gone_is_fine() -> None:
+def test_signalling_a_group_that_is_gone_is_no_error() -> None:
     with subprocess.Popen(["true"], start_new_session=True) as child:
         child.wait()
     lifeline.signal_group(child.pid, signal.SIGTERM)

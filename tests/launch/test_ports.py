@@ -32,7 +32,7 @@ def use(monkeypatch: pytest.MonkeyPatch, used: set[int]) -> None:
     monkeypatch.setattr("fastcoll.system.address.tcp_sockets", lambda: [(port, "", "") for port in used])
 
 
-def test_ports_in_use_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_in_use_are_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {23453, 23456, 18456}  # port 18453, where the store of a job at 23453 would listen, is not free
     use(monkeypatch, set(range(65536)) - free)
     monkeypatch.setattr(ports, "_LOWEST", 23450)

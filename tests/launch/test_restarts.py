@@ -58,7 +58,7 @@ def c10d(port: int, nodes: str = "1:2", *more: str) -> list[str]:
     return [f"--nnodes={nodes}", *where, *more]
 
 
-def test_a_failed_rank_starts_all_anew(script: Script, start: Starter) -> None:
+def test_a_failed_rank_restarts_all(script: Script, start: Starter) -> None:
     script(
         "import json\nos.write(1, (json.dumps(dict(os.environ)) + '\\n').encode())\n"
         "if rank == 1 and restarts == 0: sys.exit(3)\nif restarts == 0: time.sleep(600)"
@@ -83,7 +83,7 @@ def test_a_failed_rank_starts_all_anew(script: Script, start: Starter) -> None:
     assert "generation 1 starts: 2 ranks on 1 node, 1 of 2 restarts used" in err
 
 
-def test_what_cannot_be_started_is_tried_again_and_told(start: Starter) -> None:
+def test_a_program_that_cannot_be_started_is_tried_again_and_logged(start: Starter) -> None:
     code, _, err = end(start("--max-restarts=1", "--no-python", program="no-such-program"))
     assert code == 1
     assert err.count("fastcoll.launch: rank 0") == 2
@@ -107,7 +107,7 @@ def test_signals_while_ranks_run_and_in_a_pause(
     assert has_ended(pid)
 
 
-def test_a_signal_while_nobody_reads_what_is_said_of_a_restart(script: Script) -> None:
+def test_a_signal_while_the_log_of_a_restart_is_not_read(script: Script) -> None:
     """stderr is a full pipe. The launcher makes the folder just before it logs the restart."""
     script("if restarts == 0: sys.exit(1)\ntime.sleep(600)")
     unread, full = os.pipe()
@@ -152,7 +152,7 @@ def test_nodes_join_and_leave(script: Script, start: Starter) -> None:
     assert "ended unexpectedly, or is unreachable: the ranks restart without its own" in err
 
 
-def test_a_failure_on_one_node_starts_both_anew(script: Script, start: Starter) -> None:
+def test_a_failure_on_one_node_restarts_both(script: Script, start: Starter) -> None:
     script("here(restarts)\nif rank == 1 and restarts < 1: stay('fail'); sys.exit('no data')\nstay()")
     options = c10d(free_port(), "2", "--max-restarts=1")
     both = [start(*options) for _ in range(2)]
@@ -220,7 +220,7 @@ def test_of_two_jobs_with_one_name_the_second_waits(script: Script, start: Start
     assert [end(process) for process in (first, second)] == [(0, "", "")] * 2
 
 
-def test_a_leader_that_is_stopped_for_a_while_hears_what_was_told(script: Script, start: Starter) -> None:
+def test_a_leader_that_was_stopped_reads_the_events_sent_meanwhile(script: Script, start: Starter) -> None:
     script("here(restarts)\nif sys.argv[1] == 'other' and restarts < 1: stay('fail'); sys.exit(5)\nstay()")
     options = c10d(free_port(), "2", "--max-restarts=1")
     leader = start(*options, "--rdzv-conf=is_host=1", "script.py", program="leader")
@@ -236,7 +236,7 @@ def test_a_leader_that_is_stopped_for_a_while_hears_what_was_told(script: Script
     assert [end(node)[0] for node in (leader, other)] == [0, 0]
 
 
-def test_ranks_for_which_there_is_no_room_count_as_failed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_the_system_cannot_start_count_as_failed(capfd: pytest.CaptureFixture[str]) -> None:
     """The system refuses to start a process or to open a descriptor."""
 
     def refuse(*_: object, **others: object) -> Supervisor:
@@ -271,7 +271,7 @@ def next_order(gathering: Gathering) -> Order:
     return order
 
 
-def test_what_is_sent_twice_counts_once() -> None:
+def test_an_event_sent_twice_is_applied_once() -> None:
     """Otherwise a launcher that runs its ranks would count as ready, with its old port."""
     node = Node("key", "host", 1, "default", "127.0.0.1", 0)
     rules = Rules(1, 1, max_restarts=1, last_call=0.0, join=LIMIT, end=LIMIT, fixed=True)
@@ -312,7 +312,7 @@ stay()
 
 
 @pytest.mark.long
-def test_a_rank_of_an_old_generation_is_not_let_in(script: Script, start: Starter) -> None:
+def test_a_rank_of_an_old_generation_cannot_connect(script: Script, start: Starter) -> None:
     """The rank was stopped with its launcher, and resumes when the next generation runs without it."""
     script(OLD)
     options = c10d(free_port(), "1:2", "--max-restarts=1", "--grace=0.1")  # the last one counts
@@ -350,7 +350,7 @@ def test_output_goes_where_it_is_sent(script: Script, start: Starter) -> None:
     assert (out, Path(folder, "rank-0.stdout").read_text()) == ("", "out\n")
 
 
-def test_tracebacks_of_all_that_failed_the_first_one_first(script: Script, start: Starter) -> None:
+def test_tracebacks_of_all_failed_ranks_are_shown_the_cause_first(script: Script, start: Starter) -> None:
     """Tracebacks are in the files of torch's `record`, or on stderr."""
     script(
         "import json\nfrom fastcoll.errors import PeerDiedError\nif rank == 0: stay('gone'); time.sleep(600)\n"

@@ -96,7 +96,7 @@ def test_of_ranks_that_fail_each_by_itself_the_first_is_named() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("others", ["done", "at work"])
-def test_a_rank_that_fails_behind_its_result_is_named(others: str) -> None:
+def test_a_rank_that_fails_after_its_result_is_named(others: str) -> None:
     def fail_at_exit() -> None:
         if dist.get_rank() == 1:
             atexit.register(os._exit, 3)
@@ -134,7 +134,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], complaint: str) 
         dist.run(**{"fn": fail, **arguments})
 
 
-def test_what_cannot_come_back_is_said() -> None:
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(ProcessRaisedError, match="the result, a lock, cannot be pickled"):
         dist.run(lambda: threading.Lock(), 1)
 

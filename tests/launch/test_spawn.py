@@ -114,7 +114,7 @@ def test_the_cause_is_named_though_its_rank_has_not_ended_yet(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_without_a_cause_the_failed_group_is_told() -> None:
+def test_without_a_cause_the_failed_group_is_reported() -> None:
     with pytest.raises(ProcessRaisedError, match="GroupError: rank 1 did not come"):
         spawn(fail, ("alone",), nprocs=2)
 
@@ -135,7 +135,7 @@ def test_join_with_a_timeout() -> None:
     context.end()
 
 
-def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     context = start(ignore_sigterm, tmp_path / "ready", nprocs=1)
     while not (tmp_path / "ready").exists():
         assert context.join(0.01) is False

@@ -40,7 +40,7 @@ RUNS = {
 }
 
 
-def test_both_start_anew_what_fails_in_three_ways_and_set_the_same_variables(tmp_path: Path) -> None:
+def test_both_restart_after_three_kinds_of_failures_and_set_the_same_variables(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     variables = {}
     for name, words in RUNS.items():

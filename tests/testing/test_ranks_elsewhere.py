@@ -89,14 +89,14 @@ def test_ranks_are_where_a_plugin_puts_them(inner: InnerRun) -> None:
     assert inner.outcomes("test_places.py") == {"passed": 4}
 
 
-def test_what_is_left_in_the_shared_memory_of_a_place_is_seen(inner: InnerRun, shm: Path) -> None:
+def test_leaks_in_the_shared_memory_of_a_place_are_found(inner: InnerRun, shm: Path) -> None:
     assert inner.outcomes("test_left.py") == {"failed": 1}
     inner.said("test_left").fnmatch_lines(
         [f"left in shared memory after the test: {shm}/fastcoll-left-{session()}"]
     )
 
 
-def test_a_rank_that_cannot_start_in_its_place_fails_the_test(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_at_its_place_fails_the_test(tmp_path: Path) -> None:
     conftest = """
         from fastcoll.testing.mark import Place
 
@@ -117,7 +117,7 @@ def test_the_backend_of_tests_that_name_none(inner: InnerRun, tmp_path: Path) ->
     assert inner.outcomes("test_backends.py") == {"passed": 1, "failed": 1}
 
 
-def test_a_backend_that_is_not_there(tmp_path: Path) -> None:
+def test_a_backend_that_is_not_available(tmp_path: Path) -> None:
     run = InnerRun(tmp_path, {"test_backends.py": BACKENDS}, "--ranks-backend", "nccl")
     assert run.code == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: --ranks-backend: backend 'nccl' is not available here" in run.text

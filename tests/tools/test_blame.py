@@ -98,13 +98,13 @@ def test_a_rank_that_is_stopped_inside_of_the_call_holds_it_up():
     assert finding.ranks == (2,)
 
 
-def test_a_stopped_rank_that_has_finished_the_call_holds_nobody_up_yet():
+def test_a_stopped_rank_that_has_finished_the_call_holds_no_rank_up_yet():
     first, second = findings(*three(), rank(2, group(2, 57, False), state="T"))
     assert "no rank is late" in first.text
     assert second.text == "rank 2 (pid 102) is stopped, by SIGSTOP or Ctrl-Z; no rank waits for it yet"
 
 
-def test_who_has_just_begun_to_wait_is_let_be():
+def test_short_waits_are_ignored():
     late = rank(2, group(2, 56, False), state="R")
     assert findings(*three(waited=0.3), late) == []
     unmeasured = [rank(each.rank, replace(each.record.groups[0], since=0)) for each in three()]
@@ -121,13 +121,13 @@ def test_who_has_just_begun_to_wait_is_let_be():
         (ELSEWHERE, "it cannot be seen from here", "python -m fastcoll status on b"),
     ],
 )
-def test_a_rank_that_is_not_seen_is_said_to_be_where_it_is(where, says, cure):
+def test_a_rank_that_cannot_be_read_is_reported_with_its_host(where, says, cure):
     (finding,) = findings(*three(hosts="aaba"), where=where)
     assert finding.text == f"rank 2 (pid 102 on b) is missing in {WAITED}; {says}"
     assert cure in finding.next
 
 
-def test_ranks_of_another_machine_are_named_together_behind_those_here_and_those_that_the_group_names():
+def test_ranks_of_another_machine_are_named_together_after_the_ranks_here():
     here = [rank(number, group(number, 57, True, hosts="aabb")) for number in (0, 1)]
     (finding,) = findings(*here, where=ELSEWHERE)
     assert finding.text.startswith("ranks 2 and 3 (on b) are missing in all_reduce(")
@@ -157,7 +157,7 @@ def test_the_blame_is_with_the_end_of_a_chain():
     assert "call 9 of group others, that rank 1 has waited in" in finding.text
 
 
-def test_ranks_that_wait_for_one_another_are_told_with_both_calls():
+def test_ranks_that_wait_for_one_another_are_reported_with_both_calls():
     """Rank 2 has skipped a call of the group `pair`, and is in the next call of WORLD."""
     pair = (0, 2)
     ranks = [rank(0, group(0, 15, False), group(0, 8, True, name="pair", members=pair))]
@@ -173,7 +173,7 @@ def test_ranks_that_wait_for_one_another_are_told_with_both_calls():
     assert finding.ranks == (0, 2)
 
 
-def test_who_waits_for_a_circle_and_is_not_in_it_is_not_blamed():
+def test_a_rank_that_waits_for_a_circle_outside_of_it_is_not_blamed():
     """Rank 3 waits for rank 1, rank 1 for rank 0; ranks 0 and 2 wait for each other."""
     ranks = [
         rank(0, group(0, 8, True, name="a", members=(0, 2)), group(0, 15, False, name="b", members=(0, 1))),
@@ -188,7 +188,7 @@ def test_who_waits_for_a_circle_and_is_not_in_it_is_not_blamed():
     assert len(finding.more) == 3  # the ranks of the circle, and the rank that waits for it
 
 
-def test_each_circle_is_told_beside_those_that_are_late():
+def test_each_circle_is_reported_beside_late_ranks():
     ranks = []
     for low in (0, 2):
         for mine, other in ((low, low + 1), (low + 1, low)):
@@ -211,7 +211,7 @@ def test_each_circle_is_told_beside_those_that_are_late():
         ("S", "", (0, 1)),  # the kernel hides the function
     ],
 )
-def test_an_operation_under_way_makes_nobody_wait_that_does_something_else(state, place, blamed):
+def test_a_pending_operation_does_not_make_a_busy_rank_wait(state, place, blamed):
     """Rank 0 has begun an operation with rank 1, which waits for rank 0 in WORLD like all others."""
     pair = group(0, 1, True, name="pair", members=(0, 1), pending=1)
     ranks = [rank(0, group(0, 15, False), pair, state=state, place=place)]
@@ -227,7 +227,7 @@ def test_an_operation_under_way_makes_nobody_wait_that_does_something_else(state
     assert finding.ranks == (2,)
 
 
-def test_a_rank_that_is_in_a_call_where_nobody_is_late_is_no_circle():
+def test_a_rank_in_a_call_without_late_ranks_is_no_circle():
     """Ranks 0 and 1 are in a call of their own group, and the other ranks wait for both."""
     ranks = [
         rank(number, group(number, 9, True, name="group0", members=(0, 1)), group(number, 15, False))
@@ -258,7 +258,7 @@ def test_circles():
     assert circles({rank: {(rank + 1) % 20_000} for rank in many}) == [list(many)]
 
 
-def test_a_message_that_nobody_sends():
+def test_a_message_that_no_rank_sends():
     waiting = Waiting(0, "recv of 4 bytes from rank 1", int((NOW - 30) * SECOND), (1,), 1)
     ranks = [rank(0, group(0, 5, False, waits=(waiting,))), rank(1, group(1, 5, False), state="R")]
     (finding,) = findings(*ranks)
@@ -278,13 +278,13 @@ def test_a_call_that_a_waiting_rank_has_not_published_is_known_from_its_peers():
     assert WAITED in finding.text
 
 
-def test_nobody_is_late_and_yet_it_lasts():
+def test_a_long_call_without_late_ranks():
     (finding,) = findings(*three(), rank(2, group(2, 57, True)))
     assert finding.text.startswith("ranks 0, 1, 2 and 3 have been in all_reduce(")
     assert finding.ranks == ()
 
 
-def test_the_call_that_was_waited_in_for_longest_is_told():
+def test_the_call_with_the_longest_wait_is_reported():
     ranks = [rank(0, group(0, 57, True), group(0, 3, True, name="pair", members=(0, 2), waited=40))]
     ranks += [rank(2, group(2, 56, False), group(2, 2, False, name="pair", members=(0, 2)), state="R")]
     (finding,) = (each for each in findings(*ranks) if each.ranks == (2,))

@@ -26,14 +26,14 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_each_command_is_found_and_says_its_options(name):
+def test_each_command_is_found_and_prints_its_options(name):
     done = run(name, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
     assert "--help" in done.stdout
 
 
-def test_the_word_alone_lists_the_commands():
+def test_without_a_command_the_commands_are_listed():
     done = run()
     assert done.returncode == 0
     assert all(f"\n  {name} " in done.stdout for name in command.COMMANDS)
@@ -80,7 +80,7 @@ class Terminal(io.StringIO):
 ROWS = [("1", "a\nb"), ("1000", "word " * 40)]
 
 
-def test_a_table_goes_to_programs_as_lines_with_tabs():
+def test_a_table_in_a_pipe_is_lines_with_tabs():
     out = io.StringIO()
     Printer(out).table(("n", "text"), ROWS, ["bad", ""])
     assert out.getvalue().splitlines() == ["n\ttext", "1\ta b", "1000\t" + ("word " * 40).strip()]
@@ -134,11 +134,11 @@ def test_the_real_thing_on_a_real_terminal():
         (90000, "1 d 1 h"),
     ],
 )
-def test_seconds_are_for_people(seconds, text):
+def test_durations_are_formatted(seconds, text):
     assert seconds_of(seconds) == text
 
 
-def test_bytes_are_for_people():
+def test_bytes_are_formatted():
     shown = [bytes_of(1 << shift) for shift in (3, 12, 26, 35, 44)]
     assert shown == ["8 B", "4 KiB", "64 MiB", "32 GiB", "16 TiB"]
 
@@ -163,7 +163,7 @@ def test_env_without_a_launcher():
     assert {each["from"] for each in told["settings"].values()} == {"default"}
 
 
-def test_env_says_which_launcher_and_where_the_ranks_meet():
+def test_env_shows_the_launcher_and_where_the_ranks_meet():
     told, code = env(
         RANK="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500"
     )
@@ -176,7 +176,7 @@ def test_env_says_which_launcher_and_where_the_ranks_meet():
     assert "rank 0 listens there" in found["meets"]["why"]
 
 
-def test_env_says_what_is_passed_over_and_why():
+def test_env_shows_which_launchers_are_ignored_and_why():
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     told, code = env(**slurm, **mpi)

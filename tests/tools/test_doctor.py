@@ -42,7 +42,7 @@ def about(told: dict, what: str) -> list[dict]:
     return [each for each in told["findings"] if each["about"] == what]
 
 
-def test_all_there_is_is_looked_at_and_this_machine_can_run_these_tests():
+def test_everything_is_checked_and_this_machine_can_run_these_tests():
     told, code = run("-n", "2")
     assert {each["about"] for each in told["findings"]} >= ABOUT
     assert [each for each in told["findings"] if each["level"] == "problem"] == []
@@ -82,7 +82,7 @@ def test_a_setting_that_cannot_be_used_is_a_problem(tmp_path):
     assert "chmod 600" in found["text"]
 
 
-def test_what_cannot_be_looked_at_for_a_known_reason_says_so_once():
+def test_a_problem_that_blocks_other_checks_is_reported_once():
     told, code = run(FASTCOLL_SHM_BYTES_PER_RANK="much")
     problems = [each["about"] for each in told["findings"] if each["level"] == "problem"]
     assert (problems, code) == (["settings"], 1)
@@ -90,7 +90,7 @@ def test_what_cannot_be_looked_at_for_a_known_reason_says_so_once():
     assert "not checked" in memory["text"]
 
 
-def test_a_package_that_is_missing_is_named_and_the_rest_is_looked_at():
+def test_a_missing_package_is_named_and_the_rest_is_checked():
     code = "import sys; sys.modules['posix_ipc'] = None; from fastcoll.tools.doctor import main; main(['--json'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     told = json.loads(done.stdout)
@@ -100,7 +100,7 @@ def test_a_package_that_is_missing_is_named_and_the_rest_is_looked_at():
 
 
 @pytest.mark.long
-def test_kernels_that_are_not_there_are_compiled_by_whom_the_cure_says(tmp_path):
+def test_the_cure_for_missing_kernels_compiles_them(tmp_path):
     told, code = run(NUMBA_CACHE_DIR=str(tmp_path))
     (code_found,) = about(told, "compiled code")
     assert (code_found["level"], code) == ("warning", 0)
@@ -111,7 +111,7 @@ def test_kernels_that_are_not_there_are_compiled_by_whom_the_cure_says(tmp_path)
     assert "cannot be kept in /proc/none" in code_found["text"]
 
 
-def test_ports_and_interfaces_that_cannot_be_had():
+def test_ports_and_interfaces_that_are_not_available():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         master = next(p for p in range(1024, 65536) if port_beside(p) == port)
@@ -137,7 +137,7 @@ def test_a_machine_where_peers_may_not_read_is_warned_of(monkeypatch):
     assert (reads.level, opens.level) == ("warning", "warning")
 
 
-def test_another_processs_memory_at_the_address_is_told_from_this_ones(monkeypatch):
+def test_memory_of_another_process_at_the_same_address_is_detected(monkeypatch):
     """As with pids of another namespace; the probe must compare the value that it reads."""
     wrong = machine_checks._ASK_PEER.replace("== word", "== word + 1")
     assert wrong != machine_checks._ASK_PEER
@@ -200,7 +200,7 @@ def test_small_shared_memory_slows_a_group_before_it_stops_one(monkeypatch):
     assert none.level == "problem"
 
 
-def test_a_check_that_fails_is_told_and_the_others_go_on(monkeypatch):
+def test_a_check_that_fails_is_reported_and_the_others_go_on(monkeypatch):
     def broken(ranks):
         raise OSError("no such thing")
 

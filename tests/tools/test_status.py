@@ -186,7 +186,7 @@ def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
 
 
 @pytest.mark.long
-def test_a_stopped_job_is_shown_whole_and_goes_on(tmp_path):
+def test_a_stopped_job_is_shown_completely_and_goes_on(tmp_path):
     """All ranks are stopped at once, so no rank waits."""
     with job(tmp_path, BEGIN + "for step in range(10**9): dist.all_reduce(x)") as until:
         found = until(lambda found: len(found["ranks"]) == 4)
@@ -225,7 +225,7 @@ def test_ranks_that_have_not_met_yet_are_listed(tmp_path):
 
 
 @pytest.mark.long
-def test_a_rank_that_nobody_has_launched_is_listed_while_it_joins(tmp_path):
+def test_a_rank_without_a_launcher_is_listed_while_it_joins(tmp_path):
     path = tmp_path / "alone.py"
     path.write_text(
         "import sys\nimport fastcoll as dist\n"
@@ -283,7 +283,7 @@ def test_without_a_job_nothing_is_found():
     assert look("--job", "none-of-that-name")["jobs"] == []
 
 
-def test_whether_a_process_writes_its_stacks_is_seen_and_told():
+def test_the_cure_depends_on_whether_a_process_writes_its_stacks():
     before = signal.getsignal(signal.SIGQUIT)
     try:
         for handler, cure in ((signal.SIG_DFL, "py-spy dump --pid"), (lambda *_: None, "kill -QUIT")):

@@ -61,7 +61,7 @@ def dump(rank: int, *groups: GroupRecord, why: str = "", state: str = "", place:
 DONE = [call(1), call(2)]
 
 
-def test_ranks_that_call_different_things_are_told_apart() -> None:
+def test_ranks_with_different_calls_are_named() -> None:
     dumps = [
         dump(rank, group(rank, [*DONE, call(3, BARRIER if rank == 1 else REDUCE, "mismatch")]))
         for rank in range(3)
@@ -73,7 +73,7 @@ def test_ranks_that_call_different_things_are_told_apart() -> None:
     assert "all_reduce(float32, 4 elements, op=SUM)" in said
 
 
-def test_a_mismatch_that_the_program_has_gone_on_from_is_not_what_it_is_stuck_in() -> None:
+def test_a_mismatch_that_the_program_has_handled_is_not_reported() -> None:
     dumps = []
     for rank in range(3):
         ring = [*DONE, call(3, BARRIER if rank == 1 else REDUCE, "mismatch"), *map(call, range(4, 12))]
@@ -83,7 +83,7 @@ def test_a_mismatch_that_the_program_has_gone_on_from_is_not_what_it_is_stuck_in
     assert "which rank 2 never called" in divergence.summary(dumps)
 
 
-def test_a_rank_that_never_came_and_where_it_is() -> None:
+def test_a_rank_that_never_called_and_where_it_is() -> None:
     waiting = [dump(rank, group(rank, [*DONE, call(3, BARRIER, "under way")])) for rank in (0, 2)]
     late = dump(1, group(1, DONE), place="/home/me/train.py")
     (found,) = divergence.divergences([*waiting, late])
@@ -129,7 +129,7 @@ def test_ranks_in_two_groups_that_wait_for_one_another() -> None:
     assert any(each.text == "rank 2 waits for rank 1: recv from rank 1" for each in drawn.iter())
 
 
-def test_a_message_that_nobody_sends() -> None:
+def test_a_message_that_no_rank_sends() -> None:
     waits = (Waiting(0, "recv from rank 1, tag 3", 50 * SECOND, (1,), 1),)
     dumps = [
         dump(0, group(0, DONE, waits=waits)),
@@ -281,7 +281,7 @@ TOLD = {
         ),
     ],
 )
-def test_what_ranks_leave_tells_who_was_late_and_no_secret(tmp_path: Path, kind: str, backend: str) -> None:
+def test_dumps_show_which_rank_was_late_and_no_secret(tmp_path: Path, kind: str, backend: str) -> None:
     options, secret = ["--min_ranks=1"] * (kind == "die"), "tell-nobody-6d1f2a90"
     folder = job(tmp_path, kind, backend, *options, FASTCOLL_SECRET=secret)
     said = told(folder).splitlines()[0]
@@ -290,7 +290,7 @@ def test_what_ranks_leave_tells_who_was_late_and_no_secret(tmp_path: Path, kind:
 
 
 @pytest.mark.long
-def test_the_first_call_over_connections_that_are_not_there_yet(tmp_path: Path) -> None:
+def test_the_first_call_over_connections_that_are_not_established(tmp_path: Path) -> None:
     """Ranks wait for each other before the call."""
     text = (
         "import time\nimport numpy as np\nimport fastcoll as dist\ndist.init_process_group('tcp', timeout=60)\n"
@@ -373,7 +373,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproces
     config.forget()
 
 
-def test_who_is_to_dump_and_waits_for_a_core_has_more_time(
+def test_a_process_that_waits_for_a_core_has_more_time_to_dump(
     asked: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = itertools.count()
@@ -390,7 +390,7 @@ def test_who_is_to_dump_and_waits_for_a_core_has_more_time(
     assert file.name.endswith(f".{asked.pid}.json")
 
 
-def test_who_could_have_dumped_and_has_not_is_not_waited_for(
+def test_a_process_that_could_have_dumped_and_has_not_is_not_waited_for(
     asked: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_dump, "_LONGEST_SECONDS", float("inf"))
@@ -401,7 +401,7 @@ def test_who_could_have_dumped_and_has_not_is_not_waited_for(
     core_dump.ask([asked.pid])
 
 
-def test_dump_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_writes_into_the_given_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTCOLL_TRACE_DIR", raising=False)
     with pytest.raises(dist.UsageError, match="give a path, or set FASTCOLL_TRACE_DIR"):
         dist.dump()
@@ -409,7 +409,7 @@ def test_dump_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert dist.dump(path) == str(path)
     data = json.loads(path.read_text())
     assert data["record"] is None
-    assert "test_dump_writes_where_it_is_told" in data["reasons"][-1]["stacks"]
+    assert "test_dump_writes_into_the_given_folder" in data["reasons"][-1]["stacks"]
     assert oct(path.stat().st_mode)[-3:] == "600"
     with pytest.raises(dist.ResourceError, match="cannot be written"):
         dist.dump(tmp_path / "no" / "where.json")
@@ -440,7 +440,7 @@ def test_a_users_own_handler_of_sigquit_stays(tmp_path: Path) -> None:
     assert mine.reasons[0].why == "SIGQUIT"
 
 
-def test_a_ranks_own_file_counts_before_what_another_has_seen_of_it_later(tmp_path: Path) -> None:
+def test_a_ranks_own_dump_has_precedence_over_a_later_one_by_another_rank(tmp_path: Path) -> None:
     records = [dump(rank, group(rank, DONE)).record.as_dict() for rank in range(3)]
     seen = [{"record": records[rank], "time": 70.0, "state": "T"} for rank in (1, 2)]
     for rank, others in ((0, seen), (1, [])):
@@ -450,7 +450,7 @@ def test_a_ranks_own_file_counts_before_what_another_has_seen_of_it_later(tmp_pa
     assert [(each.rank, each.seen_by) for each in load(tmp_path)] == [(0, None), (1, None), (2, 0)]
 
 
-def test_files_that_cannot_be_read_and_nothing_to_read_are_said(tmp_path: Path) -> None:
+def test_unreadable_files_and_missing_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "rank-0-of-2.here.7.json").write_text("{")
     (tmp_path / "rank-1-of-2.here.8.json").write_text('{"format": 0}')
     done = trace(tmp_path, 1)

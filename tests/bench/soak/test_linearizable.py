@@ -38,7 +38,7 @@ def events(text: str) -> list[Event]:
         ("set 1 -> ? 0.., check -> True 1..2, check -> False 3..4", False),
     ],
 )
-def test_what_has_an_order(history: str, possible: bool) -> None:
+def test_histories_with_and_without_an_order(history: str, possible: bool) -> None:
     assert (first_impossible(events(history)) is None) == possible
 
 
@@ -82,7 +82,7 @@ def any_event(dice: random.Random) -> Event:
     return Event(op, words, UNSEEN if span[1] == PENDING else dice.choice(answers), *span)
 
 
-def test_it_agrees_with_trying_every_order() -> None:
+def test_the_checker_agrees_with_a_search_of_all_orders() -> None:
     dice, found = random.Random(5), [0, 0]
     for _ in range(500):
         history = [any_event(dice) for _ in range(dice.randrange(1, 6))]

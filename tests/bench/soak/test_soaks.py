@@ -32,7 +32,7 @@ TIMED = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long, pytest.mark.timed][name in TIMED]) for name in SOAKS]
 )
-def test_nothing_is_found(name: str) -> None:
+def test_a_short_soak_finds_no_fault(name: str) -> None:
     command = [sys.executable, "-m", "soak", name, "--amount", str(AMOUNTS[name])]
     done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stdout + done.stderr

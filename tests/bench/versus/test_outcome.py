@@ -73,7 +73,7 @@ def test_the_limit_is_the_quickest_of_its_kinds_where_there_is_one():
     assert found.limit_seconds(("broadcast", SIZE)) == pytest.approx(20e-6)
 
 
-def test_arrays_in_shared_pages_are_held_against_ordinary_ones():
+def test_arrays_in_shared_pages_are_compared_with_ordinary_ones():
     found = comparison()
     ordinary, shared = ("update_all_reduce", SIZE), ("update_shared_all_reduce", SIZE)
     for key, seconds in ((ordinary, 9e-6), (shared, 6e-6)):
@@ -170,7 +170,7 @@ def test_ticks():
     assert [picture._duration(micros) for micros in (0.3, 20, 4180)] == ["0.3 µs", "20 µs", "4.18 ms"]
 
 
-def test_turns_change_from_round_to_round():
+def test_the_order_of_sides_changes_from_round_to_round():
     contenders = [Contender(None, None, name) for name in "abc"]
     assert [c.times for c in order(contenders, 0)] == ["a", "b", "c"]
     assert [c.times for c in order(contenders, 1)] == ["c", "b", "a"]

@@ -94,7 +94,7 @@ def test_installing_runs_the_commands_that_are_shown(tmp_path, monkeypatch):
     assert pip.startswith("-m pip install --quiet mpi4py==4.1.2 mpich==5.0.2 numpy==")
 
 
-def test_what_an_installation_that_failed_has_left_is_removed(tmp_path, monkeypatch):
+def test_files_of_a_failed_installation_are_removed(tmp_path, monkeypatch):
     home = peers.environment(PEERS["gloo"])
     python(home, "exit 3")
     monkeypatch.setattr(peers.sys, "executable", str(python(tmp_path / "maker", "exit 0")))
@@ -111,7 +111,7 @@ def test_names():
 
 
 @pytest.mark.parametrize("text", ["mpich", "nccl=/bin/sh", "mpich=/nowhere/python", "mpich=/tmp"])
-def test_a_peer_python_that_cannot_be(text):
+def test_an_invalid_peer_python(text):
     with pytest.raises(UsageError):
         parse_peer_python(text)
 

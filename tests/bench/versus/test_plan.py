@@ -45,7 +45,7 @@ def test_a_limit_is_measured_once_for_all_operations_and_in_their_sizes():
 
 
 @pytest.mark.parametrize("cores", [(0, 1), ()])
-def test_a_job_comes_back_from_its_file(tmp_path, cores):
+def test_a_job_survives_its_file(tmp_path, cores):
     job = Job((Cell("all_reduce", 2, 8, 25, 40),), 2, "float32", cores, 1.0, 5.0)
     job.write(tmp_path)
     assert read_job(tmp_path) == job

@@ -44,7 +44,7 @@ def test_the_caller_is_pinned_and_the_librarys_threads_have_all_cores():
     assert run(PLACED.format(cores=CORES, before="")) == {"caller": [rank_core], "others": CORES}
 
 
-def test_nobody_is_pinned_without_cores():
+def test_no_thread_is_pinned_without_cores():
     assert run(PLACED.format(cores=[], before="")) == {"caller": CORES, "others": CORES}
 
 

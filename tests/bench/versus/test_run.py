@@ -196,7 +196,7 @@ def test_options_of_a_comparison_need_one(option, capsys):
     assert "belong to --vs" in said
 
 
-def test_where_no_sources_are_one_line_says_what_to_do(tmp_path, capsys, monkeypatch):
+def test_without_the_sources_one_line_names_the_cure(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "__file__", str(tmp_path / "fastcoll" / "bench" / "command.py"))
     assert command.main(["--vs", "gloo"]) == 2
     said = capsys.readouterr().err

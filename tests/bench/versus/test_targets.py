@@ -22,12 +22,12 @@ def report(*rows, kind="versus", backend="auto", ranks=2):
     }  # fmt: skip
 
 
-def test_nothing_is_missed_where_every_aim_is_reached():
+def test_no_aim_is_missed_if_all_are_reached():
     values = {"MPI": 3.0, "p99": 1.0, "copy": 1.2, "Gloo": 2.0}
     assert missed(report(("broadcast", 8, values), ("broadcast", M, values), ("all_reduce", M, values))) == []
 
 
-def test_of_several_aims_of_a_value_the_hardest_is_told():
+def test_of_several_aims_of_a_value_the_hardest_is_reported():
     found = missed(
         report(("all_reduce", M, {"MPI": 0.9}), ("broadcast", 8, {"MPI": 1.2}), ("gather", 8, {"MPI": 9}))
     )
@@ -47,7 +47,7 @@ def test_means_are_geometric_and_of_the_cells_that_the_aim_is_about():
     ]
 
 
-def test_a_copy_may_take_at_most_so_long():
+def test_the_aim_of_copies_is_an_upper_bound():
     sizes = (1 << 15, 1 << 18, 64 * M)
     found = missed(report(*(("scatter", size, {"copy": 1.3}) for size in sizes)))
     assert found == [Missed("scatter", 1 << 18, "copy", 1.3, 1.2)]
@@ -57,7 +57,7 @@ def test_p99_against_the_better_mpi():
     assert missed(report(("barrier", 0, {"p99": 0.99}))) == [Missed("barrier", 0, "p99", 0.99, 1.0)]
 
 
-def test_what_a_report_is_about():
+def test_the_kind_of_a_report():
     assert kind(report()) == kind(report(backend="shm")) == "shm"
     assert kind(report(ranks=4)) == "shm, crowded"
     assert kind(report(backend="tcp")) == "tcp"

@@ -67,7 +67,7 @@ print(store.get("new"))
 
 
 @pytest.mark.long
-def test_newcomers_that_fail_are_replaced_a_given_number_of_times(tmp_path: Path) -> None:
+def test_joiners_that_fail_are_replaced_a_given_number_of_times(tmp_path: Path) -> None:
     text = """
 if local == "1":
     store.set(f"ended-{store.add('ended', 1)}", "")
@@ -86,7 +86,7 @@ store.wait(["ended-3"])
     assert names[2:] in ([], [("joiner 2", "")])
 
 
-def test_nobody_waits_for_a_newcomer_when_the_others_have_ended(tmp_path: Path) -> None:
+def test_the_launcher_does_not_wait_for_a_joiner_when_the_others_have_ended(tmp_path: Path) -> None:
     """The second joiner would start in ten minutes. Rank 0 ends after the launcher has logged that."""
     text = """
 if local == "1":
@@ -106,7 +106,7 @@ while "joiner 2 of 9" not in open("said").read():
     assert "joiner 3" not in lines
 
 
-def test_a_launcher_that_replaces_many_keeps_nothing_of_them(
+def test_a_launcher_that_replaces_many_ranks_leaks_no_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pauses, "after", lambda *_: 0.0)
@@ -169,7 +169,7 @@ def test_a_rank_that_dies_before_all_have_met_is_replaced_in_its_rank(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("moment", "n"), [("first", 2), ("first", 3), ("start.after_join", 3)])
-def test_a_death_that_nobody_makes_up_for_ends_the_wait_of_all(tmp_path: Path, moment: str, n: int) -> None:
+def test_a_death_without_a_replacement_ends_the_wait_of_all(tmp_path: Path, moment: str, n: int) -> None:
     done = launch(tmp_path, TRAINS, f"-n{n}", "--min_ranks=1", args=(moment, "1"))
     assert done.returncode == 128 + 9
     said = r"rank 1 \(pid \d+ on .*\) failed first: signal SIGKILL \(9\); the ranks had not all met, and no restart"
