@@ -1,4 +1,4 @@
-"""The examples, run as their first lines say."""
+"""The examples, run by the commands in their first lines."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name, *words, ranks=None, options=()):
-    """The lines that an example prints, without the launcher's prefixes, sorted; `options` are the launcher's."""
+    """Return the sorted lines that an example prints, without the launcher's prefixes; `options` are the launcher's."""
     launch = [] if ranks is None else ["-m", "fastcoll.launch", "-n", str(ranks), *options]
     command = [sys.executable, *launch, str(EXAMPLES / name), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -40,7 +40,7 @@ def test_digits_learns_the_same_with_any_number_of_ranks(tmp_path):
         np.testing.assert_allclose(weights[ranks], weights[None], rtol=0, atol=1e-5)
 
 
-@pytest.mark.long  # tests/elastic kills and replaces ranks, too
+@pytest.mark.long  # tests/elastic also kills and replaces ranks
 def test_elastic_digits_learns_the_same_whoever_is_killed(tmp_path):
     def learn(*words, **launch):
         told, *changes = run("elastic_digits.py", *words, "--epochs", 5, "--save", file, **launch)
@@ -52,7 +52,7 @@ def test_elastic_digits_learns_the_same_whoever_is_killed(tmp_path):
     alone, _ = learn()
     fewer, changes = learn("--kill", "2:30", "3:70", ranks=4, options=["--min_ranks", "2"])
     assert changes == ["now 2 ranks, 3 before", "now 3 ranks, 4 before"]
-    # Whether the joiner is quick enough to take part makes no difference.
+    # The result is the same whether or not the joiner joins in time.
     replaced, changes = learn("--kill", "1:30", ranks=4, options=["--min_ranks", "2", "--max_restarts", "1"])
     assert "now 3 ranks, 4 before" in changes
     for weights in (fewer, replaced):
@@ -67,7 +67,7 @@ def test_the_tour_is_the_program_of_its_page():
     assert run("tour.py", ranks=2) == [f"I am rank {rank} of 2, on the backend shm" for rank in (0, 1)]
 
 
-@pytest.mark.long  # kernels/test_custom.py has reductions of the user
+@pytest.mark.long  # kernels/test_custom.py tests reductions of the user
 def test_argmax():
     lines = run("argmax.py", ranks=4)
     assert len(lines) == 5

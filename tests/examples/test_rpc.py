@@ -1,4 +1,4 @@
-"""The programs of examples/rpc, run as their first lines say, against the same training in one process."""
+"""The programs of examples/rpc, run by the commands in their first lines, against training in one process."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ needs_torch = pytest.mark.skipif(
 
 
 def run(name, *words):
-    """What the ranks print on stdout, by rank, after the command of the program's first lines."""
+    """Run the command in a program's first lines and return what its ranks print, by rank."""
     command = re.search(
         rf"^    python (-m fastcoll.launch -n \d+ )examples/rpc/{name}$", source(name), re.MULTILINE
     )
@@ -39,7 +39,7 @@ def source(name):
 
 @pytest.fixture
 def load(monkeypatch):
-    """The function that gives a program's module, to take its parts for one process."""
+    """Return a function that imports a program, to use its parts in one process."""
 
     def loaded(name):
         monkeypatch.syspath_prepend(FOLDER)
@@ -66,7 +66,7 @@ def test_every_program_is_tested():
     assert {path.name for path in FOLDER.glob("*.py")} - shared == tested
 
 
-@pytest.mark.long  # rpc/ tests what it uses, and another program is run
+@pytest.mark.long  # rpc/ tests the functions that it uses, and another program runs always
 def test_the_agent_learns_to_balance():
     steps = [float(line.split()[-2]) for line in run("reinforce.py")[0]]
     assert len(steps) == 6
@@ -74,7 +74,7 @@ def test_the_agent_learns_to_balance():
     assert steps[-1] > 140
 
 
-@pytest.mark.long  # rpc/ tests what it uses, and another program is run
+@pytest.mark.long  # rpc/ tests the functions that it uses, and another program runs always
 def test_late_gradients_teach_as_well():
     (line,) = run("parameter_server.py")[0]
     assert line.startswith("880 updates by 2 trainers")  # 20 epochs of 22 batches each
@@ -99,7 +99,7 @@ def test_batched_updates_are_those_of_one_process(load):
 
 
 def trained(steps, forward, loss_of, optimizer):
-    """The losses of training in one process."""
+    """Return the losses of training in one process."""
     expected = []
     for x, labels in steps:
         optimizer.zero_grad()
@@ -111,14 +111,14 @@ def trained(steps, forward, loss_of, optimizer):
 
 
 def check(lines, expected, forward, x_test, test_labels):
-    """Ranks have printed each tenth of these losses, and in the end the accuracy of this network."""
+    """Check that ranks printed every tenth of these losses, and at the end the accuracy of this network."""
     assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
     right = (forward(x_test).argmax(1) == test_labels).float().mean().item()
     assert right > 0.9
     assert accuracy(lines) == pytest.approx(100 * right, abs=0.06)
 
 
-@pytest.mark.long  # rpc/ tests what it uses, and another program is run
+@pytest.mark.long  # rpc/ tests the functions that it uses, and another program runs always
 @needs_torch
 def test_the_split_network_is_that_of_one_process(load):
     import torch
@@ -135,7 +135,7 @@ def test_the_split_network_is_that_of_one_process(load):
     assert losses(lines) == pytest.approx(expected[9::10], rel=0, abs=1e-6)
 
 
-@pytest.mark.long  # rpc/ tests what it uses, and another program is run
+@pytest.mark.long  # rpc/ tests the functions that it uses, and another program runs always
 @needs_torch
 def test_the_pipeline_is_that_of_one_process(load):
     from torch import nn
@@ -148,7 +148,7 @@ def test_the_pipeline_is_that_of_one_process(load):
     check(lines, trained(steps, network, pipeline.cross_entropy, optimizer), network, *test_set)
 
 
-@pytest.mark.long  # rpc/ tests what it uses, and another program is run
+@pytest.mark.long  # rpc/ tests the functions that it uses, and another program runs always
 @needs_torch
 def test_ddp_beside_rpc_is_one_process(load):
     import torch
@@ -156,7 +156,7 @@ def test_ddp_beside_rpc_is_one_process(load):
     lines = run("ddp_and_rpc.py")[0]
     both = load("ddp_and_rpc.py")
     table, dense = both.table(), both.dense_layer()
-    # DDP averages the gradients of the dense layer; the table gets the sum of both trainers'.
+    # DDP averages the gradients of the dense layer; the table gets the sum of both trainers' gradients.
     groups = [
         {"params": table.parameters(), "lr": both.TRAINERS * both.RATE},
         {"params": dense.parameters(), "lr": both.RATE},

@@ -1,6 +1,6 @@
 """The examples with torch learn over fastcoll as they do over Gloo.
 
-Starting torch costs seconds, so one launch runs all of them in the same two ranks: this file is what it launches.
+The start of torch takes seconds, so one launch runs all examples in the same two ranks; it launches this file.
 """
 
 import io
@@ -30,12 +30,12 @@ LAUNCH, TORCHRUN = ["fastcoll.launch", "-n", "2"], ["torch.distributed.run", "--
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch") is None, reason="needs torch: pip install '.[torch]'"),
-    pytest.mark.long,  # tests/pytorch trains as over Gloo, too
+    pytest.mark.long,  # tests/pytorch also compares training with Gloo
 ]
 
 
 def run(launch, script, *words):
-    """What the ranks print."""
+    """Run a command and return what the ranks print."""
     command = [sys.executable, "-m", *launch, str(script), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def losses(printed):
 
 @pytest.fixture(scope="module")
 def printed():
-    """What rank 0 prints in every example on every backend, by (example, backend)."""
+    """Return what rank 0 prints in every example on every backend, by (example, backend)."""
     ports = [str(free_port()) for _ in product(WORDS, BACKENDS)]
     said = json.loads(run(LAUNCH, __file__, *ports).partition("[0] said ")[2].splitlines()[0])
     return {(name, backend): said[name + backend] for name, backend in product(WORDS, BACKENDS)}
@@ -89,10 +89,10 @@ def test_fsdp2_keeps_a_share_on_each_rank(printed):
 
 
 def keep_gloo():
-    """Let no group of Gloo be destroyed before the end, and then not right after a call.
+    """Keep all groups of Gloo until the end, and do not destroy them right after a call.
 
-    In torch 2.13 the thread that lets go of a call's tensors needs the GIL for that, while the group's destructor holds
-    it and joins this thread: a deadlock in one of ten runs, or an abort if Python ends at that moment.
+    In torch 2.13 the thread that releases a call's tensors needs the GIL, while the group's destructor holds the GIL
+    and joins this thread: a deadlock in one of ten runs, or an abort if Python exits at that moment.
     """
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def keep_gloo():
 
 
 def main():
-    """One rank: run everything, each with a store on a port of its own, and print what was printed."""
+    """Run all examples in one rank, each with a store on its own port, and print their output."""
     keep_gloo()
     said = {}
     for port, (name, backend) in zip(sys.argv[1:], product(WORDS, BACKENDS), strict=True):

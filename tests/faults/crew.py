@@ -1,7 +1,7 @@
-"""Runs a function in n processes that may be killed, and collects what became of each.
+"""Run a function in n processes that may be killed, and collect their outcomes.
 
-Processes come from a fork server that has fastcoll's kernels imported already, so that a case takes a tenth of a
-second. Every rank ends with its result, with the exception it raised, or with the signal that killed it.
+A fork server that has imported fastcoll's kernels starts the processes, so that a case takes a tenth of a second. The
+outcome of a rank is its result, the exception that it raised, or the signal that killed it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ AGAIN_WITHIN = 0.1
 """Seconds that a further call on a failed group takes to raise, not counted those without a core: it asks nobody."""
 AT_ALL = 30.0
 """What tests allow that do not measure the promised times: half of the groups' timeout, which would end a call too."""
-# Where the package is that is imported here. New processes are told, and start elsewhere: Python looks in the working
-# directory first, and the one of the sources has other files than those of an installed package.
+# The folder of the imported package. New processes get it in PYTHONPATH and start in another folder: Python looks in the
+# working directory first, and the sources there may differ from an installed package.
 _PACKAGE = str(Path(fastcoll.__file__).parents[1])
 _MESSAGE = r"\b(send to|recv from) rank"
-# How an error says in which call it was, where that is not "op(...), call N of group" (without the arguments while the
-# call is not published).
+# How an error names its call if not as "op(...), call N of group" (without the arguments while the call is not
+# published).
 _CALLS = {
     "send_recv": _MESSAGE,
     "batch_isend_irecv": _MESSAGE,
@@ -61,7 +61,7 @@ _context.set_forkserver_preload(["faults.loaded", "faults.crew", "faults.victims
 
 @dataclass
 class Outcome:
-    """What became of a rank: a result, a raised error (its type's names, text and time), or an exit code."""
+    """The outcome of a rank: a result, an error (its type's names, its text and time), or an exit code."""
 
     rank: int
     result: Any = None
@@ -70,11 +70,11 @@ class Outcome:
     ended: float = 0.0
     exitcode: int | None = None
     pid: int = 0
-    died: float = 0.0  # when this process saw its end
+    died: float = 0.0  # when this process noticed its end
 
 
 def run(function: Callable[..., Any], n: int, *args: Any, deadline: float = 120.0) -> list[Outcome]:
-    """Call `function(rank, n, url, *args)` in n processes; all are gone when this returns.
+    """Call `function(rank, n, url, *args)` in n processes, and return when all have ended.
 
     Raises:
         AssertionError: a rank was still running at the deadline; its stacks are shown.
@@ -83,7 +83,7 @@ def run(function: Callable[..., Any], n: int, *args: Any, deadline: float = 120.
 
 
 def run_together(worlds: Sequence[tuple[Any, ...]], deadline: float = 120.0) -> list[list[Outcome]]:
-    """As `run`, for several worlds at once, each given by run's arguments: what they do is mostly to wait."""
+    """Run several worlds at once, each given by the arguments of `run`; they mostly wait."""
     _compile_with_failpoints()
     serve()
     with ExitStack() as stack:
@@ -109,7 +109,7 @@ def _watch(worlds: Sequence[dict[int, float]]) -> None:
 
 
 class _World:
-    """n processes under way; killed when this is left."""
+    """n running processes, which are killed at the end of the context."""
 
     def __init__(self, function: Callable[..., Any], n: int, *args: Any) -> None:
         self._function, self._n, self._args = function, n, args
@@ -136,7 +136,7 @@ class _World:
         self._folder.cleanup()
 
     def collect(self, end: float) -> list[Outcome]:
-        """What became of each rank."""
+        """Return the outcome of each rank."""
         try:
             return [
                 collect(rank, process, pipe, end)
@@ -158,17 +158,17 @@ class _World:
 
 @cache
 def _compile_with_failpoints() -> None:
-    """Have the kernels with failpoints on the disk, by a process of their own; half a second if they are there.
+    """Compile the kernels with failpoints in a new process; half a second if they are on disk already.
 
-    Children of the fork server must not compile them: what they inherit of Numba may have no failpoints. In a /dev/shm
-    without room for the locks of its processes it fails, and nobody there asks for a failpoint.
+    Children of the fork server must not compile them, because the Numba that they inherit may have kernels without
+    failpoints. It fails if /dev/shm has no room for the locks of its processes; tests there use no failpoints.
     """
     env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0", "PYTHONPATH": _PACKAGE}
     subprocess.run([sys.executable, "-m", "fastcoll.warmup"], env=env, cwd="/", capture_output=True)
 
 
 def start(function: Callable[..., Any], stacks: Path, *args: Any) -> tuple[Any, Connection]:
-    """A process that calls `function(*args)`, and where its Outcome comes; it writes its stacks for SIGUSR1."""
+    """Start a process that calls `function(*args)` and writes its stacks on SIGUSR1; return it and its pipe."""
     ours, theirs = _context.Pipe(duplex=False)
     process = _context.Process(target=_main, args=(theirs, stacks, function, *args))
     process.start()
@@ -177,7 +177,7 @@ def start(function: Callable[..., Any], stacks: Path, *args: Any) -> tuple[Any, 
 
 
 def serve() -> None:
-    """Start the fork server, unless it runs. For what it imports ahead, it looks in PYTHONPATH and not in sys.path."""
+    """Start the fork server, unless it runs. Its preloaded modules are searched in PYTHONPATH, not in sys.path."""
     with pytest.MonkeyPatch.context() as patch:
         for folder in (_PACKAGE, str(Path(__file__).parents[1])):
             patch.setenv("PYTHONPATH", folder, prepend=os.pathsep)
@@ -186,7 +186,7 @@ def serve() -> None:
 
 
 def collect(rank: int, process: Any, pipe: Connection, end: float) -> Outcome:
-    """What became of a process that `start` has started; an AssertionError if it runs still at the `end`."""
+    """Return the outcome of a process of `start`; an AssertionError if it still runs at the `end`."""
     outcome = Outcome(rank, pid=process.pid)
     if not wait([pipe, process.sentinel], max(0.0, end - time.monotonic())):
         raise AssertionError(f"rank {rank} hangs")
@@ -217,14 +217,14 @@ def _main(
 
 
 def survivors(outcomes: Sequence[Outcome], victim: int) -> list[Any]:
-    """The results of all ranks but the victim, which SIGKILL has ended."""
+    """Return the results of all ranks but the victim, which SIGKILL has ended."""
     dead = outcomes[victim]
     assert dead.exitcode == -9, dead.error or dead.result
     return results(outcome for outcome in outcomes if outcome is not dead)
 
 
 def results(outcomes: Iterable[Outcome]) -> list[Any]:
-    """What each rank returned; an error that one raised is shown."""
+    """Return the results of all ranks; fail with the error of a rank that raised."""
     found = list(outcomes)
     assert all(outcome.result is not None for outcome in found), [outcome.error for outcome in found]
     return [outcome.result for outcome in found]
@@ -233,7 +233,7 @@ def results(outcomes: Iterable[Outcome]) -> list[Any]:
 def see(
     worlds: Sequence[tuple[Any, ...]], within: float = AT_ALL, calls: Sequence[Sequence[int]] = ()
 ) -> None:
-    """Run worlds of `die` together, as what they do is mostly to wait, and check what the survivors saw."""
+    """Run worlds of `die` together, because they mostly wait, and check the survivors' reports."""
     with nothing_left():
         ends = run_together(worlds)
     for number, (world, outcomes) in enumerate(zip(worlds, ends, strict=True)):
@@ -243,11 +243,11 @@ def see(
 def check(
     outcomes: Sequence[Outcome], victim: int, op: str, within: float = AT_ALL, calls: Sequence[int] = ()
 ) -> None:
-    """Every survivor of `work_until_failpoint` named rank, host, pid, operation and call, and went on without it.
+    """Check that every survivor of `work_until_failpoint` named rank, host, pid, operation and call, and went on.
 
     Args:
-        within: seconds from the death to the error; a promised time is that of later calls, too.
-        calls: the numbers of the calls in which that may be.
+        within: seconds from the death to the error; a promised time also holds for later calls.
+        calls: the numbers of the calls that may fail.
     """
     dead, n = outcomes[victim], len(outcomes)
     for saw in survivors(outcomes, victim):
@@ -263,7 +263,7 @@ def check(
 
 
 def check_interrupted(first: Outcome, others: Sequence[Outcome]) -> None:
-    """Ctrl-C has ended rank 0's call, and all others were told so."""
+    """Check that Ctrl-C ended rank 0's call, and that all others raised because of it."""
     saw, *told = results([first, *others])
     assert saw["kind"] == "KeyboardInterrupt"
     for each in told:
@@ -273,9 +273,9 @@ def check_interrupted(first: Outcome, others: Sequence[Outcome]) -> None:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Fails if /dev/shm has names of this session afterwards that it did not have before.
+    """Fail if /dev/shm has new names of this session afterwards.
 
-    A name that goes away by itself within moments is that of another job's group, just being made.
+    A name that disappears by itself within moments belongs to a group of another job that is being made.
     """
     before = shm_names()
     yield

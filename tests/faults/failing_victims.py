@@ -1,4 +1,4 @@
-"""Ranks of which one fails at a failpoint: they work until that happens, and say how it ended."""
+"""Ranks that work until one of them fails at a failpoint, and report how it ended."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from faults.net_victims import arm
 MESSAGES = {
     "send_recv": ["send.enter", "send.after_done", "recv.enter", "recv.after_done", "message.before_ack"],
     "batch_isend_irecv": ["isend.after_post", "message.piece_sent", "message.before_ack"],
-    "irecv": ["irecv.after_post"],  # where the message has not come: of rank 0, for sure
+    "irecv": ["irecv.after_post"],  # if the message has not arrived: it is of rank 0 in any case
 }
 """Operations on messages, and where a rank is killed in them."""
 SHORT, LONG = 7, 1_000_003  # float32
-FIFTH = 5  # the call in which the victim dies, mostly; the group has no calls but these
+FIFTH = 5  # the call in which the victim usually dies; the group has no other calls
 
 
 def work_until_failpoint(
     rank: int, n: int, url: str, op: str, count: int, failpoint: str, victim: int, how: str
 ) -> dict[str, Any]:
-    """Repeat `op`, on a group that has no other calls; returns what the survivor saw, and when.
+    """Repeat `op` on a group that has no other calls; return the survivor's error and its time.
 
-    In the call that fails, the time that this rank had no core does not count.
+    In the call that fails, the time in which this rank had no core does not count.
 
     Args:
-        failpoint: the victim's; all ranks', where it names a rank.
+        failpoint: the failpoint of the victim; of all ranks, if it names a rank.
         how: the backend, or a key of HOW.
     """
     backend, before, after = HOW.get(how, (how, lambda rank: None, lambda: None))
@@ -46,7 +46,7 @@ def work_until_failpoint(
     others = dist.new_group([r for r in range(n) if r != victim])
     try:
         for turn in range(10_000):
-            if turn == 1:  # by now the kernels are there
+            if turn == 1:  # the kernels are loaded by now
                 after()
             waited = _without_core()
             victims.STEPS[op](count, rank, n)
@@ -57,12 +57,12 @@ def work_until_failpoint(
 
 
 def _without_core() -> float:
-    """Seconds that this thread has waited for a core so far."""
+    """Return how many seconds this thread has waited for a core so far."""
     return time.monotonic() - clock_at_work()
 
 
 def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others: Any) -> dict[str, Any]:
-    """What is left: the group stays failed in the same way, at once, and groups of the living work."""
+    """Check that the group raises the same error again, at once, and that groups of the living ranks work."""
     again, took = set(), []
     for _ in range(3):
         began = clock_at_work()
@@ -93,7 +93,7 @@ def _share_arrays() -> None:
 
 
 def _attach_late(rank: int) -> None:
-    """Rank 2 comes to its segment once nobody else needs its name any more, as on a full machine."""
+    """Delay rank 2 until the others have attached and unlinked the segment, as on a full machine."""
     attach = segment.Segment.attach
 
     def late(name: str, layout: Any) -> segment.Segment:
@@ -115,7 +115,7 @@ HOW: dict[str, tuple[str, Callable[[int], None], Callable[[], None]]] = {
 
 
 def die(op: str, place: str, count: int, victim: int, how: str = "shm", n: int = 3) -> tuple[Any, ...]:
-    """A world whose victim is killed at a place, as in shm.barrier.enter@5."""
+    """Return a world whose victim is killed at a failpoint, such as shm.barrier.enter@5."""
     name, _, which = place.partition("@")
     failpoint = f"{name}:kill@{which or FIFTH}"
     return (work_until_failpoint, n, op, count, failpoint, victim, how)
@@ -124,9 +124,9 @@ def die(op: str, place: str, count: int, victim: int, how: str = "shm", n: int =
 def start_and_leave(
     rank: int, n: int, url: str, failpoint: str, victim: int, how: str, meeting: str
 ) -> dict[str, Any]:
-    """A job from its start to its end, in which the victim fails; what the survivor saw, and when.
+    """Run a job from its start to its end, in which the victim fails; return the survivor's error and its time.
 
-    In the step that fails, the time that this rank had no core does not count.
+    In the step that fails, the time in which this rank had no core does not count.
 
     Args:
         how: as in `work_until_failpoint`.
@@ -148,6 +148,6 @@ def start_and_leave(
         with contextlib.suppress(dist.FastcollError):
             dist.destroy_process_group()
         return {"raised": raised, "error": str(error)}
-    with contextlib.suppress(dist.FastcollError):  # where the victim died after its part in the barrier
+    with contextlib.suppress(dist.FastcollError):  # if the victim died after its part of the barrier
         dist.destroy_process_group()
     return {"raised": time.monotonic(), "error": ""}

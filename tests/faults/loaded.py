@@ -1,4 +1,4 @@
-"""What the fork server imports ahead, so that no rank of this folder's tests spends its time on loading it."""
+"""The modules that the fork server preloads, so that ranks of the tests in this folder need not load them."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ for entry in (*fastcoll.shm.backend.ENTRIES, *fastcoll.net.tcp.entries.ENTRIES):
     entry.compile()
 for dtype in ("f4", "f8"):
     reducer(ReduceOp.SUM, np.dtype(dtype))
-gc.freeze()  # so that collections in the children look at, and copy, nothing of all this
+gc.freeze()  # so that garbage collections in the children do not touch, and so copy, these objects

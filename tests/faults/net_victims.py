@@ -1,4 +1,4 @@
-"""What ranks do in the tests of this folder that are about the network alone, or nodes."""
+"""The programs of ranks in those tests of this folder that concern the network or nodes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ LARGE = 1 << 24  # float32: 64 MiB
 
 
 def arm(failpoint: str) -> None:
-    """Have this process, which has kernels without failpoints from the fork server, fail there."""
+    """Arm a failpoint in this process, which has inherited kernels without failpoints from the fork server."""
     os.environ["FASTCOLL_FAILPOINT"] = failpoint
     config.forget()
     for entry in (*shm.ENTRIES, *net.ENTRIES):
-        entry.call = entry._first_call  # loads the other code
+        entry.call = entry._first_call  # loads the code with failpoints
 
 
 def live_on_nodes(rank: int, share: int = 2) -> None:
-    """Let `share` ranks at a time take themselves for a node: they see another /dev/shm than the others."""
+    """Have each `share` ranks pretend to be on one node, with another /dev/shm than the others."""
     processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
 
 
 def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """Rank 0 gets Ctrl-C in a call of 64 MiB, which cannot end as rank 1 is stopped; returns what each rank saw."""
+    """Send rank 0 Ctrl-C in a call of 64 MiB that cannot end, because rank 1 is stopped; return what this rank saw."""
     if backend == "nodes":
         live_on_nodes(rank)
     dist.init_process_group(
@@ -62,7 +62,7 @@ def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]
 
 
 def stop(pid: int) -> None:
-    """Stop a process, and return once it does nothing more."""
+    """Stop a process, and return once it is stopped."""
     os.kill(pid, signal.SIGSTOP)
     while processes.status_of(pid)[0] != b"T":
         time.sleep(0.001)
@@ -75,9 +75,9 @@ def await_all(paths: list[Path]) -> None:
 
 
 def stop_for_good(rank: int, n: int, url: str, timeout: float) -> dict[str, Any]:
-    """The last rank stops in the middle of a call, until the others have given up."""
+    """Stop the last rank in the middle of a call, until the others have given up."""
     if rank == n - 1:
-        arm("tcp.all_reduce.mid_chunk:stop@2000")  # in a later call than the first, whose timeout is long
+        arm("tcp.all_reduce.mid_chunk:stop@2000")  # not in the first call, whose timeout is long
     dist.init_process_group("tcp", init_method=url, rank=rank, world_size=n, timeout=60)
     pids = np.zeros(n, "i8")
     dist.all_gather_into_tensor(pids, np.array([os.getpid()]))

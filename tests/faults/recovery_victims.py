@@ -1,4 +1,4 @@
-"""What ranks do in the tests of recovery."""
+"""The programs of ranks in the tests of recovery."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _die() -> None:
 
 
 def _meet() -> None:
-    """Come as far as all others. Who is through may die, or shrink, while others are on their way out: these fail."""
+    """Meet all others. A rank that has left the barrier may die, or shrink, before others leave it: these fail."""
     with suppress(GroupError):
         dist.barrier()
 
 
 def _work(group: Any = None) -> float:
-    """Calls until the group fails, and when (`clock_at_work`); what a rank then has is of no use to anybody."""
+    """Call until the group fails; return the time of the error (`clock_at_work`)."""
     x = np.ones(1000, np.float32)
     try:
         for _ in range(10**7):
@@ -51,11 +51,11 @@ def _join(rank: int, n: int, url: str, backend: str, timeout: float = 60.0) -> N
 
 
 def kill_until_one_is_left(rank: int, n: int, url: str, backend: str, order: list[int]) -> dict[str, Any]:
-    """One after the other dies, named by its first rank; the last one returns how long each `shrink` took."""
+    """Kill one rank after the other, named by their first ranks; return the seconds of each `shrink`."""
     _join(rank, n, url, backend)
     _meet()
     took, left = [], sorted(range(n))
-    kept = np.full(3, rank)  # what a program has in memory
+    kept = np.full(3, rank)  # the memory of a program
     for victim in order:
         if victim == rank:
             time.sleep(random.random() * 0.002)
@@ -71,14 +71,14 @@ def kill_until_one_is_left(rank: int, n: int, url: str, backend: str, order: lis
         dist.all_gather_into_tensor(everybody, kept[:1].astype(np.int64))
         assert everybody.tolist() == left
         _meet()
-    pair = dist.new_group()  # the store is that of the first one left
+    pair = dist.new_group()  # the first rank left serves the store
     assert dist.get_world_size(pair) == len(left)
     dist.destroy_process_group()
     return {"took": took, "kept": kept.tolist()}
 
 
 def die_while_shrinking(rank: int, n: int, url: str, backend: str, dying: dict[int, float]) -> dict[str, Any]:
-    """The last rank dies; others die so many seconds after they have begun to shrink. Who is left has one group."""
+    """Kill the last rank, and others some seconds after they begin to shrink; the rest form one group."""
     _join(rank, n, url, backend)
     _meet()
     if rank == n - 1:
@@ -105,7 +105,7 @@ def die_while_shrinking(rank: int, n: int, url: str, backend: str, dying: dict[i
 
 
 def shrink_once_while_one_dies(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """The last rank dies, and the one before it in the making of the new group; all others call `shrink` once."""
+    """Kill the last rank, and the one before it while the new group is made; all others call `shrink` once."""
     if rank == n - 2:
         net_victims.arm("shm.meeting.after_attach:kill@2")
     _join(rank, n, url, backend)
@@ -121,7 +121,7 @@ def shrink_once_while_one_dies(rank: int, n: int, url: str, backend: str) -> dic
 
 
 def shrink_a_part(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """Rank 1 dies; the group of the odd ranks shrinks, that of the even ones goes on."""
+    """Kill rank 1; the group of the odd ranks shrinks, that of the even ranks goes on."""
     _join(rank, n, url, backend)
     even, odd = (dist.new_group(range(k, n, 2)) for k in range(2))
     mine = (even, odd)[rank % 2]
@@ -131,7 +131,7 @@ def shrink_a_part(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
     if rank % 2:
         _work(mine)
         mine = dist.shrink(mine)
-        assert not current_job()._places  # the group that failed is forgotten
+        assert not current_job()._places  # the failed group is no longer registered
         assert dist.get_process_group_ranks(mine) == list(range(3, n, 2))
     x = np.full(3, rank)
     dist.all_reduce(x, group=mine)
@@ -147,7 +147,7 @@ def shrink_a_part(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
 
 
 def shrink_without_a_death(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """Rank 0 shrinks a group in which the others wait; nobody has died, so all are left."""
+    """Shrink on rank 0 a group in which the others wait; no rank has died, so all are left."""
     _join(rank, n, url, backend)
     said = ""
     if rank == 0:
@@ -166,7 +166,7 @@ def shrink_without_a_death(rank: int, n: int, url: str, backend: str) -> dict[st
 
 
 def shrink_without_one_that_left(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """The last rank leaves in order, and its process lives on until the others have shrunk."""
+    """The last rank leaves in order, and its process runs until the others have shrunk."""
     _join(rank, n, url, backend)
     shrunk = [Path(f"{url.removeprefix('file://')}-shrunk-{other}") for other in range(n - 1)]
     _meet()
@@ -184,7 +184,7 @@ def shrink_without_one_that_left(rank: int, n: int, url: str, backend: str) -> d
 
 
 def shrink_beside_a_stopped_rank(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """The last rank is stopped, so it neither comes nor is dead."""
+    """The last rank is stopped, so it neither arrives nor is dead."""
     _join(rank, n, url, backend)
     here = [Path(f"{url.removeprefix('file://')}-here-{other}") for other in range(n)]
     here[rank].touch()
@@ -208,7 +208,7 @@ def shrink_beside_a_stopped_rank(rank: int, n: int, url: str, backend: str) -> d
 
 
 def interrupt_shrinking(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
-    """Rank 0 shrinks and nobody else does; Ctrl-C ends that."""
+    """Only rank 0 shrinks; Ctrl-C ends its wait."""
     _join(rank, n, url, backend)
     dist.barrier()
     interrupted = Path(url.removeprefix("file://") + "-interrupted")

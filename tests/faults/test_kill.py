@@ -1,4 +1,4 @@
-"""A rank is killed at every phase of every operation in shared memory: all others name it, and nothing is left."""
+"""A rank is killed in every phase of every operation over shared memory: all others name it, and nothing is left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from faults import failing_victims
 from faults.crew import SOON, see
 from faults.failing_victims import FIFTH, LONG, MESSAGES, SHORT, die
 
-# In which call the others learn of it: they may be through with the fifth once the victim has published its part.
+# The call in which the others notice: they may complete the fifth once the victim has published its part.
 PHASES = {
     "enter": (FIFTH,),
     "after_publish": (FIFTH, FIFTH + 1),
@@ -86,7 +86,7 @@ def test_killed_rank_that_makes_or_maps_an_arena(place: str) -> None:
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
 def test_killed_rank_whose_arena_was_named_and_nobody_has_mapped(op: str) -> None:
-    """In the first call on shared arrays, the second one: its descriptors are gone when the others look for them."""
+    """In the second call, the first on shared arrays: the victim's descriptors are gone when the others open them."""
     late = f"shm.{op}.after_publish:kill@2#1,shm.arena.before_mapping:delay=0.1"
     world = (failing_victims.work_until_failpoint, 3, op, LONG, late, 1, "shared")
     see([world], calls=[(2,)])

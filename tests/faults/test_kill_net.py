@@ -1,4 +1,4 @@
-"""A rank is killed while ranks talk over TCP, or through nodes: every survivor raises, and knows which rank died."""
+"""A rank is killed while ranks communicate over TCP or between nodes: every survivor raises and names it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PHASES = {
     "before_done": (FIFTH, FIFTH + 1),
     "after_done": (FIFTH, FIFTH + 1),
 }
-# Where, and which rank is killed: of the nodes with ranks 0 and 1, and 2 and 3.
+# The failpoint and the rank that is killed; one node has ranks 0 and 1, the other 2 and 3.
 ON_NODES = {
     "all_reduce": [
         ("hybrid.all_reduce.after_meeting", 0), ("shm.reduce_scatter.after_publish", 1),

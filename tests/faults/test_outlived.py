@@ -1,4 +1,4 @@
-"""A rank may leave or die: others, who need it no more, complete their calls, and those who wait for it read why."""
+"""A rank leaves or dies: ranks that no longer need it complete their calls, ranks that wait for it get the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dawdle(a, b):
 
 
 def reduce_on_rank_0(group, rank, op):
-    """Rank 1 comes late, and is done long before rank 0, which has several looks at its peers meanwhile."""
+    """Rank 1 arrives late and finishes long before rank 0, which checks its peers several times meanwhile."""
     x = np.ones(8 * 32_768)
     if rank == 1:
         time.sleep(0.2)
@@ -106,7 +106,7 @@ else:
 
 
 def line_of(text: str) -> int:
-    """The line of the program that has this text."""
+    """Return the number of the line that has this text."""
     return next(number for number, line in enumerate(TRAIN.splitlines(), 1) if text in line)
 
 
@@ -143,7 +143,7 @@ def test_who_waits_for_a_rank_that_has_left_reads_why(tmp_path: Path, backend: s
 @pytest.mark.parametrize("count", [8, 1 << 21])
 @pytest.mark.parametrize("case", ["alone", "more behind", "looked at late", "while it sends"])
 def test_a_rank_may_end_at_once_after_its_last_receive(rank, world_size, case, count):
-    """The sender's part is done then, however the acknowledgement and the connection's end reach it."""
+    """The sender's part is complete, in whatever order it gets the ack and the end of the connection."""
     x, large = np.full(count, 7, "u1"), np.full(64 << 20, 1 + rank, "u1")
     dist.barrier()
     if rank == 1:
@@ -155,7 +155,7 @@ def test_a_rank_may_end_at_once_after_its_last_receive(rank, world_size, case, c
     work = dist.isend(x, 1)
     behind = [dist.isend(x, 1, tag=5) for _ in range(3 * (case == "more behind"))]
     if case == "looked at late":
-        time.sleep(0.3)  # the other process is gone by now
+        time.sleep(0.3)  # the other process has ended by now
     elif case == "while it sends":
         behind = [dist.irecv(whole, 1, tag=9)]
     work.wait()
@@ -164,6 +164,6 @@ def test_a_rank_may_end_at_once_after_its_last_receive(rank, world_size, case, c
             other.wait()
         except dist.PeerDiedError:
             continue
-        # It was all on its way; who has sent it did not live to hear so.
+        # All of it had been sent; the sender died before it got the ack.
         assert case == "while it sends"
         assert (whole == 2).all()

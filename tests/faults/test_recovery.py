@@ -1,4 +1,4 @@
-"""Ranks die, and those that are left go on in a new group, in their processes and with their memory."""
+"""Ranks die, and the ranks that are left go on in a new group, with their processes and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("backend", ["shm", "tcp"])
 
 
 def kill_until_one_is_left(backend: str, n: int, seed: int) -> float:
-    """Seconds that the slowest `shrink` took."""
+    """Return the seconds of the slowest `shrink`."""
     order = random.Random(seed).sample(range(n), n - 1)
     with crew.nothing_left():
         outcomes = crew.run(recovery_victims.kill_until_one_is_left, n, backend, order)

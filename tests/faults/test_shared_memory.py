@@ -47,12 +47,12 @@ dist.destroy_process_group()
 
 
 def run_in_small_shm(tmp_path, size: str, program: str = PROGRAM) -> list[str]:
-    """The program's results in a mount namespace whose /dev/shm has `size`, and what it warns of."""
+    """Return a program's results and warnings in a mount namespace whose /dev/shm has `size`."""
     return run_behind(tmp_path, f"mount -t tmpfs -o size={size} tmpfs /dev/shm", program)
 
 
 def run_behind(tmp_path, mount: str, program: str = PROGRAM) -> list[str]:
-    """As above, behind a command that mounts things."""
+    """Return a program's results and warnings, run by a command that mounts file systems."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a small /dev/shm in a namespace of its own")
     script = tmp_path / "program.py"
@@ -98,7 +98,7 @@ def test_shared_arrays_beyond_what_there_is_are_ordinary_ones(tmp_path):
     warning, arrays, afterwards = run_in_small_shm(tmp_path, "16m", ARRAYS)
     assert "WARNING /dev/shm is full, so new shared arrays are made in ordinary memory" in warning
     assert "--shm-size" in warning
-    assert arrays == "RESULT 14 True"  # and a sixteenth is left for others
+    assert arrays == "RESULT 14 True"  # a sixteenth is left for other processes
     assert afterwards == "RESULT True"
 
 

@@ -9,7 +9,7 @@ import pytest
 from fastcoll.launch.nodes import free_port
 from faults import crew, failing_victims
 
-# Where, and which ranks reach that: rank 0 creates the segment, the others attach to it.
+# Failpoints, and the ranks that hit them: rank 0 creates the segment, the others attach to it.
 STARTING = {
     "start.after_join": [0, 1, 2],
     "shm.meeting.after_create": [0],
@@ -23,7 +23,7 @@ STARTING = {
 STARTING_TCP = {
     "tcp.meeting.after_listen": [0, 2],
     "tcp.meeting.after_connect": [0, 1],
-    "tcp.connection.enter": [0],  # a higher rank may find its connection made already, by the lower one
+    "tcp.connection.enter": [0],  # the lower rank may have made a higher rank's connection already
     "new_group.after_request": [1],
 }
 ENDING = ["destroy.enter", "destroy.after_groups", "destroy.after_store"]
@@ -34,14 +34,14 @@ def world(where: str, victim: int, how: str, meeting: str = "", n: int = 3) -> t
 
 
 def run(where: str, ranks: list[int], how: str) -> dict[int, list[crew.Outcome]]:
-    """What became of a world for each victim, all at once."""
+    """Run a world for each victim, all at once, and return the outcomes."""
     worlds = [world(where, victim, how) for victim in ranks]
     with crew.nothing_left():
         return dict(zip(ranks, crew.run_together(worlds), strict=True))
 
 
 def check(outcomes: Sequence[crew.Outcome], victim: int, within: float = crew.AT_ALL) -> None:
-    """The survivors knew which rank had died."""
+    """Check that the survivors named the dead rank."""
     dead = outcomes[victim]
     for saw in crew.survivors(outcomes, victim):
         assert f"rank {victim} (pid {dead.pid} on " in saw["error"], saw
@@ -68,7 +68,7 @@ def test_killed_while_starting_is_named_in_time(how: str, within: float) -> None
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_who_attaches_when_others_have_seen_a_death_names_it_too(victim: int) -> None:
-    """The others remove the segment's name first, and then tell why."""
+    """The others unlink the segment first, and then publish the reason."""
     with crew.nothing_left():
         outcomes = crew.run(
             *world("shm.meeting.after_proof", victim, "attach late", meeting() if victim == 0 else "")
@@ -81,7 +81,7 @@ AT_THE_STORE = ["shm.meeting.after_create", "shm.meeting.after_proof"]
 
 @pytest.mark.parametrize("where", AT_THE_STORE)
 def test_the_store_dies_with_rank_0_while_a_segment_is_made(where: str) -> None:
-    """Nobody can read the segment's name in the store any more, and who made it unlinks it no more."""
+    """The segment's name in the store is lost, and the rank that made the segment is dead and cannot unlink it."""
     with crew.nothing_left():
         outcomes = crew.run(*world(where, 0, "auto", meeting()))
     check(outcomes, 0)
@@ -89,7 +89,7 @@ def test_the_store_dies_with_rank_0_while_a_segment_is_made(where: str) -> None:
 
 @pytest.mark.parametrize("where", AT_THE_STORE)
 def test_the_store_dies_with_rank_0_while_parts_of_a_group_are_made(where: str) -> None:
-    """Who waits for a rank that has failed by then, and ended, names the one that was killed."""
+    """A rank that waits for a rank which has failed and ended names the rank that was killed."""
     with crew.nothing_left():
         outcomes = crew.run(*world(where, 0, "nodes", meeting(), n=4))
     check(outcomes, 0)
@@ -97,12 +97,12 @@ def test_the_store_dies_with_rank_0_while_parts_of_a_group_are_made(where: str) 
 
 
 def meeting() -> str:
-    """At rank 0, which serves the store then."""
+    """Return a meeting point at rank 0, which then serves the store."""
     return f"tcp://127.0.0.1:{free_port()}"
 
 
 def leave(where: str, how: str, within: float) -> None:
-    """The others have nothing more to do with a rank that dies while it leaves, and leave in order."""
+    """The others no longer need a rank that dies while it leaves, and leave in order."""
     for victim, outcomes in run(where, [0, 1], how).items():
         for saw in crew.survivors(outcomes, victim):
             assert saw["raised"] - outcomes[victim].died < within, saw

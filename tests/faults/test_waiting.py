@@ -1,4 +1,4 @@
-"""Ranks that come late, are stopped, or are interrupted, in shared memory and over TCP."""
+"""Ranks that are late, stopped or interrupted, over shared memory and TCP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLS = [
 
 @cache
 def outcomes() -> dict[tuple[str, str], list[crew.Outcome]]:
-    """Of the worlds whose ranks mostly sleep, at once."""
+    """Run the worlds whose ranks mostly sleep at once, and return their outcomes."""
     worlds = {("late", backend): (victims.wait_for_late_rank, 3, 1.2, backend) for backend in BACKENDS}
     worlds |= {("stopped", backend): (victims.stop_and_continue, 2, 1.0, backend) for backend in BACKENDS}
     return dict(zip(worlds, crew.run_together(list(worlds.values())), strict=True))
@@ -54,7 +54,7 @@ def test_a_rank_that_stops_is_named_by_all_at_the_timeout() -> None:
     ends = crew.run(net_victims.stop_for_good, 3, 3.0)
     *others, _ = crew.results(ends)
     for saw in others:
-        # Another rank may be stuck in the call before, and so not have arrived either.
+        # Another rank may be stuck in the previous call, and so have not arrived either.
         assert 2 in saw["ranks"], saw
         assert str(ends[2].pid) in saw["error"]
     kinds = {saw["kind"] for saw in others}
@@ -66,7 +66,7 @@ def interrupt(backend: str, call: str, within: float) -> None:
     first, *others = crew.results(crew.run(victims.interrupt, 3, call, backend))
     assert first["after"] < within
     for saw in others:
-        # An interrupted wait for a Work leaves the operation itself going on.
+        # The operation goes on after an interrupted wait for its Work.
         assert call == "work" or "rank 0" in saw["error"]
 
 
@@ -90,7 +90,7 @@ def test_ctrl_c_in_the_middle_of_64_mib_is_told_to_all() -> None:
 def test_a_late_rank_is_named_by_a_warning(rank, world_size, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.2")
     config.forget()
-    dist.barrier()  # its kernel is compiled by now
+    dist.barrier()  # the kernel is compiled by now
     warnings = tmp_path / "warnings"
     if rank == 0:
         log, handler = logging.getLogger("fastcoll"), logging.FileHandler(warnings, delay=True)

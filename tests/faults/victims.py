@@ -1,4 +1,4 @@
-"""What ranks do in the tests of this folder: work until one of them dies, and say how it ended."""
+"""The programs of ranks in the tests of this folder: they work until one of them dies, and report how it ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _blocks(count: int, n: int, rank: int) -> list[np.ndarray]:
 
 
 def _ring(count: int, rank: int, n: int) -> None:
-    """Everybody sends to the next rank and receives from the one before."""
+    """Send to the next rank and receive from the previous one."""
     x, y = np.ones(count, "f4"), np.zeros(count, "f4")
     for work in dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, x, (rank + 1) % n), dist.P2POp(dist.irecv, y, (rank - 1) % n)]
@@ -34,7 +34,7 @@ def _ring(count: int, rank: int, n: int) -> None:
 
 
 def _await_token(count: int, rank: int, n: int) -> None:
-    """A token that goes once around, from rank 0, which has posted its receive before the token can come."""
+    """Pass a token around once, from rank 0, which posts its receive before the token can arrive."""
     x, y = np.ones(count, "f4"), np.zeros(count, "f4")
     receive = dist.irecv(y, (rank - 1) % n)
     if rank:
@@ -44,7 +44,7 @@ def _await_token(count: int, rank: int, n: int) -> None:
 
 
 def _pass_on(count: int, rank: int, n: int) -> None:
-    """A token that goes once around, by blocking calls."""
+    """Pass a token around once, by blocking calls."""
     x = np.ones(count, "f4")
     if rank:
         dist.recv(x, rank - 1)
@@ -54,7 +54,7 @@ def _pass_on(count: int, rank: int, n: int) -> None:
 
 
 def _put_on(count: int, rank: int, n: int) -> None:
-    """Everybody puts into the next rank's symmetric array, which it allocates for this."""
+    """Allocate a symmetric array, and put into that of the next rank."""
     x = dist.symmetric.empty(count, "f4")
     dist.symmetric.put(x, np.ones(count, "f4"), (rank + 1) % n)
     dist.symmetric.signal(x, (rank + 1) % n)
@@ -90,11 +90,11 @@ STEPS: dict[str, Step] = {
 
 
 def wait_for_late_rank(rank: int, n: int, url: str, timeout: float, backend: str = "auto") -> str:
-    """All but the last rank wait in all_reduce; returns the error, or the result if the last one came."""
+    """Wait in all_reduce on all ranks but the last; return the error, or the result if the last rank arrives."""
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
     group = dist.new_group(timeout=60)
-    group.barrier()  # those that wait begin to at about the same time
-    group.timeout = timeout  # only now, as to meet may take longer
+    group.barrier()  # the waiting ranks begin at about the same time
+    group.timeout = timeout  # set here, because joining may take longer
     given_up = [Path(f"{url.removeprefix('file://')}-given-up-{other}") for other in range(n - 1)]
     try:
         if rank == n - 1:
@@ -111,7 +111,7 @@ def wait_for_late_rank(rank: int, n: int, url: str, timeout: float, backend: str
 
 
 def stop_and_continue(rank: int, n: int, url: str, seconds: float, backend: str = "auto") -> float:
-    """Rank 0 is stopped for a while by its peer, as a debugger or the kernel would; returns the result."""
+    """Have its peer stop rank 0 for a while, as a debugger or the kernel would; return the result."""
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
     pids = np.zeros(n, "i8")
     dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
@@ -125,7 +125,7 @@ def stop_and_continue(rank: int, n: int, url: str, seconds: float, backend: str 
 
 
 def interrupt_in_the_package() -> list[float]:
-    """Have the main thread get SIGINT when it has been in a function of the package for a moment; when, once sent."""
+    """Send SIGINT to the main thread once it has been in a function of the package for a moment; return the time."""
     main, package, sent = threading.get_ident(), os.path.dirname(dist.__file__), list[float]()
 
     def is_there() -> bool:
@@ -144,7 +144,7 @@ def interrupt_in_the_package() -> list[float]:
 
 
 def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> dict[str, Any]:
-    """Rank 0 gets SIGINT while it waits for the others; they find the group failed."""
+    """Send rank 0 SIGINT while it waits for the others, whose group then fails."""
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
     x, interrupted = np.ones(3), Path(url.removeprefix("file://") + "-interrupted")
     waiting = {
@@ -165,7 +165,7 @@ def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> 
     while not interrupted.exists():
         time.sleep(0.01)
     try:
-        for _ in range(3):  # rank 0's part in the first call was published, so that one may succeed
+        for _ in range(3):  # rank 0 had published its part of the first call, so that call may succeed
             dist.all_reduce(x)
     except GroupError as error:
         return {"error": str(error)}
@@ -173,7 +173,7 @@ def interrupt(rank: int, n: int, url: str, call: str, backend: str = "auto") -> 
 
 
 def make_world(rank: int, n: int, url: str) -> str:
-    """Start and use a job; returns what went wrong."""
+    """Start and use a job; return the error."""
     try:
         dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=60)
         x = np.ones(100_000)
@@ -201,19 +201,19 @@ LONG_WAITS = tuple(_long_waits())
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process."""
+    """Return the CPU time of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_for_long(rank: int, n: int, url: str, what: str) -> float:
-    """Rank 1 waits; rank 0 returns what share of a core that takes after its first second."""
+    """Wait on rank 1; return on rank 0 the share of a core that the wait uses after its first second."""
     dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=60)
     pids = np.zeros(n, np.int64)
     dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
     wait, share = _long_waits()[what], 0.0
     if rank == 0:
-        time.sleep(1.3)  # not to meet the other rank, but to be late
+        time.sleep(1.3)  # after the other rank has begun to wait
         began, used = time.monotonic(), _cpu_seconds(int(pids[1]))
         time.sleep(0.5)
         used = _cpu_seconds(int(pids[1])) - used
