@@ -41,8 +41,8 @@ AGAIN_WITHIN = 0.1
 """Seconds that a further call on a failed group takes to raise, not counted those without a core: it asks nobody."""
 AT_ALL = 30.0
 """What tests allow that do not measure the promised times: half of the groups' timeout, which would end a call too."""
-# The folder of the imported package. New processes get it in PYTHONPATH and start in another folder: Python looks in the
-# working directory first, and the sources there may differ from an installed package.
+# The folder of the imported package. New processes get it in PYTHONPATH and start in another folder: Python looks in
+# the working directory first, and the sources there may differ from an installed package.
 _PACKAGE = str(Path(fastcoll.__file__).parents[1])
 _MESSAGE = r"\b(send to|recv from) rank"
 # How an error names its call if not as "op(...), call N of group" (without the arguments while the call is not

@@ -51,7 +51,7 @@ def _join(rank: int, n: int, url: str, backend: str, timeout: float = 60.0) -> N
 
 
 def kill_until_one_is_left(rank: int, n: int, url: str, backend: str, order: list[int]) -> dict[str, Any]:
-    """Kill one rank after the other, named by their first ranks; return the seconds of each `shrink`."""
+    """Kill ranks one by one, in an `order` of ranks of the first world; return the seconds of each `shrink`."""
     _join(rank, n, url, backend)
     _meet()
     took, left = [], sorted(range(n))

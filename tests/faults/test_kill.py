@@ -67,11 +67,11 @@ def test_killed_rank_of_a_call_in_symmetric_memory() -> None:
 
 
 @pytest.mark.parametrize("how", ["direct", "shared"])
-def test_killed_reader_of_arrays_where_they_are(how: str) -> None:
+def test_killed_reader_of_arrays_in_place(how: str) -> None:
     see([die(op, "shm.single_copy.piece_read@3", LONG, reader, how) for op, reader in READERS.items()])
 
 
-def test_killed_rank_of_a_reduction_of_arrays_where_they_are() -> None:
+def test_killed_rank_of_a_reduction_of_arrays_in_place() -> None:
     worlds = [die(op, "shm.single_copy.piece_read@3", LONG, 0, "direct") for op in ("all_reduce", "reduce")]
     worlds += [die("all_reduce", "shm.single_copy.pushing@9", LONG, 1, "shared")]
     worlds += [die("reduce", "shm.reduce.after_publish", LONG, 2, "shared")]
@@ -85,7 +85,7 @@ def test_killed_rank_that_makes_or_maps_an_arena(place: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
-def test_killed_rank_whose_arena_was_named_and_nobody_has_mapped(op: str) -> None:
+def test_killed_rank_whose_arena_was_named_and_is_not_mapped(op: str) -> None:
     """In the second call, the first on shared arrays: the victim's descriptors are gone when the others open them."""
     late = f"shm.{op}.after_publish:kill@2#1,shm.arena.before_mapping:delay=0.1"
     world = (failing_victims.work_until_failpoint, 3, op, LONG, late, 1, "shared")

@@ -85,7 +85,7 @@ def test_killed_rank_of_a_node_of_another_size(victim: int) -> None:
     see([die("all_reduce", "hybrid.all_reduce.after_meeting@3", LONG, victim, "nodes", n=5)])
 
 
-def test_ctrl_c_in_the_middle_of_64_mib_is_told_to_all() -> None:
+def test_ctrl_c_in_the_middle_of_64_mib_reaches_all() -> None:
     with crew.nothing_left():
         first, *others = crew.run(net_victims.interrupt_large, 4, "nodes")
     crew.check_interrupted(first, others)

@@ -111,7 +111,7 @@ def line_of(text: str) -> int:
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_who_waits_for_a_rank_that_has_left_reads_why(tmp_path: Path, backend: str) -> None:
+def test_ranks_that_wait_for_a_rank_that_left_get_the_reason(tmp_path: Path, backend: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = subprocess.run(
         [sys.executable, tmp_path / "train.py", backend, tmp_path / "meet"],

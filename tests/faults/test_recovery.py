@@ -58,7 +58,7 @@ def test_ranks_that_die_while_others_shrink(backend: str, dying: dict[int, float
     assert crew.results(left) == [{"sum": sum(2.0**each.rank for each in left)}] * len(left)
 
 
-def test_a_death_while_the_new_group_is_made_begins_anew() -> None:
+def test_a_death_while_the_new_group_is_made_restarts_shrink() -> None:
     with crew.nothing_left():
         outcomes = crew.run(recovery_victims.shrink_once_while_one_dies, 4, "shm")
     assert outcomes[2].exitcode == outcomes[3].exitcode == -9
@@ -67,7 +67,7 @@ def test_a_death_while_the_new_group_is_made_begins_anew() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
-def test_a_part_shrinks_and_others_do_not_notice(backend: str) -> None:
+def test_one_group_shrinks_and_others_are_not_affected(backend: str) -> None:
     ends = crew.run(recovery_victims.shrink_a_part, 6, backend)
     wanted = [{"sum": (6, 8)[rank % 2], "world": (1,)} for rank in (0, 2, 3, 4, 5)]
     assert crew.survivors(ends, 1) == wanted
@@ -98,13 +98,13 @@ def shrink_beside_a_stopped_rank(backend: str, within: float) -> None:
 
 @pytest.mark.long
 @BOTH
-def test_a_rank_that_neither_dies_nor_comes_is_named(backend: str) -> None:
+def test_a_rank_that_neither_dies_nor_arrives_is_named(backend: str) -> None:
     shrink_beside_a_stopped_rank(backend, crew.AT_ALL)
 
 
 @pytest.mark.timed
 @BOTH
-def test_a_rank_that_neither_dies_nor_comes_is_named_soon(backend: str) -> None:
+def test_a_rank_that_neither_dies_nor_arrives_is_named_soon(backend: str) -> None:
     shrink_beside_a_stopped_rank(backend, 1)
 
 

@@ -82,7 +82,7 @@ WITHOUT = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", WITHOUT)
-def test_none_or_one_that_cannot_be_written_is_said_with_the_cure_on_every_rank(tmp_path, how):
+def test_missing_or_read_only_shared_memory_is_reported_with_the_cure_on_every_rank(tmp_path, how):
     mount, said = WITHOUT[how]
     for result in run_behind(tmp_path, mount):
         assert result.startswith("RESULT 0 ")
@@ -90,11 +90,11 @@ def test_none_or_one_that_cannot_be_written_is_said_with_the_cure_on_every_rank(
         assert "mount a writable tmpfs there" in result
 
 
-def test_small_means_smaller_segments(tmp_path):
+def test_small_shared_memory_means_smaller_segments(tmp_path):
     assert run_in_small_shm(tmp_path, "1m") == ["RESULT 0 "] * 2
 
 
-def test_shared_arrays_beyond_what_there_is_are_ordinary_ones(tmp_path):
+def test_shared_arrays_beyond_the_free_memory_are_ordinary_ones(tmp_path):
     warning, arrays, afterwards = run_in_small_shm(tmp_path, "16m", ARRAYS)
     assert "WARNING /dev/shm is full, so new shared arrays are made in ordinary memory" in warning
     assert "--shm-size" in warning

@@ -67,7 +67,7 @@ def test_killed_while_starting_is_named_in_time(how: str, within: float) -> None
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_who_attaches_when_others_have_seen_a_death_names_it_too(victim: int) -> None:
+def test_a_rank_that_attaches_after_a_death_was_noticed_names_it_too(victim: int) -> None:
     """The others unlink the segment first, and then publish the reason."""
     with crew.nothing_left():
         outcomes = crew.run(
@@ -118,5 +118,5 @@ def test_killed_while_leaving(where: str, how: str) -> None:
 
 @pytest.mark.timed
 @pytest.mark.parametrize("how", ["auto", "tcp"])
-def test_nobody_waits_for_a_rank_that_is_killed_while_leaving(how: str) -> None:
+def test_no_rank_waits_for_one_that_is_killed_while_leaving(how: str) -> None:
     leave("destroy.after_groups", how, crew.SOON)

@@ -34,7 +34,7 @@ def outcomes() -> dict[tuple[str, str], list[crew.Outcome]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_does_not_come_is_named_at_the_timeout(backend: str) -> None:
+def test_a_rank_that_does_not_arrive_is_named_at_the_timeout(backend: str) -> None:
     ends = outcomes()["late", backend]
     *waiting, late = crew.results(ends)
     assert late == "late"
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_a_blocked_call_within_a_second(backend: str, call: str) -> 
     interrupt(backend, call, crew.SOON)
 
 
-def test_ctrl_c_in_the_middle_of_64_mib_is_told_to_all() -> None:
+def test_ctrl_c_in_the_middle_of_64_mib_reaches_all() -> None:
     first, *others = crew.run(net_victims.interrupt_large, 3, "tcp")
     crew.check_interrupted(first, others)
 
