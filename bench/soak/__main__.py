@@ -1,4 +1,4 @@
-"""`python -m soak NAME... [--long]` in the folder bench: run soaks, print what they found as rows of a table."""
+"""`python -m soak NAME... [--long]` in the folder bench: run soaks, and print their results as rows of a table."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class Soak:
-    """How much of it is short, which takes half a minute at most on two cores, and how much is long."""
+    """The amounts of a short soak, which takes half a minute at most on two cores, and of a long one."""
 
     short: int
     long: int
     unit: str
-    failpoint: str = ""  # that kernels are loaded with
+    failpoint: str = ""  # the setting with which kernels are loaded
 
 
 SOAKS = {
@@ -41,7 +41,7 @@ SOAKS = {
 
 
 def main() -> int:
-    """Run what the command line names; 1 if something was found."""
+    """Run the soaks of the command line; return 1 if one found a fault."""
     parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
     amounts = "; ".join(
         f"{name}: {soak.short:,} or {soak.long:,} {soak.unit}" for name, soak in SOAKS.items()
@@ -50,7 +50,7 @@ def main() -> int:
         "names", nargs="*", metavar="NAME", choices=[[], *SOAKS], help=f"all by default; {amounts}"
     )
     parser.add_argument(
-        "--long", action="store_true", help="as much as the table has, instead of half a minute"
+        "--long", action="store_true", help="run the amounts of the table, instead of half a minute"
     )
     parser.add_argument("--amount", type=int, help="of each soak, in its unit")
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (default 1)")
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def run_apart(name: str, amount: int, seed: int) -> Report:
-    """Run a soak in a process of its own, which forks its ranks and loads the kernels that it needs."""
+    """Run a soak in a new process, which loads the kernels that it needs and forks its ranks."""
     with Fleet() as fleet:
         child = fleet.start(_run, name, amount, seed)
         end = fleet.reap(child, time.monotonic() + _MOST_SECONDS)

@@ -1,8 +1,8 @@
-"""Each operation with inputs that change from call to call, and whether the result was right to the last element.
+"""Each operation with inputs that change from call to call, and a check of every element of its result.
 
-A call is a generator `call(rank, n, count, turn)`: it makes its arrays and yields, and when it goes on it makes the
-call and yields whether the result is right. Element i of what rank r gives in turn t is (i % 97 + 1) * (r + 1 + t % 5):
-whole numbers, whose sums over up to 64 ranks float32 holds exactly.
+A call is a generator `call(rank, n, count, turn)`: it makes its arrays and yields; when it is resumed it makes the call
+and yields whether the result is right. Element i of rank r's input in turn t is (i % 97 + 1) * (r + 1 + t % 5): whole
+numbers whose sums over up to 64 ranks are exact in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 import fastcoll as dist
 
-READY = True  # what a call yields before it begins
+READY = True  # yielded before the call
 Steps = Iterator[bool]
 Call = Callable[[int, int, int, int], Steps]
 
@@ -27,12 +27,12 @@ def _grain(count: int) -> np.ndarray:
 
 
 def _sum(ranks: int, count: int, turn: int) -> np.ndarray:
-    """The sum of what ranks 0..ranks-1 give."""
+    """Return the sum of the inputs of ranks 0..ranks-1."""
     return _grain(count) * np.float32(sum(rank + 1 + turn % 5 for rank in range(ranks)))
 
 
 def _blocks(rank: int, n: int, count: int, turn: int) -> list[np.ndarray]:
-    """What `rank` gives each of n ranks: no two blocks are alike."""
+    """Return the blocks of `rank` for n ranks, all of them different."""
     return [_given(rank, count, turn) + np.float32(1000 * to) for to in range(n)]
 
 
@@ -56,7 +56,7 @@ def all_reduce(rank: int, n: int, count: int, turn: int) -> Steps:
 
 
 def all_reduce_posted(rank: int, n: int, count: int, turn: int) -> Steps:
-    """Two at once, asynchronous."""
+    """Run two asynchronous all_reduces at once."""
     pair = [_given(rank, count, turn + more) for more in range(2)]
     yield READY
     for work in [dist.all_reduce(x, async_op=True) for x in pair]:
@@ -130,7 +130,7 @@ def barrier(rank: int, n: int, count: int, turn: int) -> Steps:
 
 
 def exchange(rank: int, n: int, count: int, turn: int) -> Steps:
-    """Everybody sends to the next rank and receives from the one before, posted."""
+    """Post a send to the next rank and a receive from the previous one."""
     x, y, before = _given(rank, count, turn), np.zeros(count, "f4"), (rank - 1) % n
     yield READY
     pair = [dist.P2POp(dist.isend, x, (rank + 1) % n), dist.P2POp(dist.irecv, y, before)]
@@ -140,7 +140,7 @@ def exchange(rank: int, n: int, count: int, turn: int) -> Steps:
 
 
 def pass_on(rank: int, n: int, count: int, turn: int) -> Steps:
-    """What rank 0 gives goes once around, by send and recv."""
+    """Pass rank 0's array around once, by send and recv."""
     x = _given(0, count, turn) if rank == 0 else np.zeros(count, "f4")
     yield READY
     if rank:
@@ -153,7 +153,7 @@ def pass_on(rank: int, n: int, count: int, turn: int) -> Steps:
 
 
 def put(rank: int, n: int, count: int, turn: int) -> Steps:
-    """Everybody puts into the next rank's symmetric array."""
+    """Put into the next rank's symmetric array."""
     before, after = (rank - 1) % n, (rank + 1) % n
     given = _given(rank, count, turn)
     yield READY
@@ -172,7 +172,7 @@ def objects(rank: int, n: int, count: int, turn: int) -> Steps:
 
 
 def new_group(rank: int, n: int, count: int, turn: int) -> Steps:
-    """A group of all is made, used and destroyed."""
+    """Make a group of all ranks, use it and destroy it."""
     x = _given(rank, count, turn)
     yield READY
     group = dist.new_group(list(range(n)))
@@ -189,4 +189,4 @@ CALLS: dict[str, Call] = {
     )
 }  # fmt: skip
 ONE_NODE = frozenset({"put"})
-"""What needs all ranks on one node, over shared memory."""
+"""The calls that need all ranks on one node, over shared memory."""

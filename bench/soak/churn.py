@@ -1,8 +1,8 @@
-"""Ranks come and are killed at random, and those that are left go on: a world of up to ten that heals itself.
+"""Ranks join and are killed at random, and the ranks that are left go on: a world of up to ten that heals itself.
 
-Each process has a number. All agree through a store, epoch by epoch, on who takes part (`agree`), make a group under
-the epoch's name, and reduce until somebody dies, or until joiners wait in the store for the next epoch. The first
-process is never killed: its memory, descriptors and threads are looked at whenever it is in no group.
+Each process has a number. In each epoch the processes agree through a store on the members (`agree`), make a group
+under the epoch's name, and reduce until a rank dies, or until joiners wait in the store for the next epoch. The first
+process is never killed: its memory, descriptors and threads are measured whenever it is in no group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll import FastcollError, GroupError, PrefixStore, Store, TCPStore
-from fastcoll.system.processes import status_of
+from fastcoll.system.processes import has_ended, status_of
 from fastcoll.testing.worker import shm_names
 
 from .fleet import Fleet, left_in_shm, resident_bytes
@@ -29,11 +29,11 @@ from .report import Report
 
 MOST, LEAST = 10, 2
 GAP = 10.0  # seconds within which a reduction completes, whatever happens
-TIMEOUT = 5.0  # who is killed before it has joined is missed for so long
+TIMEOUT = 5.0  # the others wait this long for a process that is killed before it has joined
 _ELDER = 1  # the first process that takes part; 0 serves the store
-_EARLY_EPOCHS = 10  # before which nothing is settled
-_GROWTH = 0.01  # of memory in ten minutes
-_SLACK_BYTES = 2 << 20  # below which growth is not told from noise
+_EARLY_EPOCHS = 10  # memory is not stable before
+_GROWTH = 0.01  # of memory, in ten minutes
+_SLACK_BYTES = 2 << 20  # smaller growth is noise
 
 
 def run(amount: int, seed: int) -> Report:
@@ -45,7 +45,7 @@ def run(amount: int, seed: int) -> Report:
         fleet.await_turns([0], 1, 30.0)
         port = int(fleet.marks[0])
         alive: dict[int, Any] = {}
-        free = list(range(1, 60))  # places on the board; one is used again after its process has been reaped
+        free = list(range(1, 60))  # slots of the board; a slot is reused after its process has been reaped
 
         def spawn() -> None:
             nonlocal spawned
@@ -83,7 +83,7 @@ def run(amount: int, seed: int) -> Report:
                 fleet.children.remove(child)
                 free.append(place)
                 kills += 1
-        fleet.marks[1] = 1.0  # all leave
+        fleet.marks[1] = 1.0  # all processes leave
         for place, child in alive.items():
             ended = fleet.reap(child, time.monotonic() + 4 * TIMEOUT)
             if ended.said is None:
@@ -101,7 +101,7 @@ def run(amount: int, seed: int) -> Report:
 
 
 def _judge_growth(seen: list[tuple[float, int, int, int]], report: Report) -> None:
-    """Whether the elder's memory, descriptors and threads are flat: each epoch's time, bytes and numbers."""
+    """Report growth of the elder's memory, descriptors or threads; `seen` has time, bytes and counts by epoch."""
     settled = seen[_EARLY_EPOCHS:]
     report.figures["epochs"] = str(len(seen))
     if len(settled) < 4:
@@ -125,7 +125,7 @@ def _judge_growth(seen: list[tuple[float, int, int, int]], report: Report) -> No
 
 
 def serve(fleet: Fleet) -> dict[str, str]:
-    """Serve the store until the parent says that it is over."""
+    """Serve the store until the parent sets the end on the board."""
     with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
         before = resident_bytes(os.getpid())
         fleet.marks[0] = store.port
@@ -137,7 +137,7 @@ def serve(fleet: Fleet) -> dict[str, str]:
 
 
 def work(fleet: Fleet, place: int, port: int) -> list[tuple[float, int, int, int]]:
-    """Take part until the parent says that it is over; what this process held before each epoch, in no group."""
+    """Take part until the parent sets the end; return this process's resources before each epoch, in no group."""
     seen, epoch = [], 0
     with TCPStore("127.0.0.1", port, timeout=60) as store:
         while not fleet.marks[1]:
@@ -160,7 +160,7 @@ def work(fleet: Fleet, place: int, port: int) -> list[tuple[float, int, int, int
 
 
 def _reduce(fleet: Fleet, place: int, store: Store, epoch: int, members: list[int]) -> None:
-    """Reduce until joiners wait, or all are to leave; the first member tells the others so."""
+    """Reduce until joiners wait or the soak ends, which the first member sends to the others."""
     total, first = sum(members), members[0] == os.getpid()
     for turn in range(1 << 30):
         ends = first and turn % 20 == 0 and (fleet.marks[1] or store.check([f"{epoch + 1}/here"]))
@@ -176,9 +176,10 @@ def _reduce(fleet: Fleet, place: int, store: Store, epoch: int, members: list[in
 
 
 def agree(store: Store, epoch: int) -> tuple[int, list[int]]:
-    """The next epoch and the pids of its members; blocks. Who comes first decides, when all that live have come.
+    """Return the next epoch and the pids of its members; blocks.
 
-    Who died after it came is a member, whose death the group's start finds; an epoch whose first one dies is void.
+    The first process to arrive decides, when all living processes have arrived. A process that dies after it arrived is
+    a member, and the start of the group finds its death. An epoch whose first process dies is void.
     """
     me = os.getpid()
     while True:
@@ -203,7 +204,7 @@ def agree(store: Store, epoch: int) -> tuple[int, list[int]]:
 
 
 def _await_members(store: Store, epoch: int, before: list[int]) -> None:
-    """Until those of the epoch before that live have come, and a moment more for others."""
+    """Wait until the living members of the previous epoch have arrived, and a moment longer for joiners."""
     end = time.monotonic() + 2 * TIMEOUT
     while time.monotonic() < end:
         here = set(map(int, store.get(f"{epoch}/here").split()))
@@ -215,6 +216,6 @@ def _await_members(store: Store, epoch: int, before: list[int]) -> None:
 
 def _lives(pid: int) -> bool:
     try:
-        return status_of(pid)[0] not in (b"Z", b"X")
+        return not has_ended(status_of(pid))
     except OSError:
         return False

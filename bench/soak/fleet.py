@@ -1,8 +1,8 @@
-"""Ranks as children of this process, which has loaded everything: two ranks have a group in a tenth of a second.
+"""Ranks as forked children of this process, which has loaded all modules: two ranks make a group in 0.1 s.
 
-The parent has one thread and no group. Each child runs one function and answers with what that returns; the parent
-signals, watches and reaps. What a child writes to stderr, and its stacks when it hangs, is part of its end. All share
-a board, on which each process writes its own places: times by time.monotonic(), which is one clock for all processes.
+The parent has one thread and no group. Each child runs one function and sends its result; the parent signals, watches
+and reaps children. An end includes the child's stderr, and its stacks if it hangs. All processes share a board, on
+which each writes its own slots; times are of time.monotonic(), which is one clock for all processes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _TOLD_BYTES = 6000
 
 @dataclass
 class End:
-    """What became of a child.
+    """The end of a child.
 
     Attributes:
-        said: what its function returned, None where it did not.
-        error: the traceback of what it raised; with its stacks where it hung.
+        said: the result of its function; None if it did not return.
+        error: the traceback of its exception, with its stacks if it hung.
         code: its exit code, negative for a signal.
-        hung: it was killed as it had not ended in time.
+        hung: whether it was killed because it had not ended in time.
     """
 
     said: Any
@@ -53,7 +53,7 @@ class End:
 
 @dataclass
 class Child:
-    """A child under way; `end` is None until it has been reaped."""
+    """A running child; `end` is None until it has been reaped."""
 
     pid: int
     pipe: Connection[Any, Any]
@@ -62,20 +62,20 @@ class Child:
     end: End | None = None
 
     def signal(self, number: int) -> None:
-        """Send it a signal; one that has ended is fine."""
+        """Send the child a signal, unless it has ended."""
         if self.end is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
 
 class Fleet:
-    """Children with a common board and folder; all are gone when this is left."""
+    """Children with a common board and folder; the context ends all of them."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 3 * PLACES * 8)
         words = np.frombuffer(self._memory, "f8").reshape(3, PLACES)
         self.times, self.turns, self.marks = (
-            words  # when a child did something last, how often, and what else
+            words  # the time of a child's last step, the number of its steps, and other values
         )
         self.children: list[Child] = []
 
@@ -120,7 +120,7 @@ class Fleet:
             os.close(descriptor)
             faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            for other in self.children:  # these are the parent's
+            for other in self.children:  # these descriptors are the parent's
                 if other.end is None:
                     other.pipe.close()
                     os.close(other.pidfd)
@@ -133,7 +133,7 @@ class Fleet:
             os._exit(code)
 
     def reap(self, child: Child, deadline: float) -> End:
-        """Wait for a child's end; at the deadline it is asked for its stacks and killed."""
+        """Wait for a child's end; at the deadline request its stacks and kill it."""
         if child.end is not None:
             return child.end
         said, error, hung = None, "", False
@@ -158,12 +158,12 @@ class Fleet:
         return child.end
 
     def ends(self, seconds: float) -> list[End]:
-        """The ends of all children, within so many seconds."""
+        """Return the ends of all children, within `seconds`."""
         deadline = time.monotonic() + seconds
         return [self.reap(child, deadline) for child in self.children]
 
     def await_turns(self, children: Sequence[int], least: int, seconds: float) -> bool:
-        """Until each of `children` has written so many turns on the board; whether that came in time."""
+        """Wait until each of `children` has written `least` turns on the board; return whether that was in time."""
         deadline = time.monotonic() + seconds
         while self.turns[list(children)].min() < least:
             if time.monotonic() > deadline:
@@ -173,7 +173,7 @@ class Fleet:
 
 
 def load() -> None:
-    """Import and load what ranks need, once for all that will be forked."""
+    """Import and load the modules and kernels of ranks, before they are forked."""
     import fastcoll.hybrid.backend
     import fastcoll.net.tcp.entries
     import fastcoll.rendezvous.methods
@@ -187,18 +187,18 @@ def load() -> None:
     for dtype in ("f4", "f8"):
         reducer(ReduceOp.SUM, np.dtype(dtype))
     gc.collect()
-    gc.freeze()  # so that collections in the children look at, and copy, nothing of all this
+    gc.freeze()  # so that garbage collections in the children do not touch, and so copy, these objects
 
 
 def live_on_nodes(rank: int, share: int) -> None:
-    """Let `share` ranks at a time take themselves for a node: they see another /dev/shm than the others."""
+    """Have each `share` ranks pretend to be on one node, with another /dev/shm than the others."""
     from fastcoll.system import processes
 
     processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
 
 
 def left_in_shm(before: set[str], seconds: float = 2.0) -> set[str]:
-    """New names in /dev/shm that are there still after so many seconds; of another job they go away by themselves."""
+    """Return new names in /dev/shm that still exist after `seconds`; those of other jobs disappear by themselves."""
     end = time.monotonic() + seconds
     while (left := shm_names() - before) and time.monotonic() < end:
         time.sleep(0.01)
@@ -206,5 +206,5 @@ def left_in_shm(before: set[str], seconds: float = 2.0) -> set[str]:
 
 
 def resident_bytes(pid: int) -> int:
-    """The memory that a process has in use, its own and shared."""
+    """Return the resident memory of a process, private and shared."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE

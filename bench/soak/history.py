@@ -1,8 +1,8 @@
-"""What clients of a store saw while some of them were killed and stopped must have an order (`linearizable`).
+"""The answers to clients of a store must be linearizable while some clients are killed and stopped.
 
-Eight clients call at random on a few keys, on a TCPStore and a FileStore in turn. Each writes down what it asks before
-it asks and what was answered, into a file that survives it. Keys are new every half second, so that calls of killed
-clients, which may have had an effect or not, stay few for each key.
+Eight clients call at random on a few keys, alternately on a TCPStore and a FileStore. Each writes its request before
+the call, and then the answer, into a file that survives it. Keys are new every half second, so that each key has few
+calls of killed clients, which may have taken effect or not.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .report import Report
 CLIENTS, KEYS = 8, 3
 HISTORY_SECONDS = 10
 _ERA_SECONDS = 0.5
-_WAIT_SECONDS = 0.02  # of get and wait for a key that is not there
-_PATIENCE_SECONDS = 15.0  # of all else, which may wait for the lock of one that is stopped or starved
-_WORDS = [b"1", b"2", b"37"]  # numbers, so that add always has one
+_WAIT_SECONDS = 0.02  # timeout of get and wait for a missing key
+_PATIENCE_SECONDS = 15.0  # timeout of other calls, which may wait for the lock of a stopped client
+_WORDS = [b"1", b"2", b"37"]  # numbers, so that add always works
 
 
 def run(amount: int, seed: int) -> Report:
-    """Histories of ten seconds, shorter ones where there is less time, until `amount` seconds are over."""
+    """Run histories of ten seconds, or shorter ones if there is less time, until `amount` seconds are over."""
     report, calls, kills, pauses = Report(), 0, 0, 0
     kinds = {"TCPStore": _tcp, "FileStore": _file}
     rounds = max(len(kinds), amount // HISTORY_SECONDS)
@@ -75,7 +75,7 @@ def serve(fleet: Fleet) -> None:
 def _history(
     make: Callable[[Fleet], Callable[[], Store]], seconds: float, dice: random.Random
 ) -> tuple[dict[str, list[Event]], int, int]:
-    """The calls of each key, how many clients were killed and how many stopped."""
+    """Return the calls by key, and how many clients were killed and stopped."""
     killed = paused = 0
     with Fleet() as fleet:
         opens, begin = make(fleet), time.monotonic()
@@ -110,7 +110,7 @@ def _history(
 
 
 def _read(file: Path, events: dict[str, list[Event]]) -> None:
-    """Add what one client has written down; its last call may lack an answer."""
+    """Add the calls that one client has written; its last call may lack an answer."""
     asked: list[Any] | None = None
     for line in file.read_bytes().splitlines():
         said = json.loads(line)
@@ -132,14 +132,14 @@ def _words(words: list[Any]) -> tuple[Any, ...]:
 
 
 def _decoded(answer: Any) -> Any:
-    """A value was written as ["..."], to tell it from "timeout"."""
+    """Decode an answer; a value is written as ["..."], to distinguish it from "timeout"."""
     return answer[0].encode() if isinstance(answer, list) else answer
 
 
 def work(
     fleet: Fleet, opens: Callable[[], Store], file: Path, begin: float, seconds: float, seed: float
 ) -> None:
-    """Call at random, and write down each call and its answer."""
+    """Call at random, and write each call and its answer."""
     dice = random.Random(seed)
     with opens() as store, file.open("ab", buffering=0) as told:
         while (now := time.monotonic()) < begin + seconds:
@@ -161,13 +161,13 @@ def work(
 
 
 def _ask(store: Store, key: str, op: str, given: list[Any]) -> Any:
-    """One call; its answer as JSON has it."""
+    """Make one call and return its answer for JSON."""
     if op in ("get", "wait"):
         store.set_timeout(_WAIT_SECONDS)
         try:
             return store.wait([key]) if op == "wait" else [store.get(key).decode()]
         except StoreTimeoutError as error:
-            return "unknown" if "the lock of" in str(error) else "timeout"  # which a stopped client holds
+            return "unknown" if "the lock of" in str(error) else "timeout"  # a stopped client holds the lock
         finally:
             store.set_timeout(_PATIENCE_SECONDS)
     if op == "check":

@@ -1,8 +1,8 @@
-"""A rank is killed: at any moment of any call, while the job starts, while it ends. One world after the other.
+"""A rank is killed at any moment of any call, while the job starts, or while it ends. One world after the other.
 
-What each case is follows from its number and the seed alone. The promises: every survivor of a call raises, naming the
-dead rank, its pid, the operation and the number of the call, within a second (p99); every later call raises the same,
-at once; what returned was right; nothing is left: no name in /dev/shm, no thread, no descriptor, no process.
+Each case depends on its number and the seed alone. The promises: every survivor of a call raises an error that names
+the dead rank, its pid, the operation and the number of the call, within a second (p99); every later call raises the
+same, at once; results of calls that returned are right; no name in /dev/shm, thread, descriptor or process is left.
 """
 
 from __future__ import annotations
@@ -30,27 +30,25 @@ from .calls import CALLS, ONE_NODE
 from .fleet import End, Fleet, left_in_shm, live_on_nodes
 from .report import Report, percentile
 
-BACKENDS = ("shm", "tcp", "auto")  # auto: on nodes of half the ranks each
+BACKENDS = ("shm", "tcp", "auto")  # auto: on two nodes with half of the ranks each
 WORLDS = (2, 4, 8)
 COUNTS = (0, 1, 2, 1000, 262_144, 1_000_003)  # of float32
 DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM)
-LARGE = (16 << 20,)  # 64 MiB, in one of 50 cases of few ranks
-TIMEOUT = 20.0  # of the groups: nothing may come to that
-START_TIMEOUT = 3.0  # of those that die while the job starts, perhaps before anybody has heard of them
-P99, MOST = 1.0, 2.0  # seconds until all know
-READY = 90.0  # seconds for three calls, which are of 64 MiB in some cases, on a full machine
-PASSED = (
-    12  # calls after which a victim has not come by its failpoint and will not: it is killed wherever it is
-)
-AGAIN = 0.1  # until a later call on the group raises, not counted what it waits for a core: it waits for nothing else
+LARGE = (16 << 20,)  # 64 MiB, in one of 50 cases with few ranks
+TIMEOUT = 20.0  # of the groups; no case may reach it
+START_TIMEOUT = 3.0  # for a rank that dies while the job starts, perhaps before any rank knows of it
+P99, MOST = 1.0, 2.0  # seconds until all survivors raise
+READY = 90.0  # seconds for three calls, some of 64 MiB, on a loaded machine
+PASSED = 12  # a victim that has not hit its failpoint after these calls never will, so it is killed
+AGAIN = 0.1  # until a later call on the group raises, without the time that it waits for a core
 _CALL = r"call \d+ of group|send to|recv from|symmetric\.|new_group\(|making a data connection"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kill: `moment` is "call", "start", "leave" or "phase", and `after` the seconds from its beginning.
+    """One kill: `moment` is "call", "start", "leave" or "phase", and `after` the seconds from its begin.
 
-    At a phase the victim kills itself at the failpoint.
+    In a "phase" the victim kills itself at the failpoint.
     """
 
     number: int
@@ -66,7 +64,7 @@ class Case:
 
     @property
     def in_call(self) -> bool:
-        """Whether all survivors find out in a call."""
+        """Whether all survivors notice in a call."""
         return self.moment in ("call", "phase")
 
     def __str__(self) -> str:
@@ -76,7 +74,7 @@ class Case:
 
 
 def draw(seed: int, number: int) -> Case:
-    """The case of this number."""
+    """Return the case of a number."""
     dice = random.Random(f"{seed}/{number}")
     backend, n = BACKENDS[number % 3], WORLDS[number // 3 % 3]
     ops = sorted(set(CALLS) - (ONE_NODE if backend != "shm" else set()))
@@ -95,7 +93,7 @@ def run(amount: int, seed: int) -> Report:
 
 
 def carry_out(amount: int, case_of: Callable[[int], Case]) -> Report:
-    """Carry out so many cases, by their numbers."""
+    """Carry out the cases of some numbers."""
     report, delays, kinds = Report(), dict[str, list[float]](), Counter[str]()
     began = time.monotonic()
     for number in range(amount):
@@ -123,11 +121,11 @@ def carry_out(amount: int, case_of: Callable[[int], Case]) -> Report:
 
 
 def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> list[float]:
-    """Carry out a case; the seconds that the survivors of a call took to raise.
+    """Carry out a case; return how many seconds the survivors of a call took to raise.
 
     Args:
-        kinds: counts what was raised.
-        fail: is told what went wrong.
+        kinds: counts the kinds of errors.
+        fail: called with each fault.
     """
     names = shm_names()
     with Fleet() as fleet:
@@ -137,7 +135,7 @@ def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> li
         everybody, victim = range(case.n), fleet.children[case.victim]
         ready = case.moment in ("start", "phase") or fleet.await_turns(everybody, 3, READY)
         if case.moment == "leave":
-            fleet.marks[0] = 1.0  # rank 0 tells the others to leave
+            fleet.marks[0] = 1.0  # rank 0 sends the others the end
             fleet.await_turns([case.victim], 1 << 20, TIMEOUT)
         time.sleep(case.after)
         if case.moment == "phase" and not _kills_itself(fleet, case.victim):
@@ -173,7 +171,7 @@ def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> li
 
 
 def _kills_itself(fleet: Fleet, rank: int) -> bool:
-    """Wait for a victim to end at its failpoint; False: it has gone past it, as an array may that goes another way."""
+    """Wait for a victim to end at its failpoint; False: its call used another algorithm and did not hit it."""
     victim, end = fleet.children[rank], time.monotonic() + READY
     while not wait([victim.pidfd], 0.05):
         if fleet.turns[rank] >= PASSED or time.monotonic() > end:
@@ -182,7 +180,7 @@ def _kills_itself(fleet: Fleet, rank: int) -> bool:
 
 
 def judge(case: Case, end: End, pid: int) -> list[str]:
-    """What a survivor should not have done or seen."""
+    """Report what a survivor should not have done or seen."""
     if end.hung or end.said is None:
         return [f"{'hung' if end.hung else 'failed'} (exit code {end.code}): {end.error}"]
     said, text = end.said, end.said["text"]
@@ -191,12 +189,12 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
     if not said["kind"]:
         return faults if case.moment == "leave" else [*faults, "saw no error"]
     if case.moment == "start":
-        # Who died before it had come is missing when the time is up.
+        # A rank that died before it joined is missing at the timeout.
         named = f"rank {case.victim}" in text or re.search(
             rf"(rank\(s\)|missing:) [^(]*\b{case.victim}\b|process {pid} on ", text
         )
     else:
-        # Where a group is made, survivors that have failed and ended may be named, too.
+        # While a group is made, survivors that have failed and ended may also be named.
         others = case.op == "new_group" and case.victim in said["ranks"]
         named = (said["ranks"] == (case.victim,) or others) and f"rank {case.victim} (pid {pid} on " in text
     if not named:
@@ -206,7 +204,7 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
     if case.in_call:
         if not re.search(_CALL, text):
             faults.append(f"does not say in which call: {text}")
-        if case.op == "new_group":  # which is another group each time
+        if case.op == "new_group":  # each time another group
             same, soon = said["again"] != "no error", P99
         else:
             same, soon = said["again"] == text, AGAIN
@@ -216,7 +214,7 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
 
 
 def work(fleet: Fleet, rank: int, case: Case, url: str) -> dict[str, Any]:
-    """A rank: it repeats the case's call until that raises, or until rank 0 tells all to leave."""
+    """Run a rank: repeat the case's call until it raises, or until rank 0 sends the end."""
     if case.failpoint and rank == case.victim:
         os.environ["FASTCOLL_FAILPOINT"] = case.failpoint
         config.forget()
@@ -235,7 +233,7 @@ def work(fleet: Fleet, rank: int, case: Case, url: str) -> dict[str, Any]:
                 said["wrong"] = turn
             turn += 1
             fleet.turns[rank] = turn
-            del steps  # it has the call's arrays
+            del steps  # the generator holds the call's arrays
         fleet.turns[rank] = 1 << 20
         dist.destroy_process_group()
     except FastcollError as error:
@@ -244,13 +242,13 @@ def work(fleet: Fleet, rank: int, case: Case, url: str) -> dict[str, Any]:
         if case.in_call:
             said |= {"began": float(fleet.times[rank]), **_call_again(case, rank, turn)}
     if dist.is_initialized():
-        with contextlib.suppress(GroupError):  # which names what was under way, and is lost
+        with contextlib.suppress(GroupError):  # its error names pending operations, and is ignored
             dist.destroy_process_group()
     return said | {"left": lasting(before.growth)}
 
 
 def _told_to_leave(fleet: Fleet, rank: int, case: Case) -> bool:
-    """Whether rank 0 has been told so: all learn of it by the same call."""
+    """Return whether rank 0 was asked to end; all ranks get the answer by the same call."""
     if case.moment != "leave":
         return False
     told = np.array([fleet.marks[0] if rank == 0 else 0.0])
@@ -260,7 +258,7 @@ def _told_to_leave(fleet: Fleet, rank: int, case: Case) -> bool:
 
 def _call_again(case: Case, rank: int, turn: int) -> dict[str, Any]:
     took, again = list[float](), ""
-    for _ in range(1 if case.op == "new_group" else 3):  # that one is collective
+    for _ in range(1 if case.op == "new_group" else 3):  # the first call is collective
         since = clock_at_work()
         try:
             all(CALLS[case.op](rank, case.n, min(case.count, 1000), turn))

@@ -1,10 +1,10 @@
-"""Whether what concurrent clients of one key saw has an order, each call taking effect at one moment of its own.
+"""A check whether the calls of concurrent clients on one key are linearizable.
 
-Wing and Gong's search, as Lowe arranged it ("Testing for linearizability", 2017): events are taken in the order of
-time, and all states are kept that the key may be in, each with the calls under way that have had their effect already.
-When a call returns, the states remain in which it has, with the answer that it got. A call that never returned, as its
-client was killed, may have its effect at any later moment, or never. Keys are independent of one another, and each is
-checked alone, which is what Porcupine does.
+It is Wing and Gong's search in Lowe's form ("Testing for linearizability", 2017). It handles events in the order of
+time, and keeps all states that the key may have, each with the pending calls that have taken effect already. When a
+call returns, only states remain in which it has taken effect with its answer. A call that never returned, because its
+client was killed, may take effect at any later moment, or never. Keys are independent, so each is checked alone, as in
+Porcupine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNSEEN = object()
 
 @dataclass(frozen=True)
 class Event:
-    """One call on one key: what was asked, what was answered, and between which moments."""
+    """One call on one key: its arguments, its answer, its begin and its end."""
 
     op: str
     words: tuple[Any, ...]
@@ -39,7 +39,7 @@ def _set(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
 
 
 def _get(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
-    """Waits for the key; a timeout says that it was not there at one moment."""
+    """Model `get`, which waits for the key; a timeout means that the key was missing at one moment."""
     return state, "timeout" if state is None else state
 
 
@@ -75,12 +75,12 @@ MODEL: dict[str, Callable[[State, tuple[Any, ...]], tuple[State, Any]]] = {
 
 
 def first_impossible(history: Iterable[Event], state: State = None) -> Event | None:
-    """The first call of one key's history whose answer no order explains; None: there is an order."""
+    """Return the first call of a key's history whose answer no order explains; None: there is an order."""
     calls = sorted(history, key=lambda event: event.began)
     moments = [(event.began, 1, number) for number, event in enumerate(calls)]
     moments += [(event.ended, 0, number) for number, event in enumerate(calls) if event.ended != PENDING]
     under_way: set[int] = set()
-    # A state, and those of the calls under way that have had their effect.
+    # A state, and the pending calls that have taken effect.
     possible: set[tuple[State, frozenset[int]]] = {(state, frozenset())}
     for _, begins, number in sorted(moments):
         if begins:
@@ -97,7 +97,7 @@ def first_impossible(history: Iterable[Event], state: State = None) -> Event | N
 def _with(
     possible: set[tuple[State, frozenset[int]]], calls: list[Event], under_way: set[int], number: int
 ) -> set[tuple[State, frozenset[int]]]:
-    """The states that calls under way lead to, in any order, until the call `number` has had its effect."""
+    """Return the states after pending calls take effect in any order, until the call `number` has."""
     found, seen, ahead = set[tuple[State, frozenset[int]]](), set(possible), list(possible)
     while ahead:
         state, done = ahead.pop()

@@ -1,8 +1,8 @@
-"""A rank kills itself at a named failpoint of a call, as FASTCOLL_FAILPOINT says: all phases, operations and worlds, in
-shared memory, over TCP and on nodes.
+"""A rank kills itself at a named failpoint of a call: all phases, operations and worlds, in shared memory, over TCP
+and on nodes.
 
-The same as kills, whose promises hold here too, but hit for certain what a clock hits rarely. Kernels with failpoints
-are other ones, so this is a soak of its own.
+The promises are those of kills, but failpoints hit phases that a clock hits rarely. Kernels with failpoints are
+different ones, so this is a separate soak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BY_NODES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
 
 
 def places(seed: int) -> list[str]:
-    """All that a call comes by, in an order by chance, so that few cases are of all backends, too."""
+    """Return all failpoints of calls in a random order, so that a few cases cover all backends."""
     found = []
     for name in NAMES:
         backend, op, phase = name.split(".") if name.count(".") == 2 else ("", "", "")
@@ -37,14 +37,14 @@ def places(seed: int) -> list[str]:
 
 
 def draw(seed: int, number: int) -> Case:
-    """The case of this number: its failpoints take turns, the rest is by chance."""
+    """Return the case of a number: failpoints in turn, everything else at random."""
     dice, names = random.Random(f"{seed}/{number}"), places(seed)
     name = names[number % len(names)]
     backend, op, phase = name.split(".")
     on_nodes = backend == "hybrid"
-    # Two ranks are no two nodes of which one has two.
+    # Two ranks cannot be two nodes of which one has two.
     n = (WORLDS[1:] if on_nodes else WORLDS)[number // len(names) % (len(WORLDS) - on_nodes)]
-    # A later chunk is in arrays of more than a slot alone, and through the nodes go large ones.
+    # Only arrays of more than a slot have later chunks, and only large ones are moved between nodes.
     count = COUNTS[-1] if phase == "mid_chunk" or on_nodes else dice.choice(COUNTS)
     return Case(
         number,

@@ -1,8 +1,8 @@
-"""Ranks are delayed at random places inside of calls: whatever the order of their steps, every result is right.
+"""Ranks are delayed at random points inside calls: every result must be right in every order of their steps.
 
-Every failpoint of a call, in shared memory, over TCP and on nodes, sleeps up to a fifth of a millisecond, by chance,
-on every rank. That gives orders which do not occur without. A schedule is one call of one world, sizes go from none to
-many chunks, worlds from 2 to 5.
+Every failpoint of a call, in shared memory, over TCP and on nodes, sleeps for a random time of up to 0.2 ms on every
+rank. That causes orders which do not occur otherwise. A schedule is one call of one world; sizes go from none to many
+chunks, worlds from 2 to 5 ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ JITTER = ",".join(f"{backend}.*:jitter=0.0002" for backend in ("shm", "tcp", "hy
 _BACKENDS = ("shm", "tcp", "auto")
 TIMEOUT = 60.0
 _WORLDS = (2, 3, 4, 5)
-_CALLS = 2500  # of one world, after which another begins
-# 131,072 float32 are two slots; large ones are rare, as they take long
+_CALLS = 2500  # per world
+# 131,072 float32 are two slots; large sizes are rare, because they take long
 _COUNTS = (0, 1, 2, 3, 22, 23, 100, 1000, 1009, 20_011, 70_001, 131_072, 300_007)
 _WEIGHTS = (3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 1, 1, 1)
 
 
 def run(amount: int, seed: int) -> Report:
-    """`amount` calls of all worlds together."""
+    """Run `amount` calls, in all worlds together."""
     if os.environ.get("FASTCOLL_FAILPOINT") != JITTER:
         raise RuntimeError(f"needs FASTCOLL_FAILPOINT={JITTER} before kernels are loaded")
     report, done, number, began = Report(), 0, 0, time.monotonic()
@@ -56,7 +56,7 @@ def run(amount: int, seed: int) -> Report:
 
 
 def work(fleet: Fleet, rank: int, n: int, backend: str, calls: int, seed: str) -> str:
-    """So many calls, drawn alike on all ranks; what was wrong."""
+    """Make random calls, the same on all ranks, and return the faults."""
     dice = random.Random(seed)
     names = sorted(set(CALLS) - {"new_group", "objects"} - (ONE_NODE if backend != "shm" else set()))
     if backend == "auto":

@@ -1,7 +1,7 @@
-"""A launcher gets a signal, or two, at a random moment: all it has started ends, it says so, and nothing is left.
+"""A launcher gets a signal, or two, at a random moment: it ends all its processes, logs that, and leaves nothing.
 
-Its ranks meet, start a process each that would go on for ever, and reduce and print without an end. The signal comes
-before they are started, while they meet, or while they work; the launcher is plain, or one that starts ranks again.
+Its ranks meet, each starts a process that never ends, and then they reduce and print for ever. The signal arrives
+before the ranks start, while they meet, or while they work. Some launchers restart ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ while True:
     print("here", flush=True)
 """
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_END_SECONDS = 10.0  # of which 5 are the grace, and 2 for what ranks have left; the rest for a full machine
+_END_SECONDS = 10.0  # 5 for the grace, 2 for processes that outlive ranks, the rest for a loaded machine
 
 
 def run(amount: int, seed: int) -> Report:
-    """So many launchers."""
+    """Send signals to `amount` launchers."""
     report, dice = Report(), random.Random(seed)
     took, early = list[float](), 0
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ def run(amount: int, seed: int) -> Report:
                 ran = b"fastcoll.launch: " in os.pread(output.fileno(), 4096, 0)
             first, code = signals[0], launcher.poll()
             early += not ran
-            is_python = not ran and code in (-first, 1)  # before the launcher has its handlers
+            is_python = not ran and code in (-first, 1)  # before the launcher has installed its handlers
             if code != 128 + first and not is_python:
                 report.fail(f"{case}: exit code {code}")
             if took[-1] > _END_SECONDS:
@@ -79,8 +79,8 @@ def run(amount: int, seed: int) -> Report:
 
 
 def _let_it_come(output: int, dice: random.Random) -> None:
-    """Until a random moment: before the launcher runs, while it starts ranks and they meet, or while they work."""
-    lines = dice.choice([0, 1, 1, 2])  # the first one is the launcher's own
+    """Wait until a random moment: before the launcher runs, while it starts ranks and they meet, or while they work."""
+    lines = dice.choice([0, 1, 1, 2])  # the first line is the launcher's
     end = time.monotonic() + 60
     while os.pread(output, 4096, 0).count(b"\n") < lines and time.monotonic() < end:
         time.sleep(0.001)
@@ -88,7 +88,7 @@ def _let_it_come(output: int, dice: random.Random) -> None:
 
 
 def _draw(dice: random.Random, program: str) -> tuple[list[str], list[signal.Signals]]:
-    """A launcher's command, and the signals that it gets."""
+    """Return a launcher's command, and the signals that it gets."""
     nodes = [f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--nnodes=1:2", "--rdzv_conf=last_call_timeout=0"]
     again = dice.choice(
         [[], ["--max_restarts=3"], ["--min_ranks=1", "--max_restarts=3"], ["--rdzv_backend=c10d", *nodes]]
@@ -98,10 +98,10 @@ def _draw(dice: random.Random, program: str) -> tuple[list[str], list[signal.Sig
 
 
 def _left(mark: str) -> list[str]:
-    """The processes of a job that live, by the mark in their environment."""
+    """Return the living processes of a job, found by a mark in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if mark.encode() in (process / "environ").read_bytes():  # a zombie has none
+            if mark.encode() in (process / "environ").read_bytes():  # a zombie has no environment
                 found.append((process / "cmdline").read_text().replace("\0", " ")[:60])
     return found

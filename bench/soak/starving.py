@@ -1,6 +1,6 @@
-"""Eight ranks on two cores, beside four busy loops: none may take another for dead, and every result is right.
+"""Eight ranks on two cores, beside four busy loops: no rank may declare another dead, and every result must be right.
 
-Shared memory, TCP and nodes over both take turns of a quarter of a minute at least, each in a new world.
+Shared memory, TCP and nodes over both alternate, each for at least 15 s in a new world.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNTS = (2, 1000, 100_000)
 
 
 def run(amount: int, seed: int) -> Report:
-    """`amount` seconds in all."""
+    """Run for `amount` seconds in all."""
     report, calls, longest = Report(), 0, 0.0
     share = amount / len(_BACKENDS)
     with _busy_on(CORES):
@@ -50,7 +50,7 @@ def run(amount: int, seed: int) -> Report:
 
 @contextlib.contextmanager
 def _busy_on(cores: int) -> Iterator[None]:
-    """This process and all that it forks on so many cores, beside the busy loops."""
+    """Pin this process and its children to some cores, beside busy loops."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:cores])
     try:
@@ -68,7 +68,7 @@ def _burn(fleet: Fleet) -> None:
 
 
 def work(fleet: Fleet, rank: int, backend: str, until: float) -> int:
-    """All kinds of calls in turn until rank 0 says that the time is over; how many."""
+    """Make all kinds of calls in turn until rank 0 sends the end; return how many."""
     if backend == "auto":
         live_on_nodes(rank, RANKS // 2)
     dist.init_process_group(backend, f"file://{fleet.folder}/meet", TIMEOUT, RANKS, rank)

@@ -1,8 +1,8 @@
-"""A rank is stopped (SIGSTOP): for half the timeout nobody takes it for dead, and for good all name it at the timeout.
+"""A rank is stopped (SIGSTOP): for half the timeout no rank declares it dead; for longer, all name it at the timeout.
 
-Of messages only the two at their ends know, so the first whose time is up may name one that waits for it.
-Worlds are kept for many short stops, several worlds at once, since they mostly wait. A rank that is continued after the
-others have given up has an error in its next call, and no result.
+Only the two ranks of a message know of it, so the first rank that times out may name a rank that waits itself. Worlds
+are reused for many short stops, several worlds at once, because they mostly wait. A rank that is continued after the
+others have given up must get an error in its next call, and no result.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .calls import CALLS, ONE_NODE
 from .fleet import Child, Fleet, live_on_nodes
 from .report import Report
 
-TIMEOUT = 3.0  # of the groups; short stops take half of it
-SLACK = 0.5  # seconds that a timeout may come too late, not counted what the rank waits for a core
-ONCE = 10  # short stops of one world
+TIMEOUT = 3.0  # of the groups; short stops last half of it
+SLACK = 0.5  # seconds by which a timeout may be late, without the time that the rank waits for a core
+ONCE = 10  # short stops per world
 _WORLDS = [(backend, n) for n in (2, 4) for backend in ("shm", "tcp", "auto")]
 
 
 @dataclass
 class World:
-    """One world under way, and what was done to it."""
+    """A running world, and the stops of its ranks."""
 
     fleet: Fleet
     backend: str
@@ -47,7 +47,7 @@ class World:
 
 
 def run(amount: int, seed: int) -> Report:
-    """`amount` short stops, and a tenth as many for good."""
+    """Make `amount` short stops, and a tenth as many permanent ones."""
     report, dice = Report(), random.Random(seed)
     short = long = 0
     lates: list[float] = []
@@ -76,7 +76,7 @@ def run(amount: int, seed: int) -> Report:
 
 
 def _stop_for_a_while(worlds: list[World], dice: random.Random, report: Report) -> int:
-    """Stop a rank of each world for half the timeout; all go on afterwards. How many were stopped."""
+    """Stop a rank of each world for half the timeout, after which all go on; return how many were stopped."""
     stopped = [dice.choice(world.ranks) for world in worlds]
     for child in stopped:
         child.signal(signal.SIGSTOP)
@@ -92,7 +92,7 @@ def _stop_for_a_while(worlds: list[World], dice: random.Random, report: Report) 
 
 
 def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> list[float]:
-    """Stop a rank of each world until the others have given up; how late each of them did, in seconds."""
+    """Stop a rank of each world until the others have given up; return by how many seconds each was late."""
     chosen = [dice.randrange(world.n) for world in worlds]
     began = {}
     for world, number in zip(worlds, chosen, strict=True):
@@ -114,7 +114,7 @@ def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> 
                 )
                 continue
             said = end.said
-            # The call that timed out may have begun before the stop; nobody gives up before its own time.
+            # The call that timed out may have begun before the stop; no rank gives up before its own timeout.
             late = said["raised"] - max(began[id(world)], said["began"]) - TIMEOUT - said["without_core"]
             early = (
                 said["raised"] - said["began"] < TIMEOUT - 0.05 and said["kind"] == "CollectiveTimeoutError"
@@ -132,7 +132,7 @@ def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> 
 
 
 def _names(number: int, words: str, said: dict[str, Any], texts: dict[int, str]) -> bool:
-    """Whether an error names rank `number`, or, of a message, one that by its own error waits for it, and so on."""
+    """Return whether an error names rank `number`, directly or through ranks that wait in messages for each other."""
     named, heard = set(said["ranks"]), [said["text"]]
     if re.search("recv from|send to", said["text"]):
         for _ in texts:
@@ -143,7 +143,7 @@ def _names(number: int, words: str, said: dict[str, Any], texts: dict[int, str])
 
 
 def work(fleet: Fleet, rank: int, backend: str, n: int) -> dict[str, Any]:
-    """Repeat all kinds of calls until one raises; they begin alike on all ranks."""
+    """Repeat all kinds of calls, in the same order on all ranks, until one raises."""
     if backend == "auto":
         live_on_nodes(rank, n // 2)
     dist.init_process_group(backend, f"file://{fleet.folder}/meet", 60, n, rank)
@@ -152,7 +152,7 @@ def work(fleet: Fleet, rank: int, backend: str, n: int) -> dict[str, Any]:
     said: dict[str, Any] = {"wrong": None, "kind": ""}
     try:
         for turn in range(1 << 30):
-            if turn == 2 * len(names):  # all that is made at first use is there, which may take longer
+            if turn == 2 * len(names):  # everything is made that the first use makes, which may take longer
                 dist.barrier()
                 group.timeout = TIMEOUT
             steps = CALLS[names[turn % len(names)]](rank, n, (7, 5000)[turn % 2], turn)

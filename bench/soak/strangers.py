@@ -1,8 +1,8 @@
-"""Garbage at every door of a job: its store's server and its ranks' listeners must neither fall, grow, nor let it in.
+"""Garbage to every port of a job: the store's server and the ranks' listeners must not fail, grow or accept it.
 
-A store, a client of it that measures how long its calls take, two ranks that talk over TCP, and one stranger that
-connects as fast as it can, from addresses all over 127.0.0.0/8, to every port on which one of them listens. The ranks
-are stopped for a quarter of a second again and again, as on a full machine, so that crowds wait for their listeners.
+There are a store, a client that measures the latency of its calls, two ranks that communicate over TCP, and a stranger
+that connects as fast as it can, from addresses all over 127.0.0.0/8, to every port on which one of them listens. The
+ranks are stopped for 0.25 s again and again, as on a loaded machine, so that connections queue at their listeners.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fastcoll import PrefixStore, TCPStore
 from .fleet import Child, Fleet, resident_bytes
 from .report import Report, percentile
 
-MOST_BYTES = 8 << 20  # that a process may grow by
-_WARM = 2000  # connections until what is made at first use is there
-_OPEN = 100  # connections that the stranger leaves open, the oldest of which gives way
-_STORE, _CLIENT, _RANKS, _STRANGER = 0, 1, (2, 3), 4  # places on the board
+MOST_BYTES = 8 << 20  # by which a process may grow
+_WARM = 2000  # connections until everything is made that the first use makes
+_OPEN = 100  # connections that the stranger keeps open; then it closes the oldest
+_STORE, _CLIENT, _RANKS, _STRANGER = 0, 1, (2, 3), 4  # slots of the board
 _SAMPLES = 4000
 _STOPPED_SECONDS = 0.25
 
@@ -42,7 +42,7 @@ _REDIS = b"*1\r\n$4\r\nPING\r\n"
 
 
 def run(amount: int, seed: int) -> Report:
-    """`amount` connections, in turn to each port."""
+    """Make `amount` connections, to each port in turn."""
     report = Report()
     with Fleet() as fleet:
         store = fleet.start(serve)
@@ -70,7 +70,7 @@ def run(amount: int, seed: int) -> Report:
                 )
         for name, child in job.items():
             _judge(name, before[name], _settled(child, before[name]), report)
-        fleet.marks[_STRANGER] = 1.0  # all end
+        fleet.marks[_STRANGER] = 1.0  # all processes end
         for name, child in {"the client": client, **job}.items():
             ended = fleet.reap(child, time.monotonic() + 20.0)
             if ended.code or ended.hung:
@@ -84,7 +84,7 @@ def run(amount: int, seed: int) -> Report:
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """Addresses and ports of IPv4 at which a process listens."""
+    """Return the IPv4 addresses and ports at which a process listens."""
     links = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
@@ -101,7 +101,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def _held(child: Child) -> tuple[int, dict[str, str]]:
-    """The memory that a process has, and its descriptors but pidfds, by which ranks look at others when they wait."""
+    """Return a process's memory and descriptors, without pidfds, which ranks open while they wait for others."""
     files, folder = dict[str, str](), f"/proc/{child.pid}/fd"
     for name in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
@@ -120,9 +120,9 @@ def _judge(name: str, before: _Held, after: _Held, report: Report) -> None:
 
 
 def _settled(child: Child, before: _Held) -> _Held:
-    """What it holds at a moment without a new group, and when what the stranger left half open is closed.
+    """Return a process's resources while no group is made and the stranger's half-open connections are closed.
 
-    That takes 15 s at most: openings have 5 or 10 s.
+    That takes 15 s at most, because openings time out after 5 or 10 s.
     """
     end = time.monotonic() + 15.0
     while len((held := _held(child))[1]) > len(before[1]) and time.monotonic() < end:
@@ -135,7 +135,7 @@ def _strange(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int)
 
 
 def _latencies(fleet: Fleet, seconds: float, goes_on: Callable[[], bool] = lambda: True) -> list[float]:
-    """What the client's calls take, looked at now and then."""
+    """Sample the latency of the client's calls."""
     seen, end = [], time.monotonic() + seconds
     while goes_on() and time.monotonic() < end:
         time.sleep(0.01)
@@ -144,7 +144,7 @@ def _latencies(fleet: Fleet, seconds: float, goes_on: Callable[[], bool] = lambd
 
 
 def serve(fleet: Fleet) -> None:
-    """Serve the store until all end."""
+    """Serve the store until the soak ends."""
     with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
         fleet.marks[_STORE] = store.port
         fleet.turns[_STORE] = 1
@@ -154,7 +154,7 @@ def serve(fleet: Fleet) -> None:
 
 
 def call_store(fleet: Fleet, port: int) -> None:
-    """Set and get, and tell how long that takes."""
+    """Set and get, and write the latency on the board."""
     with TCPStore("127.0.0.1", port, timeout=30.0) as store:
         while not fleet.marks[_STRANGER]:
             began, text = time.monotonic(), str(fleet.turns[_CLIENT])
@@ -166,7 +166,7 @@ def call_store(fleet: Fleet, port: int) -> None:
 
 
 def work(fleet: Fleet, rank: int, port: int) -> None:
-    """Reduce over TCP, and now and then make a group, for which connections go through the doors."""
+    """Reduce over TCP, and now and then make a group, which opens connections."""
     with TCPStore("127.0.0.1", port, timeout=30.0) as store:
         dist.init_process_group("tcp", None, 30.0, 2, rank, PrefixStore("job", store))
         over = False
@@ -186,7 +186,7 @@ def work(fleet: Fleet, rank: int, port: int) -> None:
 
 
 def knock(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int) -> int:
-    """Connect `amount` times, say something that no rank says, and go; how many came through to be said anything."""
+    """Connect `amount` times and send garbage; return over how many connections it was sent."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     dice, left_open, said = random.Random(seed), deque[socket.socket](), 0
     over = threading.Event()
@@ -214,7 +214,7 @@ def knock(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int) ->
 
 
 def _starve(pids: Sequence[int], over: threading.Event) -> None:
-    """Let ranks run now and then."""
+    """Stop ranks again and again, and let them run in between."""
     dice = random.Random(0)
     while not over.wait(dice.uniform(0.05, 0.3)):
         for signum in (signal.SIGSTOP, signal.SIGCONT):
@@ -225,7 +225,7 @@ def _starve(pids: Sequence[int], over: threading.Event) -> None:
 
 
 def _garbage(dice: random.Random) -> bytes:
-    """What port scanners, browsers and fuzzers send, and beginnings of what a rank would."""
+    """Return data of port scanners, browsers and fuzzers, or the begin of a rank's opening."""
     kind = dice.randrange(10)
     if kind < 3:
         return dice.randbytes(dice.randrange(1, 200))

@@ -1,8 +1,8 @@
 """Eight ranks are killed one after the other until one is left; after each kill the others shrink and go on.
 
-Two of three kills wait until the others have gone on; the rest come at random, and hit ranks while they shrink. The
-promises: the last rank comes through with its memory, each new group is there a second after the error (three between
-hosts), not counted what the rank waits for a core, its reductions are right, and nothing is left.
+Two of three kills wait until the others have gone on; the other kills are random, and hit ranks while they shrink. The
+promises: the last rank keeps its memory; each new group is complete within a second of the error (three between hosts),
+without the time that the rank waits for a core; its reductions are right; and nothing is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .report import Report, percentile
 
 RANKS = 8
 MOST = {"shm": 1.0, "tcp": 3.0, "auto": 3.0}  # seconds from the error to the new group; auto: two nodes
-PAUSE = 0.02  # seconds before a kill, at most
+PAUSE = 0.02  # the most seconds before a kill
 TIMEOUT = 30.0
 
 
@@ -66,7 +66,7 @@ def run(amount: int, seed: int) -> Report:
 
 
 def work(fleet: Fleet, rank: int, backend: str, url: str) -> dict[str, Any]:
-    """A rank: it reduces, and shrinks after each error, until it is alone."""
+    """Run a rank: reduce, and shrink after each error, until it is alone."""
     if backend == "auto":
         live_on_nodes(rank, RANKS // 2)
     before, kept, took = Footprint.now(), np.full(1000, rank), list[float]()
