@@ -4,9 +4,9 @@
     python bench/between_hosts.py all_gather --hosts 4 --sizes 1M,16M --results bench/results --name hosts
 
 The hosts are network namespaces joined by veth pairs and a bridge (tests/hosts/network.py), each with its own
-/dev/shm and its own share of the cores. Needs root and iproute2. In every round each backend runs once, in an order
-that is turned round each time, as `python -m fastcoll.bench` under the launcher on every host; a time is the median
-over the rounds of the slowest rank's median over batches of calls.
+/dev/shm and share of the cores. Needs root and iproute2. In every round each backend runs once, in reverse order
+in every second round, as `python -m fastcoll.bench` under the launcher on every host. A time is the median over the
+rounds of the slowest rank's median over batches of calls.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def main() -> int:
 
 
 def measure(network: Network, backend: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One run of the benchmark over all hosts, as its JSON has it."""
+    """Run the benchmark once over all hosts, and return its JSON."""
     with tempfile.TemporaryDirectory(prefix="fastcoll-hosts-") as folder:
         report = Path(folder, "run.json")
         words = ["-m", "fastcoll.bench", *options.operations, "--backend", backend, "--sizes", options.sizes]
         words += ["--seconds", str(options.seconds), "--json", str(report)]
-        # A host's launcher passes its cores on to its ranks.
+        # The ranks of a host inherit the cores of its launcher.
         run_on = [["taskset", "--cpu-list", cores] for cores in shares(len(network.hosts))]
         secret = {"FASTCOLL_SECRET": secrets.token_hex(32)}
         with launched(network, options.ranks, words, secret, run_on=run_on) as nodes:
@@ -73,13 +73,13 @@ def measure(network: Network, backend: str, options: argparse.Namespace) -> dict
 
 
 def shares(hosts: int) -> list[str]:
-    """Each host's cores, as taskset takes them; with fewer cores than hosts, some have the same one."""
+    """Return each host's cores for taskset; with fewer cores than hosts, some hosts share one."""
     cores = sorted(os.sched_getaffinity(0))
     return [",".join(map(str, cores[host::hosts] or [cores[host % len(cores)]])) for host in range(hosts)]
 
 
 def page(found: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> list[str]:
-    """The tables, with what they were measured on."""
+    """Return the page: the machine and the tables."""
     backends = list(found)
     run = found[backends[0]][0]
     facts = {**run["machine"], "usable_cores": len(os.sched_getaffinity(0))}
@@ -99,7 +99,7 @@ def page(found: dict[str, list[dict[str, Any]]], options: argparse.Namespace) ->
 
 
 def table(found: dict[str, list[dict[str, Any]]], operation: str) -> list[str]:
-    """One operation's times by size, and how many times longer each backend takes than the first."""
+    """Return the table of an operation: times by size, and their ratios to the first backend's."""
     first, *others = found
     titles = [
         "size",
@@ -116,7 +116,7 @@ def table(found: dict[str, list[dict[str, Any]]], operation: str) -> list[str]:
 
 
 def typical(runs: Sequence[dict[str, Any]], operation: str) -> dict[int, float]:
-    """Microseconds a call by size, the median over the rounds."""
+    """Return microseconds per call by size, the median over the rounds."""
     seen: dict[int, list[float]] = {}
     for run in runs:
         for row in run["results"]:

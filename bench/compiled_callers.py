@@ -3,9 +3,9 @@
     python bench/compiled_callers.py
     python bench/compiled_callers.py --results bench/results
 
-Two ranks. fastcoll's sides are called in turn in the same two processes; numba-mpi, where it is installed with an MPI
-and its mpiexec, runs in two processes under that between their rounds. A time is the least of all turns, by the slowest
-rank. The stencil is the loop of examples/compiled/heat.py.
+Two ranks. fastcoll's sides run in turn in the same two processes. If numba-mpi, an MPI and its mpiexec are installed,
+numba-mpi runs in two other processes between their rounds. A time is the least over all turns, of the slowest rank. The
+stencil is the loop of examples/compiled/heat.py.
 """
 
 from __future__ import annotations
@@ -169,14 +169,14 @@ def of_numba_mpi() -> dict[str, Callable[..., Any]]:
 
 
 def measured(sides: dict[str, Callable[..., Any]], rounds: int, meet: Callable[[], Any]) -> list[float]:
-    """Microseconds a call, of each side; the sides take turns, some calls at a time."""
+    """Return microseconds per call of each side; the sides run in turn, some calls at a time."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name, function in sides.items():
             plain, calls = CASES[name.partition("|")[0]]
             x = array_for(plain)
             if turn == 0:
-                function(x, 3)  # which compiles
+                function(x, 3)  # the first call compiles
             meet()
             began = perf_counter()
             function(x, calls)

@@ -1,4 +1,4 @@
-"""What the studies of compiled callers share: sides in processes of their own, a page, and a picture of it."""
+"""Functions of the studies of compiled callers: sides in separate processes, a page, and its picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Times = dict[str, float]
 
 
 def read_options(description: str | None, rounds: int, turns: int) -> argparse.Namespace:
-    """Those of a script whose sides `beside` runs: rounds, turns, results; and, of a side, side and file."""
+    """Read the options of a script whose sides `beside` runs: rounds, turns, results; of a side also side and file."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,10 +35,10 @@ def read_options(description: str | None, rounds: int, turns: int) -> argparse.N
 
 
 def beside(script: str, library: str, rounds: int, options: Sequence[str] = ()) -> Times:
-    """Run a script's sides in turn, each in two processes: the least time of each name that they tell.
+    """Run a script's sides in turn, each in two processes; return the least time of each name that they report.
 
-    A side is `script *options --side NAME --file FILE`, "fastcoll" or the library's, which runs under an MPI's mpiexec
-    where both are installed. Its rank 0 writes a JSON object of names and times into the file.
+    A side is `script *options --side NAME --file FILE`; its name is "fastcoll" or a library's. The library's side runs
+    under an MPI's mpiexec if both are installed. Rank 0 writes a JSON object of names and times into the file.
     """
     here = [str(Path(script).resolve()), *options]
     launchers = {"fastcoll": [sys.executable, "-m", "fastcoll.launch", "-n", "2"]}
@@ -62,7 +62,7 @@ def beside(script: str, library: str, rounds: int, options: Sequence[str] = ()) 
 def save(
     folder: str | None, name: str, text: str, panels: Mapping[str, Times], unit: str, others: Sequence[str]
 ) -> None:
-    """Print a page, and write it with its picture where there is a folder: a panel each, a bar for each side."""
+    """Print a page; if there is a folder, write it with its picture: a panel per case, a bar per side."""
     if folder:
         stem = f"{date.today()}-{name}"
         plot(panels, unit, others, Path(folder, f"{stem}.png"))
@@ -71,7 +71,7 @@ def save(
 
 
 def plot(panels: Mapping[str, Times], unit: str, others: Sequence[str], path: Path) -> None:
-    """The sides of `others` have another colour."""
+    """Draw the bars; the sides in `others` have another colour."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3 * max(2, len(panels)), 3.2), layout="constrained")

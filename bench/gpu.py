@@ -1,4 +1,4 @@
-"""What GPU arrays cost on one GPU: our kernels against a plain copy, shared GPU memory against staging, and a launch.
+"""The cost of GPU arrays on one GPU: kernels against a plain copy, shared GPU memory against staging, and a launch.
 
     python bench/gpu.py                         # a table
     python bench/gpu.py --json gpu.json
@@ -11,9 +11,9 @@
 |        | through pinned host memory over the shm backend                                | as fast     |
 | launch | from Python until a kernel is queued: CudaReducer.launch on 4 elements         | < 30 us     |
 
-Needs one GPU and CuPy. Times on the GPU are those of CUDA's events, medians over repetitions after warming up; those of
-collectives are of the host, from before the call until the result is on the GPU, on the slowest rank. Every result is
-checked. Nobody else may use the GPU meanwhile.
+Needs one GPU and CuPy. Times on the GPU are of CUDA events, medians over repetitions after a warm-up. Times of
+collectives are of the host, from before the call until the result is on the GPU, of the slowest rank. Every result is
+checked. No other process may use the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def machine() -> dict[str, Any]:
 
 
 def seconds_on_gpu(does: Callable[[], Any]) -> float:
-    """The median over repetitions, by events of the current stream."""
+    """Return the median over repetitions, by events of the current stream."""
     import cupy
 
     times = []
@@ -82,13 +82,13 @@ def seconds_on_gpu(does: Callable[[], Any]) -> float:
 
 
 def reduce() -> dict[str, Any]:
-    """The reduce kernel's bandwidth and that of a copy."""
+    """Measure the bandwidth of the reduce kernel and of a copy."""
     import cupy
 
     from fastcoll.core.reduce_op import ReduceOp
     from fastcoll.kernels.cuda.reducers import cuda_reducer
 
-    # Not random: that needs cuRAND, which no extra installs.
+    # Not random values: these need cuRAND, which no extra installs.
     a, b = (cupy.arange(REDUCE_BYTES // 4, dtype="f4") % prime for prime in (997, 1009))
     out = cupy.zeros_like(a)
     stream, sum_of = cupy.cuda.get_current_stream().ptr, cuda_reducer(ReduceOp.SUM, a.dtype)
@@ -106,7 +106,7 @@ def reduce() -> dict[str, Any]:
 
 
 def launch() -> dict[str, Any]:
-    """Host time of one launch, the GPU being idle."""
+    """Measure the host time of one launch on an idle GPU."""
     import cupy
 
     from fastcoll.core.reduce_op import ReduceOp
@@ -125,7 +125,7 @@ def launch() -> dict[str, Any]:
 
 
 def all_reduce() -> dict[str, Any]:
-    """Two ranks, once with shared GPU memory and once staged, in processes of their own."""
+    """Measure two ranks in separate processes, once with shared GPU memory and once staged."""
     found = {}
     for how in ("ipc", "staged"):
         done = subprocess.run(
@@ -141,7 +141,7 @@ def all_reduce() -> dict[str, Any]:
 
 
 def rank_of(how: str) -> int:
-    """One of two ranks: prints the median seconds of a call."""
+    """Run one of two ranks, which prints the median seconds of a call."""
     import cupy
 
     import fastcoll as dist

@@ -1,11 +1,11 @@
-"""A training step in NumPy: its gradients averaged one after the other at the end, and by GradientReducer.
+"""A training step in NumPy: gradients averaged one after the other at the end, and by GradientReducer.
 
     python bench/gradients.py
     python bench/gradients.py --ranks 4 --layers 8 --width 512 --batch 64
 
-A perceptron of some layers; float32; the ways take turns in the same processes, in an order that is turned round each
+The network is a perceptron in float32. The variants run in turn in the same processes, in reverse order every second
 time; ranks are pinned to the usable cores in turn. A time is the slowest rank's median step. "computing" has no
-communication at all.
+communication.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Network:
         self.x = random.standard_normal((batch, width), np.float32)
 
     def backward(self, grads: list[np.ndarray], ready: Callable[[int], object]) -> None:
-        """Compute the gradients, the last layer's first, and say of each that it is ready."""
+        """Compute the gradients, the last layer's first, and report each as ready."""
         inputs = [self.x]
         for weights in self.weights:
             inputs.append(np.tanh(inputs[-1] @ weights))
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def run(rank: int, given: argparse.Namespace, url: str) -> None:
-    """Measure on one rank; rank 0 tells."""
+    """Measure on one rank; rank 0 prints the page."""
     usable = sorted(os.sched_getaffinity(0))
     pin(usable, rank)
     dist.init_process_group("shm", init_method=url, rank=rank, world_size=given.ranks)

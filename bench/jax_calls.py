@@ -1,13 +1,13 @@
-"""What a collective costs inside JAX's programs: fastcoll.jax with a token and without, io_callback, and mpi4jax.
+"""The cost of a collective inside JAX programs: fastcoll.jax with and without a token, io_callback, and mpi4jax.
 
     python bench/jax_calls.py                           # two ranks, less than a minute; prints a page
     python bench/jax_calls.py --results bench/results
 
-Two ranks, 8 bytes (two float32). "One call" is a jitted function whose result is waited for; "each of 1,000" a call in
-`fori_loop`; the steps are those of examples/compiled/logistic_regression.py, whose all_reduce is each side's. Nobody is
-pinned, as XLA's threads would be as well. fastcoll's sides are called in turn in the same two processes; mpi4jax, where
-it is installed with an MPI and its mpiexec, in two processes under that between their rounds. A time is the slower
-rank's, and the smallest of all turns counts.
+Two ranks, 8 bytes (two float32). "One call" is a jitted function and the wait for its result; "each of 1,000" is a call
+in `fori_loop`; the steps are those of examples/compiled/logistic_regression.py with each side's all_reduce. No rank is
+pinned, because that would pin XLA's threads too. fastcoll's sides run in turn in the same two processes. If mpi4jax, an
+MPI and its mpiexec are installed, mpi4jax runs in two other processes between their rounds. A time is that of the
+slower rank, the least over all turns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Program = tuple[Callable[[], Any], int, int]
 
 
 def asked(x: Any, op: Any) -> Any:
-    """By Python; a derivative goes past it as through fastcoll's, and mpi4jax's, sum."""
+    """Reduce by a Python callback; its derivative is that of fastcoll's and mpi4jax's sum."""
 
     def ask(x: Any) -> Any:
         y = np.array(x)
@@ -75,7 +75,7 @@ def of_mpi4jax(x: Any, op: Any) -> Any:
 
 
 def calls(call: Callable[[Any, Any], Any]) -> list[Program]:
-    """One call, and a loop of them; `call` is (array, token) to both."""
+    """Return one call and a loop of calls; `call` maps (array, token) to both."""
     x, token = jax.numpy.ones(2), fj.create_token()
     one = jax.jit(call)
     many = jax.jit(lambda *both: jax.lax.fori_loop(0, LOOP, lambda _, both: call(*both), both))
@@ -83,7 +83,7 @@ def calls(call: Callable[[Any, Any], Any]) -> list[Program]:
 
 
 def training(reduce: Reduce, rank: int, steps: int = 300) -> Program:
-    """The example's program, with another all_reduce."""
+    """Return the example's program, with another all_reduce."""
     path = Path(__file__).parents[1] / "examples" / "compiled" / "logistic_regression.py"
     spec = spec_from_file_location("example", path)
     assert spec is not None
@@ -98,7 +98,7 @@ def training(reduce: Reduce, rank: int, steps: int = 300) -> Program:
 
 
 def programs(rank: int, side: str) -> dict[str, Program]:
-    """By f"{case}|{side}"."""
+    """Return the programs by f"{case}|{side}"."""
     highest = dist.ReduceOp.MAX
 
     def without(reduce: Reduce) -> Callable[[Any, Any], Any]:
@@ -119,7 +119,7 @@ def programs(rank: int, side: str) -> dict[str, Program]:
 
 
 def measured(cases: dict[str, Program], turns: int, meet: Callable[[], Any]) -> Times:
-    """Microseconds a call."""
+    """Return microseconds per call."""
     best = dict.fromkeys(cases, float("inf"))
     for turn in range(turns + 1):
         for name, (program, repeated, each) in cases.items():
@@ -127,7 +127,7 @@ def measured(cases: dict[str, Program], turns: int, meet: Callable[[], Any]) -> 
             began = perf_counter()
             for _ in range(repeated):
                 jax.block_until_ready(program())
-            if turn:  # the first compiles
+            if turn:  # the first call compiles
                 best[name] = min(best[name], (perf_counter() - began) / repeated / each * 1e6)
     return best
 

@@ -3,9 +3,9 @@
     python bench/remote_calls.py
     python bench/remote_calls.py --rounds 5 --seconds 1
 
-The libraries take turns, each in two processes of its own: threads of TensorPipe poll all the time, and would take the
-cores from the other. A time is the median over all rounds of a library of its median in a round. The processor time of
-a call, of both workers, is the median over rounds. The large payload is a NumPy array for fastcoll, a tensor for torch.
+The libraries run in turn, each in two separate processes: threads of TensorPipe poll all the time, and would take the
+cores from the other library. A time is the median over all rounds of the library's median in a round. The CPU time of a
+call, of both workers, is the median over rounds. The large payload is a NumPy array for fastcoll, a tensor for torch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def run(rank: int, library: str, port: int, given: argparse.Namespace, file: str) -> None:
-    """Be a worker; rank 0 calls, measures and tells."""
+    """Run a worker; rank 0 calls, measures and prints."""
     payload: Any = np.ones(int(given.mib * 2**20) // 4, np.float32)
     if library == "fastcoll":
         import fastcoll.rpc as rpc
@@ -123,7 +123,7 @@ CASES = {
 
 
 def measure(seconds: float, rpc: Any, call: Callable[[], object]) -> Any:
-    """Seconds that the median call takes, and seconds of processor time that a call takes of both workers."""
+    """Return the seconds of the median call, and the CPU seconds of a call on both workers."""
     warm = perf_counter() + 0.2 * seconds
     while perf_counter() < warm:
         call()

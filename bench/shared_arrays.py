@@ -1,8 +1,7 @@
-"""`python bench/shared_arrays.py`: what all_reduce takes on shared and on ordinary arrays, with the work before it.
+"""`python bench/shared_arrays.py`: all_reduce on shared and on ordinary arrays, together with the work before it.
 
-Two loops, as programs have them: an array is updated in place and reduced, and a new array, the result of an
-expression, is reduced. Ordinary and shared arrays take turns, round by round; a time is the slowest rank's, of the
-median round.
+There are two typical loops: an array is updated in place and reduced, and a new array, the result of an expression, is
+reduced. Ordinary and shared arrays alternate, round by round; a time is that of the slowest rank in the median round.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import fastcoll as dist
 
 SIZES = [1 << power for power in range(16, 27)]
 ROUNDS = 21
-_FIRST = 5  # rounds that do not count: ways are tried out
+_FIRST = 5  # rounds that do not count, in which algorithms are tried
 LOOPS = ("update, all_reduce", "expression, all_reduce")
 _COLOURS = ("#D55E00", "#0072B2")
 Times = dict[str, list[tuple[float, float]]]

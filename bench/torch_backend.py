@@ -4,10 +4,9 @@
     python bench/torch_backend.py --ranks 4 --sizes 8,1M --json out.json
 
 Both backends have a group of the same processes, whose ranks are pinned to the usable cores in turn (see
-versus/pinning.py). For each size they take turns, in an order that is turned round each time; every result is checked
-before anything is timed. Times are of single calls on float32 tensors, "sync" with
-async_op=False, "async" with async_op=True and wait; a column's number is the slowest rank's median (p99: its 99th
-percentile).
+versus/pinning.py). For each size they run in turn, in reverse order every second time; every result is checked before
+the timing. Times are of single calls on float32 tensors, "sync" with async_op=False, "async" with async_op=True and
+wait; a column has the slowest rank's median (p99: its 99th percentile).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BACKENDS = ("fastcoll", "gloo")
 MODES = ("sync", "async")
 SIZES = "8,1K,64K,1M,64M"
 TURNS = 6
-_FEWEST_CALLS = 25  # in a turn
+_FEWEST_CALLS = 25  # per turn
 
 
 def main() -> int:
@@ -50,7 +49,7 @@ def main() -> int:
 
 
 def rank_main(rank: int, ranks: int, sizes: list[int], seconds: float, folder: str) -> None:
-    """One rank: measure every size, and let rank 0 write the report."""
+    """Run one rank: measure every size; rank 0 writes the report."""
     import torch
     import torch.distributed as dist
 
@@ -72,11 +71,11 @@ def rank_main(rank: int, ranks: int, sizes: list[int], seconds: float, folder: s
 
 
 def measure(nbytes: int, groups: dict[str, Any], seconds: float, cores: Sequence[int]) -> dict[str, Any]:
-    """A row of the table: microseconds of every backend and mode at one size; collective.
+    """Return a row of the table: microseconds of every backend and mode at one size; collective.
 
     Args:
-        seconds: how long each is timed for.
-        cores: of the ranks.
+        seconds: how long each backend is timed.
+        cores: the cores of the ranks.
     """
     import torch
     import torch.distributed as dist
@@ -87,8 +86,8 @@ def measure(nbytes: int, groups: dict[str, Any], seconds: float, cores: Sequence
         check(x, group)
         calls[f"{name} sync"] = lambda group=group: dist.all_reduce(x, group=group)
         calls[f"{name} async"] = lambda group=group: dist.all_reduce(x, group=group, async_op=True).wait()
-    x.zero_()  # sums stay 0, however often
-    place_threads(cores, dist.get_rank())  # both libraries have started theirs
+    x.zero_()  # sums of zeros stay 0
+    place_threads(cores, dist.get_rank())  # both libraries have started their threads
     counts = {name: _count(call, groups["gloo"], seconds / TURNS) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(TURNS):
@@ -102,7 +101,7 @@ def measure(nbytes: int, groups: dict[str, Any], seconds: float, cores: Sequence
 
 
 def check(x: Any, group: Any) -> None:
-    """The sum over the ranks must be right; leaves x with any values."""
+    """Check the sum over the ranks; x has any values afterwards."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +116,7 @@ def check(x: Any, group: Any) -> None:
 
 
 def _count(call: Callable[[], Any], group: Any, seconds: float) -> int:
-    """How many calls take that long: the same number on every rank."""
+    """Return how many calls take `seconds`: the same number on every rank."""
     import torch
     import torch.distributed as dist
 
@@ -128,7 +127,7 @@ def _count(call: Callable[[], Any], group: Any, seconds: float) -> int:
 
 
 def _time(call: Callable[[], Any], times: int) -> list[float]:
-    """Seconds of each call."""
+    """Return the seconds of each call."""
     found = []
     for _ in range(times):
         start = perf_counter()
@@ -138,7 +137,7 @@ def _time(call: Callable[[], Any], times: int) -> list[float]:
 
 
 def _typical(times: list[float], group: Any) -> dict[str, float]:
-    """The slowest rank's median and 99th percentile, in microseconds."""
+    """Return the slowest rank's median and 99th percentile, in microseconds."""
     import torch
     import torch.distributed as dist
 
@@ -151,7 +150,7 @@ def _typical(times: list[float], group: Any) -> dict[str, float]:
 
 
 def page(report: dict[str, Any]) -> list[str]:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     lines = [
         f"all_reduce, float32, {report['ranks']} ranks, through torch.distributed (torch {report['machine']['torch']})",
         "",

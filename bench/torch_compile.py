@@ -5,9 +5,9 @@
     python bench/torch_compile.py --results bench/results
 
 Forward, backward, the average of the gradients over the ranks and SGD are one function of a multilayer perceptron (784,
-512, 512, 10: 2.7 MB of gradients), compiled with fullgraph=True; gradients travel as one tensor on every side.
-All sides run in the same processes, in turn, from the same weights on the same data; one thread of torch a rank, pinned
-to the usable cores in turn (see versus/pinning.py). A time is the slowest rank's median step.
+512, 512, 10: 2.7 MB of gradients), compiled with fullgraph=True; gradients are one tensor on every side. All sides run
+in turn in the same processes, from the same weights on the same data, with one torch thread per rank, pinned to the
+usable cores in turn (see versus/pinning.py). A time is the slowest rank's median step.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from versus.pinning import pin
 from fastcoll import spawn
 from fastcoll.bench.results import describe, machine
 
-BLOCK = 6  # steps that a side has at a time; the first is not timed
+BLOCK = 6  # steps of a side in a row; the first is not timed
 SIDES = ("alone", "Gloo", "fastcoll, torch.distributed", "fastcoll", "fastcoll, eager")
-_TOLERANCE = 1e-5  # of losses: ranks are added in another order
+_TOLERANCE = 1e-5  # of losses, because the order of ranks in sums differs
 
 
 def main() -> int:
@@ -88,7 +88,7 @@ def page(times: list[Times], batches: list[int], options: argparse.Namespace) ->
 
 
 def rank_main(rank: int, ranks: int, batches: list[int], seconds: float, compiler: str, folder: str) -> None:
-    """One rank: all sides at every batch."""
+    """Run one rank: all sides at every batch."""
     import torch
     import torch.distributed as torchs
 
@@ -142,7 +142,7 @@ def make_step(reduce: Callable[[Any], Any], ranks: int) -> Callable[..., Any]:
 def measure(
     steps: dict[str, Callable[..., Any]], batch: int, seconds: float, rank: int, broadcast: Any
 ) -> dict[str, list[float]]:
-    """Seconds of every step of each side; all ranks take as many."""
+    """Return the seconds of every step of each side; all ranks make the same number."""
     import torch
 
     shapes = [(512, 784), (512, 512), (10, 512)]
@@ -163,7 +163,7 @@ def measure(
                 losses[side].append(loss.item())
             del times[side][-BLOCK]
         turn += 1
-        if turn == 1:  # which has compiled
+        if turn == 1:  # the first step compiles
             began, times = perf_counter(), {side: [] for side in steps}
         more[0] = perf_counter() - began < seconds
         broadcast(more, 0)

@@ -4,10 +4,10 @@
     python bench/torch_ddp.py --ranks 2 --cases mlp:64 --json run.json
     python bench/torch_ddp.py --results bench/results           # also write the page, and its picture
 
-Both run in the same processes, in turn, a block of steps each, from the same weights on the same data; one thread of
-torch a rank, pinned to the usable cores in turn (see versus/pinning.py). A time is the slowest rank's median step.
-Communication is what a step takes longer than in a third model, in the same turns, in which DDP does everything but
-communicate.
+Both run in turn in the same processes, a block of steps each, from the same weights on the same data, with one torch
+thread per rank, pinned to the usable cores in turn (see versus/pinning.py). A time is the slowest rank's median step.
+The communication time of a step is its difference to a third model, in the same turns, in which DDP does everything
+except communicate.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from versus.targets import markdown, missed
 from fastcoll.bench.results import describe, machine
 
 CASES = "mlp:32,mlp:64,mlp:256,transformer:1,transformer:2,transformer:8"
-_TOLERANCE = 1e-5  # of losses: ranks are added in another order
-_MATTERS = 0.3  # of a step on Gloo: where communication has a smaller share, an aim for the step says little
+_TOLERANCE = 1e-5  # of losses, because the order of ranks in sums differs
+_MATTERS = 0.3  # of a step on Gloo; with a smaller share of communication the aim for the step means little
 
 Row = dict[str, Any]
 
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def measure(ranks: int, options: argparse.Namespace) -> list[Row]:
-    """What every rank measured, for each case."""
+    """Return the measurements of every rank, for each case."""
     worker = Path(__file__).with_name("torch_ddp_ranks.py")
     with tempfile.TemporaryDirectory(prefix="fastcoll-ddp-") as folder:
         path = Path(folder, "run.json")
@@ -71,7 +71,7 @@ def measure(ranks: int, options: argparse.Namespace) -> list[Row]:
 
 
 def summary(found: Row) -> Row:
-    """Milliseconds a step on each side, and what they say."""
+    """Return milliseconds per step on each side, and figures derived from them."""
     ranks = found["ranks"]
     steps = {
         side: 1e3 * max(median(rank[side]["seconds"]) for rank in ranks)
@@ -101,7 +101,7 @@ def summary(found: Row) -> Row:
 
 
 def page(rows: Sequence[Row]) -> list[str]:
-    """The table, with what it was measured on."""
+    """Return the page: the machine and the table."""
     steps = [row["steps"] for row in rows]
     lines = [
         "# DistributedDataParallel on fastcoll and on Gloo",
@@ -149,7 +149,7 @@ def _facts() -> dict[str, Any]:
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Write the picture: a bar a side, of computing and the rest."""
+    """Write the picture: a bar per side, of computation and communication."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.62 * len(rows) + 1.2), layout="constrained")

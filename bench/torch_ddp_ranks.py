@@ -1,8 +1,7 @@
-"""What every rank of bench/torch_ddp.py runs: the same training on each side in turn, timed step by step.
+"""The ranks of bench/torch_ddp.py: the same training on each side in turn, timed step by step.
 
-A *side* is a DistributedDataParallel model on a group of its own, all with the same weights and the same data: one on
-Gloo, one on fastcoll, and one whose gradients stay where they are (a communication hook that does nothing), whose step
-is what would be left if communication took no time.
+A *side* is a DistributedDataParallel model on its own group, all with the same weights and the same data: one on Gloo,
+one on fastcoll, and one with a communication hook that does nothing, whose step is the time without communication.
 """
 
 import json
@@ -23,9 +22,7 @@ from versus.pinning import pin, place_threads
 
 import fastcoll.torch  # noqa: F401
 
-BLOCK = (
-    8  # steps that a side has at a time; the first is not timed, since another side's data is in the caches
-)
+BLOCK = 8  # steps of a side in a row; the first is not timed, because the caches hold another side's data
 POOL = 4  # different batches
 CLASSES = 64
 
@@ -34,7 +31,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how many samples each rank computes in a step."""
+    """A model, and the samples of each rank in a step."""
 
     model: str
     batch: int
@@ -42,14 +39,14 @@ class Case:
 
 @dataclass
 class Side:
-    """One model under training; `seconds` are of its timed steps, `losses` this rank's of all."""
+    """One model in training: the `seconds` of its timed steps, and this rank's `losses` of all steps."""
 
     step: Callable[[Batch], float]
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def run(self, batches: Sequence[Batch], timed: bool) -> None:
-        """One block of steps."""
+        """Run one block of steps."""
         for number in range(BLOCK):
             start = perf_counter()
             self.losses.append(self.step(batches[len(self.losses) % POOL]))
@@ -58,7 +55,7 @@ class Side:
 
 
 class Transformer(nn.Module):
-    """Scores for the token after each of 64: four layers, 128 wide."""
+    """A transformer that scores the next token of each of 64: four layers, 128 wide."""
 
     WIDTH, HEADS, LAYERS, CONTEXT = 128, 4, 4, 64
 
@@ -79,7 +76,7 @@ class Transformer(nn.Module):
 
 
 def mlp() -> nn.Module:
-    """256 inputs, three hidden layers of 1024."""
+    """Return a perceptron with 256 inputs and three hidden layers of 1024."""
     widths = (256, 1024, 1024, 1024)
     hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(1024, CLASSES))
@@ -89,7 +86,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "transformer": Transfo
 
 
 def data(case: Case) -> list[Batch]:
-    """This rank's batches: random, as only time and equality matter."""
+    """Return this rank's random batches; only time and equality matter."""
     random = torch.Generator().manual_seed(dist.get_rank())
     size = (case.batch, Transformer.CONTEXT)
     if case.model == "transformer":
@@ -102,14 +99,14 @@ def data(case: Case) -> list[Batch]:
 
 
 def exchange_nothing(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: DDP does all else. (It wants these annotations as types, not as texts.)"""
+    """Do nothing, as DDP's communication hook. (DDP needs these annotations as types, not as strings.)"""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
 def side(case: Case, group: Any, alone: bool = False) -> Side:
-    """A model on `group`, from the same weights every time."""
+    """Return a model on `group`, always with the same initial weights."""
     torch.manual_seed(0)
     model = DistributedDataParallel(MODELS[case.model](), process_group=group)
     if alone:
@@ -128,7 +125,7 @@ def side(case: Case, group: Any, alone: bool = False) -> Side:
 
 
 def measure(case: Case, groups: dict[str, Any], seconds: float, cores: Sequence[int]) -> dict[str, Any]:
-    """Blocks of steps, the sides in an order that is turned round each time, for `seconds` in all."""
+    """Run blocks of steps for `seconds` in all, the sides in reverse order every second time."""
     sides = {name: side(case, group) for name, group in groups.items()}
     sides["alone"] = side(case, groups["gloo"], alone=True)
     batches = data(case)
@@ -144,7 +141,7 @@ def measure(case: Case, groups: dict[str, Any], seconds: float, cores: Sequence[
     turns(2, timed=False)
     number = torch.tensor(max(4, int(seconds / turns(1, timed=False))))
     dist.broadcast(number, src=0)
-    place_threads(cores, dist.get_rank())  # the libraries have started theirs
+    place_threads(cores, dist.get_rank())  # the libraries have started their threads
     turns(int(number), timed=True)
     mine = {name: {"seconds": side.seconds, "losses": side.losses} for name, side in sides.items()}
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -154,7 +151,7 @@ def measure(case: Case, groups: dict[str, Any], seconds: float, cores: Sequence[
 
 
 def main() -> None:
-    """Arguments: a file for what was measured, seconds a case, and cases as MODEL:BATCH."""
+    """Run a rank; arguments: a file for the measurements, the seconds per case, and cases as MODEL:BATCH."""
     path, seconds, *cases = sys.argv[1:]
     cores = sorted(os.sched_getaffinity(0))
     pin(cores, int(os.environ["RANK"]))
@@ -167,7 +164,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         with open(path, "w") as file:
             json.dump(found, file)
-    # A barrier of fastcoll last: Gloo in torch 2.13 aborts now and then if Python ends right after one of its calls.
+    # The last call is on fastcoll: Gloo in torch 2.13 sometimes aborts if Python exits right after one of its calls.
     dist.barrier(groups["fastcoll"])
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The arrays of a cell on one rank: made, filled so that every element tells where it comes from, checked.
+"""The arrays of a cell on one rank: made, filled so that every element shows its origin, and checked.
 
 Needs NumPy only. Roots are rank 0.
 """
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 
 class Buffers(NamedTuple):
-    """x goes in; out comes out, and is x itself where the operation works in place."""
+    """x is the input, out the output, which is x itself for in-place operations."""
 
     x: Array
     out: Array
@@ -29,7 +29,7 @@ Exchange = Callable[[int], tuple[Callable[[], Any], Callable[[], Any]]]
 
 
 class Place(NamedTuple):
-    """Which rank of how many, and the dtype of the arrays."""
+    """A rank, the number of ranks, and the dtype of the arrays."""
 
     rank: int
     ranks: int
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 def make_buffers(cell: Cell, place: Place) -> Buffers:
-    """The arrays of one rank."""
+    """Make the arrays of one rank."""
     shape = (SHAPES | LIMITS)[cell.operation]
     counts = {"nothing": 0, "part": cell.count // place.ranks, "whole": cell.count}
     x = np.zeros(counts[shape.x], place.dtype)
@@ -45,16 +45,16 @@ def make_buffers(cell: Cell, place: Place) -> Buffers:
 
 
 def partner(rank: int, ranks: int) -> int | None:
-    """With whom a rank plays send_recv: 0 with 1, 2 with 3, ...; None for the last one of an odd number."""
+    """Return a rank's partner in send_recv: 0 with 1, 2 with 3, ...; None for the last rank of an odd number."""
     other = rank ^ 1
     return other if other < ranks else None
 
 
 def ping_pong(rank: int, ranks: int, exchange: Exchange) -> Callable[[], Any]:
-    """A round trip between a rank and its partner; a rank without one does nothing.
+    """Return a round trip between a rank and its partner; a rank without one does nothing.
 
     Args:
-        exchange: makes, for a partner, what sends x to it and what receives out from it.
+        exchange: makes for a partner a function that sends x to it and one that receives out from it.
     """
     other = partner(rank, ranks)
     if other is None:
@@ -70,7 +70,7 @@ def ping_pong(rank: int, ranks: int, exchange: Exchange) -> Callable[[], Any]:
 
 
 def updated(x: Array, call: Callable[[], Any]) -> Callable[[], Any]:
-    """Write all of x, as a program does before it reduces it, and call."""
+    """Return a function that writes all of x, as programs do before they reduce it, and then calls."""
     one = x.dtype.type(1)
 
     def both() -> None:
@@ -81,7 +81,7 @@ def updated(x: Array, call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def prepare(cell: Cell, buffers: Buffers, place: Place) -> None:
-    """Right inputs, and outputs that are wrong everywhere."""
+    """Fill the inputs, and set all outputs to wrong values."""
     buffers.out.fill(0)
     given, _ = _TILES[cell.operation](place)
     for block, tile in zip(_blocks(buffers.x, len(given)), given, strict=True):
@@ -89,7 +89,7 @@ def prepare(cell: Cell, buffers: Buffers, place: Place) -> None:
 
 
 def wrong(cell: Cell, buffers: Buffers, place: Place) -> int:
-    """After the call, the number of elements that are not what they must be."""
+    """Return the number of wrong elements after the call."""
     _, wanted = _TILES[cell.operation](place)
     start = place.rank * buffers.out.size if cell.operation == "reduce_scatter" else 0
     return sum(
@@ -99,7 +99,7 @@ def wrong(cell: Cell, buffers: Buffers, place: Place) -> int:
 
 
 def absmax(a: Array, b: Array) -> Array:
-    """The user-defined reduction of `custom`, on arrays: of two elements the one further from 0."""
+    """Reduce arrays with the user-defined reduction of `custom`: of two elements the one further from 0."""
     return np.where(np.abs(a) >= np.abs(b), a, b)
 
 
@@ -118,7 +118,7 @@ def _reduction(place: Place) -> Tiles:
 
 def _reduction_at_root(place: Place) -> Tiles:
     given, wanted = _reduction(place)
-    return given, wanted if place.rank == 0 else []  # what the others hold then is the library's affair
+    return given, wanted if place.rank == 0 else []  # the arrays of the other ranks are undefined then
 
 
 def _custom(place: Place) -> Tiles:

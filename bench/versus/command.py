@@ -1,4 +1,4 @@
-"""`--vs`: find the peers, run everybody in turn, and print, write and draw what came out."""
+"""`--vs`: find the peers, run all sides in turn, and print, write and draw the results."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Options:
-    """A comparison as asked for.
+    """The options of a comparison.
 
     Attributes:
-        peers: to compare with.
-        pythons: where a user says that a peer is.
-        install: make environments for peers that are nowhere.
-        sizes: in bytes.
-        cores: that the ranks are pinned to in turn; empty: they are not pinned.
-        scale: of the number of batches.
+        peers: the libraries to compare with.
+        pythons: the Pythons of peers that the user names.
+        install: whether to make environments for peers that are not found.
+        sizes: the sizes in bytes.
+        cores: the cores to which ranks are pinned in turn; empty: they are not pinned.
+        scale: a factor for the number of batches.
         seconds: a cell that would take longer gets fewer batches.
-        backend: fastcoll's.
+        backend: fastcoll's backend.
         json, plots, results, name: where the results go.
         command: the command line.
     """
@@ -67,10 +67,10 @@ class Options:
 
 
 def parse_operation(name: str) -> str:
-    """The operation of a comparison that `name` means; `-` and `_` are the same.
+    """Return the operation of a comparison that `name` means; `-` and `_` are equivalent.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is no such operation.
     """
     found = name.lower().replace("-", "_")
     if found not in SHAPES:
@@ -79,10 +79,10 @@ def parse_operation(name: str) -> str:
 
 
 def check(options: Options) -> None:
-    """Refuse what cannot be, before anything runs.
+    """Check the options before anything runs.
 
     Raises:
-        UsageError: with what to give instead.
+        UsageError: an option is invalid; the message has the cure.
     """
     parse_backend(options.backend)
     if options.ranks < 2:
@@ -92,7 +92,7 @@ def check(options: Options) -> None:
 
 
 def compare(options: Options) -> int:
-    """Run the comparison; returns the exit code: 0 done, 1 a side failed, 2 no peer is there."""
+    """Run the comparison; return the exit code: 0 done, 1 a side failed, 2 no peer was found."""
     try:
         with _ended_like_interrupted():
             found = look_for(options)
@@ -110,7 +110,7 @@ def compare(options: Options) -> int:
 
 
 def look_for(options: Options) -> list[Found]:
-    """The peers that are there; says which, and of the others how to get them."""
+    """Return the peers that are found; print which, and how to get the others."""
     found = []
     for peer in options.peers:
         if peer.lacks.issuperset(options.operations):
@@ -132,7 +132,7 @@ def look_for(options: Options) -> list[Found]:
 
 
 def measure(options: Options, found: Sequence[Found]) -> Comparison:
-    """All rounds."""
+    """Run all rounds."""
     contenders = make_contenders(options, found)
     comparison = _describe(options, contenders)
     comparison.failed += run_rounds(contenders, options.rounds)
@@ -142,7 +142,7 @@ def measure(options: Options, found: Sequence[Found]) -> Comparison:
 
 
 def make_contenders(options: Options, found: Sequence[Found]) -> list[Contender]:
-    """fastcoll, the limit, and the peers, each with what it runs."""
+    """Return fastcoll, the limit and the peers, each with its job."""
     planned = plan(options)
     sides = [
         _contender(options, launch.ours(OURS, options.ranks), "fastcoll", "this environment", planned),
@@ -156,14 +156,14 @@ def make_contenders(options: Options, found: Sequence[Found]) -> list[Contender]
 
 
 def plan(options: Options) -> list[Cell]:
-    """What fastcoll runs."""
+    """Return fastcoll's job."""
     itemsize = np.dtype(options.dtype).itemsize
     cores = _shared_cores(options)
     return list(cells(options.operations, options.sizes, itemsize, options.ranks, cores, options.scale))
 
 
 def tell(comparison: Comparison, options: Options) -> None:
-    """Print the tables, and write and draw what was asked for."""
+    """Print the tables, and write and draw the requested files."""
     for line in [*_header(comparison), *_body(comparison)]:
         print(line)
     if options.json:
@@ -234,7 +234,7 @@ def _body(comparison: Comparison) -> list[str]:
 
 @contextmanager
 def _ended_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends the ranks and removes the files as Ctrl-C does."""
+    """Have SIGTERM end the ranks and remove the files as Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""One side's ranks for one round: started, watched, ended; and who was at fault.
+"""Start, watch and end the ranks of one side for one round, and find the rank at fault.
 
-All sides run under fastcoll's launcher, which ends whatever they have started when one fails or it is told to.
+All sides run under fastcoll's launcher, which ends all their processes when a rank fails or the launcher is signalled.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _SHOWN_LINES = 40
 
 
 class SideFailedError(FastcollError):
-    """A side's ranks failed; the message names the rank, what it did, and has what was written on stderr."""
+    """A side's ranks failed; the message has the rank, what it did, and the side's stderr."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a side is started.
+    """The command that starts a side.
 
     Attributes:
-        side: its name, a key of `loop.SIDES`.
-        words: the command; takes the job's folder as its last argument.
-        told: what matters of it, without this machine's paths.
+        side: the side's name, a key of `loop.SIDES`.
+        words: the command; its last argument is the job's folder.
+        told: the relevant part of the command, without this machine's paths.
     """
 
     side: str
@@ -49,12 +49,12 @@ class Launch:
 
 
 def ours(side: str, ranks: int) -> Launch:
-    """fastcoll's own side, or the limit's, in this Python."""
+    """Return fastcoll's side, or the limit's, in this Python."""
     return Launch(side, (*_launcher(ranks), str(_START), side), _LAUNCHED.format(ranks))
 
 
 def peers(found: Found, ranks: int, cores: int) -> Launch:
-    """A peer's side, in its own Python."""
+    """Return a peer's side, in its own Python."""
     name = found.peer.name
     worker = (str(found.python), str(_START), name)
     if not found.peer.is_mpi:
@@ -69,7 +69,7 @@ def run(launch: Launch, job: Job, folder: Path, timeout: float) -> list[list[dic
     """Run a side to its end.
 
     Returns:
-        for each rank what it said (see `loop`).
+        for each rank the lines that it wrote (see `loop`).
 
     Raises:
         SideFailedError: a rank failed, or they took longer than `timeout` seconds.
@@ -100,24 +100,24 @@ def _launcher(ranks: int) -> tuple[str, ...]:
 
 
 def _open_mpi_options(ranks: int, cores: int) -> Sequence[str]:
-    """The ranks pin themselves; ranks that wait must yield where they share a core."""
+    """Return options for Open MPI: ranks pin themselves, and waiting ranks yield if they share a core."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     crowded = ["--mca", "mpi_yield_when_idle", "1"] if ranks > cores else []
     return [*root, "--bind-to", "none", "--oversubscribe", *crowded]
 
 
 def _tied() -> list[str]:
-    """Have the launcher end when this process is killed."""
+    """Return a command whose launcher ends when this process is killed."""
     return [sys.executable, lifeline.__file__, str(os.getpid())]
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """One thread a rank for all; files that a library makes go where they are removed."""
+    """Return the environment of all sides: one thread per rank, and temporary files in a folder that is removed."""
     return {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the launcher, which then ends all that it has started, and make sure."""
+    """Ask the launcher to end all its processes, and kill it if it does not."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -148,7 +148,7 @@ def _blame(launch: Launch, job: Job, folder: Path, end: str) -> str:
 
 
 def _place(job: Job, folder: Path, rank: int) -> str:
-    """Where a rank was when it ended."""
+    """Return where a rank was when it ended."""
     lines = _read(folder / f"{rank}.jsonl")
     if not lines:
         return "had not joined the others"

@@ -1,7 +1,7 @@
 """The machine's own limit for each operation.
 
-All ranks do it at once, on their cores, over arrays of the operation's size again and again, so they are in
-the caches or not as the operation's own. S is the size (bytes of the larger of input and output), n the ranks.
+All ranks run a limit at once, on their cores, repeatedly over arrays of the operation's size. So the arrays are in the
+caches if those of the operation are. S is the size (bytes of the larger of input and output), n the number of ranks.
 
 stream      `np.multiply(x, 1, out=x)`: read and write S
             all_reduce, reduce, custom
@@ -12,11 +12,11 @@ copy        copy S, which the busiest rank must write
 copy_part   copy S/n, which the busiest rank must write
             scatter
 
-A copy is the faster of two: NumPy's, which is libc's memcpy, and fastcoll's past the caches (`copy_past`,
-`copy_part_past`), with non-temporal stores.
+A copy is the faster of two: NumPy's, which is libc's memcpy, and fastcoll's with non-temporal stores past the caches
+(`copy_past`, `copy_part_past`).
 
-A barrier has none. Below LIMIT_FROM none is shown: there it is NumPy's own time for a call.
-With more ranks than cores it is a rank's CPU time for it times the ranks a core, as they take turns.
+A barrier has no limit. Below LIMIT_FROM no limit is shown, because it would be NumPy's time for a call. With more ranks
+than cores, the limit is a rank's CPU time times the ranks per core, because they share the core.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ LIMITS_OF: dict[str, tuple[str, ...]] = {
 }
 """The limits of an operation, of which the fastest counts."""
 
-LIMIT_FROM = 32 << 10  # bytes; NumPy's call takes 0.3 us of the 2 us that 32 KiB take
+LIMIT_FROM = 32 << 10  # bytes; of the 2 us for 32 KiB, NumPy's call takes 0.3 us
 
 
 def limit_cells(cells: Iterable[Cell]) -> list[Cell]:
-    """What to measure for these operations: the limits of each, in its size, once."""
+    """Return the cells of limits for some operations, each size once."""
     found = {
         (limit, cell.size): replace(cell, operation=limit)
         for cell in cells

@@ -1,7 +1,7 @@
 """The loop that every rank of every side runs: the same arrays, calls, checks and clock. NumPy only.
 
-A rank writes lines of JSON to `FOLDER/RANK.jsonl`: what it is, then each cell as it begins and as it ends. So
-whoever started it knows where it was when it failed.
+A rank writes lines of JSON to `FOLDER/RANK.jsonl`: first its description, then each cell at its begin and its end. So
+the process that started it can see where a failed rank was.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ SIDES = {
 }
 """The module of `sides` that speaks for a side."""
 
-_WARM_UP = 12  # calls at least, on every side; libraries that learn while they run have learnt by then
+_WARM_UP = 12  # the least number of calls on every side, after which libraries that tune themselves are tuned
 _FEWEST_BATCHES = 3
-_SINGLES = 200  # calls of a round that are timed by themselves
+_SINGLES = 200  # calls of a round that are timed one by one
 
 
 class Side(Protocol):
-    """A library that has joined its ranks; made by `join(job, folder)` of its module.
+    """A library whose ranks have joined; made by `join(job, folder)` of its module.
 
     Attributes:
-        rank: of this process.
-        library: name and version, for people.
+        rank: this process's rank.
+        library: its name and version.
     """
 
     rank: int
     library: str
 
     def barrier(self) -> None:
-        """Returns when all ranks have called."""
+        """Wait until all ranks have called this."""
 
     def slowest(self, seconds: float) -> float:
-        """The largest of all ranks' numbers."""
+        """Return the largest of all ranks' numbers."""
 
     def memory(self, operation: str) -> AbstractContextManager[Any]:
-        """Where the operation's arrays are made."""
+        """Return the module that makes the operation's arrays."""
 
     def call(self, operation: str, buffers: Buffers) -> Call:
-        """What is timed: the operation on these arrays, root 0, in the form that is the library's fastest."""
+        """Return the timed call: the operation on these arrays, root 0, in the library's fastest form."""
 
     def close(self) -> None:
         """Leave the other ranks."""
@@ -87,13 +87,13 @@ def main(name: str, folder: Path) -> None:
 
 
 def rank_in_environment() -> int:
-    """This process' rank as its launcher says, before the library is asked."""
-    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")  # mpiexec passes on a RANK that is not its own
+    """Return this process's rank from the variables of its launcher, before the library is imported."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")  # mpiexec passes on a RANK that it has inherited
     return int(next(os.environ[name] for name in names if name in os.environ))
 
 
 def _measure(side: Side, call: Call, cell: Cell, job: Job) -> dict[str, Any]:
-    """This rank's seconds a call, as the median over batches; how many batches there were; and single calls."""
+    """Return this rank's median seconds per call over batches, the number of batches, and times of single calls."""
     batches = _affordable(side, call, cell, job.seconds)
     place_threads(job.cores, side.rank)
     with no_collector():
@@ -103,25 +103,27 @@ def _measure(side: Side, call: Call, cell: Cell, job: Job) -> dict[str, Any]:
         seconds = float(np.median(singles))
         if cell.calls > 1 or job.crowding > 1:
             seconds = _median(call, cell, batches, job)
-            side.barrier()  # nobody allocates while others are timed
+            side.barrier()  # no rank allocates while others are timed
     factor = 1 / (SHAPES | LIMITS)[cell.operation].calls_in_time
     return {"seconds": seconds * factor, "batches": batches, "singles": (singles * factor).tolist()}
 
 
 def _median(call: Call, cell: Cell, batches: int, job: Job) -> float:
-    """Seconds a call. Where ranks share cores, some batches would not show what it takes all of them."""
+    """Return seconds per call; not the median if ranks share cores, because some batches miss the others' time."""
     plan = Schedule(batches, cell.calls)
-    if job.crowding > 1 and cell.operation in LIMITS:  # each rank needs its core for so long, in turn
+    if (
+        job.crowding > 1 and cell.operation in LIMITS
+    ):  # the ranks use their core one after the other, each for this long
         return time_batches(call, plan, cpu_time=True).median * job.crowding
     if (
         job.crowding > 1 and (SHAPES | LIMITS)[cell.operation].rooted
-    ):  # ranks run ahead, and wait long but seldom
+    ):  # ranks run ahead, and then wait long but rarely
         plan = Schedule(1, batches * cell.calls)
     return time_batches(call, plan).median
 
 
 def _time_singly(call: Call, number: int) -> NDArray[np.float64]:
-    """Seconds of each of so many calls in a row: a batch's mean would hide the slow ones. The clock adds 0.1 us."""
+    """Return the seconds of each of some calls: a batch's mean hides slow calls. The clock adds 0.1 us."""
     marks = np.empty(number + 1, np.int64)
     marks[0] = perf_counter_ns()
     for index in range(1, number + 1):
@@ -131,7 +133,7 @@ def _time_singly(call: Call, number: int) -> NDArray[np.float64]:
 
 
 def _count(side: Side, call: Call, counter: Callable[[], int]) -> dict[str, Any]:
-    """How many times this rank's part of a call copies straight between processes: the mean of some, warmed up."""
+    """Return the mean number of single copies between processes in this rank's part of a call, after a warm-up."""
     estimate(call, _WARM_UP)
     side.barrier()
     before = counter()
@@ -144,16 +146,16 @@ def _verify(side: Side, cell: Cell, call: Call, buffers: Buffers, place: Place) 
     prepare(cell, buffers, place)
     side.barrier()
     call()
-    side.barrier()  # nobody reads the arrays any more
+    side.barrier()  # all ranks have finished with the arrays
     if found := wrong(cell, buffers, place):
         raise AssertionError(
             f"{cell.operation} of {cell.size} bytes: {found} wrong elements on rank {place.rank}"
         )
-    buffers.x.fill(0)  # sums stay finite however often
+    buffers.x.fill(0)  # so that repeated sums stay finite
 
 
 def _affordable(side: Side, call: Call, cell: Cell, limit: float) -> int:
-    """Two batches to warm up; the second says how many there may be, the same number on all ranks."""
+    """Run two batches as a warm-up; return how many batches the second allows, the same number on all ranks."""
     estimate(call, max(cell.calls, _WARM_UP))
     side.barrier()
     batch = side.slowest(estimate(call, cell.calls) * cell.calls)

@@ -31,7 +31,7 @@ exit code: 0 done; 1 a side failed; 2 the command line cannot be, or none of the
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison that the words of a command line ask for; returns the exit code."""
+    """Run the comparison that a command line asks for; return the exit code."""
     parser = make_parser()
     parser.description = "Compare collective operations with those of other libraries."
     parser.epilog = _EPILOG
@@ -112,7 +112,7 @@ def _options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The command as others can repeat it, without the paths of this machine's environments."""
+    """Return the command in a form that others can repeat, without the paths of this machine's environments."""
     names = [re.sub(rf"^((?:--peer-python=)?(?:{'|'.join(PEERS)}))=.*", r"\1=PYTHON", word) for word in words]
     return f"python -m fastcoll.bench {shlex.join(names)}"
 

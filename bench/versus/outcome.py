@@ -1,4 +1,4 @@
-"""The times of all sides, and what follows from them: medians, ratios, the share of the limit."""
+"""The times of all sides, and figures derived from them: medians, ratios, the share of the limit."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ GLOO = ("gloo",)
 
 @dataclass
 class SideTimes:
-    """What one side took.
+    """The times of one side.
 
     Attributes:
-        name, label: as options, and as tables have it.
-        library: name and version, as it says itself.
+        name, label: its name in options and in tables.
+        library: its name and version, as the library reports it.
         where: the Python that it ran in.
-        command: how it was started.
-        placed: each rank's cores, those of its calling thread and of the library's others.
-        seconds: a call's, for each round: the slowest rank's median over batches.
-        singles: for each rank the seconds of calls that were timed by themselves, of all rounds.
-        batches: that were timed, the fewest of all rounds.
-        copies: how often all ranks together copy straight between processes in a call; None: it could not be seen.
+        command: the command that started it.
+        placed: each rank's cores: of its calling thread, and of the library's threads.
+        seconds: by round, the seconds of a call: the slowest rank's median over batches.
+        singles: by rank, the seconds of calls that were timed one by one, of all rounds.
+        batches: the number of timed batches, the fewest of all rounds.
+        copies: the single copies between processes by all ranks in a call; None: they could not be counted.
     """
 
     name: str
@@ -50,18 +50,18 @@ class SideTimes:
     copies: dict[Key, float] | None = None
 
     def add(self, key: Key, seconds: float, batches: int, singles: Sequence[list[float]]) -> None:
-        """A round's result."""
+        """Add a round's result."""
         self.seconds.setdefault(key, []).append(seconds)
         self.batches[key] = min(batches, self.batches.get(key, batches))
         for rank, found in zip(self.singles.setdefault(key, [[] for _ in singles]), singles, strict=True):
             rank += found
 
     def typical(self, key: Key) -> float | None:
-        """The median over the rounds; None for what the side does not have."""
+        """Return the median over the rounds; None if the side does not have the cell."""
         return median(self.seconds[key]) if key in self.seconds else None
 
     def p99(self, key: Key) -> float | None:
-        """The slowest rank's 99th percentile of single calls, over all rounds together."""
+        """Return the slowest rank's 99th percentile of single calls, over all rounds."""
         if key not in self.singles:
             return None
         return max(float(np.percentile(rank, 99)) for rank in self.singles[key])
@@ -72,11 +72,11 @@ class Comparison:
     """One run.
 
     Attributes:
-        sides: fastcoll first, then the peers in the order asked for.
+        sides: fastcoll first, then the peers in the requested order.
         limit: the machine's own times, by limit and size.
-        backend: fastcoll's, as it was asked for.
+        backend: the requested backend of fastcoll.
         planned: batches and calls for each cell.
-        failed: what was said of sides that were left out as they failed.
+        failed: messages about sides that failed and were left out.
     """
 
     start_time: str
@@ -98,37 +98,37 @@ class Comparison:
         return self.sides[1:]
 
     def operations(self) -> list[str]:
-        """In the order asked for."""
+        """The operations, in the requested order."""
         return list(dict.fromkeys(operation for operation, _ in self.planned))
 
     def sizes(self, operation: str) -> list[int]:
-        """Of one operation, as they were run."""
+        """Return the sizes of an operation, in the order of the run."""
         return [size for name, size in self.planned if name == operation]
 
     def ours(self, key: Key) -> float:
-        """fastcoll's seconds."""
+        """Return fastcoll's seconds."""
         seconds = self.sides[0].typical(key)
         assert seconds is not None
         return seconds
 
     def ratio(self, names: Sequence[str], key: Key) -> float | None:
-        """How many times longer than fastcoll the quickest of these peers takes; None if none of them has it."""
+        """Return the time of the fastest of these peers over fastcoll's; None if none of them has the cell."""
         return _quickest([side.typical(key) for side in self.peers if side.name in names], self.ours(key))
 
     def p99_ratio(self, names: Sequence[str], key: Key) -> float | None:
-        """The same of the 99th percentiles, each of them the best of its own."""
+        """Return the ratio of 99th percentiles: the best of these peers over fastcoll's."""
         ours = self.sides[0].p99(key)
         assert ours is not None
         return _quickest([side.p99(key) for side in self.peers if side.name in names], ours)
 
     def mean_ratio(self, names: Sequence[str], operations: Sequence[str]) -> float | None:
-        """The geometric mean of `ratio` over all cells of these operations."""
+        """Return the geometric mean of `ratio` over all cells of these operations."""
         found = [self.ratio(names, key) for key in self.planned if key[0] in operations]
         known = [ratio for ratio in found if ratio is not None]
         return geometric_mean(known) if known else None
 
     def limit_seconds(self, key: Key) -> float | None:
-        """The machine's own time; None for a barrier, and where it would be that of NumPy's call."""
+        """Return the machine's own time; None for a barrier, and where it would be the time of NumPy's call."""
         operation, size = key
         if size < LIMIT_FROM:
             return None
@@ -136,19 +136,19 @@ class Comparison:
         return min((seconds for seconds in known if seconds is not None), default=None)
 
     def over_limit(self, key: Key) -> float | None:
-        """How many times longer than the machine's own time fastcoll takes."""
+        """Return fastcoll's time over the machine's own."""
         limit = self.limit_seconds(key)
         return None if limit is None else self.ours(key) / limit
 
     def ordinary_over_shared(self, key: Key) -> float | None:
-        """How many times longer fastcoll takes on ordinary arrays than on those in shared pages."""
+        """Return fastcoll's time on ordinary arrays over that on arrays in shared pages."""
         ordinary, shared = UPDATES
         if key[0] != shared or (ordinary, key[1]) not in self.planned:
             return None
         return self.ours((ordinary, key[1])) / self.ours(key)
 
     def shortened(self) -> list[tuple[str, Key]]:
-        """Who made fewer calls than the others, as they would have taken too long."""
+        """Return the sides that made fewer calls, to save time, and their cells."""
         return [
             (side.label, key)
             for side in self.sides
@@ -158,7 +158,7 @@ class Comparison:
 
 
 def lost(comparison: Comparison, side: SideTimes) -> dict[str, list[int]]:
-    """By operation, the sizes at which a peer is faster than fastcoll."""
+    """Return the sizes at which a peer is faster than fastcoll, by operation."""
     found: dict[str, list[int]] = {}
     for key in comparison.planned:
         seconds = side.typical(key)
@@ -178,7 +178,7 @@ def write_json(path: Path, comparison: Comparison) -> None:
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """Everything, with every round's times, ready for JSON; `targets` reads it."""
+    """Return everything, with every round's times, for JSON; `targets` reads it."""
     return {
         "version": 2,
         "kind": "versus",

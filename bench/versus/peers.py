@@ -1,7 +1,7 @@
-"""What fastcoll can be compared with, where it was found, and how to get it.
+"""The libraries that fastcoll can be compared with: where they are, and how to get them.
 
-A peer is looked for in the Python that `--peer-python` names for it; else in this one; else in an environment in
-the user's cache that `--install-peers` has made.
+A peer is searched in the Python that `--peer-python` names for it; else in this one; else in an environment in the
+user's cache that `--install-peers` has made.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Peer:
     """A library to compare with.
 
     Attributes:
-        name: as `--vs` has it.
-        label: as tables have it.
-        packages: what pip installs for it.
+        name: its name for `--vs`.
+        label: its name in tables.
+        packages: the packages that pip installs for it.
         lacks: operations that it does not have.
-        index: a package index besides pip's own.
-        library: the peer in whose environment it is; the same one by default.
-        options: what mpiexec gets besides.
+        index: a package index in addition to pip's default.
+        library: the peer whose environment it uses; itself by default.
+        options: further options for mpiexec.
     """
 
     name: str
@@ -72,12 +72,12 @@ PEERS: dict[str, Peer] = {
 
 @dataclass(frozen=True)
 class Found:
-    """A peer that is there.
+    """A peer that was found.
 
     Attributes:
-        python: of its environment.
-        where: which of the places it is, for people.
-        library: name and version, as it says itself.
+        python: the Python of its environment.
+        where: a description of where it was found.
+        library: its name and version, as the library reports it.
         mpiexec: MPI's launcher.
     """
 
@@ -90,13 +90,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Missing:
-    """A peer that is not, with the reason for each place."""
+    """A peer that was not found, with the reason for each place."""
 
     peer: Peer
     reasons: tuple[str, ...]
 
     def cure(self) -> str:
-        """What to do, as lines."""
+        """Return how to get it, as lines."""
         commands = " && ".join(shlex.join(command) for command in install_commands(self.peer))
         return (
             f"{self.peer.name} is not here: {'; '.join(self.reasons)}\n"
@@ -106,16 +106,16 @@ class Missing:
 
 
 def parse_peers(text: str) -> list[Peer]:
-    """The peers of `a,b`, each once.
+    """Parse the peers of `a,b`, each once.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is no such peer.
     """
     return [_peer(name) for name in dict.fromkeys(text.lower().split(","))]
 
 
 def parse_peer_python(text: str) -> tuple[str, Path]:
-    """`mpich=/path/to/python` as its two parts.
+    """Parse `mpich=/path/to/python` into its two parts.
 
     Raises:
         UsageError: it is not of that form, there is no such peer, or no such program.
@@ -123,14 +123,14 @@ def parse_peer_python(text: str) -> tuple[str, Path]:
     name, equals, path = text.partition("=")
     if not equals:
         raise UsageError(f"{text!r} is not PEER=PYTHON, e.g. mpich=/path/to/python")
-    python = Path(path).absolute()  # not resolved: a virtual environment's Python is a link
+    python = Path(path).absolute()  # not resolved, because a virtual environment's Python is a symbolic link
     if not os.access(python, os.X_OK) or python.is_dir():
         raise UsageError(f"{text}: {path} is no program that can be run")
     return _peer(name.lower()).name, python
 
 
 def find(peer: Peer, given: Mapping[str, Path]) -> Found | Missing:
-    """Look for a peer; nothing is installed."""
+    """Search for a peer, without installing it."""
     reasons = []
     for where, python in _places(peer, given):
         if not python.exists():
@@ -147,14 +147,14 @@ def find(peer: Peer, given: Mapping[str, Path]) -> Found | Missing:
 
 
 def environment(peer: Peer) -> Path:
-    """The folder of the environment that the tool makes for a peer."""
-    named = os.environ.get("XDG_CACHE_HOME", "")  # a relative one does not count, as its specification says
+    """Return the folder of the environment that `--install-peers` makes for a peer."""
+    named = os.environ.get("XDG_CACHE_HOME", "")  # a relative one is ignored, as in the XDG specification
     cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
     return cache / "fastcoll-bench" / peer.home
 
 
 def install_commands(peer: Peer) -> list[list[str]]:
-    """What makes a peer's environment: with the NumPy that fastcoll runs on."""
+    """Return the commands that make a peer's environment, with fastcoll's version of NumPy."""
     home = environment(peer)
     extra = ["--retries", "1", "--extra-index-url", peer.index] if peer.index else []
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", *extra]
@@ -165,10 +165,10 @@ def install_commands(peer: Peer) -> list[list[str]]:
 
 
 def install(peer: Peer) -> None:
-    """Make a peer's environment; what an interrupted attempt has left is replaced.
+    """Make a peer's environment; replace files of an interrupted attempt.
 
     Raises:
-        UsageError: a command failed; what it wrote has been shown.
+        UsageError: a command failed; its output has been shown.
     """
     for command in install_commands(peer):
         print(f"# {shlex.join(command)}", file=sys.stderr, flush=True)
@@ -192,7 +192,7 @@ def _places(peer: Peer, given: Mapping[str, Path]) -> Sequence[tuple[str, Path]]
 
 
 def _ask(peer: Peer, python: Path) -> dict[str, str] | str:
-    """What the peer says of itself in that Python, or why it cannot."""
+    """Run the probe for a peer in a Python; return its report, or why it failed."""
     try:
         done = subprocess.run(
             [python, _PROBE, peer.home], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False

@@ -1,4 +1,4 @@
-"""A comparison as a picture: a panel an operation, time over size, a line a side, and the machine's limit."""
+"""A comparison as a picture: a panel per operation, time over size, a line per side, and the machine's limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .outcome import Comparison, SideTimes
 from .record import placement
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 _LOOKS = {
     "fastcoll": ("#D55E00", "o", 2.4),
     "openmpi": ("#0072B2", "s", 1.4),
@@ -27,7 +27,7 @@ _COLUMNS = 4
 
 
 def draw(paths: Sequence[Path], comparison: Comparison) -> None:
-    """Write the picture to each path; the ending says the format (png, svg, pdf)."""
+    """Write the picture to each path, in the format of its extension (png, svg, pdf)."""
     from matplotlib.figure import Figure
 
     operations = comparison.operations()
@@ -88,7 +88,7 @@ def _lines(panel: Any, comparison: Comparison, operation: str) -> None:
 
 
 def _bars(panel: Any, comparison: Comparison, operation: str) -> None:
-    """An operation without data: one number a side."""
+    """Draw an operation without data: one bar per side."""
     known = [(side, side.typical((operation, 0))) for side in comparison.sides]
     shown = [(side, seconds * 1e6) for side, seconds in known if seconds is not None][::-1]
     colours = [_LOOKS[side.name][0] for side, _ in shown]
@@ -104,7 +104,7 @@ def _bars(panel: Any, comparison: Comparison, operation: str) -> None:
 
 
 def _bytes(size: float) -> str:
-    """`8`, `4K`, `4M`; a size that was rounded to whole elements for every rank looks like its neighbour."""
+    """Format a size: `8`, `4K`, `4M`; sizes that were rounded to whole elements are shown rounded."""
     for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if size >= unit:
             return f"{size / unit:.3g}{name}"
@@ -112,12 +112,12 @@ def _bytes(size: float) -> str:
 
 
 def _duration(micros: float) -> str:
-    """`0.5 µs`, `20 µs`, `3 ms`."""
+    """Format a duration: `0.5 µs`, `20 µs`, `3 ms`."""
     return f"{micros:.3g} µs" if micros < 999.5 else f"{micros / 1e3:.3g} ms"
 
 
 def _legend(figure: Any) -> None:
-    """Every label once, whichever panels have it."""
+    """Return each label once, from all panels."""
     found: dict[str, Any] = {}
     for panel in figure.axes:
         handles, labels = panel.get_legend_handles_labels()

@@ -1,10 +1,10 @@
 """Where the threads of a rank run: one rule for every side of every comparison. Standard library only.
 
-The thread that calls is pinned to its rank's core before the library starts: a library may choose how to wait by the
-cores that it finds. The threads that a library starts may use all of the ranks' cores: with those of Gloo on one core
-as well, its small messages took up to three times as long.
+The calling thread is pinned to its rank's core before the library starts, because a library may choose how to wait by
+the cores that it finds. The threads that a library starts may use all of the ranks' cores: with Gloo's threads pinned
+to one core, its small messages took up to three times as long.
 
-With no cores given, nobody is pinned.
+Without given cores, no thread is pinned.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from threading import get_native_id
 
 
 def pin(cores: Sequence[int], rank: int) -> None:
-    """The calling thread, and what it starts from now on, to the rank's core; before the library starts."""
+    """Pin the calling thread and its later children to the rank's core; called before the library starts."""
     if cores:
         os.sched_setaffinity(0, {_core(cores, rank)})
 
 
 def place_threads(cores: Sequence[int], rank: int) -> dict[str, list[int]]:
-    """Give all other threads of this process all of the ranks' cores, and prove that everything is where it belongs.
+    """Give all other threads of this process all of the ranks' cores, and check the placement of all threads.
 
     Returns:
         the cores of the calling thread (`caller`), and of all others together (`others`, empty if there are none).
 
     Raises:
-        RuntimeError: a thread may run elsewhere, since the library has moved it.
+        RuntimeError: a thread may run elsewhere, because the library has moved it.
     """
     others = [int(thread) for thread in os.listdir("/proc/self/task") if int(thread) != get_native_id()]
     found: set[int] = set()
     for thread in others:
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # the thread has ended meanwhile
             if cores:
                 os.sched_setaffinity(thread, set(cores))
             found |= os.sched_getaffinity(thread)

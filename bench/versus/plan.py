@@ -1,7 +1,7 @@
-"""What a side runs: cells of operations and sizes with their numbers of calls, as pure data. NumPy only.
+"""The work of a side: cells of operations and sizes with their numbers of calls, as pure data. NumPy only.
 
-The numbers of calls are the same for all sides. They are chosen so that a batch of the fastest side is
-long enough for the clock, and all cells of the slowest side take a minute.
+The numbers of calls are the same for all sides. They are chosen so that a batch of the fastest side is long enough for
+the clock, and all cells of the slowest side take a minute.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 DEFAULT_SIZES = tuple(1 << power for power in (3, 10, 12, 15, 18, 20, 22, 24, 26))
 
 _CALLS = 40  # a batch of the smallest calls, of about 0.5 us
-_BATCHES = 30  # in a round, so five rounds are 150 calls at least
+_BATCHES = 30  # per round, so five rounds are 150 calls at least
 _BATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What an operation's arrays are: the `whole`, or one rank's `part` of it, or nothing.
+    """The arrays of an operation: the `whole`, or one rank's `part` of it, or none.
 
     Attributes:
-        x: what goes in.
-        out: what comes out; None: it replaces x.
-        split: the whole consists of one part a rank.
-        rooted: not every rank needs all others.
-        calls_in_time: how many times the reported time one call takes; 2 for a round trip of which half counts.
+        x: the input.
+        out: the output; None: it replaces x.
+        split: whether the whole consists of one part per rank.
+        rooted: whether some ranks do not need all others.
+        calls_in_time: the time of a call over the reported time; 2 for a round trip, of which half is reported.
     """
 
     x: str
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def moves(self) -> bool:
-        """Whether there is data at all."""
+        """Whether the operation moves data."""
         return self.x != "nothing"
 
 
@@ -77,8 +77,8 @@ class Cell:
 
     Attributes:
         operation: a key of SHAPES or LIMITS.
-        count: elements of the whole.
-        size: its bytes: the larger of input and output.
+        count: the number of elements of the whole.
+        size: its bytes, those of the larger of input and output.
         batches, calls: how many batches of how many calls are timed.
     """
 
@@ -91,17 +91,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks of a side need to know.
+    """The job of all ranks of a side.
 
     Attributes:
-        cells: what to measure, in order.
-        ranks: how many there are.
+        cells: the cells to measure, in order.
+        ranks: the number of ranks.
         dtype: a name of DTYPES.
-        cores: rank r is pinned to `cores[r % len(cores)]`; empty: nobody is pinned.
-        crowding: ranks a core; more than 1: they take turns.
+        cores: rank r is pinned to `cores[r % len(cores)]`; empty: no rank is pinned.
+        crowding: ranks per core; with more than 1 they share it.
         seconds: a cell that would take longer gets fewer batches.
-        backend: fastcoll's.
-        counted: instead of measuring, count how often each cell's call copies once (see `single_copy`).
+        backend: fastcoll's backend.
+        counted: whether to count each cell's single copies (see `single_copy`) instead of measuring.
     """
 
     cells: tuple[Cell, ...]
@@ -114,12 +114,12 @@ class Job:
     counted: bool = False
 
     def write(self, folder: Path) -> None:
-        """For `read_job` in another process."""
+        """Write the job for `read_job` in another process."""
         (folder / "job.json").write_text(json.dumps(asdict(self)))
 
 
 def read_job(folder: Path) -> Job:
-    """The job that was written to `folder`."""
+    """Return the job that was written to `folder`."""
     found = json.loads((folder / "job.json").read_text())
     cells = tuple(Cell(**cell) for cell in found.pop("cells"))
     return Job(cells, **{**found, "cores": tuple(found["cores"])})
@@ -128,11 +128,11 @@ def read_job(folder: Path) -> Job:
 def cells(
     operations: Sequence[str], sizes: Sequence[int], itemsize: int, ranks: int, cores: int, scale: float
 ) -> Iterator[Cell]:
-    """The cells of a run; sizes are rounded up to whole elements, or parts of them, each taken once.
+    """Return the cells of a run; sizes are rounded up to whole elements per rank, and equal sizes are taken once.
 
     Args:
-        cores: how many the ranks share; with more ranks than these, fewer calls are made.
-        scale: of the number of batches.
+        cores: the number of cores; with more ranks than cores, fewer calls are made.
+        scale: a factor for the number of batches.
     """
     for operation in operations:
         shape = SHAPES[operation]
@@ -142,10 +142,10 @@ def cells(
 
 
 def schedule(size: int, scale: float, crowding: float = 1.0) -> tuple[int, int]:
-    """Batches, and calls a batch, for `size` bytes.
+    """Return the number of batches, and of calls per batch, for `size` bytes.
 
     Args:
-        crowding: ranks a core. Waiting for a turn on a core costs more than that many times the time.
+        crowding: ranks per core. Sharing a core lengthens a call by more than this factor.
     """
     calls = max(1, min(_CALLS, _BATCH_BYTES // max(1, size)) // round(crowding))
     return max(3, round(scale * _BATCHES)), calls

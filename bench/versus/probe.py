@@ -1,4 +1,4 @@
-"""Run in a peer's Python (`probe.py PEER`): prints as JSON what is there, or ends with the reason why not.
+"""Run in a peer's Python (`probe.py PEER`): print the library that is found as JSON, or exit with the reason.
 
 Standard library only. MPI is loaded but not initialized.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 def mpi_name(text: str) -> str:
-    """Name and version out of what MPI_Get_library_version says: `MPICH 5.0.2`, `Open MPI 5.0.11`."""
+    """Return name and version from the text of MPI_Get_library_version: `MPICH 5.0.2`, `Open MPI 5.0.11`."""
     words = text.split("\n")[0].split(",")[0].replace("Version:", " ").split()
     return " ".join(word.removeprefix("v") if word[1:2].isdigit() else word for word in words)
 
@@ -46,6 +46,10 @@ _ASK: dict[str, Callable[[], str]] = {
 if __name__ == "__main__":
     try:
         library = _ASK[sys.argv[1]]()
-    except (ImportError, RuntimeError, OSError) as error:  # mpi4py: RuntimeError when it finds no MPI library
+    except (
+        ImportError,
+        RuntimeError,
+        OSError,
+    ) as error:  # mpi4py raises RuntimeError if it finds no MPI library
         sys.exit(str(error))
     print(json.dumps({"library": library, "python": sys.version.split()[0]}))

@@ -12,7 +12,7 @@ from .tables import join, markdown, misses, notes, single_copies, title, verdict
 
 
 def page_name(comparison: Comparison, name: str | None) -> str:
-    """`DATE-NAME.md`; without a name it is the operation, or `comparison`, and the number of ranks."""
+    """Return `DATE-NAME.md`; the default name has the operation, or `comparison`, and the number of ranks."""
     operations = comparison.operations()
     if name is None:
         what = operations[0].replace("_", "-") if len(operations) == 1 else "comparison"
@@ -21,7 +21,7 @@ def page_name(comparison: Comparison, name: str | None) -> str:
 
 
 def write_page(folder: Path, comparison: Comparison, name: str | None) -> Path:
-    """Write the page; returns where it is."""
+    """Write the page and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / page_name(comparison, name)
     path.write_text("\n".join(page(comparison)) + "\n")
@@ -29,7 +29,7 @@ def write_page(folder: Path, comparison: Comparison, name: str | None) -> Path:
 
 
 def page(comparison: Comparison) -> list[str]:
-    """The page's lines."""
+    """Return the page's lines."""
     operations = comparison.operations()
     several = len(operations) > 1
     what = f"{len(operations)} operations" if several else title(comparison, operations[0])
@@ -47,7 +47,7 @@ def page(comparison: Comparison) -> list[str]:
 
 
 def facts(comparison: Comparison) -> list[str]:
-    """What was measured, on what, with what, how."""
+    """Return the facts of the measurement: machine, versions, command and method."""
     machine = comparison.machine
     libraries = "; ".join(side.library for side in comparison.sides)
     return [
@@ -68,14 +68,14 @@ def facts(comparison: Comparison) -> list[str]:
 
 
 def placement(comparison: Comparison) -> str:
-    """Which rank is where."""
+    """Return the cores of each rank."""
     if not comparison.cores:
         return "not pinned"
     return f"pinned to cores {', '.join(map(str, comparison.cores))} in turn"
 
 
 def calls(comparison: Comparison) -> str:
-    """How many calls are timed in a round."""
+    """Return how many calls a round times."""
     schedules = {size: plan for (_, size), plan in comparison.planned.items()}
     return ", ".join(
         f"{batches} × {calls} {f'of {format_size(size)}' if size else 'without data'}"

@@ -1,4 +1,4 @@
-"""Who runs when: each round every side once, in an order that is turned round from one to the next."""
+"""The order of the sides: each round runs every side once, in reverse order in every second round."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .outcome import LIMIT, MPIS, OURS, SideTimes
 from .plan import Cell, Job
 
 _START_SECONDS = 60
-_CELL_FACTOR = 4  # verifying, filling and warming up take as long again as what is timed
+_CELL_FACTOR = 4  # checks, fills and warm-up take as long as the timed calls
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A side with its job, and where its times go."""
+    """A side with its job and its times."""
 
     launch: Launch
     job: Job
@@ -28,7 +28,7 @@ class Contender:
 
 
 def order(contenders: Sequence[Contender], number: int) -> list[Contender]:
-    """The turns of one round."""
+    """Return the order of the sides in a round."""
     return list(contenders) if number % 2 == 0 else list(contenders)[::-1]
 
 
@@ -36,7 +36,7 @@ def run_rounds(contenders: Sequence[Contender], rounds: int) -> list[str]:
     """Run all rounds; a peer that fails is left out from then on.
 
     Returns:
-        what to say of the peers that failed.
+        messages about the peers that failed.
 
     Raises:
         SideFailedError: fastcoll, or the limit, failed.
@@ -60,7 +60,7 @@ def run_rounds(contenders: Sequence[Contender], rounds: int) -> list[str]:
 
 
 def run_once(contender: Contender) -> None:
-    """Run a side once and add what it took to its times."""
+    """Run a side once and add its times."""
     job = contender.job
     with TemporaryDirectory(prefix="fastcoll-versus-", ignore_cleanup_errors=True) as folder:
         said = run(contender.launch, job, Path(folder), _timeout(job))
@@ -73,7 +73,7 @@ def run_once(contender: Contender) -> None:
 
 
 def count_copies(contenders: Sequence[Contender]) -> None:
-    """Run fastcoll and each MPI once more, to see where they copy straight between processes; Gloo sends over TCP."""
+    """Run fastcoll and each MPI once more, and count single copies between processes; Gloo sends over TCP."""
     for contender in contenders:
         if contender.launch.side not in (OURS, *MPIS):
             continue
@@ -94,7 +94,7 @@ def count_copies(contenders: Sequence[Contender]) -> None:
 def ends_of(
     cells: Sequence[Cell], said: Sequence[Sequence[dict[str, Any]]]
 ) -> list[tuple[Cell, list[dict[str, Any]]]]:
-    """Each cell with what every rank said at its end."""
+    """Return each cell with the lines of all ranks at its end."""
     ends = [{line["ends"]: line for line in lines if "ends" in line} for lines in said]
     return [(cell, [rank[number] for rank in ends]) for number, cell in enumerate(cells)]
 

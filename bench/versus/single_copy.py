@@ -1,9 +1,9 @@
-"""How often a library copies straight between two processes, for which it asks the kernel.
+"""Count how often a library copies directly between two processes by a system call.
 
-A filter (seccomp) hands each `process_vm_readv` and `process_vm_writev` of this process, and of its threads, to a child
-that counts it and lets it go on. Linux 5.5 or later; needs no rights, no debugger, and nothing of the library. It costs
-some microseconds a copy, so it is for a run of its own. XPMEM and KNEM copy once without these calls: their devices
-tell whether they can be there.
+A seccomp filter passes each `process_vm_readv` and `process_vm_writev` of this process and its threads to a child that
+counts the call and lets it proceed. It needs Linux 5.5 or later, but no privileges, no debugger, and no support of the
+library. It costs some microseconds per copy, so it has a separate run. XPMEM and KNEM copy once without these calls;
+their devices show whether they are available.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# Of seccomp: its number, and what the filter compares: AUDIT_ARCH, process_vm_readv, process_vm_writev.
+# The number of seccomp, and the values that the filter compares: AUDIT_ARCH, process_vm_readv, process_vm_writev.
 _NUMBERS = {"x86_64": (317, 0xC000003E, 310, 311), "aarch64": (277, 0xC00000B7, 270, 271)}
 _SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
@@ -31,12 +31,12 @@ _CONTINUE = 1
 
 
 def devices() -> list[str]:
-    """The other ways to copy once that this machine has."""
+    """Return the other single-copy mechanisms of this machine."""
     return [name for name in ("xpmem", "knem") if Path("/dev", name).exists()]
 
 
 def count() -> Callable[[], int]:
-    """Count from now on, before the library starts; returns what tells how many there were.
+    """Start counting, before the library starts; return a function that returns the count.
 
     Raises:
         OSError: the kernel or a container does not allow it, or the processor is unknown here.
@@ -77,11 +77,11 @@ def _filter(arch: int, readv: int, writev: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _serve(listener: int, total: mmap.mmap) -> None:
-    """The child: count, and let the call go on; ends with its parent."""
+    """Run the child: count calls and let them proceed; it ends with its parent."""
     number = 0
     while True:
         note = bytearray(_NOTE_BYTES)
-        with suppress(FileNotFoundError):  # whoever asked was killed meanwhile
+        with suppress(FileNotFoundError):  # the caller was killed meanwhile
             fcntl.ioctl(listener, _RECEIVE, note)
             number += 1
             total[:8] = number.to_bytes(8, "little")

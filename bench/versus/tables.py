@@ -15,11 +15,11 @@ from .targets import Missed, missed, sign
 _NOTHING = "–"
 _AGAINST = (("best MPI", MPIS), ("Gloo", GLOO))
 _COUNTED = "Single copies (process_vm_readv and process_vm_writev, counted in a run of their own; "
-_MOSTLY = 0.5  # single copies a call; fastcoll may be trying another way out in the others
+_MOSTLY = 0.5  # single copies per call; in other calls fastcoll may try another algorithm
 
 
 def headings(comparison: Comparison) -> list[str]:
-    """The columns that this run has."""
+    """Return the columns of this run."""
     names = [side.name for side in comparison.peers]
     titles = ["size", *(f"{side.label}, µs (p99)" for side in comparison.sides)]
     titles += [f"{title} / fastcoll (p99)" for title, of in _AGAINST if set(of) & set(names)]
@@ -27,7 +27,7 @@ def headings(comparison: Comparison) -> list[str]:
 
 
 def rows(comparison: Comparison, operation: str) -> list[list[str]]:
-    """One operation's cells, in the order of `headings`; below several, the geometric means of the ratios."""
+    """Return an operation's cells in the order of `headings`; below several rows, the geometric means of the ratios."""
     keys = [(operation, size) for size in comparison.sizes(operation)]
     aims = misses(comparison)
     found = [_row(comparison, key, [one for one in aims if one[:2] == key]) for key in keys]
@@ -35,7 +35,7 @@ def rows(comparison: Comparison, operation: str) -> list[list[str]]:
 
 
 def text(comparison: Comparison, operation: str) -> list[str]:
-    """One operation's table for a terminal."""
+    """Return an operation's table for a terminal."""
     table = [headings(comparison), *rows(comparison, operation)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
@@ -43,14 +43,14 @@ def text(comparison: Comparison, operation: str) -> list[str]:
 
 
 def markdown(comparison: Comparison, operation: str) -> list[str]:
-    """One operation's table for a page."""
+    """Return an operation's table for a page."""
     table = [headings(comparison), *rows(comparison, operation)]
     lines = [f"| {' | '.join(row)} |" for row in table]
     return [lines[0], "|--:" * len(table[0]) + "|", *lines[1:]]
 
 
 def title(comparison: Comparison, operation: str) -> str:
-    """An operation with what was special about it."""
+    """Return an operation's title, with its special options."""
     if operation == "barrier":
         return operation
     if operation == "custom":
@@ -62,7 +62,7 @@ def title(comparison: Comparison, operation: str) -> str:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """A sentence for each peer: where it is faster than fastcoll."""
+    """Return a sentence for each peer: the sizes at which it is faster than fastcoll."""
     lines = []
     for side in comparison.peers:
         where = [
@@ -78,19 +78,19 @@ def verdict(comparison: Comparison) -> list[str]:
 
 
 def misses(comparison: Comparison) -> list[Missed]:
-    """The aims that were missed."""
+    """Return the missed aims."""
     return missed(document(comparison))
 
 
 def single_copies(comparison: Comparison) -> str:
-    """Where fastcoll and each MPI let the kernel copy straight between processes."""
+    """Return where fastcoll and each MPI copy once between processes."""
     others = single_copy.devices()
     told = [f"{side.label}: {_copying(side)}" for side in comparison.sides if side.name in (OURS, *MPIS)]
     return f"{_COUNTED}{' and '.join(others) or 'no XPMEM, no KNEM'} here). {'. '.join(told)}."
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What a reader must know besides: who failed, and where numbers of calls differ."""
+    """Return notes: the sides that failed, and cells with other numbers of calls."""
     fewer: dict[str, list[str]] = {}
     for label, (operation, size) in comparison.shortened():
         fewer.setdefault(label, []).append(f"{operation} {format_size(size) if size else ''}".strip())
@@ -118,7 +118,7 @@ def _means(comparison: Comparison, operation: str) -> list[str]:
 
 
 def _overall(comparison: Comparison) -> list[str]:
-    """The geometric means over all cells."""
+    """Return the geometric means over all cells."""
     told = []
     for title, names in _AGAINST:
         mean = comparison.mean_ratio(names, comparison.operations())
@@ -128,12 +128,12 @@ def _overall(comparison: Comparison) -> list[str]:
 
 
 def _present(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Of the peers that times are divided by, those that ran."""
+    """Return the peers of ratios that ran."""
     return [names for _, names in _AGAINST if set(names) & {side.name for side in comparison.peers}]
 
 
 def _copying(side: SideTimes) -> str:
-    """The operations of a side by the sizes at which most of their calls copy once."""
+    """Return a side's operations by the sizes at which most calls copy once."""
     if side.copies is None:
         return "not to be seen here"
     by_sizes: dict[str, list[str]] = {}
@@ -164,5 +164,5 @@ def _times(ratio: float | None) -> str:
 
 
 def join(blocks: Sequence[Sequence[str]]) -> list[str]:
-    """Blocks of lines with an empty one between them."""
+    """Join blocks of lines with empty lines."""
     return [line for number, block in enumerate(blocks) for line in (["", *block] if number else block)]

@@ -1,9 +1,9 @@
-"""What fastcoll aims at, as one table, and what a run has missed of it: pure functions over the JSON of its report.
+"""The table of fastcoll's aims, and the aims that a run misses: pure functions over the JSON of its report.
 
     PYTHONPATH=bench python -m versus.targets versus.json torch.json ...      # missed aims as a Markdown table
 
-Reports are those of `--vs`, bench/torch_backend.py, bench/torch_ddp.py and `--first-calls`. An aim is a factor:
-of a cell, or of the geometric mean of all cells that it is about.
+Reports are those of `--vs`, bench/torch_backend.py, bench/torch_ddp.py and `--first-calls`. An aim is a factor for each
+of its cells, or for their geometric mean.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Target(NamedTuple):
     """One aim.
 
     Attributes:
-        run: what kind of run it is about, as `kind` says.
-        operations: it is about; none: all that there are.
-        sizes: it is about, in bytes, from and to.
-        value: the key of VALUES.
-        aim: that a cell should reach.
-        mean: the geometric mean of the cells should.
+        run: the kind of its runs, as returned by `kind`.
+        operations: its operations; empty: all.
+        sizes: the smallest and the largest of its sizes, in bytes.
+        value: a key of VALUES.
+        aim: the factor that a cell should reach.
+        mean: whether the geometric mean of the cells should reach it, instead of each cell.
     """
 
     run: str
@@ -91,7 +91,7 @@ TARGETS = (
 
 
 def missed(report: Report) -> list[Missed]:
-    """The aims that a report misses; of several of a cell's value the hardest."""
+    """Return the aims that a report misses; of several for one value of a cell, the hardest."""
     found: dict[tuple[str, int | None, str], Missed] = {}
     for target in (target for target in TARGETS if target.run == kind(report)):
         for one in _missed(target, report["results"]):
@@ -102,7 +102,7 @@ def missed(report: Report) -> list[Missed]:
 
 
 def kind(report: Report) -> str:
-    """Which aims a report is about."""
+    """Return the kind of a report."""
     if report["kind"] != "versus":
         return str(report["kind"])
     if "tcp" in report["backend"]:
@@ -111,12 +111,12 @@ def kind(report: Report) -> str:
 
 
 def sign(value: str) -> str:
-    """How a value and its aim compare where the aim is reached."""
+    """Return the comparison of value and aim if the aim is reached."""
     return "≤" if value in _AT_MOST else "≥"
 
 
 def markdown(found: Sequence[Missed]) -> list[str]:
-    """A table of them, reached : aim."""
+    """Return a table of missed aims."""
     lines = ["| missed | value | reached | aim |", "|---|---|--:|--:|"]
     for one in found:
         size = "" if one.size is None else f" of {format_size(one.size)}" if one.size else ""
@@ -128,7 +128,7 @@ def markdown(found: Sequence[Missed]) -> list[str]:
 
 
 def main(paths: Sequence[str]) -> int:
-    """Print what each report misses."""
+    """Print the aims that each report misses."""
     for path in paths:
         report = json.loads(Path(path).read_text())
         print(f"\n`{report['command']}`\n")
