@@ -24,7 +24,7 @@ from .peers import Found, Missing, Peer
 from .plan import DTYPES, SHAPES, Cell, Job, cells
 from .record import placement, write_page
 from .rounds import Contender, count_copies, run_rounds
-from .tables import misses, notes, single_copies, text, verdict
+from .tables import faster_peers, misses, notes, single_copies, text
 
 OK, FAILED, MISUSED = range(3)
 INTERRUPTED = 130
@@ -226,7 +226,7 @@ def _header(comparison: Comparison) -> list[str]:
 
 def _body(comparison: Comparison) -> list[str]:
     tables = [line for operation in comparison.operations() for line in text(comparison, operation)]
-    said = [*verdict(comparison), single_copies(comparison), *notes(comparison)]
+    said = [*faster_peers(comparison), single_copies(comparison), *notes(comparison)]
     if found := misses(comparison):
         said += ["", *targets.markdown(found)]
     return [*tables, "#", *(f"# {line}".rstrip() for line in said)]

@@ -109,7 +109,11 @@ def _measure(side: Side, call: Call, cell: Cell, job: Job) -> dict[str, Any]:
 
 
 def _median(call: Call, cell: Cell, batches: int, job: Job) -> float:
-    """Return seconds per call; not the median if ranks share cores, because some batches miss the others' time."""
+    """Return the median seconds per call over batches.
+
+    If ranks share cores, a limit is timed by CPU time, and a rooted operation as one batch, because its single batches
+    would not include the time of all ranks.
+    """
     plan = Schedule(batches, cell.calls)
     if (
         job.crowding > 1 and cell.operation in LIMITS

@@ -8,7 +8,7 @@ from fastcoll.bench.cases import format_size
 
 from . import targets
 from .outcome import Comparison
-from .tables import join, markdown, misses, notes, single_copies, title, verdict
+from .tables import faster_peers, join, markdown, misses, notes, single_copies, title
 
 
 def page_name(comparison: Comparison, name: str | None) -> str:
@@ -39,7 +39,7 @@ def page(comparison: Comparison) -> list[str]:
             blocks.append([f"## {title(comparison, operation)}"])
         blocks.append(markdown(comparison, operation))
     blocks += [
-        [f"- {line}" for line in [*verdict(comparison), single_copies(comparison), *notes(comparison)]]
+        [f"- {line}" for line in [*faster_peers(comparison), single_copies(comparison), *notes(comparison)]]
     ]
     if found := misses(comparison):
         blocks += [["## Missed aims"], targets.markdown(found)]

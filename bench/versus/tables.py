@@ -61,7 +61,7 @@ def title(comparison: Comparison, operation: str) -> str:
     return f"{operation}, {comparison.dtype}"
 
 
-def verdict(comparison: Comparison) -> list[str]:
+def faster_peers(comparison: Comparison) -> list[str]:
     """Return a sentence for each peer: the sizes at which it is faster than fastcoll."""
     lines = []
     for side in comparison.peers:

@@ -119,9 +119,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
     """Return the lines below the table."""
     wrong, speeds = sum(row.wrong or 0 for row in rows), [row.busbw for row in rows if row.size]
     unchecked = all(row.wrong is None for row in rows)
-    verdict = "not checked" if unchecked else f"{wrong} {'FAILED' if wrong else 'OK'}"
+    correctness = "not checked" if unchecked else f"{wrong} {'FAILED' if wrong else 'OK'}"
     mean = f"{fmean(speeds):.4f} GB/s" if speeds else "N/A"
-    return ["#", f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {mean}"]
+    return ["#", f"# Out of bounds values : {correctness}", f"# Avg bus bandwidth    : {mean}"]
 
 
 def header(run: Run) -> list[str]:

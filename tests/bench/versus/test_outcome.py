@@ -82,7 +82,9 @@ def test_arrays_in_shared_pages_are_compared_with_ordinary_ones():
             one.add(key, seconds, 25, [[seconds], [seconds]])
     assert found.ordinary_over_shared(shared) == pytest.approx(1.5)
     assert found.ordinary_over_shared(ordinary) is None
-    assert "fastcoll on ordinary arrays over arrays in shared pages: 1.50 at 1M." in tables.decide(found)
+    assert "fastcoll on ordinary arrays over arrays in shared pages: 1.50 at 1M." in tables.faster_peers(
+        found
+    )
     assert Missed(*shared, "own", pytest.approx(1.5), 1.8) in tables.misses(found)
 
 
@@ -119,11 +121,14 @@ def test_where_each_side_copies_once():
     )
 
 
-def test_verdict_and_notes():
+def test_faster_peers_and_notes():
     found = comparison()
-    assert tables.decide(found)[:2] == ["Open MPI is faster at: barrier.", "MPICH is faster at: nothing."]
+    assert tables.faster_peers(found)[:2] == [
+        "Open MPI is faster at: barrier.",
+        "MPICH is faster at: nothing.",
+    ]
     means = "Geometric means over all cells: 2.51 against best MPI, 96.55 against Gloo."
-    assert tables.decide(found)[-1] == means
+    assert tables.faster_peers(found)[-1] == means
     assert tables.notes(found) == []
     found.sides[3].batches["barrier", 0] = 3
     found.sides[3].batches["all_reduce", SIZE] = 4
