@@ -54,14 +54,14 @@ def machine() -> dict[str, Any]:
     from fastcoll.bench.results import machine as host
 
     runtime = cupy.cuda.runtime
-    said = runtime.getDeviceProperties(0)
+    properties = runtime.getDeviceProperties(0)
     return {
         **host(len(os.sched_getaffinity(0))),
-        "gpu": said["name"].decode(),
+        "gpu": properties["name"].decode(),
         "cupy": cupy.__version__,
         "cuda_driver": runtime.driverGetVersion(),
         "cuda_runtime": runtime.runtimeGetVersion(),
-        "multiprocessors": said["multiProcessorCount"],
+        "multiprocessors": properties["multiProcessorCount"],
     }
 
 

@@ -71,8 +71,8 @@ def run_apart(name: str, amount: int, seed: int) -> Report:
     with Fleet() as fleet:
         child = fleet.start(_run, name, amount, seed)
         end = fleet.reap(child, time.monotonic() + _MOST_SECONDS)
-        if end.said is not None:
-            return end.said
+        if end.result is not None:
+            return end.result
         failed = Report("nothing whole")
         failed.fail(f"the soak itself failed: {end.error}")
         return failed

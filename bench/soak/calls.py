@@ -165,10 +165,10 @@ def put(rank: int, n: int, count: int, turn: int) -> Steps:
 
 
 def objects(rank: int, n: int, count: int, turn: int) -> Steps:
-    told: list[object] = [None] * n
+    gathered: list[object] = [None] * n
     yield READY
-    dist.all_gather_object(told, {"rank": rank, "turn": turn})
-    yield told == [{"rank": other, "turn": turn} for other in range(n)]
+    dist.all_gather_object(gathered, {"rank": rank, "turn": turn})
+    yield gathered == [{"rank": other, "turn": turn} for other in range(n)]
 
 
 def new_group(rank: int, n: int, count: int, turn: int) -> Steps:

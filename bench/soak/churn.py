@@ -86,12 +86,12 @@ def run(amount: int, seed: int) -> Report:
         fleet.marks[1] = 1.0  # all processes leave
         for place, child in alive.items():
             ended = fleet.reap(child, time.monotonic() + 4 * TIMEOUT)
-            if ended.said is None:
+            if ended.result is None:
                 report.fail(f"process {place}: {'hung' if ended.hung else 'failed'}: {ended.error}")
             elif place == _ELDER:
-                _judge_growth(ended.said, report)
+                _judge_growth(ended.result, report)
         fleet.marks[0] = -1.0
-        serving = fleet.reap(fleet.children[0], time.monotonic() + 5.0).said or {}
+        serving = fleet.reap(fleet.children[0], time.monotonic() + 5.0).result or {}
     if left := left_in_shm(names):
         report.fail(f"left in /dev/shm: {left}")
     report.done = f"{amount} s, {spawned} processes, {kills} killed"

@@ -31,7 +31,7 @@ from fastcoll.launch.lifeline import die_with_parent
 from fastcoll.testing.worker import shm_names
 
 PLACES = 64
-_TOLD_BYTES = 6000
+_STDERR_BYTES = 6000
 
 
 @dataclass
@@ -39,13 +39,13 @@ class End:
     """The end of a child.
 
     Attributes:
-        said: the result of its function; None if it did not return.
+        result: the result of its function; None if it did not return.
         error: the traceback of its exception, with its stacks if it hung.
         code: its exit code, negative for a signal.
         hung: whether it was killed because it had not ended in time.
     """
 
-    said: Any
+    result: Any
     error: str
     code: int
     hung: bool = False
@@ -58,7 +58,7 @@ class Child:
     pid: int
     pipe: Connection[Any, Any]
     pidfd: int
-    told: Path
+    stderr: Path
     end: End | None = None
 
     def signal(self, number: int) -> None:
@@ -93,14 +93,14 @@ class Fleet:
 
     def start(self, function: Callable[..., Any], *args: Any) -> Child:
         """Fork a child that calls `function(fleet, *args)`."""
-        told = self.folder / f"told-{len(self.children)}"
+        stderr = self.folder / f"stderr-{len(self.children)}"
         ours, theirs = multiprocessing.Pipe(duplex=False)
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             ours.close()
-            self._be_child(parent, theirs, told, function, args)
+            self._be_child(parent, theirs, stderr, function, args)
         theirs.close()
-        child = Child(pid, ours, os.pidfd_open(pid), told)
+        child = Child(pid, ours, os.pidfd_open(pid), stderr)
         self.children.append(child)
         return child
 
@@ -108,14 +108,14 @@ class Fleet:
         self,
         parent: int,
         pipe: Connection[Any, Any],
-        told: Path,
+        stderr: Path,
         function: Callable[..., Any],
         args: Sequence[Any],
     ) -> None:
         code = 1
         try:
             die_with_parent(parent)
-            descriptor = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            descriptor = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(descriptor, 2)
             os.close(descriptor)
             faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
@@ -136,7 +136,7 @@ class Fleet:
         """Wait for a child's end; at the deadline request its stacks and kill it."""
         if child.end is not None:
             return child.end
-        said, error, hung = None, "", False
+        result, error, hung = None, "", False
         if not wait([child.pipe], max(deadline - time.monotonic(), 0.0)):
             hung = True
             child.signal(signal.SIGCONT)
@@ -144,17 +144,17 @@ class Fleet:
             time.sleep(0.5)
         else:
             with contextlib.suppress(EOFError):
-                said, error = child.pipe.recv()
+                result, error = child.pipe.recv()
         if not wait([child.pidfd], max(deadline - time.monotonic(), 1.0)):
             hung = True
         if hung:
             child.signal(signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
         if hung or error:
-            error += "\n" + child.told.read_text(errors="replace")[-_TOLD_BYTES:]
+            error += "\n" + child.stderr.read_text(errors="replace")[-_STDERR_BYTES:]
         child.pipe.close()
         os.close(child.pidfd)
-        child.end = End(said, error, code, hung)
+        child.end = End(result, error, code, hung)
         return child.end
 
     def ends(self, seconds: float) -> list[End]:

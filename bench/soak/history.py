@@ -26,7 +26,7 @@ CLIENTS, KEYS = 8, 3
 HISTORY_SECONDS = 10
 _ERA_SECONDS = 0.5
 _WAIT_SECONDS = 0.02  # timeout of get and wait for a missing key
-_PATIENCE_SECONDS = 15.0  # timeout of other calls, which may wait for the lock of a stopped client
+_TIMEOUT_SECONDS = 15.0  # timeout of other calls, which may wait for the lock of a stopped client
 _WORDS = [b"1", b"2", b"37"]  # numbers, so that add always works
 
 
@@ -57,11 +57,11 @@ def _tcp(fleet: Fleet) -> Callable[[], Store]:
     fleet.start(serve)
     fleet.await_turns([0], 1, 30.0)
     port = int(fleet.marks[0])
-    return lambda: TCPStore("127.0.0.1", port, timeout=_PATIENCE_SECONDS)
+    return lambda: TCPStore("127.0.0.1", port, timeout=_TIMEOUT_SECONDS)
 
 
 def _file(fleet: Fleet) -> Callable[[], Store]:
-    return lambda: FileStore(str(fleet.folder / "store"), timeout=_PATIENCE_SECONDS)
+    return lambda: FileStore(str(fleet.folder / "store"), timeout=_TIMEOUT_SECONDS)
 
 
 def serve(fleet: Fleet) -> None:
@@ -99,7 +99,7 @@ def _history(
                 clients[place].signal(signal.SIGCONT)
                 paused += 1
         for client in clients:
-            end = fleet.reap(client, begin + seconds + 2 * _PATIENCE_SECONDS)
+            end = fleet.reap(client, begin + seconds + 2 * _TIMEOUT_SECONDS)
             if end.code:
                 raise AssertionError(f"a client failed: {end}")
         events: dict[str, list[Event]] = defaultdict(list)
@@ -113,14 +113,14 @@ def _read(file: Path, events: dict[str, list[Event]]) -> None:
     """Add the calls that one client has written; its last call may lack an answer."""
     asked: list[Any] | None = None
     for line in file.read_bytes().splitlines():
-        said = json.loads(line)
-        if len(said) == 4:
-            asked = said
+        fields = json.loads(line)
+        if len(fields) == 4:
+            asked = fields
             continue
         assert asked is not None, "it asked before"
         key, op, words, began = asked
-        if said[0] != "unknown":
-            events[key].append(Event(op, _words(words), _decoded(said[0]), began, said[1]))
+        if fields[0] != "unknown":
+            events[key].append(Event(op, _words(words), _decoded(fields[0]), began, fields[1]))
         asked = None
     if asked is not None:
         key, op, words, began = asked
@@ -141,7 +141,7 @@ def work(
 ) -> None:
     """Call at random, and write each call and its answer."""
     dice = random.Random(seed)
-    with opens() as store, file.open("ab", buffering=0) as told:
+    with opens() as store, file.open("ab", buffering=0) as log:
         while (now := time.monotonic()) < begin + seconds:
             key = f"{int((now - begin) / _ERA_SECONDS)}/{dice.randrange(KEYS)}"
             op = dice.choice(
@@ -155,9 +155,9 @@ def work(
                 given[1] = "9"
             if op == "add":
                 given = [dice.randrange(1, 9)]
-            told.write(json.dumps([key, op, given, time.monotonic()]).encode() + b"\n")
+            log.write(json.dumps([key, op, given, time.monotonic()]).encode() + b"\n")
             answer = _ask(store, key, op, given)
-            told.write(json.dumps([answer, time.monotonic()]).encode() + b"\n")
+            log.write(json.dumps([answer, time.monotonic()]).encode() + b"\n")
 
 
 def _ask(store: Store, key: str, op: str, given: list[Any]) -> Any:
@@ -169,7 +169,7 @@ def _ask(store: Store, key: str, op: str, given: list[Any]) -> Any:
         except StoreTimeoutError as error:
             return "unknown" if "the lock of" in str(error) else "timeout"  # a stopped client holds the lock
         finally:
-            store.set_timeout(_PATIENCE_SECONDS)
+            store.set_timeout(_TIMEOUT_SECONDS)
     if op == "check":
         return store.check([key])
     if op == "compare_set":

@@ -159,10 +159,10 @@ def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> li
             )
         else:
             faults += [f"rank {rank} {fault}" for fault in judge(case, end, pid)]
-            if end.said and end.said["kind"]:
-                kinds[end.said["kind"]] += 1
+            if end.result and end.result["kind"]:
+                kinds[end.result["kind"]] += 1
                 if case.in_call:
-                    delays.append(max(end.said["raised"] - max(killed, end.said["began"]), 0.0))
+                    delays.append(max(end.result["raised"] - max(killed, end.result["began"]), 0.0))
     if left := left_in_shm(names):
         faults.append(f"left in /dev/shm: {left}")
     for fault in faults:
@@ -181,12 +181,12 @@ def _kills_itself(fleet: Fleet, rank: int) -> bool:
 
 def judge(case: Case, end: End, pid: int) -> list[str]:
     """Report what a survivor should not have done or seen."""
-    if end.hung or end.said is None:
+    if end.hung or end.result is None:
         return [f"{'hung' if end.hung else 'failed'} (exit code {end.code}): {end.error}"]
-    said, text = end.said, end.said["text"]
-    faults = [f"got a wrong result in turn {said['wrong']}"] if said["wrong"] is not None else []
-    faults += [f"left behind: {said['left']}"] if said["left"] else []
-    if not said["kind"]:
+    outcome, text = end.result, end.result["text"]
+    faults = [f"got a wrong result in turn {outcome['wrong']}"] if outcome["wrong"] is not None else []
+    faults += [f"left behind: {outcome['left']}"] if outcome["left"] else []
+    if not outcome["kind"]:
         return faults if case.moment == "leave" else [*faults, "saw no error"]
     if case.moment == "start":
         # A rank that died before it joined is missing at the timeout.
@@ -195,21 +195,23 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
         )
     else:
         # While a group is made, survivors that have failed and ended may also be named.
-        others = case.op == "new_group" and case.victim in said["ranks"]
-        named = (said["ranks"] == (case.victim,) or others) and f"rank {case.victim} (pid {pid} on " in text
+        others = case.op == "new_group" and case.victim in outcome["ranks"]
+        named = (
+            outcome["ranks"] == (case.victim,) or others
+        ) and f"rank {case.victim} (pid {pid} on " in text
     if not named:
         faults.append(
-            f"does not name rank {case.victim} (pid {pid}), but {said['ranks']}: {said['kind']}: {text}"
+            f"does not name rank {case.victim} (pid {pid}), but {outcome['ranks']}: {outcome['kind']}: {text}"
         )
     if case.in_call:
         if not re.search(_CALL, text):
             faults.append(f"does not say in which call: {text}")
         if case.op == "new_group":  # each time another group
-            same, soon = said["again"] != "no error", P99
+            same, soon = outcome["again"] != "no error", P99
         else:
-            same, soon = said["again"] == text, AGAIN
-        if not same or said["again_after"] > soon:
-            faults.append(f"said {text!r}, then after {said['again_after']:.3f} s {said['again']!r}")
+            same, soon = outcome["again"] == text, AGAIN
+        if not same or outcome["again_after"] > soon:
+            faults.append(f"raised {text!r}, then after {outcome['again_after']:.3f} s {outcome['again']!r}")
     return faults
 
 
@@ -220,40 +222,40 @@ def work(fleet: Fleet, rank: int, case: Case, url: str) -> dict[str, Any]:
         config.forget()
     if case.backend == "auto":
         live_on_nodes(rank, case.n // 2)
-    before, said = Footprint.now(), dict[str, Any](kind="", text="", ranks=(), wrong=None, raised=0.0)
+    before, outcome = Footprint.now(), dict[str, Any](kind="", text="", ranks=(), wrong=None, raised=0.0)
     call, turn = CALLS[case.op], 0
     try:
         timeout = START_TIMEOUT if case.moment == "start" else TIMEOUT
         dist.init_process_group(case.backend, url, timeout, case.n, rank)
-        while said["wrong"] is None and not _told_to_leave(fleet, rank, case):
+        while outcome["wrong"] is None and not _has_to_leave(fleet, rank, case):
             steps = call(rank, case.n, case.count, turn)
             next(steps)
             fleet.times[rank] = time.monotonic()
             if not next(steps):
-                said["wrong"] = turn
+                outcome["wrong"] = turn
             turn += 1
             fleet.turns[rank] = turn
             del steps  # the generator holds the call's arrays
         fleet.turns[rank] = 1 << 20
         dist.destroy_process_group()
     except FastcollError as error:
-        said |= {"kind": type(error).__name__, "text": str(error), "raised": time.monotonic()}
-        said["ranks"] = getattr(error, "ranks", ())
+        outcome |= {"kind": type(error).__name__, "text": str(error), "raised": time.monotonic()}
+        outcome["ranks"] = getattr(error, "ranks", ())
         if case.in_call:
-            said |= {"began": float(fleet.times[rank]), **_call_again(case, rank, turn)}
+            outcome |= {"began": float(fleet.times[rank]), **_call_again(case, rank, turn)}
     if dist.is_initialized():
         with contextlib.suppress(GroupError):  # its error names pending operations, and is ignored
             dist.destroy_process_group()
-    return said | {"left": lasting(before.growth)}
+    return outcome | {"left": lasting(before.growth)}
 
 
-def _told_to_leave(fleet: Fleet, rank: int, case: Case) -> bool:
+def _has_to_leave(fleet: Fleet, rank: int, case: Case) -> bool:
     """Return whether rank 0 was asked to end; all ranks get the answer by the same call."""
     if case.moment != "leave":
         return False
-    told = np.array([fleet.marks[0] if rank == 0 else 0.0])
-    dist.broadcast(told, 0)
-    return bool(told[0])
+    ends = np.array([fleet.marks[0] if rank == 0 else 0.0])
+    dist.broadcast(ends, 0)
+    return bool(ends[0])
 
 
 def _call_again(case: Case, rank: int, turn: int) -> dict[str, Any]:

@@ -39,9 +39,9 @@ def run(amount: int, seed: int) -> Report:
             for rank in range(n):
                 fleet.start(work, rank, n, backend, calls, f"{seed}/{number}")
             for rank, end in enumerate(fleet.ends(TIMEOUT + calls * 0.2)):
-                if end.said is None or end.said:
+                if end.result is None or end.result:
                     report.fail(
-                        f"world {number} of {n}, {backend}, rank {rank}: {end.said or end.error or end.code}"
+                        f"world {number} of {n}, {backend}, rank {rank}: {end.result or end.error or end.code}"
                     )
             done += int(fleet.turns[0])
         number += 1

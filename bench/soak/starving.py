@@ -33,7 +33,7 @@ def run(amount: int, seed: int) -> Report:
                 for rank in range(RANKS):
                     fleet.start(work, rank, backend, until)
                 for rank, end in enumerate(fleet.ends(share + 4 * TIMEOUT)):
-                    if end.said is None:
+                    if end.result is None:
                         report.fail(
                             f"{backend}, rank {rank}: {'hung' if end.hung else 'failed'}: {end.error}"
                         )

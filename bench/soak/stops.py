@@ -86,8 +86,8 @@ def _stop_for_a_while(worlds: list[World], dice: random.Random, report: Report) 
     for world in worlds:
         turns = int(world.fleet.turns[: world.n].max())
         if not world.fleet.await_turns(range(world.n), turns + 3, 30.0):
-            said = [end.error or end.said for end in world.fleet.ends(1.0)]
-            report.fail(f"short stop, {world}: it does not go on: {said}")
+            outcome = [end.error or end.result for end in world.fleet.ends(1.0)]
+            report.fail(f"short stop, {world}: it does not go on: {outcome}")
     return len(worlds)
 
 
@@ -106,40 +106,48 @@ def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> 
             for rank, child in enumerate(world.ranks)
             if rank != number
         }
-        texts = {rank: end.said.get("text", "") for rank, end in ends.items() if end.said}
+        texts = {rank: end.result.get("text", "") for rank, end in ends.items() if end.result}
         for rank, end in ends.items():
-            if end.said is None:
+            if end.result is None:
                 report.fail(
                     f"for good, {world}, rank {rank}: {'hung' if end.hung else 'failed'}: {end.error}"
                 )
                 continue
-            said = end.said
+            outcome = end.result
             # The call that timed out may have begun before the stop; no rank gives up before its own timeout.
-            late = said["raised"] - max(began[id(world)], said["began"]) - TIMEOUT - said["without_core"]
-            early = (
-                said["raised"] - said["began"] < TIMEOUT - 0.05 and said["kind"] == "CollectiveTimeoutError"
+            late = (
+                outcome["raised"]
+                - max(began[id(world)], outcome["began"])
+                - TIMEOUT
+                - outcome["without_core"]
             )
-            named = _names(number, f"rank {number} (pid {world.ranks[number].pid} on ", said, texts)
-            if said["wrong"] is not None or not named or late > SLACK or early:
-                report.fail(f"for good, {world}, rank {number} stopped, rank {rank}, {late:+.2f} s: {said}")
+            early = (
+                outcome["raised"] - outcome["began"] < TIMEOUT - 0.05
+                and outcome["kind"] == "CollectiveTimeoutError"
+            )
+            named = _names(number, f"rank {number} (pid {world.ranks[number].pid} on ", outcome, texts)
+            if outcome["wrong"] is not None or not named or late > SLACK or early:
+                report.fail(
+                    f"for good, {world}, rank {number} stopped, rank {rank}, {late:+.2f} s: {outcome}"
+                )
             lates.append(late)
         stopped = world.ranks[number]
         stopped.signal(signal.SIGCONT)
         end = world.fleet.reap(stopped, time.monotonic() + 4 * TIMEOUT)
-        if end.said is None or end.said["wrong"] is not None or not end.said["kind"]:
+        if end.result is None or end.result["wrong"] is not None or not end.result["kind"]:
             report.fail(f"for good, {world}: the stopped rank {number} afterwards: {end}")
     return lates
 
 
-def _names(number: int, words: str, said: dict[str, Any], texts: dict[int, str]) -> bool:
+def _names(number: int, words: str, outcome: dict[str, Any], texts: dict[int, str]) -> bool:
     """Return whether an error names rank `number`, directly or through ranks that wait in messages for each other."""
-    named, heard = set(said["ranks"]), [said["text"]]
-    if re.search("recv from|send to", said["text"]):
+    named, reported = set(outcome["ranks"]), [outcome["text"]]
+    if re.search("recv from|send to", outcome["text"]):
         for _ in texts:
-            heard += [texts[rank] for rank in named if rank in texts]
+            reported += [texts[rank] for rank in named if rank in texts]
             waits = r"(?:waiting for|recv from|send to) rank (\d+) \(pid"
-            named |= {int(rank) for text in heard[1:] for rank in re.findall(waits, text)}
-    return number in named and any(words in text for text in heard)
+            named |= {int(rank) for text in reported[1:] for rank in re.findall(waits, text)}
+    return number in named and any(words in text for text in reported)
 
 
 def work(fleet: Fleet, rank: int, backend: str, n: int) -> dict[str, Any]:
@@ -149,7 +157,7 @@ def work(fleet: Fleet, rank: int, backend: str, n: int) -> dict[str, Any]:
     dist.init_process_group(backend, f"file://{fleet.folder}/meet", 60, n, rank)
     group = dist.GroupMember.WORLD
     names = sorted(set(CALLS) - {"new_group"} - (ONE_NODE if backend != "shm" else set()))
-    said: dict[str, Any] = {"wrong": None, "kind": ""}
+    outcome: dict[str, Any] = {"wrong": None, "kind": ""}
     try:
         for turn in range(1 << 30):
             if turn == 2 * len(names):  # everything is made that the first use makes, which may take longer
@@ -159,14 +167,14 @@ def work(fleet: Fleet, rank: int, backend: str, n: int) -> dict[str, Any]:
             next(steps)
             began, at_work = time.monotonic(), clock_at_work()
             if not next(steps):
-                return said | {"wrong": turn, "kind": "wrong"}
+                return outcome | {"wrong": turn, "kind": "wrong"}
             fleet.turns[rank] = max(turn - 2 * len(names), 0)
     except GroupError as error:
-        said |= {"kind": type(error).__name__, "text": str(error), "ranks": error.ranks}
-        said |= {"raised": time.monotonic(), "began": began}
-        said["without_core"] = said["raised"] - began - (clock_at_work() - at_work)
+        outcome |= {"kind": type(error).__name__, "text": str(error), "ranks": error.ranks}
+        outcome |= {"raised": time.monotonic(), "began": began}
+        outcome["without_core"] = outcome["raised"] - began - (clock_at_work() - at_work)
         if not re.search(r"rank \d+", str(error)):
-            said["wrong"] = "nobody is named"
+            outcome["wrong"] = "no rank is named"
     with contextlib.suppress(GroupError):
         dist.destroy_process_group()
-    return said
+    return outcome

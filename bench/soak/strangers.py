@@ -52,16 +52,16 @@ def run(amount: int, seed: int) -> Report:
         ranks = [fleet.start(work, rank, port) for rank in range(2)]
         fleet.await_turns([_CLIENT, *_RANKS], 100, 60.0)
         job = {"store": store, "rank 0": ranks[0], "rank 1": ranks[1]}
-        doors = sorted({door for child in job.values() for door in listening(child.pid)})
-        _strange(fleet, doors, _WARM, seed)
+        addresses = sorted({address for child in job.values() for address in listening(child.pid)})
+        _strange(fleet, addresses, _WARM, seed)
         before = {name: _held(child) for name, child in job.items()}
         quiet = _latencies(fleet, 1.0)
         began, turns = time.monotonic(), fleet.turns.copy()
-        stranger = fleet.start(knock, doors, amount, seed + 1)
+        stranger = fleet.start(knock, addresses, amount, seed + 1)
         noisy = _latencies(fleet, 1e9, lambda: not stranger.pipe.poll())
         took = time.monotonic() - began
         end = fleet.reap(stranger, time.monotonic() + 5.0)
-        if end.said is None:
+        if end.result is None:
             report.fail(f"the stranger: {end}")
         for place, who in zip((_CLIENT, *_RANKS), ("the client", "rank 0", "rank 1"), strict=True):
             if fleet.turns[place] <= turns[place] + 10:
@@ -75,7 +75,7 @@ def run(amount: int, seed: int) -> Report:
             ended = fleet.reap(child, time.monotonic() + 20.0)
             if ended.code or ended.hung:
                 report.fail(f"{name}: {ended.error}")
-    report.done = f"{amount:,} connections to {len(doors)} ports"
+    report.done = f"{amount:,} connections to {len(addresses)} ports"
     report.figures["rate"] = f"{amount / took:,.0f} a second"
     report.figures["a client's set and get"] = (
         f"{percentile(quiet, 0.5) * 1e6:.0f} us before, {percentile(noisy, 0.5) * 1e6:.0f} us meanwhile (p50)"
@@ -130,8 +130,8 @@ def _settled(child: Child, before: _Held) -> _Held:
     return held
 
 
-def _strange(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int) -> None:
-    fleet.reap(fleet.start(knock, doors, amount, seed), time.monotonic() + 120.0)
+def _strange(fleet: Fleet, addresses: list[tuple[str, int]], amount: int, seed: int) -> None:
+    fleet.reap(fleet.start(knock, addresses, amount, seed), time.monotonic() + 120.0)
 
 
 def _latencies(fleet: Fleet, seconds: float, goes_on: Callable[[], bool] = lambda: True) -> list[float]:
@@ -185,10 +185,10 @@ def work(fleet: Fleet, rank: int, port: int) -> None:
         dist.destroy_process_group()
 
 
-def knock(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int) -> int:
+def knock(fleet: Fleet, addresses: list[tuple[str, int]], amount: int, seed: int) -> int:
     """Connect `amount` times and send garbage; return over how many connections it was sent."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    dice, left_open, said = random.Random(seed), deque[socket.socket](), 0
+    dice, left_open, sent = random.Random(seed), deque[socket.socket](), 0
     over = threading.Event()
     starving = threading.Thread(target=_starve, args=([fleet.children[place].pid for place in _RANKS], over))
     starving.start()
@@ -198,9 +198,9 @@ def knock(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int) ->
         with contextlib.suppress(OSError):
             home = f"127.{dice.randrange(256)}.{dice.randrange(256)}.{dice.randrange(1, 255)}"
             connection.bind((home, 0))
-            connection.connect(doors[number % len(doors)])
+            connection.connect(addresses[number % len(addresses)])
             connection.sendall(_garbage(dice))
-            said += 1
+            sent += 1
         left_open.append(connection)
         if len(left_open) > (_OPEN if number % 50 == 0 else 0):
             last = left_open.popleft() if number % 50 == 0 else left_open.pop()
@@ -210,7 +210,7 @@ def knock(fleet: Fleet, doors: list[tuple[str, int]], amount: int, seed: int) ->
         connection.close()
     over.set()
     starving.join()
-    return said
+    return sent
 
 
 def _starve(pids: Sequence[int], over: threading.Event) -> None:

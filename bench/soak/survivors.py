@@ -47,16 +47,16 @@ def run(amount: int, seed: int) -> Report:
                 time.sleep(dice.random() * PAUSE)
                 fleet.children[victim].signal(signal.SIGKILL)
             end = fleet.reap(fleet.children[order[-1]], time.monotonic() + TIMEOUT)
-        if end.said is None:
+        if end.result is None:
             report.fail(f"{what}: rank {order[-1]} {'hung' if end.hung else 'failed'}: {end.error}")
             continue
-        for fault in (end.said["wrong"], end.said["left"], left_in_shm(names)):
+        for fault in (end.result["wrong"], end.result["left"], left_in_shm(names)):
             if fault:
                 report.fail(f"{what}: {fault}")
-        if (longest := max(end.said["took"])) > MOST[backend]:
+        if (longest := max(end.result["took"])) > MOST[backend]:
             report.fail(f"{what}: a new group took {longest:.2f} s")
-        took[backend] += end.said["took"]
-        shrinks += len(end.said["took"])
+        took[backend] += end.result["took"]
+        shrinks += len(end.result["took"])
     report.done = f"{amount:,} worlds of {RANKS} ranks"
     for backend, seen in took.items():
         times = (percentile(seen, share) * 1e3 for share in (0.5, 0.99, 1.0))

@@ -189,7 +189,7 @@ def _contender(
         options.seconds,
         options.backend,
     )
-    return Contender(started, job, SideTimes(started.side, label, "", where, started.told))
+    return Contender(started, job, SideTimes(started.side, label, "", where, started.shown))
 
 
 def _shared_cores(options: Options) -> int:
@@ -226,10 +226,10 @@ def _header(comparison: Comparison) -> list[str]:
 
 def _body(comparison: Comparison) -> list[str]:
     tables = [line for operation in comparison.operations() for line in text(comparison, operation)]
-    said = [*faster_peers(comparison), single_copies(comparison), *notes(comparison)]
+    lines = [*faster_peers(comparison), single_copies(comparison), *notes(comparison)]
     if found := misses(comparison):
-        said += ["", *targets.markdown(found)]
-    return [*tables, "#", *(f"# {line}".rstrip() for line in said)]
+        lines += ["", *targets.markdown(found)]
+    return [*tables, "#", *(f"# {line}".rstrip() for line in lines)]
 
 
 @contextmanager

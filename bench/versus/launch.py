@@ -40,12 +40,12 @@ class Launch:
     Attributes:
         side: the side's name, a key of `loop.SIDES`.
         words: the command; its last argument is the job's folder.
-        told: the relevant part of the command, without this machine's paths.
+        shown: the relevant part of the command, without this machine's paths.
     """
 
     side: str
     words: tuple[str, ...]
-    told: str
+    shown: str
 
 
 def ours(side: str, ranks: int) -> Launch:
@@ -87,10 +87,10 @@ def run(launch: Launch, job: Job, folder: Path, timeout: float) -> list[list[dic
             raise SideFailedError(_blame(launch, job, folder, f"no end after {timeout:g} s")) from None
         finally:
             _end(process)
-    said = [_read(folder / f"{rank}.jsonl") for rank in range(job.ranks)]
-    if code or not all(lines and lines[-1].get("ends") == len(job.cells) - 1 for lines in said):
+    results = [_read(folder / f"{rank}.jsonl") for rank in range(job.ranks)]
+    if code or not all(lines and lines[-1].get("ends") == len(job.cells) - 1 for lines in results):
         raise SideFailedError(_blame(launch, job, folder, lifeline.describe_exit(code)))
-    return said
+    return results
 
 
 def _launcher(ranks: int) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def _blame(launch: Launch, job: Job, folder: Path, end: str) -> str:
     places = [f"  rank {rank}: {_place(job, folder, rank)}" for rank in range(job.ranks)]
-    said = (folder / "stderr").read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+    lines = (folder / "stderr").read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
     return "\n".join(
         [
             f"{launch.side} failed: {end}",
@@ -143,7 +143,7 @@ def _blame(launch: Launch, job: Job, folder: Path, end: str) -> str:
             f"  command: {shlex.join([*launch.words, str(folder)])}",
             "  its stderr:",
         ]
-        + [f"    {line}" for line in said or ["(nothing)"]]
+        + [f"    {line}" for line in lines or ["(nothing)"]]
     )
 
 

@@ -74,15 +74,15 @@ def main(name: str, folder: Path) -> None:
     side: Side = import_module(f"{__package__}.sides.{SIDES[name]}").join(job, folder)
     place = Place(side.rank, job.ranks, np.dtype(job.dtype))
     with (folder / f"{side.rank}.jsonl").open("w") as log:
-        _tell(log, library=side.library, pid=os.getpid(), placed=place_threads(job.cores, side.rank))
+        _write_line(log, library=side.library, pid=os.getpid(), placed=place_threads(job.cores, side.rank))
         for number, cell in enumerate(job.cells):
-            _tell(log, begins=number)
+            _write_line(log, begins=number)
             with side.memory(cell.operation):
                 buffers = make_buffers(cell, place)
             call = side.call(cell.operation, buffers)
             _verify(side, cell, call, buffers, place)
-            told = _count(side, call, counter) if counter else _measure(side, call, cell, job)
-            _tell(log, ends=number, **told)
+            fields = _count(side, call, counter) if counter else _measure(side, call, cell, job)
+            _write_line(log, ends=number, **fields)
     side.close()
 
 
@@ -166,6 +166,6 @@ def _affordable(side: Side, call: Call, cell: Cell, limit: float) -> int:
     return max(_FEWEST_BATCHES, min(cell.batches, int(limit / max(batch, 1e-9))))
 
 
-def _tell(log: TextIO, **what: Any) -> None:
+def _write_line(log: TextIO, **what: Any) -> None:
     log.write(json.dumps(what) + "\n")
     log.flush()

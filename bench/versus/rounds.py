@@ -63,10 +63,10 @@ def run_once(contender: Contender) -> None:
     """Run a side once and add its times."""
     job = contender.job
     with TemporaryDirectory(prefix="fastcoll-versus-", ignore_cleanup_errors=True) as folder:
-        said = run(contender.launch, job, Path(folder), _timeout(job))
-    contender.times.library = said[0][0]["library"]
-    contender.times.placed = [lines[0]["placed"] for lines in said]
-    for cell, ends in ends_of(job.cells, said):
+        results = run(contender.launch, job, Path(folder), _timeout(job))
+    contender.times.library = results[0][0]["library"]
+    contender.times.placed = [lines[0]["placed"] for lines in results]
+    for cell, ends in ends_of(job.cells, results):
         seconds = max(end["seconds"] for end in ends)
         singles = [end["singles"] for end in ends]
         contender.times.add((cell.operation, cell.size), seconds, ends[0]["batches"], singles)
@@ -81,21 +81,21 @@ def count_copies(contenders: Sequence[Contender]) -> None:
         job = replace(contender.job, counted=True)
         try:
             with TemporaryDirectory(prefix="fastcoll-versus-", ignore_cleanup_errors=True) as folder:
-                said = run(contender.launch, job, Path(folder), _timeout(job))
+                results = run(contender.launch, job, Path(folder), _timeout(job))
         except SideFailedError as error:
             print(error, file=sys.stderr, flush=True)
             continue
         contender.times.copies = {
             (cell.operation, cell.size): sum(end["copies"] for end in ends)
-            for cell, ends in ends_of(job.cells, said)
+            for cell, ends in ends_of(job.cells, results)
         }
 
 
 def ends_of(
-    cells: Sequence[Cell], said: Sequence[Sequence[dict[str, Any]]]
+    cells: Sequence[Cell], results: Sequence[Sequence[dict[str, Any]]]
 ) -> list[tuple[Cell, list[dict[str, Any]]]]:
     """Return each cell with the lines of all ranks at its end."""
-    ends = [{line["ends"]: line for line in lines if "ends" in line} for lines in said]
+    ends = [{line["ends"]: line for line in lines if "ends" in line} for lines in results]
     return [(cell, [rank[number] for rank in ends]) for number, cell in enumerate(cells)]
 
 

@@ -72,8 +72,8 @@ def faster_peers(comparison: Comparison) -> list[str]:
         lines.append(f"{side.label} is faster at: {'; '.join(where) or 'nothing'}.")
     gains = [(key[1], gain) for key in comparison.planned if (gain := comparison.ordinary_over_shared(key))]
     if gains:
-        told = ", ".join(f"{_times(gain)} at {format_size(size)}" for size, gain in gains)
-        lines.append(f"fastcoll on ordinary arrays over arrays in shared pages: {told}.")
+        parts = ", ".join(f"{_times(gain)} at {format_size(size)}" for size, gain in gains)
+        lines.append(f"fastcoll on ordinary arrays over arrays in shared pages: {parts}.")
     return [*lines, *_overall(comparison)]
 
 
@@ -85,8 +85,8 @@ def misses(comparison: Comparison) -> list[Missed]:
 def single_copies(comparison: Comparison) -> str:
     """Return where fastcoll and each MPI copy once between processes."""
     others = single_copy.devices()
-    told = [f"{side.label}: {_copying(side)}" for side in comparison.sides if side.name in (OURS, *MPIS)]
-    return f"{_COUNTED}{' and '.join(others) or 'no XPMEM, no KNEM'} here). {'. '.join(told)}."
+    parts = [f"{side.label}: {_copying(side)}" for side in comparison.sides if side.name in (OURS, *MPIS)]
+    return f"{_COUNTED}{' and '.join(others) or 'no XPMEM, no KNEM'} here). {'. '.join(parts)}."
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -119,12 +119,12 @@ def _means(comparison: Comparison, operation: str) -> list[str]:
 
 def _overall(comparison: Comparison) -> list[str]:
     """Return the geometric means over all cells."""
-    told = []
+    parts = []
     for title, names in _AGAINST:
         mean = comparison.mean_ratio(names, comparison.operations())
         if mean is not None:
-            told.append(f"{_times(mean)} against {title}")
-    return [f"Geometric means over all cells: {', '.join(told)}."] if told else []
+            parts.append(f"{_times(mean)} against {title}")
+    return [f"Geometric means over all cells: {', '.join(parts)}."] if parts else []
 
 
 def _present(comparison: Comparison) -> list[tuple[str, ...]]:

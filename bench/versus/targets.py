@@ -120,9 +120,9 @@ def markdown(found: Sequence[Missed]) -> list[str]:
     lines = ["| missed | value | reached | aim |", "|---|---|--:|--:|"]
     for one in found:
         size = "" if one.size is None else f" of {format_size(one.size)}" if one.size else ""
-        told = f"{one.value}, geometric mean" if one.size is None else one.value
+        name = f"{one.value}, geometric mean" if one.size is None else one.value
         lines.append(
-            f"| {one.operation}{size} | {told} | {one.reached:.2f} | {sign(one.value)} {one.aim:g} |"
+            f"| {one.operation}{size} | {name} | {one.reached:.2f} | {sign(one.value)} {one.aim:g} |"
         )
     return lines
 
@@ -150,8 +150,8 @@ def _missed(target: Target, rows: Iterable[Row]) -> list[Missed]:
         return []
     if target.mean:
         operations = dict.fromkeys(operation for operation, *_ in cells)
-        told = ", ".join(operations) if len(operations) <= len(_REDUCED) else f"{len(operations)} operations"
-        cells = [(told, None, geometric_mean(value for *_, value in cells))]
+        name = ", ".join(operations) if len(operations) <= len(_REDUCED) else f"{len(operations)} operations"
+        cells = [(name, None, geometric_mean(value for *_, value in cells))]
     too_small = [Missed(*cell[:2], target.value, cell[2], target.aim) for cell in cells]
     return [one for one in too_small if not _reached(one)]
 

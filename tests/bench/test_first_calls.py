@@ -21,8 +21,8 @@ def test_the_report_has_the_first_ten_calls_beside_later_ones(monkeypatch, capfd
     assert min(row["median_us"], row["first_us"]) > 0
     # Each is the maximum over ranks, and may be of another rank.
     assert row["ten_us"] <= (row["first_us"] + 9 * row["others_us"]) / 10 + 0.01
-    said = capfd.readouterr().out.splitlines()
-    assert said[2] == first_calls.line(row)
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[2] == first_calls.line(row)
 
 
 def test_an_unknown_operation_is_named(capsys):

@@ -134,11 +134,11 @@ def _train(state: Any, course: Course, board: Any, seen: dict[str, Any]) -> None
             if course.seconds:
                 time.sleep(course.seconds)
             state.commit()
-        told = np.zeros(1, np.bool_)
+        ends = np.zeros(1, np.bool_)
         with suppress(dist.StoreError):
-            told[0] = dist.get_rank() == 0 and board.check(["enough"])
-        dist.broadcast(told, 0)
-        state.enough = bool(told[0])
+            ends[0] = dist.get_rank() == 0 and board.check(["enough"])
+        dist.broadcast(ends, 0)
+        state.enough = bool(ends[0])
 
 
 def _end(how: str, board: Any = None) -> None:

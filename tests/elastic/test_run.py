@@ -101,12 +101,12 @@ def test_as_many_restarts_as_allowed() -> None:
     assert "(after 1 restarts, the most)" in end.error
 
 
-@pytest.mark.parametrize(("how", "said"), [("raise", "ValueError"), ("interrupt", "KeyboardInterrupt")])
-def test_an_error_of_the_program_ends_its_rank_alone(how: str, said: str) -> None:
+@pytest.mark.parametrize(("how", "text"), [("raise", "ValueError"), ("interrupt", "KeyboardInterrupt")])
+def test_an_error_of_the_program_ends_its_rank_alone(how: str, text: str) -> None:
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(3, Course(die={(7, 3): (0, how)}))
         first, *others = crowd.ends()
-    assert said in (first.error or first.result["error"])
+    assert text in (first.error or first.result["error"])
     assert first.result is None or first.result["left"] == []
     for end in others:
         assert check(end, STEPS)["changes"] == [(3, 2)]
@@ -189,15 +189,15 @@ def test_joiners_that_are_left_without_the_state_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runs", "early", "said"),
+    ("runs", "early", "text"),
     [(0, True, "MismatchError"), (1, False, "these are in run 1 of their program, and not in run 2")],
 )
-def test_a_joiner_at_another_point_of_its_program_leaves(runs: int, early: bool, said: str) -> None:
+def test_a_joiner_at_another_point_of_its_program_leaves(runs: int, early: bool, text: str) -> None:
     course = Course({}, "shm", 10**9, 0.001, runs=runs)
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(2, course)
         crowd.has_joined(0)
-        assert said in crowd.end_of(crowd.joiner(replace(course, runs=0, early=early))).error
+        assert text in crowd.end_of(crowd.joiner(replace(course, runs=0, early=early))).error
         wait_for(lambda: crowd.store.get("size") == b"2")
         crowd.store.set("enough", "")
         results = [check(crowd.end_of(number)) for number in (0, 1)]

@@ -43,9 +43,9 @@ def test_digits_learns_the_same_with_any_number_of_ranks(tmp_path):
 @pytest.mark.long  # tests/elastic also kills and replaces ranks
 def test_elastic_digits_learns_the_same_whichever_rank_is_killed(tmp_path):
     def learn(*words, **launch):
-        told, *changes = run("elastic_digits.py", *words, "--epochs", 5, "--save", file, **launch)
-        assert "115 steps" in told
-        assert float(re.search(r"([\d.]+)%", told)[1]) > 90
+        result, *changes = run("elastic_digits.py", *words, "--epochs", 5, "--save", file, **launch)
+        assert "115 steps" in result
+        assert float(re.search(r"([\d.]+)%", result)[1]) > 90
         return np.load(file), changes
 
     file = tmp_path / "weights.npy"

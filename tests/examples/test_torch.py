@@ -50,8 +50,8 @@ def losses(printed):
 def printed():
     """Return what rank 0 prints in every example on every backend, by (example, backend)."""
     ports = [str(free_port()) for _ in product(WORDS, BACKENDS)]
-    said = json.loads(run(LAUNCH, __file__, *ports).partition("[0] said ")[2].splitlines()[0])
-    return {(name, backend): said[name + backend] for name, backend in product(WORDS, BACKENDS)}
+    printed_by = json.loads(run(LAUNCH, __file__, *ports).partition("[0] said ")[2].splitlines()[0])
+    return {(name, backend): printed_by[name + backend] for name, backend in product(WORDS, BACKENDS)}
 
 
 def test_every_example_with_torch_is_tested():
@@ -109,14 +109,14 @@ def keep_gloo():
 def main():
     """Run all examples in one rank, each with a store on its own port, and print their output."""
     keep_gloo()
-    said = {}
+    printed_by = {}
     for port, (name, backend) in zip(sys.argv[1:], product(WORDS, BACKENDS), strict=True):
         os.environ["MASTER_PORT"] = port
         sys.argv = [name, "--backend", backend, *WORDS[name]]
         with redirect_stdout(io.StringIO()) as out:
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        said[name + backend] = out.getvalue()
-    print("said", json.dumps(said))
+        printed_by[name + backend] = out.getvalue()
+    print("said", json.dumps(printed_by))
 
 
 if __name__ == "__main__":

@@ -264,9 +264,9 @@ def check(
 
 def check_interrupted(first: Outcome, others: Sequence[Outcome]) -> None:
     """Check that Ctrl-C ended rank 0's call, and that all others raised because of it."""
-    saw, *told = results([first, *others])
+    saw, *reports = results([first, *others])
     assert saw["kind"] == "KeyboardInterrupt"
-    for each in told:
+    for each in reports:
         assert (each["kind"], each["ranks"]) == ("AbortedError", (0,)), each
         assert "KeyboardInterrupt" in each["error"]
 

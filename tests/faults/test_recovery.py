@@ -24,8 +24,8 @@ def kill_until_one_is_left(backend: str, n: int, seed: int) -> float:
     with crew.nothing_left():
         outcomes = crew.run(recovery_victims.kill_until_one_is_left, n, backend, order)
     (last,) = set(range(n)) - set(order)
-    said = [outcome.error for outcome in outcomes]
-    assert [outcomes[victim].exitcode for victim in order] == [-9] * (n - 1), said
+    errors = [outcome.error for outcome in outcomes]
+    assert [outcomes[victim].exitcode for victim in order] == [-9] * (n - 1), errors
     (result,) = crew.results([outcomes[last]])
     assert result["kept"] == [last] * 3
     return float(max(result["took"]))
@@ -159,7 +159,7 @@ TOO_FEW = """
 import os, pathlib, time
 
 rank = os.environ["RANK"]
-while rank == "2" and "go on here" not in pathlib.Path("said").read_text():
+while rank == "2" and "go on here" not in pathlib.Path("log").read_text():
     time.sleep(0.01)
 os.kill(os.getpid(), 9) if rank > "0" else time.sleep(60)
 """
@@ -167,11 +167,11 @@ os.kill(os.getpid(), 9) if rank > "0" else time.sleep(60)
 
 def test_too_few_are_left(tmp_path: Path) -> None:
     """Rank 2 dies after the launcher has published rank 1's death."""
-    said = tmp_path / "said"
+    log = tmp_path / "log"
     (tmp_path / "program.py").write_text(TOO_FEW)
     words = "-m fastcoll.launch -n 3 --min_ranks 2 program.py".split()
-    with said.open("w") as stderr:
+    with log.open("w") as stderr:
         done = subprocess.run([sys.executable, *words], stderr=stderr, timeout=120, cwd=tmp_path)
     assert done.returncode == 128 + 9
-    assert "2 go on here" in said.read_text()
-    assert "failed first: signal SIGKILL" in said.read_text()
+    assert "2 go on here" in log.read_text()
+    assert "failed first: signal SIGKILL" in log.read_text()

@@ -83,10 +83,10 @@ WITHOUT = {
 @pytest.mark.long
 @pytest.mark.parametrize("how", WITHOUT)
 def test_missing_or_read_only_shared_memory_is_reported_with_the_cure_on_every_rank(tmp_path, how):
-    mount, said = WITHOUT[how]
+    mount, text = WITHOUT[how]
     for result in run_behind(tmp_path, mount):
         assert result.startswith("RESULT 0 ")
-        assert said in result
+        assert text in result
         assert "mount a writable tmpfs there" in result
 
 

@@ -38,10 +38,10 @@ def test_a_rank_that_does_not_arrive_is_named_at_the_timeout(backend: str) -> No
     ends = outcomes()["late", backend]
     *waiting, late = crew.results(ends)
     assert late == "late"
-    for said in waiting:
-        assert re.match(r"CollectiveTimeoutError: .*call 2.*rank 2 ", said), said
-        assert str(ends[2].pid) in said
-        assert "1.2 s" in said
+    for text in waiting:
+        assert re.match(r"CollectiveTimeoutError: .*call 2.*rank 2 ", text), text
+        assert str(ends[2].pid) in text
+        assert "1.2 s" in text
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -100,8 +100,8 @@ def test_a_late_rank_is_named_by_a_warning(rank, world_size, monkeypatch, tmp_pa
         finally:
             log.removeHandler(handler)
             handler.close()
-        (said,) = warnings.read_text().splitlines()
-        assert re.match(r"rank 0: barrier\(\), .* s for rank 1 \(pid ", said)
+        (text,) = warnings.read_text().splitlines()
+        assert re.match(r"rank 0: barrier\(\), .* s for rank 1 \(pid ", text)
     else:
         while not warnings.exists():
             time.sleep(0.01)

@@ -61,8 +61,8 @@ print(store.get("new"))
         "[new 1] False False 1",
         "[new 1] b'1'",
     ]
-    said = r"rank 1 \(pid \d+\) failed: signal SIGKILL \(9\); 2 go on here; joiner 1 of 1 starts\n"
-    assert re.search(said, done.stderr)
+    log = r"rank 1 \(pid \d+\) failed: signal SIGKILL \(9\); 2 go on here; joiner 1 of 1 starts\n"
+    assert re.search(log, done.stderr)
     assert (tmp_path / "logs" / "joiner-1.stdout").read_text() == "False False 1\nb'1'\n"
 
 
@@ -91,16 +91,16 @@ def test_the_launcher_does_not_wait_for_a_joiner_when_the_others_have_ended(tmp_
     text = """
 if local == "1":
     sys.exit(3)
-while "joiner 2 of 9" not in open("said").read():
+while "joiner 2 of 9" not in open("log").read():
     time.sleep(0.01)
 """
     command = patched("pauses._FIRST = pauses._MOST = 600.0")
-    with (tmp_path / "said").open("w+") as said:
+    with (tmp_path / "log").open("w+") as log:
         done = launch(
-            tmp_path, HEAD + text, "-n2", "--min_ranks=1", "--max-restarts=9", command=command, stderr=said
+            tmp_path, HEAD + text, "-n2", "--min_ranks=1", "--max-restarts=9", command=command, stderr=log
         )
-        said.seek(0)
-        lines = said.read()
+        log.seek(0)
+        lines = log.read()
     assert done.returncode == 0, lines
     assert "joiner 2 of 9 starts in 600 s" in lines
     assert "joiner 3" not in lines
@@ -172,8 +172,8 @@ def test_a_rank_that_dies_before_all_have_met_is_replaced_in_its_rank(
 def test_a_death_without_a_replacement_ends_the_wait_of_all(tmp_path: Path, moment: str, n: int) -> None:
     done = launch(tmp_path, TRAINS, f"-n{n}", "--min_ranks=1", args=(moment, "1"))
     assert done.returncode == 128 + 9
-    said = r"rank 1 \(pid \d+ on .*\) failed first: signal SIGKILL \(9\); the ranks had not all met, and no restart"
-    assert re.search(said, done.stderr), done.stderr
+    log = r"rank 1 \(pid \d+ on .*\) failed first: signal SIGKILL \(9\); the ranks had not all met, and no restart"
+    assert re.search(log, done.stderr), done.stderr
 
 
 def test_the_death_of_all_that_have_the_state_ends_the_job(tmp_path: Path) -> None:

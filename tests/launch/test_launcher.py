@@ -93,7 +93,7 @@ def test_rank_0_has_the_standard_input(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "code", "told"),
+    ("failure", "code", "text"),
     [
         ("raise ValueError('the cause')", 1, "exit code 1; its last lines on stderr:\n    Traceback"),
         ("sys.exit(3)", 3, "exit code 3; it wrote nothing on stderr\n"),
@@ -101,12 +101,12 @@ def test_rank_0_has_the_standard_input(launch: Launch) -> None:
     ],
 )
 def test_the_first_failure_is_logged_and_ends_the_others(
-    launch: Launch, failure: str, code: int, told: str
+    launch: Launch, failure: str, code: int, text: str
 ) -> None:
     done = launch(f"{MEET}if rank == 1:\n    {failure}\ntime.sleep(1000)", "-n3", "script.py")
     assert done.returncode == code
     pid = Path("here-1").read_text()
-    assert f"fastcoll.launch: rank 1 (pid {pid} on {os.uname().nodename}) failed first: {told}" in done.stderr
+    assert f"fastcoll.launch: rank 1 (pid {pid} on {os.uname().nodename}) failed first: {text}" in done.stderr
     assert ("\n    ValueError: the cause\n" in done.stderr) == (code == 1)
     assert done.stderr.count("failed first") == 1
 

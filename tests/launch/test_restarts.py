@@ -162,8 +162,8 @@ def test_a_failure_on_one_node_restarts_both(script: Script, start: Starter) -> 
     Path("go").touch()
     ends = [end(node) for node in both]
     assert [code for code, _, _ in ends] == [0, 0], ends
-    said = r"fastcoll.launch: (on another node )?rank 1 \(pid \d+ on .*\) failed first: exit code 1"
-    assert sorted(re.findall(said, "".join(err for _, _, err in ends))) == ["", "on another node "]
+    lines = r"fastcoll.launch: (on another node )?rank 1 \(pid \d+ on .*\) failed first: exit code 1"
+    assert sorted(re.findall(lines, "".join(err for _, _, err in ends))) == ["", "on another node "]
 
 
 def test_nodes_with_numbers(script: Script, start: Starter) -> None:
@@ -340,8 +340,8 @@ def test_output_goes_where_it_is_sent(script: Script, start: Starter) -> None:
     options = ["-n3", "--log-dir=new/logs", "--redirects=0:1,1:3", "--tee=2:2", "--local-ranks-filter=0,1,2"]
     code, out, err = end(start(*options))
     assert code == 0
-    said = [f"[{rank}] {line}" for rank in (0, 2) for line in ("err", "no line end")]
-    assert (out, sorted(err.splitlines())) == ("[2] out\n", said)
+    lines = [f"[{rank}] {line}" for rank in (0, 2) for line in ("err", "no line end")]
+    assert (out, sorted(err.splitlines())) == ("[2] out\n", lines)
     files = sorted(path.name for path in Path("new/logs").iterdir())
     assert files == ["rank-0.stdout", "rank-1.stderr", "rank-1.stdout", "rank-2.stderr"]
     assert Path("new/logs/rank-1.stderr").read_text() == "err\nno line end"
@@ -364,11 +364,11 @@ def test_tracebacks_of_all_failed_ranks_are_shown_the_cause_first(script: Script
     command = patched("supervisor.CAUSE_SECONDS = 100")  # rank 2 may get no core for a second
     code, _, err = end(start("-n3", command=command))
     assert code == 4
-    said = [line for line in err.splitlines() if not line.startswith("[")]
-    assert re.match(r"fastcoll.launch: rank 2 \(.*\) failed first: exit code 4; its last lines", said[0])
-    assert said[1] == "    in line 7"
-    assert re.match(r"fastcoll.launch: rank 1 \(.*\) failed, too: exit code 1; its last lines", said[2])
-    assert said[-1] == "    fastcoll.errors.PeerDiedError: rank 2 is gone"
+    lines = [line for line in err.splitlines() if not line.startswith("[")]
+    assert re.match(r"fastcoll.launch: rank 2 \(.*\) failed first: exit code 4; its last lines", lines[0])
+    assert lines[1] == "    in line 7"
+    assert re.match(r"fastcoll.launch: rank 1 \(.*\) failed, too: exit code 1; its last lines", lines[2])
+    assert lines[-1] == "    fastcoll.errors.PeerDiedError: rank 2 is gone"
 
 
 def test_torchruns_variables_are_defaults(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,18 +156,18 @@ def env(**environment: str) -> tuple[dict, int]:
 
 
 def test_env_without_a_launcher():
-    told, code = env()
+    report, code = env()
     assert code == 0
-    assert told["detected"]["launcher"]["value"] == "none"
-    assert told["detected"]["meets"]["value"] == "no other rank"
-    assert {each["from"] for each in told["settings"].values()} == {"default"}
+    assert report["detected"]["launcher"]["value"] == "none"
+    assert report["detected"]["meets"]["value"] == "no other rank"
+    assert {each["from"] for each in report["settings"].values()} == {"default"}
 
 
 def test_env_shows_the_launcher_and_where_the_ranks_meet():
-    told, code = env(
+    report, code = env(
         RANK="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500"
     )
-    found = told["detected"]
+    found = report["detected"]
     assert code == 0
     assert "fastcoll.launch" in found["launcher"]["value"]
     assert found["launcher"]["why"] == "RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=4"
@@ -179,26 +179,26 @@ def test_env_shows_the_launcher_and_where_the_ranks_meet():
 def test_env_shows_which_launchers_are_ignored_and_why():
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    told, code = env(**slurm, **mpi)
-    found = told["detected"]
+    report, code = env(**slurm, **mpi)
+    found = report["detected"]
     assert found["launcher"]["value"] == "Open MPI"
     assert found["ignored"]["value"] == "Slurm"
     assert "outermost" in found["ignored"]["why"]
     assert code == 0
     assert "all ranks are on this machine" in found["meets"]["why"]
-    told, _ = env(**slurm, SLURM_JOB_NAME="bash")
-    assert "a shell in an allocation" in told["detected"]["ignored"]["why"]
+    report, _ = env(**slurm, SLURM_JOB_NAME="bash")
+    assert "a shell in an allocation" in report["detected"]["ignored"]["why"]
 
 
 def test_env_shows_what_would_be_refused(tmp_path):
-    told, code = env(RANK="0", WORLD_SIZE="2", PMI_RANK="1", PMI_SIZE="2")
+    report, code = env(RANK="0", WORLD_SIZE="2", PMI_RANK="1", PMI_SIZE="2")
     assert code == 1
-    assert "RANK=0, but PMI_RANK=1" in told["wrong"][0]
-    told, code = env(FASTCOLL_TIMEOUT="soon", FASTCOLL_TIMEUOT="3")
+    assert "RANK=0, but PMI_RANK=1" in report["wrong"][0]
+    report, code = env(FASTCOLL_TIMEOUT="soon", FASTCOLL_TIMEUOT="3")
     assert code == 1
-    assert told["settings"]["FASTCOLL_TIMEOUT"] == {"value": "soon", "from": "environment"}
-    assert "cannot be used" in told["wrong"][0]
-    assert "FASTCOLL_TIMEUOT" in told["settings"]
+    assert report["settings"]["FASTCOLL_TIMEOUT"] == {"value": "soon", "from": "environment"}
+    assert "cannot be used" in report["wrong"][0]
+    assert "FASTCOLL_TIMEUOT" in report["settings"]
 
 
 def test_env_never_shows_the_secret():

@@ -38,29 +38,29 @@ def run(*words: str, limit: tuple[int, int] | None = None, **environment: str) -
     return json.loads(done.stdout), done.returncode
 
 
-def about(told: dict, what: str) -> list[dict]:
-    return [each for each in told["findings"] if each["about"] == what]
+def about(report: dict, what: str) -> list[dict]:
+    return [each for each in report["findings"] if each["about"] == what]
 
 
 def test_everything_is_checked_and_this_machine_can_run_these_tests():
-    told, code = run("-n", "2")
-    assert {each["about"] for each in told["findings"]} >= ABOUT
-    assert [each for each in told["findings"] if each["level"] == "problem"] == []
-    assert (code, told["fine"]) == (0, True)
-    assert all(each["cure"] for each in told["findings"] if each["level"] == "warning")
-    (peers,) = about(told, "peers' memory")
+    report, code = run("-n", "2")
+    assert {each["about"] for each in report["findings"]} >= ABOUT
+    assert [each for each in report["findings"] if each["level"] == "problem"] == []
+    assert (code, report["fine"]) == (0, True)
+    assert all(each["cure"] for each in report["findings"] if each["level"] == "warning")
+    (peers,) = about(report, "peers' memory")
     assert peers["level"] == "ok"  # the tests of single_copy.py run here
 
 
 @pytest.mark.long
 def test_too_little_for_so_many_ranks_is_a_problem_with_its_cure():
-    told, code = run("-n", "100000")
+    report, code = run("-n", "100000")
     assert code == 1
-    (memory,) = (each for each in about(told, "shared memory") if each["level"] != "ok")
+    (memory,) = (each for each in about(report, "shared memory") if each["level"] != "ok")
     assert memory["level"] == "problem"
     assert "--shm-size" in memory["cure"]
-    told, code = run("-n", "40", limit=(resource.RLIMIT_NOFILE, 100))
-    (files,) = (each for each in about(told, "limits") if "open files" in each["text"])
+    report, code = run("-n", "40", limit=(resource.RLIMIT_NOFILE, 100))
+    (files,) = (each for each in about(report, "limits") if "open files" in each["text"])
     assert files["level"] == "problem"
     assert "ulimit -n" in files["cure"]
     assert code == 1
@@ -68,45 +68,45 @@ def test_too_little_for_so_many_ranks_is_a_problem_with_its_cure():
 
 @pytest.mark.long
 def test_a_setting_that_cannot_be_used_is_a_problem(tmp_path):
-    told, code = run(FASTCOLL_TCP_STREAMS="99", FASTCOLL_TCP_STREAM="1")
-    problem, warning = about(told, "settings")
+    report, code = run(FASTCOLL_LANES="9", FASTCOLL_LANE="1")
+    problem, warning = about(report, "settings")
     assert (problem["level"], warning["level"], code) == ("problem", "warning", 1)
     assert "FASTCOLL_TCP_STREAMS='99'" in problem["text"]
     assert "did you mean FASTCOLL_TCP_STREAMS?" in warning["cure"]
     secret = tmp_path / "secret"
     secret.write_text("for everybody to read")
     secret.chmod(0o644)
-    told, code = run(FASTCOLL_SECRET_FILE=str(secret))
-    (found,) = about(told, "secret")
+    report, code = run(FASTCOLL_SECRET_FILE=str(secret))
+    (found,) = about(report, "secret")
     assert (found["level"], code) == ("problem", 1)
     assert "chmod 600" in found["text"]
 
 
 def test_a_problem_that_blocks_other_checks_is_reported_once():
-    told, code = run(FASTCOLL_SHM_BYTES_PER_RANK="much")
-    problems = [each["about"] for each in told["findings"] if each["level"] == "problem"]
+    report, code = run(FASTCOLL_SHM_BYTES_PER_RANK="much")
+    problems = [each["about"] for each in report["findings"] if each["level"] == "problem"]
     assert (problems, code) == (["settings"], 1)
-    (memory,) = about(told, "shared memory")
+    (memory,) = about(report, "shared memory")
     assert "not checked" in memory["text"]
 
 
 def test_a_missing_package_is_named_and_the_rest_is_checked():
     code = "import sys; sys.modules['posix_ipc'] = None; from fastcoll.tools.doctor import main; main(['--json'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    told = json.loads(done.stdout)
-    (machine,) = about(told, "machine checks")
-    assert (machine["level"], machine["cure"], told["fine"]) == ("problem", "pip install posix_ipc", False)
-    assert about(told, "loopback")
+    report = json.loads(done.stdout)
+    (machine,) = about(report, "machine checks")
+    assert (machine["level"], machine["cure"], report["fine"]) == ("problem", "pip install posix_ipc", False)
+    assert about(report, "loopback")
 
 
 @pytest.mark.long
 def test_the_cure_for_missing_kernels_compiles_them(tmp_path):
-    told, code = run(NUMBA_CACHE_DIR=str(tmp_path))
-    (code_found,) = about(told, "compiled code")
+    report, code = run(NUMBA_CACHE_DIR=str(tmp_path))
+    (code_found,) = about(report, "compiled code")
     assert (code_found["level"], code) == ("warning", 0)
     assert "python -m fastcoll warmup" in code_found["cure"]
-    told, code = run(NUMBA_CACHE_DIR="/proc/none")
-    (code_found,) = about(told, "compiled code")
+    report, code = run(NUMBA_CACHE_DIR="/proc/none")
+    (code_found,) = about(report, "compiled code")
     assert (code_found["level"], code) == ("warning", 0)
     assert "cannot be kept in /proc/none" in code_found["text"]
 
@@ -115,13 +115,13 @@ def test_ports_and_interfaces_that_are_not_available():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         master = next(p for p in range(1024, 65536) if port_beside(p) == port)
-        told, code = run(
+        report, code = run(
             FASTCOLL_PORT_RANGE=f"{port}-{port}", FASTCOLL_SOCKET_IFNAME="nowhere0", MASTER_PORT=str(master)
         )
-    chosen, store = about(told, "ports")
+    chosen, store = about(report, "ports")
     assert (chosen["level"], store["level"], code) == ("problem", "warning", 1)
     assert f"pid {os.getpid()}" in store["text"]
-    (interface,) = about(told, "interfaces")
+    (interface,) = about(report, "interfaces")
     assert interface["level"] == "problem"
     assert "nowhere0" in interface["text"]
 

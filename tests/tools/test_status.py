@@ -79,10 +79,10 @@ def status(*words: str) -> subprocess.CompletedProcess[str]:
 
 def look(*words: str) -> dict:
     done = status("--json", *words)
-    told = json.loads(done.stdout)
-    assert done.returncode == (bool(words) and not told["jobs"] and not told["in_no_group"]), done.stderr
+    report = json.loads(done.stdout)
+    assert done.returncode == (bool(words) and not report["jobs"] and not report["in_no_group"]), done.stderr
     assert not done.stderr
-    return told
+    return report
 
 
 @contextmanager
@@ -94,15 +94,15 @@ def job(folder: Path, program: str) -> Iterator[Callable[[Callable], dict]]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as launcher:
 
         def until(so: Callable[[dict], bool]) -> dict:
-            end, told = time.monotonic() + LIMIT, {}
+            end, report = time.monotonic() + LIMIT, {}
             while time.monotonic() < end and launcher.poll() is None:
-                told = look("--job", str(launcher.pid))
-                for each in told["jobs"]:
+                report = look("--job", str(launcher.pid))
+                for each in report["jobs"]:
                     assert str(path) in each["command"]
                     if so(each):
                         return each
             launcher.kill()
-            raise AssertionError(f"{told} {launcher.stderr.read()}")
+            raise AssertionError(f"{report} {launcher.stderr.read()}")
 
         try:
             yield until
@@ -163,8 +163,8 @@ def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
 
 
 def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
-    said = ["rank 2 (pid ", " has not called all_reduce(", "ranks 0, 1 and 3 have waited in for "]
-    with hangs(tmp_path, STOPPED, said, "; it is stopped, by SIGSTOP") as found:
+    texts = ["rank 2 (pid ", " has not called all_reduce(", "ranks 0, 1 and 3 have waited in for "]
+    with hangs(tmp_path, STOPPED, texts, "; it is stopped, by SIGSTOP") as found:
         (finding,) = found["verdicts"]
         (rank,) = (each for each in found["ranks"] if each["rank"] == 2)
         assert (finding["ranks"], rank["state"]) == ([2], "stopped")
@@ -239,10 +239,10 @@ def test_a_rank_without_a_launcher_is_listed_while_it_joins(tmp_path):
         with subprocess.Popen([*command, "0"], stdin=subprocess.PIPE) as other:
             joined = False
             while time.monotonic() < end and not joined:
-                told = look()
-                joined = first.pid in [rank["pid"] for job in told["jobs"] for rank in job["ranks"]]
+                report = look()
+                joined = first.pid in [rank["pid"] for job in report["jobs"] for rank in job["ranks"]]
             assert joined
-            assert first.pid not in [each["pid"] for each in told["in_no_group"]]
+            assert first.pid not in [each["pid"] for each in report["in_no_group"]]
             for rank in (first, other):
                 rank.stdin.close()
 

@@ -47,8 +47,8 @@ def group(
         "backend": "shm", "members": tuple(MemberRecord(r, "node", 100 + r) for r in range(size)),
         "pending": 0, "late": -1, "waits": (), "failure": "", "since": 50 * SECOND if under_way else 0, "serial": 1,
     }  # fmt: skip
-    said = {"name": name, "rank": rank, "calls": len(ring), "finished": finished, "ring": tuple(ring)}
-    return GroupRecord(**(said | {"under_way": under_way} | plain | more))
+    found = {"name": name, "rank": rank, "calls": len(ring), "finished": finished, "ring": tuple(ring)}
+    return GroupRecord(**(found | {"under_way": under_way} | plain | more))
 
 
 def dump(rank: int, *groups: GroupRecord, why: str = "", state: str = "", place: str = "") -> Dump:
@@ -66,11 +66,11 @@ def test_ranks_with_different_calls_are_named() -> None:
         dump(rank, group(rank, [*DONE, call(3, BARRIER if rank == 1 else REDUCE, "mismatch")]))
         for rank in range(3)
     ]
-    said = divergence.summary(dumps)
-    assert said.startswith(
+    found = divergence.summary(dumps)
+    assert found.startswith(
         "At call 3 of group 'WORLD' the ranks diverged: rank 1 called barrier(), where ranks 0, 2 called"
     )
-    assert "all_reduce(float32, 4 elements, op=SUM)" in said
+    assert "all_reduce(float32, 4 elements, op=SUM)" in found
 
 
 def test_a_mismatch_that_the_program_has_handled_is_not_reported() -> None:
@@ -89,12 +89,12 @@ def test_a_rank_that_never_called_and_where_it_is() -> None:
     (found,) = divergence.divergences([*waiting, late])
     assert (found.number, found.late, found.silent) == (3, [1], [])
     assert (found.is_mismatch, found.since) == (False, 50.0)
-    said = divergence.summary([*waiting, late])
+    found = divergence.summary([*waiting, late])
     assert (
-        "Ranks 0, 2 waited for 10 s in barrier(), call 3 of group 'WORLD', which rank 1 never called" in said
+        "Ranks 0, 2 waited for 10 s in barrier(), call 3 of group 'WORLD', which rank 1 never called" in found
     )
-    assert "its last call in this group was 2, all_reduce(float32, 4 elements, op=SUM)" in said
-    assert "it is in step (train.py:7)" in said
+    assert "its last call in this group was 2, all_reduce(float32, 4 elements, op=SUM)" in found
+    assert "it is in step (train.py:7)" in found
     stopped = dump(1, group(1, DONE), state="T")
     assert "its process was stopped (SIGSTOP) when rank 0 looked" in divergence.summary([*waiting, stopped])
     assert "Rank 1 (pid 101 on node) left no file" in divergence.summary(waiting)
@@ -117,10 +117,10 @@ def test_ranks_in_two_groups_that_wait_for_one_another() -> None:
     two = dump(1, group(1, [*DONE, call(3, REDUCE, "under way")]), group(1, [], 3, "a", serial=2))
     wait = Waiting(0, "recv from rank 1", 50 * SECOND, (1,), 1)
     three = dump(2, group(2, [*DONE, call(3, REDUCE, "under way")], waits=(wait,)))
-    said = divergence.summary([one, two, three])
+    found = divergence.summary([one, two, three])
     assert (
         "Ranks wait for one another in a ring: rank 0 for rank 1 (call 1 of a), rank 1 for rank 0 (call 3 of WORLD)"
-        in said
+        in found
     )
     found = divergence.waits([one, two, three])
     drawn = ElementTree.fromstring(picture(found, 3, []))
@@ -232,11 +232,11 @@ def trace(folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def told(folder: Path) -> str:
-    said = trace(folder).stdout
+def report(folder: Path) -> str:
+    found = trace(folder).stdout
     ElementTree.parse(folder / "waits.svg")
     assert json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    return said
+    return found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -245,17 +245,17 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     (folder / "timeline.json").symlink_to(
         tmp_path / "program.py"
     )  # a symbolic link, which must not be followed
-    said = told(folder)
+    found = report(folder)
     assert (tmp_path / "program.py").read_text() == PROGRAM
     assert (
         "At call 4 of group 'WORLD' the ranks diverged: rank 2 called all_reduce(float32, 10 elements, op=SUM) at"
-        in said
+        in found
     )
     barrier, all_reduce = (
         PROGRAM.splitlines().index(line) + 1 for line in ("    dist.barrier()", "dist.all_reduce(x[:10])")
     )
-    assert f"program.py:{all_reduce}, where ranks 0, 1 called barrier() at" in said
-    assert f"program.py:{barrier}." in said
+    assert f"program.py:{all_reduce}, where ranks 0, 1 called barrier() at" in found
+    assert f"program.py:{barrier}." in found
 
 
 LATE = "which rank 2 never called"
@@ -284,8 +284,8 @@ TOLD = {
 def test_dumps_show_which_rank_was_late_and_no_secret(tmp_path: Path, kind: str, backend: str) -> None:
     options, secret = ["--min_ranks=1"] * (kind == "die"), "tell-nobody-6d1f2a90"
     folder = job(tmp_path, kind, backend, *options, FASTCOLL_SECRET=secret)
-    said = told(folder).splitlines()[0]
-    assert [text for text in TOLD[kind] if text not in said] == [], said
+    found = report(folder).splitlines()[0]
+    assert [text for text in TOLD[kind] if text not in found] == [], found
     assert not [file for file in folder.iterdir() if secret in file.read_text()]
 
 
@@ -296,8 +296,8 @@ def test_the_first_call_over_connections_that_are_not_established(tmp_path: Path
         "import time\nimport numpy as np\nimport fastcoll as dist\ndist.init_process_group('tcp', timeout=60)\n"
         "dist.group.WORLD.timeout = 2\nwhile dist.get_rank() == 0:\n    time.sleep(0.01)\ndist.all_reduce(np.ones(4))\n"
     )
-    said = told(job(tmp_path, "", text=text))
-    assert "waits for rank 0" in said or "which rank 0 never called" in said, said
+    found = report(job(tmp_path, "", text=text))
+    assert "waits for rank 0" in found or "which rank 0 never called" in found, found
 
 
 def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_read_its_record(

@@ -17,8 +17,8 @@ def events(text: str) -> list[Event]:
         (op, *words), (answer, span) = (part.split() for part in call.split(" -> "))
         began, _, ended = span.partition("..")
         values = [int(word) if op == "add" else word.encode() for word in words]
-        said = UNSEEN if answer == "?" else ast.literal_eval(answer)
-        found.append(Event(op, tuple(values), said, float(began), float(ended or PENDING)))
+        value = UNSEEN if answer == "?" else ast.literal_eval(answer)
+        found.append(Event(op, tuple(values), value, float(began), float(ended or PENDING)))
     return found
 
 

@@ -85,9 +85,9 @@ def test_the_numbers_fit_into_every_dtype(dtype):
 
 def test_ping_pong_is_between_neighbours_and_in_turn():
     def exchange(other):
-        return lambda: said.append(f"send {other}"), lambda: said.append(f"recv {other}")
+        return lambda: calls.append(f"send {other}"), lambda: calls.append(f"recv {other}")
 
-    said = []
+    calls = []
     for rank in range(3):
         ping_pong(rank, 3, exchange)()
-    assert said == ["send 1", "recv 1", "recv 0", "send 0"]
+    assert calls == ["send 1", "recv 1", "recv 0", "send 0"]

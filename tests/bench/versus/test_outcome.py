@@ -184,14 +184,14 @@ def test_the_order_of_sides_changes_from_round_to_round():
 def test_the_slowest_rank_counts(monkeypatch):
     cells = (Cell("all_reduce", 2, 8, 25, 40), Cell("barrier", 0, 0, 25, 40))
 
-    def said(*seconds):
+    def lines_of(*seconds):
         ends = {"batches": 25, "singles": [1.0]}
         return [
             {"library": "x", "placed": {"caller": [0], "others": []}},
             *({"ends": number, "seconds": time, **ends} for number, time in enumerate(seconds)),
         ]
 
-    monkeypatch.setattr(rounds, "run", lambda *_: [said(1.0, 4.0), said(2.0, 3.0)])
+    monkeypatch.setattr(rounds, "run", lambda *_: [lines_of(1.0, 4.0), lines_of(2.0, 3.0)])
     times = SideTimes("fastcoll", "", "", "", "")
     rounds.run_once(Contender(None, Job(cells, 2, "float32", (), 1.0, 5.0), times))
     assert times.seconds == {("all_reduce", 8): [2.0], ("barrier", 0): [4.0]}

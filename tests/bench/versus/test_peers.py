@@ -117,29 +117,29 @@ def test_an_invalid_peer_python(text):
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("text", "name"),
     [
         ("MPICH Version:      5.0.2\nMPICH Release date: x", "MPICH 5.0.2"),
         ("Open MPI v5.0.11, package: Open MPI x", "Open MPI 5.0.11"),
     ],
 )
-def test_the_name_of_an_mpi(said, name):
-    assert mpi_name(said) == name
+def test_the_name_of_an_mpi(text, name):
+    assert mpi_name(text) == name
 
 
 def test_how_peers_are_launched(monkeypatch):
     monkeypatch.setattr(launch.os, "geteuid", lambda: 1000)
     path = Path("/env/bin/python")
     open_mpi = Found(PEERS["openmpi"], path, "", "", path.parent / "mpiexec")
-    assert launch.peers(open_mpi, 2, 2).told == "mpiexec --bind-to none --oversubscribe -n 2"
-    assert launch.peers(open_mpi, 4, 2).told.endswith("--mca mpi_yield_when_idle 1 -n 4")
+    assert launch.peers(open_mpi, 2, 2).shown == "mpiexec --bind-to none --oversubscribe -n 2"
+    assert launch.peers(open_mpi, 4, 2).shown.endswith("--mca mpi_yield_when_idle 1 -n 4")
     mpich = launch.peers(Found(PEERS["mpich"], path, "", "", path.parent / "mpiexec"), 4, 2)
     assert mpich.words[-6:-1] == ("/env/bin/mpiexec", "-n", "4", "/env/bin/python", str(launch._START))
     over_tcp = launch.peers(Found(PEERS["openmpi-tcp"], path, "", "", path.parent / "mpiexec"), 2, 2)
     assert over_tcp.side == "openmpi-tcp"
-    told = "mpiexec --bind-to none --oversubscribe --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include lo -n 2"
-    assert over_tcp.told == told
+    command = "mpiexec --bind-to none --oversubscribe --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include lo -n 2"
+    assert over_tcp.shown == command
     gloo = launch.peers(Found(PEERS["gloo"], path, "", ""), 4, 2)
-    assert gloo.told == "python -m fastcoll.launch -n 4"
+    assert gloo.shown == "python -m fastcoll.launch -n 4"
     monkeypatch.setattr(launch.os, "geteuid", lambda: 0)
-    assert "--allow-run-as-root" in launch.peers(open_mpi, 2, 2).told
+    assert "--allow-run-as-root" in launch.peers(open_mpi, 2, 2).shown

@@ -50,8 +50,8 @@ def test_no_thread_is_pinned_without_cores():
 
 @pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
 def test_a_library_that_moves_the_caller_is_an_error():
-    said = run(PLACED.format(cores=CORES, before=f"os.sched_setaffinity(0, {set(CORES)})"))
-    assert "rank 1 is not pinned as the others are" in said
+    text = run(PLACED.format(cores=CORES, before=f"os.sched_setaffinity(0, {set(CORES)})"))
+    assert "rank 1 is not pinned as the others are" in text
 
 
 COUNTED = """

@@ -192,16 +192,16 @@ def test_options_of_a_comparison_need_one(option, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main([option, "3"])
     assert ended.value.code == 2
-    assert f"{option}; --peer-python," in (said := capsys.readouterr().err)
-    assert "belong to --vs" in said
+    assert f"{option}; --peer-python," in (text := capsys.readouterr().err)
+    assert "belong to --vs" in text
 
 
 def test_without_the_sources_one_line_names_the_cure(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "__file__", str(tmp_path / "fastcoll" / "bench" / "command.py"))
     assert command.main(["--vs", "gloo"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("--vs is a study")
-    assert said.count("\n") == 1
+    text = capsys.readouterr().err
+    assert text.startswith("--vs is a study")
+    assert text.count("\n") == 1
 
 
 def test_ranks_of_a_launcher_are_refused(monkeypatch, capsys):
