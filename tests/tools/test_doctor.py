@@ -68,7 +68,7 @@ def test_too_little_for_so_many_ranks_is_a_problem_with_its_cure():
 
 @pytest.mark.long
 def test_a_setting_that_cannot_be_used_is_a_problem(tmp_path):
-    report, code = run(FASTCOLL_LANES="9", FASTCOLL_LANE="1")
+    report, code = run(FASTCOLL_TCP_STREAMS="99", FASTCOLL_TCP_STREAM="1")
     problem, warning = about(report, "settings")
     assert (problem["level"], warning["level"], code) == ("problem", "warning", 1)
     assert "FASTCOLL_TCP_STREAMS='99'" in problem["text"]
