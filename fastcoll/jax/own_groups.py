@@ -20,7 +20,6 @@ from jax._src import dispatch
 from ..core.group import ProcessGroup
 from ..core.monitor import describe_exit
 from ..errors import GroupError, UsageError
-from ..job.backends import load
 from ..job.groups import Group, entered, groups
 from ..job.leaving import ExitHook, close
 from ..job.world import current_job, destroy_process_group
@@ -65,7 +64,7 @@ def copy_of(group: Group) -> ProcessGroup:
         doing = f"the first call of fastcoll.jax on the group {original.name}"
         with job.making(ranks, doing, counted=original is groups.world):
             prefix = f"jax/{original.name}"
-            made = job.make_group(f"{original.name} (JAX)", prefix, ranks, original.timeout, load(choice))
+            made = job.make_group(f"{original.name} (JAX)", prefix, ranks, original.timeout, choice)
         groups.add(made, choice)
         made.before_leaving = settle
         if original is not groups.world:

@@ -22,7 +22,6 @@ _log = logging.getLogger("fastcoll")
 
 Make = Callable[[Store, str, Sequence[Member], int, float], Carries]
 """`make(store, name, members, group_rank, timeout)`: meet the other members; collective."""
-MakeGroup = Callable[[Store, str, Sequence[Member], int, float], ProcessGroup]
 
 
 def _load_shm() -> Make:
@@ -237,38 +236,42 @@ def _for_the_cpu() -> str:
     return "available: " + ", ".join(n for n in KNOWN if n != Backend.NCCL and is_backend_available(n))
 
 
-def load(choice: BackendChoice) -> MakeGroup:
-    """Import what groups of this choice need (Numba: about half a second), and return what makes them.
+def load(choice: BackendChoice) -> Make:
+    """Import what groups of this choice need, and return the function in which their members meet.
+
+    The first import, with Numba, takes about half a second.
+    """
+    if choice.initialises_mpi:
+        _load_mpi()  # to initialise MPI is collective, and every rank comes here
+    cpu = choice.by_device["cpu"]
+    if cpu not in _CPU_DEFAULT:
+        return BACKENDS[cpu]()
+    from ..hybrid.backend import make_auto
+
+    return make_auto
+
+
+def make_group(
+    choice: BackendChoice, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
+) -> ProcessGroup:
+    """Make a group whose members meet in a part of a store that is theirs alone; collective among them.
 
     Raises:
-        UnavailableError: when a shared-memory group is made and its ranks are not all on one node.
+        UnavailableError: the backend is "shm", and the members are not all on one node.
     """
-    cpu = choice.by_device["cpu"]
-    if choice.initialises_mpi:
-        _load_mpi()  # here, where all ranks come: to initialise MPI is collective
-    if cpu in _CPU_DEFAULT:
-        from ..hybrid.backend import make_auto
-
-        make: Make = make_auto
-    else:
-        make = BACKENDS[cpu]()
+    make, cpu = load(choice), choice.by_device["cpu"]
+    strangers = [member for member in members if not member.same_node(members[0])]
+    if cpu == Backend.SHM and strangers:
+        raise UnavailableError(
+            f"backend {cpu!r} works inside one node, but {strangers[0]} does not share /dev/shm with "
+            f"{members[0]}; use 'auto' or 'tcp' for ranks on several nodes (containers: one shared /dev/shm)"
+        )
 
     def make_devices(group: ProcessGroup) -> DeviceCarrier:
         from ..gpu.carriers import carrier_for  # with the first array on a GPU, and CuPy
 
         return carrier_for(choice.by_device.get("cuda", cpu), group)
 
-    def make_group(
-        store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
-    ) -> ProcessGroup:
-        strangers = [member for member in members if not member.same_node(members[0])]
-        if cpu == Backend.SHM and strangers:
-            raise UnavailableError(
-                f"backend {cpu!r} works inside one node, but {strangers[0]} does not share /dev/shm with "
-                f"{members[0]}; use 'auto' or 'tcp' for ranks on several nodes (containers: one shared /dev/shm)"
-            )
-        group = ProcessGroup(make(store, name, members, rank, timeout))
-        group.gpus.serve(make_devices)
-        return group
-
-    return make_group
+    group = ProcessGroup(make(store, name, members, rank, timeout))
+    group.gpus.serve(make_devices)
+    return group

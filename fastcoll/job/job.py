@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from ..core.group import ProcessGroup
-from ..errors import GroupError, ResourceError, StoreError, StoreTimeoutError
+from ..errors import GroupError, StoreError, StoreTimeoutError
 from ..store import PrefixStore
 from ..store.waiting import raise_if_dying
-from .backends import BackendChoice, MakeGroup, load
+from .backends import BackendChoice, make_group
 from .lease import StoreLease
 
 
@@ -33,11 +33,12 @@ class Job:
         return self._calls[kind] - 1
 
     def make_group(
-        self, name: str, key: str, ranks: Sequence[int], timeout: float, make: MakeGroup
+        self, name: str, key: str, ranks: Sequence[int], timeout: float, choice: BackendChoice
     ) -> ProcessGroup:
         """Meet the other members of a new group; collective over `ranks`, which are global."""
         members = [self.lease.members[rank] for rank in ranks]
-        return make(PrefixStore(key, self.lease.store), name, members, ranks.index(self.lease.rank), timeout)
+        store, rank = PrefixStore(key, self.lease.store), ranks.index(self.lease.rank)
+        return make_group(choice, store, name, members, rank, timeout)
 
     @contextmanager
     def making(self, ranks: Sequence[int], doing: str, counted: bool = True) -> Iterator[None]:
@@ -50,8 +51,11 @@ class Job:
         except BaseException as error:
             if counted:
                 self.lease.settle(interrupted=not isinstance(error, Exception))
-            if isinstance(error, OSError) and (lacking := _no_descriptor(error, doing)):
-                raise lacking from error
+            if isinstance(error, OSError):
+                from ..system.address import no_descriptor  # imports sockets
+
+                if lacking := no_descriptor(error, doing):
+                    raise lacking from error
             if isinstance(error, StoreError) and not isinstance(error, StoreTimeoutError):
                 raise_if_dying([self.lease.members[rank] for rank in sorted({0, *ranks})], doing, error)
             if isinstance(error, GroupError) and not str(error).startswith(doing):
@@ -100,11 +104,5 @@ def make_world(
     """
     job, ranks = Job(lease, choice, timeout), range(len(lease.members))
     with job.making(ranks, doing):
-        world = job.make_group("WORLD", "world", ranks, timeout, load(choice))
+        world = job.make_group("WORLD", "world", ranks, timeout, choice)
     return job, world
-
-
-def _no_descriptor(error: OSError, doing: str) -> ResourceError | None:
-    from ..system.address import no_descriptor  # imports sockets
-
-    return no_descriptor(error, doing)

@@ -19,7 +19,7 @@ from ..errors import GroupError, PeerDiedError, RendezvousError
 from ..rendezvous.regroup import Level, Regroup, Regrouped
 from ..store import PrefixStore
 from ..system.processes import Member, gone_among
-from .backends import load
+from .backends import make_group
 from .groups import Group, entered, groups
 from .job import Job, make_world
 from .lease import StoreLease
@@ -149,7 +149,7 @@ def _part_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup,
     """A group of those that are left, with their global ranks."""
     choice, rank = groups.backends[old], met.members.index(job.lease.members[job.lease.rank])
     name = f"{old.name.partition(_SHRUNK)[0]}{_SHRUNK}{len(met.members)}"
-    new = load(choice)(PrefixStore("group", met.store), name, met.members, rank, old.timeout)
+    new = make_group(choice, PrefixStore("group", met.store), name, met.members, rank, old.timeout)
 
     def settle() -> None:
         del groups.backends[old]

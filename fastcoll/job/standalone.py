@@ -22,7 +22,7 @@ from ..errors import GroupError, StoreError, UsageError
 from ..rendezvous.join import join
 from ..store import HashStore, PrefixStore, Store, imported
 from ..system.processes import Member, forget, set_process_rank, this_process
-from .backends import load, parse_backend
+from .backends import load, make_group, parse_backend
 from .groups import Standalone, groups
 from .leaving import ExitHook, leave
 
@@ -105,7 +105,7 @@ def make(
     """
     began = began or time.monotonic()
     choice = parse_backend(backend)
-    make_group = load(choice)
+    load(choice)  # before this rank joins, so that the others do not wait for the import
     ranks = ranks or range(size)
     set_process_rank(ranks[rank])
     if ranks[rank] == 0:
@@ -119,7 +119,7 @@ def make(
             replace(member, rank=each, world_size=world_size or size)
             for member, each in zip(members, ranks, strict=True)
         ]
-        group = make_group(PrefixStore("group", job), name, known, rank, timeout)
+        group = make_group(choice, PrefixStore("group", job), name, known, rank, timeout)
         undo.pop_all()
     _leave_at_exit()
     groups.standalone[group] = Standalone(choice, known, lambda: None)

@@ -20,7 +20,7 @@ from ..core.work import Timeout
 from ..errors import MismatchError, UsageError
 from ..failpoints import reach
 from ..store.waiting import fetch_for
-from .backends import Backend, load, parse_backend
+from .backends import Backend, parse_backend
 from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
 from .job import Job
 from .world import current_job
@@ -102,7 +102,7 @@ def new_group(
             name = f"{group_desc} ({key})" if group_desc else key
             # Groups of other ranks may have the same key, where some have not called new_group for each.
             place = f"{key}/{crc32(repr(chosen).encode()):08x}"
-            group = job.make_group(name, place, chosen, limit, load(choice))
+            group = job.make_group(name, place, chosen, limit, choice)
             job.keep_place(group, place)
         reach("new_group.after_made")
         if splits:

@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, ParamSpec
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ParamSpec
 
 from .. import config, failpoints
 from ..core.group import ProcessGroup
@@ -26,26 +26,22 @@ from ..errors import (
     GroupError,
     NotInitializedError,
     RendezvousError,
-    StoreError,
-    StoreTimeoutError,
     UsageError,
 )
 from ..record import recorder
-from ..rendezvous import has_handler, meet
 from ..rendezvous.attempts import ProcessName, place_of
-from ..rendezvous.join import join, registered
-from ..store import PrefixStore, Store, imported
-from ..store.store import Rendezvous
-from ..store.waiting import LateWarning
+from ..rendezvous.join import join
+from ..store import Store
 from ..system.forks import at_fork
-from ..system.processes import dead_among, forget, gone_among, set_process_rank, this_process
+from ..system.processes import forget, gone_among, set_process_rank, this_process
 from . import backends
 from .backends import BackendChoice, parse_backend
 from .beginning import begin, met_elsewhere
+from .finding import Found, finder
 from .groups import Group, NonMember, groups
 from .job import Job, make_world
 from .joining import Start, come_in
-from .lease import StoreLease, has_left, times_settled
+from .lease import StoreLease
 from .leaving import ExitHook, close, leave
 from .shared_arrays import shared_arrays
 from .standalone import leave_groups
@@ -170,7 +166,7 @@ def init_process_group(
     if place is not None and begins and by_environment and not choice.initialises_mpi:
         _enter(functools.partial(_begin, place, choice, limit), choice)
         return
-    find = _chosen_way(init_method, store, rank, world_size, limit, group_name, choice)
+    find = finder(init_method, store, rank, world_size, limit, group_name, choice)
     _enter(functools.partial(_start, find, choice, limit), choice)
     if place is not None:
         met_elsewhere(config.get("FASTCOLL_ELASTIC"), place)
@@ -340,124 +336,6 @@ def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager
 
 
 world = _as_context(init_process_group)
-
-
-class Found(NamedTuple):
-    """The others, found: the job's part of the store, and this process's place."""
-
-    store: Store
-    rank: int
-    world_size: int
-    close: Callable[[float], None]
-    """Lets go of the store; takes the seconds that its server waits for others to let go first."""
-    confirm: Callable[[ProcessGroup], None] = lambda world: None
-    """Raises where the new world does not count."""
-
-
-def _chosen_way(
-    init_method: str | None,
-    store: Store | None,
-    rank: int,
-    world_size: int,
-    limit: float,
-    group_name: str,
-    choice: BackendChoice,
-) -> Callable[[], Found]:
-    """The way to find the others that the arguments ask for."""
-    for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
-        if not isinstance(text, str):
-            raise UsageError(f"{name} is {text!r}, a {type(text).__name__}; give a str")
-    addressed = init_method is not None or not os.environ.keys().isdisjoint(("MASTER_ADDR", "MASTER_PORT"))
-    if store is None and choice.initialises_mpi and not addressed:
-
-        def meet_in_store_of_rank_0() -> Found:  # to which MPI leads; each start has one of its own
-            from ..net.mpi.membership import meet_through_mpi  # it brings sockets and Numba
-
-            return _found(meet_through_mpi(rank, world_size, limit))
-
-        return meet_in_store_of_rank_0
-    if store is None:
-        return functools.partial(find_others, init_method or "env://", rank, world_size, limit, group_name)
-    if init_method is not None:
-        raise UsageError(f"store and init_method={init_method!r} are both given; give one of them")
-    store = imported(store)
-    if not 0 <= rank < world_size:
-        raise UsageError(
-            f"rank is {rank} and world_size is {world_size}; with a store give both, rank from 0 to world_size - 1"
-        )
-    return functools.partial(_use, store, rank, world_size, group_name)
-
-
-def _found(meeting: Rendezvous, place: str = "fastcoll") -> Found:
-    """What a rendezvous leads to, in whose store is one job at a time."""
-    return Found(PrefixStore(place, meeting.store), meeting.rank, meeting.world_size, meeting.close)
-
-
-def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = "fastcoll") -> Found:
-    """The user's store. Each use of one store is a job of its own, so keys of an earlier one don't count.
-
-    The store itself counts, since a process may come with another object for it each time; and for each
-    process, so that two that claim one rank meet in one job and are told.
-    """
-    me = this_process()
-    use = store.add(f"{root}/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
-    place = f"{root}/{group_name}/{use}"
-
-    def close(_: float) -> None:
-        with suppress(StoreError):
-            store.retire(f"{place}/", world_size)
-
-    return Found(PrefixStore(place, store), rank, world_size, close)
-
-
-def find_others(
-    init_method: str, rank: int, world_size: int, limit: float, group_name: str, place: str = "fastcoll"
-) -> Found:
-    """A rendezvous, again while it leads to an earlier job that rank 0 has not left yet.
-
-    A user's handler may yield the same store for each job. `place` is what the job's keys begin with.
-    """
-    deadline, left = time.monotonic() + limit, limit
-    late, handled = LateWarning(), has_handler(init_method)
-    while True:
-        meeting = meet(init_method, rank, world_size, left, group_name)
-        try:
-            if handled:
-                found = _use(meeting.store, meeting.rank, meeting.world_size, group_name, place)
-                return found._replace(close=meeting.close)
-            found = _found(meeting, place)
-            if not times_settled(found.store, found.rank):
-                return found
-            _check_over(found.store, found.rank, init_method)
-        except BaseException as error:
-            meeting.close()
-            # A server that closes right now is an earlier job's too: this process has told it nothing yet. One that
-            # does not answer is stopped, or out of reach.
-            if handled or not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
-                raise
-        meeting.close()
-        left = limit if handled else max(deadline - time.monotonic(), 0.001)
-        late.look(f"starting at {init_method}", lambda: "rank 0 to leave the job before, which was there")
-        if time.monotonic() > deadline:
-            raise RendezvousError(
-                f"{init_method} leads to a job in which rank {meeting.rank} has started before; give this job an "
-                "address, port or file of its own"
-            )
-        time.sleep(0.02)
-
-
-def _check_over(store: Store, rank: int, init_method: str) -> None:
-    """Refuse to join a job in which another process is `rank`, unless that process has left it or died."""
-    owner, me = registered(store, rank), this_process()
-    if owner is None or owner.is_process(me) or has_left(store, rank):
-        return
-    died = dead_among([owner])
-    forget([owner])
-    if not died:
-        raise UsageError(
-            f"rank {rank} is claimed by two processes, {owner.where}, whose job at {init_method} has started, and "
-            f"{me.where}; give each process a rank of its own, and each job an address, port or file of its own"
-        )
 
 
 def _start(

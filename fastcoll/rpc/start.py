@@ -29,10 +29,11 @@ from ..errors import (
     UnavailableError,
     UsageError,
 )
+from ..job.finding import find_others
 from ..job.groups import groups
 from ..job.lease import StoreLease
 from ..job.leaving import ExitHook
-from ..job.world import current_job, find_others
+from ..job.world import current_job
 from ..rendezvous.assemble import GroupMeeting, assemble
 from ..rendezvous.detect import detect
 from ..rendezvous.dials import Dial, dial_all

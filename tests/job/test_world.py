@@ -37,7 +37,7 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
-from fastcoll.job.backends import load, parse_backend
+from fastcoll.job.backends import load, make_group, parse_backend
 from fastcoll.job.lease import StoreLease
 from fastcoll.launch.nodes import free_port
 from fastcoll.net.mpi import library as mpi_library
@@ -111,7 +111,7 @@ def test_ranks_on_two_nodes_are_refused_by_name() -> None:
     with pytest.raises(
         UnavailableError, match=rf"rank 1 \(pid {here.pid} on node7\) does not share /dev/shm with rank 0"
     ):
-        load(parse_backend("shm"))(dist.HashStore(), "WORLD", [here, there], 0, 1.0)
+        make_group(parse_backend("shm"), dist.HashStore(), "WORLD", [here, there], 0, 1.0)
 
 
 # ---- joining ---------------------------------------------------------------------------------------

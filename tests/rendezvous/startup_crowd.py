@@ -113,7 +113,7 @@ def _start(rank: int, size: int, store: TCPStore) -> StoreLease:
     lease = StoreLease(view, members, rank, lambda: store.close(0.0))
     job = Job(lease, parse_backend(None), _DEADLINE_SECONDS)
     with job.making(range(size), "making the default group"):
-        job.make_group("WORLD", "world", range(size), _DEADLINE_SECONDS, _meet)
+        _meet(PrefixStore("world", view), "WORLD", members, rank, _DEADLINE_SECONDS)
     return lease
 
 
