@@ -1,7 +1,7 @@
-"""Backends by name: which there are, what the user asked for, and which one serves a group.
+"""Backends by name: the registry, the user's choice, and the backend of a group.
 
-`BACKENDS` is the registry: one line for each backend that exists, with a function that imports its room
-and returns what makes a group. The room, and with it Numba, is imported when a group needs it.
+`BACKENDS` has one entry for each backend: a function that imports its room and returns its `make`. A room, and with it
+Numba, is imported when a group needs it.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ class Backend(str):
     def register_backend(
         cls, name: str, func: Make, extended_api: bool = False, devices: str | Sequence[str] | None = None
     ) -> None:
-        """Add a backend of one's own, by name; on every rank, before `init_process_group`.
+        """Register a backend under a name; every rank calls this, before `init_process_group`.
 
         Args:
-            name: what `backend=` is then called, in any case; also `Backend.NAME`.
-            func: `func(store, name, members, group_rank, timeout)` meets the other members and returns what
-                core/backend.py describes; CONTRIBUTING.md has an example. (torch's takes other arguments.)
+            name: the new value of `backend=`, upper or lower case; also an attribute `Backend.NAME`.
+            func: `func(store, name, members, group_rank, timeout)` meets the other members and returns a backend as
+                core/backend.py describes it; see CONTRIBUTING.md. (torch's function takes other arguments.)
             extended_api: must be False.
             devices: "cpu", ["cpu"] or None.
 
         Raises:
-            UsageError: the name is taken or no word, or `func` is no function.
+            UsageError: the name is taken or not an identifier, or `func` is not a function.
             UnavailableError: `extended_api` is True, or a device is not the CPU.
         """
         lower = name.lower() if isinstance(name, str) else ""
@@ -112,14 +112,14 @@ _CPU_DEFAULT = (Backend.AUTO, Backend.GLOO)
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether `init_process_group` would take this backend here. Unknown names are not available."""
+    """Return whether `init_process_group` accepts this backend here; False for unknown names."""
     name = str(backend).lower()
     known = name in BACKENDS or name == Backend.NCCL
     return name in _CPU_DEFAULT or (known and _why_unavailable(name) is None)
 
 
 def _why_unavailable(name: str) -> str | None:
-    """Why a backend of the registry, or NCCL, cannot be used here, and the cure; None when it can."""
+    """Return why a registered backend, or NCCL, cannot be used here, and the cure; None if it can be used."""
     if name == Backend.MPI:
         from ..net.mpi.library import why_unavailable
 
@@ -132,38 +132,38 @@ def _why_unavailable(name: str) -> str | None:
 
 
 def is_available() -> bool:
-    """True: where this package does not work, it cannot be imported."""
+    """Return True: on platforms that are not supported this package cannot be imported."""
     return True
 
 
 def is_gloo_available() -> bool:
-    """Whether the name "gloo", the CPU default, can be used."""
+    """Return whether the name "gloo" can be used; it stands for the CPU default."""
     return is_backend_available(Backend.GLOO)
 
 
 def is_mpi_available() -> bool:
-    """Whether the MPI backend can be used: mpi4py finds a library, and an MPI launcher started this process."""
+    """Return whether the MPI backend can be used: mpi4py finds a library, and an MPI launcher started this process."""
     return is_backend_available(Backend.MPI)
 
 
 def is_nccl_available() -> bool:
-    """Whether the NCCL backend can be used: there are NCCL, CuPy and a GPU. Imports CuPy."""
+    """Return whether the NCCL backend can be used: NCCL, CuPy and a GPU are present. Imports CuPy."""
     return is_backend_available(Backend.NCCL)
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """What the user asked for: a backend for each kind of device."""
+    """The user's choice: a backend for each kind of device."""
 
     by_device: Mapping[str, Backend]  # of "cpu" and perhaps "cuda"
-    nccl_alone: bool = False  # whether "nccl" was asked for, without a device
+    nccl_alone: bool = False  # the user gave "nccl", without a device
 
     def __str__(self) -> str:
         return ",".join(f"{device}:{name}" for device, name in self.by_device.items())
 
     @property
     def initialises_mpi(self) -> bool:
-        """Whether MPI carries anything of the world's groups in host memory."""
+        """True if the world's groups use MPI for arrays in host memory, alone or between nodes."""
         cpu = self.by_device["cpu"]
         return cpu == Backend.MPI or (
             cpu in _CPU_DEFAULT and config.get("FASTCOLL_BETWEEN_NODES") == Backend.MPI
@@ -171,10 +171,10 @@ class BackendChoice:
 
 
 class BackendConfig:
-    """The backend of each kind of device that a `backend=` stands for: `BackendConfig("cpu:auto,cuda:nccl")`.
+    """The backend for each kind of device in a `backend=` argument: `BackendConfig("cpu:auto,cuda:nccl")`.
 
     Raises:
-        UsageError, UnavailableError: as `init_process_group` would.
+        UsageError, UnavailableError: as `init_process_group`.
     """
 
     def __init__(self, backend: str | None) -> None:
@@ -182,7 +182,7 @@ class BackendConfig:
         self.device_backend_map = dict(choice.by_device)
 
     def get_device_backend_map(self) -> dict[str, Backend]:
-        """Device to backend."""
+        """Return the backend of each kind of device."""
         return self.device_backend_map
 
     def __repr__(self) -> str:
@@ -190,13 +190,13 @@ class BackendConfig:
 
 
 def parse_backend(text: str | None) -> BackendChoice:
-    """The choice that `backend=` stands for: None, a name, or `device:name,...`; "nccl" means "cpu:auto,cuda:nccl".
+    """Parse a `backend=` argument: None, a name, or `device:name,...`; "nccl" means "cpu:auto,cuda:nccl".
 
-    A part for another device may name a backend that is not there: arrays of that device are refused when they come.
+    The backend for a device other than the CPU may be unavailable: calls then refuse arrays of that device.
 
     Raises:
-        UsageError: an unknown backend or device, or a device named twice.
-        UnavailableError: the backend for CPU arrays, or one that is named alone, is not available.
+        UsageError: an unknown backend or device, or a device given twice.
+        UnavailableError: the backend for CPU arrays, or the only one given, is not available.
     """
     if text is None:
         return BackendChoice({"cpu": Backend(Backend.AUTO)})
@@ -205,7 +205,7 @@ def parse_backend(text: str | None) -> BackendChoice:
             f"backend is {text!r}, a {type(text).__name__}; give a str as in 'auto' or 'cpu:auto'"
         )
     nccl_alone = text.strip().lower() == Backend.NCCL
-    if nccl_alone:  # whoever asks for it alone has arrays on GPUs
+    if nccl_alone:  # the user has arrays on GPUs, so NCCL must be available
         if (why := _why_unavailable(Backend.NCCL)) is not None:
             raise UnavailableError(
                 f"backend 'nccl' is not available here: {why}; for arrays in host memory: {_for_the_cpu()}"
@@ -237,9 +237,9 @@ def _for_the_cpu() -> str:
 
 
 def load(choice: BackendChoice) -> Make:
-    """Import what groups of this choice need, and return the function in which their members meet.
+    """Import the backend for arrays in host memory, and return its `make`.
 
-    The first import, with Numba, takes about half a second.
+    The first import brings Numba and takes about half a second; later calls take nothing.
     """
     if choice.initialises_mpi:
         _load_mpi()  # to initialise MPI is collective, and every rank comes here
@@ -254,10 +254,10 @@ def load(choice: BackendChoice) -> Make:
 def make_group(
     choice: BackendChoice, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
 ) -> ProcessGroup:
-    """Make a group whose members meet in a part of a store that is theirs alone; collective among them.
+    """Make a group whose members meet in a part of a store that no other group uses; collective among them.
 
     Raises:
-        UnavailableError: the backend is "shm", and the members are not all on one node.
+        UnavailableError: the backend is "shm", and the members are on several nodes.
     """
     make, cpu = load(choice), choice.by_device["cpu"]
     strangers = [member for member in members if not member.same_node(members[0])]

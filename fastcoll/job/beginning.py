@@ -1,4 +1,4 @@
-"""The first meeting of an elastic job, as one rank: attempt after attempt (rendezvous/attempts.py)."""
+"""The first meeting of an elastic job, seen from one rank: attempts, until one succeeds (rendezvous/attempts.py)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LOOK_SECONDS = 60.0  # one wait for an attempt's outcome
 
 
 def begin(address: str, place: ProcessName, timeout: float, start: Start) -> tuple[Job, ProcessGroup] | None:
-    """Meet the other ranks in the launcher's store at `address`; None: they have met without this process.
+    """Meet the other ranks in the launcher's store at `address`; return None if they met without this process.
 
     If a process dies before all have met, the others wait for the process that replaces it with the same rank.
 
     Raises:
-        PeerDiedError: a process has died and is not replaced.
+        PeerDiedError: a process died and is not replaced.
         FastcollError: as `init_process_group`.
     """
     began = time.monotonic()
@@ -57,7 +57,7 @@ def begin(address: str, place: ProcessName, timeout: float, start: Start) -> tup
 
 
 def met_elsewhere(address: str, place: ProcessName) -> None:
-    """Tell the launchers that the ranks have met by other means than `begin`."""
+    """Publish to the launchers that the ranks have met by other means than `begin`."""
     with suppress(StoreError), closing(JoinQueue(address, _SEEN_SECONDS)) as join_queue:
         join_queue.attempts.join(place.name)
         join_queue.attempts.decide_next(ELSEWHERE)
@@ -89,7 +89,7 @@ def _meet(
 def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: float) -> bytes | None:
     """Return the outcome of the attempt that failed here with `error`; None: it has none yet.
 
-    A GroupError or a RendezvousError may come from a process's loss: wait 10 s for its launcher to publish that.
+    The loss of a process may cause a GroupError or a RendezvousError: wait 10 s for its launcher to publish the loss.
     """
     if not isinstance(error, GroupError | RendezvousError):
         return attempts.outcome(attempt)
@@ -98,7 +98,7 @@ def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: fl
 
 @contextmanager
 def _cut_off(join_queue: JoinQueue, attempt: int, close: Callable[[], None]) -> Iterator[None]:
-    """Close the attempt's store as soon as its outcome is not MADE; that ends every wait in the store."""
+    """Close the attempt's store as soon as the attempt has an outcome other than MADE; this ends every wait in it."""
     attempts, stop = join_queue.attempts_apart()
 
     def follow() -> None:

@@ -1,4 +1,4 @@
-"""How a process finds the other ranks of its job: by an init method, through MPI, or in a store that the user gives.
+"""How a process finds the other ranks of its job: by an init method, through MPI, or in a store that the user passes.
 
 A store may have served earlier jobs. Each job has its own part of the store, so keys of an earlier job do not count.
 """
@@ -25,15 +25,15 @@ from .lease import has_left, times_settled
 
 
 class Found(NamedTuple):
-    """The others, found: the job's part of the store, and this process's place."""
+    """The result of finding the others: the job's part of a store, this process's rank, and the size of the world."""
 
     store: Store
     rank: int
     world_size: int
     close: Callable[[float], None]
-    """Lets go of the store; takes the seconds that its server waits for others to let go first."""
+    """Releases the store; its server waits so many seconds for the other ranks to release it first."""
     confirm: Callable[[ProcessGroup], None] = lambda world: None
-    """Raises where the new world does not count."""
+    """Raises if the new world must not be used, because an attempt to meet or to join has failed."""
 
 
 def finder(
@@ -45,15 +45,15 @@ def finder(
     group_name: str,
     choice: BackendChoice,
 ) -> Callable[[], Found]:
-    """The way to find the others that the arguments ask for."""
+    """Return the function that finds the other ranks as these arguments of `init_process_group` demand."""
     for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
         if not isinstance(text, str):
             raise UsageError(f"{name} is {text!r}, a {type(text).__name__}; give a str")
     addressed = init_method is not None or not os.environ.keys().isdisjoint(("MASTER_ADDR", "MASTER_PORT"))
     if store is None and choice.initialises_mpi and not addressed:
 
-        def meet_in_store_of_rank_0() -> Found:  # to which MPI leads; each start has one of its own
-            from ..net.mpi.membership import meet_through_mpi  # it brings sockets and Numba
+        def meet_in_store_of_rank_0() -> Found:  # MPI has its address; each start has its own store
+            from ..net.mpi.membership import meet_through_mpi  # imports sockets and Numba
 
             return _found(meet_through_mpi(rank, world_size, limit))
 
@@ -71,15 +71,15 @@ def finder(
 
 
 def _found(meeting: Rendezvous, place: str = "fastcoll") -> Found:
-    """What a rendezvous leads to, in whose store is one job at a time."""
+    """Return the result of a rendezvous whose store has one job at a time."""
     return Found(PrefixStore(place, meeting.store), meeting.rank, meeting.world_size, meeting.close)
 
 
 def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = "fastcoll") -> Found:
-    """The user's store. Each use of one store is a job of its own, so keys of an earlier one don't count.
+    """Return the part of a user's store for one job: each use of a store is its own job.
 
-    The store itself counts, since a process may come with another object for it each time; and for each
-    process, so that two that claim one rank meet in one job and are told.
+    The store counts the uses, because a process may open it anew each time. It counts for each process, so that two
+    processes that claim one rank meet in one job and get an error.
     """
     me = this_process()
     use = store.add(f"{root}/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
@@ -95,9 +95,9 @@ def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = 
 def find_others(
     init_method: str, rank: int, world_size: int, limit: float, group_name: str, place: str = "fastcoll"
 ) -> Found:
-    """A rendezvous, again while it leads to an earlier job that rank 0 has not left yet.
+    """Meet the others by an init method; repeat while it leads to an earlier job that rank 0 has not left yet.
 
-    A user's handler may yield the same store for each job. `place` is what the job's keys begin with.
+    A user's handler may return the same store for each job. `place` is the prefix of the job's keys.
     """
     deadline, left = time.monotonic() + limit, limit
     late, handled = LateWarning(), has_handler(init_method)
@@ -113,8 +113,8 @@ def find_others(
             _check_over(found.store, found.rank, init_method)
         except BaseException as error:
             meeting.close()
-            # A server that closes right now is an earlier job's too: this process has told it nothing yet. One that
-            # does not answer is stopped, or out of reach.
+            # A server that is closing belongs to an earlier job too, and this process has written nothing to it. A
+            # server that does not answer is stopped or out of reach: raise.
             if handled or not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
                 raise
         meeting.close()
@@ -129,7 +129,7 @@ def find_others(
 
 
 def _check_over(store: Store, rank: int, init_method: str) -> None:
-    """Refuse to join a job in which another process is `rank`, unless that process has left it or died."""
+    """Raise if another process is `rank` in this job, unless that process has left the job or died."""
     owner, me = registered(store, rank), this_process()
     if owner is None or owner.is_process(me) or has_left(store, rank):
         return

@@ -1,7 +1,7 @@
-"""The groups that this process is in, and the questions that can be asked about them.
+"""The groups of this process, and the public functions that query them.
 
-`groups.world` is the default group. Before `init_process_group` a stand-in takes its place whose every
-use raises, so that the calls on the default group need no test of their own.
+`groups.world` is the default group. Before `init_process_group` it is a stand-in that raises on every use, so calls on
+the default group need no check of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .backends import Backend, BackendChoice
 
 
 class NonMember:
-    """What `new_group` returns on a rank outside the group; calls on it warn and do nothing."""
+    """The result of `new_group` on a rank outside the group; calls on it warn and do nothing."""
 
     rank = -1
     size = -1
@@ -30,11 +30,11 @@ class NonMember:
 
 
 Group = ProcessGroup | NonMember | None
-"""A `group` argument: a group of `new_group`, or None for the default one."""
+"""A `group` argument: a result of `new_group`, or None for the default group."""
 
 
 class _NoWorld:
-    """The default group while there is none."""
+    """A stand-in for the default group while there is none: every use raises."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotInitializedError("there is no default process group; call init_process_group first")
@@ -47,7 +47,7 @@ _NO_WORLD = cast(ProcessGroup, _NoWorld())
 
 
 class Standalone(NamedTuple):
-    """Of a group without a world: what was asked for it, its members, and what clears its part of a store."""
+    """A group without a world: its backends, its members, and a function that deletes its part of the store."""
 
     choice: BackendChoice
     members: Sequence[Member]
@@ -55,10 +55,10 @@ class Standalone(NamedTuple):
 
 
 class Groups:
-    """The registry: the default group or its stand-in, and every group, oldest first, with what was asked for it.
+    """The registry of groups, oldest first, with the backends of each; the first is the default group.
 
-    `standalone` are groups without a world (standalone.py). `inherited` is the error of every use of the world and its
-    groups, when all of this came through fork from another process.
+    `standalone` has the groups without a world (standalone.py). In a child of fork, `inherited` is the error that every
+    use of the world and its groups raises.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Groups:
 
     @property
     def initialized(self) -> bool:
-        """Whether there is a default group."""
+        """True if there is a default group."""
         return self.world is not _NO_WORLD
 
     def clear(self) -> None:
@@ -77,13 +77,13 @@ class Groups:
         self.inherited: AbortedError | None = None
 
     def add(self, group: ProcessGroup, choice: BackendChoice) -> None:
-        """Enter a group; the first one is the default group."""
+        """Add a group; the first one becomes the default group."""
         self.backends[group] = choice
         if not self.initialized:
             self.world = group
 
     def disown(self) -> None:
-        """Make every group unusable in a child of fork, without a word to the peers."""
+        """Make every group unusable in a child of fork; the peers notice nothing."""
         error = AbortedError(
             f"the process groups belong to process {os.getppid()}, from which process {os.getpid()} was forked; call "
             "init_process_group in the new process, or start it by spawn"
@@ -100,7 +100,7 @@ at_fork("groups", groups.disown)
 
 
 class _GroupMember:
-    """`GroupMember.WORLD` is the default group (None before there is one); see also NonMember."""
+    """Namespace as in torch: `WORLD` is the default group (None before there is one); see also NonMember."""
 
     NON_GROUP_MEMBER = NonMember()
 
@@ -114,7 +114,7 @@ group = GroupMember
 
 
 def member_of(group: Group, what: str) -> ProcessGroup | None:
-    """The group that an operation named `what` is for; None, with a warning, outside the group."""
+    """Return the group that the operation `what` is for; on a rank outside the group warn and return None."""
     if group is None:
         return groups.world
     if isinstance(group, ProcessGroup):
@@ -130,9 +130,9 @@ def member_of(group: Group, what: str) -> ProcessGroup | None:
 def group_rank(
     group: ProcessGroup, what: str, global_rank: int | None, rank: int | None, default: int | None = None
 ) -> int:
-    """The group rank meant by torch's pair of arguments `src`, `group_src` (or `dst`, `group_dst`; `what` says which).
+    """Return the group rank for torch's pair of arguments `src` and `group_src` (`what` is "src" or "dst").
 
-    `default` is the global rank when neither is given; None: one must be given.
+    `default` is the global rank if neither is given; None: one must be given.
     """
     if rank is not None:
         if global_rank is not None:
@@ -146,23 +146,25 @@ def group_rank(
 
 
 def is_initialized() -> bool:
-    """Whether `init_process_group` was called, and not undone by `destroy_process_group`."""
+    """Return whether there is a default group: after `init_process_group`, before `destroy_process_group`."""
     return groups.initialized
 
 
 def get_rank(group: Group = None) -> int:
-    """This process's rank in the group (None: the default group); -1 outside the group."""
+    """Return this process's rank in the group (None: the default group); -1 outside the group."""
     return _asked(group).rank
 
 
 def get_world_size(group: Group = None) -> int:
-    """The number of ranks in the group (None: the default group); -1 outside the group."""
+    """Return the number of ranks in the group (None: the default group); -1 outside the group."""
     return _asked(group).size
 
 
 def get_backend(group: Group = None) -> Backend:
-    """The backend of a group: the name that was asked for, "auto" replaced by "shm" on one node and by "tcp"
-    where each rank has a node of its own. Of backends by device, the CPU's.
+    """Return the backend of a group, as given when the group was made.
+
+    For "auto" it is the backend in use: "shm" on one node, "tcp" if each rank has its own node. If backends were given
+    by device, it is that of the CPU.
 
     Raises:
         UsageError: this process is not in the group.
@@ -175,12 +177,12 @@ def get_backend(group: Group = None) -> Backend:
 
 
 def get_backend_config(group: Group = None) -> str:
-    """The backends of a group as asked for, device by device: `cpu:auto,cuda:nccl`."""
+    """Return the backends of a group by device, as given when the group was made: `cpu:auto,cuda:nccl`."""
     return str(_choice(group))
 
 
 def get_group_rank(group: Group, global_rank: int) -> int:
-    """The rank inside `group` of `global_rank`, a rank of the world.
+    """Return the rank inside `group` of `global_rank`, a rank of the world.
 
     Raises:
         UsageError: that rank is not in the group.
@@ -195,7 +197,7 @@ def get_group_rank(group: Group, global_rank: int) -> int:
 
 
 def get_global_rank(group: Group, group_rank: int) -> int:
-    """The rank in the world of `group_rank`, a rank inside `group`.
+    """Return the rank in the world of `group_rank`, a rank inside `group`.
 
     Raises:
         UsageError: the group has no such rank.
@@ -210,7 +212,7 @@ def get_global_rank(group: Group, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: Group = None) -> list[int]:
-    """The global ranks of a group, in the order of their group ranks.
+    """Return the global ranks of a group, in the order of their group ranks.
 
     Raises:
         UsageError: this process is not in the group.
@@ -223,7 +225,7 @@ def _asked(group: Group) -> ProcessGroup | NonMember:
 
 
 def entered(group: Group) -> ProcessGroup:
-    """A group that this process is in."""
+    """Return the group (None: the default group), or raise if this process is not in it or has destroyed it."""
     if group is None:
         return groups.world
     if not isinstance(group, ProcessGroup):

@@ -1,4 +1,4 @@
-"""Job: the ranks that met in one store, and what makes groups of them."""
+"""Job: the ranks that met in one store, and the factory of their groups."""
 
 from __future__ import annotations
 
@@ -17,34 +17,39 @@ from .lease import StoreLease
 
 @dataclass(eq=False)
 class Job:
-    """One job, as seen by one of its ranks: it makes groups whose members meet in the store of the lease."""
+    """A job, as seen by one of its ranks: it makes groups, whose members meet in the store of the lease."""
 
     lease: StoreLease
     choice: BackendChoice  # of the world
     timeout: float  # seconds; the default of every group
     is_joiner: bool = field(default=False, init=False)  # this rank was admitted to a running job
-    _places: dict[ProcessGroup, str] = field(default_factory=dict, init=False)  # of groups besides the world
-    _over: dict[str, int] = field(default_factory=dict, init=False)  # keys of such that all have left
+    _places: dict[ProcessGroup, str] = field(
+        default_factory=dict, init=False
+    )  # key prefixes of the other groups
+    _over: dict[str, int] = field(
+        default_factory=dict, init=False
+    )  # groups that all have left: the count to wait for
     _calls: Counter[str] = field(default_factory=Counter, init=False)
 
     def number(self, kind: str) -> int:
-        """How often this was called for `kind` before: calls in the same order get the same number."""
+        """Return how often this was called for `kind` before; ranks with the same calls get the same numbers."""
         self._calls[kind] += 1
         return self._calls[kind] - 1
 
     def make_group(
         self, name: str, key: str, ranks: Sequence[int], timeout: float, choice: BackendChoice
     ) -> ProcessGroup:
-        """Meet the other members of a new group; collective over `ranks`, which are global."""
+        """Make a group of `ranks`, which are global; collective among them."""
         members = [self.lease.members[rank] for rank in ranks]
         store, rank = PrefixStore(key, self.lease.store), ranks.index(self.lease.rank)
         return make_group(choice, store, name, members, rank, timeout)
 
     @contextmanager
     def making(self, ranks: Sequence[int], doing: str, counted: bool = True) -> Iterator[None]:
-        """One making of a group of `ranks`; if all ranks take part it is `counted` when it ends, well or not.
+        """Run the block that makes a group of `ranks`; its errors begin with `doing`.
 
-        `doing` starts the message when a member died, and when the store was lost because its holder did.
+        If all ranks of the job call this, it is `counted`: the lease counts it when the block ends, also by an error.
+        If the store is lost because rank 0 died, the error is PeerDiedError.
         """
         try:
             yield
@@ -59,31 +64,30 @@ class Job:
             if isinstance(error, StoreError) and not isinstance(error, StoreTimeoutError):
                 raise_if_dying([self.lease.members[rank] for rank in sorted({0, *ranks})], doing, error)
             if isinstance(error, GroupError) and not str(error).startswith(doing):
-                error.args = (f"{doing}: {error}",)  # a backend knows the step, and not of which call
+                error.args = (f"{doing}: {error}",)  # the backend's error names the step, not the call
             raise
         if counted:
             self.lease.settle()
 
     def keep_place(self, group: ProcessGroup, place: str) -> None:
-        """A group was made at this place of the store: `group<number>/...`, or another that only members know."""
+        """Record the key prefix of a group: `group<number>/...`, or a name that only the members know."""
         self._places[group] = place
 
     def left(self, group: ProcessGroup) -> None:
-        """This rank has left a group; when all have, its keys leave the store.
+        """Record that this rank has left a group; the last member to leave deletes its keys.
 
-        What its members had asked for stays a while longer, for ranks of the world that have not called new_group as
-        often yet: they find out so that they have left a call out.
+        The requests of the members stay until every rank of the world has made as many groups: by them a rank detects
+        that it has left out a call of new_group.
         """
         place = self._places.pop(group, None)
         if place is None:
             return
         key, is_counted = place.partition("/")[0], place.startswith("group")
-        with suppress(StoreError):  # its holder is gone, or stopped
+        with suppress(StoreError):  # rank 0 is gone, or stopped
             all_left = self.lease.store.retire(f"{place if is_counted else key}/", group.size)
             if all_left and is_counted:
-                self._over[key] = (
-                    int(key.removeprefix("group")) + 2
-                )  # so many are made by then, with the world
+                # With the world, a rank that has made the next group has made this many.
+                self._over[key] = int(key.removeprefix("group")) + 2
                 self._retire_settled()
 
     def _retire_settled(self) -> None:
@@ -99,8 +103,8 @@ def make_world(
     """Make a job of the ranks that have met in a store, and its default group; collective.
 
     Args:
-        timeout: seconds, for this and for every call on the group; the job's default, too.
-        doing: how messages call this.
+        timeout: seconds, for this and for every call on the group; also the job's default.
+        doing: the beginning of error messages.
     """
     job, ranks = Job(lease, choice, timeout), range(len(lease.members))
     with job.making(ranks, doing):

@@ -1,20 +1,21 @@
-"""How a process joins a job that runs: in a store that outlives the ranks, which joiners and rank 0 look at.
+"""How a process joins a running job, through a store that outlives the ranks and that joiners and rank 0 poll.
 
-A joiner registers and waits. Rank 0 asks those that wait whether they are there, and those that have answered are
-invited: all ranks and they join in a place of the attempt's own and make the new world beside the old one. The
-outcome of an attempt is decided once, in the store, by who is first: MADE by one that has passed a barrier of the new
-world, as all have it then; OFF by one that could not. Everybody obeys it, so there is one world.
+A joiner registers and waits. Rank 0 checks that a waiting joiner is alive (`called`, `here`), then invites it to an
+attempt. In an attempt all ranks and the invited joiners meet under keys of the attempt and make a new world beside the
+old one. The first process to write the outcome of an attempt decides it: MADE after it has passed a barrier of the new
+world, because every member then has that world; OFF after a failure. All processes obey the outcome, so they agree on
+one world.
 
 Keys, under elastic/:
 
-    registered      joiners so far: their numbers; count: of these, whose waiting/<n> is there
-    waiting/<n>     joiner n waits; gone/<n>: it has gone, which the store's server says if need be
-    called/<n>      rank 0 asks, and here/<n> answers
+    registered      the number of joiners so far; count: how many of them have set waiting/<n>
+    waiting/<n>     joiner n waits; gone/<n>: it has ended (set by the joiner, or by the store's server as its will)
+    called/<n>      rank 0 asks whether joiner n is alive; here/<n> is the answer
     invited/<n>     JSON: the attempt, the joiner's rank and the size of the world
-    attempts        attempts so far: their numbers; outcome/<a> as above
-    world<a>/...    where those of attempt a meet, and their job's part of the store
+    attempts        the number of attempts so far; outcome/<a>: see above
+    world<a>/...    the keys of attempt a: its meeting and its job's part of the store
     first/<k>/...   the same for the attempts of the first meeting (beginning.py); start/...: their outcomes
-    cleared         attempts before this one have no world<a>/ any more
+    cleared         world<a>/ is deleted for all attempts before this number
     over            the job has ended
 """
 
@@ -38,18 +39,18 @@ from .job import Job
 _log = logging.getLogger("fastcoll")
 
 FORMING_SECONDS = 30.0
-"""How long those of an attempt wait for one another; then it is off."""
-_STORE_SECONDS = 10.0  # until the store must answer a joiner
+"""How long the members of an attempt wait for one another before its outcome is OFF."""
+_STORE_SECONDS = 10.0  # within which the store must answer a joiner
 _TRIES = 5
 _MADE, _OFF = b"made", b"off"
 
 
 class JobEndedError(RendezvousError):
-    """There is nothing left to do for a joiner."""
+    """The job ended before this joiner was admitted."""
 
 
 class Invitation(NamedTuple):
-    """What a joiner will be."""
+    """A joiner's attempt, and its rank and the size of the world in it."""
 
     attempt: int
     rank: int
@@ -57,15 +58,15 @@ class Invitation(NamedTuple):
 
 
 class JoinQueue:
-    """The store at `address`, HOST:PORT, as one process has it, which must answer within `backoff` seconds.
+    """The queue of joiners, in the store at `address`, HOST:PORT; the store must answer within `grace` seconds.
 
     Raises:
-        UsageError: the address is none.
-        StoreError: no store is there.
+        UsageError: the address is not HOST:PORT.
+        StoreError: there is no store at the address.
     """
 
     def __init__(self, address: str, grace: float) -> None:
-        from ..store import TCPStore  # sockets are for those who meet over the network
+        from ..store import TCPStore  # imports sockets
 
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
@@ -73,40 +74,40 @@ class JoinQueue:
         self._store = TCPStore(host.strip("[]"), int(port), timeout=grace)
         self._keys = PrefixStore("elastic", self._store)
         self.attempts = Attempts(self._store)
-        self._settled = 0  # so many have registered, of whom nobody waits any more
+        self._settled = 0  # the `count` at which no joiner was waiting
 
     def close(self) -> None:
-        """Let go of the store. Twice is fine."""
+        """Close the store. Calling it twice is fine."""
         self._store.close()
 
     def place(self, name: str) -> tuple[Store, Callable[[], None]]:
-        """Where those of an attempt meet, on a connection of its own, and what closes that."""
+        """Return the store of an attempt, on its own connection, and a function that closes that connection."""
         store = self._store.clone()
         return PrefixStore(f"elastic/{name}", store), store.close
 
     def attempts_apart(self) -> tuple[Attempts, Callable[[], None]]:
-        """Return `attempts` on a connection of its own, and a function that closes that."""
+        """Return `attempts` on its own connection, and a function that closes that connection."""
         store = self._store.clone()
         return Attempts(store), store.close
 
     def decide(self, attempt: int, made: bool) -> bool:
-        """Whether the attempt's world counts; `made` is how it went here, for when this is the first to say."""
+        """Return whether the outcome is MADE; if it is not decided yet, `made` decides it."""
         outcome = self._keys.compare_set(f"outcome/{attempt}", b"", _MADE if made else _OFF)
         return outcome == _MADE
 
     # ---- rank 0 --------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """The job goes on, perhaps after an earlier part of it was over."""
+        """Mark the job as running, also after an earlier `shut`."""
         self._keys.delete_key("over")
         self._settled = 0
 
     def shut(self) -> None:
-        """The job is over: nobody need wait any more."""
+        """Mark the job as ended, which ends the wait of every joiner."""
         self._keys.set("over", b"1")
 
     def ready(self) -> tuple[list[int], bool]:
-        """The joiners that wait and have answered, and whether others have just been asked. Does not wait."""
+        """Return the waiting joiners that have answered, and whether others were asked just now. Never blocks."""
         count = int(self._keys.peek(["count"])[0] or 0)
         if count == self._settled:
             return [], False
@@ -123,23 +124,23 @@ class JoinQueue:
         return [n for n in waiting if f"here/{n}" in names], bool(asked)
 
     def next_attempt(self) -> int:
-        """The number of a new attempt."""
+        """Return the number of a new attempt."""
         return self._keys.add("attempts", 1)
 
     def invite(self, attempt: int, joiners: Sequence[int], size: int) -> None:
-        """Invite joiners to be the ranks behind the `size` that there are, which ends their wait."""
+        """Invite joiners to become the ranks from `size` on, which ends their wait."""
         for rank, n in enumerate(joiners, size):
             place = {"attempt": attempt, "rank": rank, "size": size + len(joiners)}
             self._keys.set(f"invited/{n}", json.dumps(place))
             self._forget(n, "waiting", "called", "here")
 
     def gone(self, joiners: Sequence[int]) -> list[int]:
-        """Which of them have gone without a word. Does not wait."""
+        """Return those of the joiners whose processes have ended. Never blocks."""
         found = self._keys.peek([f"gone/{n}" for n in joiners])
         return [n for n, each in zip(joiners, found, strict=True) if each is not None]
 
     def clear(self, attempt: int) -> None:
-        """Forget the places of all attempts before this one, in whose world all ranks are now."""
+        """Delete the keys of all attempts before this one; every rank is in this one's world."""
         first = int(self._keys.peek(["cleared"])[0] or 1)
         for name in ["first", *(f"world{before}" for before in range(first, attempt))]:
             self._keys.retire(f"{name}/", 1)
@@ -152,14 +153,14 @@ class JoinQueue:
     # ---- a joiner ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float, began: float) -> tuple[Invitation, Callable[[], None]]:
-        """Register and wait to be invited; return the invitation, and a function that withdraws the will.
+        """Register and wait for an invitation; return it, and a function that withdraws the will.
 
         The will: the store's server sets gone/<n> when this process ends. `timeout` counts from `began`, a value of
         time.monotonic().
 
         Raises:
-            RendezvousError: the job is over.
-            StoreTimeoutError: nobody has invited this process in time.
+            RendezvousError: the job has ended.
+            StoreTimeoutError: rank 0 did not invite this process in time.
             StoreError: the store is gone.
         """
         n, deadline = self._keys.add("registered", 1), began + timeout
@@ -196,16 +197,16 @@ Start = Callable[
 ]
 """Joins a world in a store: (store, rank, size, close, confirm, timeout, began).
 
-`close` closes the store. `confirm` raises unless the new world counts. `timeout` counts from `began`, a value of
-time.monotonic().
+`close` closes the store. `confirm` raises unless the outcome of the attempt is MADE. `timeout` counts from `began`, a
+value of time.monotonic().
 """
 
 
 def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
-    """Join the job at whose store this process is a joiner; `timeout` is for being invited, in seconds.
+    """Join the job whose store is at `address`; wait at most `timeout` seconds for each invitation.
 
-    `name` is the launcher's name for this process, or a name that the process has chosen.
-    An attempt that is off, as another joiner has died or does not fit, is followed by the next one.
+    `name` is the launcher's name for this process, or a name that the process has chosen. If an attempt fails, because
+    another joiner died or does not fit, this process waits for the next one, up to five attempts.
     """
     began, join_queue = time.monotonic(), JoinQueue(address, _STORE_SECONDS)
     with closing(join_queue):
@@ -235,7 +236,7 @@ def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job,
 
 
 def passes_barrier(world: ProcessGroup) -> bool:
-    """Whether a barrier on a new world succeeds: all have it then."""
+    """Return whether a barrier on a new world succeeds, which proves that every member has that world."""
     try:
         world.fast.barrier()
     except GroupError:

@@ -21,9 +21,9 @@ _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.01
 # How long rank 0 stays at most, in seconds, when Ctrl-C ended its last making of a group.
 _INTERRUPTED_SECONDS = 0.5
-# How long a rank tries to say that it has left: rank 0 may be stopped, or out of reach.
+# How long a rank tries to publish that it has left: rank 0, which serves the store, may be stopped or out of reach.
 _LAST_WORD_SECONDS = 1.0
-# Added to the count of a rank that leaves: more than any number of groups.
+# A leaving rank adds this to its count: more than any number of groups.
 _LEFT = 1 << 30
 
 
@@ -53,11 +53,13 @@ class StoreLease:
         return [int(count or 0) for count in counts]
 
     def leave(self, grace: float, gone: Sequence[Member] = (), exit_reason: str = "") -> None:
-        """Let go of the store; rank 0 first waits, `backoff` seconds at most, until nobody needs it but those `gone`.
+        """Release the store. Rank 0 first waits until no living rank needs it, for `grace` seconds at most.
 
-        The `farewell` is read by ranks that wait for this one to make a group.
+        Args:
+            gone: ranks that are known to be dead.
+            exit_reason: raised by ranks that wait for this one to make a group.
         """
-        before = self.store.timeout  # which a user's store keeps
+        before = self.store.timeout  # a user's store gets it back
         try:
             if self.rank == 0:
                 self._await_others(min(grace, _INTERRUPTED_SECONDS) if self._interrupted else grace, gone)
@@ -70,12 +72,12 @@ class StoreLease:
             self.close_store()
 
     def _await_others(self, grace: float, gone: Sequence[Member]) -> None:
-        """Wait for the living ranks in the job that have not made as many groups as this one."""
+        """Wait for living ranks that have made fewer groups than this one."""
         started, warning = time.monotonic(), LateWarning()
         while True:
             try:
                 counts = self._counts()
-            except StoreError:  # the store went first, so nobody can need it
+            except StoreError:  # the store is gone, so no rank can need it
                 return
             late = [m for m, n in zip(self.members, counts, strict=True) if n < self._settled]
             over = [*gone, *dead_among(late)]
@@ -89,11 +91,11 @@ class StoreLease:
             time.sleep(_POLL_SECONDS)
 
     def _count(self, amount: int) -> None:
-        with suppress(StoreError):  # whoever would read it is gone
+        with suppress(StoreError):  # the ranks that would read it are gone
             self.store.add(f"settled/{self.rank}", amount)
 
     def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
-        """Raise AbortedError with the exit reason of those of `ranks` that have left the job, and so make no group."""
+        """Raise AbortedError with exit reasons if any of `ranks` has left the job, as it will make no group."""
         words = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
         if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
             told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
@@ -101,10 +103,10 @@ class StoreLease:
 
 
 def times_settled(store: Store, rank: int) -> int:
-    """How many makings of groups `rank` is done with. Never blocks."""
+    """Return how many groups `rank` has finished making. Never blocks."""
     return int(store.peek([f"settled/{rank}"])[0] or 0)
 
 
 def has_left(store: Store, rank: int) -> bool:
-    """Whether `rank` has left its job. Never blocks."""
+    """Return whether `rank` has left its job. Never blocks."""
     return times_settled(store, rank) >= _LEFT

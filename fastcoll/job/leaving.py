@@ -1,9 +1,9 @@
-"""How a rank leaves groups: what is under way is completed first, and what cannot be completed is said.
+"""How a rank leaves groups: it completes the operations under way, and reports those that it cannot complete.
 
-The other ranks have their parts in what this one has started, so its collectives and sends are completed, each within
-its group's timeout. A receive is in vain once nobody is left who could send: a rank that has only receives left says so
-to its peers (core/monitor.py), and waits for a message until the same is true of them, but not for long. Where an
-exception ends the rank nothing is waited for, and the peers learn of it at once.
+Collectives and sends are completed within the timeout of their group, because other ranks take part in them. A receive
+cannot complete once no rank is left that could send. So a rank that has only receives left publishes this to its peers
+(core/monitor.py), and waits for messages until all peers have only receives left too, for 30 s at most. If an exception
+ends the rank, it waits for nothing, and the peers get an error at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import AbortedError, GroupError
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.005
-# How long ranks that do something else, and never leave, are waited for; no program waits for these receives.
+# How long to wait for peers that do something else and never leave. The program does not wait for these receives.
 _RECEIVE_SECONDS = 30.0
 _MOST_NAMED = 8
 
@@ -31,14 +31,15 @@ _MOST_NAMED = 8
 def leave(
     groups: Sequence[ProcessGroup], error: BaseException | None, let_go: Callable[[], None] | None = None
 ) -> GroupError | None:
-    """Leave groups, the oldest of which comes first, and release what they hold.
+    """Leave groups, given oldest first, and release their resources.
 
     Args:
-        error: what is being handled, or has ended this process: then nothing is completed.
+        error: the exception that is being handled or has ended this process; nothing is completed then.
         let_go: closes the groups, by `close` below.
 
     Returns:
-        What says which operations were lost, of which nobody has asked how they ended; None where there are none.
+        An error that names the operations that failed or were never completed, and whose result the program never
+        asked for; None if there are none.
     """
     in_order = error is None or (isinstance(error, SystemExit) and not error.code)
     waiting = [group for group in groups if in_order and group.may_wait()]
@@ -64,17 +65,17 @@ def leave(
 
 
 def close(groups: Sequence[ProcessGroup], exit_reason: str = "") -> None:
-    """Close groups, newest first, with what the peers read of it; whatever fails, the rest is done."""
+    """Close groups, newest first, even if some fail; the peers' errors contain `exit_reason`."""
     with ExitStack() as steps:
         for group in groups:
             steps.callback(group.close, exit_reason)
 
 
 def _complete(groups: Sequence[ProcessGroup]) -> None:
-    """Wait for all that is under way, as long as that makes sense."""
+    """Wait for the operations under way, as long as they can still complete."""
     started = time.monotonic()
     for group in groups:
-        group.messages.poll()  # so that the group takes over the requests of compiled callers
+        group.messages.poll()  # moves the requests of compiled callers into the group
         while works := [work for work in group.gate.unobserved.under_way() if not work.needs_message]:
             left = started + group.timeout - time.monotonic()
             if left <= 0:
@@ -95,21 +96,21 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
 
 
 class ExitHook:
-    """Leaves at exit, unless it is taken back: in children of multiprocessing too, which run its own hooks alone."""
+    """Calls `leave` at exit, also in children of multiprocessing, which run only the hooks of multiprocessing."""
 
     def __init__(self, leave: Callable[[BaseException | None], GroupError | None]) -> None:
         self._leave = leave
         self._finalizer: Any = None
 
     def set(self) -> None:
-        """From now on. Hooks run newest first."""
+        """Register the hook. Hooks run newest first."""
         atexit.register(self._run)
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             self._finalizer = util.Finalize(None, self._run, exitpriority=0)
 
     def take_back(self) -> None:
-        """No more. Twice is fine."""
+        """Unregister the hook. Calling it twice is fine."""
         atexit.unregister(self._run)
         if self._finalizer is not None:
             self._finalizer.cancel()
@@ -118,10 +119,9 @@ class ExitHook:
     def _run(self) -> None:
         self.take_back()
         try:
-            # In children of multiprocessing the exception is on its way; elsewhere Python keeps what it has printed.
-            interactive = sys.flags.interactive or hasattr(
-                sys, "ps1"
-            )  # where the last error has ended nothing
+            # In children of multiprocessing the exception is still being handled; elsewhere Python keeps the exception
+            # that it has printed. In an interactive session that exception has not ended the program.
+            interactive = sys.flags.interactive or hasattr(sys, "ps1")
             error = sys.exc_info()[1] or (None if interactive else getattr(sys, "last_value", None))
             lost = self._leave(error)
         except BaseException:
@@ -133,7 +133,7 @@ class ExitHook:
 
 
 def _fail_exit() -> None:
-    """Have this process end with exit code 1, after all else: Python takes no exit code from what runs at exit."""
+    """Make this process end with exit code 1, after all other hooks: Python ignores exit codes of its exit hooks."""
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None and processes.parent_process() is not None:
         sys.modules["multiprocessing.util"].Finalize(None, sys.exit, (1,), exitpriority=-1000)

@@ -1,7 +1,7 @@
-"""Going on after a rank has died: `abort` ends a group everywhere, `shrink` makes a new one of those that are left.
+"""Recovery after the death of a rank: `abort` fails a group on all ranks, `shrink` makes a new group of the survivors.
 
-A new group counts once a barrier on it has succeeded: then all its members have it. If a rank dies before, those that
-are left meet again.
+The survivors use a new group once a barrier on it has succeeded, because every member then has it. If a rank dies
+before, the survivors meet again.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .lease import StoreLease
 from .leaving import close
 from .world import current_job, replace_job
 
-# How long a death that has broken the making of a group may take to be seen.
+# How long to look for a death after the making of a group has failed.
 _SEEN_SECONDS = 0.5
 _POLL_SECONDS = 0.002
 _SHRUNK = ", shrunk to "  # of a group's name
 
 
 def abort(group: Group = None, reason: str = "abort() was called") -> None:
-    """Fail a group now, on all ranks: calls that wait and works that are pending raise AbortedError. From any thread.
+    """Fail a group now, on all ranks: waiting calls and pending works raise AbortedError. Any thread may call this.
 
     Args:
         group: None: the default group.
-        reason: what the other ranks read of it.
+        reason: part of the error on all ranks.
 
     Raises:
         NotInitializedError: there is no such group.
@@ -47,30 +47,30 @@ def abort(group: Group = None, reason: str = "abort() was called") -> None:
 
 
 def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
-    """Make a new group of those ranks of a failed one that are left; collective among them.
+    """Make a new group of the surviving ranks of a failed group; collective among them.
 
-    Survivors keep their processes and their memory. All get the same group, also when more ranks die meanwhile. Of the
-    default group the result is the new default group: its ranks are numbered anew, in the old order, rank 0 serves the
-    store, and all other groups are destroyed. Of another group the result has the global ranks as before.
+    Survivors keep their processes and their memory. All get the same group, even if more ranks die meanwhile. If the
+    group is the default group, the result is the new default group: its ranks are renumbered in the old order, rank 0
+    serves the store, and all other groups are destroyed. Otherwise the members keep their global ranks.
 
-    A group that has not failed is aborted first, so that ranks that wait in a call of it come out. Works that are
-    pending end with the old group's error.
+    A group that has not failed is aborted first, so ranks that wait in one of its calls return. Pending works end with
+    the old group's error.
 
     Args:
         group: None: the default group.
         timeout: seconds or timedelta for the others to come; None: the group's.
 
     Returns:
-        The new group, of one rank if nobody else is left.
+        The new group, of one rank if no other rank is left.
 
     Raises:
-        CollectiveTimeoutError: a rank neither died nor called this in time, as one that is stopped.
-        UnavailableError: MPI does not outlive the death of a rank.
+        CollectiveTimeoutError: a rank neither died nor called this in time, for example because it is stopped.
+        UnavailableError: MPI cannot continue after the death of a rank.
         NotInitializedError: there is no such group.
         UsageError: this process is not in the group.
 
-    A network that has come apart looks like the death of the other side: each side then goes on by itself. Look at the
-    new group's size where that matters.
+    A network partition looks like the death of the other side: each side then continues on its own. If that matters,
+    check the new group's size.
 
     Example:
         >>> try:
@@ -106,23 +106,23 @@ def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
 
 
 def _level(group: ProcessGroup, members: Sequence[Member]) -> Level:
-    """A group as one in which survivors seek one another; `members` as they are called in the first one."""
+    """Return a group as a level of the search for survivors; `members` are named as in the first group."""
 
     def gone() -> list[int]:
         monitor, others = group.monitor, [rank for rank in range(group.size) if rank != group.rank]
         dead = set(gone_among([monitor.members[rank] for rank in others]))
-        told = monitor.failure.ranks if isinstance(monitor.failure, PeerDiedError) else ()
+        reported = monitor.failure.ranks if isinstance(monitor.failure, PeerDiedError) else ()
         return [
             rank
             for rank in others
-            if (member := monitor.members[rank]) in dead or member.rank in told or monitor.has_left(rank)
+            if (member := monitor.members[rank]) in dead or member.rank in reported or monitor.has_left(rank)
         ]
 
     return Level(members, group.backend.recovery_endpoint(), gone)
 
 
 def _someone_died(members: Sequence[Member]) -> bool:
-    """Whether one of these processes is gone, or will be seen to be in a moment."""
+    """Return whether one of these processes is dead, or is found dead within half a second."""
     deadline = time.monotonic() + _SEEN_SECONDS
     while not (gone := gone_among(members)) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -130,11 +130,11 @@ def _someone_died(members: Sequence[Member]) -> bool:
 
 
 Settle = Callable[[], None]
-"""Puts a new group in the place of the old one, once all have it."""
+"""Replaces the old group by the new one, once every member has the new one."""
 
 
 def _world_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup, Settle]:
-    """A new job of those that are left, and its default group."""
+    """Make a new job of the survivors, and its default group."""
     size = len(met.members)
     members = [replace(member, rank=rank, world_size=size) for rank, member in enumerate(met.members)]
     rank = met.members.index(job.lease.members[job.lease.rank])
@@ -146,7 +146,7 @@ def _world_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup
 
 
 def _part_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup, Settle]:
-    """A group of those that are left, with their global ranks."""
+    """Make a group of the survivors, which keep their global ranks."""
     choice, rank = groups.backends[old], met.members.index(job.lease.members[job.lease.rank])
     name = f"{old.name.partition(_SHRUNK)[0]}{_SHRUNK}{len(met.members)}"
     new = make_group(choice, PrefixStore("group", met.store), name, met.members, rank, old.timeout)

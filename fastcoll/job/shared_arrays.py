@@ -1,6 +1,6 @@
-"""`shared_arrays`: NumPy's new arrays lie in memory that the other ranks of the node read in place.
+"""`shared_arrays`: allocate NumPy's new arrays in memory that the other ranks of the node read in place.
 
-Two switches: NumPy's handler of the context, for a `with` block, and its default handler, for the whole process.
+A `with` block sets NumPy's memory handler of the current context; `enable` changes the default handler of the process.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _log = logging.getLogger("fastcoll")
 
 
 class shared_arrays:
-    """Inside the block, NumPy's new arrays of 64 KiB and more lie in memory that the node's other ranks read in place.
+    """Allocate NumPy's new arrays of 64 KiB and more, inside the block, in memory that the node's other ranks can read.
 
-    Results of expressions, copies and `np.zeros` are among them. Collectives on such arrays, on views of them and on
-    `torch.from_numpy` of them stage less, whatever arrays the other ranks give, and have the same bits as ever. Each
-    array stays what it is after the block, however long it lives; nothing else about it differs from other arrays.
+    This includes results of expressions, copies and `np.zeros`. Collectives on such arrays, on their views and on
+    tensors made of them by `torch.from_numpy` copy less, whatever arrays the other ranks pass, and give the same bits.
+    An array stays shared after the block, as long as it lives; otherwise it is an ordinary ndarray.
 
-    The block holds for this thread, and in asyncio for this task; `shared_arrays.enable()` is for all threads. Blocks
-    may be nested and need no process group. Other libraries' own memory, and what NumPy grows piece by piece from a
-    small beginning (`np.fromiter` without a count), stays ordinary.
+    The block is for this thread, and in asyncio for this task; `shared_arrays.enable()` is for all threads. Blocks
+    may be nested and need no process group. Memory of other libraries, and arrays that NumPy grows from a small size
+    (`np.fromiter` without a count), stay ordinary.
 
-    Memory comes out of /dev/shm, and up to 256 MiB of it, at most an eighth of /dev/shm, are kept for later arrays.
-    Where /dev/shm is full but for a sixteenth, or missing, arrays are ordinary; the log has one warning then. A fork
-    copies all shared arrays that there are.
+    The memory comes from /dev/shm. Up to 256 MiB of freed memory, at most an eighth of /dev/shm, are kept for later
+    arrays. If less than a sixteenth of /dev/shm is free, or /dev/shm is missing, arrays are ordinary, and the log has
+    one warning. A fork copies all shared arrays.
 
     Example:
         >>> with fastcoll.shared_arrays():
@@ -55,39 +55,40 @@ class shared_arrays:
 
     @staticmethod
     def enable() -> None:
-        """From now on, make the large arrays of all threads so; also by FASTCOLL_SHARED_ARRAYS=1.
+        """Share the new large arrays of all threads, from now on.
 
-        `init_process_group` looks at that setting. A thread that has set a memory handler of NumPy's keeps it.
+        With FASTCOLL_SHARED_ARRAYS=1, `init_process_group` calls this. A thread that has set its own NumPy memory
+        handler keeps it.
         """
         if _is_ready():
             handler, (context, functions) = default_handler(), _arena().functions()
             malloc, calloc, realloc, free = functions
-            # In this order, whatever one of the new functions makes, another one frees.
+            # Set `free` first: memory that a new function allocates must be freed by a new function.
             handler.context, handler.free, handler.realloc = context, free, realloc
             handler.malloc, handler.calloc = malloc, calloc
 
     @staticmethod
     def disable() -> None:
-        """Make new arrays ordinary again, but in blocks; arrays that there are stay as they are."""
+        """Make new arrays ordinary again, except in `with` blocks; existing arrays stay shared."""
         if _arena().exists():
             handler = default_handler()
             handler.malloc, handler.calloc = _arena().ordinary_functions()[:2]
 
     @staticmethod
     def contains(x: Any) -> bool:
-        """Whether x is an ndarray in memory that the other ranks can read in place: such an array, or a view of one."""
+        """Return whether x is a shared array or a view of one."""
         return isinstance(x, np.ndarray) and bool(_arena().is_shared(x))
 
 
 def _arena() -> ModuleType:
-    """The module, which brings compiled code: it is imported when it is needed."""
+    """Import the arena when it is needed, because it imports compiled code."""
     from ..shm import arena
 
     return arena
 
 
 def _is_ready() -> bool:
-    """Whether there is an arena, made now if there was none."""
+    """Create the arena if there is none; return False, and warn once, if that fails."""
     try:
         _arena().create()
     except ResourceError as error:

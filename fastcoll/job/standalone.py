@@ -1,7 +1,7 @@
-"""Groups without a world: their members meet in a store, and each group is a job of its own, several in a process.
+"""Groups without a world: their members meet in a store. Each group is its own job; a process may have several.
 
-For libraries that have ranks and a store of theirs: actors, plug-ins, torch's backend. A group that is never destroyed
-is left at exit, while Python still runs; a child of fork has none of its parent's.
+They are for libraries that bring their own ranks and store: actors, plug-ins, torch's backend. A group that the program
+never destroys is left at exit, while Python still runs. A child of fork has none of its parent's groups.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def group_from_store(
 ) -> ProcessGroup:
     """Make a group of processes that share a store, with or without `init_process_group`; collective among them.
 
-    The group is a job of its own: all functions take it as `group=`, its ranks count as global ranks in them, and
+    The group is its own job: all functions take it as `group=`, its group ranks are also its global ranks, and
     `destroy_process_group(group)` ends it. A process may be in any number of such groups.
 
     Args:
-        store: fastcoll's or torch.distributed's. It stays open, and is used until the group is made.
-        rank, world_size: this process's place in the group, and the number of its members.
+        store: of fastcoll or torch.distributed. It is used until the group is made, and stays open.
+        rank, world_size: this process's rank in the group, and the number of its members.
         timeout: seconds or timedelta, for meeting and for every call on the group; None: FASTCOLL_TIMEOUT (1800 s).
-        group_name: of groups in one store, each set of members needs one of its own; the same members may use it again.
+        group_name: must differ between sets of members that use one store; the same members may use a name again.
         backend: as of `init_process_group`.
 
     Returns:
@@ -56,7 +56,7 @@ def group_from_store(
         UsageError: an argument is wrong, or the members' arguments do not fit together.
         UnavailableError: the backend is not available, or cannot join these nodes.
         RendezvousError: the others did not come in time (StoreTimeoutError), or the store is lost.
-        PeerDiedError: a process that had come died before all had.
+        PeerDiedError: a member that had come died before all had come.
 
     Example:
         >>> group = dist.group_from_store(store, rank, 4)
@@ -67,7 +67,7 @@ def group_from_store(
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
     if not 0 <= rank < world_size:
         raise UsageError(f"rank is {rank} and world_size is {world_size}; rank goes from 0 to world_size - 1")
-    # Each use of a store is a job of its own; each process counts for itself, so that two that claim one rank meet.
+    # Each use of a store is its own job. Each process counts its own uses, so two that claim one rank meet, and fail.
     ours, me = PrefixStore("fastcoll", imported(store)), this_process()
     use = ours.add(f"group/{group_name}/use/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
     return make(
@@ -93,15 +93,15 @@ def make(
     began: float | None = None,
     members: Sequence[Member] = (),
 ) -> ProcessGroup:
-    """Meet the other members in a part of a store that is theirs alone; collective.
+    """Make a group whose members meet in a part of a store that no other job uses; collective.
 
     Args:
         rank, size: this process's group rank, and the number of members.
         timeout: seconds, for this and for every call on the group.
         ranks, world_size: the members' global ranks, in the order of their group ranks, and the size of that world;
-            left out: the same numbers.
+            the default is the group ranks and the group's size.
         began: the time.monotonic() from which `timeout` counts; None: now.
-        members: all members, where each of them knows all from another group; the ranks then skip the join.
+        members: all members, if every member has this list from another group; the ranks then skip the join.
     """
     began = began or time.monotonic()
     choice = parse_backend(backend)
@@ -110,7 +110,7 @@ def make(
     set_process_rank(ranks[rank])
     if ranks[rank] == 0:
         config.warn_of_unknown()
-    # A group of one needs no meeting; each rank may make its own under the same name.
+    # A group of one needs no meeting, and ranks may make such groups under the same name.
     job = store if size > 1 else HashStore()
     members = members or join(job, rank, size, str(choice), timeout, began=began)
     with ExitStack() as undo:
@@ -127,7 +127,7 @@ def make(
 
 
 def leave_groups(left: Sequence[ProcessGroup], error: BaseException | None) -> GroupError | None:
-    """Leave groups; those that have been left already are none. Returns what says which operations were lost."""
+    """Leave those of the groups that were not left before; return the error for lost operations, as `leave` does."""
     known = {group: groups.standalone.pop(group) for group in left if group in groups.standalone}
     try:
         return leave(list(known), error)
@@ -139,13 +139,13 @@ def leave_groups(left: Sequence[ProcessGroup], error: BaseException | None) -> G
 
 
 def leave_all(error: BaseException | None) -> GroupError | None:
-    """Leave all that there are, as at exit."""
+    """Leave all standalone groups, as at exit."""
     return leave_groups(list(groups.standalone), error)
 
 
 @functools.cache
 def _leave_at_exit() -> None:
-    """Once a process."""
+    """Set the exit hook, once a process."""
 
     def at_exit(error: BaseException | None) -> GroupError | None:
         if groups.standalone:

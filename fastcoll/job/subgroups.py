@@ -1,7 +1,7 @@
-"""Groups besides the default one: new_group, and ways to cut the world into groups.
+"""Groups besides the default one: new_group, and functions that divide the world into groups.
 
-All members must give the same ranks. Each rank therefore writes what it asked for into the store, and a
-group is made only when all its members have asked for the same.
+All members must pass the same ranks. So each rank writes its request into the store, and a group is made only when
+all its members have made the same request.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ def new_group(
 ) -> Made:
     """Make a group of some ranks of the world.
 
-    Every rank of the world calls this, members and others, in the same order for all groups. Only the
-    members wait for one another; with NCCL all ranks do, as a communicator that the world has is split. A rank that has
-    not called it for a group of others is warned of it with its next call, which meets the next one of the others.
+    Every rank of the world calls this, members and non-members, in the same order for all groups. Only the members
+    wait for one another; with NCCL all ranks do, because they split the world's communicator. If a rank leaves out the
+    call for a group that it is not in, its next call warns and is matched with the others' next call.
 
     Args:
         ranks: global ranks, in any order. None: all.
         timeout: seconds or timedelta, for making it and for every call on it; None: the world's.
         backend: as for `init_process_group`; None: the world's.
         pg_options: must be None; no backend has options.
-        use_local_synchronization: only members call this; rank 0 must stay until they have it.
+        use_local_synchronization: only members call this; rank 0 of the world must not leave before they return.
         group_desc: a name for error messages.
         device_id: as for `init_process_group`.
-        sort_ranks: group ranks follow ascending global ranks; False: they follow `ranks`, on all ranks the same.
+        sort_ranks: order the group ranks by global rank; False: keep the order of `ranks`, the same on all ranks.
 
     Returns:
         The group; `GroupMember.NON_GROUP_MEMBER` on ranks outside it.
 
     Raises:
         UsageError: `ranks` is empty, has duplicates, or ranks that do not exist; another argument is wrong.
-        MismatchError: members gave different `ranks`; the message has both.
+        MismatchError: members passed different `ranks`; the message has both.
         PeerDiedError, StoreTimeoutError: a member died, or did not call this in time.
 
     Example:
@@ -80,7 +80,7 @@ def new_group(
         chosen = given
     choice = job.choice if backend is None else parse_backend(backend)
     limit = positive_seconds(timeout, job.timeout)
-    # The group's GPUs are served by what the world has for them: NCCL's, once it has a communicator.
+    # If the world has a communicator of NCCL, the group gets a part of it.
     world, in_order = groups.world, chosen == sorted(chosen)
     nccl = choice.by_device.get("cuda") == Backend.NCCL and world.failure is None
     splits = not use_local_synchronization and in_order and nccl and world.gpus.splits()
@@ -100,7 +100,7 @@ def new_group(
         group = None
         if job.lease.rank in chosen:
             name = f"{group_desc} ({key})" if group_desc else key
-            # Groups of other ranks may have the same key, where some have not called new_group for each.
+            # Groups of other ranks may have the same key, if some ranks have left out calls of new_group.
             place = f"{key}/{crc32(repr(chosen).encode()):08x}"
             group = job.make_group(name, place, chosen, limit, choice)
             job.keep_place(group, place)
@@ -121,18 +121,20 @@ def new_subgroups(
     pg_options: None = None,
     group_desc: str | None = None,
 ) -> tuple[Made, list[Made]]:
-    """Cut the world, or another group, into groups of `group_size` neighbouring ranks.
+    """Divide the world, or another group, into groups of `group_size` neighbouring ranks.
 
     Args:
         group_size: must divide the number of ranks; None: the number of ranks on each node.
-        group: what is cut, with only its members calling; rank 0 must stay meanwhile. None: the world.
+        group: the group to divide; only its members call this, and rank 0 of the world must not leave meanwhile. None:
+            the world.
         timeout, backend, pg_options, group_desc: as for `new_group`.
 
     Returns:
-        The group that this rank is in, and all the groups.
+        The group of this rank, and all groups.
 
     Raises:
-        UsageError: `group_size` does not divide the number of ranks, or the nodes differ in theirs.
+        UsageError: `group_size` does not divide the number of ranks; or it is None, and the nodes have different
+            numbers of ranks.
     """
     ranks = get_process_group_ranks(group)
     if group_size is None:
@@ -164,10 +166,10 @@ def new_subgroups_by_enumeration(
         timeout, backend, pg_options, group_desc: as for `new_group`.
 
     Returns:
-        The group that this rank is in (`GroupMember.NON_GROUP_MEMBER` when in none), and all the groups.
+        The group of this rank (`GroupMember.NON_GROUP_MEMBER` if it is in none), and all groups.
 
     Raises:
-        UsageError: a rank is in two of them, or as for `new_group`.
+        UsageError: a rank is in two groups, or as for `new_group`.
     """
     parts = _checked_parts("ranks_per_subgroup_list", ranks_per_subgroup_list)
     return _new_groups(parts, timeout, backend, pg_options, group_desc, False)
@@ -181,19 +183,20 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Cut a group into several; every rank of it calls this. rank 0 of the world must stay meanwhile.
+    """Divide a group into several; every member calls this, and rank 0 of the world must not leave meanwhile.
 
     Args:
-        parent_pg: what is cut; None is the world.
-        split_ranks: the ranks of each part, as ranks in `parent_pg`, whose order the parts keep; no rank twice.
+        parent_pg: the group to divide; None: the world.
+        split_ranks: the ranks of each new group, as ranks in `parent_pg`, no rank twice. Each new group keeps the order
+            of `parent_pg`.
         timeout, pg_options, group_desc: as for `new_group`.
         backend: as for `new_group`; None: that of `parent_pg`.
 
     Returns:
-        The part that this rank is in; None when it is in none. (To a collective, `group=None` is the world.)
+        The group of this rank; None if it is in none. (To a collective, `group=None` is the world.)
 
     Raises:
-        UsageError: `split_ranks` is missing, has a rank twice or one that `parent_pg` has not.
+        UsageError: `split_ranks` is missing, has a rank twice, or a rank that is not in `parent_pg`.
         MismatchError, PeerDiedError, StoreTimeoutError: as for `new_group`.
     """
     parent = get_process_group_ranks(parent_pg)
@@ -228,7 +231,7 @@ def _new_groups(
 
 
 def _checked_parts(name: str, parts: Any) -> list[list[int]]:
-    """Lists of ranks without common ones."""
+    """Return lists of ranks, or raise if they are not, or have a rank in common."""
     if isinstance(parts, str) or not isinstance(parts, Iterable):
         raise UsageError(f"{name} is {parts!r}; give a list of lists of ranks")
     checked = [wholes(f"{name}[{index}]", part) for index, part in enumerate(parts)]
@@ -239,7 +242,7 @@ def _checked_parts(name: str, parts: Any) -> list[list[int]]:
 
 
 def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
-    """The group's name in the store: by the count of all calls, or of the members' calls alone."""
+    """Return the group's name in the store, numbered by the calls of all ranks, or of the members only."""
     if not only_members:
         return f"group{job.number('all')}"
     label = f"members{crc32(repr(sorted(ranks)).encode()):08x}x{len(ranks)}"
@@ -247,10 +250,10 @@ def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
 
 
 def _ask(job: Job, key: str, ranks: Sequence[int], backend: str) -> None:
-    """Publish this rank's request as a digest, which all members read.
+    """Publish the digest of this rank's request, which all members read.
 
-    The first rank with a given request also publishes its text, for the error if requests differ. If 10,000 ranks all
-    published it, that would be 590 MB.
+    The first rank with a given request also publishes its text, for the error if requests differ. The texts of 10,000
+    ranks would take 590 MB.
     """
     request = json.dumps([ranks, backend]).encode()
     digest = _digest(request)
@@ -266,9 +269,9 @@ def _digest(request: bytes) -> bytes:
 def _is_agreed(
     job: Job, key: str, ranks: Sequence[int], backend: str, limit: float, asked: Sequence[int], splits: bool
 ) -> bool:
-    """Wait until the ranks `asked` have said what they ask for; False: they have made another group without this rank.
+    """Wait for the requests of the ranks `asked`; return False if they have made another group without this rank.
 
-    They cannot have where a communicator `splits`, for which members wait for all others too.
+    If a communicator `splits`, this cannot be, because members then wait for all ranks.
     """
     answers = _answers(job, key, asked, limit, f"new_group({ranks})")
     own = _digest(json.dumps([ranks, backend]).encode())
@@ -294,9 +297,9 @@ def _is_agreed(
 
 
 def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str) -> list[bytes]:
-    """The digests of what these ranks ask for, waited for."""
+    """Wait for the requests of these ranks, and return their digests."""
     keys = {rank: f"{key}/asked/{rank}" for rank in asked}
-    missing = dict(keys)  # at the last look
+    missing = dict(keys)  # when last polled
 
     def late() -> list[int]:
         found = job.lease.store.peek([*missing.values()], 0)
@@ -317,10 +320,11 @@ def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str)
 
 
 def _left_out(job: Job, key: str, rank: int, request: bytes, limit: float) -> list[int] | None:
-    """Which group was made without a call of this rank, so that it is a call behind `rank` and its `request`.
+    """Return the ranks of a group for which this rank has left out its call, so that it is one call behind `rank`.
 
-    That is one of other ranks, which all ask for it; or, if the request is for a group that this rank has made, what
-    `rank` asked for when it was made.
+    If the `request` of `rank` is for a group without this rank, which all its members request, it is that group. If the
+    request is for a group that this rank has made before, it is the group that `rank` requested at that call. None: no
+    call was left out.
     """
     if not key.startswith("group"):
         return None

@@ -1,8 +1,8 @@
 """The default group: how a process joins the world, and how it leaves it.
 
-Joining: find the others (rendezvous), learn who they are (join), make the group of all. Numba is
-imported on another thread meanwhile. Leaving: groups, newest first (leaving.py), then the store; at exit too, for
-scripts that forget it.
+Joining: find the other ranks (finding.py), exchange identities (rendezvous/join.py), make the group of all. Another
+thread imports Numba meanwhile. Leaving: close the groups, newest first (leaving.py), then the store. A script that does
+not call `destroy_process_group` leaves at exit.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .standalone import leave_groups
 
 _log = logging.getLogger("fastcoll")
 
-# How long rank 0 keeps the store at most, in seconds: when the start has failed, for others to read why, and
-# at exit, for others that still make groups.
+# How long rank 0 keeps the store open, in seconds at most: after a failed start, so that others can read the reason;
+# at exit, so that others can finish making groups.
 _FAILED_START_SECONDS = 0.5
 _EXIT_SECONDS = 10.0
 
@@ -57,19 +57,19 @@ _P = ParamSpec("_P")
 
 _job: Job | None = None
 _starts = 0  # how often this process has joined a job
-_joining = threading.Lock()  # of the thread that is joining one
+_joining = threading.Lock()  # held by the thread that is joining a job
 
 
 def _after_fork() -> None:
     global _joining
-    _joining = threading.Lock()  # who had it is not in this process
+    _joining = threading.Lock()  # the thread that held it is not in this process
 
 
 at_fork("world", _after_fork)
 
 
 def current_job() -> Job:
-    """The job that this process is in; an error if there is none, or if another process has forked this one."""
+    """Return this process's job; raise if there is none, or if it is that of the parent of a fork."""
     if groups.inherited is not None:
         raise groups.inherited
     if _job is None:
@@ -78,7 +78,7 @@ def current_job() -> Job:
 
 
 def replace_job(job: Job, world: ProcessGroup) -> None:
-    """This process is in another job from now on, with another default group; all groups that there were are closed."""
+    """Replace this process's job and its default group; close all groups of the old job."""
     global _job
     before, made, choice = current_job(), list(groups.backends), groups.backends[groups.world]
     groups.clear()
@@ -92,16 +92,16 @@ def replace_job(job: Job, world: ProcessGroup) -> None:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This process's place among the ranks of its node, as for choosing a GPU.
+    """Return this process's rank among the ranks of its node, for example to choose a GPU.
 
-    That is LOCAL_RANK, which launchers set. Without it, the number of lower ranks on this node, or before
-    `init_process_group` the argument.
+    It is LOCAL_RANK, which launchers set; without it, the number of lower ranks on this node; before
+    `init_process_group`, `fallback_rank`.
 
     Args:
-        fallback_rank: the answer where nothing else says it.
+        fallback_rank: the result if LOCAL_RANK is not set and there is no default group.
 
     Raises:
-        UsageError: nothing says it.
+        UsageError: LOCAL_RANK is not set, there is no default group, and `fallback_rank` is None.
     """
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
@@ -124,29 +124,29 @@ def init_process_group(
     pg_options: None = None,
     device_id: Any = None,
 ) -> None:
-    """Join the other processes of the job, and make the default group. Blocks until all have joined.
+    """Join the other processes of the job, and make the default group. Block until all have joined.
 
     Args:
         backend: "auto" (the default), "shm", "tcp", "mpi" or "gloo" (the CPU default, for scripts that ask for it),
             or one for each kind of device: "cpu:auto,cuda:nccl".
         init_method: a URL. "env://" (the default) reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
-            or what mpirun or Slurm have set; with none of these, a world of one. Or "tcp://host:port",
-            "tcp://multicast-address:port", "file:///path", or what `register_rendezvous_handler` has added.
+            or the variables of mpirun or Slurm; without any of these it makes a world of one. Or "tcp://host:port",
+            "tcp://multicast-address:port", "file:///path", or a scheme added by `register_rendezvous_handler`.
         timeout: seconds or timedelta, for joining and for every call on the group; the default is
             FASTCOLL_TIMEOUT (1800 s).
-        world_size, rank: size of the job and this process's place; -1 leaves it to `init_method`.
-        store: a store that all processes share, fastcoll's or torch.distributed's, instead of `init_method`; needs
+        world_size, rank: the size of the job and this process's rank; -1: taken from `init_method`.
+        store: a store that all processes share, of fastcoll or torch.distributed, instead of `init_method`; needs
             rank and world_size. It stays open.
-        group_name: keeps jobs apart that use one multicast address or one file.
+        group_name: distinguishes jobs that use one multicast address or one file.
         pg_options: must be None; no backend has options.
-        device_id: this rank's GPU. It is checked and makes no difference: each array says on which GPU it is.
+        device_id: this rank's GPU. It is checked and has no effect: each array knows its GPU.
 
     Raises:
-        UsageError: an argument is wrong, the ranks' arguments do not fit together, or the process has
-            a default group already, or is joining on another thread.
-        UnavailableError: the backend is not available, or cannot join these nodes.
+        UsageError: an argument is wrong, the ranks' arguments do not fit together, the process already has
+            a default group, or another thread is joining.
+        UnavailableError: the backend is not available, or cannot connect these nodes.
         RendezvousError: the others did not come in time (StoreTimeoutError), or the store is lost.
-        PeerDiedError: a process that had joined died before all had.
+        PeerDiedError: a process that had joined died before all had joined.
         ResourceError: no shared memory or no port.
 
     Example:
@@ -173,18 +173,18 @@ def init_process_group(
 
 
 def join_running_job(address: str, backend: str | None = None, timeout: Timeout = None) -> None:
-    """Join a job that runs, under `fastcoll.elastic.run`, and looks for joiners in the store at HOST:PORT.
+    """Join a running job of `fastcoll.elastic.run`, whose queue of joiners is in a store.
 
     Args:
-        address: of the store.
-        backend, timeout: as for `init_process_group`; the timeout is also for being taken in.
+        address: HOST:PORT of the store.
+        backend, timeout: as for `init_process_group`; the timeout also limits the wait to be admitted.
 
     Raises:
-        RendezvousError: the job has ended, or nobody has taken this process in (StoreTimeoutError).
-        UsageError: the address is none, or the job has another backend.
+        RendezvousError: the job has ended, or did not admit this process in time (StoreTimeoutError).
+        UsageError: the address is not HOST:PORT, or the job has another backend.
     """
     choice, limit = _prepare(backend, timeout)
-    backends.load(choice)  # the ranks of the job wait for nobody who imports
+    backends.load(choice)  # before the ranks of the job wait for this process
     place, me = _place(), this_process()
     name = f"{me.boot_id}/{me.pid}/{me.start_time}" if place is None else place.name
 
@@ -197,7 +197,7 @@ def join_running_job(address: str, backend: str | None = None, timeout: Timeout 
 
 
 def _place() -> ProcessName | None:
-    """Return this process's place in the first meeting of an elastic job; None: that is over, or there is none."""
+    """Return this process's name in the first meeting of an elastic job; None: that is over, or there is none."""
     text = config.get("FASTCOLL_PLACE")
     return place_of(text) if text and not _starts else None
 
@@ -213,7 +213,7 @@ def _begin(place: ProcessName, choice: BackendChoice, limit: float) -> tuple[Job
 
 
 def _start_in_store(choice: BackendChoice, limit: float) -> Start:
-    """Return a function that joins in a store that outlives the ranks; `limit` is the job's timeout afterwards."""
+    """Return a function that joins through a store that outlives the ranks; the job then has the timeout `limit`."""
 
     def start(
         store: Store,
@@ -233,7 +233,7 @@ def _start_in_store(choice: BackendChoice, limit: float) -> Start:
 
 
 def _prepare(backend: str | None, timeout: Timeout) -> tuple[BackendChoice, float]:
-    """Read the settings, and what of them is asked for: the backend and the seconds that everything may take."""
+    """Read the settings and failpoints; return the backends and the timeout in seconds."""
     config.check()
     failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
     failpoints.reach("start.enter")
@@ -241,7 +241,7 @@ def _prepare(backend: str | None, timeout: Timeout) -> tuple[BackendChoice, floa
 
 
 def _enter(start: Callable[[], tuple[Job, ProcessGroup]], choice: BackendChoice) -> None:
-    """Be in the job that `start` joins, until `destroy_process_group` or the exit of the process."""
+    """Join a job by `start`, and set up the hook that leaves it at exit."""
     global _job, _starts
     if not _joining.acquire(blocking=False):
         raise UsageError(
@@ -260,22 +260,22 @@ def _enter(start: Callable[[], tuple[Job, ProcessGroup]], choice: BackendChoice)
         _joining.release()
     if config.get("FASTCOLL_SHARED_ARRAYS"):
         shared_arrays.enable()
-    _exit_hook.set()  # after all else, as hooks run newest first, and the store may have one that closes it
+    _exit_hook.set()  # last: hooks run newest first, and the store may have one that closes it
 
 
 def destroy_process_group(group: Group = None) -> None:
-    """Leave a group, or with None (or the default group) all groups of the job, and the job.
+    """Leave a group; with None or the default group, leave all groups of the job and the job itself.
 
-    Asynchronous operations that are under way are completed first, within the group's timeout; while an exception is
-    handled (`except`, `finally`), nothing is waited for, and the other ranks learn of it.
-    Calls on the group that are under way on other ranks raise, unless this rank's part in them is done.
-    Rank 0, when it leaves the job, waits for ranks that are still making groups it has left behind.
+    Asynchronous operations under way are completed first, within the group's timeout. While an exception is handled
+    (in `except` or `finally`), this does not wait, and the other ranks get an error with its text. Calls on the group
+    that are under way on other ranks raise, unless this rank's part in them is done. When rank 0 leaves the job, it
+    waits for ranks that are still making groups.
 
     Raises:
-        GroupError: names operations that nobody had waited for, and that were lost: a receive to which nobody sends, or
-            what failed with a peer. The group is destroyed all the same.
-        UsageError: not a group.
-        NotInitializedError: it was destroyed before.
+        GroupError: operations were lost that the program did not wait for: receives without a sender, or operations
+            that failed because of a peer. The group is destroyed all the same.
+        UsageError: `group` is not a group.
+        NotInitializedError: the group was destroyed before.
     """
     if isinstance(group, NonMember):
         return
@@ -291,7 +291,7 @@ def destroy_process_group(group: Group = None) -> None:
         lost = None
         if groups.inherited is None:
             lost = leave([current], sys.exc_info()[1])
-            if _job is not None:  # else another thread has left it meanwhile
+            if _job is not None:  # otherwise another thread has left the job meanwhile
                 _job.left(current)
     else:
         return
@@ -300,18 +300,18 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager[ProcessGroup]]:
-    """`world`, which takes the arguments of `init`."""
+    """Return the context manager `world`, which takes the arguments of `init`."""
 
     @contextmanager
     @functools.wraps(init, assigned=("__module__",))
     def world(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[ProcessGroup]:
-        """`init_process_group`, and at the end of the block `destroy_process_group`.
+        """Call `init_process_group`, and `destroy_process_group` at the end of the block.
 
         Args:
             backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id: as there.
 
-        An exception leaves the job at once, without waiting for ranks that still make groups. A block may call
-        `destroy_process_group` itself.
+        After an exception in the block this rank leaves at once, without waiting for ranks that still make groups. The
+        block may call `destroy_process_group` itself.
 
         Yields:
             The default group.
@@ -341,15 +341,15 @@ world = _as_context(init_process_group)
 def _start(
     find: Callable[[], Found], choice: BackendChoice, limit: float, began: float | None = None
 ) -> tuple[Job, ProcessGroup]:
-    """Find and join the other ranks, and make the world; if that fails, close what was opened.
+    """Find and join the other ranks, and make the world; after a failure, close everything.
 
     `limit` counts from `began`, a value of time.monotonic(); None: from now.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     began = began or time.monotonic()
-    # Numba is imported while this thread waits for the others: with one rank late, the world is ready 0.02 s
-    # after it comes instead of 0.4 s (two ranks, Numba 0.68, 2 cores of an EPYC).
+    # Another thread imports Numba while this one waits for the others: if one rank is late, the world is ready 0.02 s
+    # after it arrives instead of 0.4 s (two ranks, Numba 0.68, 2 cores of an EPYC).
     with ThreadPoolExecutor(1, "fastcoll-import") as importer, ExitStack() as undo:
         loading = importer.submit(backends.load, choice)
         found = find()
@@ -377,7 +377,7 @@ def _start(
 
 
 def _leave(error: BaseException | None, grace: float | None, ended: bool = False) -> GroupError | None:
-    """Leave every group and the job, as `leave` does; `ended` says whether the program has."""
+    """Leave every group and the job, as `leave` does; `ended`: the program has ended without doing so."""
     if ended:
         _log.info("destroy_process_group was not called; leaving at exit")
     failpoints.reach("destroy.enter")
@@ -386,7 +386,7 @@ def _leave(error: BaseException | None, grace: float | None, ended: bool = False
 
 
 def _let_go(grace: float | None, exit_reason: str) -> None:
-    """Close every group, and let go of the job; whatever fails, the rest is done."""
+    """Close every group and release the job's store, even if some steps fail."""
     global _job
     job, _job = _job, None
     made, inherited = list(groups.backends), groups.inherited
