@@ -1,16 +1,17 @@
-"""Meetings in a store: each member brings a contribution, and all get everybody's, or all raise the same error.
+"""Meetings in a store: every member writes a contribution, and all get all contributions, or all raise the same error.
 
-The member at place 0 collects what the others bring, many with one message, and publishes what it makes of them as
-one short value. So n members cost the store some 8 n messages and not n * n. What ends the meeting for one member is
-published in that value's place: who waits, waits for this key alone, so a failure comes as soon as success.
+Place 0 reads the contributions, many with one request, and publishes one short value made from them. So n members
+cost the store about 8 n messages and not n * n. If a member fails, it publishes its error under the key of that value.
+All members wait for this key alone, so they see a failure as soon as a success.
 
 Keys, under the meeting's name:
 
-    member/<place>  what that member brings
-    <word>          what place 0 lays down before that, for the others to hear
-    missing         who has not come yet, as text, from place 0
-    decided, end    a counter: who makes it 1 writes the end; one byte, MET, FAILED or MOVED, and the value or failure
-    late/...        the same once more, for what fails after the members have met
+    member/<place>  the contribution of that member
+    <word>          a value that place 0 publishes before that
+    missing         the members that have not come yet, as text, from place 0
+    decided, end    a counter: the member that makes it 1 writes the end; one byte, MET, FAILED or MOVED, and the value
+                    or the error
+    late/...        the same again, for a failure after the members have met
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ from ..system.processes import Member, ProcessId, forget, types_of
 
 MET, FAILED, MOVED = b"L", b"F", b"M"
 _GROUP = "group"
-_MOST_BYTES = 4096  # that a member brings
+_MOST_BYTES = 4096  # of a contribution
 _LOOK_SECONDS = 0.25
-_TELLING_SECONDS = (
-    2.0  # from when a member has seen a failure until the others can read of it, on a full machine
-)
-# However many wait: `between` keeps a multicast leader's announcements fresh.
+# From when a member detects a failure until the others can read it in the store, on a machine without a free core.
+_TELLING_SECONDS = 2.0
+# At most this many waiters are assumed: a multicast leader must call `between` often enough to announce itself.
 _MOST_AT_ONCE = 1000
-# Those that all find themselves (a broken connection, a lost store) are not told.
+# Errors that a member publishes. The others detect a broken connection or a lost store themselves.
 _TOLD: dict[str, type[FastcollError]] = {
     kind.__name__: kind
     for kind in (
@@ -53,37 +53,37 @@ P = TypeVar("P", bound=ProcessId)
 
 
 class MovedError(Exception):
-    """The meeting was called off; the process should look for another."""
+    """The meeting was cancelled; the process should look for another one."""
 
 
 def assemble(
     store: Store, members: Sequence[Member], rank: int, mine: Any, timeout: float, doing: str
 ) -> list[Any]:
-    """Everybody's contribution (JSON, at most 4 KiB), in the order of `members`; once in a store of their own.
+    """Return the contributions of all members (JSON, at most 4 KiB each), in the order of `members`.
 
-    `doing`, what this is for, starts every message.
+    The members call this once in a part of a store that no other meeting uses. Every error begins with `doing`.
 
     Raises:
-        PeerDiedError, StoreTimeoutError: a member died, or did not come in time; named on all members.
-        FastcollError: another member could not go on; its name and reason, the same on all members.
-        StoreError: the store is gone, or holds something else.
+        PeerDiedError, StoreTimeoutError: a member died, or did not come in time; all members name it.
+        FastcollError: another member failed; all members raise its error.
+        StoreError: the store is gone, or has other data under these keys.
     """
     with GroupMeeting(store, members, rank, timeout, doing) as meeting:
         return meeting.assemble(mine)
 
 
 class Meeting:
-    """One meeting as one of its members has it. A context manager: an exception inside is told to the others.
+    """A meeting, as seen by one member. A context manager: it publishes an exception of the block to the others.
 
     Args:
-        me: begins what this member tells of its failures; empty: they name it themselves.
-        between: called once this member has brought its contribution, and a few times a second while it waits.
+        me: the name with which errors that this member publishes begin; empty: their texts name it.
+        between: called after this member has written its contribution, and a few times a second while it waits.
         began: the value of time.monotonic() from which `timeout` counts; None: now.
 
     Attributes:
-        known: what the members bring, as far as this one knows: place 0 learns of all, the others of place 0.
+        known: place -> contribution that this member has read: place 0 reads all, the others only that of place 0.
         watched: the processes whose death ends the meeting.
-        timeout: the seconds that the meeting may take in all, counted from `began`.
+        timeout: the seconds for the whole meeting, counted from `began`.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class Meeting:
         self._end, self._late = Ending(store, name), Ending(store, f"{name}/late")
         self._sought: dict[int, None] = dict.fromkeys(range(size) if place == 0 else [0])
         self._told_missing = ""
-        self._is_over = False  # another member has ended it
+        self._is_over = False  # another member has published a failure
         self._looked = time.monotonic()
 
     def learned(self, place: int, value: bytes) -> None:
-        """Called with what each member brings, once; what it raises ends the meeting."""
+        """Handle the contribution of a member, once for each; an exception ends the meeting."""
 
     def names(self, places: Sequence[int]) -> str:
-        """Who is at these places, which have not come yet, for messages."""
+        """Return names of the missing members at these places, for messages."""
         return listed(places)
 
     def __enter__(self: M) -> M:
@@ -126,7 +126,7 @@ class Meeting:
             forget(self.watched)
 
     def gather(self, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """Bring a contribution; returns what place 0 makes of all of them by `combine`."""
+        """Write a contribution; return the value that place 0 makes of all contributions by `combine`."""
         self.store.set(member_key(self.name, self.place), mine)
         self._between()
         if self.place == 0:
@@ -141,7 +141,7 @@ class Meeting:
         return end[1:]
 
     def assemble(self, mine: Any, check: Callable[[list[Any]], None] = lambda _: None) -> list[Any]:
-        """As the function, with a check that place 0 makes before all get them."""
+        """Return all contributions, as the function `assemble`; place 0 calls `check` on them before it publishes."""
 
         def combine(values: list[bytes]) -> bytes:
             everybody = [loads(value) for value in values]
@@ -154,15 +154,15 @@ class Meeting:
         return everybody
 
     def say(self, word: str, value: bytes = b"") -> None:
-        """Lay down what the others `hear`."""
+        """Publish a value, at place 0; the others read it by `hear`."""
         self.store.set(f"{self.name}/{word}", value)
 
     def hear(self, word: str) -> bytes:
-        """What place 0 has said under that word, waited for."""
+        """Wait for the value that place 0 publishes under `word`, and return it."""
         return self.wait([f"{self.name}/{word}"], lambda: self.names([0]))[0]
 
     def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
-        """The values of keys, waited for until the meeting ends; `missing` names who is waited for."""
+        """Wait for keys until the meeting ends, and return their values; `missing` names the members waited for."""
         return fetch_for(
             self.store,
             keys,
@@ -177,17 +177,14 @@ class Meeting:
         )
 
     def look(self) -> None:
-        """Raise what another member has told; for waits elsewhere, of which only one in 0.25 s asks the store."""
+        """Raise the failure that another member has published; for other waits. Reads the store once in 0.25 s."""
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
             with suppress(StalledError):
                 self._look_at([])
 
     def hear_why(self) -> None:
-        """Raise why the meeting has failed, which others, who have seen that already, tell about now.
-
-        Returns where nobody does.
-        """
+        """Wait up to 2 s for another member to publish the reason of a failure, and raise it; return if none does."""
         told: list[bytes] = []
         grace = min(self.left(), _TELLING_SECONDS)
         with suppress(errors.StoreTimeoutError):
@@ -196,7 +193,7 @@ class Meeting:
             self._check(end)
 
     def tell(self, error: BaseException) -> None:
-        """Let the others raise this error, unless one of them has told it, or they find it themselves."""
+        """Publish an error, which the others raise; not if the meeting has failed, or they detect it themselves."""
         if self._is_over or isinstance(error, MovedError):
             return
         from ..system.address import no_descriptor  # imports sockets
@@ -213,18 +210,18 @@ class Meeting:
         before = self.store.timeout
         self.store.set_timeout(min(before.total_seconds(), _TELLING_SECONDS))
         try:
-            with suppress(StoreError):  # its server is gone, which all members detect, or stopped
+            with suppress(StoreError):  # the store's server is gone, which all members detect, or stopped
                 if not self._end.decide(FAILED, record):
                     self._late.decide(FAILED, record)
         finally:
             self.store.set_timeout(before)
 
     def left(self) -> float:
-        """Seconds until the timeout."""
+        """Return the seconds until the timeout."""
         return max(self.began + self.timeout - time.monotonic(), 0.0)
 
     def _look_around(self) -> None:
-        """Between two short waits: has someone ended it, and who has come?"""
+        """Between two short waits: raise a published failure, and read the contributions that have come."""
         sought = list(self._sought)
         self._learn(sought, self._look_at([member_key(self.name, place) for place in sought]))
         if self.place == 0 and self._told_missing != (missing := self.missing()):
@@ -239,7 +236,7 @@ class Meeting:
         return values
 
     def _check(self, end: bytes | None) -> None:
-        """Raise if this is the end of a meeting that was not one."""
+        """Raise the failure or cancellation in this value of an `end` key; return if it is none."""
         if end is None or end[:1] == MET:
             return
         self._is_over = True
@@ -261,7 +258,7 @@ class Meeting:
                 self.learned(place, value)
 
     def missing(self) -> str:
-        """Who has not come, as far as this member can tell."""
+        """Return the names of the members that have not come, as far as this member knows them."""
         if self.place == 0:
             return self.names(list(self._sought))
         if 0 not in self.known:
@@ -271,7 +268,7 @@ class Meeting:
 
 
 class GroupMeeting(Meeting):
-    """The meeting of a group's members, who know one another, in the group's own store."""
+    """The meeting of a group's members, which have the list of all members, in the group's part of a store."""
 
     def __init__(
         self, store: Store, members: Sequence[Member], rank: int, timeout: float, doing: str
@@ -285,7 +282,7 @@ class GroupMeeting(Meeting):
 
 
 class Ending:
-    """How the meeting `name` ends: once, for all alike. `key` is where it is written."""
+    """The end of the meeting `name`, written once, under `key`."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.key = f"{name}/end"
@@ -293,7 +290,7 @@ class Ending:
         self._store = store
 
     def decide(self, kind: bytes, content: bytes = b"") -> bool:
-        """End the meeting so, unless it has ended; whether this was the end."""
+        """Write the end of the meeting unless it has one; return whether this call wrote it."""
         if self._store.add(self._decided, 1) != 1:
             return False
         self._store.set(self.key, kind + content)
@@ -301,12 +298,12 @@ class Ending:
 
 
 def member_key(name: str, place: int) -> str:
-    """Where a member of the meeting `name` brings its contribution."""
+    """Return the key under which a member of the meeting `name` writes its contribution."""
     return f"{name}/member/{place}"
 
 
 def loads(data: bytes) -> Any:
-    """The JSON that another rank wrote; a StoreError where it is none."""
+    """Parse the JSON that another rank wrote, or raise StoreError."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -314,12 +311,12 @@ def loads(data: bytes) -> Any:
 
 
 def compact(value: Any) -> bytes:
-    """What JSON can hold, as a short value: what each of n ranks reads of all n, a store sends n * n times."""
+    """Return JSON, compressed: if n ranks read a value with an entry for each rank, the store sends n * n entries."""
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
 
 
 def expand(data: bytes, most: int) -> Any:
-    """What `compact` was given, if that is at most so many bytes of JSON: a peer is not trusted to write little."""
+    """Return the argument of `compact`; StoreError if it has more than `most` bytes of JSON (peers are not trusted)."""
     reader = zlib.decompressobj()
     try:
         text = reader.decompress(data, most + 1)  # 0 would mean without limit
@@ -331,9 +328,9 @@ def expand(data: bytes, most: int) -> Any:
 
 
 def pack(processes: Sequence[ProcessId]) -> bytes:
-    """Processes, at least one and all of one class, as one value of a store: in columns, whose neighbours are alike.
+    """Pack processes, at least one and all of one class, into one value, column by column, which compresses well.
 
-    Each of n ranks reads it. A record takes 14 bytes so, and 280 as a JSON object.
+    Each of n ranks reads the value. A record takes 14 bytes; as a JSON object it would take 280.
     """
     return compact(
         {name: [getattr(each, name) for each in processes] for name in types_of(type(processes[0]))}
@@ -341,7 +338,7 @@ def pack(processes: Sequence[ProcessId]) -> bytes:
 
 
 def unpack(kind: type[P], data: bytes, count: int) -> list[P]:
-    """The `count` processes of class `kind` that `pack` wrote; a StoreError where it is anything else."""
+    """Return the `count` processes of class `kind` that `pack` wrote, or raise StoreError."""
     columns, types = expand(data, count * _MOST_BYTES), types_of(kind)
     if not isinstance(columns, dict) or set(columns) != set(types):
         raise StoreError(f"the list of all ranks cannot be read: expected the fields {', '.join(types)}")

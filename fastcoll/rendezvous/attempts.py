@@ -2,16 +2,16 @@
 
 The ranks meet in the launcher's store, which outlives them, in numbered attempts. The first `compare_set` of an
 attempt's outcome ends the attempt. A rank writes MADE after a barrier of the new world, because then every rank has
-that world. A launcher writes the loss of a process that has failed; the ranks then abandon the attempt and go to the
-next one, in which the replacement has the dead process's rank. So a death comes either before the meeting, where the
-outcome tells all ranks of it, or after it, where the job goes on without the process.
+that world. A launcher writes the loss of a process that has failed; the ranks then abandon the attempt and start the
+next one, in which the replacement has the dead process's rank. So a death is either before the meeting, and all ranks
+read it as the outcome, or after it, and the job continues without the process.
 
 Keys, under elastic/start/:
 
     came            a rank has arrived at the meeting
     outcome/<k>     how attempt k ended: MADE, ELSEWHERE (the ranks met by other means), or a loss, as JSON
     joined/<name>   this process is a rank of the job, in the first world or a later one
-    dead/<name>     this process has failed, as its launcher has seen
+    dead/<name>     this process has failed; its launcher writes this
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ProcessName(NamedTuple):
 
 
 def place_of(text: str) -> ProcessName:
-    """Parse the `str` of a Place; UsageError for any other text."""
+    """Parse the `str` of a ProcessName; UsageError for any other text."""
     name, _, numbers = text.rpartition(":")
     rank, _, size = numbers.partition("/")
     if not (name and rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
@@ -60,7 +60,7 @@ class Loss(NamedTuple):
 
 
 def loss_of(outcome: bytes) -> Loss:
-    """Parse the outcome of an attempt that a loss has ended."""
+    """Parse the outcome of an attempt that ended by a loss."""
     try:
         return Loss(**json.loads(outcome))
     except (ValueError, TypeError) as error:

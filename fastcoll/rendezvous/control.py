@@ -1,16 +1,16 @@
-"""The control connections of one rank in a group: what its peers say of themselves, and what follows from it.
+"""The control connections of one rank in a group: the notices that its peers send, and the decisions based on them.
 
-Notices are sent without blocking and read whenever somebody looks; there is no thread. Every rank sends three notices
-at the most, which the kernel's buffers always have room for.
+Notices are sent without blocking, and read when the monitor polls; there is no thread. A rank sends at most three
+notices, for which the kernel's buffers always have room.
 
-A notice has 1,120 bytes (big-endian), whatever it says, so nothing announces a length that has to be believed:
+Every notice has 1,120 bytes (big-endian), so the receiver need not trust a length:
 
     offset  bytes  field
     0       8      magic "FASTNOTE"
     8       1      state of the sender: 1 left in order, 2 failed the group, 3 is leaving it
-    9       1      what happened: 1 a process died or cannot be reached, 2 one did not come in time, else 0
+    9       1      cause: 1 a process died or cannot be reached, 2 one did not come in time, else 0
     10      2      number of ranks at fault
-    12      4      group rank of whoever first said so
+    12      4      group rank of the first sender
     16      4      length of the text
     20      12     zero
     32      64     global ranks at fault, 4 bytes each
@@ -44,22 +44,22 @@ NOTICE_SIZE = _FORMAT.size
 
 
 class NoticeError(ValueError):
-    """Bytes that are no notice."""
+    """The bytes are not a notice."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """That a rank left or failed the group, or is leaving it: LEFT, FAILED or LEAVING."""
+    """A rank has left the group, has failed it, or is leaving it: `state` is LEFT, FAILED or LEAVING."""
 
     state: int
-    origin: int  # group rank of whoever first said so; others pass it on
+    origin: int  # group rank of the first sender; other ranks forward the notice
     ranks: tuple[int, ...] = ()  # global ranks at fault, at most 16
-    died: bool = False  # or they cannot be reached
+    died: bool = False  # they died or cannot be reached
     late: bool = False
     text: str = ""
 
     def to_bytes(self) -> bytes:
-        """The notice, its text cut to 1 KiB and its ranks to 16."""
+        """Return the notice as bytes, with at most 1 KiB of text and 16 ranks."""
         text = self.text.encode()[:TEXT_BYTES].decode(errors="ignore").encode()
         ranks = self.ranks[:MOST_RANKS]
         filled = (*ranks, *[0] * (MOST_RANKS - len(ranks)))
@@ -69,7 +69,7 @@ class Notice:
 
     @classmethod
     def from_bytes(cls, data: bytes, size: int) -> Notice:
-        """The notice of a rank of a group of `size`; NoticeError: it is none."""
+        """Parse a notice of a rank in a group of `size`, or raise NoticeError."""
         magic, state, what, count, origin, length, zero, *ranks, text = _FORMAT.unpack(data)
         known = magic == _MAGIC and state in (LEFT, FAILED, LEAVING) and what in (0, _DIED, _LATE)
         bounded = count <= MOST_RANKS and origin < size and length <= TEXT_BYTES
@@ -85,12 +85,12 @@ _NOTICES_AT_ONCE = 4
 
 
 class Control:
-    """Thread-safe; `look` from a signal handler in the middle of another finds what that one has found.
+    """The control connections of a rank. Thread-safe; a signal handler may call `look` while `look` is running.
 
     Attributes:
-        heard: group rank -> what came from it: the first notice, or the one after LEAVING.
-        lost: group rank -> how its connection ended, for messages; no news when it has said why before.
-        peers: group ranks that there is, or was, a connection with.
+        heard: group rank -> its first notice, or the notice after LEAVING.
+        lost: group rank -> how its connection ended, for messages; also set if the rank has left or failed before.
+        peers: group ranks to which there is, or was, a connection.
     """
 
     def __init__(self, size: int) -> None:
@@ -109,7 +109,7 @@ class Control:
         """Take over a connection with a peer; there may be several."""
         with self._lock:
             self.peers.add(peer)
-            with contextlib.suppress(OSError):  # it broke already, which the next look finds out
+            with contextlib.suppress(OSError):  # it is broken already; the next `look` detects that
                 watch(connection)
             self._links[connection.fileno()] = (peer, connection, bytearray())
             self._poller.register(connection, select.POLLIN)
@@ -125,11 +125,11 @@ class Control:
                 _send(connection, data)
 
     def look(self, again: bool = False) -> None:
-        """Take in what has come; not more often than every 2 ms unless `again`. Never blocks."""
+        """Read the notices that have come, at most once in 2 ms unless `again`. Never blocks."""
         if not again and time.monotonic() - self._looked < _LOOK_AGAIN_SECONDS:
             return
         if not self._lock.acquire(blocking=False):
-            return  # another thread is about it
+            return  # another thread is reading
         try:
             if not self._looking:
                 self._looking = True
@@ -141,7 +141,7 @@ class Control:
             self._lock.release()
 
     def close(self) -> None:
-        """Close all connections, after reading what is there: unread data would turn the end into a reset."""
+        """Read what has come, then close all connections: a close with unread data would reset the connection."""
         with self._lock:
             self.look(again=True)
             for _, connection, _ in self._links.values():
@@ -155,7 +155,7 @@ class Control:
             connection.close()
 
     def _read(self) -> None:
-        # More than once, since a notice may come in pieces and has its connection's end behind it.
+        # More than once, because a notice may come in pieces, and the end of the connection may follow it.
         for _ in range(_NOTICES_AT_ONCE):
             for fd, _ in self._poller.poll(0):
                 if fd in self._links:
@@ -192,27 +192,29 @@ class Control:
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # it broke, which the next look finds out
+    with contextlib.suppress(OSError):  # it is broken; the next `look` detects that
         connection.send(data)
 
 
 class NetMonitor(Monitor):
-    """What a rank knows of the others by its control connections.
+    """The monitor of a rank that observes the others by its control connections.
 
-    A peer whose connection ends without a notice has died, or cannot be reached any more, which comes to the same.
-    What a failed rank blames is blamed here too: the first survivor to see a death may be gone before the others
-    look, and they must still name who died.
+    A peer whose connection ends without a notice is treated as dead: it has died or cannot be reached. A rank adopts
+    the culprits that a failed rank's notice names: the first survivor to detect a death may be gone before the others
+    poll, and they must still name the dead rank.
     """
 
     def __init__(self, members: Sequence[Member], rank: int, control: Control) -> None:
         super().__init__(members, rank)
         self._control = control
-        self.let_arrive: Callable[[], None] = lambda: None  # called before this rank says that it leaves
+        self.let_arrive: Callable[[], None] = lambda: None  # called before this rank publishes that it leaves
         self._broken: dict[int, str] = {}
-        self._taken: tuple[GroupError, Notice] | None = None  # our failure that a notice led to
+        self._taken: tuple[GroupError, Notice] | None = (
+            None  # this rank's failure, and the notice that caused it
+        )
 
     def lost(self, rank: int, how: str) -> None:
-        """A data or mail connection with a group rank broke; a verdict unless that rank has left or failed."""
+        """Record that a data or mail connection broke: the rank is declared dead unless it has left or failed."""
         self._broken.setdefault(rank, how)
 
     def start_to_leave(self) -> None:
@@ -224,12 +226,12 @@ class NetMonitor(Monitor):
         super().leave()
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank takes nothing more: it has left, failed or been lost."""
+        """Return whether a rank receives nothing more: it has left or failed, or its connection is lost."""
         self._control.look()
         return self._state(rank) in (LEFT, FAILED) or rank in {**self._broken, **self._control.lost}
 
     def lost_processes(self) -> list[Member]:
-        """For `processes.gone_among`."""
+        """Return the members whose connection broke without a notice, for `processes.gone_among`."""
         self._control.look()
         return [self.members[rank] for rank in self._suspects()]
 
@@ -240,23 +242,23 @@ class NetMonitor(Monitor):
     def decide(self, needed: Sequence[int], doing: str) -> GroupError | None:
         if self.failure is not None:
             return self.failure
-        # First who died, then what they said: a process says that it leaves before it ends.
+        # First look for deaths, then read the notices: a process sends LEFT before it ends.
         proven = set(dead_among(self.members))
         self._control.look(again=bool(proven))
         proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
         if error := self._death(proven, doing):
             return error
         for notice in list(self._control.heard.values()):
-            if notice.state == FAILED:  # for which it or whoever it blames is at fault
+            if notice.state == FAILED:  # the rank, or the ranks that its notice names, are at fault
                 passed_on = self.passed_on(notice.origin, notice.text, notice.ranks, notice.late, doing)
                 self._taken = (passed_on, notice)
                 return passed_on
         return super().decide(needed, doing)
 
     def _death(self, proven: set[Member], doing: str) -> PeerDiedError | None:
-        """Who died, by our own sight or by what others say."""
+        """Return the error for the members that died, as this rank has seen or as notices report; None: no death."""
         suspects = {self.members[rank]: how for rank, how in self._suspects().items()}
-        # The first notice that says that somebody other than us died.
+        # The first notice that reports the death of another rank than this one.
         notices, me = list(self._control.heard.values()), self.members[self.rank].rank
         report = next((each for each in notices if each.died and set(each.ranks) - {me}), None)
         told = set(report.ranks) if report is not None else set()
@@ -276,7 +278,7 @@ class NetMonitor(Monitor):
         return error
 
     def _suspects(self) -> dict[int, str]:
-        """Group ranks whose connection broke, and how, that have neither left nor failed."""
+        """Return the group ranks that have neither left nor failed, but whose connection broke, and how it broke."""
         broken = {**self._broken, **self._control.lost}
         return {rank: how for rank, how in broken.items() if self._is_present(rank)}
 
@@ -284,7 +286,7 @@ class NetMonitor(Monitor):
         notice = Notice(state, self.rank, text=reason)
         if state == FAILED and self.failure is not None:
             if self._taken is not None and self._taken[0] is self.failure:
-                notice = self._taken[1]  # passed on as it was, not wrapped into another "failed the group"
+                notice = self._taken[1]  # forwarded unchanged, not wrapped into another "failed the group"
             else:
                 died = isinstance(self.failure, PeerDiedError)
                 late = isinstance(self.failure, CollectiveTimeoutError)

@@ -1,9 +1,9 @@
-"""What a launcher tells its processes through the environment, as a pure function of a mapping.
+"""Rank, world size and address from the environment variables of launchers, as a pure function of a mapping.
 
-Known are torch-style launchers (fastcoll.launch, torchrun, by hand), Open MPI, MPICH and Intel MPI
-(Hydra), MVAPICH and Slurm. A mistake here starts worlds that wait for each other for ever, so sources
-that disagree are an error. Two nestings are usual and allowed: Slurm's variables are the outermost and
-count only when nobody else speaks, and a torch-style agent (known by LOCAL_WORLD_SIZE) is the innermost.
+It reads the variables of torch-style launchers (fastcoll.launch, torchrun, by hand), Open MPI, MPICH and Intel MPI
+(Hydra), MVAPICH and Slurm. A mistake here starts worlds that wait for one another, so variables that contradict one
+another are an error. Two nestings are usual and allowed: Slurm's variables are the outermost, read only if no other
+launcher has set any; a torch-style agent, recognised by LOCAL_WORLD_SIZE, is the innermost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 @dataclass(frozen=True)
 class Detected:
-    """What was found; None where nothing was said."""
+    """The values found in the environment; None for those that are not set."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -48,14 +48,14 @@ class Detected:
     local_size: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    source: str = ""  # the launchers that spoke
+    source: str = ""  # the launchers whose variables were read
     rank_variable: str = ""  # the variable that `rank` comes from
     found: tuple[str, ...] = ()  # the variables that were set, for messages
-    job_id: str | None = None  # names the job on all of its nodes, where the launcher has such a name
+    job_id: str | None = None  # the launcher's name for the job, the same on all nodes, if it has one
 
     @property
     def on_one_node(self) -> bool:
-        """Whether the launcher says that all ranks run on this machine."""
+        """True if all ranks run on this machine, according to the launcher."""
         return self.world_size is not None and self.local_size == self.world_size
 
 
@@ -68,10 +68,10 @@ class _Reading(NamedTuple):
 
 
 def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int | None = None) -> Detected:
-    """Rank, world size and meeting place as the environment has them.
+    """Read rank, world size and address from the environment.
 
-    A `rank` or `world_size` that is given here wins over whatever the environment says of it. A UsageError names what
-    is no number or out of range, and sources that disagree.
+    The arguments `rank` and `world_size` take precedence over the environment. UsageError: a variable is not a number
+    or out of range, or variables contradict one another.
     """
     slurm, torch = _read_slurm(environ), _read(environ, TORCH)
     spoken = [torch]
@@ -85,7 +85,7 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
     world_size = _agreed(readings, "size") if world_size is None else world_size
     if rank is not None and world_size is not None and not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} ({rank_variable or 'passed'}) is not in a world of {world_size}")
-    # Where Slurm started exactly this world, its first node has rank 0.
+    # If Slurm started exactly this world, its first node has rank 0.
     leads = slurm is not None and rank is not None and slurm[1:3] == (rank, world_size)
     nodes = next((environ[name] for name in _NODE_LISTS if environ.get(name)), "")
     names = [name for reading in readings for name in (reading.source.rank, reading.source.size)]
@@ -104,12 +104,15 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
 
 
 def derived_port(job_id: str) -> int:
-    """The port that all nodes of a job meet at when none was given: 10000 to 59999."""
+    """Return the port at which the nodes of a job meet if none is set: 10000 to 59999, the same on all nodes."""
     return 10000 + zlib.crc32(job_id.encode()) % 50000
 
 
 def port_beside(port: int, away: int = 5000) -> int:
-    """The port of a job's store, far from those of jobs that count theirs up; MASTER_PORT is left to torch."""
+    """Return the port of a job's store for a MASTER_PORT, which torch uses itself.
+
+    It is 5000 away, because jobs often use consecutive ports.
+    """
     return port - away if port - away > 1023 else port + away
 
 
@@ -126,7 +129,7 @@ def _read(environ: Mapping[str, str], source: LauncherVariables) -> _Reading | N
 
 
 def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
-    """Slurm's task, unless that is a shell; its SLURM_NTASKS is the job's, a step (srun -n) may have fewer."""
+    """Read Slurm's variables, unless the task is a shell. A step (srun -n) may have fewer tasks than SLURM_NTASKS."""
     is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if is_shell or SLURM.rank not in environ or SLURM.size not in environ:
         return None
@@ -137,7 +140,7 @@ def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
 
 
 def _agreed(readings: list[_Reading], what: str) -> int | None:
-    """The value that all readings share."""
+    """Return the value that all readings have, or raise if they differ."""
     readings = [reading for reading in readings if getattr(reading, what) is not None]
     said = [(getattr(reading.source, what), getattr(reading, what)) for reading in readings]
     for variable, value in said[1:]:
@@ -172,7 +175,7 @@ _PART = re.compile(r"([^\[\],]+)(?:\[([^\]]*)\])?([^\[\],]*)(?:,|$)")
 
 
 def hosts_of(nodelist: str) -> list[str]:
-    """All hosts of a list of Slurm's, in order; leading zeros are kept. A UsageError where the text is none.
+    """Return the hosts of a Slurm node list, in order and with leading zeros, or raise UsageError.
 
     Example:
         >>> hosts_of("n[08-10,3],login")
@@ -198,7 +201,7 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def _numbers(item: str, nodelist: str) -> list[str]:
-    """`08-10` as 08, 09, 10."""
+    """Expand a range: `08-10` to 08, 09, 10."""
     low, dash, high = item.partition("-")
     high = high if dash else low
     if not (low.isdecimal() and high.isdecimal() and 0 <= int(high) - int(low) < 1 << 16):

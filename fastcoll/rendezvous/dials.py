@@ -1,7 +1,7 @@
-"""Dialing: connections of one rank in the making, several at a time, none of which blocks.
+"""Dialing: a rank opens several connections at a time, without blocking.
 
-A peer that is refused, unreachable or drops the opening is tried again (it may be short of descriptors, or the
-network between only just coming up); one that does not fit is not.
+A dial is repeated if the peer refuses it, is unreachable or drops the opening: the peer may lack descriptors, or the
+network may not be up yet. It is not repeated if the peer is another process, or has another version or secret.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ RETRY_FIRST, RETRY_MOST = 0.01, 0.25
 _IP_BIND_ADDRESS_NO_PORT = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Python 3.12 has the name
 
 Wish = tuple[int, int] | float
-"""A descriptor and the poll events that are waited for, or until when nothing can be done."""
+"""A descriptor and the poll events to wait for, or a time until which there is nothing to do."""
 
 
 class Dial:
-    """One connection of a kind and stream to a group rank, in the making, from `source` to where that listens.
+    """One connection of a kind and stream to a group rank, being opened, from `source` to the peer's `target`.
 
     Attributes:
         connection: the socket, once `is_done`.
         reason: why the last try failed.
-        does_not_fit: another process is at the peer's address, or one of another version or secret.
-        refused_since: when the first of the last tries was, at which nothing listened there; None: others failed.
+        does_not_fit: the process at the peer's address is another one, or has another version or secret.
+        refused_since: the time of the first of the latest consecutive tries at which no process listened; None: the
+            latest try failed otherwise.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class Dial:
         return self._socket
 
     def step(self) -> None:
-        """Go as far as possible without blocking; RendezvousError, ResourceError: as `dial_all`, do not try again."""
+        """Proceed as far as possible without blocking; after a RendezvousError or ResourceError do not try again."""
         self.waits_for = next(self._steps, 0.0)
 
     def close(self) -> None:
-        """Give up, or close what was made."""
+        """Abandon the dial, or close the connection."""
         if self._socket is not None:
             self._socket.close()
         self._socket = None
@@ -111,12 +112,12 @@ class Dial:
     def _try(self, dialing: Dialing, source: Interface, target: tuple[str, int]) -> Iterator[Wish]:
         made = self._socket = socket.socket(family_of(source.address), socket.SOCK_STREAM)
         tune(made)
-        # Without this the kernel takes a port for every connection of the machine, not for this destination.
+        # Without this option the kernel reserves a port for the whole machine, not only for this destination.
         made.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
         made.bind((source.address, 0))
         while (status := made.connect_ex(target)) in (errno.EINPROGRESS, errno.EALREADY):
             yield made.fileno(), select.POLLOUT
-        # A loopback port that nobody listens on can connect to itself.
+        # On loopback, a connect to a port without a listener can connect to itself.
         status = status or (errno.ECONNREFUSED if made.getsockname() == made.getpeername() else 0)
         if status:
             raise OSError(status, os.strerror(status))
@@ -142,10 +143,10 @@ def _exhausted(error: OSError, where: str) -> ResourceError | None:
 def dial_all(
     dials: Sequence[Dial], look: Callable[[], None], stands: Callable[[Dial], None] = lambda _: None
 ) -> None:
-    """Bring all connections about, and let `stands` take each over as soon as it stands.
+    """Open all connections, and pass each to `stands` as soon as it is open.
 
-    `look`, called at least every 50 ms, may raise, which ends the others. RendezvousError: a peer does not fit;
-    ResourceError: this host has no port for it.
+    `look` is called at least every 50 ms; if it raises, the unfinished dials are closed. RendezvousError: a peer does
+    not fit. ResourceError: this host has no port or descriptor left.
     """
     looked = time.monotonic()
     waiting = list(dials)
@@ -169,7 +170,7 @@ def dial_all(
 
 
 def dial_until(dial: Dial, end: float) -> bool:
-    """Go on with one connection until it stands, or until `end`; whether it stands. RendezvousError: as `dial_all`."""
+    """Proceed with one dial until it is open, or until `end`; return whether it is open. Raises as `dial_all`."""
     while True:
         dial.step()
         if dial.is_done or time.monotonic() >= end:
@@ -178,7 +179,7 @@ def dial_until(dial: Dial, end: float) -> bool:
 
 
 def _wait_for(dials: Sequence[Dial], end: float) -> None:
-    """Until one of them can be gone on with, or until `end`."""
+    """Wait until one of the dials can proceed, or until `end`."""
     poller = select.poll()
     for dial in dials:
         if isinstance(dial.waits_for, tuple):

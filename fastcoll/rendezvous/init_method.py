@@ -1,7 +1,6 @@
-"""From an init_method to a rank and a store: fastcoll's own ways to meet, and those that users register.
+"""From an init_method to a rank and a store: fastcoll's own rendezvous methods, and handlers that users register.
 
-The ways to meet, and what reads a URL, are imported when they are needed, so that importing fastcoll is not charged
-for them.
+The methods and the URL parser are imported when they are needed, to keep `import fastcoll` fast.
 """
 
 from __future__ import annotations
@@ -24,16 +23,19 @@ _handlers: dict[str, Handler] = {}
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Have `init_process_group` and `rendezvous` find the others by `handler` when a URL begins with `scheme`://.
+    """Register a handler that finds the other ranks for URLs that begin with `scheme`://.
+
+    `init_process_group` and `rendezvous` call it.
 
     Args:
-        handler: a generator function, called with the URL and `timeout` (a timedelta), which yields a store that
-            all ranks share, of fastcoll or torch, and this process's rank and world size, once. The URL has those
-            that were passed to `init_process_group` as ?rank=0&world_size=4. The generator is closed, and the store
-            with it, when the process leaves the job; a handler that keeps a store yields a `PrefixStore` of it.
+        scheme: a word, as mine for mine://.
+        handler: a generator function, called with the URL and `timeout` (a timedelta). It yields once: a store that
+            all ranks share, of fastcoll or torch, this process's rank, and the world size. A rank and a world size
+            that were passed to `init_process_group` are in the URL, as ?rank=0&world_size=4. When the process leaves
+            the job, the generator and the store are closed; to keep a store, yield a `PrefixStore` of it.
 
     Raises:
-        UsageError: the scheme has a handler already, or is none; or the handler is no function.
+        UsageError: the scheme is not a word or has a handler already, or the handler is not a function.
     """
     if not isinstance(scheme, str) or not scheme.isidentifier():
         raise UsageError(f"scheme is {scheme!r}; give a word, as mine for mine://")
@@ -47,17 +49,18 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 
 def has_handler(url: str) -> bool:
-    """Whether a user's handler is for this URL."""
+    """Return whether a user has registered a handler for this URL."""
     return url.partition("://")[0] in _handlers
 
 
 def rendezvous(
     url: str, rank: int = -1, world_size: int = -1, timeout: Timeout = None
 ) -> Iterator[tuple[Store, int, int]]:
-    """Yield the store, this process's rank and the world size that `url` leads to, once, as torch's function does.
+    """Yield, once, the store, this process's rank and the world size for `url`, as torch's function does.
 
     Args:
-        rank, world_size: -1 where the URL or the environment has them.
+        url: as `init_method` of `init_process_group`.
+        rank, world_size: -1 if the URL or the environment has them.
         timeout: seconds or timedelta; the default is 300 s.
 
     Raises:
@@ -73,10 +76,10 @@ def rendezvous(
 
 
 def meet(init_method: str, rank: int, world_size: int, timeout: float, group_name: str = "") -> Rendezvous:
-    """Find the other ranks as `init_method` says; arguments and errors are those of `init_process_group`.
+    """Find the other ranks by an init method; arguments and errors are those of `init_process_group`.
 
-    rank, world_size: -1 where the URL or the environment has them, or ranks are to be assigned (multicast and file).
-    `group_name` keeps jobs apart that use the same file or multicast address.
+    rank, world_size: -1 if the URL or the environment has them; a rank is assigned by multicast addresses and files.
+    `group_name` distinguishes jobs that use the same file or multicast address.
     """
     if has_handler(init_method):
         return _ask(init_method, rank, world_size, timeout)
@@ -105,7 +108,7 @@ def meet(init_method: str, rank: int, world_size: int, timeout: float, group_nam
 
 
 def _ask(url: str, rank: int, world_size: int, timeout: float) -> Rendezvous:
-    """What the user's handler for this URL finds."""
+    """Call the user's handler for this URL, and check its result."""
     from urllib.parse import urlencode
 
     given = urlencode({name: n for name, n in (("rank", rank), ("world_size", world_size)) if n != -1})
@@ -123,7 +126,7 @@ def _ask(url: str, rank: int, world_size: int, timeout: float) -> Rendezvous:
 
 @dataclass(frozen=True)
 class InitMethod:
-    """A parsed init_method; rank and world_size are None where neither URL nor argument has them."""
+    """A parsed init_method; rank and world_size are None if neither the URL nor an argument has them."""
 
     url: str
     scheme: str
@@ -135,7 +138,7 @@ class InitMethod:
 
     @property
     def is_multicast(self) -> bool:
-        """Whether ranks can be assigned at the host."""
+        """True if the host is a multicast address, at which ranks are assigned."""
         from ..system.address import ip_of  # with sockets
 
         address = ip_of(self.host)
@@ -143,7 +146,7 @@ class InitMethod:
 
 
 def parse(url: str, rank: int, world_size: int) -> InitMethod:
-    """The parts of `url`, with the arguments (-1: not given) merged in; a UsageError names what is wrong."""
+    """Parse `url` and merge the arguments into it (-1: not given); raise UsageError if something is wrong."""
     from urllib.parse import parse_qsl, unquote, urlsplit
 
     try:
@@ -167,7 +170,7 @@ def parse(url: str, rank: int, world_size: int) -> InitMethod:
                 f"{name}={given} was passed, but init_method {url!r} has {name}={int(value)}; drop one of them"
             )
     chosen_rank, chosen_size = numbers.get("rank"), numbers.get("world_size")
-    # As far as they are known yet.
+    # Either may be unknown yet.
     check_rank(chosen_rank or 0, max(chosen_rank or 0, 0) + 1 if chosen_size is None else chosen_size)
     path = ""
     if parts.scheme == "file":

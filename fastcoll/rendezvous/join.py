@@ -1,16 +1,16 @@
-"""How processes become ranks that know one another, through meetings in a store (assemble.py).
+"""How processes become ranks with a list of all members, through meetings in a store (assemble.py).
 
-join: each has a rank. The first to come lays down the terms (world size, backend, version), which everyone else
-compares with its own; each claims its rank and brings its registration, and rank 0 makes a list of all.
-arrive: who comes first is counted first. Each counts itself and brings itself to the place that it has counted; the
-first one gives out the ranks.
+join: each process has a rank. The first to come publishes its world size, backend and version, and every other process
+compares these with its own. Each process claims its rank and writes its registration; rank 0 publishes the list.
+arrive: processes get ranks. Each process takes the next place from a counter and writes its record there; the process
+at place 0 assigns the ranks.
 
 Keys besides those of the meetings "join" and "arrivals":
 
-    join/first          a counter: who makes it 1 sets terms
-    join/terms          the registration of the first that came
-    join/claim/<rank>   a counter: who makes it 1 owns the rank
-    arrivals/count      a counter: the places
+    join/first          a counter: the process that makes it 1 writes `terms`
+    join/terms          the registration of that process
+    join/claim/<rank>   a counter: the process that makes it 1 owns the rank
+    arrivals/count      a counter: the places taken
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack,
 logger = logging.getLogger("fastcoll")
 
 _JOIN, _ARRIVALS = "join", "arrivals"
-# How long the second to claim a rank waits for the first one's registration, to name it.
+# How long the second process that claims a rank waits for the registration of the first one, to name it.
 _NAMING_SECONDS = 2.0
 
 
@@ -45,13 +45,13 @@ def join(
 ) -> list[Member]:
     """Meet all other ranks; return the members by rank. `between` and `began`: as for Meeting.
 
-    Every rank of the world must call this once with the same store; a store that is used again needs
-    a PrefixStore of its own each time.
+    Every rank of the world must call this once with the same store. For each further use of a store, pass another
+    PrefixStore of it.
 
     Raises:
         UsageError: the rank is out of range or claimed twice, or world size, backend or version
-            differ between ranks; raised on all that wait, naming both processes.
-        PeerDiedError: a process that had registered has ended.
+            differ between ranks; all waiting ranks raise it, and it names both processes.
+        PeerDiedError: a registered process died.
         StoreTimeoutError: ranks did not come in time; the message names them.
         StoreError: the store is gone.
     """
@@ -68,13 +68,13 @@ def join(
 
 
 def registered(store: Store, rank: int) -> Member | None:
-    """Who has registered under `rank` in a store that ranks join by; None when nobody has. Never blocks."""
+    """Return the process that has registered as `rank` in a store used by `join`, or None. Never blocks."""
     value = store.peek([member_key(_JOIN, rank)])[0]
     return None if value is None else Member.from_bytes(value)
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Refuse a rank that is none of `world_size`, and an empty world."""
+    """Raise if the rank is not in a world of `world_size`, or the world is empty."""
     if world_size < 1:
         raise UsageError(f"world_size must be 1 or more, got {world_size}")
     if not 0 <= rank < world_size:
@@ -96,7 +96,7 @@ class _Joining(Meeting):
         self.members: dict[int, Member] = {}
 
     def agree_on_terms(self) -> None:
-        """Lay down the terms as the first that comes, or compare them with those of the first."""
+        """Publish the terms as the first process, or compare this process with the terms of the first."""
         if self.store.add("join/first", 1) == 1:
             self.say("terms", self._me.to_bytes())
             return
@@ -111,7 +111,7 @@ class _Joining(Meeting):
                 )
 
     def claim_rank(self) -> None:
-        """Be the only one with this rank."""
+        """Claim this process's rank, or raise if another process has claimed it."""
         rank = self._me.rank
         if self.store.add(f"join/claim/{rank}", 1) == 1:
             return
@@ -140,12 +140,12 @@ class _Joining(Meeting):
 
     def learned(self, place: int, value: bytes) -> None:
         member = self.members[place] = Member.from_bytes(value)
-        if member not in self.watched[:1]:  # the one that set the terms is
+        if member not in self.watched[:1]:  # the first process is watched since `agree_on_terms`
             self.watched.append(member)
 
 
 def _turned_away() -> str:
-    from ..store.serving import turned_away  # it brings sockets
+    from ..store.serving import turned_away  # imports sockets
 
     return turned_away()
 
@@ -157,7 +157,7 @@ def _claimed_twice(rank: int, one: str, other: str, instead: str = "") -> UsageE
 
 
 class FullError(UsageError):
-    """The world had all its processes before this one came."""
+    """The world was full before this process came."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         names = ", ".join(arrival.where for arrival in arrivals)
@@ -167,7 +167,7 @@ class FullError(UsageError):
 
 @dataclass(frozen=True)
 class Arrival(ProcessId):
-    """One process that wants to take part, with the rank it asks for, or -1."""
+    """A process that wants to take part, with the rank that it requests, or -1."""
 
     called: ClassVar[str] = "an arrival"
 
@@ -175,12 +175,12 @@ class Arrival(ProcessId):
     world_size: int
 
     def claim(self, asked: dict[int, Arrival]) -> None:
-        """Enter the rank that it asks for; a UsageError where another one does."""
+        """Record the rank that the process requests, or raise UsageError if another process requests it."""
         if self.rank != -1 and (other := asked.setdefault(self.rank, self)) is not self:
             raise _claimed_twice(self.rank, other.where, self.where, ", or none of them any")
 
     def check_same_world(self, mine: Arrival) -> None:
-        """Refuse another world size than our own."""
+        """Raise if the process has another world size than `mine`."""
         if self.world_size != mine.world_size:
             raise UsageError(
                 f"the processes disagree about the world size: {self.where} has {self.world_size}, "
@@ -189,7 +189,7 @@ class Arrival(ProcessId):
 
 
 def assign(arrivals: Sequence[Arrival]) -> list[int]:
-    """The rank of each arrival: the one it asks for, else the lowest that nobody does."""
+    """Return the rank of each arrival: the requested one, or else the lowest rank that no process requests."""
     asked: dict[int, Arrival] = {}
     for arrival in arrivals:
         arrival.claim(asked)
@@ -208,9 +208,9 @@ def arrive(
     """Join the meeting in `store` and wait for the others; return its rank. `between`, `began`: as for Meeting.
 
     Raises:
-        FullError: others have filled the world.
-        MovedError: the meeting was called off.
-        UsageError: two ask for one rank, or world sizes differ; both processes are named.
+        FullError: other processes have filled the world.
+        MovedError: the meeting was cancelled.
+        UsageError: two processes request one rank, or world sizes differ; the message names both processes.
         PeerDiedError, StoreTimeoutError, StoreError: as `assemble`.
     """
     me = Arrival(-1 if rank is None else rank, world_size, **vars(this_process()))
@@ -227,7 +227,7 @@ def arrive(
         )
         ranks = expand(told, 16 * world_size)
         if 0 not in arriving.known and (first := store.peek([member_key(_ARRIVALS, 0)])[0]) is not None:
-            # The others may have met before this process came.
+            # The others may have met before this process read the first one's record.
             Arrival.from_bytes(first).check_same_world(me)
         if not isinstance(ranks, list) or len(ranks) != world_size or ranks[place] not in range(world_size):
             raise StoreError(f"a rank cannot be read: {ranks!r:.80}")
@@ -235,7 +235,7 @@ def arrive(
 
 
 def call_off(store: Store) -> bool:
-    """End the meeting before it is full; whether that was still possible."""
+    """Cancel the meeting before it is full; return False if it was full already."""
     return Ending(store, _ARRIVALS).decide(MOVED)
 
 
@@ -257,7 +257,7 @@ class _Arriving(Meeting):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
-        forget(self.watched)  # not all of them may come as far as to join
+        forget(self.watched)  # some of them may never call `join`
 
     def learned(self, place: int, value: bytes) -> None:
         arrival = Arrival.from_bytes(value)
@@ -267,7 +267,7 @@ class _Arriving(Meeting):
         arrival.claim(self._asked)
 
     def names(self, places: Sequence[int]) -> str:
-        """By rank when all that came asked for one, else how many."""
+        """Return the missing ranks if all that came request a rank, else the number of missing processes."""
         if self.place:
             return "the first that came"
         here = self._here or [self._me]

@@ -1,14 +1,14 @@
-"""The sockets on which a process accepts connections of other ranks, and how a group's members learn where they are.
+"""The sockets on which a process accepts connections of other ranks, and how the members of a group exchange addresses.
 
-A connection that has proven that it belongs to a group is handed to that group; whatever else comes is dropped, and
-each host that sends such connections is logged once. An opening holds 112 bytes and one descriptor for at most 10 s; a
-rank whose opening was dropped dials again. A rank that has received an answer regards the connection as established,
-and may be stopped or starved before it sends its proof; so it has its group's timeout for that. Strangers get no
-answer, because they do not know the group's name, 16 random bytes. When 256 connections are pending, the oldest without
-a complete opening is dropped, else the oldest: so idle connections keep no rank out.
+The listener hands a connection to its group once it has proven that it belongs to it. It drops all other connections,
+and logs each host that they come from once. An opening holds 112 bytes and one descriptor for at most 10 s; a rank
+whose opening was dropped dials again. A rank that has received an answer regards the connection as established, and may
+be stopped or starved before it sends its proof; so it has its group's timeout for that. Strangers get no answer,
+because they do not have the group's name, 16 random bytes. When 256 connections are pending, the oldest one without a
+complete opening is dropped, else the oldest: so idle connections keep no rank out.
 
-Addresses go through the group's store. The first member draws the group's name and token ("terms"); each member listens
-before it tells where, so whoever knows an address finds the group there.
+Members exchange addresses through the group's store. The first member draws the group's name and token ("terms"). A
+member listens for the group before it publishes its address, so every dial to a published address finds the group.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ OPENING_SECONDS = 10.0
 MOST_OPENINGS = 256
 
 Deliver = Callable[[Opening, socket.socket], None]
-"""Takes a connection over, on the listener's thread; must not block."""
+"""Receives a proven connection, on the listener's thread; must not block."""
 
 
 @dataclass
 class _Pending:
-    """A connection whose opening is under way."""
+    """A connection whose opening is not complete."""
 
     socket: socket.socket
     host: str
@@ -78,7 +78,7 @@ class _Pending:
 
 
 class Listener(serving.SocketServer):
-    """Listening sockets on some addresses of this machine, each on one of `ports`, or ResourceError."""
+    """Listening sockets on addresses of this machine, with their `ports`. ResourceError: a socket cannot listen."""
 
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._endpoints: dict[tuple[bytes, int], tuple[Endpoint, Deliver, float]] = {}
@@ -92,16 +92,18 @@ class Listener(serving.SocketServer):
             opened.pop_all()
 
     def join(self, endpoint: Endpoint, deliver: Deliver, timeout: float) -> None:
-        """Hand connections for this group to `deliver` from now on; a rank has `timeout` seconds for its proof."""
+        """Start handing connections for this group to `deliver`; a rank has `timeout` seconds for its proof."""
         self._endpoints[endpoint.group, endpoint.rank] = (endpoint, deliver, max(timeout, OPENING_SECONDS))
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Drop connections for this group from now on."""
+        """Stop accepting connections for this group."""
         self._endpoints.pop((endpoint.group, endpoint.rank), None)
 
     def opens_for(self, endpoint: Endpoint) -> bool:
-        """Whether a connection for this group was answered, so that its rank takes it for made, and is not handed
-        over yet. From any thread."""
+        """Return whether a connection for this group was answered and is not handed over yet.
+
+        Its rank regards it as established. Any thread may call this.
+        """
         openings = [pending.answering.theirs for pending in list(self._pending.values())]
         return any(each and (each.group, each.peer) == (endpoint.group, endpoint.rank) for each in openings)
 
@@ -120,7 +122,7 @@ class Listener(serving.SocketServer):
         self._make_room()
         try:
             tune(connection)
-        except OSError:  # it is gone already
+        except OSError:  # the connection is gone already
             connection.close()
             return
         deadline = time.monotonic() + OPENING_SECONDS
@@ -128,8 +130,11 @@ class Listener(serving.SocketServer):
         self.selector.register(connection, selectors.EVENT_READ, connection.fileno())
 
     def _make_room(self) -> None:
-        """Drop one where there are too many: of those that have not said whom they want the oldest, after a last look
-        at what has come of it. A rank takes a connection for made once it has been answered and has sent its proof."""
+        """Drop pending connections above the limit: the oldest without a complete opening, else the oldest.
+
+        Data of the oldest connection is read once more before the connection is dropped. A rank regards a connection
+        as established once it has received the answer and sent its proof.
+        """
         while len(self._pending) >= MOST_OPENINGS:
             silent = [each for each in self._pending.values() if each.answering.theirs is None]
             oldest = silent[0] if silent else next(iter(self._pending.values()))
@@ -151,7 +156,10 @@ class Listener(serving.SocketServer):
         self.pause()
 
     def lack(self) -> ResourceError | None:
-        """Return the error that has kept this process from accepting connections for long, or None; from any thread."""
+        """Return the error that has kept this process from accepting connections for long, or None.
+
+        Any thread may call this.
+        """
         if (lacking := self._lacking) is None or lacking[1] - lacking[0] < PORTLESS_SECONDS:
             return None
         recent = time.monotonic() - lacking[1] < PORTLESS_SECONDS
@@ -162,7 +170,7 @@ class Listener(serving.SocketServer):
         return None if entry is None or theirs.kind is ConnectionKind.STORE else entry[0]
 
     def serve(self, data: int, events: int) -> None:
-        """Take what has come. Never more is read than the opening still wants: the rest is the group's."""
+        """Read from a pending connection, but no more than its opening needs: the rest belongs to the group."""
         pending = self._pending.get(data)
         if pending is None:
             return
@@ -199,7 +207,7 @@ class Listener(serving.SocketServer):
             return
         try:
             entry[1](theirs, pending.socket)
-        except Exception:  # what one group makes of it must not end the thread that serves all
+        except Exception:  # a failure in one group must not end the thread that serves all groups
             logger.exception("a connection from %s could not be taken over", pending.host)
             pending.socket.close()
 
@@ -214,15 +222,15 @@ class Listener(serving.SocketServer):
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
-    """An answer is far smaller than the buffer of a fresh connection, so it is sent whole or not at all."""
+    """Send an answer completely or not at all: it is far smaller than the buffer of a fresh connection."""
     if data and connection.send(data) < len(data):
         raise OpeningError("does not take the answer to its opening")
 
 
 def _listen(interface: Interface) -> socket.socket:
-    """A listening socket on one address, in FASTCOLL_PORT_RANGE."""
+    """Return a listening socket on an address, with a port in FASTCOLL_PORT_RANGE."""
     ports: range = config.get("FASTCOLL_PORT_RANGE") or range(1)
-    first = os.getpid() % len(ports)  # so that the ranks of a node do not all try the same one
+    first = os.getpid() % len(ports)  # so that the ranks of a node do not all try the same port
     refused: OSError | None = None
     for port in (*ports[first:], *ports[:first]):
         try:
@@ -248,13 +256,13 @@ def _listen(interface: Interface) -> socket.socket:
 
 
 def acquire(interfaces: Sequence[Interface]) -> Listener:
-    """This process's listener on these addresses, for as long as somebody has it."""
+    """Return this process's listener on these addresses; it is closed at the last `release`."""
     return serving.acquire(tuple(interfaces), partial(Listener, interfaces))
 
 
 @dataclass(frozen=True)
 class ListenAddresses:
-    """Where a rank listens: its interfaces, their addresses and a port on each."""
+    """The addresses at which a rank listens: its interfaces, with an address and a port for each."""
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
@@ -262,7 +270,7 @@ class ListenAddresses:
 
     @classmethod
     def from_record(cls, record: Any) -> ListenAddresses:
-        """The place that `dataclasses.asdict` made into `record`; StoreError: it is anything else."""
+        """Return the addresses in a `record` made by `dataclasses.asdict`, or raise StoreError."""
         try:
             place = cls(*(tuple(record[key]) for key in ("names", "addresses", "ports")))
             texts = all(type(text) is str for text in (*place.names, *place.addresses))
@@ -279,7 +287,7 @@ class ListenAddresses:
 
 @dataclass(frozen=True)
 class Roster:
-    """What this rank needs to reach the others and to be reached; `places` is where each rank listens."""
+    """This rank's endpoint, interfaces and listener, and in `places` the addresses of every rank."""
 
     endpoint: Endpoint
     interfaces: list[Interface]
@@ -288,7 +296,7 @@ class Roster:
     listener: Listener
 
     def leave(self, grace: float = 0.0) -> None:
-        """Accept no more connections for this group, after at most so many seconds for those that are nearly made."""
+        """Stop accepting connections for this group, after at most `grace` seconds for answered ones to complete."""
         until = time.monotonic() + grace
         while self.listener.opens_for(self.endpoint) and time.monotonic() < until:
             time.sleep(0.001)
@@ -299,7 +307,7 @@ class Roster:
 def _terms(
     meeting: GroupMeeting, members: Sequence[Member], rank: int
 ) -> tuple[list[Interface], bytes, bytes, int]:
-    """This rank's interfaces, and what the first member lays down: the group's name, token and number of streams."""
+    """Return this rank's interfaces, and the first member's choices: the group's name, token and number of streams."""
     store = meeting.store
     if rank == 0:
         interfaces = choose_here(local_address(store), members, None)
@@ -324,10 +332,10 @@ def _terms(
 
 
 def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver: Deliver) -> Roster:
-    """Tell where this rank listens and learn where the others do; collective. `deliver` takes over what comes.
+    """Exchange the addresses of all members; collective. `deliver` receives the connections of the other ranks.
 
     Raises:
-        UsageError: an interface does not exist, or the ranks name different numbers of them; on every rank.
+        UsageError: an interface does not exist, or the ranks name different numbers of interfaces; on every rank.
         ResourceError: a rank cannot listen; on every rank.
         RendezvousError: the ranks' secrets differ; on every rank.
         PeerDiedError, StoreTimeoutError: a member died or did not come.
@@ -354,7 +362,7 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
         listener.join(endpoint, deliver, meeting.timeout)
         names = tuple(each.name for each in interfaces)
         place = ListenAddresses(names, tuple(each.address for each in interfaces), tuple(listener.ports))
-        # By this all hear of another secret at once, before a connection fails for it.
+        # By this proof all ranks detect a different secret at once, before a connection fails because of it.
         mine = {**asdict(place), "same": proof(endpoint.key, "fastcoll group, the same secret", ()).hex()}
         records = meeting.assemble(mine, check)
         roster.places.extend(map(ListenAddresses.from_record, records))

@@ -1,7 +1,7 @@
-"""The ways to meet with ranks given or in a file: env://, tcp://host:port and file://.
+"""The rendezvous methods env://, tcp://host:port and file://.
 
-Over TCP rank 0 serves the store and the others come to it. It is at the port beside the one that is given: in a program
-that uses torch.distributed too, and under torchrun, torch's store is at that port itself, whichever comes first.
+Over TCP, rank 0 serves the store and the others connect to it. The store's port is beside the given one
+(`detect.port_beside`), because torch's store uses the given port, under torchrun and in programs that use both.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from ..system.processes import forget, set_process_rank, status_of, this_process
 from .detect import TORCH, Detected, derived_port, detect, port_beside
 from .join import FullError, arrive, check_rank
 
-# How long a file that another world has filled may take to go away: its processes may be just about
-# to end. One that this very process still has open has the whole timeout.
+# How long to wait until a file that another world has filled is removed: its processes may be about to end. If this
+# process itself has the file open from before, it waits for the whole timeout.
 _FULL_SECONDS = 2.0
 _LOOK_AGAIN_SECONDS = 0.5
 
 
 class WorldSettings(NamedTuple):
-    """What the environment says of a world: this process's rank, and where to meet unless it is alone."""
+    """The world according to the environment: this process's rank, and a file or an address to meet at."""
 
     rank: int
     world_size: int
-    path: str = ""  # of a file; else the ranks meet at an address
+    path: str = ""  # of a file; empty: the ranks meet at an address
     host: str = ""
     port: int = 0
 
 
 def meet_by_environment(rank: int | None, world_size: int | None, timeout: float) -> Rendezvous:
-    """Meet as the environment says. With nothing said at all, this is a world of one.
+    """Meet as the environment variables say; without any of them the world has one rank.
 
-    UsageError: variables are missing, contradict one another, or are no numbers.
+    UsageError: variables are missing, contradict one another, or are not numbers.
     """
     place = place_of(detect(os.environ, rank, world_size))
     rank, world_size, path, host, port = place
@@ -57,11 +57,11 @@ def meet_by_environment(rank: int | None, world_size: int | None, timeout: float
 
 
 def place_of(said: Detected) -> WorldSettings:
-    """Where ranks meet of whom the environment says this.
+    """Return where the ranks meet, from the variables that `detect` has found.
 
-    Where the launcher says that all ranks are on this machine and no MASTER_PORT is set, they meet in a file named
-    after it; under Slurm or Open MPI on several nodes the port is derived from the job. UsageError: variables are
-    missing.
+    If all ranks are on this machine, according to the launcher, and MASTER_PORT is not set, they meet in a file named
+    after the launcher. Under Slurm or Open MPI on several nodes, the port is derived from the job's name. UsageError:
+    variables are missing.
     """
     rank, world_size = said.rank, said.world_size
     if rank is None and world_size is None and not said.found:
@@ -78,14 +78,14 @@ def place_of(said: Detected) -> WorldSettings:
         port = derived_port(said.job_id)
     host = said.master_addr
     if host is None and rank == 0:
-        host = "0.0.0.0"  # rank 0 need not know by which of its addresses the others come
+        host = "0.0.0.0"  # rank 0 need not know which of its addresses the others use
     if host is None or port is None:
         raise _missing(said, {"MASTER_ADDR": host, "MASTER_PORT": port})
     return WorldSettings(rank, world_size, host=host, port=port)
 
 
 def _missing(said: Detected, needed: Mapping[str, object]) -> UsageError:
-    """The names of what is missing and of what was found."""
+    """Return the error that names the missing variables and those that were found."""
     missing = ", ".join(name for name, value in needed.items() if value is None)
     return UsageError(
         f"env:// misses {missing} (set: {', '.join(said.found) or 'none'}); start with python -m fastcoll.launch, set "
@@ -94,12 +94,12 @@ def _missing(said: Detected, needed: Mapping[str, object]) -> UsageError:
 
 
 def shared_path(rank_variable: str) -> str:
-    """A path that exactly the ranks started by one local launcher derive alike.
+    """Return a path that is the same for the ranks of one local launcher, and differs from that of any other job.
 
-    It is made of the pid and start time of the nearest ancestor that does not carry the rank's variable: that is the
-    launcher's daemon, also when a shell or a wrapper stands in between. Ranks in containers of their own see none.
+    It has the pid and start time of the nearest ancestor process without the rank's variable. That is the launcher's
+    daemon, even if a shell or a wrapper is in between. A rank in its own container cannot see that process.
     """
-    import tempfile  # it brings random and the compressions, for few who start
+    import tempfile  # imports random and the compression modules, which few programs need at start
 
     pid = os.getppid()
     with suppress(PermissionError):  # another user's: a daemon such as slurmstepd
@@ -119,10 +119,10 @@ def shared_path(rank_variable: str) -> str:
 def meet_in_file(
     path: str, rank: int | None, world_size: int, timeout: float, group_name: str = ""
 ) -> Rendezvous:
-    """Meet the other processes of the world in `path`, which exists while they have it open.
+    """Meet the other processes of the world in the file `path`, which exists while they have it open.
 
-    `group_name` keeps jobs apart that name the same path: each has a file of its own beside it. Errors are those of
-    `arrive` and FileStore, and a UsageError where another world has filled the file.
+    With a `group_name`, the file has another name beside `path`, so jobs with different names may share a path. Raises
+    the errors of `arrive` and FileStore, and UsageError if another world has filled the file.
     """
     if group_name:
         path = f"{path}.{hashlib.sha256(group_name.encode()).hexdigest()[:16]}"
@@ -147,7 +147,7 @@ def meet_in_file(
         except BaseException:
             store.close()
             raise
-        # Who waits for a full file to go is no participant, or those who wait would keep it alive for one another.
+        # A process that waits until a full file is removed must not be a participant: waiters would keep it alive.
         with open(path, "rb") as file:
             store.close()
             for _ in tries(_LOOK_AGAIN_SECONDS, 0.01, 0.01):
@@ -156,7 +156,7 @@ def meet_in_file(
 
 
 def _look_at_participants(store: FileStore) -> None:
-    """Raise if a process that has the file open has died. Nobody else would forget one that leaves meanwhile."""
+    """Raise if a process that has the file open has died; release the process handles in any case."""
     there = store.participants()
     try:
         raise_if_dead(there, f"meeting in {store.path}")
@@ -167,7 +167,7 @@ def _look_at_participants(store: FileStore) -> None:
 def meet_at_address(
     host: str, port: int, rank: int | None, world_size: int | None, timeout: float, source: str
 ) -> Rendezvous:
-    """Open the store of the job that meets at `host`:`port`, as its server on rank 0; `source` is where those are from.
+    """Open the store of the job that meets at `host`:`port`; rank 0 serves it. `source` names the origin of both.
 
     ResourceError: the port is in use, or rank 0 may not open a connection for each rank. StoreTimeoutError: no rank 0.
     """

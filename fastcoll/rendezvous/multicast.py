@@ -1,4 +1,4 @@
-"""tcp:// with a multicast address: candidates find one another, one leads, ranks are assigned.
+"""tcp:// with a multicast address: candidates find one another and elect a leader, in whose store ranks are assigned.
 
 An announcement is one datagram:
 
@@ -7,13 +7,13 @@ An announcement is one datagram:
     8       n      JSON of an Announcement, at most 1,200 bytes
     8+n     32     HMAC-SHA256 over all of the above, when there is a job secret
 
-A datagram that is anything else, or has another secret, is none of ours and passed over.
+All other datagrams, and those with another secret, are ignored.
 
-Only the leader matters: it offers a TCP store, the others go there, and ranks are assigned in the store, where nothing
-is lost. A candidate that hears an offer follows the lowest one. Without an offer, once a candidate hears as many as the
-world has ranks, the lowest nonce leads at once, and the next lowest ones after a pause each, in case those before them
-are dead or were never there. Two may so come to lead; the one that hears a lower offer before its world is full calls
-its own off.
+Datagrams may be lost, so they only serve to elect a leader. The leader offers a TCP store, the others connect to it,
+and ranks are assigned there. A candidate that receives offers follows the one with the lowest nonce. Without an offer,
+once a candidate has received announcements of as many processes as the world has ranks, the candidate with the lowest
+nonce leads at once, and each next one a second later, in case those before it are dead. So two may lead at a time; a
+leader that receives a lower offer before its world is full cancels its own meeting.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from ..system.processes import ProcessId, forget, this_process
 from .assemble import MovedError
 from .join import FullError, arrive, call_off
 
-FRESH_SECONDS = 1.5  # a candidate that was silent for longer does not count
-STEP_SECONDS = 1.0  # how long each lower nonce is given to lead
+FRESH_SECONDS = 1.5  # a candidate that sent nothing for longer does not count
+STEP_SECONDS = 1.0  # how long a candidate waits for each lower nonce to lead
 _ANNOUNCE_SECONDS = 0.1
 _CONNECT_SECONDS = 2.0
-# How long a leader that gave way, or failed, keeps its store, for followers to learn why.
+# How long a leader that has cancelled its meeting, or failed, keeps its store so that followers can read the reason.
 _GIVING_WAY_SECONDS = 2.0
 _FAILED_SECONDS = 0.5
 _FAREWELLS = 3
@@ -62,8 +62,8 @@ def meet_by_multicast(
 ) -> Rendezvous:
     """Meet the other processes that announce themselves at a multicast address; ranks and errors as by `arrive`.
 
-    `group_name` and the job's secret keep jobs apart that use the same address.
-    ResourceError: the machine cannot take part in the group.
+    `group_name` and the job's secret distinguish jobs that use the same address.
+    ResourceError: this machine cannot join the multicast group.
     """
     secret = job_secret()
     with MulticastSocket(address, port) as group:
@@ -79,24 +79,24 @@ def meet_by_multicast(
 
 @dataclass(frozen=True)
 class Announcement(ProcessId):
-    """One candidate, whose process others watch."""
+    """A candidate; the others watch its process."""
 
-    job: str  # a digest of the group name; other jobs' announcements are passed over
-    nonce: str  # 32 hex digits, fresh for each attempt; the lowest leads
-    time: float  # since when, in seconds since the epoch, for whoever reads the datagrams
-    world_size: int  # how many processes it waits for, itself included
+    job: str  # a digest of the group name; announcements of other jobs are ignored
+    nonce: str  # 32 hex digits, new for each attempt; the lowest leads
+    time: float  # of its start, in seconds since the epoch, for people who read the datagrams
+    world_size: int
     address: str = ""  # of its store
-    port: int = 0  # 0 while it has none
-    leaving: bool = False  # it does not look for others any more, and it does not matter what becomes of it
+    port: int = 0  # of its store; 0 while it has none
+    leaving: bool = False  # it has stopped looking for others; its death no longer ends their meeting
 
     def seal(self, secret: bytes) -> bytes:
-        """The datagram."""
+        """Return the datagram."""
         message = _MAGIC + self.to_bytes()
         return message + _mac(secret, message)
 
     @classmethod
     def unseal(cls, data: bytes, secret: bytes) -> Announcement | None:
-        """The announcement in a datagram; None if it is none of ours."""
+        """Return the announcement in a datagram; None if it is not an announcement with this secret."""
         end = len(data) - (PROOF_SIZE if secret else 0)
         message, mac = data[:end], data[end:]
         if not message.startswith(_MAGIC) or not is_proof(mac, _mac(secret, message)):
@@ -109,7 +109,7 @@ class Announcement(ProcessId):
 
 
 def job_digest(group_name: str) -> str:
-    """What keeps jobs with different group names apart at one address."""
+    """Return the digest by which candidates of jobs with different group names ignore one another."""
     return hashlib.sha256(b"fastcoll group " + group_name.encode()).hexdigest()[:32]
 
 
@@ -118,7 +118,7 @@ def _mac(secret: bytes, message: bytes) -> bytes:
 
 
 class Election:
-    """What one candidate knows, and whether it is to lead. Times are seconds of any one clock."""
+    """The state of one candidate, without I/O: it decides whether to lead. All times are seconds of one clock."""
 
     def __init__(self, nonce: str, world_size: int) -> None:
         self.nonce = nonce
@@ -129,7 +129,7 @@ class Election:
         self._enough_since: float | None = None
 
     def hear(self, announcement: Announcement, now: float) -> None:
-        """Take note of an announcement of this job."""
+        """Record an announcement of this job."""
         if announcement.leaving:
             self._left[announcement.nonce] = announcement
             self._heard.pop(announcement.nonce, None)
@@ -137,35 +137,35 @@ class Election:
             self._heard[announcement.nonce] = (announcement, now)
 
     def names(self, now: float) -> list[str]:
-        """Who was heard, for messages."""
+        """Return the names of the other candidates, for messages."""
         left = [f"{each.where} (which has left)" for each in self._left.values()]
         return [each.where for each in self.fresh(now)] + left
 
     def there(self) -> list[Announcement]:
-        """Those heard that have not left; the world cannot be without them."""
+        """Return the other candidates that have not left; their death ends the meeting."""
         return [announcement for announcement, _ in self._heard.values()]
 
     def pass_over(self, nonce: str) -> None:
-        """Count a candidate out: its store cannot be reached, or is full."""
+        """Ignore a candidate, because its store cannot be reached or its world is full."""
         self._passed_over.add(nonce)
         self._enough_since = None
 
     def fresh(self, now: float) -> list[Announcement]:
-        """The other candidates that are there, the lowest nonce first."""
+        """Return the other candidates that have sent something lately, the lowest nonce first."""
         nonces = sorted(self._heard.keys() - self._passed_over)
         return [self._heard[nonce][0] for nonce in nonces if now - self._heard[nonce][1] <= FRESH_SECONDS]
 
     def offer(self, now: float) -> Announcement | None:
-        """The offer to follow: the lowest one."""
+        """Return the offer to follow: the one with the lowest nonce."""
         return next((candidate for candidate in self.fresh(now) if candidate.port), None)
 
     def gives_way(self, now: float) -> bool:
-        """Whether a leader has heard a lower offer than its own."""
+        """Return whether a leader has received a lower offer than its own."""
         offer = self.offer(now)
         return offer is not None and offer.nonce < self.nonce
 
     def should_lead(self, now: float) -> bool:
-        """Whether it is this candidate's turn to offer a store."""
+        """Return whether this candidate has to offer a store now."""
         others = self.fresh(now)
         if len(others) + 1 < self.world_size:
             self._enough_since = None
@@ -177,7 +177,7 @@ class Election:
 
 
 class _Candidate:
-    """This process while it looks for the others."""
+    """This process, while it looks for the others."""
 
     def __init__(
         self, group: MulticastSocket, where: str, me: Announcement, secret: bytes, timeout: float
@@ -198,7 +198,7 @@ class _Candidate:
                 continue
 
     def leave(self) -> None:
-        """Tell the others not to wait for this process, and not to mind its end."""
+        """Announce that this process leaves, so that the others neither wait for it nor mind its death."""
         forget(self._election.there())
         self._me = replace(self._me, leaving=True)
         with contextlib.suppress(ResourceError):  # the network has gone
@@ -206,7 +206,7 @@ class _Candidate:
                 self._announce()
 
     def await_offer(self) -> Announcement | None:
-        """Announce and listen until there is an offer to follow; None: this process is to lead."""
+        """Announce and listen until there is an offer to follow; return it, or None if this process has to lead."""
         me, size = self._me.where, self._me.world_size
         while True:
             self._announce()
@@ -236,7 +236,7 @@ class _Candidate:
             self._me = replace(self._me, address=address, port=store.port)
             return self._arrive(store, rank, keep_leading)
         except BaseException as error:
-            # Ctrl-C ends it at once.
+            # After Ctrl-C close the store at once.
             failed = _FAILED_SECONDS if isinstance(error, Exception) else 0.0
             store.close(_GIVING_WAY_SECONDS if isinstance(error, MovedError) else failed)
             raise
@@ -244,7 +244,7 @@ class _Candidate:
             self._me = replace(self._me, address="", port=0)
 
     def follow(self, offer: Announcement, rank: int | None) -> Rendezvous:
-        """Go to the store of another."""
+        """Connect to the store of another candidate."""
         try:
             grace = min(max(self._deadline - time.monotonic(), 0.0), _CONNECT_SECONDS)
             store = TCPStore(offer.address, offer.port, timeout=grace)
@@ -275,7 +275,7 @@ class _Candidate:
             if other is None or other.job != self._me.job:
                 continue
             if other.world_size != self._me.world_size and not other.leaving:
-                for _ in range(_FAREWELLS):  # the other must hear of us, too
+                for _ in range(_FAREWELLS):  # the other candidate must see the different world size, too
                     self._announce()
                 raise UsageError(
                     f"the processes at {self._where} disagree about the world size: {other.where} has "
@@ -287,7 +287,7 @@ class _Candidate:
 
 
 class MulticastSocket:
-    """A member of the group at `address`:`port`. A context manager; for one thread."""
+    """A member of the multicast group at `address`:`port`. A context manager; for one thread."""
 
     def __init__(self, address: str, port: int) -> None:
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -301,7 +301,7 @@ class MulticastSocket:
             raise ResourceError(f"cannot join the multicast group {address} port {port}: {error}") from error
 
     def send(self, data: bytes) -> None:
-        """Send to the group on every interface that takes it; a ResourceError where none does. Never blocks."""
+        """Send to the group on every interface; ResourceError if none accepts the datagram. Never blocks."""
         errors = []
         for sender in self._senders:
             try:
@@ -314,8 +314,9 @@ class MulticastSocket:
             raise ResourceError(f"nothing can be sent to the multicast group {self._address}: {errors[0]}")
 
     def receive(self, seconds: float, size: int) -> Iterator[bytes]:
-        """The datagrams that are there and that come within `seconds`; longer ones are cut at `size` + 1. Ends early
-        after a flood, so that the caller gets to look at its own deadline.
+        """Yield the datagrams that come within `seconds`, cut at `size` + 1 bytes.
+
+        End after 10,000 datagrams, so that the caller can check its own deadline during a flood.
         """
         deadline = time.monotonic() + seconds
         for _ in range(_FLOOD):
@@ -339,7 +340,7 @@ class MulticastSocket:
     def _open(self) -> None:
         self._receiver.setblocking(False)
         self._receiver.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Bound to the group's own address, so that nothing else comes in at this port.
+        # Bound to the group's address, so that the socket receives no other datagrams to this port.
         self._receiver.bind((self._address, self._port))
         refused: OSError | None = None
         for interface in (0, socket.if_nametoindex("lo")):
@@ -352,7 +353,7 @@ class MulticastSocket:
             raise refused
 
     def _join(self, interface: int) -> None:
-        """Join and send on one interface; 0 is the one that the route to the group takes."""
+        """Join the group and send on one interface; 0: the interface of the route to the group."""
         group, number = socket.inet_pton(self._family, self._address), struct.pack("@i", interface)
         sender = socket.socket(self._family, socket.SOCK_DGRAM)
         try:

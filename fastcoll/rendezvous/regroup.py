@@ -1,14 +1,14 @@
-"""How the survivors of a failure meet: the lowest of them serves a store, and the others come there.
+"""How the survivors of a failure meet: the lowest surviving rank serves a store, and the others connect to it.
 
-Each survivor goes to the lowest member that it does not know to be gone; that is this one itself in the end, or one
-that serves. The one that serves waits until each member has come or is gone, and then says in the store who is
-left: it alone decides, so all that learn of it learn the same. If it dies, the next one serves, and all come there.
+Each survivor connects to the lowest member that it does not know to be dead; if that is the survivor itself, it serves.
+The server waits until each member has come or is dead, and then writes the list of survivors into the store. The server
+alone decides, so all survivors read the same list. If it dies, the next one serves, and all connect to that one.
 
-A group that was made of survivors may fail before all of them know that it was made: some have it then, others have
-only the one before. So until a new group is known to be complete, its members are sought in the refuges of all groups
-from the failed one on (`Level`), and whoever serves says so in all of them.
+A group made of survivors may fail before all of them have it: some then have the new group, others only the one before.
+So until a new group is known to be complete, its members look for one another at the recovery endpoints of all groups
+from the failed one on (`Level`), and the server publishes its port at all of them.
 
-Keys: here/PROCESS, of each that has come; missing, who has not, and left, the members that are left, both as JSON.
+Keys: here/PROCESS, for each survivor that has come; `missing`, the members that have not; `left`, the survivors (JSON).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _LOOK_SECONDS = 0.05
 
 
 class Level(NamedTuple):
-    """A group whose members seek one another."""
+    """A group at whose recovery endpoints survivors look for one another."""
 
     members: Sequence[Member]
     recovery_endpoint: RecoveryEndpoint
     gone: Callable[[], Sequence[int]]
-    """The group ranks of those that have died or left, as far as it is known; never blocks."""
+    """Returns the group ranks that are known to have died or left; never blocks."""
 
 
 class Regrouped(NamedTuple):
-    """Who is left, and the store of the first of them."""
+    """The survivors, and the store that the first of them serves."""
 
     members: list[Member]
     store: TCPStore
 
 
 class Regroup:
-    """One rank's part in it; `doing` begins messages, `timeout` is for all of it, in seconds.
+    """The meeting of survivors, seen from one rank, within `timeout` seconds; error messages begin with `doing`.
 
     Attributes:
-        levels: the group that has failed, and those that have been made since of which it is not known that all have
-            them; the newest last, which has the fewest members.
+        levels: the failed group, and the groups made since that are not known to be complete; the newest, which has
+            the fewest members, is last.
     """
 
     def __init__(self, failed: Level, rank: int, timeout: float, doing: str) -> None:
@@ -64,7 +64,7 @@ class Regroup:
         """Wait for the other survivors.
 
         Raises:
-            CollectiveTimeoutError: a member neither came nor is gone.
+            CollectiveTimeoutError: a member has neither come nor died.
             StoreError: there is no port for a store.
         """
         while True:
@@ -74,13 +74,13 @@ class Regroup:
                 return found
 
     def _left(self) -> list[Member]:
-        """The members of the newest group that are not known to be gone."""
+        """Return the members of the newest group that are not known to be dead."""
         for level in self.levels:
             self._gone.update(level.members[rank] for rank in level.gone())
         return [member for member in self.levels[-1].members if member not in self._gone]
 
     def _check_time(self, missing: Sequence[Member]) -> None:
-        """Raise when it is too late, else warn when it is late."""
+        """Raise after the timeout; warn while members are late."""
         names = ", ".join(map(str, missing))
         if time.monotonic() > self._deadline:
             raise CollectiveTimeoutError(
@@ -88,7 +88,7 @@ class Regroup:
             )
         self._late_warning.look(self._doing, lambda: names)
 
-    # ---- the one that serves -----------------------------------------------------------------------------------
+    # ---- the server --------------------------------------------------------------------------------------------
 
     def _serve(self) -> Regrouped:
         store = TCPStore(
@@ -97,7 +97,7 @@ class Regroup:
         try:
             self._offer(store.port)
             store.set(_key(self._me), b"")
-            told: list[Member] = []
+            published: list[Member] = []
             while True:
                 left = self._left()
                 came = store.peek([_key(member) for member in left])
@@ -105,8 +105,8 @@ class Regroup:
                 if not missing:
                     store.set("left", _keys(left))
                     return Regrouped(left, store)
-                if missing != told:
-                    store.set("missing", _keys(told := missing))
+                if missing != published:
+                    store.set("missing", _keys(published := missing))
                 self._check_time(missing)
                 time.sleep(_POLL_SECONDS)
         except BaseException:
@@ -122,10 +122,10 @@ class Regroup:
     def _left_seconds(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
 
-    # ---- those that come ---------------------------------------------------------------------------------------
+    # ---- the other survivors -----------------------------------------------------------------------------------
 
     def _come_to(self, first: Member) -> Regrouped | None:
-        """Wait for what the first member says; None: it has died, or is sought anew."""
+        """Wait at the first member's store for the survivors; None: it has died, or must be looked up again."""
         for level in self.levels:
             if first not in level.members:
                 continue
@@ -141,7 +141,7 @@ class Regroup:
         return None
 
     def _hear(self, first: Member, host: str, port: int) -> Regrouped | None:
-        with suppress(StoreError):  # it has died, or has closed this store
+        with suppress(StoreError):  # the server has died, or has closed this store
             store = TCPStore(host, port, timeout=min(self._left_seconds(), 1.0))
             try:
                 store.set(_key(self._me), b"")
@@ -161,7 +161,7 @@ class Regroup:
 
 
 def _key(member: Member) -> str:
-    """Names a process; ranks change."""
+    """Return a key that names the process and not its rank, which changes from group to group."""
     return f"here/{member.boot_id}/{member.pid_namespace}/{member.pid}/{member.start_time}"
 
 
