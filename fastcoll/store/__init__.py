@@ -18,7 +18,7 @@ __all__ = ["FileStore", "HashStore", "PrefixStore", "Rendezvous", "Store", "TCPS
 def __getattr__(name: str) -> Any:
     if name != "TCPStore":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Sockets are for those who meet over the network.
+    # TCPStore imports sockets, so it is imported when it is needed.
     from .tcp_store import TCPStore
 
     return TCPStore

@@ -1,15 +1,16 @@
-"""FileStore: a store in a file that all ranks can reach, kept in step by SharedLog.
+"""FileStore: a store in a file that all ranks can reach. The file is a log, which SharedLog reads and appends to.
 
-Every participant is written into the file with its process. The one that leaves last removes it, and
-one that comes to a file whose participants are all dead starts it anew.
+The file lists its participants and their processes. The last participant to leave removes the file. A process that
+opens a file whose participants are all dead clears it.
 
-The bytes are a magic line, 8 bytes that say where to begin, and records, only ever appended to: the requests that
-change something, as frames (frames.py). Before each is a 12-byte header (big-endian: CRC-32 of the frame, its length, 1
-for a change of who takes part, three zeros). A writer that is killed leaves at most one record cut off at the end;
-nobody else was writing, as it held the lock, so the next writer cuts it off and goes on.
+The file has a magic line, 8 bytes with the offset of the first valid record, and records, which are only appended. A
+record is a 12-byte header (big-endian: CRC-32 of the frame, its length, 1 for a change of the participants, three
+zeros) and a request that changes something, as a frame (frames.py). A killed writer leaves at most one incomplete
+record, at the end: it held the lock, so no other process was writing. The next writer removes that record.
 
-Where most of the log is history, a writer appends all that holds as a few records more, says that one begins there, and
-gives what is before back to the file system, as a hole. Killed before it says so, it has only repeated what holds.
+When most of the log is obsolete, a writer appends the current state as new records, sets the offset to the first of
+them, and frees the file's blocks before it (a hole). If it is killed before it sets the offset, the log repeats the
+current state, which is harmless.
 """
 
 from __future__ import annotations
@@ -37,29 +38,28 @@ MAGIC = b"fastcoll store 3\n"
 _BEGIN = struct.Struct("!Q")
 FIRST = len(MAGIC) + _BEGIN.size  # where the records of a new file begin
 _HEADER = struct.Struct("!II?3x")
-_OPENED = b"opened"  # among those that take part: how many have ever come
-# A log begins anew when it has so many bytes, and so many times those that it takes to write down what holds.
+_OPENED = b"opened"  # a key among the participants: how many have ever opened the file
+# A log is compacted when it has more bytes than the first number, and more than the current state times the second.
 _MOST_HISTORY, _HISTORY_SHARE = 1 << 20, 4
-_RECORD_BYTES = 64  # of a record, beside its key and value, about
-_PUNCH_HOLE = 0x02 | 0x01  # of fallocate(2), and keep the size
-# struct flock: type, whence, start, length, pid. The lock belongs to the open file, not to the
-# process (fcntl(2), "open file description locks"), so it also keeps threads apart.
+_RECORD_BYTES = 64  # of a record besides its key and value, approximately
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of fallocate(2)
+# struct flock: type, whence, start, length, pid. The lock belongs to the open file description and not to the process
+# (fcntl(2), "open file description locks"), so it also excludes other threads.
 _FLOCK = struct.Struct("hhqqi0q")
-_PAUSE_MOST = 0.02  # between two looks at the file or its lock
+_PAUSE_MOST = 0.02  # between two polls of the file or its lock
 _LEAVE_SECONDS = 5.0
 
 
 class FileStore(TableStore):
     """Keys and values in the file `file_name`, appended under an fcntl lock. Thread safe.
 
-    The file is made with mode 0600 and removed when the last participant closes the store (at the
-    latest when its process ends in an orderly way). A file left by processes that were killed is
-    recognised by their pids and start times, and started anew.
+    The file is created with mode 0600. The last participant removes it when it closes the store, or when its process
+    exits normally. A file left by killed processes is recognised by their pids and start times, and cleared.
 
     Args:
         file_name: in an existing directory, on a file system with fcntl locks (NFS has them).
-        world_size: how many participants there will be: the file stays until so many have come and
-            all have left. -1: it goes when nobody has it open.
+        world_size: the number of participants: the file stays until so many have come and all have left. -1: it is
+            removed when no process has it open.
         timeout: of blocking operations.
 
     Raises:
@@ -82,13 +82,13 @@ class FileStore(TableStore):
         self._leave = weakref.finalize(self, _leave, self._log, self.world_size, self._pid)
 
     def participants(self) -> list[ProcessId]:
-        """The processes that have the file open, as they wrote themselves down."""
+        """Return the processes that have the file open, as listed in it."""
         check_process(self, self._pid)
         with self._mutex, self._log.transaction(limit_of(self)):
             return list(self._log.participants.values())
 
     def clone(self) -> FileStore:
-        """A participant more."""
+        """Open the store once more, as another participant."""
         return FileStore(self.path, self.world_size, self.timeout)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class FileStore(TableStore):
                     and not log.has_news()
                     and log.table.first_missing(request) is not None
                 ):
-                    continue  # neither other processes nor our own threads wrote: it is not worth the lock
+                    continue  # neither another process nor another thread wrote, so do not take the lock
                 with log.transaction(limit_of(self)):
                     if log.table.first_missing(request) is None:
                         return log.apply(request)
@@ -118,26 +118,26 @@ class FileStore(TableStore):
 
 
 def _leave(log: SharedLog, world_size: int, pid: int) -> None:
-    if pid == os.getpid():  # a forked child must not write its parent out
+    if pid == os.getpid():  # a child of fork must not remove its parent from the participants
         log.leave(world_size)
 
 
 class SharedLog:
-    """The open file of one participant. Not thread safe: the owner brings a lock.
+    """The log, as opened by one participant. Not thread safe: the owner must hold a lock.
 
-    Opening it writes this process in. Everything else happens inside `transaction`.
+    The constructor adds this process to the participants. All other access is inside `transaction`.
 
     Attributes:
-        table: the keys and values, as far as they have been read.
-        participants: the processes that have the file open now.
+        table: the keys and values, from the records read so far.
+        participants: the processes that have the file open.
     """
 
     def __init__(self, path: str, limit: float) -> None:
         self.path = path
         self._me = os.urandom(8)
-        self._offset: int  # up to which the file has been read
-        self._begin: int  # where its records begin
-        self._opened: int  # how many have ever come
+        self._offset: int  # of the end of the records that were read
+        self._begin: int  # offset of the first valid record
+        self._opened: int  # how many participants have ever opened the file
         self._forget()
         for _ in tries(limit):
             self._fd = open_own(path)
@@ -149,23 +149,23 @@ class SharedLog:
             except BaseException:
                 os.close(self._fd)
                 raise
-            # Its last participant removed it between our opening and locking it.
+            # The last participant removed the file after this process opened it and before it took the lock.
             os.close(self._fd)
         raise StoreTimeoutError(f"{path} is removed and made again without end")
 
     @contextmanager
     def transaction(self, limit: float) -> Iterator[None]:
-        """Inside the `with` the lock is held and everything in the file has been read."""
+        """Hold the lock inside the `with`; all records have been read when it begins."""
         with locked(self._fd, self.path, limit):
             self._catch_up()
             yield
 
     def has_news(self) -> bool:
-        """Whether the file has grown since it was read."""
+        """Return whether the file has grown since it was read."""
         return os.fstat(self._fd).st_size != self._offset
 
     def apply(self, request: StoreRequest) -> list[bytes]:
-        """Carry out `request` inside a transaction and write what it changed."""
+        """Execute `request`, inside a transaction, and append it if it changes something."""
         if request.op not in CHANGING:
             return self.table.apply(request)
         try:
@@ -182,7 +182,7 @@ class SharedLog:
         return answer
 
     def leave(self, world_size: int) -> None:
-        """Write ourselves out, and remove the file if nobody will come back to it: all have left or are dead."""
+        """Remove this process from the participants; remove the file if all have come, and have left or are dead."""
         try:
             with self.transaction(_LEAVE_SECONDS):
                 del self.participants[self._me]
@@ -195,7 +195,7 @@ class SharedLog:
             os.close(self._fd)
 
     def _begin_anew(self) -> None:
-        """Write down all that holds, and give the log before that back."""
+        """Append the current state, and free the log before it."""
         begin, opened = self._offset, self._opened
         here = [StoreRequest(Op.SET, (me,), (it.to_bytes(),)) for me, it in self.participants.items()]
         records = [record_of(request, True) for request in here]
@@ -205,19 +205,21 @@ class SharedLog:
         os.pwrite(self._fd, _BEGIN.pack(begin), len(MAGIC))
         self._begin = begin
         offset, length = ctypes.c_int64(FIRST), ctypes.c_int64(begin - FIRST)
-        ctypes.CDLL(None).fallocate(self._fd, _PUNCH_HOLE, offset, length)  # which not every file system can
+        ctypes.CDLL(None).fallocate(
+            self._fd, _PUNCH_HOLE, offset, length
+        )  # not every file system supports it
 
     def _all_gone(self) -> bool:
         return all(_is_gone(process, self._fd) for process in self.participants.values())
 
     def _enter(self) -> None:
-        """Start the file anew if it is stale, and write ourselves in."""
+        """Clear the file if all its participants are dead, and add this process to the participants."""
         start = self._read(0, FIRST)
         if not MAGIC.startswith(start[: len(MAGIC)]):
             raise UsageError(
                 f"{self.path} holds something else than a fastcoll store; choose another path or remove it"
             )
-        if len(start) < FIRST:  # its first writer was killed at once
+        if len(start) < FIRST:  # the first writer was killed before it had written the header
             os.ftruncate(self._fd, 0)
         self._catch_up()
         if self.participants and self._all_gone():
@@ -228,13 +230,13 @@ class SharedLog:
         self._take(joining, True)
 
     def _catch_up(self) -> None:
-        """Read what others have written, and cut off what a killed writer left half-written."""
+        """Read the new records, and remove an incomplete one that a killed writer has left."""
         size, head = os.fstat(self._fd).st_size, self._read(0, FIRST)
         begin = int.from_bytes(head[len(MAGIC) :], "big")
         sound = head[: len(MAGIC)] == MAGIC and FIRST <= begin <= size
         if size < self._offset or (size > 0 and not sound):
             raise StoreError(f"{self.path} was changed by something else than a fastcoll store")
-        if self._offset < begin:  # what is before is a hole, and what holds has been written down anew
+        if self._offset < begin:  # the log was compacted: before `begin` is a hole, after it the whole state
             self._forget()
             self._offset = begin
         self._begin = begin
@@ -267,7 +269,7 @@ class SharedLog:
             self.participants.pop(key, None)
 
     def _write(self, data: bytes) -> None:
-        """Append what has had its effect already; all of it or nothing."""
+        """Append records, all or none; the table has them already."""
         try:
             done = 0
             while done < len(data):
@@ -285,7 +287,7 @@ class SharedLog:
         return b"".join(parts)
 
     def _is_at_path(self) -> bool:
-        """Whether `path` still names the file that is open."""
+        """Return whether `path` still names the open file."""
         try:
             there = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -294,7 +296,7 @@ class SharedLog:
 
 
 def _is_gone(process: ProcessId, fd: int) -> bool:
-    """Whether a participant is proven dead: its process has ended, or its machine has booted since."""
+    """Return whether a participant is proven dead: its process has ended, or its machine has rebooted since."""
     if in_sight(process):
         alive = process.alive()
         forget([process])
@@ -307,14 +309,15 @@ def _is_gone(process: ProcessId, fd: int) -> bool:
 
 
 def record_of(request: StoreRequest, is_of_participants: bool = False) -> bytes:
-    """One change, as the log has it."""
+    """Return the record of a change."""
     frame = encode_request(request)
     return _HEADER.pack(zlib.crc32(frame, is_of_participants), len(frame), is_of_participants) + frame
 
 
 def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[StoreRequest, bool, int]]:
-    """The whole changes at the start of `data`, which begins at `offset`, whether of participants, and each one's end;
-    a StoreError or ProtocolError where the bytes are none.
+    """Yield the complete records in `data`: the request, whether it changes the participants, and its end offset.
+
+    `offset` is that of the start of `data`. StoreError, ProtocolError: the bytes are not a record.
     """
     at = 0
     while (start := at + _HEADER.size) <= len(data):
@@ -333,7 +336,7 @@ def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[StoreRequest, b
 
 
 def open_own(path: str) -> int:
-    """The descriptor of the regular file `path`, made with mode 0600 if it is missing. A UsageError says why not."""
+    """Open the regular file `path`, created with mode 0600 if it is missing; return its descriptor, or raise."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags, 0o600)
@@ -379,7 +382,7 @@ def _check_owner(path: str, status: os.stat_result) -> None:
 def locked(fd: int, path: str, limit: float) -> Iterator[None]:
     """Hold the exclusive lock of the file inside the `with`.
 
-    StoreTimeoutError: another process holds it for longer than `limit` seconds. ResourceError: there are no locks.
+    StoreTimeoutError: another process held it for `limit` seconds. ResourceError: the file system has no locks.
     """
     for _ in tries(limit, 0.0005, _PAUSE_MOST):
         try:

@@ -1,7 +1,7 @@
-"""Requests and answers as frames, which go between a store's client and server and into a FileStore's file.
+"""The wire format of requests and answers, between a store's client and server and in a FileStore's file.
 
 A frame is a 16-byte header (big-endian: code, one zero, number of keys, length of the body, timeout in seconds as a
-double) and the body, whose fields are each a 4-byte length and the bytes.
+double) and a body of fields, each of them a 4-byte length and the bytes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .table import MAX_ANSWER, MAX_KEY, SHAPES, Op, StoreRequest
 
 HEADER = struct.Struct("!BxHId")
 LENGTH = struct.Struct("!I")
-# One value of the largest size, its key, or a batch of as many bytes, with their lengths.
+# One value of the largest size with its key, or a batch of as many bytes, including the lengths.
 MAX_BODY = MAX_ANSWER + 2 * MAX_KEY
-# Looking a number up in an enumeration's class takes ten times as long.
+# A lookup by Op(number) takes ten times as long.
 _OPERATIONS = {op.value: op for op in Op}
 
 
 class ProtocolError(ValueError):
-    """Bytes that no client or server of this protocol sends; the connection is dropped."""
+    """The peer's bytes violate the protocol; its connection is dropped."""
 
 
 class ReplyStatus(IntEnum):
-    """How a request ended: OK and the answer, TIMEOUT and how many keys are missing with the first, REFUSED and why."""
+    """The outcome of a request: OK, with the answer; TIMEOUT, with the missing keys; REFUSED, with the reason."""
 
     OK = 0
     TIMEOUT = 1
@@ -35,18 +35,18 @@ class ReplyStatus(IntEnum):
 
 
 def encode_frame(code: int, fields: Sequence[bytes], keys: int = 0, timeout: float = 0.0) -> bytes:
-    """A frame ready to send."""
+    """Return a frame, ready to send."""
     body = b"".join(part for each in fields for part in (LENGTH.pack(len(each)), each))
     return HEADER.pack(code, keys, len(body), timeout) + body
 
 
 def encode_request(request: StoreRequest) -> bytes:
-    """A request as a frame: its keys, then its values."""
+    """Return a request as a frame: its keys, then its values."""
     return encode_frame(request.op, request.keys + request.values, len(request.keys), request.timeout)
 
 
 def frame_length(header: bytes) -> int:
-    """The length of the body behind a header; a ProtocolError where it is longer than any may be."""
+    """Return the length of the body after a header; ProtocolError: it is longer than allowed."""
     length: int = HEADER.unpack(header)[2]
     if length > MAX_BODY:
         raise ProtocolError(f"a frame announces {length} bytes, at most {MAX_BODY} are allowed")
@@ -54,7 +54,7 @@ def frame_length(header: bytes) -> int:
 
 
 def check_request_header(header: bytes) -> int:
-    """The length of the body; a ProtocolError where the header is no request's, and nothing more need be read."""
+    """Return the length of the body; ProtocolError: the header is not a request's, so the body need not be read."""
     code, keys, _, timeout = HEADER.unpack(header)
     op = _OPERATIONS.get(code)
     if op is None:
@@ -68,7 +68,7 @@ def check_request_header(header: bytes) -> int:
 
 
 def decode_request(header: bytes, body: bytes) -> StoreRequest:
-    """The request in a frame whose header was checked; a ProtocolError where the body is not what that says."""
+    """Return the request in a frame with a checked header; ProtocolError: the body does not fit the header."""
     code, keys, _, timeout = HEADER.unpack(header)
     op = _OPERATIONS[code]
     fields = decode_fields(body)
@@ -78,7 +78,7 @@ def decode_request(header: bytes, body: bytes) -> StoreRequest:
 
 
 def decode_answer(header: bytes, body: bytes) -> tuple[ReplyStatus, list[bytes]]:
-    """The answer in a frame from the server; a ProtocolError where it is none."""
+    """Return the answer in a frame from the server; ProtocolError: it is not an answer."""
     code = header[0]
     if code not in tuple(ReplyStatus):
         raise ProtocolError(f"there is no status {code}")
@@ -86,7 +86,7 @@ def decode_answer(header: bytes, body: bytes) -> tuple[ReplyStatus, list[bytes]]
 
 
 def decode_fields(body: bytes) -> list[bytes]:
-    """The fields of a body; a ProtocolError where their lengths do not add up to the body's."""
+    """Return the fields of a body; ProtocolError: their lengths do not add up to that of the body."""
     fields: list[bytes] = []
     at = 0
     while at < len(body):

@@ -1,4 +1,4 @@
-"""How a connection begins, of two ranks or of a store's client and server: both sides as bytes without sockets.
+"""The opening of a connection between two ranks, or a store's client and server: a protocol without sockets.
 
 Opening, 112 bytes each way, the dialing side first (big-endian):
 
@@ -6,33 +6,34 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     0       8      magic "FASTMESH"
     8       2      protocol version
     10      1      role: 1 dials, 2 answers
-    11      1      verdict: 0 welcome, 1 other protocol, 2 other version, 3 secrets differ, 4 no more room,
+    11      1      result: 0 welcome, 1 other protocol, 2 other version, 3 secrets differ, 4 full,
                    5 the client has dialed another address
     12      16     version of fastcoll, ASCII, filled up with zeros
     28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 recovery endpoint, 6 rpc
-    29      1      1 when this side has a job secret, 0 with FASTCOLL_INSECURE=1 alone
+    29      1      1 if this side has a job secret, 0 with FASTCOLL_INSECURE=1 and no secret
     30      2      stream: the number of this connection among those of its kind
-    32      16     group: drawn by its first member when the group is made, so it identifies the job as well; of a
-                   store its instance; from a store's client, the store's name as the client has it
-    48      4      the sender's rank in the group; of a store 0 is the server and 1 any client
-    52      4      the rank that it means to talk to
-    56      4      size of the group; of a store 2
+    32      16     group: drawn by its first member when the group is made, so it also identifies the job; from a
+                   store's server, the server's instance; from a store's client, the client's name for the store
+    48      4      the sender's rank in the group; for a store, 0 is the server and 1 any client
+    52      4      the rank of the other side
+    56      4      size of the group; for a store 2
     60      20     from a store's client, a digest of the address and port that it has dialed; else zero
-    80      32     nonce, fresh for each connection
+    80      32     nonce, new for each connection
 
-The answering side's opening is followed by its proof and answered by the dialing side's: 32 bytes of
-HMAC-SHA256 over the direction and both openings, keyed with the group's token and the job's secret. A dialing side
-that rejects the answering side's proof sends zeros in place of its own: the secrets differ. A store's key is the
-secret alone. With FASTCOLL_INSECURE=1 a group's key is only its token, which goes through the store, and a store
-exchanges no proofs. All fields have fixed sizes; nothing else is read before the proofs are right. This
-authenticates; it does not encrypt.
+The answering side sends its proof after its opening; the dialing side then sends its own proof. A proof is 32 bytes of
+HMAC-SHA256 over the direction and both openings; the key is derived from the group's token and the job's secret. If
+the dialing side rejects the answering side's proof, it sends zeros instead of its own: the secrets differ. The key of a
+store is the secret alone. With FASTCOLL_INSECURE=1 and no secret, the key of a group is derived from its token alone,
+which is published in the store, and a store's connections exchange no proofs. All fields have fixed sizes; nothing else
+is read before the proofs are verified. This authenticates connections; it does not encrypt them.
 
-Each side says how many bytes it `wants` next (0: it is through), takes what came, split in any way, and
-returns what is to be sent. Never more than one opening and one proof are held.
+Each side has an object: `wants` is how many bytes it still needs (0: it has finished), and `take` consumes received
+bytes, split in any way, and returns the bytes to send. It holds at most one opening and one proof.
 
-A proof cannot be relayed to another job. The openings of a group identify the group, and so the job. A store's job is
-identified by its secret, if the job was given one. The user's own secret opens all jobs of the user; there the client's
-opening has the address that it dialed, and a server with another address refuses it, unless both have the same name.
+A proof cannot be relayed to another job. The openings of a group identify the group, and so the job. The job of a store
+is identified by its secret, if the job was given one. The user's own secret opens all jobs of the user; so the client's
+opening then has the address that it dialed, and a server at another address refuses it, unless both have the same name
+for the store.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _SECRETS = f"its secret is another one; {SAME_SECRET}"
 
 
 class OpeningError(ValueError):
-    """Bytes that no rank of this group sends; the connection is dropped."""
+    """The bytes are not from a rank of this group; the connection is dropped."""
 
 
 class Role(IntEnum):
@@ -73,8 +74,11 @@ class Role(IntEnum):
 
 
 class ConnectionKind(IntEnum):
-    """What a connection is for: notices, the bytes of collectives, messages, requests to a store, to learn where the
-    survivors of a failure meet, or remote calls."""
+    """The use of a connection.
+
+    CONTROL: notices. DATA: the bytes of collectives. MAIL: messages. STORE: requests to a store. RECOVERY: the address
+    at which the survivors of a failure meet. RPC: remote calls.
+    """
 
     CONTROL = 1
     DATA = 2
@@ -95,9 +99,9 @@ class OpeningResult(IntEnum):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A rank's place in one group, by its name on the wire, and what proves it.
+    """A rank of a group, as openings name it, and the key of the group's proofs.
 
-    `key`: see `derive_key`; b"", of a store without a secret, is for everybody and takes no proofs.
+    `key`: see `derive_key`. b"" is that of a store without a secret, which any process may open without a proof.
     """
 
     group: bytes
@@ -135,7 +139,7 @@ class Opening(NamedTuple):
         result: OpeningResult,
         place: bytes = _NOWHERE,
     ) -> Opening:
-        """What a rank says to a peer."""
+        """Return the opening that the rank of `endpoint` sends to a peer."""
         named = (endpoint.group, endpoint.rank, peer, endpoint.size)
         nonce = os.urandom(NONCE_SIZE)
         return cls(PROTOCOL, role, result, VERSION, kind, endpoint.has_secret, stream, *named, place, nonce)
@@ -145,7 +149,10 @@ class Opening(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, role: Role) -> Opening:
-        """The opening of a side of `role`, or OpeningError; of another protocol's only verdict and version are read."""
+        """Parse the opening of a side of `role`, or raise OpeningError.
+
+        If it has another protocol version, only its result and its version of fastcoll are valid.
+        """
         magic, *fields = _FORMAT.unpack(data)
         found = cls._make(fields)
         if magic != MAGIC or found.role != role or found.result not in tuple(OpeningResult):
@@ -168,29 +175,32 @@ class Opening(NamedTuple):
         return found._replace(kind=ConnectionKind(found.kind), has_secret=bool(found.has_secret))
 
     def answer(self, endpoint: Endpoint, result: OpeningResult) -> Opening:
-        """What the rank of `endpoint` answers."""
+        """Return the opening with which the rank of `endpoint` answers."""
         return Opening.of(endpoint, Role.ANSWERS, self.kind, self.stream, self.rank, result)
 
 
 def _check_start(data: bytes) -> None:
-    """Refuse the first bytes of an opening as soon as they are wrong."""
+    """Raise as soon as the first bytes are not those of an opening."""
     start = data[: len(MAGIC)]
     if not MAGIC.startswith(start):
         raise OpeningError(f"not a rank of fastcoll: {start!r}")
 
 
 def _fits(theirs: Opening, kind: ConnectionKind) -> bool:
-    """Whether we can talk to the other end; that ranks run one version is also found when they join by a store."""
+    """Return whether both ends have compatible versions.
+
+    A store accepts other versions of fastcoll, because ranks compare versions when they join by it.
+    """
     return theirs.protocol == PROTOCOL and (theirs.version == VERSION or kind is ConnectionKind.STORE)
 
 
 def derive_key(secret: bytes, token: bytes) -> bytes:
-    """The key of a group's proofs; it takes both the secret and the token to make it."""
+    """Return the key of a group's proofs, derived from the secret and the group's token."""
     return hmac.digest(secret, b"fastcoll group " + token, hashlib.sha256)
 
 
 def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
-    """What the side of `role` sends to prove that it has the key, on this connection only."""
+    """Return the proof that the side of `role` has the key; it is valid on this connection only."""
     return proof(key, f"fastcoll connection, the side that {role.name.lower()}", (dialed, answered))
 
 
@@ -203,7 +213,7 @@ class RefusedError(OpeningError):
 
 
 class Turned(OpeningError):
-    """A dialing rank does not fit; `answer` tells it why."""
+    """A dialing rank does not fit; `answer` is the opening that gives it the reason."""
 
     def __init__(self, reason: str, answer: bytes) -> None:
         super().__init__(reason)
@@ -211,9 +221,9 @@ class Turned(OpeningError):
 
 
 class Dialing:
-    """The dialing side: the rank of `endpoint` dials the group rank `peer`, whose opening becomes `theirs`.
+    """The dialing side: the rank of `endpoint` dials the group rank `peer`. `theirs` is the peer's opening, once read.
 
-    `place`: from a store's client, the address that it has dialed (address.py).
+    `place`: for a store's client, the digest of the address that it has dialed (address.py).
     """
 
     def __init__(
@@ -227,7 +237,10 @@ class Dialing:
         self.wants = OPENING_SIZE
 
     def take(self, data: bytes) -> bytes:
-        """Take at most `wants` bytes; what to send now. OpeningError, RefusedError: the other end is not the peer."""
+        """Consume at most `wants` received bytes; return the bytes to send.
+
+        OpeningError: the other end is not the peer; a retry may help. RefusedError: a retry does not help.
+        """
         self._buffer += data
         self.wants -= len(data)
         if len(self._buffer) <= OPENING_SIZE:
@@ -266,10 +279,10 @@ class Dialing:
 
 
 class Answering:
-    """The side that is dialed.
+    """The answering side.
 
-    `find` returns the endpoint for an opening; None: it is not here. `is_here`: whether an opening was dialed to this
-    address. `theirs` is the other side's opening, once it has arrived.
+    `find` returns the endpoint for an opening, or None if this process has none. `is_here` returns whether an opening
+    was dialed to this address. `theirs` is the other side's opening, once read.
     """
 
     def __init__(
@@ -284,7 +297,10 @@ class Answering:
         self.wants = OPENING_SIZE
 
     def take(self, data: bytes) -> bytes:
-        """Take at most `wants` bytes; what to send now. OpeningError: drop it; Turned: after its `answer`."""
+        """Consume at most `wants` received bytes; return the bytes to send.
+
+        OpeningError: drop the connection. Turned: send its `answer`, then drop the connection.
+        """
         self._buffer += data
         self.wants -= len(data)
         if self.theirs is None:
@@ -297,7 +313,7 @@ class Answering:
         return b""
 
     def ended(self) -> str:
-        """Why a connection that ends now is dropped; empty: nothing has come, as from a probe for who listens."""
+        """Return why a connection that ends now is dropped; empty: it has sent nothing, for example a port scan."""
         if self.theirs is None:
             return "closed before its opening was complete" if self._buffer else ""
         return "closed before its proof came: its process ended, or gave up the wait for this one"

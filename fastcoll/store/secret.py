@@ -1,14 +1,15 @@
 """The job's secret: where it comes from, and how both ends of a connection prove that they have it.
 
-Whoever has it may join the job. It authenticates the opening of connections; it encrypts nothing. Of these the first:
+Any process with the secret may join the job. It authenticates the opening of connections; it encrypts nothing. The
+first of these is used:
 
-    given            FASTCOLL_SECRET, else what the file FASTCOLL_SECRET_FILE holds
-    none             with FASTCOLL_INSECURE=1 alone
-    the user's own   the file fastcoll/secret in the user's configuration folder, made at first use: with a shared home
-                     the same on all machines
-    this machine's   /dev/shm/.fastcoll-<uid>-secret, made likewise where no such folder can be written to
+    given            FASTCOLL_SECRET, else the content of the file FASTCOLL_SECRET_FILE
+    none             with FASTCOLL_INSECURE=1
+    the user's own   the file fastcoll/secret in the user's configuration folder, created at first use; with a shared
+                     home it is the same on all machines
+    this machine's   /dev/shm/.fastcoll-<uid>-secret, created at first use if there is no writable folder
 
-Without any there is no listening: each process takes its secret before it opens a socket.
+A process reads its secret before it opens a socket, so without a secret, or FASTCOLL_INSECURE=1, it does not listen.
 """
 
 from __future__ import annotations
@@ -44,40 +45,40 @@ class _Secret(NamedTuple):
 
 
 def job_secret() -> bytes:
-    """The job's secret; empty with FASTCOLL_INSECURE=1, where none is given.
+    """Return the job's secret; empty with FASTCOLL_INSECURE=1, if none is given.
 
     Raises:
-        UsageError: its file cannot be used, or be made anywhere.
+        UsageError: the file cannot be used, or cannot be created.
     """
     return _secret().text
 
 
 def source() -> str:
-    """Where this process's secret is from, for messages."""
+    """Return the source of this process's secret, for messages."""
     return _secret().source
 
 
 def is_users() -> bool:
-    """Whether the secret is the user's own or this machine's, which opens all of the user's jobs, not only this one."""
+    """Return whether the secret is the user's own or this machine's, which opens all jobs of the user."""
     return _secret().is_users
 
 
 def proof(key: bytes, label: str, openings: Sequence[bytes]) -> bytes:
-    """32 bytes of HMAC-SHA256 over a label and both openings of a connection.
+    """Return 32 bytes of HMAC-SHA256 over a label and both openings of a connection.
 
-    The label tells the protocol and the direction, so that no proof can be sent back; the openings each have a fresh
-    nonce, so that no proof can be used again.
+    The label has the protocol and the direction, so a proof cannot be sent back. Each opening has a new nonce, so a
+    proof cannot be used again.
     """
     return hmac.digest(key, label.encode() + b"".join(openings), hashlib.sha256)
 
 
 def is_proof(given: bytes, expected: bytes) -> bool:
-    """Whether two proofs are equal, in a time that does not tell where they differ."""
+    """Return whether two proofs are equal, in constant time."""
     return hmac.compare_digest(given, expected)
 
 
 def warn_if_open(where: str) -> None:
-    """Warn, once a process, that it listens at `where` for a job without a secret, as FASTCOLL_INSECURE=1 allows."""
+    """Warn, once per process, that it listens at `where` without a secret (FASTCOLL_INSECURE=1)."""
     global _warned
     if _warned or job_secret():
         return
@@ -89,13 +90,13 @@ def warn_if_open(where: str) -> None:
 
 
 def check_unpickling(doing: str) -> None:
-    """Refuse to unpickle other processes' data in a job without a secret: they have not proven that they belong to it.
+    """Raise in a job without a secret: data of other processes must not be unpickled, as they have proven nothing.
 
     Args:
         doing: the refused action, as the subject of the error's sentence.
 
     Raises:
-        UnavailableError: FASTCOLL_INSECURE=1 leaves the secret out.
+        UnavailableError: the job has no secret, because of FASTCOLL_INSECURE=1.
     """
     if not job_secret():
         raise UnavailableError(
@@ -127,7 +128,7 @@ def _read_given(path: str) -> bytes:
         if not stat.S_ISREG(state.st_mode):
             raise UsageError(f"FASTCOLL_SECRET_FILE={path!r} is no file")
         mode = stat.S_IMODE(state.st_mode)
-        # Its group may read it, as in Kubernetes' volumes.
+        # The file's group may read it, as in volumes of Kubernetes.
         if mode & 0o027 or state.st_uid not in (0, os.geteuid()):
             raise UsageError(
                 f"FASTCOLL_SECRET_FILE={path!r} is open to others (mode {mode:04o}, owner {state.st_uid}); it must be "
@@ -145,7 +146,7 @@ def _read_given(path: str) -> bytes:
 
 
 def _content(fd: int) -> bytes:
-    """The secret in a file; empty: there is none, or too much."""
+    """Return the secret in a file; empty if the file is empty or too long."""
     data = os.read(fd, _MAX_FILE + 1)
     return b"" if len(data) > _MAX_FILE else data.strip()
 
@@ -155,7 +156,7 @@ def _content(fd: int) -> bytes:
 
 @functools.cache
 def _own(places: tuple[Path, ...]) -> _Secret:
-    """The secret in the first of the places where the file is, or can be made; read once a process."""
+    """Return the secret in the first of the paths that exists or can be created; read once per process."""
     refused: list[str] = []
     for path in places:
         try:
@@ -171,7 +172,10 @@ def _own(places: tuple[Path, ...]) -> _Secret:
 
 
 def _read_own(path: Path) -> _Secret:
-    """The secret in the user's own file; UsageError where somebody else may know it, OSError where none can be seen."""
+    """Return the secret in the user's own file.
+
+    UsageError: other users may have read it, or it is not usable. OSError: the file cannot be seen.
+    """
     os.lstat(path)
     why = ""
     try:
@@ -190,7 +194,7 @@ def _read_own(path: Path) -> _Secret:
 
 
 def _openness(state: os.stat_result) -> str:
-    """Why the file is not this user's alone; empty: it is."""
+    """Return why the file is not accessible to this user alone; empty if it is."""
     if not stat.S_ISREG(state.st_mode):
         return "it is no file"
     if state.st_uid != os.geteuid():
@@ -207,13 +211,14 @@ def _refused(path: Path, why: str) -> UsageError:
 
 
 def _make(path: Path) -> None:
-    """Make the file, unless another process comes first; OSError: it cannot be made there.
+    """Create the file, unless another process creates it first; OSError: it cannot be created there.
 
-    It appears under its name whole and by `link`, which keeps what is there, so all who make it at once read the same.
+    A complete file gets its name by `link`, which does not replace an existing file. So all processes that create it at
+    the same time read the same secret.
     """
     if path.parent != _MACHINES:
         _check_folder(path.parent)
-        for folder in (path.parent.parent, path.parent):  # and no home, which root could make
+        for folder in (path.parent.parent, path.parent):  # but not the home, which root could create
             folder.mkdir(0o700, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -231,7 +236,7 @@ def _make(path: Path) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Nothing of this user's is put into another one's home, as it would be under sudo; a PermissionError says so."""
+    """Raise PermissionError if the folder is in another user's home, as it would be under sudo."""
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
     state = nearest.stat()
     if state.st_uid != os.geteuid() and not state.st_mode & stat.S_ISVTX:

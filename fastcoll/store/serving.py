@@ -1,7 +1,7 @@
-"""A thread that accepts connections and serves them: what a store's server and the listener for ranks have in common.
+"""A thread that accepts connections and serves them: the common part of a store's server and the listener for ranks.
 
-A child of fork has no such thread, so it closes its copies of all sockets: clients would not notice the parent's death
-while a copy is open.
+A child of fork does not have this thread. It closes its copies of the sockets, because clients would not notice the
+parent's death while a copy is open.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from ..system.forks import at_fork
 
 logger = logging.getLogger("fastcoll")
 
-_ACCEPTS_AT_ONCE = 1024  # all that wait, if they can be: the kernel turns others away
+_ACCEPTS_AT_ONCE = (
+    1024  # accept all waiting connections: the kernel refuses further ones while the queue is full
+)
 _MOST_HOSTS = 256
 _LISTED = 4
-_PAUSE_SECONDS = 0.2  # how long no connection is taken after the system ran out of something
+_PAUSE_SECONDS = 0.2  # how long no connection is accepted after the system ran out of a resource
 _OUT_OF_SOMETHING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SocketServer(ABC):
-    """Listening sockets, which it owns, and the daemon thread `name`. Everything but `close` runs on that thread.
+    """Listening sockets, which it owns, and a daemon thread `name`, on which all methods but `close` run.
 
     Attributes:
-        key: by what `acquire` finds it; None: by nothing.
+        key: with which `acquire` finds this server; None: `acquire` never finds it.
         selector: where `accepted` registers connections, with the data that `serve` is called with.
     """
 
     def __init__(self, name: str, sockets: Sequence[socket.socket], key: Hashable) -> None:
         self.key = key
-        self.blamed: dict[str, str] = {}  # by host, why its first connection was dropped
+        self.blamed: dict[str, str] = {}  # host -> why its first connection was dropped
         self.selector = selectors.DefaultSelector()
         self._sockets = list(sockets)
         self._paused_until: float | None = None
@@ -52,30 +54,30 @@ class SocketServer(ABC):
 
     @abstractmethod
     def accepted(self, connection: socket.socket, host: str) -> None:
-        """Take a connection over, and watch it."""
+        """Take ownership of a connection, and register it with the selector."""
 
     @abstractmethod
     def serve(self, data: Any, events: int) -> None:
-        """A connection is ready; another one's event may have closed it a moment ago."""
+        """Handle a connection that is ready; an earlier event may have closed it meanwhile."""
 
     @abstractmethod
     def next_deadline(self) -> float | None:
-        """When `expire` is next due, or None."""
+        """Return when `expire` is next due, or None."""
 
     @abstractmethod
     def expire(self, now: float) -> None:
-        """Do what is due. Called after all events."""
+        """Handle the deadlines that have passed. Called after all events."""
 
     @abstractmethod
     def refuse(self, listening: socket.socket, error: OSError) -> None:
-        """This process or the system is out of something, so that no connection can be taken. Say so, and `pause`."""
+        """Handle an accept that failed because a resource is exhausted: log it, and `pause`."""
 
     @abstractmethod
     def connections(self) -> Iterable[socket.socket]:
-        """Those that are open."""
+        """Return the open connections."""
 
     def blame(self, host: str, reason: str) -> None:
-        """Say why a connection was dropped, loudly the first time that a host sends such; nothing without a reason."""
+        """Log why a connection was dropped, as a warning for a host's first one; do nothing without a reason."""
         known = host in self.blamed or len(self.blamed) >= _MOST_HOSTS
         if reason and not known:
             self.blamed[host] = reason
@@ -84,23 +86,23 @@ class SocketServer(ABC):
             logger.log(level, "dropped a connection from %s: %s", host, reason)
 
     def pause(self) -> None:
-        """Take no connection for a moment."""
+        """Accept no connection for 0.2 s."""
         for each in self._sockets:
-            with contextlib.suppress(KeyError):  # paused a moment ago
+            with contextlib.suppress(KeyError):  # already paused
                 self.selector.unregister(each)
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
     def close(self, linger: float = 0.0) -> None:
-        """Stop, after at most `linger` seconds for clients to leave by themselves. Closing twice is fine."""
+        """Stop, after at most `linger` seconds in which clients can disconnect. Closing twice is fine."""
         self._stop_at = time.monotonic() + linger
-        with contextlib.suppress(OSError):  # the thread may have seen it already, and ended
+        with contextlib.suppress(OSError):  # the thread may have ended already
             self._wake_write.send(b"x")
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._wake_write.close()
 
     def close_descriptors(self) -> None:
-        """Close everything but the waking end."""
+        """Close all descriptors except the one that wakes the thread."""
         for each in [*self.connections(), *self._sockets, self._wake_read]:
             each.close()
         self.selector.close()
@@ -120,7 +122,8 @@ class SocketServer(ABC):
     def _turn(self) -> None:
         times = (self.next_deadline(), self._stop_at, self._paused_until)
         due = min((at for at in times if at is not None), default=None)
-        # Nobody is late whose bytes have come: on a starved machine this thread may sleep past any deadline.
+        # Peers whose bytes have arrived are not late: on a starved machine this thread may sleep past any deadline. So
+        # the events come first, and `expire` gets the time before them.
         asked = time.monotonic()
         for key, events in self.selector.select(None if due is None else max(due - time.monotonic(), 0.0)):
             if key.fileobj in self._sockets:
@@ -159,7 +162,7 @@ _users: dict[SocketServer, int] = {}
 
 
 def acquire(key: Hashable, make: Callable[[], T]) -> T:
-    """This process's server with that key, for as long as somebody has it; None: a new one."""
+    """Return this process's server with that key, or a new one; its last `release` closes it."""
     with _lock:
         found: Any = next((each for each in _users if key is not None and each.key == key), None)
         server: T = found or make()
@@ -168,14 +171,14 @@ def acquire(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def turned_away() -> str:
-    """Whom this process's servers have turned away, and why, to stand behind who has not come; empty: nobody."""
+    """Return the hosts whose connections this process's servers have dropped, and why, for error messages."""
     blamed = [each for server in list(_users) for each in server.blamed.copy().items()]
-    told = "; ".join(f"from {host}: {reason}" for host, reason in blamed[:_LISTED])
-    return f" (turned away: {told})" if told else ""
+    dropped = "; ".join(f"from {host}: {reason}" for host, reason in blamed[:_LISTED])
+    return f" (turned away: {dropped})" if dropped else ""
 
 
 def release(server: SocketServer, linger: float = 0.0) -> None:
-    """End one use of a server; the last one closes it."""
+    """End one use of a server; the last user closes it."""
     with _lock:
         _users[server] -= 1
         if _users[server] > 0:
@@ -186,7 +189,7 @@ def release(server: SocketServer, linger: float = 0.0) -> None:
 
 
 def _drop_inherited() -> None:
-    """In a child of fork, where the lock may be held."""
+    """In a child of fork: replace the lock, which may be held, and close the copies of all sockets."""
     global _lock
     _lock = threading.Lock()
     for server in _users:

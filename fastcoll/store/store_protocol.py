@@ -1,4 +1,4 @@
-"""A store's server as bytes without sockets. A connection begins as opening.py says; then come frames (frames.py).
+"""A store's server as a state machine without sockets. A connection begins with openings (opening.py), then frames.
 
 A peer has one request under way at a time, which bounds what is queued for it. A peer that sends bytes after a request
 that is not answered yet is dropped, as is one that violates the protocol. Until the opening is accepted, nothing beyond
@@ -46,7 +46,7 @@ FRAME_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Peer:
-    """One connection: what has come of it, how far it is, and the request that waits for keys."""
+    """One connection: its unread bytes, its state, and its request that waits for keys."""
 
     steps: Generator[None, None, None]
     answering: Answering
@@ -55,7 +55,7 @@ class _Peer:
     deadline: float | None = None
     waiting: StoreRequest | None = None
     missing: bytes = b""
-    place: int = 0  # of `missing` among the keys it waits for
+    place: int = 0  # index of `missing` among the keys of the request
     will: StoreRequest | None = None
 
     def take(self, count: int) -> bytes:
@@ -92,9 +92,9 @@ class StoreServer:
         # Connections without an answer; answered ones without a proof, with the time of the answer. Oldest first.
         self._opening: dict[int, None] = {}
         self._proving: dict[int, float] = {}
-        # A parked peer stands under one missing key at a time, and moves on when that is set.
+        # A parked peer is registered under one missing key at a time; when that is set, under its next missing key.
         self._parked: dict[bytes, set[int]] = {}
-        # (deadline, number, peer), soonest first; an entry that its peer has outlived is skipped.
+        # (deadline, number, peer), soonest first; an entry that is not its peer's current deadline is skipped.
         self._deadlines: list[tuple[float, int, int]] = []
         self._numbers = itertools.count()
         self._now = 0.0
@@ -122,12 +122,12 @@ class StoreServer:
         return True
 
     def end(self, peer: int) -> None:
-        """The peer has ended the connection, which is to be dropped."""
+        """Drop a connection that the peer has ended."""
         state = self._peers[peer]
         self._drop(peer, "" if state.is_open else state.answering.ended())
 
     def disconnect(self, peer: int) -> None:
-        """The connection is closed."""
+        """Forget a closed connection, and execute its will."""
         state = self._peers.pop(peer, None)
         self._opening.pop(peer, None)
         self._proving.pop(peer, None)
@@ -138,7 +138,7 @@ class StoreServer:
                 self._execute(state.will)
 
     def receive(self, peer: int, data: bytes, now: float) -> None:
-        """Bytes came, split in any way."""
+        """Handle received bytes, split in any way."""
         state = self._peers.get(peer)
         if state is None:
             return
@@ -166,17 +166,17 @@ class StoreServer:
                 self._drop(peer, f"did not open within {OPENING_SECONDS:g} s")
 
     def next_deadline(self) -> float | None:
-        """When `expire` is next due, or None."""
+        """Return when `expire` is next due, or None."""
         while self._deadlines and not self._still_due(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def refusal(self) -> bytes:
-        """The opening for a connection that there is no room for; the driver sends it and closes."""
+        """Return the opening that rejects a connection because the server is full; the driver sends it and closes."""
         return Opening.of(self._me, Role.ANSWERS, ConnectionKind.STORE, 0, 1, OpeningResult.FULL).to_bytes()
 
     def _converse(self, peer: int) -> Generator[None, None, None]:
-        """What is done with a peer's bytes, from its opening on; goes on whenever more have come."""
+        """Handle a peer's bytes, from its opening on; the generator is resumed whenever bytes have come."""
         state = self._peers[peer]
         while state.answering.wants:
             if not state.buffer:
@@ -221,7 +221,7 @@ class StoreServer:
                 yield
 
     def _until(self, count: int, peer: int, state: _Peer) -> Generator[None, None, None]:
-        """Until so many bytes are there. The rest of a request must come in time."""
+        """Yield until `count` bytes have come; set the deadline for the rest of a request."""
         while len(state.buffer) < count:
             if state.is_open and state.buffer and state.deadline is None:
                 self._set_deadline(peer, self._now + self._frame_seconds)
@@ -241,10 +241,10 @@ class StoreServer:
                 self._wake(key)
 
     def _wake(self, key: bytes) -> None:
-        """Let those who wait for `key` go, or wait for their next missing key."""
+        """Answer the peers that wait for `key`, or park them under their next missing key."""
         if key not in self._parked or self._table.get(key) is None:
             return
-        # Who waits for the same gets the same bytes: with 10,000 ranks, thousands of copies would fill the memory.
+        # Equal requests share one answer object: with 10,000 ranks, thousands of copies would fill the memory.
         answers: dict[tuple[Op, tuple[bytes, ...]], bytes] = {}
         for peer in sorted(self._parked.pop(key)):
             state = self._peers[peer]
@@ -261,12 +261,12 @@ class StoreServer:
             self.outbox.append((peer, answers[same]))
 
     def _still_missing(self, state: _Peer, request: StoreRequest) -> bytes | None:
-        """The first missing key at or behind the last one, so that many keys are not looked at again and again."""
+        """Return the first missing key, searching from the last one on, so that a key is not checked repeatedly."""
         for place in range(state.place, len(request.keys)):
             if self._table.get(request.keys[place]) is None:
                 state.place = place
                 return request.keys[place]
-        return self._table.first_missing(request)  # one before it may have been deleted
+        return self._table.first_missing(request)  # an earlier key may have been deleted
 
     def _park(self, peer: int, state: _Peer, key: bytes) -> None:
         state.missing = key

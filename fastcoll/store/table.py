@@ -1,8 +1,8 @@
-"""The keys and values behind every store of this package, and the surface of Store on top of them.
+"""The keys and values of every store of this package, and the methods of Store on top of them.
 
-A Request is one operation; Table.apply carries it out in memory. TableStore makes requests of Store's calls, and bytes
-of text and numbers. HashStore, the file and the TCP server differ only in how a request comes to a table and who is
-woken afterwards.
+A StoreRequest is one operation; Table.apply executes it in memory. TableStore turns calls of Store's methods into
+requests, and text and numbers into bytes. HashStore, the file and the TCP server differ only in how a request reaches a
+table, and which waiters wake up afterwards.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MAX_VALUE = 8 << 20
 MAX_KEYS = 128 << 10
 MAX_KEYS_PER_REQUEST = 1024
 MAX_TOTAL = 1 << 30  # bytes of keys and values in one table
-# A GET or PEEK answers with as many of its values as fit in here (the first always does).
+# A GET or PEEK answers with as many of its values as fit into this (the first always does).
 MAX_ANSWER = MAX_VALUE + (64 << 10)
-_SET = b"="  # stands before each value in the answer to PEEK; a key that is not set has an empty field
-# A queue is the value of its key: each item behind this mark and its length, so that a push is an APPEND.
+_SET = b"="  # precedes each value in the answer to PEEK; a key that is not set has an empty field
+# A queue is the value of its key: this mark, the length and the bytes of each item, so that a push is an APPEND.
 _ITEM = struct.Struct("!4sI")
 _MARK = b"\0ITM"
-_DONE = b"\0done"  # behind a prefix: how many have retired its keys
-_RETIRE_SECONDS = 1.0  # for a server that is stopped: who retires keys is leaving
+_DONE = b"\0done"  # after a prefix: the key that counts the users that have retired its keys
+_RETIRE_SECONDS = 1.0  # timeout of RETIRE, in case the server is stopped: the caller is leaving
 
 
 class Op(IntEnum):
@@ -51,10 +51,10 @@ class Op(IntEnum):
     APPEND = 8
     NUM_KEYS = 9
     PEEK = 10
-    POP = 11  # the first item of the queue under a key; the last one takes the key along
-    KEYS = 12  # those behind a key, in order, as many as fit into an answer
-    WILL = 13  # what a server sets, unless it is there, when the connection ends; without a key nothing
-    RETIRE = 14  # the keys that begin so, which go when as many have asked for it as the value says
+    POP = 11  # removes the first item of the queue under a key; removing the last item removes the key
+    KEYS = 12  # the keys after a key, in order, as many as fit into an answer
+    WILL = 13  # a key that the server sets when the connection ends, unless it is set; without a key: no will
+    RETIRE = 14  # removes the keys with this prefix once as many clients have asked as the value says
 
 
 # Op -> (fewest keys, most keys, values for each key)
@@ -73,7 +73,7 @@ CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND, Op.P
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """One operation on keys; `values` holds each key's values in turn, `timeout` is in seconds."""
+    """One operation on keys; `values` has the values of each key in order, `timeout` is in seconds."""
 
     op: Op
     keys: tuple[bytes, ...] = ()
@@ -82,14 +82,14 @@ class StoreRequest:
 
 
 class Missing(NamedTuple):
-    """What a request has waited for in vain: how many keys, and the first LISTED of them."""
+    """The keys that were still missing at a request's timeout: their number, and the first LISTED of them."""
 
     number: int
     first: Sequence[bytes]
 
 
 class Table:
-    """A bounded dictionary of bytes. Not thread safe: the owner brings the lock."""
+    """A bounded dictionary of bytes. Not thread safe: the owner must hold a lock."""
 
     def __init__(self) -> None:
         self._data: dict[bytes, bytes] = {}
@@ -97,7 +97,7 @@ class Table:
 
     @property
     def size(self) -> int:
-        """Bytes of all keys and values."""
+        """The bytes of all keys and values."""
         return self._bytes
 
     def get(self, key: bytes) -> bytes | None:
@@ -107,22 +107,22 @@ class Table:
         return self._data.items()
 
     def first_missing(self, request: StoreRequest) -> bytes | None:
-        """The first key that `request` still has to wait for, or None."""
+        """Return the first key that `request` still has to wait for, or None."""
         if request.op not in (Op.GET, Op.WAIT, Op.POP):
             return None
         return next((key for key in request.keys if key not in self._data), None)
 
     def missing(self, request: StoreRequest) -> Missing:
-        """All keys that `request` still has to wait for."""
+        """Return the keys that `request` still has to wait for."""
         keys = [key for key in request.keys if key not in self._data]
         return Missing(len(keys), keys[:LISTED])
 
     def apply(self, request: StoreRequest) -> list[bytes]:
-        """Carry out a request whose keys are not missing; its answer.
+        """Execute a request whose keys are not missing; return its answer.
 
         Raises:
-            StoreError: a limit would be passed, or ADD meets what is no whole number; that key is
-                as before (of a SET of several keys, the ones ahead of it are set).
+            StoreError: a limit would be exceeded, or ADD finds a value that is not an integer. That key keeps its
+                value; in a SET of several keys the keys before it are set.
         """
         data = self._data
         key = request.keys[0] if request.keys else b""
@@ -173,7 +173,7 @@ class Table:
                 return _those_that_fit(sorted(name for name in data if name > key))
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Set one key; a StoreError where a limit would be passed."""
+        """Set one key; StoreError: a limit would be exceeded."""
         old = self._data.get(key)
         growth = len(value) - len(old) if old is not None else len(key) + len(value)
         if len(key) > MAX_KEY:
@@ -199,7 +199,7 @@ class Table:
         return True
 
     def remove(self, key: bytes) -> bool:
-        """Remove one key; whether it was there."""
+        """Remove one key; return whether it was set."""
         old = self._data.pop(key, None)
         if old is None:
             return False
@@ -208,7 +208,7 @@ class Table:
 
 
 def _items(queue: bytes, key: bytes) -> Iterator[tuple[int, int]]:
-    """Where each item of the queue under `key` starts and ends, its mark and length included."""
+    """Yield the start and end of each item of the queue under `key`, including its mark and length."""
     start = 0
     while start < len(queue) or not queue:
         mark, length = _ITEM.unpack_from(queue, start) if len(queue) - start >= _ITEM.size else (b"", 0)
@@ -231,26 +231,26 @@ def _those_that_fit(values: Iterable[bytes]) -> list[bytes]:
 
 
 def _whole_number(text: bytes, key: bytes) -> int:
-    """The number of 64 bits that ADD finds under `key`."""
+    """Return the 64-bit integer that ADD finds under `key`."""
     if len(text) <= 20 and text.removeprefix(b"-").isdigit():
         return int(text)
     raise StoreError(f"{shown(key)} holds {text[:40]!r}, which is no whole number to add to")
 
 
 def shown(key: bytes) -> str:
-    """A key as messages show it."""
+    """Return a key as text for messages."""
     text = repr(key[:80].decode(errors="replace"))
     return text if len(key) <= 80 else text + "..."
 
 
 class TableStore(Store):
-    """A store whose operations are requests to a table somewhere."""
+    """A store whose operations are requests to a table, in this process, a file or a server."""
 
     _closed = False
 
     @abstractmethod
     def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
-        """Carry out `request` and return its answer, or the keys that are still missing in the end.
+        """Execute `request` and return its answer, or the keys that are missing at its timeout.
 
         Blocks for `request.timeout` seconds while keys of a GET, WAIT or POP are missing.
         """
@@ -277,7 +277,7 @@ class TableStore(Store):
         return self._fields(Op.GET, keys, timeout)
 
     def peek(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes | None]:
-        # Each value has a byte before it, which an empty field, a key that is not set, has not.
+        # A byte precedes each value; the field of a key that is not set is empty.
         return [field[1:] if field else None for field in self._fields(Op.PEEK, keys, timeout)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -334,14 +334,14 @@ class TableStore(Store):
         return True
 
     def _fields(self, op: Op, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
-        """One field for each key, of as many requests as it takes; for WAIT none."""
+        """Return one field for each key (none for WAIT), with as many requests as needed."""
         keys, limit = checked_keys(keys), limit_of(self, timeout)
         deadline = time.monotonic() + limit
         found: list[bytes] = []
         missing, count, at = list[bytes](), 0, 0
         while at < len(keys):
             part = keys[at : at + MAX_KEYS_PER_REQUEST]
-            # Once a key is missing, time is up: the rest is only looked at.
+            # A missing key means that the timeout has passed: check the rest without waiting.
             answer = self._request(
                 op if not count else Op.WAIT, part, (), max(deadline - time.monotonic(), 0.0)
             )
@@ -361,7 +361,7 @@ class TableStore(Store):
         values: Sequence[str | bytes] = (),
         timeout: float | None = None,
     ) -> list[bytes]:
-        """The answer to a call of one request with a timeout; None: the store's."""
+        """Return the answer to one request with a timeout; None: the store's timeout."""
         limit = limit_of(self, timeout)
         answer = self._request(op, keys, values, limit)
         if isinstance(answer, Missing):
@@ -377,12 +377,12 @@ class TableStore(Store):
 
 
 def closed_meanwhile(store: Store) -> StoreError:
-    """The error of a call that waited when another thread closed the store."""
+    """Return the error for a call that was waiting when another thread closed the store."""
     return StoreError(f"this {type(store).__name__} was closed while a call waited in it")
 
 
 def check_process(store: Store, pid: int) -> None:
-    """Refuse a store that process `pid` opened, in a forked child of it."""
+    """Raise in a forked child of the process `pid`, which opened the store."""
     if pid != os.getpid():
         name = type(store).__name__
         raise UsageError(
@@ -392,7 +392,7 @@ def check_process(store: Store, pid: int) -> None:
 
 
 def _parts(keys: Sequence[str]) -> list[list[str]]:
-    """The keys in pieces that one request can hold."""
+    """Split keys into lists that fit into one request."""
     keys = checked_keys(keys)
     return [keys[i : i + MAX_KEYS_PER_REQUEST] for i in range(0, len(keys), MAX_KEYS_PER_REQUEST)]
 
@@ -414,7 +414,7 @@ def _value(value: str | bytes) -> bytes:
 
 
 class HashStore(TableStore):
-    """Keys and values in this process's memory. Thread safe; other processes do not see it.
+    """A store in this process's memory. Thread safe; other processes do not see it.
 
     Example:
         >>> store = HashStore()
@@ -433,7 +433,7 @@ class HashStore(TableStore):
             self._changed.notify_all()
 
     def clone(self) -> HashStore:
-        return copy(self)  # with the table and the lock in common
+        return copy(self)  # both share the table and the lock
 
     def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
         deadline = time.monotonic() + request.timeout

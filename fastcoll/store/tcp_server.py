@@ -1,4 +1,4 @@
-"""The thread that serves a TCP store: it moves bytes between sockets and the StoreServer, no more."""
+"""The thread that serves a TCP store: it only moves bytes between sockets and the StoreServer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .store_protocol import StoreServer
 logger = logging.getLogger("fastcoll")
 
 _CHUNK = 64 << 10
-_PROBE_AFTER_SECONDS = 30  # clients, who wait for this machine, probe more often
+_PROBE_AFTER_SECONDS = 30  # clients, which wait for this machine, probe more often
 _NOTHING = memoryview(b"")
 
 
 @dataclass(slots=True)
 class _Link:
-    """One connection: what is still to be sent, and whether it is watched for room to send instead of read."""
+    """One connection: the bytes to send; while there are any, it is polled for writing and not for reading."""
 
     socket: socket.socket
     host: str
@@ -45,9 +45,9 @@ class _Link:
 
 
 class TCPServer(SocketServer):
-    """A store's server on `host`:`port` (0: a free port) or at a socket; `share`: others find it by host and port.
+    """A store's server on `host`:`port` (0: a free port) or on a given socket.
 
-    `timeout` is the store's (StoreServer).
+    `share`: other stores of this process find it by host and port. `timeout`: as of StoreServer.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TCPServer(SocketServer):
         warn_if_open(f"{shown(bound, self.port)} (the store)")
         self._core = StoreServer(secret, timeout, name_of(host, self.port) if is_users() else b"")
         self._links: dict[int, _Link] = {}  # by descriptor
-        # Given up for a moment where there is no other, to take a connection and refuse it.
+        # A spare descriptor, closed for a moment when no other is free, to accept a connection and refuse it.
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._has_refused = False
         super().__init__(f"fastcoll-store-{self.port}", [listener], (host, self.port) if share else None)
@@ -118,7 +118,7 @@ class TCPServer(SocketServer):
         if not raise_limit(MORE_DESCRIPTORS, f"the store's {len(self._links)} connections and more"):
             with contextlib.suppress(
                 OSError
-            ):  # no connection waits: accept takes a descriptor before it looks for one
+            ):  # no connection waits: accept allocates a descriptor before it looks for a connection
                 connection, address = listening.accept()
                 if self._core.give_way(time.monotonic()):
                     self.accepted(connection, str(address[0]))
@@ -148,7 +148,7 @@ class TCPServer(SocketServer):
         self._close_spare()
 
     def _carry_out(self) -> None:
-        """Send and close what the core decided."""
+        """Send the bytes and close the connections that the StoreServer has listed."""
         outbox, self._core.outbox = self._core.outbox, []
         drops, self._core.drops = self._core.drops, []
         for peer, data in outbox:
@@ -162,7 +162,7 @@ class TCPServer(SocketServer):
                 self._close(peer)
 
     def _flush(self, peer: int, link: _Link) -> None:
-        """Send what can be sent. While some is left the peer is not read: it must take its answer first."""
+        """Send without blocking. While bytes are left, do not read from the peer: it must read its answer first."""
         try:
             while link.out:
                 link.out = link.out[link.socket.send(link.out) :] or _NOTHING

@@ -1,4 +1,4 @@
-"""TCPStore: a store that one process serves and all reach over TCP, each call on a connection of its own."""
+"""TCPStore: a store that one process serves over TCP; concurrent calls of a client use separate connections."""
 
 from __future__ import annotations
 
@@ -38,36 +38,35 @@ GRACE_SECONDS = 5.0
 _TRY_SECONDS, _LOOK_SECONDS = 10.0, 0.25
 # How long a server may be full; its connections last as long as the job, so few become free.
 _FULL_SECONDS = 2.0
-# A server listens on "all addresses", but none can be reached there.
+# A server can listen on these addresses ("all interfaces"), but a client cannot connect to them.
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# The kernel finds out within 11 s that the other machine is gone. Probes rest while a request is under way;
-# TCP_USER_TIMEOUT counts then, else the kernel tries on for 15 minutes.
+# With these the kernel detects within 11 s that the other machine is gone. While a request is unacknowledged there are
+# no keep-alive probes, and TCP_USER_TIMEOUT is used; without it the kernel would retry for 15 minutes.
 _PROBE_AFTER_SECONDS, _SILENT_MILLISECONDS = 5, 11_000
 
 
 class TCPStore(TableStore):
-    """The store served by the master on `host_name`:`port`.
+    """A store that the master serves at `host_name`:`port`.
 
-    Thread safe: a call that blocks does not hold up another thread's, which takes a connection of its
-    own. A lost server is never reconnected to: every call raises StoreError from then on. A forked
-    child must open a store of its own. Both ends prove that they have the job's secret (FASTCOLL_SECRET,
-    FASTCOLL_SECRET_FILE, else the user's own).
+    Thread safe: calls of several threads use separate connections and do not block one another. After the server is
+    lost there is no reconnection: every call raises StoreError. A child of fork must open its own store. Both ends
+    prove that they have the job's secret (FASTCOLL_SECRET, FASTCOLL_SECRET_FILE, else the user's own).
 
     Args:
-        host_name: name or address of the master's machine; the server listens there only.
-        port: its port; 0 lets the master take a free one.
-        world_size: how many processes open the store, the master included; None does not count.
+        host_name: name or address of the master's machine; the server listens on this address only.
+        port: the server's port; 0: the master takes a free one.
+        world_size: the number of processes that open the store, including the master; None: any number.
         is_master: serve the store in this process.
-        timeout: of blocking operations, and of getting connected.
-        wait_for_workers: the master waits in here until `world_size` processes have come.
+        timeout: of blocking operations, and of connecting.
+        wait_for_workers: the master waits here until `world_size` processes have come.
         multi_tenant: share the server of an earlier master on this port in this process.
-        master_listen_fd: a listening socket for the master to serve at, which it closes in the end.
-        use_libuv: of no effect, as is `libuvBackend`; torch has several servers.
+        master_listen_fd: a listening socket that the master serves, and finally closes.
+        use_libuv: has no effect, like `libuvBackend`; torch has several servers.
         port_note: appended to the warning that no connection can be made.
 
     Raises:
-        UsageError: an argument cannot be meant.
-        ResourceError: the port is in use; the message names the holder where it can be seen.
+        UsageError: an argument is wrong.
+        ResourceError: the port is in use; the message names the process that holds it, if it can be seen.
         StoreTimeoutError: no server, or not all workers, within `timeout`.
 
     Example:
@@ -132,10 +131,10 @@ class TCPStore(TableStore):
         """Disconnect; the master also stops serving. Calls under way on other threads fail.
 
         Args:
-            linger: seconds the master waits, at most, for the other clients to leave first.
+            linger: how many seconds the master waits, at most, for the other clients to disconnect.
         """
         if self._pid != os.getpid():
-            # A forked child closes its copies, and leaves the parent's connections, server and lock alone.
+            # A child of fork closes its copies of the descriptors, and does not touch the parent's server and lock.
             self._closed = True
             for connection in [*self._idle, *self._busy]:
                 connection.close()
@@ -155,14 +154,14 @@ class TCPStore(TableStore):
         self.close(linger)
 
     def clone(self) -> TCPStore:
-        """A client more, never the master."""
+        """Open the store once more, as a client."""
         return TCPStore(self.host, self.port, timeout=self.timeout)
 
     def bequeath(self, key: str, value: str) -> Callable[[], None]:
-        """Have the server set `key` once this process has gone without a word, unless it is set then.
+        """Let the server set `key` when this process ends, unless it is set by then.
 
         Returns:
-            what takes that back; never blocks, twice is fine. The store may be closed before.
+            A function that withdraws this. It never blocks, may be called twice, and also after the store is closed.
         """
         request = StoreRequest(Op.WILL, (key.encode(),), (value.encode(),), limit_of(self))
         deadline = _deadline(request)
@@ -170,7 +169,7 @@ class TCPStore(TableStore):
         connection.ask(request, deadline)
 
         def withdraw() -> None:
-            with contextlib.suppress(OSError, StoreError):  # the server has gone first
+            with contextlib.suppress(OSError, StoreError):  # the server is gone
                 connection.send(frames.encode_request(StoreRequest(Op.WILL)), time.monotonic())
             connection.close()
 
@@ -212,7 +211,7 @@ class TCPStore(TableStore):
         return fields
 
     def _another(self, deadline: float) -> TCPConnection:
-        """Connect once more to the same server; that may fail because it is stopped, starved, flooded or far away."""
+        """Open another connection to the server; this may fail if it is stopped, starved, flooded or far away."""
         grace = max(deadline - time.monotonic(), 0.0)
         try:
             connection = connect(self.host, self.port, self._secret, grace, was_there=True)
@@ -250,10 +249,11 @@ class LostError(StoreError, ConnectionError):
 
 
 class TCPConnection:
-    """An open connection. For one thread at a time; after an exception it must be closed.
+    """An open connection, for one thread at a time. After an exception it must be closed, with one exception below.
 
-    `instance` names the server: another one on the same port has others. `local_address` is as the server sees it.
-    After a StalledError the connection can be used again if `is_owed`: then its next call skips the late answer.
+    `instance` identifies the server: another server on the same port has another one. `local_address` is this end's
+    address, as the server sees it. After a StalledError the connection can be used again if `is_owed`: the next call
+    skips the late answer.
     """
 
     def __init__(self, connected: socket.socket, host: str, port: int) -> None:
@@ -267,7 +267,7 @@ class TCPConnection:
     def ask(self, request: StoreRequest, deadline: float) -> tuple[frames.ReplyStatus, list[bytes]]:
         """Send `request` and return the server's answer.
 
-        StoreError: the peer is no store; as LostError, the server is gone. StalledError: it does not answer.
+        StoreError: the peer is not a store; as LostError, the server is gone. StalledError: it does not answer.
         """
         waits = request.timeout if request.op in (Op.GET, Op.WAIT, Op.POP) else 0.0
         self._warn_at = time.monotonic() + waits + GRACE_SECONDS
@@ -289,12 +289,12 @@ class TCPConnection:
         self._socket.close()
 
     def interrupt(self) -> None:
-        """Make a call that waits on another thread fail now."""
+        """Make a call fail that waits on another thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def open(self, secret: bytes, deadline: float) -> None:
-        """Exchange the openings, and the proofs when there is a secret."""
+        """Exchange the openings, and the proofs if there is a secret."""
         self._warn_at = time.monotonic() + GRACE_SECONDS
         try:
             place = place_of(*self._socket.getpeername()[:2])
@@ -337,7 +337,7 @@ class TCPConnection:
         self._do(deadline, self._socket.sendall, data)
 
     def receive(self, count: int, deadline: float) -> bytes:
-        """The next `count` bytes; raises as `ask`."""
+        """Return the next `count` bytes; raises as `ask`."""
         data = bytearray(count)
         view = memoryview(data)
         while view:
@@ -371,16 +371,16 @@ class TCPConnection:
 def connect(
     host: str, port: int, secret: bytes, timeout: float, was_there: bool = False, port_note: str = ""
 ) -> TCPConnection:
-    """A connection to the store at `host`:`port`, tried again until `timeout` seconds have passed.
+    """Connect to the store at `host`:`port`, with retries for `timeout` seconds.
 
     Warns once with the reason, after half of FASTCOLL_WARN_AFTER (5 s); `port_note` is appended to the warning.
 
     Raises:
-        LostError: nothing listens at the place of a store that `was_there`.
-        StoreTimeoutError: nothing listens there.
-        StoreError: something else listens there, or the secrets do not match.
+        LostError: no process listens at the address of a store that `was_there`.
+        StoreTimeoutError: no process listens there.
+        StoreError: another program listens there, or the secrets differ.
         ResourceError: the server may not open as many file descriptors as there are ranks, or this host has no port
-            for a connection.
+            left.
     """
     where = shown(host, port)
     deadline, full_since, portless_since = time.monotonic() + timeout, float("inf"), float("inf")
@@ -462,7 +462,7 @@ def _connected(host: str, port: int, deadline: float, look: Callable[[str], None
 
 
 def _is_decided(candidate: socket.socket, end: float) -> bool:
-    """Wait until `end` for a pending connect; whether it has succeeded or failed."""
+    """Wait until `end` for a pending connect; return whether it has succeeded or failed."""
     poller = select.poll()
     poller.register(candidate, select.POLLOUT)
     return bool(poller.poll(1000 * max(end - time.monotonic(), 0.0) + 0.5))

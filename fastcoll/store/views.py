@@ -1,6 +1,6 @@
-"""Stores that are views of other stores: one with a prefix before every key, and one of torch.distributed's.
+"""Stores that are views of other stores: with a prefix before every key, and of a store of torch.distributed.
 
-Torch is not imported here: who has such a store has imported it.
+This module does not import torch: a program with such a store has imported it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIRST_LOOK_SECONDS = 0.0002  # a request takes 0.05 ms
 
 
 def imported(store: Any) -> Store:
-    """`store` itself, or what makes a store of torch.distributed one of fastcoll's; a UsageError for anything else."""
+    """Return `store`, or a view that makes a store of torch.distributed one of fastcoll; UsageError for others."""
     if isinstance(store, Store):
         return store
     theirs = getattr(sys.modules.get("torch.distributed"), "Store", None)
@@ -34,7 +34,7 @@ def imported(store: Any) -> Store:
 
 
 class _View(Store):
-    """The keys of another store, under names of their own."""
+    """A view of another store, in which keys have other names."""
 
     def __init__(self, store: Store) -> None:
         self.underlying_store = store
@@ -91,11 +91,11 @@ class _View(Store):
 
 
 class TorchStore(_View):
-    """`store`, any torch.distributed.Store that all members share; it stays open when this one is closed.
+    """A view of any torch.distributed.Store that all members share; closing the view leaves it open.
 
-    Waiting is polling: torch's TCPStore writes warnings to stderr whenever a `wait` with a timeout ends without
-    the key, which happens every 250 ms in a wait that checks its peers. A pause is at most a fifth of the time waited
-    so far, because a group's meeting has six waits in a row: with doubling pauses, a wait of 8 ms would end after 15.
+    This polls for keys, because torch's TCPStore writes a warning to stderr whenever a `wait` with a timeout ends
+    without the key, which happens every 250 ms in a wait that checks its peers. A pause is at most a fifth of the time
+    waited so far: a group's meeting has six waits in a row, and with doubling pauses a wait of 8 ms would take 15.
     """
 
     def __init__(self, store: Any) -> None:
@@ -103,7 +103,7 @@ class TorchStore(_View):
         self.set_timeout(min(store.timeout, timedelta(seconds=MOST_SECONDS)))
 
     def _call(self, method: Callable[..., T], *args: Any) -> T:
-        """What torch returns; its errors, RuntimeErrors of many kinds, are StoreErrors."""
+        """Call a method of torch's store; turn its errors, RuntimeErrors of many kinds, into StoreErrors."""
         try:
             return method(*args)
         except RuntimeError as error:
@@ -143,13 +143,13 @@ class TorchStore(_View):
 
 
 class PrefixStore(_View):
-    """`store` with every key written as `prefix/key`, so that several users of it never meet.
+    """A view of `store` in which every key is `prefix/key`, so that its users do not interfere.
 
-    The timeout is the store's own, for all its views; `num_keys` counts all its keys, `list_keys` has the view's.
-    Closing a view leaves the store open.
+    All views share the timeout of the store. `num_keys` counts all keys of the store, `list_keys` returns those of the
+    view. Closing a view leaves the store open.
 
     Args:
-        store: one of fastcoll's, or of torch.distributed's.
+        store: of fastcoll or torch.distributed.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:

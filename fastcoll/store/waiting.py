@@ -1,4 +1,4 @@
-"""Waiting for others while they come up: for keys of a store, and for a late one with a warning."""
+"""Waiting for keys of a store while other processes start, may be late, or may die."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from .store import StalledError, Store, listed
 logger = logging.getLogger("fastcoll")
 
 SLICE_SECONDS = 0.25
-# How often, at most, all who wait for one thing look around together: a look is two requests, of which a store's
-# server answers some 30,000 a second (bench/results/2026-11-21-startup-scale.md).
+# How often all processes in one wait poll together, at most: a poll is two requests, and a store's server answers about
+# 30,000 a second (bench/results/2026-11-21-startup-scale.md).
 LOOKS_PER_SECOND = 1000
-# A dying process closes its sockets a little before it counts as dead.
+# The kernel closes a dying process's sockets shortly before it reports the process as dead.
 _DYING_SECONDS = 0.3
 
 
 class LateWarning:
-    """The one warning of a wait that takes longer than FASTCOLL_WARN_AFTER seconds, or `part` of them, from now on;
-    the steps of a wait share it."""
+    """The one warning of a wait that takes longer than FASTCOLL_WARN_AFTER seconds times `part`.
+
+    The steps of a wait share it. The time counts from its construction.
+    """
 
     def __init__(self, part: float = 1.0) -> None:
         self._started = time.monotonic()
         self._after: float = part * config.get("FASTCOLL_WARN_AFTER")
 
     def look(self, doing: str, missing: Callable[[], str]) -> None:
-        """Warn if it is time to, the first time only: what the wait is for, and who has not come."""
+        """Warn, once, if the wait is late: `doing` is its purpose, `missing` names what has not come."""
         waited = time.monotonic() - self._started
         if waited >= self._after:
             self._after = math.inf
@@ -53,22 +55,24 @@ def fetch_for(
     crowd: int | None = None,
     limit: float | None = None,
 ) -> list[bytes]:
-    """The values of all `keys`, waited for in short waits between which `members` are looked at.
+    """Wait for all `keys` and return their values; check between short waits that `members` are alive.
 
     Args:
-        members: whose death makes waiting pointless; one that cannot be seen counts as alive. Read anew each time.
+        members: processes whose death ends the wait; one whose state is unknown counts as alive. The list is read
+            again at each check.
         timeout: seconds in all; a stopped store may add a few.
-        between: called after each short wait that ended without the keys; any exception of it but StalledError ends
-            the whole wait.
-        missing: tells who has not come, for the warning and the timeout; without it the keys are named.
+        between: called after each short wait that ended without the keys; any exception except StalledError ends the
+            whole wait.
+        missing: returns the names of what has not come, for the warning and the timeout; None: the keys.
         late: the warning of the longer wait that this one is a part of.
-        crowd: how many wait like this at one time (None: as many as `members`); the more, the rarer are looks.
-        limit: the caller's whole timeout for error texts, if `timeout` is what is left of it; None: the same.
+        crowd: how many processes wait like this at one time (None: as many as `members`); the more, the rarer they
+            poll.
+        limit: the whole timeout, for error texts, if `timeout` is the rest of it; None: the same.
 
     Raises:
         PeerDiedError: a member's process has ended.
-        StoreTimeoutError: a key was not set in time; as StalledError, the store did not answer at the end. Before that,
-            a store that does not answer is retried: its process may be stopped for a while.
+        StoreTimeoutError: a key was not set in time; as StalledError, the store did not answer at the end. Before that
+            a store that does not answer is retried, because its process may be stopped for a while.
         StoreError: the store is gone, and no member is proven dead.
     """
     deadline = time.monotonic() + timeout
@@ -114,7 +118,7 @@ def _unset(store: Store, keys: Sequence[str]) -> str:
 
 
 def death_among(members: Sequence[ProcessId], doing: str) -> PeerDiedError | None:
-    """The error that names the members whose process has ended, if there are any. Never blocks."""
+    """Return the error that names the members whose process has ended, or None. Never blocks."""
     dead = gone_among(members)
     if not dead:
         return None
@@ -130,7 +134,7 @@ def raise_if_dead(members: Sequence[ProcessId], doing: str) -> None:
 
 
 def raise_if_dying(members: Sequence[ProcessId], doing: str, cause: StoreError) -> None:
-    """Raise the error that names the members who died, if one has or does within a moment, for a lost store."""
+    """After the loss of a store: raise if members are dead, or found dead within 0.3 s."""
     deadline = time.monotonic() + _DYING_SECONDS
     while time.monotonic() < deadline:
         died = death_among(members, doing)
