@@ -1,4 +1,4 @@
-"""fastcoll: the API of torch.distributed for arrays, without torch. Here are the public names alone.
+"""fastcoll: the API of torch.distributed for arrays, without torch. This module has the public names only.
 
 >>> import fastcoll as dist
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 # isort: off
 # fmt: off
-from . import supported, symmetric, traced  # noqa: F401 - the first refuses what the others cannot run on
+from . import supported, symmetric, traced  # noqa: F401 - `supported` raises on platforms and versions that are not supported
 from ._version import __version__
 from .job.backends import (
     Backend, BackendConfig, is_available, is_backend_available, is_gloo_available, is_mpi_available,
@@ -107,12 +107,12 @@ traced.mark(globals())
 
 
 def __dir__() -> list[str]:
-    """The public names, those that `__getattr__` brings among them, without the modules that they come from."""
+    """Return the public names, including those of `__getattr__`, without the modules that define them."""
     return __all__
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use what most programs do not need: multiprocessing, sockets, JAX."""
+    """Import, on first use, names that most programs do not need: they import multiprocessing, sockets or JAX."""
     if name in ("elastic", "jax", "rpc"):
         return import_module(f".{name}", __name__)
     places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".store"}

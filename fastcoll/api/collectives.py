@@ -1,15 +1,14 @@
 """The collectives as functions, named and called as in torch.distributed.
 
-An array is anything that can be adopted without a copy (NumPy, or any array that speaks DLPack or the buffer
-protocol); the result is written into the arrays that were given. All ranks of the group make the same calls in the
-same order. Where they do not, every rank raises MismatchError before data moves.
+An array is any object that can be used without a copy: NumPy's arrays, and arrays with DLPack or the buffer protocol.
+Results are written into the arrays that are passed. All ranks of the group must make the same calls in the same order;
+if they do not, every rank raises MismatchError before data moves.
 
-What all of them share is explained by `all_reduce` alone: `op`, `group`, `async_op`, what is returned and raised. The
-overloads are for type checkers: what `async_op` makes of the result. That a rank outside the group gets None instead of
-a Work is left to the reader.
+`all_reduce` documents what all functions share: `op`, `group`, `async_op`, results and errors. The overloads give type
+checkers the result for each value of `async_op`; they ignore that a rank outside the group gets None instead of a Work.
 
-The functions do little themselves, since they are on the way of the smallest messages: a rank of the default
-group is its global rank, and is handed on without a look.
+The functions do little work, because they add to the latency of the smallest messages: in the default group a rank
+equals its global rank, and is passed on unchecked.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ..job.groups import Group, group_rank, groups, member_of
 
 
 class _Immutable(Protocol):
-    """An array of JAX, as type checkers can tell it from others: calls in place return a new one."""
+    """An array of JAX, for type checkers: calls that work in place on other arrays return a new one for it."""
 
     @property
     def sharding(self) -> Any: ...
@@ -52,15 +51,15 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
     """Reduce an array over all ranks; every rank gets the result in place, with the same bits.
 
     Args:
-        tensor: same dtype and number of elements on all ranks. Or a dict, list or tuple of arrays, of several dtypes
-            and nested as it may be, of the same structure on all ranks; with immutable arrays (JAX's) in it, a new
-            one is returned.
+        tensor: same dtype and number of elements on all ranks. Or a dict, list or tuple of arrays, nested to any depth,
+            with any dtypes, and with the same structure on all ranks; if it has immutable arrays (JAX's), a new one is
+            returned.
         op: a predefined ReduceOp, ReduceOp.PREMUL_SUM(factor) or ReduceOp.custom(function).
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
-        async_op: return a Work at once, not None when done; the arrays belong to it until its `wait()` returns.
+        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
+        async_op: return a Work at once; do not use the arrays until its `wait()` has returned.
 
     Returns:
-        None, or a new array in place of an immutable one (JAX's); with `async_op` a Work.
+        None, or a new array if `tensor` is immutable (JAX's); with `async_op` a Work.
 
     Raises:
         UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
@@ -92,13 +91,13 @@ def broadcast(tensor: Any, src: Root = ..., group: Group = ..., async_op: bool =
 def broadcast(
     tensor: Any, src: Root = None, group: Group = None, async_op: bool = False, group_src: Root = None
 ) -> Any:
-    """Copy the array of rank `src` into everybody's.
+    """Copy the array of rank `src` into the arrays of all ranks.
 
     Args:
         tensor: same dtype and number of elements on all ranks; any fixed-size dtype. Or a dict, list or tuple of
             arrays, as for `all_reduce`.
-        src, group_src: whose array, as a global rank or as a rank in the group; give one.
-        group, async_op, and what it returns and raises: as for `all_reduce`.
+        src, group_src: the root, as a global rank or as a rank in the group; give one.
+        group, async_op, result and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "broadcast")
     if g is None:
@@ -129,12 +128,12 @@ def reduce(
     async_op: bool = False,
     group_dst: Root = None,
 ) -> Any:
-    """Reduce an array over all ranks into that of rank `dst`; the others' stay as they are.
+    """Reduce an array over all ranks into that of rank `dst`; the arrays of other ranks do not change.
 
     Args:
         tensor: same dtype and number of elements on all ranks.
-        dst, group_dst: who gets the result, as a global rank or as a rank in the group; give one.
-        op, group, async_op, and what it returns and raises: as for `all_reduce`.
+        dst, group_dst: the root, as a global rank or as a rank in the group; give one.
+        op, group, async_op, result and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "reduce")
     if g is None:
@@ -154,11 +153,11 @@ def scan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Async = 
 @overload
 def scan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...) -> Any: ...
 def scan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
-    """Inclusive prefix reduction, in place: rank r gets the reduction over ranks 0..r.
+    """Compute the inclusive prefix reduction, in place: rank r gets the reduction over ranks 0..r.
 
     Args:
         tensor: same dtype and number of elements on all ranks.
-        op, group, async_op, and what it returns and raises: as for `all_reduce`.
+        op, group, async_op, result and errors: as for `all_reduce`.
 
     Example:
         >>> x = np.ones(1)
@@ -177,11 +176,11 @@ def exscan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Async 
 @overload
 def exscan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...) -> Any: ...
 def exscan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
-    """Exclusive prefix reduction, in place: rank r gets ranks 0..r-1; rank 0's array stays as it is.
+    """Compute the exclusive prefix reduction, in place: rank r gets that of ranks 0..r-1; rank 0's array is unchanged.
 
     Args:
         tensor: same dtype and number of elements on all ranks.
-        op, group, async_op, and what it returns and raises: as for `all_reduce`.
+        op, group, async_op, result and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "exscan")
     return None if g is None else g.fast.exscan(tensor, op, async_op)
@@ -200,15 +199,15 @@ def all_gather(
 @overload
 def all_gather(tensor_list: Any, tensor: None = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
 def all_gather(tensor_list: Any, tensor: Any = None, group: Group = None, async_op: bool = False) -> Any:
-    """Every rank gets the arrays of all: rank r's goes to `tensor_list[r]`.
+    """Gather the arrays of all ranks on every rank: that of rank r goes to `tensor_list[r]`.
 
-    `all_gather(tensor)` returns a list of new arrays of the same dtype and library (NumPy's for most): the ranks tell
-    one another their shapes first. Dtypes and numbers of dimensions must agree, or all ranks get a MismatchError.
+    `all_gather(tensor)` returns a list of new arrays of the same dtype and library (for most libraries NumPy's); the
+    ranks exchange their shapes first. Dtypes and numbers of dimensions must agree, or all ranks raise MismatchError.
 
     Args:
-        tensor_list: one array a rank, of `tensor`'s dtype; shapes may differ from rank to rank.
+        tensor_list: one array for each rank, of `tensor`'s dtype; their shapes may differ.
         tensor: this rank's array; any fixed-size dtype.
-        group, async_op, and what it raises: as for `all_reduce`.
+        group, async_op and errors: as for `all_reduce`.
 
     Example:
         >>> parts = [np.empty(2) for _ in range(dist.get_world_size())]
@@ -231,12 +230,12 @@ def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group =
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Every rank gets the arrays of all, one after the other in one array.
+    """Gather the arrays of all ranks on every rank, in one array in the order of the ranks.
 
     Args:
         output_tensor: `input_tensor`'s dtype and world_size times its elements, concatenated or stacked.
         input_tensor: same number of elements on all ranks.
-        group, async_op, and what it raises: as for `all_reduce`.
+        group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_gather_into_tensor")
     return None if g is None else g.fast.all_gather_single(output_tensor, input_tensor, async_op)
@@ -262,13 +261,13 @@ def gather(
     async_op: bool = False,
     group_dst: Root = None,
 ) -> Work | None:
-    """Rank `dst` gets the arrays of all.
+    """Gather the arrays of all ranks on rank `dst`.
 
     Args:
         tensor: this rank's array; any fixed-size dtype.
-        gather_list: on `dst` one array a rank, shapes may differ; None elsewhere.
-        dst, group_dst: who gets them, as a global rank or as a rank in the group; give one; none: global rank 0.
-        group, async_op, and what it raises: as for `all_reduce`.
+        gather_list: on `dst` one array for each rank, shapes may differ; None on other ranks.
+        dst, group_dst: the root, as a global rank or as a rank in the group; give one; none: global rank 0.
+        group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "gather")
     if g is None:
@@ -296,13 +295,13 @@ def gather_single(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """`gather` of arrays of one size into one array.
+    """Gather arrays of equal size on rank `dst`, in one array in the order of the ranks.
 
     Args:
         tensor: this rank's array; same size and any fixed-size dtype on all ranks.
-        gather_tensor: on `dst` n times the elements of `tensor`, rank after rank, and its dtype; None elsewhere.
-        dst, group_dst: who gets them, as a global rank or as a rank in the group; give one; none: global rank 0.
-        group, async_op, and what it raises: as for `all_reduce`.
+        gather_tensor: on `dst` world_size times the elements of `tensor`, of its dtype; None on other ranks.
+        dst, group_dst: the root, as a global rank or as a rank in the group; give one; none: global rank 0.
+        group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "gather_single")
     if g is None:
@@ -336,13 +335,13 @@ def scatter(
     async_op: bool = False,
     group_src: Root = None,
 ) -> Any:
-    """Rank r gets `scatter_list[r]` of rank `src`.
+    """Send `scatter_list[r]` of rank `src` to rank r, for each rank.
 
     Args:
-        tensor: receives; any fixed-size dtype.
-        scatter_list: on `src` one array a rank, shapes may differ; None elsewhere.
-        src, group_src: whose list, as a global rank or as a rank in the group; give one; none: global rank 0.
-        group, async_op, and what it returns and raises: as for `all_reduce`.
+        tensor: the array to receive into; any fixed-size dtype.
+        scatter_list: on `src` one array for each rank, shapes may differ; None on other ranks.
+        src, group_src: the root, as a global rank or as a rank in the group; give one; none: global rank 0.
+        group, async_op, result and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "scatter")
     if g is None:
@@ -373,13 +372,13 @@ def scatter_single(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """`scatter` of the equal parts of one array.
+    """Send equal blocks of an array of rank `src` to all ranks, block r to rank r.
 
     Args:
-        tensor: receives; same size and any fixed-size dtype on all ranks.
-        scatter_tensor: on `src` n times the elements of `tensor`, rank after rank, and its dtype; None elsewhere.
-        src, group_src: whose array, as a global rank or as a rank in the group; give one; none: global rank 0.
-        group, async_op, and what it returns and raises: as for `all_reduce`.
+        tensor: the array to receive into; same size and any fixed-size dtype on all ranks.
+        scatter_tensor: on `src` world_size times the elements of `tensor`, of its dtype; None on other ranks.
+        src, group_src: the root, as a global rank or as a rank in the group; give one; none: global rank 0.
+        group, async_op, result and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "scatter_single")
     if g is None:
@@ -406,8 +405,8 @@ def reduce_scatter(
 
     Args:
         output: dtype and number of elements of `input_list[rank]`.
-        input_list: one array a rank; shapes may differ from item to item.
-        op, group, async_op, and what it raises: as for `all_reduce`.
+        input_list: one array for each rank; their shapes may differ.
+        op, group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "reduce_scatter")
     return None if g is None else g.fast.reduce_scatter(output, input_list, op, async_op)
@@ -435,7 +434,7 @@ def reduce_scatter_tensor(
     Args:
         output: of `input`'s dtype, with the elements of this rank's part.
         input: same dtype and number of elements on all ranks.
-        op, group, async_op, and what it raises: as for `all_reduce`.
+        op, group, async_op and errors: as for `all_reduce`.
         input_split_sizes: rows of each rank's part along `input`'s first dimension, the same on all ranks, as the
             counts of MPI's Reduce_scatter; 0 is allowed. None: equal parts.
 
@@ -467,8 +466,8 @@ def all_to_all(
     """Send item p to rank p, and receive item r from rank r.
 
     Args:
-        output_tensor_list, input_tensor_list: one array a rank, all of one dtype; all shapes may differ.
-        group, async_op, and what it raises: as for `all_reduce`.
+        output_tensor_list, input_tensor_list: one array for each rank, all of one dtype; all shapes may differ.
+        group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_to_all")
     return None if g is None else g.fast.all_to_all(output_tensor_list, input_tensor_list, async_op)
@@ -491,12 +490,12 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Cut `input` along its first dimension, send part p to rank p, and join what comes in `output`.
+    """Split `input` along its first dimension, send block p to rank p, and concatenate the received ones in `output`.
 
     Args:
         output, input: of one dtype.
-        output_split_sizes, input_split_sizes: rows of each part; None: equal parts.
-        group, async_op, and what it raises: as for `all_reduce`.
+        output_split_sizes, input_split_sizes: the number of rows of each block; None: equal blocks.
+        group, async_op and errors: as for `all_reduce`.
 
     Example:
         >>> x = np.arange(4) + 4 * dist.get_rank()
@@ -521,11 +520,12 @@ def all_reduce_coalesced(tensors: Arrays, op: ReduceOp = ..., group: Group = ...
 def all_reduce_coalesced(
     tensors: Arrays, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """`all_reduce` of several arrays of one dtype at the price of one.
+    """Reduce several arrays of one dtype over all ranks, for the cost of one `all_reduce`.
 
     Args:
-        tensors: same dtype and numbers of elements on all ranks. An array that is given several times is reduced once.
-        op, group, async_op, and what it raises: as for `all_reduce`.
+        tensors: same dtype and numbers of elements on all ranks. An array that is in the list several times is reduced
+            once.
+        op, group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_reduce_coalesced")
     return None if g is None else g.fast.all_reduce_coalesced(tensors, op, async_op)
@@ -546,12 +546,12 @@ def all_gather_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """`all_gather` of several arrays of one dtype at the price of one.
+    """Gather several arrays of one dtype on every rank, for the cost of one `all_gather`.
 
     Args:
         output_tensor_lists: array k of rank r goes to `output_tensor_lists[k][r]`.
         input_tensor_list: this rank's arrays.
-        group, async_op, and what it raises: as for `all_reduce`.
+        group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_gather_coalesced")
     return (
@@ -574,9 +574,9 @@ def barrier(
     """Wait until every rank of the group has called.
 
     Args:
-        group, async_op, and what it raises: as for `all_reduce`.
-        device_ids: must be None; no backend here works on devices.
-        timeout: seconds or timedelta; None: the group's own.
+        group, async_op and errors: as for `all_reduce`.
+        device_ids: must be None; no backend uses devices for barriers.
+        timeout: seconds or timedelta; None: the group's.
     """
     g = groups.world if group is None else member_of(group, "barrier")
     if g is None:
@@ -594,12 +594,14 @@ def barrier(
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-    """A barrier with a timeout of its own, which names the ranks that did not come. It matches no `barrier`.
+    """Wait for all ranks of the group, with its own timeout; the error names the missing ranks.
+
+    It does not match a `barrier` of other ranks.
 
     Args:
-        group, and what it raises: as for `all_reduce`.
-        timeout: seconds or timedelta, greater than 0; None: the group's own.
-        wait_all_ranks: makes no difference; every missing rank is named in any case.
+        group and errors: as for `all_reduce`.
+        timeout: seconds or timedelta, greater than 0; None: the group's.
+        wait_all_ranks: has no effect; the error always names every missing rank.
     """
     g = groups.world if group is None else member_of(group, "monitored_barrier")
     if g is not None:

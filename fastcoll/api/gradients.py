@@ -1,9 +1,9 @@
-"""GradientReducer: gradients are averaged over the ranks, in buckets, while the backward pass goes on.
+"""GradientReducer: averages gradients over the ranks, in buckets, during the backward pass.
 
 As in torch's DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", VLDB 2020): gradients lie in buckets, the last parameter's first, as they are computed in this order; a
-bucket travels as soon as all its gradients are there, and buckets begin in the same order on all ranks. Error feedback:
-Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
+Training", VLDB 2020): gradients are in buckets, those of the last parameters first, because they are computed first. A
+bucket is reduced as soon as all its gradients are ready, and all ranks start the buckets in the same order. Error
+feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ Key = int | str
 
 
 class GradientReducer:
-    """Averages gradients over the ranks of a group while the rest of the backward pass is computed.
+    """Average gradients over the ranks of a group, while the rest of the backward pass is computed.
 
-    The program writes each gradient into `grads`, says by `ready` that it is there, and `wait`s before it uses them.
-    All ranks make it with the same parameters, and each of their steps is a step of all.
+    The program writes each gradient into `grads`, calls `ready` for it, and calls `wait` before it uses the averages.
+    All ranks construct it with the same parameters, and make the same steps.
 
     Args:
-        params: arrays (NumPy's, or CuPy's on one GPU), a list of them or a dict, in the order of the forward pass. Only
-            their shapes and dtypes count; a bucket has gradients of one dtype.
-        bucket_bytes: of a bucket, about; the first one to travel is a quarter of it.
+        params: arrays (NumPy's, or CuPy's on one GPU), in a list or a dict, in the order of the forward pass. Only
+            their shapes and dtypes are used; a bucket has gradients of one dtype.
+        bucket_bytes: the approximate size of a bucket; the first bucket to be reduced has a quarter of it.
         average: divide by the number of ranks; False: sums.
-        travel: "float16" or "bfloat16": in which gradients of float32 and float64 travel. What rounding loses is added
-            to the next step's gradient on this rank (error feedback). bfloat16 needs ml_dtypes. None: as they are.
-        find_unused: gradients of which a step says nothing count as zeros; `unused` has those that no rank has had.
+        travel: "float16" or "bfloat16": the dtype in which gradients of float32 and float64 are transmitted. The
+            rounding error is added to this rank's gradient of the next step (error feedback). bfloat16 needs ml_dtypes.
+            None: no conversion.
+        find_unused: gradients that are not ready in a step count as zeros; `unused` has those that no rank had.
         group: None: the default group.
 
     Attributes:
-        grads: as `params`, of arrays that are views of the buckets, zeros at first: write into them, in place.
-        unused: after `wait`, the indices or names of gradients that no rank has had in this step.
-        bytes_sent: that this rank has given to `all_reduce` so far.
+        grads: like `params`, with arrays that are views of the buckets, initially zero: write into them, in place.
+        unused: after `wait`, the indices or names of the gradients that no rank had in this step.
+        bytes_sent: how many bytes this rank has passed to `all_reduce` so far.
 
     Raises:
-        UsageError: `params` is empty, an argument is wrong, or travel does not suit a dtype.
+        UsageError: `params` is empty, an argument is wrong, or `travel` does not suit a dtype.
 
     Example:
         >>> reducer = dist.GradientReducer({"w": w, "b": b})
@@ -89,19 +90,19 @@ class GradientReducer:
         self.grads: Any = in_order if isinstance(params, Mapping) else list(in_order.values())
         self.unused: list[Key] = []
         self.bytes_sent = 0
-        self._begun = 0  # buckets that travel, or have done so, in this step
+        self._begun = 0  # how many buckets have been started in this step
         self._syncs = True
         self._active: _Active | None = None  # in `join`
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
     def ready(self, *keys: Key) -> None:
-        """Say that these gradients are in `grads`; buckets that are complete begin to travel.
+        """Mark gradients in `grads` as ready, and start to reduce complete buckets.
 
-        Does not wait for other ranks. A gradient may not be written any more until `wait` has returned.
+        Does not wait for other ranks. Do not write to a gradient from now on until `wait` has returned.
 
         Raises:
-            UsageError: there is no such gradient, or it was ready before in this step.
+            UsageError: there is no such gradient, or it was marked before in this step.
         """
         for key in keys:
             bucket = self._place.get(key)
@@ -120,7 +121,7 @@ class GradientReducer:
             self._begin()
 
     def wait(self) -> None:
-        """Wait until all gradients are averages over the ranks, and begin a new step.
+        """Wait until `grads` has the averages over the ranks, and begin a new step.
 
         Raises:
             UsageError: a gradient was not ready on this rank, and `find_unused` is not set; the message names it.
@@ -138,18 +139,19 @@ class GradientReducer:
         self._begun = 0
 
     def reduce(self, gradients: Any) -> Any:
-        """All of a step in one call, for arrays that cannot be written to, as JAX's: the averages of these gradients.
+        """Average gradients in one call, for immutable arrays such as JAX's: a whole step.
 
-        Each is waited for and travels in turn, the last one first, while those before it are still computed.
+        The gradients are reduced one bucket after another, the last parameters first, while JAX may still be computing
+        the others.
 
         Args:
             gradients: as `params`.
 
         Returns:
-            As `gradients`, of new arrays of the same libraries.
+            Like `gradients`, with new arrays of the same libraries.
 
         Raises:
-            UsageError: it has other keys than `params`; or as `wait`.
+            UsageError: its keys differ from those of `params`; or as `wait`.
         """
         named = _named(gradients)
         if named.keys() != self._place.keys():
@@ -163,7 +165,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps in this block stay on this rank, to be accumulated: add to `grads` there, and in the step after it."""
+        """Do not reduce the steps in this block: add to `grads` in them, and in the first step after the block."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -171,15 +173,16 @@ class GradientReducer:
             self._syncs = before
 
     def zero(self) -> None:
-        """Set all gradients to zero, as where a step accumulates into them."""
+        """Set all gradients to zero, before steps that accumulate into them."""
         for bucket in self._buckets:
             bucket.flat[:] = 0
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """A loop over batches whose number differs between ranks: who is through takes part with zeros until all are.
+        """Support different numbers of batches: a rank that has left the block contributes zeros until all have left.
 
-        All ranks enter it. Averages are over the ranks that still have batches.
+        All ranks enter the block, with the loop over their batches in it. Averages are over the ranks that still have
+        batches.
 
         Raises:
             GroupError: as all_reduce.
@@ -200,7 +203,7 @@ class GradientReducer:
     # ---- how a step goes -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Let the next bucket travel."""
+        """Start to reduce the next bucket."""
         if self._active is not None and self._begun == 0 and not self._active.begun:
             self._active.begin(1)
         bucket = self._buckets[self._begun]
@@ -226,11 +229,11 @@ class GradientReducer:
 
 
 class _Bucket:
-    """Gradients that travel together, in one array.
+    """Gradients that are reduced together, in one array.
 
     Attributes:
-        flat: the gradients; `travels` is what all_reduce has: the same, or of another dtype.
-        missing: the gradients that are not there in this step.
+        flat: the gradients; `travels` is the array for all_reduce: the same one, or one of another dtype.
+        missing: the gradients that are not ready in this step.
     """
 
     def __init__(self, params: Sequence[tuple[Key, Any]], dtype: Any) -> None:
@@ -243,12 +246,12 @@ class _Bucket:
             for (key, param), size, end in zip(params, sizes, ends, strict=True)
         }
         self.travels = self.flat if dtype is None else self.flat.astype(dtype)
-        self.lost = None if dtype is None else np.zeros_like(self.flat)  # by rounding, in all steps so far
+        self.lost = None if dtype is None else np.zeros_like(self.flat)  # rounding errors of all steps
         self.missing: set[Key] = set(self.views)
         self.work: Work | None = None
 
     def packed(self) -> Any:
-        """What all_reduce gets."""
+        """Return the array for all_reduce, converted if needed."""
         if self.lost is not None:
             self.lost += self.flat
             self.travels[...] = self.lost.astype(self.travels.dtype)
@@ -256,7 +259,7 @@ class _Bucket:
         return self.travels
 
     def finish(self, divisor: int) -> None:
-        """Wait for it; `divisor`: by what sums are to be divided, 0: they are not."""
+        """Wait for the reduction, and divide the sums by `divisor`, unless it is 0."""
         assert self.work is not None, "the bucket travels"
         self.work.wait()
         self.work = None
@@ -267,7 +270,7 @@ class _Bucket:
 
 
 class _Active:
-    """How many ranks still have batches, in `join`: one small all_reduce before each step's buckets."""
+    """The number of ranks that still have batches, in `join`: a small all_reduce before the buckets of each step."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -275,7 +278,7 @@ class _Active:
         self._count = np.zeros(1, np.int64)
 
     def begin(self, mine: int) -> int:
-        """How many have one for this step; `mine`: whether this rank has."""
+        """Start to count the ranks with a batch for this step; `mine`: whether this rank has one."""
         self._count[0], self.begun = mine, True
         all_reduce(self._count, group=self._group)
         return int(self._count[0])
@@ -286,12 +289,12 @@ class _Active:
 
 
 def _named(arrays: Any) -> dict[Key, Any]:
-    """A dict as it is, of a list its items by their indices."""
+    """Return a dict unchanged, and a list as a dict by index."""
     return {**arrays} if isinstance(arrays, Mapping) else dict(enumerate(arrays))
 
 
 def _like(x: Any, view: Any) -> Any:
-    """A new array as x is, with the content of the view."""
+    """Return a new array of the library and shape of `x`, with the content of the view."""
     if not isinstance(view, np.ndarray):
         return view.copy()
     room = room_like(x, view, view.shape)
@@ -300,7 +303,7 @@ def _like(x: Any, view: Any) -> Any:
 
 
 def _cut(params: Mapping[Key, Any], bucket_bytes: int) -> Iterable[list[Key]]:
-    """The keys of each bucket, the last parameter's first; a quarter of the bytes in the first, to begin early."""
+    """Yield the keys of each bucket, the last parameters first; the first bucket is small, so that it starts early."""
     bucket: list[Key] = []
     dtype, filled, most = None, 0, max(1, bucket_bytes // 4)
     for key in reversed(list(params)):
@@ -319,7 +322,7 @@ def _cut(params: Mapping[Key, Any], bucket_bytes: int) -> Iterable[list[Key]]:
 
 
 def _narrow(travel: str | None) -> Any:
-    """The dtype in which gradients of 32 and 64 bits travel; None: their own."""
+    """Return the dtype in which gradients of 32 and 64 bits are transmitted; None: their own."""
     if travel not in (None, "float16", "bfloat16"):
         raise UsageError(f"travel is {travel!r}; give 'float16', 'bfloat16' or None")
     if travel != "bfloat16":

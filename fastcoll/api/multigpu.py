@@ -1,7 +1,7 @@
-"""torch.distributed's functions for processes with several GPUs: each rank gives a list of arrays, one a GPU.
+"""torch.distributed's functions for processes with several GPUs: each rank passes a list of arrays, one for each GPU.
 
-The lists are equally long on all ranks. On one GPU they may hold several arrays of it, and arrays in host memory work
-too. All have one dtype and number of elements. The first array's GPU is the one that talks to other ranks.
+The lists have the same length on all ranks, and their arrays one dtype and number of elements. Several arrays may be on
+one GPU or in host memory. The GPU of the first array communicates with the other ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..job.groups import Group, group_rank, member_of
 
 
 def _several() -> Any:
-    from ..gpu import several  # when it is first needed: it brings Numba
+    from ..gpu import several  # imports Numba
 
     return several
 
@@ -32,14 +32,14 @@ def all_reduce_multigpu(tensor_list: Sequence[Any], op: ReduceOp = ..., group: G
 def all_reduce_multigpu(
     tensor_list: Sequence[Any], op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Reduce over all arrays of all ranks; all of them get the result.
+    """Reduce over all arrays of all ranks; every array gets the result.
 
-    Arrays are combined in the order of the list, and then of the ranks. AVG divides by the number of ranks and then
-    by that of arrays.
+    Arrays are combined in the order of the list, then in that of the ranks. AVG divides by the number of ranks, then by
+    the number of arrays.
 
     Args:
-        tensor_list: one array a GPU, all of one dtype and number of elements; m of them on all ranks.
-        op, group, async_op, and what it raises: as for `all_reduce`.
+        tensor_list: one array for each GPU, of one dtype and number of elements; equally many on all ranks.
+        op, group, async_op and errors: as for `all_reduce`.
 
     Example:
         >>> xs = [cupy.ones(3), cupy.ones(3)]
@@ -66,12 +66,12 @@ def reduce_multigpu(
     async_op: bool = False,
     dst_tensor: int = 0,
 ) -> Any:
-    """Reduce over all arrays of all ranks into `tensor_list[dst_tensor]` of rank `dst`; all others stay as they are.
+    """Reduce over all arrays of all ranks into `tensor_list[dst_tensor]` of rank `dst`; the others do not change.
 
     Args:
-        tensor_list: one array a GPU, all of one dtype and number of elements; m of them on all ranks.
-        dst, dst_tensor: a global rank, and the place in its list.
-        op, group, async_op, and what it raises: as for `all_reduce`.
+        tensor_list: one array for each GPU, of one dtype and number of elements; equally many on all ranks.
+        dst, dst_tensor: the root's global rank, and an index of its list.
+        op, group, async_op and errors: as for `all_reduce`.
     """
     g = member_of(group, "reduce_multigpu")
     if g is None:
@@ -94,9 +94,9 @@ def broadcast_multigpu(
     """Copy `tensor_list[src_tensor]` of rank `src` into all arrays of all ranks.
 
     Args:
-        tensor_list: one array a GPU, all of one dtype and number of elements; m of them on all ranks.
-        src, src_tensor: a global rank, and the place in its list.
-        group, async_op, and what it raises: as for `all_reduce`.
+        tensor_list: one array for each GPU, of one dtype and number of elements; equally many on all ranks.
+        src, src_tensor: the root's global rank, and an index of its list.
+        group, async_op and errors: as for `all_reduce`.
     """
     g = member_of(group, "broadcast_multigpu")
     if g is None:
@@ -119,13 +119,13 @@ def all_gather_multigpu(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """Every rank gets the arrays of all, on each of its GPUs.
+    """Gather the arrays of all ranks on each GPU of every rank.
 
     Args:
-        output_tensor_lists: a list for each input array, on whose GPU its arrays are. Array j of rank r, of n a rank,
-            goes to item r * n + j of each list.
-        input_tensor_list: what this rank gives.
-        group, async_op, and what it raises: as for `all_reduce`.
+        output_tensor_lists: for each input array a list of arrays on the same GPU. With n input arrays on each rank,
+            array j of rank r goes to item r * n + j of every list.
+        input_tensor_list: this rank's arrays.
+        group, async_op and errors: as for `all_reduce`.
     """
     g = member_of(group, "all_gather_multigpu")
     return None if g is None else _several().all_gather(g, output_tensor_lists, input_tensor_list, async_op)

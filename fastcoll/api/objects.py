@@ -1,12 +1,12 @@
-"""Collectives of Python objects, by pickle. The only file that imports it.
+"""Collectives of Python objects, by pickle.
 
-Unpickling runs code of the sender's choice. A group's peers have proven that they belong to the job before
-this file sees a byte of theirs: in shared memory by having mapped a segment that only this user can open, over the
-network by the job's secret. Without one (FASTCOLL_INSECURE=1) objects go through shared memory alone.
+Unpickling runs code of the sender's choice. Peers have proven that they belong to the job before this file reads a byte
+from them: in shared memory because they have mapped a segment that only this user can open, over the network by the
+job's secret. In a job without a secret (FASTCOLL_INSECURE=1), objects are exchanged through shared memory only.
 
-Every operation first moves the sizes, then the bytes, as dtypes that no user's array has. A rank whose object cannot be
-pickled refuses the call before that; of a message it sends the size `_FAILED`, so that both sides raise, and the group
-stays usable.
+Every operation first exchanges the sizes, then the bytes, with dtypes that no user's array has. A rank whose object
+cannot be pickled fails a collective before that; instead of a message it sends the size `_FAILED`, so that both sides
+raise. The group stays usable.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Sizes = NDArray[np.int64]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
-    """Every rank gets the objects of all: rank r's goes to `object_list[r]`.
+    """Gather the objects of all ranks on every rank: that of rank r goes to `object_list[r]`.
 
     Args:
         object_list: a list of world_size items, which are replaced.
-        obj: anything that can be pickled.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        obj: any object that can be pickled.
+        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
 
     Raises:
-        UsageError: an object cannot be pickled, or what is to be a list is none or not as long as it must be. The
-            other ranks raise MismatchError, which says so; the receiver of a message UsageError.
+        UsageError: an object cannot be pickled, or an argument is not a list of the right length. The other ranks
+            raise MismatchError with the reason; the receiver of a message raises UsageError.
         GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
 
     Example:
@@ -65,13 +65,13 @@ def gather_object(
     group: Group = None,
     group_dst: int | None = None,
 ) -> None:
-    """Rank `dst` gets the objects of all in `object_gather_list`.
+    """Gather the objects of all ranks on rank `dst`, in `object_gather_list`.
 
     Args:
-        obj: anything that can be pickled.
-        object_gather_list: on `dst` a list of world_size items, which are replaced; None elsewhere.
-        dst, group_dst: who gets them, as a global rank or as a rank in the group; none: global rank 0.
-        group, and what it raises: as for `all_gather_object`.
+        obj: any object that can be pickled.
+        object_gather_list: on `dst` a list of world_size items, which are replaced; None on other ranks.
+        dst, group_dst: the root, as a global rank or as a rank in the group; none: global rank 0.
+        group and errors: as for `all_gather_object`.
     """
     g = _member(group, "gather_object")
     if g is None:
@@ -95,12 +95,12 @@ def broadcast_object_list(
     device: Any = None,
     group_src: int | None = None,
 ) -> None:
-    """Every rank gets the objects in the list of rank `src`.
+    """Copy the objects in the list of rank `src` to every rank.
 
     Args:
-        object_list: equally long on all ranks (else MismatchError); replaced except on `src`.
-        src, group_src: whose list, as a global rank or as a rank in the group; none: global rank 0.
-        group, and what it raises: as for `all_gather_object`.
+        object_list: of the same length on all ranks (else MismatchError); its items are replaced except on `src`.
+        src, group_src: the root, as a global rank or as a rank in the group; none: global rank 0.
+        group and errors: as for `all_gather_object`.
         device: None or "cpu".
     """
     g = _member(group, "broadcast_object_list")
@@ -124,13 +124,13 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> None:
-    """Rank r gets object r of rank `src`'s list.
+    """Send object r in the list of rank `src` to rank r, for each rank.
 
     Args:
         scatter_object_output_list: a list of at least one item; the first is replaced.
-        scatter_object_input_list: on `src` one object a rank; None elsewhere.
-        src, group_src: whose list, as a global rank or as a rank in the group; none: global rank 0.
-        group, and what it raises: as for `all_gather_object`.
+        scatter_object_input_list: on `src` one object for each rank; None on other ranks.
+        src, group_src: the root, as a global rank or as a rank in the group; none: global rank 0.
+        group and errors: as for `all_gather_object`.
     """
     g = _member(group, "scatter_object_list")
     if g is None:
@@ -159,14 +159,14 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Send objects to rank `dst`, which calls `recv_object_list` with an equally long list.
+    """Send objects to rank `dst`, which calls `recv_object_list` with a list of the same length.
 
     Args:
-        object_list: anything that can be pickled.
+        object_list: any objects that can be pickled.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group, and what it raises: as for `all_gather_object`.
+        group and errors: as for `all_gather_object`.
         device: None or "cpu".
-        use_batch: no effect; it is for backends that connect peers anew for each single message.
+        use_batch: has no effect; it is for backends that connect for each single message.
     """
     g = _member(group, "send_object_list")
     if g is None:
@@ -190,14 +190,14 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receive objects into the list from rank `src`, or from whoever sends first.
+    """Receive objects into the list from rank `src`, or from the rank whose message arrives first.
 
     Args:
-        object_list: as long as the sender's (else UsageError); its items are replaced.
-        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
-        group, and what it raises: as for `all_gather_object`.
+        object_list: of the same length as the sender's (else UsageError); its items are replaced.
+        src, group_src: the sender, as a global rank or a rank in the group; none: the rank whose message arrives first.
+        group and errors: as for `all_gather_object`.
         device: None or "cpu".
-        use_batch: no effect, as for `send_object_list`.
+        use_batch: has no effect, as for `send_object_list`.
 
     Returns:
         The sender's global rank; -1 outside the group.
@@ -218,7 +218,7 @@ def recv_object_list(
 
 
 def _member(group: Group, name: str) -> ProcessGroup | None:
-    """As `member_of`; refuses, on all ranks alike, a group of which anybody may be a member."""
+    """Return the group as `member_of` does; raise on all ranks if members need not prove that they belong."""
     g = member_of(group, name)
     if g is not None and g.size > 1 and g.backend.name != "shm" and config.get("FASTCOLL_INSECURE"):
         from ..store.secret import check_unpickling
@@ -243,19 +243,19 @@ def _sizes_of(parts: Sequence[Bytes]) -> Sizes:
 
 
 def _joined(parts: Sequence[Bytes]) -> Bytes:
-    """All parts, one after the other."""
+    """Concatenate all parts."""
     return np.concatenate([_room(0), *parts])
 
 
 def _share_sizes(g: ProcessGroup, own: Bytes) -> Sizes:
-    """The size of every rank's part."""
+    """Return the size of every rank's part; collective."""
     sizes = np.empty(g.size, np.int64)
     g.fast.all_gather_single(sizes.view(OBJECT_SIZES), _sizes_of([own]).view(OBJECT_SIZES))
     return sizes
 
 
 def _announce_sizes(g: ProcessGroup, parts: Sequence[Bytes] | None, count: int, root: int) -> Sizes:
-    """The sizes of the root's `count` parts, which the other ranks do not have."""
+    """Send the sizes of the root's `count` parts to all ranks, and return them."""
     sizes = np.empty(count, np.int64) if parts is None else _sizes_of(parts)
     g.fast.broadcast(sizes.view(OBJECT_SIZES), root)
     return sizes
@@ -264,7 +264,7 @@ def _announce_sizes(g: ProcessGroup, parts: Sequence[Bytes] | None, count: int, 
 def _check_list(
     name: str, items: Any, kind: type[Any] = list, size: int | None = None, device: Any = None
 ) -> None:
-    """Before anything moves: a tuple, whose items cannot be replaced, would be refused only afterwards."""
+    """Raise before data moves if the argument is not a list: a tuple would fail only afterwards, when it is filled."""
     if device is not None and str(device) != "cpu":
         raise UnavailableError(f"device is {device!r}; objects travel as CPU arrays, so leave it out")
     if isinstance(items, kind) and size in (None, len(items)):

@@ -1,8 +1,7 @@
 """Point-to-point messages as functions, named and called as in torch.distributed.
 
-Messages between two ranks with one tag never overtake each other. A message has the dtype and the number
-of elements of the array that it is received into; anything else raises on both sides. For `group`, `src`
-and `dst` see job/groups.py.
+Messages between two ranks with the same tag arrive in the order in which they are sent. Sender and receiver must pass
+arrays of the same dtype and number of elements, or both raise. For `group`, `src` and `dst` see job/groups.py.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ..job.groups import Group, group_rank, groups, member_of
 def send(
     tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
-    """Send an array to rank `dst`; returns when it was received (to oneself: once it is buffered).
+    """Send an array to rank `dst`; return when it was received (a message to this rank: when it is buffered).
 
     Args:
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
@@ -51,12 +50,12 @@ def recv(
     group_src: int | None = None,
     status: Status | None = None,
 ) -> int:
-    """Receive into an array from rank `src`, or without `src` and `group_src` from whoever sends first.
+    """Receive an array from rank `src`; without `src` and `group_src`, from the rank whose message arrives first.
 
     Args:
         tensor: dtype and number of elements of the message; with `status` it may have more elements than the message.
-        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        src, group_src: the sender, as a global rank or a rank in the group; none: the rank whose message arrives first.
+        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
         tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
         status: filled with the message's sender, tag and size. With one, the message may be shorter than `tensor`;
             the remaining elements keep their values.
@@ -85,15 +84,15 @@ def recv(
 
 def isend(
     tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
-) -> Work | Any:  # outside the group None, which members need not look for
-    """`send` that returns a Work at once; leave the array alone until `work.wait()` has returned.
+) -> Work | Any:  # None outside the group; members need not check for it
+    """Start a `send` and return its Work at once; do not use the array until `work.wait()` has returned.
 
-    A message to this rank is buffered, as by `send`: its Work is complete at once.
+    A message to this rank is buffered, as by `send`, and its Work is complete at once.
 
     Args:
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
@@ -114,12 +113,12 @@ def irecv(
     group_src: int | None = None,
     status: Status | None = None,
 ) -> Work | Any:  # as for isend
-    """`recv` that returns a Work at once; `work.result()` is the sender's global rank.
+    """Start a `recv` and return its Work at once; `work.result()` is the sender's global rank.
 
     Args:
-        tensor: dtype and number of elements of the message; leave it alone until `work.wait()` has returned.
-        src, group_src: the sender, as a global rank or as a rank in the group; none: whoever sends first.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        tensor: dtype and number of elements of the message; do not use it until `work.wait()` has returned.
+        src, group_src: the sender, as a global rank or a rank in the group; none: the rank whose message arrives first.
+        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
         tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
         status: filled with the message's sender, tag and size. With one, the message may be shorter than `tensor`;
             the remaining elements keep their values.
@@ -146,7 +145,7 @@ def send_init(
     Args:
         tensor: any fixed-size dtype; each message has the values at the time of its start.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside it is warned, and gets None.
+        group: from `new_group`; None is the world. A rank outside it warns and gets None.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
@@ -176,7 +175,7 @@ def recv_init(
     Args:
         tensor: as for `irecv`.
         src, group_src: the sender, as a global rank or a group rank; none: the rank whose message arrives first.
-        group: from `new_group`; None is the world. A rank outside it is warned, and gets None.
+        group: from `new_group`; None is the world. A rank outside it warns and gets None.
         tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
         status: as for `recv`; every message overwrites it.
 
@@ -211,7 +210,7 @@ def probe(
 
     Args:
         src, group_src: the sender, as a global rank or as a rank in the group; none: any.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
         tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
 
     Returns:
@@ -240,7 +239,7 @@ def iprobe(
 
     Args:
         src, group_src: the sender, as a global rank or as a rank in the group; none: any.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
         tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
 
     Raises:
@@ -286,7 +285,7 @@ def sendrecv(
         input: is sent to rank `dst`, as by `isend`.
         output: receives from rank `src`, or from the rank whose message arrives first, as by `recv`.
         dst, src: global ranks; a `src` of None is any rank.
-        group: from `new_group`; None is the world. A rank outside it is warned, and does nothing.
+        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
         send_tag: 0 to 2**31 - 1.
         recv_tag: tag of the received message, 0 to 2**31 - 1, or ANY_TAG.
 
@@ -345,14 +344,14 @@ class P2POp:
 
     Args:
         op: `fastcoll.isend` or `fastcoll.irecv`.
-        tensor: what is sent or received into.
+        tensor: the array to send or to receive into.
         peer: global rank of the other side.
         group: None is the default group.
         tag: as for `isend`.
         group_peer: the other side's rank in the group, instead of `peer`.
 
     Raises:
-        UsageError: another `op`, or both or neither of `peer` and `group_peer`.
+        UsageError: `op` is another function, or both or neither of `peer` and `group_peer` are given.
     """
 
     def __init__(
@@ -380,7 +379,7 @@ class P2POp:
         return f"P2POp({self.op.__name__}, {other}, tag={self.tag})"
 
     def _ready(self, g: ProcessGroup) -> tuple[Callable[..., Work], tuple[Any, ...]]:
-        """Check all of it; what is returned, a function and its arguments, posts it."""
+        """Check an operation; return the function that posts it, and its arguments."""
         x, tag, sends = self.tensor, self.tag, self.op is isend
         rank: Any = self.peer
         if g is not groups.world or self.group_peer is not None:
@@ -399,17 +398,17 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Post several sends and receives at once, so that their order on different ranks cannot deadlock.
+    """Post several sends and receives at once, so that their order on different ranks cannot cause a deadlock.
 
     Args:
-        p2p_op_list: all on the same group.
+        p2p_op_list: operations on one group.
 
     Returns:
-        One Work an operation, in order; wait for all of them. Empty outside the group.
+        One Work for each operation, in order; wait for all of them. Empty outside the group.
 
     Raises:
-        UsageError: an operation is wrong, there is none, or they are on several groups; nothing was posted.
-        GroupError: the group has failed. What happens later is raised by the Works' `wait`.
+        UsageError: an operation is wrong, the list is empty, or the groups differ; nothing was posted.
+        GroupError: the group has failed. `wait` of the Works raises later failures.
 
     Example:
         >>> right, left = (rank + 1) % size, (rank - 1) % size
@@ -440,7 +439,7 @@ def _sender(g: Any, src: int | None, group_src: int | None) -> int | None:
 
 
 class _Received(Work):
-    """A receive on a group, whose result is the sender's global rank instead of its group rank."""
+    """The Work of a receive on a group: its result is the sender's global rank instead of its group rank."""
 
     def __init__(self, work: Work, ranks: Sequence[int]) -> None:
         super().__init__(work.describe)
