@@ -9,17 +9,17 @@ import numpy as np
 
 import fastcoll as dist
 
-dist.init_process_group()  # returns when all ranks are here
+dist.init_process_group()  # returns when all ranks have joined
 rank, size = dist.get_rank(), dist.get_world_size()
 print(f"I am rank {rank} of {size}, on the backend {dist.get_backend()}")
 
 
 x = np.full(3, rank + 1.0)
-dist.all_reduce(x)  # the sum over all ranks, in everybody's x
+dist.all_reduce(x)  # x is the sum over all ranks, on every rank
 assert (x == size * (size + 1) / 2).all()
 
 y = np.arange(3.0) if rank == 0 else np.empty(3)
-dist.broadcast(y, src=0)  # rank 0's array, in everybody's y
+dist.broadcast(y, src=0)  # y is rank 0's array, on every rank
 assert y.tolist() == [0, 1, 2]
 
 highest = np.array([rank])
@@ -37,7 +37,7 @@ parts = [np.empty(r + 1) for r in range(size)]
 dist.all_gather(parts, np.full(rank + 1, float(rank)))
 assert [part.tolist() for part in parts] == [[r] * (r + 1) for r in range(size)]
 
-table = np.empty((size, 2))  # or one array, with equal parts
+table = np.empty((size, 2))  # or one array, for equal sizes
 dist.all_gather_into_tensor(table, np.full(2, float(rank)))
 assert table[:, 0].tolist() == list(range(size))
 
@@ -46,7 +46,7 @@ if rank == 0:
     dist.send(np.arange(16.0).reshape(4, 4), dst=1)
 elif rank == 1:
     grid = np.empty((4, 4))
-    sender = dist.recv(grid, src=0)  # without src: from whoever sends first
+    sender = dist.recv(grid, src=0)  # without src: from the rank whose message arrives first
     assert sender == 0
     assert grid[3, 3] == 15
 
@@ -62,7 +62,7 @@ assert arrived[0] == left
 gradient = np.full(100_000, rank + 1.0)
 work = dist.all_reduce(gradient, op=dist.ReduceOp.AVG, async_op=True)
 # ... compute something else ...
-work.wait()  # raises what went wrong, if anything did
+work.wait()  # raises if the call has failed
 assert (gradient == (size + 1) / 2).all()
 
 
