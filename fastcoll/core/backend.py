@@ -244,7 +244,7 @@ class Backend(ABC):
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         """Make the call that carries out an operation of a kind in `natively`.
 
-        Does not block, and sends nothing. The call is run by the thread that holds `gate.turn`; it blocks, and raises
+        Does not block, and sends nothing. The call is run by the thread that holds `gate.lock`; it blocks, and raises
         GroupError or MismatchError. The operation's arrays belong to it until it returns.
 
         Args:

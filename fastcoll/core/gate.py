@@ -1,9 +1,9 @@
 """The gate of a group: which thread may run a collective call now.
 
 Calls of one group run one at a time and in the order in which they were made: on the caller's thread if no earlier call
-is under way, else on the group's progress thread. The thread that runs a call holds `turn`. If a thread enters the gate
+is under way, else on the group's progress thread. That thread holds `lock` while the call runs. If a thread enters the gate
 while it is inside already, the caller is a signal handler that has interrupted a call; it is refused, since it would
-wait for itself. Compiled calls take no lock; their backend reports them through `also`.
+wait for itself. Compiled calls do not take it; their backend reports them through `also`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Gate:
     Attributes:
         name, ranks, rank, timeout, failure: of the group.
         closed: the group was destroyed in this process.
-        turn: the lock that the thread holds whose call runs.
+        lock: held by the thread whose call runs.
         refusal: the text that the peers read if that call was refused.
         queue: asynchronous calls, and the calls behind them.
         unobserved: asynchronous operations that no thread has waited for.
@@ -36,10 +36,10 @@ class Gate:
         self.failure: GroupError | None = None
         self.closed = False
         self.refusal = ""
-        self.turn = threading.Lock()
+        self.lock = threading.Lock()
         self.queue = ProgressQueue(name)
         self.unobserved = UnobservedWorks()
-        self._inside: set[int] = set()  # threads that have the turn, or wait for it
+        self._inside: set[int] = set()  # threads that hold the lock, or wait for it
         self._also_inside: Callable[[], bool] = lambda: False
         self._also_busy: Callable[[], bool] = lambda: False
 
@@ -48,7 +48,7 @@ class Gate:
         return len(self.ranks)
 
     def also(self, inside: Callable[[], bool], busy: Callable[[], bool]) -> None:
-        """Add tests for compiled calls, which take no lock: is this thread in one, is any thread in one."""
+        """Add tests for compiled calls, which do not take `lock`: is this thread in one, is any thread in one."""
         self._also_inside, self._also_busy = inside, busy
 
     def name_of(self, what: str, number: int) -> str:
@@ -68,7 +68,7 @@ class Gate:
         return threading.get_ident() in self._inside or self._also_inside()
 
     def is_busy(self) -> bool:
-        return self.queue.pending > 0 or self.turn.locked() or self._also_busy()
+        return self.queue.pending > 0 or self.lock.locked() or self._also_busy()
 
     def may_wait(self) -> bool:
         """Whether this thread may wait for operations under way: they progress without it."""
@@ -79,7 +79,7 @@ class Gate:
         thread = threading.get_ident()
         self._inside.add(thread)
         try:
-            with self.turn:
+            with self.lock:
                 return call(*args)
         finally:
             self._inside.discard(thread)

@@ -255,7 +255,7 @@ class GroupRecorder:
     # ---- calls that Python runs ----------------------------------------------------------------------------
 
     def begin(self, call: int, shape: int) -> int:
-        """Record the start of a call, on the thread that holds the gate's turn; return its number."""
+        """Record the start of a call, on the thread that holds the gate's lock; return its number."""
         cells = self._cells
         number = cells[self._calls] + 1
         cells[self._calls] = number

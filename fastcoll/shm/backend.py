@@ -186,7 +186,7 @@ class ShmBackend(Backend):
         # A running call was aborted and ends within moments. If a thread was killed inside a call, nobody releases the
         # context; then the mapping stays until the process ends.
         deadline = time.monotonic() + _CLOSE_SECONDS
-        turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
+        turn = not inside and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
         free = turn
         while free and waiting.seize.call(self._c + 8 * words.BUSY) == LATER:
             free = time.monotonic() < deadline
@@ -202,7 +202,7 @@ class ShmBackend(Backend):
             self.calls.close()
         self._record.close()
         if turn:
-            self.gate.turn.release()
+            self.gate.lock.release()
 
     def disown(self, error: GroupError) -> None:
         self.stop()  # the segment belongs to the parent process

@@ -296,7 +296,7 @@ class MpiBackend(Backend):
     def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
         # The current call has been aborted and ends soon; a call that this signal handler has interrupted cannot.
-        turn = not self.gate.is_inside() and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
+        turn = not self.gate.is_inside() and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
         self.monitor.leave()
         self._record.close()
         failed = self.monitor.failure is not None
@@ -306,7 +306,7 @@ class MpiBackend(Backend):
             else:
                 self._meeting.free()
             retire_comm(self._library, self._comm, self._control, failed)
-            self.gate.turn.release()
+            self.gate.lock.release()
 
     def disown(self, error: GroupError) -> None:
         """Do nothing in a forked child: MPI belongs to the parent."""

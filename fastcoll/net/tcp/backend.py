@@ -338,7 +338,7 @@ class TcpBackend(Backend):
         # The current call has been aborted and ends soon. A call that this signal handler has interrupted ends after
         # the handler, and then releases the connections itself.
         inside = self.gate.is_inside()
-        turn = not inside and self.gate.turn.acquire(timeout=_CLOSE_SECONDS)
+        turn = not inside and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
         if turn and reason is None and not self.context.in_progress:
             self._settle()
         self.monitor.leave()
@@ -347,7 +347,7 @@ class TcpBackend(Backend):
         else:
             self._releases_later = True
         if turn:
-            self.gate.turn.release()
+            self.gate.lock.release()
 
     def _settle(self) -> None:
         """Wait until the peers have begun the calls in which this rank returned early.
