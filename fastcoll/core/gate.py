@@ -1,9 +1,9 @@
 """The gate of a group: which thread may run a collective call now.
 
 Calls of one group run one at a time and in the order in which they were made: on the caller's thread if no earlier call
-is under way, else on the group's progress thread. That thread holds `lock` while the call runs. If a thread enters the gate
-while it is inside already, the caller is a signal handler that has interrupted a call; it is refused, since it would
-wait for itself. Compiled calls do not take it; their backend reports them through `also`.
+is under way, else on the group's progress thread. The thread holds `lock` while its call runs. If a thread enters the
+gate while it is inside already, the caller is a signal handler that has interrupted a call; it is refused, since it
+would wait for itself. Compiled calls do not take `lock`; their backend reports them through `also`.
 """
 
 from __future__ import annotations
