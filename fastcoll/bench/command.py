@@ -28,17 +28,17 @@ _STUDIES = {"--start": "start_times", "--first-calls": "first_calls", "--overlap
 _EPILOG = f"""
 operations: {", ".join(cases.SHAPES)}
 
-time and p99 are microseconds a call: each rank times batches of calls and takes their median (99th
-percentile); the slowest rank's is shown. all_reduce, reduce and broadcast work in place. Sizes, algbw and
-busbw are those of nccl-tests. Under a launcher (RANK and WORLD_SIZE, mpirun, srun) its ranks are used.
+time and p99 are microseconds per call: median and 99th percentile over a rank's batches of calls, of the
+slowest rank. all_reduce, reduce and broadcast work in place. Sizes, algbw and busbw are those of nccl-tests.
+Under a launcher (RANK and WORLD_SIZE, mpirun, srun) the benchmark uses its ranks.
 
---tune -n N instead finds out what is fast on this machine with N ranks, and keeps it. --start times how
-ranks start, --first-calls the first ten calls of new processes beside later ones, --overlap asynchronous
-operations beside a computation. Where the sources are, --vs PEERS compares with other libraries
+--tune -n N instead finds the fastest algorithms on this machine with N ranks, and stores them. --start
+times the start of ranks, --first-calls the first ten calls of new processes beside later ones, --overlap
+asynchronous operations beside a computation. With the sources, --vs PEERS compares with other libraries
 (--vs gloo --help: its options).
 
-exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line or a
-launcher's environment cannot be, or none of the peers is there.
+exit code: 0 all results right; 1 wrong results, or a rank failed; 2 the command line or the
+launcher's environment is invalid, or no peer was found.
 """
 
 
@@ -114,25 +114,25 @@ def make_parser() -> argparse.ArgumentParser:
     add("-b", "--begin", type=size, default=8, metavar="SIZE", help="smallest size (default: 8)")
     add("-e", "--end", type=size, default=64 << 20, metavar="SIZE", help="largest (default: 64M)")
     add("-f", "--factor", type=float, default=2.0, help="between sizes (default: 2)")
-    add("--sizes", type=sizes, metavar="SIZES", help="these instead: a,b,...")
+    add("--sizes", type=sizes, metavar="SIZES", help="these sizes instead: a,b,...")
     dtypes, redops = listed(lambda text: parse_dtype(text).name), listed(cases.parse_redop)
     add("-d", "--dtype", type=dtypes, default=["float32"], help="one or several, a,b (default: float32)")
     several = f"one or several of {', '.join(cases.REDOPS)} (default: sum)"
     add("-o", "--op", type=redops, default=["sum"], help=several)
-    add("-r", "--root", type=int, default=0, help="of the rooted operations (default: 0)")
+    add("-r", "--root", type=int, default=0, help="the root of rooted operations (default: 0)")
 
     add = parser.add_argument_group("how").add_argument
     add("--backend", default="auto", help="default: auto")
-    where = "where the arrays lie (default: cpu); cuda needs CuPy"
+    where = "where the arrays are (default: cpu); cuda needs CuPy"
     add("--device", choices=("cpu", "cuda"), default="cpu", help=where)
-    filled = "to fill with calls for each row (default: 0.15); with --vs: at most (default: 5)"
+    filled = "measuring time per row (default: 0.15); with --vs: the longest (default: 5)"
     add("--seconds", type=positive(float), default=0.15, help=filled)
-    add("--iters", type=positive(int), metavar="N", help="calls a row, instead of --seconds")
+    add("--iters", type=positive(int), metavar="N", help="calls per row, instead of --seconds")
     warmup = "calls before the timed ones (default: 5)"
     add("-w", "--warmup", type=positive(int), default=5, metavar="N", help=warmup)
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify the results (default: 1)")
-    pinned = "pin each rank to a core, of these in turn (a,b,...) or of all usable ones; or none of them: "
-    pinned += "none (default: none; with --vs: all usable ones)"
+    pinned = "pin each rank to one of these cores in turn: a,b,...; without a value all usable ones; none: "
+    pinned += "do not pin (default: none; with --vs: all usable ones)"
     usable = sorted(os.sched_getaffinity(0))
     cores = argument(cases.cores)
     add("--cores", "--pin", type=cores, nargs="?", default=[], const=usable, metavar="CORES", help=pinned)
@@ -140,7 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("results").add_argument
     add("--json", type=argument(writable), metavar="FILE", help="also write the whole run")
     add("--csv", type=argument(writable), metavar="FILE", help="also write the rows")
-    drawn = "also draw, e.g. out.png; without an ending PNG and SVG; repeatable; "
+    drawn = "also draw, e.g. out.png; PNG and SVG if the name has no extension; repeatable; "
     drawn += "a run of all operations draws fastcoll-bench.png"
     add("--plot", type=Path, action="append", default=[], metavar="FILE", help=drawn)
     return parser

@@ -70,7 +70,7 @@ def _start(ranks: int) -> list[float]:
             processes.append(process)
         texts = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
-        raise UsageError("a rank could not start; it has said why")
+        raise UsageError("a rank could not start; its error is above")
     return [max(values) for values in zip(*map(_steps, texts), strict=True)]
 
 

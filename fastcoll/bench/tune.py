@@ -43,12 +43,12 @@ class Measured(NamedTuple):
 def main(words: Sequence[str]) -> int:
     """Tune for the number of ranks of a command line; return the exit code."""
     parser, given, launched, ranks = read_study(
-        words, "--tune", "find out what is fast on this machine, and keep it"
+        words, "--tune", "find the fastest algorithms on this machine, and store them"
     )
     if ranks < 2:
-        parser.error("--tune compares ways of data between ranks; give -n, as in --tune -n 4")
-    if tuning_cache.path() is None:
-        parser.error("--tune keeps what it finds in the file that FASTCOLL_TUNING names, and that is none")
+        parser.error("--tune compares algorithms between ranks; give -n, as in --tune -n 4")
+    if known.path() is None:
+        parser.error("--tune writes its results to the file of FASTCOLL_TUNING, and that is none")
     return run_ranks(
         run, launched, ranks, given.cores, shlex.join(["python", "-m", "fastcoll.bench", *words])
     )
@@ -75,11 +75,11 @@ def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command:
             return OK
         path = group.backend.save_tuning(command, limit)
     except OSError as error:
-        tell(f"what was found is not kept: {error}")
+        tell(f"the results cannot be written: {error}")
         return FAILED
     finally:
         dist.destroy_process_group()
-    tell(f"what is fast with {group.size} ranks is written to {path}")
+    tell(f"the results for {group.size} ranks are written to {path}")
     return OK
 
 

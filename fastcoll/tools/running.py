@@ -75,7 +75,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if alone:
         show.say("" if jobs else None)
         show.say(
-            "in no group of fastcoll: ranks that join a job, and what launchers have started that does not",
+            "in no group of fastcoll: ranks that join a job, and other processes that launchers have started",
             "bold",
         )
         columns = ("rank", "pid", "state", "cores", "joining for", "kernel", "command")
