@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
     )
     if ranks < 2:
         parser.error("--tune compares algorithms between ranks; give -n, as in --tune -n 4")
-    if known.path() is None:
+    if tuning_cache.path() is None:
         parser.error("--tune writes its results to the file of FASTCOLL_TUNING, and that is none")
     return run_ranks(
         run, launched, ranks, given.cores, shlex.join(["python", "-m", "fastcoll.bench", *words])
