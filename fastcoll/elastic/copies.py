@@ -33,7 +33,13 @@ def copied(tree: Tree, into: Tree = None) -> Tree:
             return copy.deepcopy(x, memo)
         if id(x) not in copies:
             buffer = buffers.take(path, tuple(x.shape), x.dtype, _device(x))
-            copies[id(x)] = _copy_of_array(x) if buffer is None else _write(buffer, x)
+            if buffer is None:
+                buffer = x.detach().clone() if _is_tensor(x) else x.copy()
+            elif _is_tensor(x):
+                buffer.detach().copy_(x.detach())
+            else:
+                np.copyto(buffer, x)
+            copies[id(x)] = buffer
         return copies[id(x)]
 
     return rebuilt(tree, iter([copy_of(path, x) for path, x in flat(tree)]))
@@ -110,15 +116,3 @@ def _is_tensor(x: Any) -> bool:
 
 def _device(x: Any) -> Any:
     return x.device if _is_tensor(x) else None
-
-
-def _copy_of_array(x: Any) -> Any:
-    return x.detach().clone() if _is_tensor(x) else x.copy()
-
-
-def _write(buffer: Any, x: Any) -> Any:
-    if _is_tensor(x):
-        buffer.detach().copy_(x.detach())
-    else:
-        np.copyto(buffer, x)
-    return buffer

@@ -176,7 +176,9 @@ class _Run:
         if not is_initialized():
             self._join()
         try:
-            self._check_start()
+            groups.world.backend.recovery_endpoint()  # raises if the backend does not survive deaths
+            if (size := groups.world.size) < self._terms.min_ranks:
+                raise UsageError(f"min_ranks is {self._terms.min_ranks}, and there are {size}")
             self._is_joiner = current_job().is_joiner
             self._state.commit()  # a death before the function's first commit restores these values
             self._state.at_commit(self._admit_at_commit)
@@ -193,7 +195,9 @@ class _Run:
             raise
         finally:
             self._state.at_commit(None)
-            self._close_join_queue()
+            found, self._found = self._found, None
+            if found is not None:
+                found.close()
 
     def _join(self) -> None:
         if not config.get("FASTCOLL_NEWCOMER"):
@@ -204,11 +208,6 @@ class _Run:
         except JobEndedError as error:
             _log.warning("%s", error)
             raise SystemExit(0) from None
-
-    def _check_start(self) -> None:
-        groups.world.backend.recovery_endpoint()  # raises if the backend does not survive deaths
-        if (size := groups.world.size) < self._terms.min_ranks:
-            raise UsageError(f"min_ranks is {self._terms.min_ranks}, and there are {size}")
 
     def _round(self, train: Callable[[], T]) -> T:
         self._agree()
@@ -324,8 +323,3 @@ class _Run:
             self._found = JoinQueue(self._address, _STORE_SECONDS)
             self._found.open()
         return self._found
-
-    def _close_join_queue(self) -> None:
-        found, self._found = self._found, None
-        if found is not None:
-            found.close()

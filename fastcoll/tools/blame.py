@@ -141,7 +141,7 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]
         if root in ranks
     ]
     for (where, _), lost in unseen.items():
-        findings.append(_of_unseen(lost, _longest(waits, {peer.rank for peer in lost}), where))
+        findings.append(_of_unseen(lost, waits, where))
     findings += [_of_circle(circle, waits) for circle in circles(waiting)]
     blamed = {rank for finding in findings for rank in finding.ranks}
     findings += [
@@ -175,11 +175,6 @@ def _by_call(waits: Iterable[RankWait]) -> list[list[RankWait]]:
         key = wait.group.name, wait.group.members, wait.number, -1 if wait.number else (wait.rank, wait.what)
         calls.setdefault(key, []).append(wait)
     return list(calls.values())
-
-
-def _longest(waits: Sequence[RankWait], late: set[int]) -> list[RankWait]:
-    """Return the waits for some ranks, in the call in which the waits are longest."""
-    return max(_by_call(wait for wait in waits if late.intersection(wait.late)), key=_seconds)
 
 
 def _seconds(held: Sequence[RankWait]) -> float:
@@ -231,9 +226,10 @@ def condition(process: Process) -> tuple[str, str]:
     return f"sleeps in its own code{what and f', for {what}'}{place}", stack
 
 
-def _of_unseen(lost: Sequence[MemberRecord], held: Sequence[RankWait], where: str) -> Finding:
+def _of_unseen(lost: Sequence[MemberRecord], waits: Sequence[RankWait], where: str) -> Finding:
     """Describe the members of one host that cannot be read here."""
-    first = lost[0]
+    first, late = lost[0], {peer.rank for peer in lost}
+    held = max(_by_call(wait for wait in waits if late.intersection(wait.late)), key=_seconds)
     texts = {
         GONE: ("has ended", "have ended", "look at its last lines on stderr"),
         LEFT: (

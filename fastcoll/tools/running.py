@@ -346,7 +346,10 @@ def _show(job: RunningJob, now: float, show: Printer) -> None:
     blamed = {rank for finding in findings for rank in finding.ranks}
     waits = job.waits(now)
     rows = [row for rank in sorted(job.ranks) for row in _rows(job.ranks[rank], waits)]
-    rows += [_row_of_unseen(peer, job.whereabouts(peer)) for peer in job.unseen()]
+    for peer in job.unseen():
+        where = job.whereabouts(peer)
+        what = {ELSEWHERE: f"on {peer.host}", GONE: "its process has ended", LEFT: "has left the job"}[where]
+        rows.append((str(peer.rank), str(peer.pid), where, "", "", "", "", "", what))
     marked = [("-->" if int(row[0]) in blamed else "", *row) for row in rows]
     columns = ("", "rank", "pid", "state", "cores", "group", "call", "since", "waits for", "in")
     show.table(columns, marked, ["bad"] * len(marked))
@@ -374,8 +377,3 @@ def _idle(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
         return "", "", "", "", "no call yet"
     last = f"; the last was {describe(*used.ring[-1].head)}" if used.ring else ""
     return used.name, str(used.calls), "", "", f"no call{last}"
-
-
-def _row_of_unseen(peer: MemberRecord, where: str) -> tuple[str, ...]:
-    what = {ELSEWHERE: f"on {peer.host}", GONE: "its process has ended", LEFT: "has left the job"}[where]
-    return (str(peer.rank), str(peer.pid), where, "", "", "", "", "", what)
