@@ -37,7 +37,7 @@ from ..system.processes import forget, gone_among, set_process_rank, this_proces
 from . import backends
 from .backends import BackendChoice, parse_backend
 from .beginning import begin, met_elsewhere
-from .finding import Found, finder
+from .discovery import Found, finder
 from .groups import Group, NonMember, groups
 from .job import Job, make_world
 from .joining import Start, come_in

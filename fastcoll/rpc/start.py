@@ -29,7 +29,7 @@ from ..errors import (
     UnavailableError,
     UsageError,
 )
-from ..job.finding import find_others
+from ..job.discovery import find_others
 from ..job.groups import groups
 from ..job.lease import StoreLease
 from ..job.leaving import ExitHook

@@ -78,7 +78,7 @@ Whereabouts = Callable[[MemberRecord], str]
 """The state of a member that is not among the ranks: GONE, LEFT (its process runs, in no group) or ELSEWHERE."""
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """A text that names the ranks that hold the job up, details line by line, and what to do next."""
 
     text: str
@@ -117,7 +117,7 @@ def _late(ranks: Ranks, wait: RankWait, whereabouts: Whereabouts) -> tuple[int, 
     return tuple(sorted((late - unknown or unable or reported or unknown) - {wait.rank}))
 
 
-def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]:
+def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosis]:
     """Return which ranks hold up which; empty if no rank has waited for long."""
     lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= MIN_WAIT_SECONDS]
     own: dict[int, list[RankWait]] = {}
@@ -135,16 +135,16 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]
     for root in roots:
         if root not in ranks:
             unseen.setdefault((whereabouts(peers[root]), peers[root].host), []).append(peers[root])
-    findings = [
+    diagnoses = [
         _of_rank(ranks[root], [w for w in waits if root in w.late], [w for w in waits if w.rank == root])
         for root in roots
         if root in ranks
     ]
     for (where, _), lost in unseen.items():
-        findings.append(_of_unseen(lost, waits, where))
-    findings += [_of_circle(circle, waits) for circle in circles(waiting)]
-    blamed = {rank for finding in findings for rank in finding.ranks}
-    findings += [
+        diagnoses.append(_of_unseen(lost, waits, where))
+    diagnoses += [_of_circle(circle, waits) for circle in circles(waiting)]
+    blamed = {rank for diagnosis in diagnoses for rank in diagnosis.ranks}
+    diagnoses += [
         _of_nobody(held)
         for held in _by_call(waits)
         if not any(wait.late or wait.rank in blamed for wait in held)
@@ -152,10 +152,10 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Finding]
     for rank in ranks.values():
         if not rank.is_able and rank.rank not in blamed:
             state, then = condition(rank.process)
-            findings.append(
-                Finding(f"{rank.where} {state}; no rank waits for it yet", (), then, (rank.rank,))
+            diagnoses.append(
+                Diagnosis(f"{rank.where} {state}; no rank waits for it yet", (), then, (rank.rank,))
             )
-    return findings
+    return diagnoses
 
 
 def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
@@ -184,7 +184,7 @@ def _seconds(held: Sequence[RankWait]) -> float:
 # ---- the texts ---------------------------------------------------------------------------------------------
 
 
-def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> Finding:
+def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> Diagnosis:
     """Describe a rank for which others wait and which waits for none, or cannot go on; the longest wait comes first.
 
     `own` are the rank's own calls.
@@ -207,7 +207,7 @@ def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> 
     if own and rank.is_able:
         state = f"has been in {_where(own[0])} for {seconds_of(own[0].seconds)}, and no rank is late there"
         then = _SLOW
-    return Finding(f"{rank.where} {text}; it {state}", tuple(more), then, (rank.rank,))
+    return Diagnosis(f"{rank.where} {text}; it {state}", tuple(more), then, (rank.rank,))
 
 
 def condition(process: Process) -> tuple[str, str]:
@@ -226,7 +226,7 @@ def condition(process: Process) -> tuple[str, str]:
     return f"sleeps in its own code{what and f', for {what}'}{place}", stack
 
 
-def _of_unseen(lost: Sequence[MemberRecord], waits: Sequence[RankWait], where: str) -> Finding:
+def _of_unseen(lost: Sequence[MemberRecord], waits: Sequence[RankWait], where: str) -> Diagnosis:
     """Describe the members of one host that cannot be read here."""
     first, late = lost[0], {peer.rank for peer in lost}
     held = max(_by_call(wait for wait in waits if late.intersection(wait.late)), key=_seconds)
@@ -248,10 +248,10 @@ def _of_unseen(lost: Sequence[MemberRecord], waits: Sequence[RankWait], where: s
         f"{who} missing in {_where(held[0])}, that {_names(held)} waited in for {seconds_of(_seconds(held))}"
     )
     state = f"it {one}" if len(lost) == 1 else f"they {several}"
-    return Finding(f"{text}; {state}", (), then, tuple(peer.rank for peer in lost))
+    return Diagnosis(f"{text}; {state}", (), then, tuple(peer.rank for peer in lost))
 
 
-def _of_circle(circle: Sequence[int], waits: Sequence[RankWait]) -> Finding:
+def _of_circle(circle: Sequence[int], waits: Sequence[RankWait]) -> Diagnosis:
     """Describe ranks that wait for one another in different calls, and the ranks that wait for them."""
     lines = []
     for held in _by_call(wait for wait in waits if {*circle}.intersection(wait.late)):
@@ -264,13 +264,13 @@ def _of_circle(circle: Sequence[int], waits: Sequence[RankWait]) -> Finding:
         lines.append(f"{_names(held)} waited for {seconds_of(_seconds(held))} in {_where(first)}{missed}")
     then = "one of them skips a call or makes one too many, or they make their calls in different orders"
     what = "wait for one another" if len(circle) > 1 else "waits for itself"
-    return Finding(f"{names(circle)} {what}", tuple(lines), then, tuple(circle))
+    return Diagnosis(f"{names(circle)} {what}", tuple(lines), then, tuple(circle))
 
 
-def _of_nobody(held: Sequence[RankWait]) -> Finding:
+def _of_nobody(held: Sequence[RankWait]) -> Diagnosis:
     """Describe a call that all members are in and that does not finish."""
     text = f"{_names(held)} been in {_where(held[0])} for {seconds_of(_seconds(held))}, and no rank is late"
-    return Finding(text, (), _SLOW, ())
+    return Diagnosis(text, (), _SLOW, ())
 
 
 def _where(wait: RankWait) -> str:

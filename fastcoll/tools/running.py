@@ -25,7 +25,7 @@ from .blame import (
     GONE,
     LEFT,
     MIN_WAIT_SECONDS,
-    Finding,
+    Diagnosis,
     Process,
     Rank,
     explain,
@@ -38,7 +38,7 @@ _LOOK_SECONDS = (
     0.2  # between two readings of a process's CPU time, which the kernel counts in units of 0.01 s
 )
 _TICKS = os.sysconf("SC_CLK_TCK")
-_MOST_FINDINGS = 8
+_MOST_DIAGNOSES = 8
 _MOST_COMMAND = 100  # characters
 _NAMES_OF_JOBS = b"TORCHELASTIC_RUN_ID", b"SLURM_JOB_ID"
 _OF_A_LAUNCHER = {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"}
@@ -118,7 +118,7 @@ class RunningJob:
         except OSError:
             return GONE
 
-    def findings(self, now: float) -> list[Finding]:
+    def diagnoses(self, now: float) -> list[Diagnosis]:
         """Return which ranks hold the job up."""
         return explain(self.ranks, self.whereabouts, now)
 
@@ -144,7 +144,7 @@ class RunningJob:
             "world_size": first.record.world_size,
             "command": first.process.command,
             "started": first.record.started,
-            "verdicts": [finding._asdict() for finding in self.findings(now)],
+            "verdicts": [diagnosis._asdict() for diagnosis in self.diagnoses(now)],
             "ranks": [_rank_as_dict(self.ranks[rank], waits) for rank in sorted(self.ranks)],
             "unseen": unseen,
         }
@@ -333,17 +333,17 @@ def _show(job: RunningJob, now: float, show: Printer) -> None:
     age = seconds_of(max(now - first.started, 0.0))
     size, command = counted(first.world_size, "rank"), job.first.process.command
     show.say(f"{size}{here}, for {age}, job {job.name}: {command}", "bold")
-    findings = job.findings(now)
-    for finding in findings[:_MOST_FINDINGS]:
-        show.say(finding.text, "bad", indent="  ")
-        for line in finding.more:
+    diagnoses = job.diagnoses(now)
+    for diagnosis in diagnoses[:_MOST_DIAGNOSES]:
+        show.say(diagnosis.text, "bad", indent="  ")
+        for line in diagnosis.more:
             show.say(line, indent="    ")
-        show.say(f"next: {finding.next}", indent="    ")
-    if len(findings) > _MOST_FINDINGS:
-        show.say(f"and {len(findings) - _MOST_FINDINGS} more, marked below", "bad", indent="  ")
-    if not findings:
+        show.say(f"next: {diagnosis.next}", indent="    ")
+    if len(diagnoses) > _MOST_DIAGNOSES:
+        show.say(f"and {len(diagnoses) - _MOST_DIAGNOSES} more, marked below", "bad", indent="  ")
+    if not diagnoses:
         show.say(f"no rank has waited for longer than {MIN_WAIT_SECONDS:g} s", "good", indent="  ")
-    blamed = {rank for finding in findings for rank in finding.ranks}
+    blamed = {rank for diagnosis in diagnoses for rank in diagnosis.ranks}
     waits = job.waits(now)
     rows = [row for rank in sorted(job.ranks) for row in _rows(job.ranks[rank], waits)]
     for peer in job.unseen():

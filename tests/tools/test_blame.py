@@ -53,7 +53,7 @@ def rank(number: int, *groups: GroupRecord, state: str = "S", cores: float = 0.0
     return Rank(record, Process(100 + number, state, place, cores))
 
 
-def findings(*ranks: Rank, where: str = GONE) -> list:
+def diagnoses(*ranks: Rank, where: str = GONE) -> list:
     return explain({each.rank: each for each in ranks}, lambda peer: where, NOW)
 
 
@@ -85,30 +85,30 @@ WAITED = f"{CALLED}, that ranks 0, 1 and 3 have waited in for 12 s"
 )
 def test_a_rank_that_has_not_called_is_named_with_what_it_does_instead(state, cores, says, cure):
     late = rank(2, group(2, 56, False, call=BARRIER), state=state, cores=cores, place="futex_wait")
-    (finding,) = findings(*three(), late)
-    assert finding.text.startswith(f"rank 2 (pid 102) has not called {WAITED}; {says}")
-    assert finding.more == ("its last call there was barrier(), call 56",)
-    assert cure in finding.next
-    assert finding.ranks == (2,)
+    (diagnosis,) = diagnoses(*three(), late)
+    assert diagnosis.text.startswith(f"rank 2 (pid 102) has not called {WAITED}; {says}")
+    assert diagnosis.more == ("its last call there was barrier(), call 56",)
+    assert cure in diagnosis.next
+    assert diagnosis.ranks == (2,)
 
 
 def test_a_rank_that_is_stopped_inside_of_the_call_holds_it_up():
-    (finding,) = findings(*three(), rank(2, group(2, 57, True), state="T"))
-    assert finding.text == f"rank 2 (pid 102) holds up {WAITED}; it is stopped, by SIGSTOP or Ctrl-Z"
-    assert finding.ranks == (2,)
+    (diagnosis,) = diagnoses(*three(), rank(2, group(2, 57, True), state="T"))
+    assert diagnosis.text == f"rank 2 (pid 102) holds up {WAITED}; it is stopped, by SIGSTOP or Ctrl-Z"
+    assert diagnosis.ranks == (2,)
 
 
 def test_a_stopped_rank_that_has_finished_the_call_holds_no_rank_up_yet():
-    first, second = findings(*three(), rank(2, group(2, 57, False), state="T"))
+    first, second = diagnoses(*three(), rank(2, group(2, 57, False), state="T"))
     assert "no rank is late" in first.text
     assert second.text == "rank 2 (pid 102) is stopped, by SIGSTOP or Ctrl-Z; no rank waits for it yet"
 
 
 def test_short_waits_are_ignored():
     late = rank(2, group(2, 56, False), state="R")
-    assert findings(*three(waited=0.3), late) == []
+    assert diagnoses(*three(waited=0.3), late) == []
     unmeasured = [rank(each.rank, replace(each.record.groups[0], since=0)) for each in three()]
-    assert findings(*unmeasured, late) == []
+    assert diagnoses(*unmeasured, late) == []
     waits = waits_of({each.rank: each for each in (*three(waited=0.3), late)}, lambda peer: GONE, NOW)
     assert [wait.late for wait in waits] == [(2,)] * 3
 
@@ -122,26 +122,26 @@ def test_short_waits_are_ignored():
     ],
 )
 def test_a_rank_that_cannot_be_read_is_reported_with_its_host(where, says, cure):
-    (finding,) = findings(*three(hosts="aaba"), where=where)
-    assert finding.text == f"rank 2 (pid 102 on b) is missing in {WAITED}; {says}"
-    assert cure in finding.next
+    (diagnosis,) = diagnoses(*three(hosts="aaba"), where=where)
+    assert diagnosis.text == f"rank 2 (pid 102 on b) is missing in {WAITED}; {says}"
+    assert cure in diagnosis.next
 
 
 def test_ranks_of_another_machine_are_named_together_after_the_ranks_here():
     here = [rank(number, group(number, 57, True, hosts="aabb")) for number in (0, 1)]
-    (finding,) = findings(*here, where=ELSEWHERE)
-    assert finding.text.startswith("ranks 2 and 3 (on b) are missing in all_reduce(")
-    assert finding.ranks == (2, 3)
+    (diagnosis,) = diagnoses(*here, where=ELSEWHERE)
+    assert diagnosis.text.startswith("ranks 2 and 3 (on b) are missing in all_reduce(")
+    assert diagnosis.ranks == (2, 3)
     late = rank(1, group(1, 56, False, hosts="aabb"), state="R")
-    assert [finding.ranks for finding in findings(here[0], late, where=ELSEWHERE)] == [(1,)]
+    assert [diagnosis.ranks for diagnosis in diagnoses(here[0], late, where=ELSEWHERE)] == [(1,)]
     named = [rank(number, group(number, 57, True, hosts="aabb", late=3)) for number in (0, 1)]
-    assert [finding.ranks for finding in findings(*named, where=ELSEWHERE)] == [(3,)]
+    assert [diagnosis.ranks for diagnosis in diagnoses(*named, where=ELSEWHERE)] == [(3,)]
 
 
 def test_a_rank_that_has_left_the_group_is_named():
     other = group(2, 5, False, name="other")
-    (finding,) = findings(*three(), rank(2, other))
-    assert finding.text.startswith("rank 2 (pid 102) has left group WORLD, whose call 57, all_reduce(")
+    (diagnosis,) = diagnoses(*three(), rank(2, other))
+    assert diagnosis.text.startswith("rank 2 (pid 102) has left group WORLD, whose call 57, all_reduce(")
 
 
 def test_the_blame_is_with_the_end_of_a_chain():
@@ -152,9 +152,9 @@ def test_the_blame_is_with_the_end_of_a_chain():
         1, group(1, 2, False, name="pair", members=pair), group(1, 9, True, name="others", members=others)
     )
     third = rank(2, group(2, 8, False, name="others", members=others), state="R")
-    (finding,) = findings(first, second, third)
-    assert finding.ranks == (2,)
-    assert "call 9 of group others, that rank 1 has waited in" in finding.text
+    (diagnosis,) = diagnoses(first, second, third)
+    assert diagnosis.ranks == (2,)
+    assert "call 9 of group others, that rank 1 has waited in" in diagnosis.text
 
 
 def test_ranks_that_wait_for_one_another_are_reported_with_both_calls():
@@ -163,14 +163,14 @@ def test_ranks_that_wait_for_one_another_are_reported_with_both_calls():
     ranks = [rank(0, group(0, 15, False), group(0, 8, True, name="pair", members=pair))]
     ranks += [rank(number, group(number, 16, True, call=BARRIER)) for number in (1, 3)]
     ranks += [rank(2, group(2, 16, True, call=BARRIER), group(2, 7, False, name="pair", members=pair))]
-    (finding,) = findings(*ranks)
-    assert finding.text == "ranks 0 and 2 wait for one another"
-    assert sorted(finding.more) == [
+    (diagnosis,) = diagnoses(*ranks)
+    assert diagnosis.text == "ranks 0 and 2 wait for one another"
+    assert sorted(diagnosis.more) == [
         "rank 0 has waited for 12 s in all_reduce(float32, 4 elements, op=SUM), call 8 of group pair, "
         "which rank 2 has not called",
         "ranks 1, 2 and 3 have waited for 12 s in barrier(), call 16 of group WORLD, which rank 0 has not called",
     ]
-    assert finding.ranks == (0, 2)
+    assert diagnosis.ranks == (0, 2)
 
 
 def test_a_rank_that_waits_for_a_circle_outside_of_it_is_not_blamed():
@@ -182,10 +182,10 @@ def test_a_rank_that_waits_for_a_circle_outside_of_it_is_not_blamed():
         rank(3, group(3, 4, True, name="c", members=(1, 3))),
     ]
     ranks[0] = rank(0, *ranks[0].record.groups, group(0, 4, False, name="d", members=(0, 2)))
-    (finding,) = findings(*ranks)
-    assert finding.text == "ranks 0 and 2 wait for one another"
-    assert finding.ranks == (0, 2)
-    assert len(finding.more) == 3  # the ranks of the circle, and the rank that waits for it
+    (diagnosis,) = diagnoses(*ranks)
+    assert diagnosis.text == "ranks 0 and 2 wait for one another"
+    assert diagnosis.ranks == (0, 2)
+    assert len(diagnosis.more) == 3  # the ranks of the circle, and the rank that waits for it
 
 
 def test_each_circle_is_reported_beside_late_ranks():
@@ -195,11 +195,11 @@ def test_each_circle_is_reported_beside_late_ranks():
             members = (low, low + 1)
             own = group(mine, 2, True, name=f"of {mine}", members=members)
             ranks.append(rank(mine, own, group(mine, 1, False, name=f"of {other}", members=members)))
-    assert [finding.ranks for finding in findings(*ranks)] == [(0, 1), (2, 3)]
+    assert [diagnosis.ranks for diagnosis in diagnoses(*ranks)] == [(0, 1), (2, 3)]
     ranks[3] = rank(
         3, *(replace(each, under_way=None, since=0) for each in ranks[3].record.groups), state="R"
     )
-    assert [finding.ranks for finding in findings(*ranks)] == [(3,), (0, 1)]
+    assert [diagnosis.ranks for diagnosis in diagnoses(*ranks)] == [(3,), (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -217,14 +217,14 @@ def test_a_pending_operation_does_not_make_a_busy_rank_wait(state, place, blamed
     ranks = [rank(0, group(0, 15, False), pair, state=state, place=place)]
     ranks += [rank(1, group(1, 16, True), group(1, 0, False, name="pair", members=(0, 1)))]
     ranks += [rank(number, group(number, 16, True)) for number in (2, 3)]
-    (finding,) = findings(*ranks)
-    assert finding.ranks == blamed
+    (diagnosis,) = diagnoses(*ranks)
+    assert diagnosis.ranks == blamed
     # If rank 0 blocks in another call, that call counts.
     other = group(0, 4, True, name="other", members=(0, 2))
     ranks[0] = rank(0, *ranks[0].record.groups, other, state=state, place=place)
     ranks[2] = rank(2, group(2, 15, False), group(2, 3, False, name="other", members=(0, 2)), state="R")
-    (finding,) = findings(*ranks)
-    assert finding.ranks == (2,)
+    (diagnosis,) = diagnoses(*ranks)
+    assert diagnosis.ranks == (2,)
 
 
 def test_a_rank_in_a_call_without_late_ranks_is_no_circle():
@@ -234,7 +234,7 @@ def test_a_rank_in_a_call_without_late_ranks_is_no_circle():
         for number in (0, 1)
     ]
     ranks += [rank(number, group(number, 16, True)) for number in (2, 3)]
-    first, second = findings(*ranks)
+    first, second = diagnoses(*ranks)
     assert (first.ranks, second.ranks) == ((0,), (1,))
     assert first.text.startswith("rank 0 (pid 100) has not called all_reduce(")
     assert first.text.endswith(
@@ -245,9 +245,9 @@ def test_a_rank_in_a_call_without_late_ranks_is_no_circle():
 
 def test_a_message_to_itself_that_is_not_sent():
     waiting = Waiting(0, "recv of 4 bytes from rank 0", int((NOW - 30) * SECOND), (0,), 1)
-    (finding,) = findings(rank(0, group(0, 5, False, members=(0,), waits=(waiting,))))
-    assert finding.text == "rank 0 waits for itself"
-    assert finding.more == ("rank 0 has waited for 30 s in recv of 4 bytes from rank 0",)
+    (diagnosis,) = diagnoses(rank(0, group(0, 5, False, members=(0,), waits=(waiting,))))
+    assert diagnosis.text == "rank 0 waits for itself"
+    assert diagnosis.more == ("rank 0 has waited for 30 s in recv of 4 bytes from rank 0",)
 
 
 def test_circles():
@@ -261,35 +261,35 @@ def test_circles():
 def test_a_message_that_no_rank_sends():
     waiting = Waiting(0, "recv of 4 bytes from rank 1", int((NOW - 30) * SECOND), (1,), 1)
     ranks = [rank(0, group(0, 5, False, waits=(waiting,))), rank(1, group(1, 5, False), state="R")]
-    (finding,) = findings(*ranks)
-    assert finding.text.startswith(
+    (diagnosis,) = diagnoses(*ranks)
+    assert diagnosis.text.startswith(
         "rank 1 (pid 101) has not begun the message that rank 0 has waited in for 30 s: recv of 4 bytes from rank 1; "
     )
     both = [rank(n, group(n, 5, False, waits=(waiting._replace(ranks=(1 - n,)),))) for n in (0, 1)]
-    (finding,) = findings(*both)
-    assert finding.text == "ranks 0 and 1 wait for one another"
+    (diagnosis,) = diagnoses(*both)
+    assert diagnosis.text == "ranks 0 and 1 wait for one another"
 
 
 def test_a_call_that_a_waiting_rank_has_not_published_is_known_from_its_peers():
     ranks = three()
     silent = replace(ranks[0].record.groups[0], under_way=CallRecord(57, 0, 0, "under way", 0, 0), ring=())
     ranks[0] = rank(0, silent)
-    (finding,) = findings(*ranks, rank(2, group(2, 56, False), state="R"))
-    assert WAITED in finding.text
+    (diagnosis,) = diagnoses(*ranks, rank(2, group(2, 56, False), state="R"))
+    assert WAITED in diagnosis.text
 
 
 def test_a_long_call_without_late_ranks():
-    (finding,) = findings(*three(), rank(2, group(2, 57, True)))
-    assert finding.text.startswith("ranks 0, 1, 2 and 3 have been in all_reduce(")
-    assert finding.ranks == ()
+    (diagnosis,) = diagnoses(*three(), rank(2, group(2, 57, True)))
+    assert diagnosis.text.startswith("ranks 0, 1, 2 and 3 have been in all_reduce(")
+    assert diagnosis.ranks == ()
 
 
 def test_the_call_with_the_longest_wait_is_reported():
     ranks = [rank(0, group(0, 57, True), group(0, 3, True, name="pair", members=(0, 2), waited=40))]
     ranks += [rank(2, group(2, 56, False), group(2, 2, False, name="pair", members=(0, 2)), state="R")]
-    (finding,) = (each for each in findings(*ranks) if each.ranks == (2,))
-    assert "call 3 of group pair, that rank 0 has waited in for 40 s" in finding.text
-    assert finding.more[-1] == f"rank 0 has waited for it for 12 s in {CALLED}"
+    (diagnosis,) = (each for each in diagnoses(*ranks) if each.ranks == (2,))
+    assert "call 3 of group pair, that rank 0 has waited in for 40 s" in diagnosis.text
+    assert diagnosis.more[-1] == f"rank 0 has waited for it for 12 s in {CALLED}"
 
 
 def test_many_ranks_are_named_in_short():

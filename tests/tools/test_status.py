@@ -115,17 +115,17 @@ def job(folder: Path, program: str) -> Iterator[Callable[[Callable], dict]]:
             launcher.communicate(timeout=LIMIT)
 
 
-def has_finding(found: dict) -> bool:
+def has_diagnosis(found: dict) -> bool:
     """Return whether all ranks are listed and some have waited for long."""
     held = (" waited in for ", " waited for ", "wait for one another")
-    texts = [finding["text"] for finding in found["verdicts"]]
+    texts = [diagnosis["text"] for diagnosis in found["verdicts"]]
     return (
         len(found["ranks"]) == 4 and bool(texts) and all(any(word in text for word in held) for text in texts)
     )
 
 
 OVER_TCP = STOPPED.replace("dist.all_reduce(x)", "dist.all_reduce(np.ones(1 << 16))")
-HANGS = {  # the program; the ranks of the finding, texts in it, and its end
+HANGS = {  # the program; the ranks of the diagnosis, texts in it, and its end
     "a skipped call": (SKIPPED, [0, 2], ["ranks 0 and 2 wait for one another"], "call 8 of group "),
     "a loop of Python": (IN_A_LOOP, [1], ["rank 1 (pid ", " has not called all_reduce("], "; it runs its own code"),
     "a lock": (
@@ -139,12 +139,12 @@ LONG = ("a lock", "a message", "a stopped rank, over tcp")
 
 @contextmanager
 def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[dict]:
-    """Yield a job whose finding has these texts, as soon as all ranks have reached the hang."""
+    """Yield a job whose diagnosis has these texts, as soon as all ranks have reached the hang."""
     begin = BEGIN.replace("auto", "tcp") if program == OVER_TCP else BEGIN
     with job(folder, begin + program) as until:
         yield until(
             lambda found: (
-                has_finding(found)
+                has_diagnosis(found)
                 and more in " ".join([found["verdicts"][0]["text"], *found["verdicts"][0]["more"]])
                 and all(text in found["verdicts"][0]["text"] for text in texts)
             )
@@ -157,18 +157,18 @@ def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[d
 def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
     program, culprits, texts, more = HANGS[hang]
     with hangs(tmp_path, program, texts, more) as found:
-        (finding,) = found["verdicts"]
-        assert finding["ranks"] == culprits
-        assert finding["next"]
+        (diagnosis,) = found["verdicts"]
+        assert diagnosis["ranks"] == culprits
+        assert diagnosis["next"]
 
 
 def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
     texts = ["rank 2 (pid ", " has not called all_reduce(", "ranks 0, 1 and 3 have waited in for "]
     with hangs(tmp_path, STOPPED, texts, "; it is stopped, by SIGSTOP") as found:
-        (finding,) = found["verdicts"]
+        (diagnosis,) = found["verdicts"]
         (rank,) = (each for each in found["ranks"] if each["rank"] == 2)
-        assert (finding["ranks"], rank["state"]) == ([2], "stopped")
-        assert f"kill -CONT {rank['pid']}" in finding["next"]
+        assert (diagnosis["ranks"], rank["state"]) == ([2], "stopped")
+        assert f"kill -CONT {rank['pid']}" in diagnosis["next"]
         of_this = "--job", str(tmp_path / "hangs.py")  # others may run on this machine
         shown = status(*of_this).stdout
         (same,) = look(*of_this)["jobs"]
@@ -194,7 +194,7 @@ def test_a_stopped_job_is_shown_completely_and_goes_on(tmp_path):
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         found = until(lambda found: {rank["state"] for rank in found["ranks"]} == {"stopped"})
-        blamed = {rank for finding in found["verdicts"] for rank in finding["ranks"]}
+        blamed = {rank for diagnosis in found["verdicts"] for rank in diagnosis["ranks"]}
         assert blamed == {0, 1, 2, 3}
         calls = [rank["groups"][0]["calls"] for rank in found["ranks"]]
         for pid in pids:
@@ -272,7 +272,7 @@ def test_a_rank_whose_first_thread_alone_has_ended_is_shown_as_running_on(tmp_pa
             )
             assert state_of(process.state).name == "sleeping"
             assert "alone.py" in process.command
-            assert job.findings(time.time()) == []
+            assert job.diagnoses(time.time()) == []
         finally:
             rank.kill()
 
