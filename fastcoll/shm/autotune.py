@@ -319,12 +319,12 @@ def _take_best(row, algorithm):
 
 
 @inlined
-def stage(t, place, src, left, most):
+def stage(t, dst, src, left, most):
     """Write the next bytes to a slot: `left`, but `most` at the most."""
-    copy_or_stream(load_word(t, ALGORITHM) in (PAST, PAST_OUT), place, src, min(left, most))
+    copy_or_stream(load_word(t, ALGORITHM) in (PAST, PAST_OUT), dst, src, min(left, most))
 
 
 @inlined
-def hand_out(t, dst, place, nbytes):
+def copy_out(t, dst, src, nbytes):
     """Copy bytes from a slot to an output."""
-    copy_or_stream(load_word(t, ALGORITHM) >= AHEAD_OUT, dst, place, nbytes)
+    copy_or_stream(load_word(t, ALGORITHM) >= AHEAD_OUT, dst, src, nbytes)

@@ -1,9 +1,9 @@
 """Native calls of shared memory for compiled callers: C functions as kernels/c_entries.py specifies them.
 
-A native call takes the context, finds the call's spec in the memo by the caller's call word, which Python has added
-(`open`), and runs the same code as the entry of its operation. So failpoints, the record, the tuner, and symmetric and
-shared arrays work as in the entry. If it returns early, Python continues the call by calling it again, as an entry:
-`_NativeCall` has an entry's interface. A native call is compiled or loaded when its operation is first used.
+A native call takes the context, finds the call's spec in the memo by the caller's call word (`open` adds the spec), and
+runs the same code as the entry of its operation. So failpoints, the record, the tuner, and symmetric and shared arrays
+work as in the entry. If a native call returns early, Python calls it again, as it does with an entry: `_NativeCall` has
+an entry's interface. A native call is compiled or loaded when its operation is first used.
 """
 
 from __future__ import annotations

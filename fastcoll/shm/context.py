@@ -214,10 +214,11 @@ class CallReport:
 
 def describe_symmetric(tables: Sequence[signature.Sizes], ranks: Sequence[int]) -> str:
     """Describe each rank's position in symmetric memory, which its tables have instead of sizes (symmetric.py)."""
-    places = [(gives[0], gives[1]) for gives, _ in tables]
-    names = {memory: f"array {number}" for number, memory in enumerate(dict.fromkeys(m for m, _ in places))}
+    positions = [(gives[0], gives[1]) for gives, _ in tables]
+    arrays = dict.fromkeys(memory for memory, _ in positions)
+    names = {memory: f"array {number}" for number, memory in enumerate(arrays)}
     lines = [
         f"rank {rank} passed the slice at byte {offset} of symmetric {names[memory]}"
-        for rank, (memory, offset) in zip(ranks, places, strict=True)
+        for rank, (memory, offset) in zip(ranks, positions, strict=True)
     ]
     return "; ".join([*lines[:8], "pass the same slice of the same symmetric array on all ranks"])

@@ -116,8 +116,8 @@ class Layout:
 
     def ring_of(self, src: int, dst: int) -> int:
         """Offset of the ring from `src` to `dst`, two different ranks."""
-        place = (dst - src) % self.size - 1
-        return self.section(src) + self.rings_at + place * (RING_HEADER + self.ring)
+        index = (dst - src) % self.size - 1
+        return self.section(src) + self.rings_at + index * (RING_HEADER + self.ring)
 
 
 @dataclass(frozen=True)

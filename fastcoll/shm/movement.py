@@ -15,7 +15,7 @@ from . import context_layout as at
 from . import layout, single_copy
 from . import rounds as r
 from . import validate as v
-from .autotune import hand_out, is_direct, stage
+from .autotune import copy_out, is_direct, stage
 
 _BROADCAST = signature.code_of("broadcast")
 _ALL_GATHER = signature.code_of("all_gather")
@@ -79,8 +79,8 @@ def _broadcast(c, x, nbytes, call, root):
             if r.await_peer(c, root, step) != DONE:
                 return AGAIN
             start = step * chunk
-            place = r.payload_of(c, root, step, nbytes)
-            hand_out(r.tuning_at(c), x + start, place, min(chunk, nbytes - start))
+            source = r.payload_of(c, root, step, nbytes)
+            copy_out(r.tuning_at(c), x + start, source, min(chunk, nbytes - start))
         if r.close_round(c, total):
             return r.finish(c)
         if r.time_is_up(c):
@@ -188,9 +188,9 @@ def _largest(c):
 @inlined
 def _piece_of(c, src, dst, step, nbytes, spread, piece):
     """Address of the piece for rank dst: in src's slot, or in its call line if it fits there."""
-    place = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
+    index = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
     room = layout.INLINE // max(1, spread) & -8
-    return r.payload_of(c, src, step, nbytes, room) + place * (room if nbytes <= room else piece)
+    return r.payload_of(c, src, step, nbytes, room) + index * (room if nbytes <= room else piece)
 
 
 @inlined
@@ -233,8 +233,8 @@ def run_exchange(h, c, operation, spec, root):
                 nbytes = load_word(send_sizes, peer)
                 left = nbytes - step * piece
                 if peer != rank and left > 0:
-                    place = _piece_of(c, rank, peer, step, nbytes, spread, piece)
-                    stage(r.tuning_at(c), place, load_word(sends, peer) + step * piece, left, piece)
+                    target = _piece_of(c, rank, peer, step, nbytes, spread, piece)
+                    stage(r.tuning_at(c), target, load_word(sends, peer) + step * piece, left, piece)
                     if spread == 0:
                         break
             r.publish(c, call, largest, balance)
@@ -255,11 +255,11 @@ def run_exchange(h, c, operation, spec, root):
                 continue
             out = load_word(receives, peer) + start
             if peer == rank:
-                hand_out(r.tuning_at(c), out, load_word(sends, peer) + start, part)
+                copy_out(r.tuning_at(c), out, load_word(sends, peer) + start, part)
                 continue
             if r.await_peer(c, peer, step) != DONE:
                 return AGAIN
-            hand_out(r.tuning_at(c), out, _piece_of(c, peer, rank, step, nbytes, spread, piece), part)
+            copy_out(r.tuning_at(c), out, _piece_of(c, peer, rank, step, nbytes, spread, piece), part)
         if r.close_round(c, total):
             return r.finish(c)
         if r.time_is_up(c):

@@ -133,15 +133,15 @@ class RingPipe(WordPipe):
         table = self.table[words.REQUESTS :]
         records = table[words.RECORDS :].reshape(-1, words.RECORD_WORDS)
         found = [
-            (place, record)
-            for place, record in enumerate(records.tolist())
+            (index, record)
+            for index, record in enumerate(records.tolist())
             if record[words.NUMBER] > 0 and record[words.STATE] < words.ENDED + ended
         ]
         # A thread that waits for a request that has ended may collect it now; only one of the two gets it.
         taken = [
             record
-            for place, record in found
-            if ring_kernels.claim.call(self.address, place, record[0]) == DONE
+            for index, record in found
+            if ring_kernels.claim.call(self.address, index, record[0]) == DONE
         ]
         table[words.PENDING] = 0
         return [self._posted(record) for record in sorted(taken)]

@@ -97,8 +97,8 @@ def _one_shot(c, dst, src, nbytes, spec, call, last):
             step = load_word(c, at.READ)
             start = step * chunk
             for peer in range(last):
-                place = src + start if peer == rank else r.payload_of(c, peer, step, nbytes)
-                store_word(r.table(c, at.SOURCES), peer, place)
+                source = src + start if peer == rank else r.payload_of(c, peer, step, nbytes)
+                store_word(r.table(c, at.SOURCES), peer, source)
             _reduce(c, spec, dst + start, last, min(chunk, nbytes - start))
         if r.close_round(c, total):
             return r.finish(c)
@@ -129,8 +129,8 @@ def _two_shot(c, dst, src, nbytes, spec, call, keep):
                 stage(r.tuning_at(c), mine + high, src + start + high, part - high, part - high)
             else:
                 for peer in range(size):
-                    place = src + start if peer == rank else r.slot_of(c, peer, step - 1)
-                    store_word(r.table(c, at.SOURCES), peer, place + low)
+                    source = src + start if peer == rank else r.slot_of(c, peer, step - 1)
+                    store_word(r.table(c, at.SOURCES), peer, source + low)
                 _reduce(c, spec, mine + low, size, high - low)
             r.publish(c, call, nbytes, 0)
         waited = r.meet(c, call, nbytes, 0)
@@ -305,9 +305,9 @@ def _reduce_scatter(c, dst, spec):
         part = min(piece, load_word(sizes, rank) - start)
         if part > 0:
             for peer in range(size):
-                place = r.slot_of(c, peer, step) + ((rank - peer) % size - 1) * piece
+                source = r.slot_of(c, peer, step) + ((rank - peer) % size - 1) * piece
                 own = load_word(blocks, rank) + start
-                store_word(r.table(c, at.SOURCES), peer, own if peer == rank else place)
+                store_word(r.table(c, at.SOURCES), peer, own if peer == rank else source)
             _reduce(c, spec, dst + start, size, part)
         if r.close_round(c, total):
             return r.finish(c)

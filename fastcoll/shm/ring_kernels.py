@@ -454,9 +454,9 @@ def _advance(m, watch_all, wait):
 
 
 @entry
-def claim(mailbox: Index, place: Index, number: Index) -> int:
+def claim(mailbox: Index, index: Index, number: Index) -> int:
     """Claim the request with this number for the engine: DONE, or AGAIN if a wait has collected it first."""
-    word = integer(mailbox) + 8 * (r.REQUESTS + r.RECORDS + integer(place) * r.RECORD_WORDS + r.NUMBER)
+    word = integer(mailbox) + 8 * (r.REQUESTS + r.RECORDS + integer(index) * r.RECORD_WORDS + r.NUMBER)
     return DONE if swap_if_equal(word, integer(number), 0) else AGAIN
 
 

@@ -213,13 +213,13 @@ def push(m, channel):
     ring = load_word(channel, OUT)
     body = load_word(channel, OUT_BODY)
     if head < body:
-        place = _address(m, ring, head)
-        store_word(place, 0, load_word(channel, OUT_NBYTES))
-        store_word(place, 1, load_word(channel, OUT_KIND))
+        address = _address(m, ring, head)
+        store_word(address, 0, load_word(channel, OUT_NBYTES))
+        store_word(address, 1, load_word(channel, OUT_KIND))
     if load_word(channel, OUT_ALGORITHM) == DIRECT:
-        place = _address(m, ring, head)
-        store_word(place, 1, load_word(channel, OUT_KIND) | IS_DIRECT)
-        store_word(place, 2, load_word(channel, OUT_FROM))
+        address = _address(m, ring, head)
+        store_word(address, 1, load_word(channel, OUT_KIND) | IS_DIRECT)
+        store_word(address, 2, load_word(channel, OUT_FROM))
     else:
         start = max(head, body)
         nbytes = min(head + part, body + load_word(channel, OUT_NBYTES)) - start
@@ -274,13 +274,13 @@ def sees_header(m, channel):
     tail = load_word(channel, IN_TAIL)
     if not has_arrived(channel, tail + 1):
         return False
-    place = _address(m, load_word(channel, IN), tail)
+    address = _address(m, load_word(channel, IN), tail)
     for line in range(_LINES_AHEAD):
-        prefetch(place + FRAME_UNIT * line)
-    kind = load_word(place, 1)
-    store_word(channel, IN_NBYTES, load_word(place, 0))
+        prefetch(address + FRAME_UNIT * line)
+    kind = load_word(address, 1)
+    store_word(channel, IN_NBYTES, load_word(address, 0))
     store_word(channel, IN_KIND, kind & ~IS_DIRECT)
-    store_word(channel, IN_FROM, load_word(place, 2) if kind & IS_DIRECT else 0)
+    store_word(channel, IN_FROM, load_word(address, 2) if kind & IS_DIRECT else 0)
     return True
 
 

@@ -105,8 +105,8 @@ def section(c, rank):
 @inlined
 def slot_of(c, rank, step):
     """Address of a rank's slot of round `step` of the call."""
-    place = (load_word(c, at.ROUND) + step) % layout.SLOTS
-    return section(c, rank) + layout.CONTROL + place * load_word(c, at.SLOT)
+    slot = (load_word(c, at.ROUND) + step) % layout.SLOTS
+    return section(c, rank) + layout.CONTROL + slot * load_word(c, at.SLOT)
 
 
 @inlined
@@ -159,9 +159,9 @@ def _enters(operation):
 
 
 @failing
-def _hit_failpoint(c, place):
+def _hit_failpoint(c, first):
     """Hit a failpoint of the current call's operation; the call's line is written by now."""
-    reached(place + (load_word(line_of(c, load_word(c, at.RANK)), layout.CALL) & 0xFF))
+    reached(first + (load_word(line_of(c, load_word(c, at.RANK)), layout.CALL) & 0xFF))
 
 
 @inlined

@@ -110,9 +110,9 @@ def _line(c, peer, words):
 
 
 @inlined
-def _name_arena(c, place, words, base):
+def _name_arena(c, line, words, base):
     """Write the base of this process's arena behind the addresses, and copy the arena's table into the section."""
-    store_word(place, words, base)
+    store_word(line, words, base)
     if base:
         for k in range(4):
             there = r.section(c, load_word(c, at.RANK)) + layout.REACH + 16
@@ -205,14 +205,14 @@ def exchange(c, call, shape, balance, spread):
     if load_word(c, at.WROTE) == 0:
         if r.open_slot(c) != DONE:
             return AGAIN
-        place, base = _line(c, rank, words), 0
+        line, base = _line(c, rank, words), 0
         for peer in range(size):
             nbytes = load_word(send_sizes, peer)
             if peer != rank and nbytes > 0:
                 address = load_word(sends, peer)
-                store_word(place, peer if spread > 1 else 0, address)
+                store_word(line, peer if spread > 1 else 0, address)
                 base = max(base, _arena_of(c, address, nbytes))
-        _name_arena(c, place, words, base)
+        _name_arena(c, line, words, base)
         _go_to(c, 0)
         r.publish(c, call, shape, balance)
     met = r.meet(c, call, shape, balance)
@@ -225,11 +225,11 @@ def exchange(c, call, shape, balance, spread):
             here = load_word(sends, peer)
             src = here
             if peer != rank:
-                place = _line(c, peer, words)
-                base = load_word(place, words)
+                line = _line(c, peer, words)
+                base = load_word(line, words)
                 if _is_mapped(c, peer, base) != DONE:
                     return UNMAPPED
-                src = load_word(place, rank if spread > 1 else 0)
+                src = load_word(line, rank if spread > 1 else 0)
                 here = _here(c, peer, base, src, nbytes)
             code = _fetch(c, peer, load_word(receives, peer), src, nbytes, here)
             if code != DONE:
@@ -247,16 +247,16 @@ def exchange(c, call, shape, balance, spread):
 
 
 @kernel
-def _locate(c, words, place, nbytes):
+def _locate(c, words, index, nbytes):
     """Fill the table TAKES with the addresses of all ranks' arrays, of nbytes each.
 
     The next table gets the address in this process, or 0 if the array is not mapped here; TAKES has the same address
-    if it is. Word `place` of a rank's line has the address of its array.
+    if it is. Word `index` of a rank's line has the address of its array.
     """
     rank = load_word(c, at.RANK)
     for peer in range(load_word(c, at.SIZE)):
         line = _line(c, peer, words)
-        address, base = load_word(line, place), load_word(line, words)
+        address, base = load_word(line, index), load_word(line, words)
         here = address
         if peer != rank:
             if _is_mapped(c, peer, base) != DONE:
@@ -302,15 +302,15 @@ def _reduce_slice(c, spec, dst, offset, nbytes, push):
         part = min(piece, nbytes - did)
         for shift in range(size):
             peer = (rank + shift) % size
-            place = load_word(r.table(c, at.TAKES), peer) + offset + did
+            source = load_word(r.table(c, at.TAKES), peer) + offset + did
             if load_word(r.table(c, at.TAKES + 1), peer) == 0:
                 scratch = r.slot_of(c, rank, 1 + (shift - 1) // a_slot) + (shift - 1) % a_slot * room
-                code = _read(c, peer, scratch, place, part)
+                code = _read(c, peer, scratch, source, part)
                 if code != DONE:
                     return code
-                place = scratch
+                source = scratch
                 reached(_READ)
-            store_word(sources, peer, place)
+            store_word(sources, peer, source)
         reducer, code = load_word(spec, v.REDUCER), load_word(spec, v.CODE)
         call_reducer(reducer, code, dst + did, sources, size, part // itemsize)
         if push and _push(c, dst + did, offset + did, part) != DONE:
@@ -325,9 +325,9 @@ def _reduce_slice(c, spec, dst, offset, nbytes, push):
 def _begin_with_one(c, x, nbytes, call, base):
     """Publish the address of this rank's array and its arena, meet, and locate the arrays of all ranks."""
     if load_word(c, at.WROTE) == 0:
-        place = _line(c, load_word(c, at.RANK), 1)
-        store_word(place, 0, x)
-        _name_arena(c, place, 1, base)
+        line = _line(c, load_word(c, at.RANK), 1)
+        store_word(line, 0, x)
+        _name_arena(c, line, 1, base)
         _go_to(c, 1)
         r.publish(c, call, nbytes, 0)
     met = r.meet(c, call, nbytes, 0)
@@ -362,9 +362,9 @@ def all_reduce(c, x, nbytes, spec, call):
         if load_word(c, at.EXPOSED) == 0:
             low = start_of(nbytes, size, peer, unit)
             part = start_of(nbytes, size, peer + 1, unit) - low
-            place = load_word(r.table(c, at.TAKES), peer) + low
-            here = place if load_word(r.table(c, at.TAKES + 1), peer) else 0
-            code = _fetch(c, peer, x + low, place, part, here)
+            source = load_word(r.table(c, at.TAKES), peer) + low
+            here = source if load_word(r.table(c, at.TAKES + 1), peer) else 0
+            code = _fetch(c, peer, x + low, source, part, here)
             if code != DONE:
                 return code
         _go_to(c, load_word(c, at.NEXT) + 1)
@@ -407,12 +407,12 @@ def reduce_scatter(c, out, nbytes, shape, spec, call):
     if load_word(c, at.WROTE) == 0:
         if r.open_slot(c) != DONE:
             return AGAIN
-        place, base = _line(c, rank, size), 0
+        line, base = _line(c, rank, size), 0
         for peer in range(size):
             address = load_word(r.table(c, at.GIVES), peer)
-            store_word(place, peer, address)
+            store_word(line, peer, address)
             base = max(base, _arena_of(c, address, nbytes))
-        _name_arena(c, place, size, base)
+        _name_arena(c, line, size, base)
         _go_to(c, 1)
         r.publish(c, call, shape, 0)
     code = r.meet(c, call, shape, 0)

@@ -129,10 +129,10 @@ _SIGNAL = failpoints.number_of("shm.symmetric.before_signal")
 
 
 @inlined
-def _balance_of(c, place):
-    """Return this rank's summand of a sum that is 0 if all ranks have the same `place` (kernels/primitives.py)."""
+def _balance_of(c, position):
+    """Return this rank's summand of a sum that is 0 if all ranks have the same `position` (kernels/primitives.py)."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
-    return weigh(rank, (rank + 1) % size, place) - weigh((rank - 1) % size, rank, place)
+    return weigh(rank, (rank + 1) % size, position) - weigh((rank - 1) % size, rank, position)
 
 
 @kernel

@@ -78,9 +78,8 @@ class World:
         quitter: int = -1,
         plant: str = "",
     ) -> None:
-        is_direct = (
-            "direct" in calls or "%" in calls
-        )  # then a call line has room for two words, which a real one always has
+        is_direct = "direct" in calls or "%" in calls
+        # A direct call needs two words in a call line, which a real line always has.
         sizes = {"SLOTS": slots, "INLINE": 8 + 8 * is_direct, "GROUP": group or 8, "FLAT": 1 if group else 16}
         pieces = dict.fromkeys(("PIECE", "REDUCED_AT_ONCE", "PUSHED_AT_ONCE"), 8) | {"_LINE_OF_ELEMENTS": 1}
         self.machine, self.made = load(plant, layout=sizes, single_copy=pieces)

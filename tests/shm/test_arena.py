@@ -104,11 +104,8 @@ def check_tables() -> dict[int, tuple[int, int]]:
 @pytest.mark.parametrize("keep", [0, 1 << 20, 1 << 30])
 def test_blocks_against_a_model(c: Functions, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocate, grow and free at random: blocks do not overlap, content stays, and calloc returns zeros."""
-    kept, dice, idle_before = (
-        word(a.KEEP),
-        random.Random(keep),
-        word(a.IDLE),
-    )  # memory of earlier tests stays in use
+    kept, dice = word(a.KEEP), random.Random(keep)
+    idle_before = word(a.IDLE)  # of earlier tests
     set_word(a.KEEP, keep // a.PAGE)
     blocks: dict[int, tuple[int, int]] = {}
     check_tables()

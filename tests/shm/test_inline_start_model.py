@@ -99,8 +99,8 @@ class Model:
         self.afters = [
             (k, later)
             for ops in self.programs
-            for place, (op, k) in enumerate(ops)
-            for after, later in ops[place:]
+            for index, (op, k) in enumerate(ops)
+            for after, later in ops[index:]
             if op == "after" and after in ("async", "sync")
         ]
         self.awaited = {k for ops in self.programs for op, k in ops if op == "after"}

@@ -93,9 +93,9 @@ class World:
         if e.begun and e.pc in e.done:
             e = e._replace(begun=False, pc=e.pc + 1)
         if e.queued and not e.entering:
-            place, *rest = e.queued
-            self.made.ring_kernels.begin(MAILBOX, self.peer, self.array(place), *self.size_and_kind(place))
-            e = self.sent(e._replace(queued=tuple(rest)), place)
+            index, *rest = e.queued
+            self.made.ring_kernels.begin(MAILBOX, self.peer, self.array(index), *self.size_and_kind(index))
+            e = self.sent(e._replace(queued=tuple(rest)), index)
         # The engine publishes its remaining work to the kernels.
         busy = bool(e.queued or e.unacked or e.posted or e.arriving >= 0 or e.owed)
         self.set(BEHIND=int(busy), BUSY=0, STORED=len(e.stored))
@@ -121,22 +121,22 @@ class World:
     def of_channel(self, name: str) -> int:
         return self.machine.load(self.channel + 8 * getattr(self.made.rings, name))
 
-    def array(self, place: int) -> int:
+    def array(self, index: int) -> int:
         """Address of an operation's array."""
-        sends = place < STORED and self.program[place][0].endswith("send")
-        return (DATA_OF_BOTH + (self.rank << 20) if sends and self.direct else BUFFERS) + ROOM * place
+        sends = index < STORED and self.program[index][0].endswith("send")
+        return (DATA_OF_BOTH + (self.rank << 20) if sends and self.direct else BUFFERS) + ROOM * index
 
-    def size_and_kind(self, place: int) -> tuple[int, int]:
-        _, tag, words = self.program[place]
+    def size_and_kind(self, index: int) -> tuple[int, int]:
+        _, tag, words = self.program[index]
         return 8 * words, tag << DTYPE_BITS | 1
 
-    def content(self, rank: int, place: int) -> list[int]:
-        return [1000 * rank + 100 * (place + 1) + k for k in range(self.programs[rank][place][2])]
+    def content(self, rank: int, index: int) -> list[int]:
+        return [1000 * rank + 100 * (index + 1) + k for k in range(self.programs[rank][index][2])]
 
-    def expected(self, place: int) -> list[int]:
+    def expected(self, index: int) -> list[int]:
         """Expected message of a receive: for each tag, the n-th receive posted gets the n-th message sent."""
-        tag = self.program[place][1]
-        before = sum(op.endswith("recv") and t == tag for op, t, _ in self.program[:place])
+        tag = self.program[index][1]
+        before = sum(op.endswith("recv") and t == tag for op, t, _ in self.program[:index])
         theirs = [
             k for k, (op, t, _) in enumerate(self.programs[self.peer]) if op.endswith("send") and t == tag
         ]
@@ -144,57 +144,57 @@ class World:
 
     def call(self, e: Engine) -> Engine:
         """Make the call at `pc`."""
-        k, m, place = self.made.ring_kernels, self.machine, e.pc
-        op, (size, kind) = self.program[place][0], self.size_and_kind(place)
-        m.store(ARRAY + self.made.pyobjects.DATA, self.array(place))
+        k, m, index = self.made.ring_kernels, self.machine, e.pc
+        op, (size, kind) = self.program[index][0], self.size_and_kind(index)
+        m.store(ARRAY + self.made.pyobjects.DATA, self.array(index))
         arguments = MAILBOX, self.peer, ARRAY, kind, size
         if op.endswith("send"):
-            m.store_words(self.array(place), self.content(self.rank, place))
+            m.store_words(self.array(index), self.content(self.rank, index))
             if op == "send":
                 code = k.send(*arguments)
                 if code in (AGAIN, WORKED):
-                    e = self.sent(e, place)
+                    e = self.sent(e, index)
             else:
                 number = -LATER if e.queued else k.post_send(*arguments)
                 code = LATER if number < 0 else AGAIN
-                e = self.sent(e, place) if number >= 0 else e
+                e = self.sent(e, index) if number >= 0 else e
             assert code in (DONE, AGAIN, WORKED, LATER), f"{op} has ended with {code}"
             if code == DONE:
-                self.end_send(place)
+                self.end_send(index)
             elif code == LATER:
-                e = e._replace(queued=(*e.queued, place))
+                e = e._replace(queued=(*e.queued, index))
         else:
             found = [each for each in e.stored if each[1] == kind]
             if found:
-                m.copy(self.array(place), self.array(STORED + found[0][0]), size)
+                m.copy(self.array(index), self.array(STORED + found[0][0]), size)
                 e = e._replace(stored=tuple(each for each in e.stored if each != found[0]))
                 e, code = self.answer(e, *found[0]), DONE
             else:
                 code = (k.receive if op == "recv" else k.post_receive)(*arguments)
                 code = DONE if code < DONE else code
             if code == DONE:
-                self.check(place)
+                self.check(index)
             elif code in (AGAIN, WORKED) and self.of_channel("IN_TAIL") < self.of_channel("IN_END"):
-                e = e._replace(arriving=place)
+                e = e._replace(arriving=index)
             else:
                 assert code in (AGAIN, WORKED, OTHER, LATER, pipe.ARMED), f"{op} has ended with {code}"
-                e = e._replace(posted=(*e.posted, place), armed=place if code == pipe.ARMED else e.armed)
+                e = e._replace(posted=(*e.posted, index), armed=index if code == pipe.ARMED else e.armed)
         if code == DONE:
-            e = e._replace(done=(*e.done, place))
-        return e._replace(begun=True) if op in ("send", "recv") else e._replace(pc=place + 1)
+            e = e._replace(done=(*e.done, index))
+        return e._replace(begun=True) if op in ("send", "recv") else e._replace(pc=index + 1)
 
-    def sent(self, e: Engine, place: int) -> Engine:
+    def sent(self, e: Engine, index: int) -> Engine:
         """A send has begun."""
         entering = self.of_channel("OUT_HEAD") < self.of_channel("OUT_END")
-        return e._replace(entering=entering, unacked=(*e.unacked, (self.of_channel("SENT"), place)))
+        return e._replace(entering=entering, unacked=(*e.unacked, (self.of_channel("SENT"), index)))
 
-    def end_send(self, place: int) -> None:
+    def end_send(self, index: int) -> None:
         """End a send; the caller may then change the array."""
-        self.machine.store_words(self.array(place), [-1] * self.program[place][2])
+        self.machine.store_words(self.array(index), [-1] * self.program[index][2])
 
-    def check(self, place: int) -> None:
-        found = self.machine.load_words(self.array(place), self.program[place][2])
-        assert found == self.expected(place), f"a message gave {found} and not {self.expected(place)}"
+    def check(self, index: int) -> None:
+        found = self.machine.load_words(self.array(index), self.program[index][2])
+        assert found == self.expected(index), f"a message gave {found} and not {self.expected(index)}"
 
     def answer(self, e: Engine, number: int, kind: int) -> Engine:
         code = self.made.ring_kernels.acknowledge(MAILBOX, self.peer, number, pipe.TAKEN, 8, kind)
@@ -211,31 +211,31 @@ class World:
             acked, decision = self.of_channel("ACK_NUMBER"), self.of_channel("ACK_DECISION")
             assert acked in dict(e.unacked), f"the ack gave number {acked}, and {e.unacked} are not acked"
             assert decision == pipe.TAKEN
-            place = dict(e.unacked)[acked]
-            self.end_send(place)
+            index = dict(e.unacked)[acked]
+            self.end_send(index)
             left = tuple(each for each in e.unacked if each[0] != acked)
-            return e._replace(unacked=left, done=(*e.done, place))
+            return e._replace(unacked=left, done=(*e.done, index))
         if event == pipe.RECEIVED:
             assert e.armed in e.posted
             self.check(e.armed)
             left = tuple(each for each in e.posted if each != e.armed)
             return e._replace(posted=left, armed=-1, done=(*e.done, e.armed))
         if event == pipe.HEADER:
-            fitting = [place for place in e.posted if self.size_and_kind(place)[1] == kind]
-            place = fitting[0] if fitting else STORED + number + 1
-            self.made.ring_kernels.accept(MAILBOX, self.peer, self.array(place))
-            if place == e.armed:
+            fitting = [index for index in e.posted if self.size_and_kind(index)[1] == kind]
+            index = fitting[0] if fitting else STORED + number + 1
+            self.made.ring_kernels.accept(MAILBOX, self.peer, self.array(index))
+            if index == e.armed:
                 self.set_channel(ARMED_KIND=-1)
                 e = e._replace(armed=-1)
-            left = tuple(each for each in e.posted if each != place)
-            return e._replace(arriving=min(place, STORED), posted=left)
+            left = tuple(each for each in e.posted if each != index)
+            return e._replace(arriving=min(index, STORED), posted=left)
         if event == pipe.ARRIVED:
-            place = e.arriving
+            index = e.arriving
             e = e._replace(arriving=-1)
-            if place == STORED:
+            if index == STORED:
                 return e._replace(stored=(*e.stored, (number, kind)))
-            self.check(place)
-            return self.answer(e, number, kind)._replace(done=(*e.done, place))
+            self.check(index)
+            return self.answer(e, number, kind)._replace(done=(*e.done, index))
         assert event == pipe.ACK_SPACE
         (number, kind), *rest = e.owed
         return self.answer(e._replace(owed=tuple(rest)), number, kind)

@@ -308,9 +308,8 @@ def test_all_ranks_begin_with_the_times_of_rank_0(rank, world_size, tmp_path, mo
     everybody = [None] * world_size
     dist.all_gather_object(everybody, table(group).tolist())
     assert all(each == everybody[0] for each in everybody)
-    assert np.count_nonzero(everybody[0]) == 3 * (
-        1 + 3 + autotune.ALGORITHMS
-    )  # best algorithm, times, ends of back-offs
+    words_a_row = 1 + 3 + autotune.ALGORITHMS  # the best algorithm, three times, ends of back-offs
+    assert np.count_nonzero(everybody[0]) == 3 * words_a_row
     x = np.ones(50_000, np.float32)
     went = []
     for _ in range(10):
