@@ -252,7 +252,7 @@ def simulate(
             if not ranks[number].advance():
                 working.remove(number)
         require(progress > 0, f"deadlock of ranks {sorted(working)}")
-    require(not any(channels.values()), "something was sent that nobody received")
+    require(not any(channels.values()), "an item was sent but not received")
     return ranks
 
 

@@ -169,7 +169,7 @@ GARBAGE = {
     "an unknown type": frame(3),
     "zeros": bytes(32),
     "text": b"GET / HTTP/1.1\r\nHost: somewhere\r\n",
-    "a rest that nobody asked for": frame(REST, nbytes=5),
+    "a REST that was not requested": frame(REST, nbytes=5),
     "a negative length": frame(MESSAGE, nbytes=-1),
     "a length of 2**63": frame(MESSAGE, nbytes=-(1 << 63)),
     "a negative kind": frame(MESSAGE, kind=-5, nbytes=8, attached=8),

@@ -52,7 +52,7 @@ VECTOR = VECTOR_BYTES
 
 GARBLED = -(1 << 21)  # the peer has sent an invalid frame; below every error of kernels/sockets.py
 
-# ---- words of the table, behind the patience table (of which CLOCK and BUDGET are used) -------------------
+# ---- words of the table, behind the back-off table (CLOCK and BUDGET of it are used) -------------------
 BELL = BACKOFF_WORDS  # not 0: another thread wants the kernel to return
 BELL_FD = BELL + 1  # an eventfd that wakes a thread in poll(2); written before BELL is set
 CHANNELS = BELL + 2  # address of the row of rank 0
