@@ -36,7 +36,7 @@ LARGEST = 1 << 30
 REACH = (1 << 31) - 1
 """Most bytes from the beginning of the first near block to the end of the last."""
 # On a 2-core AMD EPYC (MPICH 5.0.2, Open MPI 5.0.11, one node): two ranks take 56 us for 128 KiB gathered and 58 to 65
-# sliced, 20 and 30 us for 4 KiB; with four ranks gathering is always faster. 64 MiB take 7.4 ms in segments of
+# sliced, 20 and 30 us for 4 KiB; with four ranks gathering is faster for both. 64 MiB take 7.4 ms in segments of
 # 4 MiB, 7.9 in those of 2 or 8, 9.0 to 9.5 in those of 1 or 16.
 GATHERED = 256 << 10
 """Bytes of all ranks' arrays together up to which every rank receives and reduces all of them."""
