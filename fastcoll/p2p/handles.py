@@ -23,7 +23,7 @@ from ..system.forks import at_fork
 OWN = 1 << 61
 """The lowest number of a request that Python has posted; the numbers of compiled callers are below."""
 
-_MOST_KNOWN = 4096
+_MOST_SOURCES = 4096
 
 _lock = threading.RLock()  # reentrant: a signal handler may call compiled code
 _works: dict[int, Work] = {}
@@ -88,7 +88,7 @@ def end(number: int, work: Any) -> int:
     with _lock:
         _works.pop(number, None)
         _sources[number] = source
-        if len(_sources) > _MOST_KNOWN:
+        if len(_sources) > _MOST_SOURCES:
             _sources.popitem(last=False)
     return int(source)
 
