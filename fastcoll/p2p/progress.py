@@ -27,9 +27,7 @@ from .pipe import NOT_MINE, Pipe
 from .thread import ProgressThread
 from .transfers import Probe, Receive, Send, Transfer
 
-_CLOSE_SECONDS = (
-    5.0  # kernels return within 0.1 s; longer means that a thread was killed while it held the lock
-)
+_CLOSE_SECONDS = 5.0  # kernels return within 0.1 s; longer: a thread was killed while it held the lock
 
 
 class Progress:
@@ -66,9 +64,7 @@ class Progress:
         self._routes, self._take_over = routes, take_over
         self._pipes = self.lock.pipes
         self._polled = False  # a thread has polled while the progress thread drove
-        self._given_up: BaseException | None = (
-            None  # why a signal handler of the thread that drives has closed
-        )
+        self._given_up: BaseException | None = None  # set if a signal handler closes inside a call
 
     def has_operations(self) -> bool:
         """Whether operations are under way or posted."""
