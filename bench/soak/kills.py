@@ -144,9 +144,8 @@ def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> li
         victim.signal(case.by)
         ends = fleet.ends(TIMEOUT + 5.0)
         pid = victim.pid
-        killed = (
-            min(killed, float(fleet.times[case.victim])) if case.moment == "phase" else killed
-        )  # in that call
+        # The victim's last time on the board is in the call of its failpoint.
+        killed = min(killed, float(fleet.times[case.victim])) if case.moment == "phase" else killed
     delays = list[float]()
     faults = [] if ready else ["the ranks did not come as far as their third call"]
     for rank, end in enumerate(ends):

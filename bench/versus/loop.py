@@ -115,13 +115,11 @@ def _median(call: Call, cell: Cell, batches: int, job: Job) -> float:
     would not include the time of all ranks.
     """
     plan = Schedule(batches, cell.calls)
-    if (
-        job.crowding > 1 and cell.operation in LIMITS
-    ):  # the ranks use their core one after the other, each for this long
+    # The ranks use their core one after the other, each for this long.
+    if job.crowding > 1 and cell.operation in LIMITS:
         return time_batches(call, plan, cpu_time=True).median * job.crowding
-    if (
-        job.crowding > 1 and (SHAPES | LIMITS)[cell.operation].rooted
-    ):  # ranks run ahead, and then wait long but rarely
+    # Ranks run ahead, and then wait long but rarely.
+    if job.crowding > 1 and (SHAPES | LIMITS)[cell.operation].rooted:
         plan = Schedule(1, batches * cell.calls)
     return time_batches(call, plan).median
 

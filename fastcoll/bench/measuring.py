@@ -50,9 +50,8 @@ _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def _given(redop: str, rank: int, ranks: int) -> Array:
-    if (
-        redop == "avg"
-    ):  # one rank gives a multiple of their number, so that the average is exact in integers too
+    # One rank gives a multiple of their number, so that the average is exact in integers too.
+    if redop == "avg":
         return np.where(_INDEX % ranks == rank, ranks * (1 + _INDEX % 3), 0)
     return 1 + ((_INDEX + rank) % 2 if redop in ("sum", "product") else (5 * _INDEX + 3 * rank) % 63)
 

@@ -106,9 +106,8 @@ class NodeFailures:
                 time.sleep(_POLL_SECONDS)
             store.compare_set(_FAILED, "", _OVER)
         if store is not None:
-            store.close(
-                max(0.0, end - time.monotonic())
-            )  # node 0's server waits for the others to disconnect
+            # Node 0's server waits for the others to disconnect.
+            store.close(max(0.0, end - time.monotonic()))
         self._thread.join(_LAST_SECONDS)  # it may still be resolving a host name, which takes longer
 
     @property
@@ -154,9 +153,8 @@ class NodeFailures:
 
         Give up when this launcher ends, or after 600 s.
         """
-        from ..store import (
-            TCPStore,
-        )  # imported here, because it imports sockets and jobs of one node need none
+        # Imported here, because it imports sockets and jobs of one node need none.
+        from ..store import TCPStore
 
         end, store = time.monotonic() + _CONNECT_SECONDS, None
         while store is None and not self._closed:

@@ -125,9 +125,8 @@ class Gathering:
         if isinstance(self._store, HashStore):
             self._store.close()
         else:
-            self._store.leave(
-                max(0.0, end - time.monotonic())
-            )  # the leader's server waits for the others to disconnect
+            # The leader's server waits for the others to disconnect.
+            self._store.leave(max(0.0, end - time.monotonic()))
         for thread in self._threads:
             thread.join(_LAST_SECONDS)
 

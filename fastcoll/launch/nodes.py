@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 _LOWEST = 10000
 _ATTEMPTS = 200
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# The launcher's own value would be wrong for its ranks.
 _OF_LAUNCHERS = (
     "FASTCOLL_ELASTIC",
     "FASTCOLL_NEWCOMER",
     "FASTCOLL_PLACE",
-)  # the launcher's own value would be wrong for its ranks
+)
 _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 

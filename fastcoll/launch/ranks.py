@@ -55,9 +55,8 @@ class Relay:
         except BlockingIOError:
             return True
         self._keep(data)
-        lines = (self._partial + data).splitlines(
-            keepends=True
-        )  # progress bars end theirs with a carriage return
+        # Progress bars end theirs with a carriage return.
+        lines = (self._partial + data).splitlines(keepends=True)
         self._partial = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
         if len(self._partial) > _LONGEST_LINE:
             lines.append(self._partial + b"\n")

@@ -118,9 +118,8 @@ class SpawnContext:
         end = time.monotonic() + CAUSE_SECONDS
         while True:
             codes = [process.exitcode for process in self.processes]
-            texts = [
-                self._text(rank) for rank in range(len(codes))
-            ]  # complete for the processes that have exited
+            # Complete for the processes that have exited.
+            texts = [self._text(rank) for rank in range(len(codes))]
             failed = [rank for rank, code in enumerate(codes) if code or texts[rank]]
             first = min(failed, key=lambda rank: (texts[rank][:1] == b"G", rank))
             silent = [rank for rank, code in enumerate(codes) if code is None and not texts[rank]]

@@ -293,9 +293,8 @@ class Supervisor:
         self._ask_to_end(signal.SIGTERM, exit_code)
 
     def _pass_on(self, number: int) -> None:
-        if (
-            number == signal.SIGPIPE and self._kill_at is not None
-        ):  # Ctrl-C has ended the reader too, such as tee
+        # Ctrl-C has ended the reader too, such as tee
+        if number == signal.SIGPIPE and self._kill_at is not None:
             return
         self.interrupted = number
         if self._nodes is not None:

@@ -162,9 +162,8 @@ def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
     """Return the waits that block a rank: those of its own threads; else, unless it runs code, all."""
     direct = [wait for wait in own if not (wait.number and wait.group.pending)]
     process = rank.process
-    runs = process.state == "R" or (
-        process.place and "futex" not in process.place
-    )  # so it is not in Work.wait
+    # A rank that runs code is not in Work.wait.
+    runs = process.state == "R" or (process.place and "futex" not in process.place)
     return direct or ([] if runs and rank.is_able else own)
 
 

@@ -27,7 +27,7 @@ _PIPE_IS_CLOSED = 141  # a shell's exit code for a program that SIGPIPE has ende
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the words of a command line name; returns its exit code."""
+    """Run the command that a command line names; return its exit code."""
     name, *words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(_help())
@@ -44,9 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = import_module(COMMANDS[name][0]).main(words)
         sys.stdout.flush()
     except BrokenPipeError:  # as in `python -m fastcoll env | head -1`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # so that Python's flush at exit succeeds
+        # So that Python's flush at exit succeeds.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_IS_CLOSED
     return code
 

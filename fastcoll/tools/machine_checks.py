@@ -22,9 +22,8 @@ from .printing import bytes_of, counted
 
 _SHM = segment.DIRECTORY
 _LARGER = "docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; else: mount -o remount,size=1g /dev/shm"
-_ADDRESS_SPACE = (
-    8 << 30
-)  # bytes: Numba that compiles, NumPy's threads, and what they reserve without using it
+# Bytes: Numba that compiles, NumPy's threads, and what they reserve without using it.
+_ADDRESS_SPACE = 8 << 30
 _SECONDS = 20
 _ASK_PEER = """
 import sys
@@ -117,9 +116,8 @@ def cgroup_limit(name: str) -> float | None:
         except OSError:
             continue
         if words and words[0] != "max":
-            value = int(words[0]) / (
-                int(words[1]) if len(words) > 1 else 1
-            )  # cpu.max: microseconds of a period
+            # cpu.max has microseconds of a period.
+            value = int(words[0]) / (int(words[1]) if len(words) > 1 else 1)
             if name.endswith(".current"):
                 return value
             lowest = value if lowest is None else min(lowest, value)

@@ -130,9 +130,8 @@ MOMENTS = {
 )
 def test_a_rank_dies_while_joiners_are_admitted(moment: str, rank: int, backend: str) -> None:
     """All other ranks and the joiners form one world."""
-    forming = (
-        SHORT if backend == "tcp" else LONG
-    )  # if no process can see that it is dead, the attempt ends at its timeout
+    # If no process can see that it is dead, the attempt ends at its timeout.
+    forming = SHORT if backend == "tcp" else LONG
     course = Course({}, backend, 10**9, 0.001, apart=backend == "tcp", forming=forming)
     at = MOMENTS[moment], "kill", 2 if "sync" in moment else 1
     with crew.nothing_left(), Crowd() as crowd:

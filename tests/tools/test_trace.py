@@ -242,9 +242,8 @@ def report(folder: Path) -> str:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     folder = job(tmp_path, "skip", backend, FASTCOLL_TRACE_SITES="1")
-    (folder / "timeline.json").symlink_to(
-        tmp_path / "program.py"
-    )  # a symbolic link, which must not be followed
+    # A symbolic link, which must not be followed.
+    (folder / "timeline.json").symlink_to(tmp_path / "program.py")
     found = report(folder)
     assert (tmp_path / "program.py").read_text() == PROGRAM
     assert (

@@ -28,10 +28,11 @@ def events(text: str) -> list[Event]:
         ("set 1 -> None 0..2, get -> 'timeout' 1..3, get -> b'1' 4..5", True),
         ("set 1 -> None 0..1, get -> 'timeout' 2..3", False),  # an old value
         ("add 1 -> 1 0..2, add 1 -> 1 1..3", False),  # an addition that is lost
+        # Two calls that both win.
         (
             "set 0 -> None 0..1, compare_set 0 1 -> b'1' 2..4, compare_set 0 2 -> b'2' 2..4",
             False,
-        ),  # two calls that both win
+        ),
         ("delete -> True 0..5, set 1 -> None 1..2", True),  # of values that change meanwhile
         # A killed client's call may take effect late, and its effect stays.
         ("set 1 -> ? 0.., check -> False 1..2, check -> True 3..4", True),

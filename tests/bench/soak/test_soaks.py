@@ -20,12 +20,13 @@ AMOUNTS = {
     "kills": 30, "phases": 30, "survivors": 5, "stops": 12, "starving": 9, "strangers": 10_000, "signals": 4,
     "churn": 10, "history": 5, "schedules": 500,
 }  # fmt: skip
+# They also find ranks and launchers that react too late.
 TIMED = (
     "kills",
     "phases",
     "stops",
     "signals",
-)  # they also find ranks and launchers that react too late
+)
 
 
 @pytest.mark.limit(1200)
