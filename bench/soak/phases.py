@@ -17,7 +17,7 @@ from .kills import COUNTS, WORLDS, Case, carry_out
 from .report import Report
 
 NOTHING = "shm.none.enter:delay=0"
-"""Makes the kernels those with failpoints; no rank comes by there."""
+"""A setting with which kernels are compiled with failpoints; no rank hits this one."""
 
 
 BY_NODES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")

@@ -4,8 +4,8 @@ The launchers connect to a store that node 0's launcher serves on a port of its 
 failure is set there as `failed`. A launcher that ends unexpectedly, as by SIGKILL, is a failure as well: each launcher
 leaves a will with the store, and the server carries it out when the connection is lost. If the store disappears before
 it holds the end of the job, node 0's launcher is lost. A launcher that cannot reach the store goes on without it; its
-ranks then end when their groups fail. Node 0 serves the store until its ranks have ended and, after a failure, until
-the launchers of all nodes have read it, including those that start a little later.
+ranks then end when their groups fail. Node 0 serves the store until its ranks have ended and, after a failure, for up
+to 5 s until the launchers of all nodes have read it, including those that start a little later.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def _uneven(results: Sequence[RankResult], world_size: int) -> str:
     """Return the complaint if no rank failed, but some skipped the test or all were killed; else an empty text."""
     outcomes = {result.outcome for result in results}
     if outcomes == {"killed"}:
-        return "every rank died as the mark's may_die allows, so nobody has checked anything"
+        return "every rank died as the mark's may_die allows, so no rank has checked anything"
     if outcomes >= {"passed", "skipped"}:
         skipped = [result for result in results if result.outcome == "skipped"]
         who = name_ranks([result.rank for result in skipped], world_size)

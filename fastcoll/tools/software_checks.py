@@ -142,7 +142,7 @@ def secret(ranks: int) -> Iterator[Finding]:
         yield Finding("problem", "secret", str(error), f"the file's owner alone may read it; {SAME_SECRET}")
         return
     if not length:
-        text = f"{source()}: whoever reaches a port of a job may join it"
+        text = f"{source()}: any process that reaches a port of a job may join it"
         yield Finding("warning", "secret", text, "unset FASTCOLL_INSECURE")
     elif length < _SHORTEST_SECRET:
         cure = (

@@ -286,7 +286,7 @@ def test_nobody_left(rank):
 def test_deaths_on_purpose(inner: InnerRun) -> None:
     assert inner.outcomes(DEATHS) == {"passed": 1, "failed": 2}
     inner.said("test_survivors_fail").fnmatch_lines(["rank 0 of 2: AssertionError*"])
-    inner.said("test_nobody_left").fnmatch_lines(["every rank died*nobody has checked*"])
+    inner.said("test_nobody_left").fnmatch_lines(["every rank died*no rank has checked*"])
 
 
 # The deadline is two seconds after the ranks have reached their last line, however long that takes.
