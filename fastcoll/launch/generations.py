@@ -114,9 +114,8 @@ class Generations:
 
     def __post_init__(self) -> None:
         self._ready: dict[str, Node] = {}
-        self._seniority: dict[
-            str, int
-        ] = {}  # launchers in the order in which they joined, so that ranks keep their order where they can
+        # Launchers in the order in which they joined, so that ranks keep their order where they can.
+        self._seniority: dict[str, int] = {}
         self._done: set[str] = set()  # members whose ranks have succeeded
         self._pauses = Pauses()
         self._started = self.now

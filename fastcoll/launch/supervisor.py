@@ -127,9 +127,8 @@ class Supervisor:
         self._report = report
         self._lost: list[_Lost] = []  # losses whose reports are pending
         self._missing: list[RankProcess] = []  # lost without a replacement before the ranks have met
-        self._joiners: list[
-            tuple[float, int, int]
-        ] = []  # to start: at which time, for which local rank, the joiner's number
+        # Joiners to start: the time, the local rank, the joiner's number.
+        self._joiners: list[tuple[float, int, int]] = []
         self._restarts = 0
         self._not_ours = set(lifeline.children_of(os.getpid()))
         self._selector = selectors.DefaultSelector()
