@@ -210,9 +210,8 @@ class Trial:
     place: Host
     call: Call  # calls the operation once
     given: Sequence[tuple[Any, Tile]] = ()  # arrays that the call reads, with their patterns
-    expected: Sequence[
-        tuple[Any, Tile, int]
-    ] = ()  # arrays that it writes, with the expected pattern and its start
+    # Arrays that it writes, with the expected pattern and its start.
+    expected: Sequence[tuple[Any, Tile, int]] = ()
 
     def reset(self) -> None:
         """Set the outputs to wrong values and fill the inputs."""
