@@ -113,10 +113,10 @@ def test_an_error_of_the_program_ends_its_rank_alone(how: str, text: str) -> Non
 
 
 MOMENTS = {
-    "before_inviting": "fastcoll.job.joining:Join queue.invite",
+    "before_inviting": "fastcoll.job.joining:JoinQueue.invite",
     "before_joining": "fastcoll.elastic.growth:join",
     "before_the_barrier": "fastcoll.elastic.growth:passes_barrier",
-    "before_deciding": "fastcoll.job.joining:Join queue.decide",
+    "before_deciding": "fastcoll.job.joining:JoinQueue.decide",
     "before_moving": "fastcoll.elastic.growth:replace_job",
     "before_the_sync": "fastcoll.elastic.training:all_gather_single",
     "in_the_sync": "fastcoll.elastic.state:broadcast",
