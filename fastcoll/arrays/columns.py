@@ -77,11 +77,11 @@ def of_arrow(x: Any, what: str, writable: bool, functional: bool) -> Array | Non
     return _elements_of_arrow(x, what, "x.cast(pyarrow.uint8())", "x.combine_chunks()")
 
 
-def _elements_of_arrow(x: Any, what: str, unpacked: str, whole: str) -> Array:
+def _elements_of_arrow(x: Any, what: str, unpacked: str, joined: str) -> Array:
     """Return the elements of an Arrow array.
 
     Args:
-        unpacked, whole: the cures for bits and for several chunks.
+        unpacked, joined: the cures for bits and for several chunks.
     """
     arrow = sys.modules["pyarrow"]
     name = f"{what} is an Arrow {type(x).__name__} of {x.type}"
@@ -89,7 +89,7 @@ def _elements_of_arrow(x: Any, what: str, unpacked: str, whole: str) -> Array:
         raise ArrayError(f"{name} with nulls; give x.fill_null(value) or x.drop_null()")
     if isinstance(x, arrow.ChunkedArray):
         if x.num_chunks > 1:
-            raise ArrayError(f"{name} in {x.num_chunks} chunks; give {whole}")
+            raise ArrayError(f"{name} in {x.num_chunks} chunks; give {joined}")
         x = x.chunk(0) if x.num_chunks else arrow.array([], x.type)
     if arrow.types.is_boolean(x.type):
         raise ArrayError(f"{name}, packed into bits; give {unpacked}")

@@ -53,7 +53,7 @@ class ImportedArray:
         """Copy `nbytes` bytes from an address to the beginning of the array."""
         ctypes.memmove(self.array.ctypes.data, address, nbytes)
 
-    def came(self, nbytes: int) -> None:
+    def received(self, nbytes: int) -> None:
         """Make `finish` write only the first `nbytes` bytes of the caller's array.
 
         A packed copy contains the caller's elements from the start, so it needs nothing.
@@ -69,15 +69,15 @@ class ImportedArray:
 class FunctionalResult(ImportedArray):
     """The host array of a functional result: the caller's array is immutable, and the call returns a new one."""
 
-    __slots__ = ("_renew",)
+    __slots__ = ("_make",)
     needs_copy_back = True
 
-    def __init__(self, array: Array, functional: Callable[[Array], Any]) -> None:
+    def __init__(self, array: Array, make: Callable[[Array], Any]) -> None:
         super().__init__(array)
-        self._renew = functional
+        self._make = make
 
     def finish(self) -> Any:
-        return self._renew(self.array)
+        return self._make(self.array)
 
 
 def finish_all(owners: Sequence[ImportedArray]) -> Any:

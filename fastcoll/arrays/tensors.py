@@ -104,8 +104,8 @@ class _Interface:
 
     __slots__ = ("__array_interface__", "owner")
 
-    def __init__(self, said: dict[str, Any], owner: Any) -> None:
-        self.__array_interface__ = said
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
         self.owner = owner
 
 
@@ -113,8 +113,8 @@ def _at(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: np.dtype[Any], owner: Any
 ) -> Array:
     data, typestr = (address, False), _typestr(dtype)
-    said = {"version": 3, "data": data, "shape": shape, "strides": strides, "typestr": typestr}
-    array = np.asarray(_Interface(said, owner))
+    interface = {"version": 3, "data": data, "shape": shape, "strides": strides, "typestr": typestr}
+    array = np.asarray(_Interface(interface, owner))
     return array if array.dtype is dtype else array.view(dtype)
 
 
@@ -174,21 +174,21 @@ def header_of(x: Any) -> Any:
     """
     try:
         if x.is_contiguous() and x.is_cpu and not x.is_neg():
-            place = (x.data_ptr(), x.shape, x.dtype)
-            header = _headers.get(place)
-            return _new_header(place, x) if header is None else header
+            key = (x.data_ptr(), x.shape, x.dtype)
+            header = _headers.get(key)
+            return _new_header(key, x) if header is None else header
     except RuntimeError:  # no memory, or no shape: the general path reports it
         pass
     return x
 
 
-def _new_header(place: tuple[int, Any, Any], x: Any) -> Any:
-    if place[0] == 0 or x.is_quantized or x.is_conj() or not _is_backed(x):
+def _new_header(key: tuple[int, Any, Any], x: Any) -> Any:
+    if key[0] == 0 or x.is_quantized or x.is_conj() or not _is_backed(x):
         return x
     headers = _complex_headers if x.is_complex() else _headers
-    header = headers.get(place)
+    header = headers.get(key)
     if header is None:
         if len(headers) >= _LARGEST_MEMO:
             headers.clear()
-        header = headers[place] = _at(place[0], tuple(place[1]), None, _dtype_of(x), None)
+        header = headers[key] = _at(key[0], tuple(key[1]), None, _dtype_of(x), None)
     return header

@@ -3,7 +3,7 @@
     device_array         DeviceArray, and the import of arrays of any library
     runtime              memory, streams and events through CuPy, imported when the first GPU array is passed
     auto                 the choice of a group's carrier, and the carrier that makes this choice
-    staged, transit
+    staged, staging
                          the group's CPU backend, through pinned host memory
     streams, stream_work shared code of the carriers that queue work on streams
     nccl/                NCCL

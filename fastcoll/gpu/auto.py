@@ -122,12 +122,12 @@ class AutoCarrier(DeviceCarrier):
         if self.chosen is not None and not self._group.gate.queue.pending:
             return self.chosen.plan(operation, timeout)
         name, arrays = operation.kind, [*operation.inputs, *operation.outputs]
-        marks = self._staged.transit.mark(arrays)
+        marks = self._staged.staging.mark(arrays)
 
         def call() -> None:
-            with self._staged.whole(name, arrays):
+            with self._staged.all_or_nothing(name, arrays):
                 chosen = self.chosen or self._choose(name, next((x.device for x in arrays if x.size), 0))
-                self._staged.transit.await_marks(marks, name)
+                self._staged.staging.await_marks(marks, name)
                 planned = chosen.plan(operation, timeout)
                 if isinstance(planned, StreamCall):
                     planned.start(name, ()).join()  # this code may run on the progress thread

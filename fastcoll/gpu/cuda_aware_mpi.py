@@ -32,8 +32,8 @@ from . import auto
 from .device_array import DeviceArray
 from .runtime import runtime
 from .staged import StagedCarrier, StagedMessages, array_of, checked
+from .staging import Staging, host_views
 from .streams import StreamScope
-from .transit import Transit, laid_out
 
 MOST_SOURCES = 64
 """Most arrays that one kernel can reduce (kernels/cuda/reducers.py)."""
@@ -59,9 +59,9 @@ class MpiCarrier(StagedCarrier):
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         assert isinstance(group.backend, TakesGpus)
-        self._memory = DeviceMemory(self.transit)
+        self._memory = DeviceMemory(self.staging)
         self._direct: Any = group.backend  # its annotations do not include GPU arrays
-        self.messages = messages = MpiMessages(group, self.transit)
+        self.messages = messages = MpiMessages(group, self.staging)
         group.backend.take_gpus(self._memory, lambda: runtime().on(messages.device))
 
     # ---- collectives ---------------------------------------------------------------------------------
@@ -76,11 +76,11 @@ class MpiCarrier(StagedCarrier):
             return super().plan(operation, timeout)
         staged = super().plan
         arrays = [*inputs, *outputs]
-        marks = self.transit.mark(arrays)
+        marks = self.staging.mark(arrays)
 
         def call() -> None:
-            with self.whole(kind, arrays), self._memory.use(arrays):
-                self.transit.await_marks(marks, kind)
+            with self.all_or_nothing(kind, arrays), self._memory.use(arrays):
+                self.staging.await_marks(marks, kind)
                 done = self._carry_out(operation, outputs, plain)
             if not done and plain is not None:
                 staged(operation)()
@@ -94,10 +94,10 @@ class MpiCarrier(StagedCarrier):
             plain: the reduction that remains once the inputs are scaled.
         """
         kind, inputs, op = operation.kind, operation.inputs, operation.op
-        memory, turn = self._memory, self._memory.turn
+        memory, scope = self._memory, self._memory.scope
         by = op if auto.has_kernels() else plain  # without kernels this call neither scales nor reduces
         if KINDS[kind].made_of or (kind == "all_reduce" and plain is not op):
-            one, finish = turn.as_one(operation._replace(op=by), self._group.size)
+            one, finish = scope.as_one(operation._replace(op=by), self._group.size)
             memory.settle()
             done = bool(self._direct.plan(one._replace(op=plain))())
             if done:
@@ -106,7 +106,7 @@ class MpiCarrier(StagedCarrier):
             return done
         sources: Arrays = inputs
         if kind not in ("all_reduce", "broadcast"):
-            sources = turn.apart([turn.scaled(x, by) for x in inputs], outputs, self._group.rank)
+            sources = scope.apart([scope.scaled(x, by) for x in inputs], outputs, self._group.rank)
             memory.settle()
         targets = outputs or (sources if kind == "reduce" else ())
         direct = operation._replace(outputs=tuple(targets), inputs=tuple(sources), op=plain)
@@ -116,8 +116,8 @@ class MpiCarrier(StagedCarrier):
 class MpiMessages:
     """Messages of GPU arrays: large ones by MPI from GPU memory, small ones staged."""
 
-    def __init__(self, group: ProcessGroup, transit: Transit) -> None:
-        self._group, self._transit, self._staged = group, transit, StagedMessages(group, transit)
+    def __init__(self, group: ProcessGroup, staging: Staging) -> None:
+        self._group, self._staging, self._staged = group, staging, StagedMessages(group, staging)
         self._direct: Any = group.backend
         self.device = 0  # the GPU of the last message
 
@@ -133,13 +133,13 @@ class MpiMessages:
         if not self._suits(x, dst):
             self._staged.send(x, dst, tag)
             return
-        with self._transit.in_use([array_of(x)]):
+        with self._staging.in_use([array_of(x)]):
             self._group.messages.send(ImportedArray(self._ready(x.array, "send")), dst, tag)
 
     def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
         if not self._suits(x, dst):
             return self._staged.isend(x, dst, tag)
-        with self._transit.in_use([array_of(x)]):
+        with self._staging.in_use([array_of(x)]):
             return self._group.p2p.post_send(ImportedArray(self._ready(x.array, "isend")), dst, tag)
 
     # With `status` the message may be shorter than the array. Its sender may have staged it, so the receive is staged,
@@ -147,13 +147,13 @@ class MpiMessages:
     def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
         if status is not None or not self._suits(x, src):
             return self._staged.recv(x, src, tag, status)
-        with self._transit.in_use([array_of(x)]):
+        with self._staging.in_use([array_of(x)]):
             return self._group.messages.recv(self._landing(x), src, tag)
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         if status is not None or not self._suits(x, src):
             return self._staged.irecv(x, src, tag, status)
-        with self._transit.in_use([array_of(x)]):
+        with self._staging.in_use([array_of(x)]):
             return self._group.p2p.post_receive(self._landing(x), src, tag)
 
     def _ready(self, x: Any, name: str) -> Array:
@@ -162,13 +162,13 @@ class MpiMessages:
         Nobody may access its elements on the host.
         """
         self.device = x.device
-        self._transit.await_marks(self._transit.mark([x]), name)
-        place = {"version": 3, "typestr": "|u1", "shape": (x.nbytes,), "data": (x.address, False)}
-        flat: Array = np.asarray(SimpleNamespace(__array_interface__=place, owner=x)).view(x.dtype)
+        self._staging.await_marks(self._staging.mark([x]), name)
+        interface = {"version": 3, "typestr": "|u1", "shape": (x.nbytes,), "data": (x.address, False)}
+        flat: Array = np.asarray(SimpleNamespace(__array_interface__=interface, owner=x)).view(x.dtype)
         return flat
 
     def _landing(self, imported: ImportedArray) -> ImportedArray:
-        return _Landing(self._ready(imported.array, "recv"), imported, self._transit)
+        return _Landing(self._ready(imported.array, "recv"), imported, self._staging)
 
 
 class _Landing(ImportedArray):
@@ -179,28 +179,28 @@ class _Landing(ImportedArray):
     receive is finished, by a thread that may wait for a GPU.
     """
 
-    __slots__ = ("_came", "_of", "_transit")
+    __slots__ = ("_message", "_of", "_staging")
     needs_copy_back = True
 
-    def __init__(self, view: Array, of: ImportedArray, transit: Transit) -> None:
+    def __init__(self, view: Array, of: ImportedArray, staging: Staging) -> None:
         super().__init__(view)
-        self._came: Array | None = None
-        self._of, self._transit = of, transit
+        self._message: Array | None = None
+        self._of, self._staging = of, staging
 
     def put(self, address: int, nbytes: int) -> None:
         """Keep the message at a host address; it has the size of the array."""
-        self._came = np.empty(self.array.shape, self.array.dtype)
-        ctypes.memmove(self._came.ctypes.data, address, nbytes)
+        self._message = np.empty(self.array.shape, self.array.dtype)
+        ctypes.memmove(self._message.ctypes.data, address, nbytes)
 
     def finish(self) -> None:
         x = array_of(self._of)
-        with self._transit.in_use([x]):
-            if self._came is not None:
-                with self._transit.pool.lent(x.nbytes) as buffer:
-                    (host,) = laid_out(buffer, [x])
-                    host[...] = self._came
-                    self._transit.copy("up", [x], [host])
-                self._came = None
+        with self._staging.in_use([x]):
+            if self._message is not None:
+                with self._staging.pool.lent(x.nbytes) as buffer:
+                    (host,) = host_views(buffer, [x])
+                    host[...] = self._message
+                    self._staging.copy("up", [x], [host])
+                self._message = None
             self._of.finish()
 
 
@@ -211,41 +211,41 @@ class DeviceMemory:
     """The memory interface of net/mpi/execution.py, for arrays on a GPU.
 
     The GPU is that of the current call. Copies and reductions are queued on a stream of the group, and the host waits
-    for them, because MPI, which is called next, knows nothing of streams. `turn` has this stream, and the call's
+    for them, because MPI, which is called next, knows nothing of streams. `scope` has this stream, and the call's
     scratch memory.
     """
 
     on_gpu = True
 
-    def __init__(self, transit: Transit) -> None:
-        self._transit = transit
-        self.turn: StreamScope
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self.scope: StreamScope
 
     @contextmanager
     def use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
         """Work on the arrays' GPU for the duration of a `with` block; one call at a time."""
-        with self._transit.in_use(arrays):
+        with self._staging.in_use(arrays):
             device = next((x.device for x in arrays if x.size), arrays[0].device)
-            self.turn = StreamScope(runtime(), device, self._transit.stream(device, "own"))
+            self.scope = StreamScope(runtime(), device, self._staging.stream(device, "own"))
             try:
                 yield
             finally:
-                del self.turn
+                del self.scope
 
     def settle(self) -> None:
-        """Wait for the work queued on the stream of `turn`."""
-        runtime().wait_stream(self.turn.stream)
+        """Wait for the work queued on the stream of `scope`."""
+        runtime().wait_stream(self.scope.stream)
 
     def blocks(self, arrays: Sequence[DeviceArray]) -> list[Block]:
         return [(x.address, x.nbytes) for x in arrays]
 
     def copy(self, source: Block, target: Block) -> None:
         if source[0] != target[0]:
-            runtime().copy(target[0], source[0], source[1], self.turn.stream)
+            runtime().copy(target[0], source[0], source[1], self.scope.stream)
             self.settle()
 
     def scratch(self, nbytes: int) -> tuple[int, Any]:
-        memory = runtime().allocate(nbytes, self.turn.device, self.turn.stream)
+        memory = runtime().allocate(nbytes, self.scope.device, self.scope.stream)
         return memory.ptr, memory
 
     def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Any:
@@ -256,5 +256,5 @@ class DeviceMemory:
         return cuda_reducer(op, dtype)
 
     def fold(self, how: Any, target: int, sources: Sequence[int], nbytes: int) -> None:
-        how.launch(target, sources, nbytes // how.itemsize, self.turn.stream)
+        how.launch(target, sources, nbytes // how.itemsize, self.scope.stream)
         self.settle()

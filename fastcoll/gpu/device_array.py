@@ -87,10 +87,10 @@ def joined(arrays: Sequence[DeviceArray]) -> DeviceArray | None:
     return DeviceArray(first.address, first.dtype, (size,), first.device, first.stream, first.owner)
 
 
-def parts(whole: DeviceArray, like: Sequence[DeviceArray]) -> list[DeviceArray]:
+def parts(flat: DeviceArray, like: Sequence[DeviceArray]) -> list[DeviceArray]:
     """Cut a flat array into consecutive parts with the sizes of the arrays `like`."""
     end = 0
-    return [whole[end : (end := end + x.size)] for x in like]
+    return [flat[end : (end := end + x.size)] for x in like]
 
 
 class Described(NamedTuple):
@@ -119,26 +119,28 @@ def describe(x: Any, what: str, device_at: Any) -> Described:
         if kind not in _DLPACK_CUDA:
             raise ArrayError(
                 f"{what} is on a device of DLPack's type {int(kind)}, number {number}; arrays in host memory and on "
-                "CUDA GPUs are taken"
+                "CUDA GPUs are accepted"
             )
         x = cupy().from_dlpack(x)
-    said = x.__cuda_array_interface__
-    if said.get("mask") is not None:
+    interface = x.__cuda_array_interface__
+    if interface.get("mask") is not None:
         raise ArrayError(f"{what} has a mask, which would be ignored; give the array without it")
-    address, read_only = said["data"]
-    dtype = x.dtype if isinstance(getattr(x, "dtype", None), np.dtype) else np.dtype(said["typestr"])
-    shape = tuple(said["shape"])
+    address, read_only = interface["data"]
+    dtype = x.dtype if isinstance(getattr(x, "dtype", None), np.dtype) else np.dtype(interface["typestr"])
+    shape = tuple(interface["shape"])
     # An empty array has no address to look up; CuPy's arrays name a GPU all the same.
     device = device_at(address) if prod(shape) else int(getattr(getattr(x, "device", None), "id", 0))
     # For CuPy's arrays the interface names the stream of the current GPU, which may not be the array's GPU; ask CuPy.
-    stream = current_stream(x, device, said.get("stream") or 0)
-    return Described(DeviceArray(address, dtype, shape, device, stream, x), said.get("strides"), read_only)
+    stream = current_stream(x, device, interface.get("stream") or 0)
+    return Described(
+        DeviceArray(address, dtype, shape, device, stream, x), interface.get("strides"), read_only
+    )
 
 
 def _of_torch(torch: Any, x: Any, what: str) -> Described:
     if x.device.type != "cuda":
         raise ArrayError(
-            f"{what} is on the device {x.device}; arrays in host memory and on CUDA GPUs are taken"
+            f"{what} is on the device {x.device}; arrays in host memory and on CUDA GPUs are accepted"
         )
     x = x.detach()
     if x.is_conj() or x.is_neg():

@@ -71,9 +71,9 @@ class Runtime:
         12), of some 300 MB.
         """
         fresh = not self._cupy.cuda.driver.ctxGetCurrent()
-        before = self._do("asking for the current GPU", self._calls.getDevice)
+        before = self._do("querying the current GPU", self._calls.getDevice)
         if fresh or before != device:
-            self._do(f"turning to GPU {device}", self._calls.setDevice, device)
+            self._do(f"switching to GPU {device}", self._calls.setDevice, device)
         try:
             yield
         finally:
@@ -88,7 +88,7 @@ class Runtime:
 
     def device_at(self, address: int) -> int:
         """Return the number of the GPU whose memory contains an address."""
-        return int(self._do("asking for an array's GPU", self._calls.pointerGetAttributes, address).device)
+        return int(self._do("looking up an array's GPU", self._calls.pointerGetAttributes, address).device)
 
     def uuid(self, device: int) -> bytes:
         """Return a GPU's 16-byte UUID.
@@ -103,7 +103,7 @@ class Runtime:
         Both are GPUs of this process.
         """
         ask = self._calls.deviceCanAccessPeer
-        return device == peer or bool(self._do("asking for peer access", ask, device, peer))
+        return device == peer or bool(self._do("querying peer access", ask, device, peer))
 
     # ---- memory --------------------------------------------------------------------------------------
 
@@ -169,10 +169,10 @@ class Runtime:
     def new_stream(self, device: int) -> int:
         """Create a stream that is not ordered with any other; free it with `end_stream`."""
         with self.on(device):
-            return int(self._do("making a stream", self._calls.streamCreateWithFlags, _NON_BLOCKING))
+            return int(self._do("creating a stream", self._calls.streamCreateWithFlags, _NON_BLOCKING))
 
     def end_stream(self, stream: int) -> None:
-        self._do("ending a stream", self._calls.streamDestroy, stream)
+        self._do("destroying a stream", self._calls.streamDestroy, stream)
 
     def wait_stream(self, stream: int) -> None:
         """Block until all work queued on a stream is done."""
@@ -181,10 +181,10 @@ class Runtime:
     def new_event(self, device: int) -> int:
         """Create an event; free it with `end_event`."""
         with self.on(device):
-            return int(self._do("making an event", self._calls.eventCreateWithFlags, _NO_TIMING))
+            return int(self._do("creating an event", self._calls.eventCreateWithFlags, _NO_TIMING))
 
     def end_event(self, event: int) -> None:
-        self._do("ending an event", self._calls.eventDestroy, event)
+        self._do("destroying an event", self._calls.eventDestroy, event)
 
     def record(self, event: int, stream: int) -> None:
         """Record an event behind the work that the stream holds now."""
@@ -198,7 +198,7 @@ class Runtime:
         """Return whether the work before the recorded event is done. Never blocks."""
         status = self._calls.eventQuery(event)
         if status not in (0, _NOT_READY):
-            raise FastcollError(f"CUDA: what was queued on a stream failed with status {status}")
+            raise FastcollError(f"CUDA: work queued on a stream failed with status {status}")
         return bool(status == 0)
 
     # ---- memory of other processes -------------------------------------------------------------------

@@ -35,13 +35,13 @@ def all_reduce(group: ProcessGroup, tensors: Sequence[Any], op: ReduceOp, async_
 
 
 def reduce(
-    group: ProcessGroup, tensors: Sequence[Any], root: int, op: ReduceOp, place: int, async_op: bool
+    group: ProcessGroup, tensors: Sequence[Any], root: int, op: ReduceOp, index: int, async_op: bool
 ) -> Any:
     root = group.checked_rank("root", root)
-    place = _index("dst_tensor", place, _length("tensor_list", tensors))
+    index = _index("dst_tensor", index, _length("tensor_list", tensors))
     if len(tensors) == 1:
         return group.fast.reduce(tensors[0], root, op, async_op)
-    return _reduced(group, "reduce", tensors, [place] * (group.rank == root), op, root, async_op)
+    return _reduced(group, "reduce", tensors, [index] * (group.rank == root), op, root, async_op)
 
 
 def _reduced(
@@ -73,18 +73,18 @@ def _reduced(
     )
 
 
-def broadcast(group: ProcessGroup, tensors: Sequence[Any], root: int, place: int, async_op: bool) -> Any:
+def broadcast(group: ProcessGroup, tensors: Sequence[Any], root: int, index: int, async_op: bool) -> Any:
     root = group.checked_rank("root", root)
-    place = _index("src_tensor", place, _length("tensor_list", tensors))
+    index = _index("src_tensor", index, _length("tensor_list", tensors))
     if len(tensors) == 1:
         return group.fast.broadcast(tensors[0], root, async_op)
     here = group.rank == root
-    mine = Several(group, tensors, "tensor_list", [k for k in range(len(tensors)) if not here or k != place])
+    mine = Several(group, tensors, "tensor_list", [k for k in range(len(tensors)) if not here or k != index])
     value = mine.room(mine.arrays[0].size)
 
     def before(mover: Mover) -> None:
         if here:
-            mover.copy(value, mine.arrays[place])
+            mover.copy(value, mine.arrays[index])
 
     def after(mover: Mover) -> None:
         for out in mine.written:
@@ -207,20 +207,20 @@ class Several:
     """The imported arrays that one rank passes to a call.
 
     Args:
-        places: indices of the arrays that the call writes, `written`; None: all of them, which must not overlap then.
+        indices: indices of the arrays that the call writes, `written`; None: all of them, which must not overlap then.
     """
 
     def __init__(
-        self, group: ProcessGroup, tensors: Sequence[Any], what: str, places: Sequence[int] | None
+        self, group: ProcessGroup, tensors: Sequence[Any], what: str, indices: Sequence[int] | None
     ) -> None:
         items = [
-            group.import_array(x, writable=places is None or k in places, what=f"{what}[{k}]")
+            group.import_array(x, writable=indices is None or k in indices, what=f"{what}[{k}]")
             for k, x in enumerate(tensors)
         ]
-        if places is None:
+        if indices is None:
             check_apart(items, what)
         self.arrays: list[Any] = [item.array for item in items]
-        self.written = items if places is None else [items[k] for k in places]
+        self.written = items if indices is None else [items[k] for k in indices]
         self._group = group
         self.on_host = type(self.arrays[0]) is np.ndarray
         check_alike(what, items, self.arrays[0], f"{what}[0]")

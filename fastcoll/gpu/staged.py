@@ -41,8 +41,8 @@ from ..errors import FastcollError, GroupError, MismatchError, UsageError
 from ..kernels.reduce import reducer
 from .device_array import DeviceArray, OnDevice, import_array
 from .runtime import runtime
+from .staging import Marks, Staging, host_views
 from .streams import Compared
-from .transit import Marks, Transit, laid_out
 
 Arrays = Sequence[DeviceArray]
 
@@ -60,8 +60,8 @@ class StagedCarrier(DeviceCarrier):
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self.transit = Transit(group)
-        self.messages: Messages = StagedMessages(group, self.transit)
+        self.staging = Staging(group)
+        self.messages: Messages = StagedMessages(group, self.staging)
 
     import_array = staticmethod(import_array)
 
@@ -80,29 +80,29 @@ class StagedCarrier(DeviceCarrier):
             return self._in_segments(operation._replace(op=plain), down, up, op)
         in_place = KINDS[kind].is_in_place or (outs != () and up == ())
         arrays = ins if in_place else (*ins, *outs)
-        marks = self.transit.mark(arrays)
+        marks = self.staging.mark(arrays)
 
         def call() -> None:
-            with self.whole(kind, arrays), self.transit.pool.lent(_bytes(arrays)) as buffer:
-                self.transit.await_marks(marks, kind)
-                hosts = tuple(laid_out(buffer, arrays))
+            with self.all_or_nothing(kind, arrays), self.staging.pool.lent(_bytes(arrays)) as buffer:
+                self.staging.await_marks(marks, kind)
+                hosts = tuple(host_views(buffer, arrays))
                 given, taken = hosts[: len(ins)], hosts if in_place else hosts[len(ins) :]
-                self.transit.copy("down", down, given)
+                self.staging.copy("down", down, given)
                 if op is not plain:
                     for host in given:
                         _scale(host, op)
                 self._group.planned(Operation(kind, taken, given, plain, root, parts))()
-                self.transit.copy("up", up, taken)
+                self.staging.copy("up", up, taken)
 
         return call
 
     @contextmanager
-    def whole(self, name: str, arrays: Sequence[DeviceArray]) -> Iterator[None]:
+    def all_or_nothing(self, name: str, arrays: Sequence[DeviceArray]) -> Iterator[None]:
         """Execute a call, and fail the group if it ends half-way.
 
         The peers wait for this rank.
         """
-        with self.transit.in_use(arrays):
+        with self.staging.in_use(arrays):
             try:
                 yield
             except UsageError:
@@ -111,7 +111,7 @@ class StagedCarrier(DeviceCarrier):
                 self._group.abort(f"{name} of arrays on a GPU ended with {type(error).__name__}: {error}")
                 # The queued copies must end before their memory is freed.
                 with suppress(FastcollError):
-                    self.transit.settle()
+                    self.staging.settle()
                 raise
 
     # ---- large arrays --------------------------------------------------------------------------------
@@ -124,22 +124,22 @@ class StagedCarrier(DeviceCarrier):
         """
         kind = KINDS[operation.kind].made_of or operation.kind
         arrays = operation.inputs
-        said = Compared.of(operation, self._group.size)
-        marks = self.transit.mark((*arrays, *operation.outputs))
-        whole = down or up
-        dtype = whole[0].dtype
-        spans = segments(sum(x.size for x in whole), max(1, SEGMENT // dtype.itemsize))
+        compared = Compared.of(operation, self._group.size)
+        marks = self.staging.mark((*arrays, *operation.outputs))
+        moved = down or up
+        dtype = moved[0].dtype
+        spans = segments(sum(x.size for x in moved), max(1, SEGMENT // dtype.itemsize))
 
         def call() -> None:
-            with self.whole(kind, arrays), ExitStack() as ends:
-                self._agree(said.call, _bytes(arrays))
-                self.transit.await_marks(marks, kind)
+            with self.all_or_nothing(kind, arrays), ExitStack() as ends:
+                self._agree(compared.call, _bytes(arrays))
+                self.staging.await_marks(marks, kind)
                 room = _BUFFERS * spans[0].nbytes * dtype.itemsize
-                buffer = ends.enter_context(self.transit.pool.lent(room))
-                pipeline = _Pipeline(self.transit, kind, down, up, spans, buffer)
+                buffer = ends.enter_context(self.staging.pool.lent(room))
+                pipeline = _Pipeline(self.staging, kind, down, up, spans, buffer)
                 ends.callback(pipeline.close)
                 # On any exit, the copies must end before their memory is freed.
-                ends.callback(self.transit.settle)
+                ends.callback(self.staging.settle)
                 pipeline.fetch(0)
                 for k in range(len(spans)):
                     if k + 1 < len(spans):
@@ -152,14 +152,14 @@ class StagedCarrier(DeviceCarrier):
 
         return call
 
-    def _agree(self, said: int, nbytes: int) -> None:
+    def _agree(self, compared: int, nbytes: int) -> None:
         """Compare the ranks' calls.
 
         Raises:
             MismatchError: on all ranks, if the calls differ.
         """
         group = self._group
-        rows = group.rows_of_all(np.array([said, nbytes], np.int64))
+        rows = group.rows_of_all(np.array([compared, nbytes], np.int64))
         everybody = [(call, shape) for call, shape in rows.tolist()]
         if len(set(everybody)) > 1:
             raise MismatchError(
@@ -174,23 +174,23 @@ class StagedCarrier(DeviceCarrier):
         """Do nothing: calls see that the group has failed, and copies end by themselves."""
 
     def close(self, reason: GroupError | None) -> None:
-        self.transit.close()
+        self.staging.close()
 
 
 class _Pipeline:
     """The copies of one call, with events behind each buffer's last copies down and up."""
 
     def __init__(
-        self, transit: Transit, name: str, down: Arrays, up: Arrays, spans: Sequence[Span], buffer: Array
+        self, staging: Staging, name: str, down: Arrays, up: Arrays, spans: Sequence[Span], buffer: Array
     ) -> None:
-        self._transit, self._name, self._arrays, self._spans = transit, name, (down, up), spans
+        self._staging, self._name, self._arrays, self._spans = staging, name, (down, up), spans
         first = next(x for x in down or up if x.size)
         length = spans[0].nbytes
         self._slots = np.frombuffer(buffer, first.dtype, _BUFFERS * length).reshape(_BUFFERS, length)
         self._device = device = first.device
-        self._down, self._up = transit.stream(device, "down"), transit.stream(device, "up")
-        self._downs = [transit.events.take(device) for _ in self._slots]
-        self._ups = [transit.events.take(device) for _ in self._slots]
+        self._down, self._up = staging.stream(device, "down"), staging.stream(device, "up")
+        self._downs = [staging.events.take(device) for _ in self._slots]
+        self._ups = [staging.events.take(device) for _ in self._slots]
 
     def fetch(self, k: int) -> None:
         """Queue the copy of segment k to its buffer, if the call copies anything down."""
@@ -198,7 +198,7 @@ class _Pipeline:
         if down:
             if k >= _BUFFERS:
                 runtime().order(self._down, self._ups[slot])
-            for address, host in self._pieces(down, k):
+            for address, host in self._parts(down, k):
                 runtime().to_host(host, address, self._down)
             self._record(self._downs[slot], self._down)
 
@@ -206,17 +206,17 @@ class _Pipeline:
         """Wait until the CPU may use segment k's buffer, and return it."""
         slot = k % _BUFFERS
         if self._arrays[0] or k >= _BUFFERS:
-            self._transit.until((self._downs if self._arrays[0] else self._ups)[slot], self._name)
+            self._staging.until((self._downs if self._arrays[0] else self._ups)[slot], self._name)
         host: Array = self._slots[slot][: self._spans[k].nbytes]
         return host
 
     def bring(self, k: int) -> None:
         """Queue the copy of segment k's buffer to the GPU."""
-        for address, host in self._pieces(self._arrays[1], k):
+        for address, host in self._parts(self._arrays[1], k):
             runtime().to_device(address, host, self._up)
         self._record(self._ups[k % _BUFFERS], self._up)
 
-    def _pieces(self, arrays: Arrays, k: int) -> Iterator[tuple[int, Array]]:
+    def _parts(self, arrays: Arrays, k: int) -> Iterator[tuple[int, Array]]:
         """Yield the GPU addresses of segment k's elements, each with its slice of the buffer.
 
         The arrays count as one, each after the one before.
@@ -235,7 +235,7 @@ class _Pipeline:
 
     def close(self) -> None:
         """Give the events back."""
-        self._transit.events.give(self._device, [*self._downs, *self._ups])
+        self._staging.events.give(self._device, [*self._downs, *self._ups])
 
 
 def _bytes(arrays: Arrays) -> int:
@@ -266,13 +266,13 @@ class StagedMessages:
             a receive waits for them when it is posted.
     """
 
-    def __init__(self, group: ProcessGroup, transit: Transit) -> None:
-        self._group, self._transit = group, transit
+    def __init__(self, group: ProcessGroup, staging: Staging) -> None:
+        self._group, self._staging = group, staging
 
     def send(self, x: ImportedArray, dst: int, tag: int) -> None:
         buffer, host = self._fetched(x, "send", None)
         self._group.messages.send(ImportedArray(host), dst, tag)
-        self._transit.pool.give(buffer)
+        self._staging.pool.give(buffer)
 
     def isend(self, x: ImportedArray, dst: int, tag: int, marks: Marks | None = None) -> Work:
         buffer, host = self._fetched(x, "isend", marks)
@@ -281,7 +281,7 @@ class StagedMessages:
         def give(work: Work) -> None:
             # After an error, channels may still refer to the memory; it is freed with the last reference.
             if work.is_success():
-                self._transit.pool.give(buffer)
+                self._staging.pool.give(buffer)
 
         work.add_done_callback(give)
         return work
@@ -289,15 +289,15 @@ class StagedMessages:
     def _fetched(self, imported: ImportedArray, name: str, marks: Marks | None) -> tuple[Array, Array]:
         """Return a buffer, and in it the content of an array once its stream has reached this call."""
         x = array_of(imported)
-        with self._transit.in_use([x]):
-            buffer = self._transit.pool.take(x.nbytes)
-            (host,) = laid_out(buffer, [x])
-            self._transit.await_marks(self._transit.mark([x]) if marks is None else marks, name)
-            self._transit.copy("down", [x], [host])
+        with self._staging.in_use([x]):
+            buffer = self._staging.pool.take(x.nbytes)
+            (host,) = host_views(buffer, [x])
+            self._staging.await_marks(self._staging.mark([x]) if marks is None else marks, name)
+            self._staging.copy("down", [x], [host])
         return buffer, host.reshape(x.shape)
 
     def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
-        return self._group.messages.recv(_StagedReceive(self._transit, x, None), src, tag, status)
+        return self._group.messages.recv(_StagedReceive(self._staging, x, None), src, tag, status)
 
     def irecv(
         self,
@@ -307,39 +307,39 @@ class StagedMessages:
         status: Status | None = None,
         marks: Marks | None = None,
     ) -> Work:
-        with self._transit.in_use([array_of(x)]):
+        with self._staging.in_use([array_of(x)]):
             if marks is not None:
-                self._transit.await_marks(marks, "irecv")
-            incoming = _StagedReceive(self._transit, x, None if marks is None else [])
+                self._staging.await_marks(marks, "irecv")
+            incoming = _StagedReceive(self._staging, x, None if marks is None else [])
             return self._group.p2p.post_receive(incoming, src, tag, status)
 
 
 class _StagedReceive(ImportedArray):
     """Host memory that receives a message; `finish` copies it to the GPU."""
 
-    __slots__ = ("_buffer", "_count", "_marks", "_target", "_transit")
+    __slots__ = ("_buffer", "_count", "_marks", "_staging", "_target")
     needs_copy_back = True
 
-    def __init__(self, transit: Transit, target: ImportedArray, marks: Marks | None) -> None:
+    def __init__(self, staging: Staging, target: ImportedArray, marks: Marks | None) -> None:
         x = array_of(target)
-        self._transit, self._target = transit, target
-        with transit.in_use([x]):
-            self._buffer = transit.pool.take(x.nbytes)
-            self._marks = transit.mark([x]) if marks is None else marks
-        (host,) = laid_out(self._buffer, [x])
+        self._staging, self._target = staging, target
+        with staging.in_use([x]):
+            self._buffer = staging.pool.take(x.nbytes)
+            self._marks = staging.mark([x]) if marks is None else marks
+        (host,) = host_views(self._buffer, [x])
         super().__init__(host.reshape(x.shape))
         self._count = x.size
 
-    def came(self, nbytes: int) -> None:
+    def received(self, nbytes: int) -> None:
         self._count = nbytes // (self.array.itemsize or 1)
 
     def finish(self) -> None:
         target, count = array_of(self._target), self._count
-        with self._transit.in_use([target]):
-            self._transit.await_marks(self._marks, "recv")
-            self._transit.copy("up", [target.reshape(-1)[:count]], [self.array.reshape(-1)[:count]])
+        with self._staging.in_use([target]):
+            self._staging.await_marks(self._marks, "recv")
+            self._staging.copy("up", [target.reshape(-1)[:count]], [self.array.reshape(-1)[:count]])
             self._target.finish()
-        self._transit.pool.give(self._buffer)
+        self._staging.pool.give(self._buffer)
 
 
 def array_of(item: ImportedArray) -> DeviceArray:

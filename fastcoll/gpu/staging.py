@@ -107,7 +107,7 @@ class PinnedPool:
             self.kept = 0
 
 
-class Transit:
+class Staging:
     """The copies of one group, with pinned memory and events for them."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -155,7 +155,7 @@ class Transit:
                 raise self._group.failure.with_traceback(None)
             if time.monotonic() >= deadline:
                 raise CollectiveTimeoutError(
-                    f"{doing}: what was queued on the arrays' streams before is not done after {limit:g} s"
+                    f"{doing}: earlier work on the arrays' streams is not complete after {limit:g} s"
                 )
             looks += 1
             if looks > _SPINS:
@@ -164,19 +164,19 @@ class Transit:
 
     # ---- copies ----------------------------------------------------------------------------------------
 
-    def stream(self, device: int, way: str) -> int:
+    def stream(self, device: int, direction: str) -> int:
         """Return the stream of a GPU for one direction, "down" or "up"."""
         with self._changed:
-            if (device, way) not in self._streams:
-                self._streams[device, way] = runtime().new_stream(device)
-            return self._streams[device, way]
+            if (device, direction) not in self._streams:
+                self._streams[device, direction] = runtime().new_stream(device)
+            return self._streams[device, direction]
 
-    def copy(self, way: str, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
+    def copy(self, direction: str, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
         """Copy arrays that are ready to pinned host memory ("down"), or from there ("up"); blocks."""
         for device in {x.device for x in arrays if x.size}:
-            stream = self.stream(device, way)
+            stream = self.stream(device, direction)
             for x, host in zip(arrays, hosts, strict=True):
-                if way == "down":
+                if direction == "down":
                     runtime().to_host(host, x.address, stream)
                 else:
                     runtime().to_device(x.address, host, stream)
@@ -224,7 +224,7 @@ class Transit:
             self.events.close()
 
 
-def laid_out(buffer: Array, arrays: Sequence[DeviceArray]) -> list[Array]:
+def host_views(buffer: Array, arrays: Sequence[DeviceArray]) -> list[Array]:
     """Return host arrays like `arrays`, one after the other in pinned memory."""
     hosts, end = [], 0
     for x in arrays:

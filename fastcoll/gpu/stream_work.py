@@ -40,7 +40,7 @@ After that its memory is kept until the group is closed.
 """
 
 
-class Own:
+class OwnStream:
     """The carrier's own stream on one GPU. It reuses events."""
 
     def __init__(self, runtime: Any, device: int) -> None:
@@ -93,7 +93,11 @@ class StreamWork(Work):
     """
 
     def __init__(
-        self, describe: str, own: Own, arrays: Sequence[DeviceArray], judge: Callable[[], None] | None = None
+        self,
+        describe: str,
+        own: OwnStream,
+        arrays: Sequence[DeviceArray],
+        judge: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(describe)
         self.describe = describe
@@ -143,7 +147,7 @@ class StreamWork(Work):
                 owners = [
                     (x.owner[1] if isinstance(x.owner, tuple) else x.owner, x.stream) for x in self._arrays
                 ]
-                for stream in {current_stream(owner, self._own.device, came) for owner, came in owners}:
+                for stream in {current_stream(owner, self._own.device, passed) for owner, passed in owners}:
                     self._own.runtime.order(stream, event)  # blocks while the stream's queue is full
 
     def is_completed(self) -> bool:
@@ -159,7 +163,7 @@ class StreamWork(Work):
         """Return whether the operation has ended without an error. Queries the GPU; never blocks."""
         return self.is_completed() and self.error is None
 
-    def queued(self, own: Own, event: int, kept: Any, error: BaseException | None) -> None:
+    def queued(self, own: OwnStream, event: int, kept: Any, error: BaseException | None) -> None:
         """Record the event behind the queued work, or behind a part of it after an error.
 
         `kept` stays alive until the event is complete.

@@ -5,7 +5,7 @@ its own stream there. It queues a call so:
 
     prepare()     may block: the first call meets the peers here; nothing is queued yet
     own stream    waits for the work that the streams of the call's arrays hold
-    work(turn)    queues the call on `turn.stream`
+    work(scope)   queues the call on `scope.stream`
     outputs       if packed, are unpacked there
     event         recorded last: the StreamWork, and through it the arrays' streams, wait for it
 
@@ -35,7 +35,7 @@ from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
 from .device_array import DeviceArray, OnDevice, import_array, parts, scratch
 from .runtime import Runtime, runtime
-from .stream_work import Own, StreamWork, Watcher
+from .stream_work import OwnStream, StreamWork, Watcher
 
 _name = cache(str)  # the name of a dtype, which takes NumPy 5 us
 
@@ -111,9 +111,9 @@ class StreamScope:
 
     def copied(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
         """Return copies of arrays, one after the other."""
-        whole = self.scratch_like(arrays)
-        self.copy_each(parts(whole, arrays), arrays)
-        return whole
+        copies = self.scratch_like(arrays)
+        self.copy_each(parts(copies, arrays), arrays)
+        return copies
 
     def apart(
         self, ins: Sequence[DeviceArray], outs: Sequence[DeviceArray], rank: int = 0
@@ -198,10 +198,10 @@ class QueuedCall(StreamCall):
         """Do the part of the call that may block, before anything is queued."""
 
     @abstractmethod
-    def work(self, turn: StreamScope) -> None:
-        """Queue the call on the turn's stream; any error but a UsageError fails the group."""
+    def work(self, scope: StreamScope) -> None:
+        """Queue the call on the scope's stream; any error but a UsageError fails the group."""
 
-    def handle(self, describe: str, own: Own) -> StreamWork:
+    def handle(self, describe: str, own: OwnStream) -> StreamWork:
         """Return the call's Work; called after `prepare`."""
         return StreamWork(describe, own, self.arrays)
 
@@ -211,11 +211,11 @@ class QueuedCall(StreamCall):
             self.prepare(name)
             own = carrier.own(arrays)
             handle = self.handle(carrier.describe(name, arrays), own)
-            with carrier.queueing([handle], own, carrier.watcher, arrays) as turn:
+            with carrier.queueing([handle], own, carrier.watcher, arrays) as scope:
                 own.follow({x.stream for x in arrays})
-                self.work(turn)
+                self.work(scope)
                 for owner in owners:
-                    cast(OnDevice, owner).unpack(turn.stream)
+                    cast(OnDevice, owner).unpack(scope.stream)
             return handle
 
 
@@ -226,10 +226,10 @@ class StreamCarrier(DeviceCarrier):
         self.group = group
         self.runtime = runtime()
         self.watcher = Watcher(group.name, lambda: group.timeout, self.look, self.fail)
-        self.lane: Own | None = None  # its stream; None before the first array
+        self.own_stream: OwnStream | None = None  # its stream; None before the first array
         self.broken = False  # the group has failed, and work on the GPU was cancelled
-        self._lane_lock = threading.Lock()
-        self._turn = threading.RLock()
+        self._own_stream_lock = threading.Lock()
+        self._queue_lock = threading.RLock()
         self._inside = False
         self._count = 0
         self._breaking = threading.Lock()
@@ -262,24 +262,24 @@ class StreamCarrier(DeviceCarrier):
         Empty arrays may be anywhere.
         """
         device = next((x.device for x in arrays if x.size), None)
-        if self.lane is None:
+        if self.own_stream is None:
             return arrays[0].device if device is None else device
-        if device not in (None, self.lane.device):
+        if device not in (None, self.own_stream.device):
             raise ArrayError(
-                f"the group {self.group.name} works on GPU {self.lane.device}, that of its first array, and this "
+                f"the group {self.group.name} works on GPU {self.own_stream.device}, that of its first array, and this "
                 f"array is on GPU {device}; put it there, or make another group for this GPU"
             )
-        return self.lane.device
+        return self.own_stream.device
 
     # ---- queueing ------------------------------------------------------------------------------------
 
-    def own(self, arrays: Sequence[DeviceArray]) -> Own:
+    def own(self, arrays: Sequence[DeviceArray]) -> OwnStream:
         """Return the carrier's stream; the first arrays determine its GPU."""
         device = self._device_of(arrays)
-        with self._lane_lock:  # messages also come here, without `in_turn`
-            if self.lane is None:
-                self.lane = Own(self.runtime, device)
-            return self.lane
+        with self._own_stream_lock:  # messages also come here, without `in_turn`
+            if self.own_stream is None:
+                self.own_stream = OwnStream(self.runtime, device)
+            return self.own_stream
 
     def describe(self, name: str, arrays: Sequence[DeviceArray]) -> str:
         """Count a call, and return its description for messages."""
@@ -292,7 +292,7 @@ class StreamCarrier(DeviceCarrier):
         """Queue calls one after the other, and keep signal handlers from calling in between."""
         self.watcher.await_room()
         self.group.gate.check_usable()  # the group may have failed during the wait
-        with self._turn:
+        with self._queue_lock:
             if self._inside:
                 raise UsageError(f"{name}: a signal handler may not use the group whose call it interrupted")
             self._inside = True
@@ -303,14 +303,14 @@ class StreamCarrier(DeviceCarrier):
 
     @contextmanager
     def queueing(
-        self, works: Sequence[StreamWork], own: Own, watcher: Watcher, kept: Sequence[Any] = ()
+        self, works: Sequence[StreamWork], own: OwnStream, watcher: Watcher, kept: Sequence[Any] = ()
     ) -> Iterator[StreamScope]:
         """Queue the work that completes `works` on a stream; an error fails the group."""
-        turn, error = StreamScope(own.runtime, own.device, own.stream, kept), None
+        scope, error = StreamScope(own.runtime, own.device, own.stream, kept), None
         with own.runtime.on(own.device):
             try:
                 with self.failing(works[0].describe):
-                    yield turn
+                    yield scope
             except BaseException as problem:
                 error = problem
                 raise
@@ -319,7 +319,7 @@ class StreamCarrier(DeviceCarrier):
                 for work in works:
                     event = own.event()
                     own.runtime.record(event, own.stream)
-                    work.queued(own, event, turn.kept, error)
+                    work.queued(own, event, scope.kept, error)
                     watcher.add(work)
 
     @contextmanager
@@ -374,5 +374,5 @@ class StreamCarrier(DeviceCarrier):
         self.watcher.drain()
         self.release()
         self.watcher.close()
-        if self.lane is not None:
-            self.lane.end(self.broken)
+        if self.own_stream is not None:
+            self.own_stream.end(self.broken)

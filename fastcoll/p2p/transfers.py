@@ -291,7 +291,7 @@ class Receive(Transfer):
         if self._status is not None:
             self._status.fill(source, tag_of(kind), nbytes // (self.array.itemsize or 1), nbytes)
             if self._imported is not None:
-                self._imported.came(nbytes)
+                self._imported.received(nbytes)
 
     def misfit(self, source: int, kind: int, nbytes: int) -> MismatchError:
         """Make the error for a message of another kind or size."""

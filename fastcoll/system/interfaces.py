@@ -141,7 +141,7 @@ def choose_here(towards_store: str, members: Sequence[Member], family: int | Non
         node = os.uname().nodename
         others = ", ".join(f"{each.name} {each.address}" for each in there if not each.is_loopback) or "none"
         raise UsageError(
-            f"{wanted.source} names {closed.name}, but at {closed.address} nobody but {node} itself comes in, and "
+            f"{wanted.source} names {closed.name}, but only {node} itself can connect to {closed.address}, and "
             f"{far} is on another host than {members[0]}; name an interface that both reach, or leave the variable "
             f"out; {node} has {others}"
         )

@@ -1,4 +1,4 @@
-"""The border for arrays: what is shared, what is packed and written back, and what is refused with which cure."""
+"""The import of arrays: which share memory, which are packed and copied back, which are rejected with which cure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = [*"?bhilqBHILQefdgFDG", BFLOAT16, RECORD, "M8[ns]", "m8[s]", "S7", "U3"
 
 
 class Interface:
-    """Speaks the array interface, and nothing else."""
+    """Supports the array interface only."""
 
     def __init__(self, x: np.ndarray) -> None:
         self.__array_interface__ = x.__array_interface__
@@ -26,7 +26,7 @@ class Interface:
 
 
 class Dlpack:
-    """Speaks DLPack, and nothing else."""
+    """Supports DLPack only."""
 
     def __init__(self, x: np.ndarray, device: tuple[int, int] | None = None) -> None:
         self.x = x
@@ -40,7 +40,7 @@ class Dlpack:
 
 
 class CudaInterface:
-    """As CuPy's and Numba's device arrays."""
+    """Like the device arrays of CuPy and Numba."""
 
     __cuda_array_interface__: dict[str, object] = {}  # noqa: RUF012
 
@@ -106,11 +106,11 @@ def test_a_strided_array_is_packed_and_written_back_if_it_is_an_output(view):
     assert (view == result).all()
 
 
-def test_what_lies_between_a_strided_outputs_elements_stays():
+def test_memory_between_a_strided_outputs_elements_is_unchanged():
     x = np.arange(10)
     imported = import_array(x[::2], writable=True)
     imported.array[...] = -1
-    x[1] = 77  # by someone else, meanwhile
+    x[1] = 77  # another writer, meanwhile
     imported.finish()
     assert x.tolist() == [-1, 77, -1, 3, -1, 5, -1, 7, -1, 9]
 
@@ -203,7 +203,7 @@ def test_pinned_host_memory_is_host_memory():
 
 
 def test_dlpack_before_its_version_1_is_read_in_place():
-    """Its interface does not mention writing, so NumPy makes it read-only."""
+    """Its interface does not report whether writing is allowed, so NumPy makes it read-only."""
 
     class Old(Dlpack):
         def __dlpack__(self, stream=None):
@@ -217,7 +217,7 @@ def test_dlpack_before_its_version_1_is_read_in_place():
         import_array(Old(x), writable=True)
 
 
-def test_what_dlpack_cannot_hand_over_is_refused_with_its_message():
+def test_arrays_that_dlpack_cannot_export_are_refused_with_its_message():
     class Refuses(Dlpack):
         def __dlpack__(self, **kwargs):
             raise BufferError("not exportable today")
@@ -245,7 +245,7 @@ NO_ARRAYS = [
 
 @pytest.mark.parametrize(("x", "cure"), NO_ARRAYS)
 @pytest.mark.parametrize("writable", [False, True])
-def test_what_is_no_array_is_refused_with_the_cure(x, cure, writable):
+def test_objects_that_are_no_arrays_are_refused_with_the_cure(x, cure, writable):
     with refused(f"tensor .*{cure}"):
         import_array(x, writable=writable)
 
@@ -266,7 +266,7 @@ def test_a_list_has_one_array_a_rank():
         *[(x, "must be a list of 3 arrays, got") for x in (None, 5, np.zeros((3, 2)), "abc", {1: 2})],
     ],
 )
-def test_what_is_no_such_list_is_refused(xs, why):
+def test_objects_that_are_no_list_of_arrays_are_refused(xs, why):
     with refused(f"input_list {why}", UsageError):
         import_list(xs, 3, writable=False, what="input_list")
 

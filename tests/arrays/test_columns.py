@@ -1,4 +1,4 @@
-"""Columns of pandas, Arrow and polars at the border: read where they are, or refused with the cure."""
+"""Columns of pandas, Arrow and polars: read in place, or rejected with the cure."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ REFUSED: list[tuple[str, str, Make, str]] = [
 @pytest.mark.parametrize(
     ("name", "kind", "make", "message"), REFUSED, ids=[f"{r[0]} {r[1]}" for r in REFUSED]
 )
-def test_what_numpy_cannot_view_is_refused_with_the_cure(name, kind, make, message):
+def test_columns_that_numpy_cannot_view_are_refused_with_the_cure(name, kind, make, message):
     x = make(library(name))
     for writable in (False, True) if name == "pandas" else (False,):
         with pytest.raises(ArrayError, match=message):

@@ -43,7 +43,7 @@ def test_peers_with_and_without_ml_dtypes_take_bfloat16_for_the_same(own):
     assert signature.dtype_code(own) == signature.dtype_code(BFLOAT16)
 
 
-def test_bfloat16_is_kept_by_what_is_made_of_an_array(own):
+def test_derived_arrays_keep_bfloat16(own):
     x = np.zeros((2, 6), own)
     for made in (x[:, ::2].copy(order="C"), x.reshape(-1), np.empty(3, own), x.T):
         assert made.dtype is own

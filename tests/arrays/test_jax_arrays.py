@@ -1,4 +1,4 @@
-"""JAX's arrays at the border: read where they are, never written to, and replaced by new ones."""
+"""JAX arrays: read in place, never written, and replaced by new ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (
 )  # four bits are unpacked into bytes
 
 
-# In a process of its own: JAX warns of every fork of a process that has it, as tests of other files do.
+# In a process of its own: JAX warns of every fork of a process that has imported it, and tests of other files fork.
 ALONE = pytest.mark.ranks(1)
 
 
@@ -39,7 +39,7 @@ def test_an_input_is_read_where_it_is(jax, name):
 @ALONE
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_what_would_be_written_to_is_copied_and_makes_a_new_array(jax, name, shape):
+def test_an_array_that_the_call_writes_is_copied_and_replaced(jax, name, shape):
     x = jax.numpy.zeros(shape, name)
     imported = import_array(x, writable=True, functional=True)
     imported.array[...] = 1
@@ -51,7 +51,7 @@ def test_what_would_be_written_to_is_copied_and_makes_a_new_array(jax, name, sha
 
 
 @ALONE
-def test_what_is_only_read_in_place_of_it_is_itself(jax):
+def test_an_array_that_is_only_read_is_returned_itself(jax):
     x = jax.numpy.arange(3)
     assert import_array(x, writable=False, functional=True).finish() is x
 

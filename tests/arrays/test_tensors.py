@@ -1,4 +1,4 @@
-"""Tensors of PyTorch at the border: every dtype and layout over the same memory, or refused with the cure."""
+"""PyTorch tensors: every dtype and layout over the same memory, or rejected with the cure."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def address(array: np.ndarray) -> int:
 
 
 def all_dtypes(torch: Any) -> list[Any]:
-    """Every dtype that torch has."""
+    """Return all of torch's dtypes."""
     return sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
 def raw(torch: Any, x: Any) -> list[int]:
-    """The elements' bytes."""
+    """Return the elements' bytes."""
     return x.reshape(-1).contiguous().view(torch.uint8).tolist()
 
 
@@ -125,7 +125,7 @@ def test_the_tensors_storage_can_still_be_freed(torch):
     part = x[1:]
     import_array(x, writable=True).array[...] = 1
     tensors.header_of(x)
-    for left in (12, 0):  # bytes; the part has 12, of which the storage has 8 then
+    for left in (12, 0):  # bytes; the part has 12, of which the storage then has 8
         x.untyped_storage().resize_(left)
         for lost in (x, part):
             assert tensors.header_of(lost) is lost
@@ -220,7 +220,7 @@ def test_a_subclass_that_holds_its_own_data_is_taken(torch):
 
 @pytest.fixture
 def known(torch: Any) -> None:
-    """Headers are used once a tensor was adopted."""
+    """Headers are used only after a tensor has been imported."""
     import_array(torch.zeros(1), writable=True)
 
 
@@ -235,7 +235,7 @@ def test_a_header_describes_the_tensors_memory_and_is_found_again(torch, known, 
     assert header.flags.carray
 
 
-def test_a_header_follows_what_the_tensor_becomes(torch, known):
+def test_a_header_follows_changes_of_the_tensor(torch, known):
     x, other = torch.zeros(6), torch.ones(6)
     header = tensors.header_of(x)
     x.resize_(2, 3)
@@ -248,7 +248,7 @@ def test_a_header_follows_what_the_tensor_becomes(torch, known):
     assert tensors.header_of(other.view(torch.int32)).dtype == np.int32
 
 
-def test_what_needs_preparation_gets_no_header(torch, known):
+def test_tensors_that_need_preparation_get_no_header(torch, known):
     z = torch.zeros(3, dtype=torch.complex64)
     for x in (torch.zeros(4, 4).t(), z.conj(), z[:1].conj().imag, torch.zeros(0), torch.zeros(2).to_sparse()):
         assert tensors.header_of(x) is x
@@ -279,7 +279,7 @@ def test_headers_for_the_arguments_of_a_call(torch, known):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_operations_on_tensors(rank: int, torch: Any, backend: str) -> None:
-    """Each is called three times: the first two prepare, the last may take the short path."""
+    """Each is called three times: the first two calls prepare, the last may use the short path."""
     group = dist.new_group(backend=backend)
 
     def change(name: str, function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A fake GPU for tests; what they make there must be given back."""
+"""A fake GPU for tests, which must free everything that they allocate on it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .fake_runtime import FakeRuntime
 
 @pytest.fixture
 def gpu() -> Iterator[FakeRuntime]:
-    """FakeRuntime, installed; the test fails if anything is left on it."""
+    """Install a FakeRuntime; the test fails if anything is left on it."""
     yield from _installed(FakeRuntime())
 
 
 @pytest.fixture
 def two_gpus() -> Iterator[FakeRuntime]:
-    """As `gpu`, with two GPUs; memory is on the first if `place` has not said otherwise."""
+    """Install a FakeRuntime with two GPUs; memory is on the first unless `place` assigns it."""
     yield from _installed(FakeRuntime(devices=2))
 
 
 @pytest.fixture
 def prompt_gpu() -> Iterator[FakeRuntime]:
-    """As `gpu`, whose streams run by themselves."""
+    """Install a FakeRuntime whose streams run by themselves."""
     yield from _installed(FakeRuntime(prompt=True))
 
 
 def _installed(fake: FakeRuntime) -> Iterator[FakeRuntime]:
-    # Where numba-cuda is installed, kernels for a real GPU would be compiled; the simulator's run on the fake's memory.
+    # If numba-cuda is installed, kernels for a real GPU would be compiled; the simulator's run on the fake's memory.
     kernels = nullcontext() if numba.config.ENABLE_CUDASIM else mock.patch.object(auto, "has_kernels", bool)
     with fake.installed(), kernels:
         yield fake

@@ -1,4 +1,4 @@
-"""FakeArray: host memory that says of itself that it lies on a GPU, by `__cuda_array_interface__` version 3."""
+"""FakeArray: host memory that claims to be on a GPU, with `__cuda_array_interface__` version 3."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Array = np.ndarray[Any, Any]
 
 
 class FakeArray:
-    """An array on a GPU of FakeRuntime: the memory of `host`, which has the result once the GPU is through.
+    """An array on a GPU of FakeRuntime, in the memory of `host`, which has the result once the GPU has finished.
 
     Attributes:
         host: any ndarray, also strided.
-        stream: the handle of the stream that its library works on; None: it says nothing.
-        read_only: whether it may only be read; as `host`, if not given.
+        stream: the handle of the stream that its library uses; None: the interface names none.
+        read_only: it may only be read; by default as `host`.
     """
 
     def __init__(self, host: Array, stream: int | None = None, read_only: bool | None = None) -> None:

@@ -1,7 +1,7 @@
-"""FakeCupy: what Runtime uses of CuPy, as real CUDA does it where that is easy to forget.
+"""FakeCupy: the part of CuPy that Runtime uses, with the traps of real CUDA.
 
-The default stream is busy: what is queued there runs at `settle()`. A thread that has chosen no GPU makes a context on
-number 0. `with` a stream forgets, at its end, a current one that was chosen by use().
+The default stream is busy: work queued there runs at `settle()`. A thread that has chosen no GPU makes a context on
+number 0. `with` a stream forgets, at its end, a current stream that use() has set.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 
 class CudaError(Exception):
-    """Stands for CUDARuntimeError."""
+    """Replaces CUDARuntimeError."""
 
 
 class OutOfMemory(MemoryError):
-    """Stands for cupy.cuda.memory.OutOfMemoryError."""
+    """Replaces cupy.cuda.memory.OutOfMemoryError."""
 
 
 class FakeCupy:
-    """The module; `cuda.runtime` and what else is in it.
+    """The module, with `cuda.runtime` and the other submodules.
 
     Attributes:
-        calls: those of cuda.runtime, with their arguments.
+        calls: the calls of cuda.runtime, with their arguments.
         refused: names of calls that fail.
         contexts: the GPUs on which calls made a context.
     """
@@ -47,11 +47,11 @@ class FakeCupy:
         )
 
     def settle(self) -> None:
-        """The default stream gets to what it holds."""
+        """Run the work that the default stream holds."""
         while self.legacy:
             self.legacy.pop(0)()
 
-    # ---- calls of cuda.runtime that do something -------------------------------------------------------
+    # ---- calls of cuda.runtime that have an effect ------------------------------------------------------
 
     def getDevice(self) -> int:
         return getattr(self._here, "device", 0)

@@ -1,10 +1,10 @@
-"""FakeNccl: libnccl.so.2 over host memory, for ranks that are threads of one process and share a FakeRuntime.
+"""FakeNccl: libnccl.so.2 over host memory, for ranks that are threads and share a FakeRuntime.
 
-Its functions take what the binding gives the real ones. Communicators are non-blocking: a call says "in progress" and
-is asked for. What is queued runs on the fake stream, blocks there until the peers come, and ends at an abort. It checks
-what NCCL leaves undefined: collectives that do not match, use after the end, arrays that overlap, messages of other
-sizes than expected, streams of another GPU or several for a communicator;
-`violations` has what was found, `calls` the functions' names in order.
+Its functions take the arguments that the binding passes to the real ones. Communicators are non-blocking: a call
+returns "in progress" and is polled. Queued operations run on the fake stream, block there until the peers have queued
+theirs, and end at an abort. It detects uses that NCCL leaves undefined: collectives that do not match, use after the
+end, arrays that overlap, messages of unexpected sizes, a stream of another GPU or several streams for a communicator.
+`violations` lists these; `calls` has the functions' names in order.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class _Comm:
 
 
 class FakeNccl:
-    """See this module's docstring.
+    """The fake library.
 
     Args:
         gpu: where streams run.
         version: NCCL_VERSION_CODE.
 
     Attributes:
-        statuses: an ncclResult_t that a function returns instead of doing anything, by its name.
-        absent: ranks that never come when a communicator is made.
+        statuses: by function name, an ncclResult_t that the function returns without doing anything.
+        absent: ranks that never join the creation of a communicator.
     """
 
     def __init__(self, gpu: FakeRuntime, version: int = 22005) -> None:
@@ -105,7 +105,7 @@ class FakeNccl:
         return function
 
     def break_network(self) -> None:
-        """Every communicator has an asynchronous error from now on."""
+        """Give every communicator an asynchronous error from now on."""
         with self._changed:
             for comm in self.comms:
                 comm.state = REMOTE_ERROR
@@ -238,7 +238,7 @@ class FakeNccl:
         if not group:
             return SUCCESS
         comm, stream = group[0][1:3]
-        # All are under way together; a send ends when it is taken, so the receives come first here.
+        # All operations of a group run at once; a send ends when it is received, so the receives come first here.
         group.sort(key=lambda call: call[0] == "Send")
         works = [self._prepared(name, comm, rest) for name, _, _, rest in group]
 
@@ -275,18 +275,18 @@ class FakeNccl:
             data = _at(src, length, dtype).copy() if reads else None
             if made is not None and data is not None:
                 data *= made
-            said = (name, count, dtype, _FIRST_MADE if made is not None else op, root)
+            called = (name, count, dtype, _FIRST_MADE if made is not None else op, root)
             with self._changed:
-                comm.world.met[number][comm.rank] = (said, data)
+                comm.world.met[number][comm.rank] = (called, data)
                 self._changed.notify_all()
 
         def finish() -> None:
             met = comm.world.met[number]
             if not self._until(comm, lambda: len(met) == comm.world.size):
                 return
-            said = {there for there, _ in met.values()}
-            if len(said) > 1:
-                self._violate(f"operation {number} of the ranks differs: {said}")
+            called = {there for there, _ in met.values()}
+            if len(called) > 1:
+                self._violate(f"operation {number} of the ranks differs: {called}")
             datas = [met[rank][1] for rank in range(comm.world.size)]
             _finish(name, comm, datas, dst, count, dtype, op, root)
 
@@ -295,7 +295,7 @@ class FakeNccl:
     def _check_places(
         self, name: str, comm: _Comm, src: int, dst: int, nbytes: int, root: int | None
     ) -> None:
-        """What is not in place, as NCCL has it for each operation, must be apart."""
+        """Check that arrays are in place as NCCL defines it for the operation, or do not overlap."""
         size, here = comm.world.size, comm.rank * nbytes
         reads = nbytes * (size if name == "ReduceScatter" else 1)
         writes = nbytes * (size if name == "AllGather" else 1)

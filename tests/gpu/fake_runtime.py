@@ -1,16 +1,16 @@
-"""FakeRuntime: Runtime's methods over host memory. What is queued runs when somebody waits for it or asks, not before.
+"""FakeRuntime: Runtime's methods over host memory; queued work runs only when a thread waits for it or queries it.
 
-So a carrier that forgets to order two streams, or takes a buffer again too early, reads what is not there yet. Kernels
-of Numba's simulator are queued like copies. With `prompt` a thread runs what is queued at once, and asking never
-blocks: for kernels that wait for one another.
+So a carrier that forgets to order two streams, or reuses a buffer too early, reads wrong data. Kernels of Numba's
+simulator are queued like copies. With `prompt`, a thread runs queued work at once, and queries never block; that is for
+kernels that wait for one another.
 
     fake = FakeRuntime()
     with fake.installed(): ...
 
-Ranks that are threads of one process may share one: `export` and `open` hand back the same address. It checks that
-host memory is pinned, that memory is not released before what uses it has run, that kernels run on the current GPU,
-and that threads of fastcoll choose one before they call CUDA, which else makes a context on GPU 0. `left()` names what
-was not given back, `queued` what was queued, in order.
+Ranks that are threads of one process may share it: `export` and `open` return the same address. It checks that host
+memory is pinned, that memory is not released before the work that uses it has run, that kernels run on the current GPU,
+and that threads of fastcoll choose a GPU before they call CUDA, which would otherwise make a context on GPU 0. `left()`
+lists what was not given back, `queued` the queued work in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _JUNK = 0xCD
 
 
 class _Operation:
-    """Something queued: a copy or kernel; without `run`, a mark; with `behind`, waits for another stream's mark."""
+    """Queued work: a copy or kernel. Without `run`, an event; with `behind`, a wait for another stream's event."""
 
     def __init__(self, stream: _Stream, run: Callable[[], None] | None, behind: _Operation | None) -> None:
         self.stream = stream
@@ -71,12 +71,12 @@ class FakeRuntime:
     """The calls of `fastcoll.gpu.runtime.Runtime`.
 
     Attributes:
-        queued: (what, stream) of everything queued so far.
+        queued: (what, stream) of all work queued so far.
         apart: (device, peer) pairs of GPUs that do not reach each other.
     """
 
     def __init__(self, devices: int = 1, prompt: bool = False, name: int = 0) -> None:
-        """Some GPUs; `name` makes their UUIDs different from those of another FakeRuntime."""
+        """Make some GPUs; `name` makes their UUIDs different from those of another FakeRuntime."""
         self.devices = devices
         self.apart: set[tuple[int, int]] = set()
         self.queued: list[tuple[str, int]] = []
@@ -100,7 +100,7 @@ class FakeRuntime:
 
     @contextmanager
     def installed(self) -> Iterator[FakeRuntime]:
-        """Be `fastcoll.gpu.runtime.runtime()`, and where the simulator runs kernels."""
+        """Replace `fastcoll.gpu.runtime.runtime()`, and run the simulator's kernels here."""
         from fastcoll.gpu import runtime as module
 
         real = module.Runtime
@@ -123,9 +123,9 @@ class FakeRuntime:
         from fastcoll.kernels.cuda import kernel as launch
 
         before = launch._Simulated.__call__
-        call = getattr(before, "real", before)  # not that of another FakeRuntime
+        call = getattr(before, "real", before)  # not the one of another FakeRuntime
 
-        # The simulator's kernels share a global; those that wait for one another run at the same time all the same.
+        # The simulator's kernels share a global, so they run one at a time, except those that wait for one another.
         turn = contextlib.nullcontext() if self._prompt else threading.Lock()
 
         def queue(kernel: Any, items: int, stream: int, *words: int) -> None:
@@ -143,12 +143,12 @@ class FakeRuntime:
             launch._Simulated.__call__ = before  # type: ignore[method-assign]
 
     def place(self, x: Array, device: int) -> None:
-        """Say that the memory of `x` belongs to a GPU other than number 0."""
-        # An array without elements has an address, too, which nothing else has while it lives.
+        """Assign the memory of `x` to a GPU other than number 0."""
+        # An array without elements also has an address, which no other object has while the array lives.
         self._places.append((x.ctypes.data, x.ctypes.data + max(x.nbytes, 1), device))
 
     def left(self) -> list[str]:
-        """What was made and not given back."""
+        """List the objects that were made and not given back."""
         kinds = {
             "stream": self._streams,
             "event": self._events,
@@ -159,25 +159,25 @@ class FakeRuntime:
         return [f"{kind} {number}" for kind, numbers in kinds.items() for number in list(numbers)]
 
     def await_nothing_left(self) -> None:
-        """Fail if anything is left, also when the threads that may still hold it have had time to end.
+        """Fail if anything is left after the threads that may still hold it had time to end.
 
-        It fails before the 60 s that a test of ranks has, so that the failure says what is left.
+        It fails before the 60 s limit of a test of ranks, so that the failure names what is left.
         """
         end, collect = time.monotonic() + _LEFT_SECONDS, 0.0
         while left := self.left():
-            if time.monotonic() >= collect:  # rarely, as it keeps those threads from going on
+            if time.monotonic() >= collect:  # rarely, because it delays those threads
                 gc.collect()
                 collect = time.monotonic() + 2
             assert time.monotonic() < end, left
             time.sleep(0.01)
 
     def settle(self) -> None:
-        """Run everything that is queued anywhere, as a GPU does in time."""
+        """Run everything that is queued, as a GPU does in time."""
         for stream in [*self._defaults.values(), *self._streams.values()]:
             self._until(self._push(stream, None))
 
     def forget(self) -> None:
-        """Drop what was released, and so no longer find uses of it: between tests that share this."""
+        """Drop released memory, and stop detecting uses of it: between tests that share this object."""
         self.settle()
         for start, _ in self._freed:
             self._memory.pop(start, None)
@@ -185,7 +185,7 @@ class FakeRuntime:
         self.queued.clear()
 
     def queue(self, what: str, stream: int, run: Callable[[], None]) -> None:
-        """Queue what `run` does on a stream, as kernels are."""
+        """Queue `run` on a stream, as kernels are."""
         place = self._stream(stream)
         assert place.device == self.current(), (
             f"a {what} for a stream of GPU {place.device}: another is current"
@@ -194,11 +194,11 @@ class FakeRuntime:
         self._push(place, run)
 
     def device_of(self, stream: int) -> int:
-        """The GPU of a stream."""
+        """Return the GPU of a stream."""
         return self._stream(stream).device
 
     def current(self) -> int:
-        """This thread's current GPU."""
+        """Return this thread's current GPU."""
         return getattr(self._here, "device", 0)
 
     # ---- devices -----------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class FakeRuntime:
         memory = _Memory(self._new_memory(nbytes, device), nbytes)
         with self.on(device):
             place = self._stream(stream or 0)
-        # What the stream holds by then may still use it.
+        # Work that the stream holds by then may still use it.
         span = (memory.ptr, memory.ptr + nbytes)
         weakref.finalize(memory, self._push, place, lambda: self._freed.append(span))
         return memory
@@ -270,7 +270,7 @@ class FakeRuntime:
         room = np.full(max(nbytes, 1) + 256, _JUNK, np.uint8)
         memory = room[-room.ctypes.data % 256 :][: max(nbytes, 1)]
         address = memory.ctypes.data
-        # Kept to the end, so that no other array gets these addresses and a late use is found.
+        # Kept to the end, so that no other array gets these addresses and a late use is detected.
         self._memory[address] = memory
         if device:
             self.place(memory, device)
@@ -364,7 +364,7 @@ class FakeRuntime:
     def shut(self, address: int) -> None:
         self._opened.remove(address)
 
-    # ---- how what is queued runs ---------------------------------------------------------------------------
+    # ---- running queued work -----------------------------------------------------------------------------
 
     def _number(self) -> int:
         with self._changed:
@@ -372,7 +372,7 @@ class FakeRuntime:
             return self._last
 
     def _stream(self, number: int) -> _Stream:
-        # 0, 1 and 2 are the default streams: of the current GPU, and not of threads, to keep it simple.
+        # 0, 1 and 2 are the default streams: of the current GPU; not per thread, to keep it simple.
         return self._defaults[self.current()] if number < 3 else self._streams[number]
 
     def _push(
@@ -387,7 +387,7 @@ class FakeRuntime:
         return operation
 
     def _until(self, wanted: _Operation) -> None:
-        """Run what must precede an operation, and itself, where no other thread does."""
+        """Run the operations that must precede an operation, and itself, unless another thread runs them."""
         while True:
             with self._changed:
                 if wanted.done:
@@ -413,7 +413,10 @@ class FakeRuntime:
                     self._changed.notify_all()
 
     def _runnable(self, stream: _Stream) -> _Stream | None:
-        """The stream whose first operation can run now and brings `stream` on; None: another thread runs it."""
+        """Return the stream whose first operation can run now and lets `stream` proceed.
+
+        None: another thread runs it.
+        """
         while not stream.busy:
             behind = stream.queue[0].behind
             if behind is None or behind.done:

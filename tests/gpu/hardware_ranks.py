@@ -1,10 +1,12 @@
-"""One rank of a job on real GPUs: every operation of one backend against NumPy; run by test_hardware.py, or by hand:
+"""One rank of a job on real GPUs: every operation of one backend against NumPy.
+
+test_hardware.py runs it, or by hand:
 
     PYTHONPATH=tests python -m fastcoll.launch -n 2 tests/gpu/hardware_ranks.py shm IpcCarrier
     PYTHONPATH=tests python -m fastcoll.launch -n 2 tests/gpu/hardware_ranks.py nccl NcclCarrier messages
 
-Ranks share the GPUs that there are. With "messages" these alone are checked, by NCCL also where ranks share a GPU: each
-claims to be on a host of its own.
+Ranks share the available GPUs. With "messages" only messages are checked, by NCCL even if ranks share a GPU: each rank
+then claims to be on a host of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fastcoll.job.groups import groups
 
 Array = np.ndarray[Any, Any]
 
-DTYPES = [dtype for dtype in oracle.DTYPES if dtype.name != "bfloat16"]  # which CuPy lacks
+DTYPES = [dtype for dtype in oracle.DTYPES if dtype.name != "bfloat16"]  # CuPy lacks it
 COUNTS = (0, 1, 1009, 300_007, 9_000_001)
 """Some beyond a slot of 16 MiB."""
 
@@ -53,14 +55,14 @@ def main(backend: str, carrier: str, part: str = "all") -> None:
 
 
 def check_carrier(wanted: str) -> None:
-    """What was tested is what was meant to be."""
+    """Check that the intended carrier was tested."""
     devices = groups.world.devices()
     found = type(getattr(devices, "_chosen", None) or devices).__name__
     assert found == wanted, f"{found} carried the arrays"
 
 
 def exact_up_to(backend: str, size: int) -> float:
-    """Bytes of an array up to which reductions have the CPU's bits: NCCL adds in an order of its own."""
+    """Return the bytes of an array up to which reductions have the CPU's bits; NCCL's order differs."""
     if backend == "nccl":
         return -1
     by_nccl = backend == "shm" and size <= cupy.cuda.runtime.getDeviceCount()
@@ -134,7 +136,7 @@ def check_moves(rank: int, size: int) -> None:
 
 
 def check_order(rank: int, size: int) -> None:
-    """Work of the array's stream before and after calls, which the host does not wait for."""
+    """Check the order of calls and the work of the array's stream before and after; the host does not wait."""
     x = cupy.zeros(1 << 22, "f4")
     for round in range(20):
         x += rank + 1
@@ -158,7 +160,7 @@ def check_messages(rank: int, size: int) -> None:
 
 
 def check_crossing(rank: int, size: int) -> None:
-    """All send to all others first, small and large, and take by tags in another order; then from anybody."""
+    """All ranks first send to all others, small and large, and take by tags in another order; then from any source."""
     peers = [peer for peer in range(size) if peer != rank]
     for count in (1, 1009, 5_000_011):
         works = [
@@ -185,7 +187,7 @@ def check_crossing(rank: int, size: int) -> None:
 
 
 def check_waiting(rank: int, size: int) -> None:
-    """Messages follow what their arrays' streams hold, and later work follows them."""
+    """Check that messages follow the work that their arrays' streams hold, and later work follows the messages."""
     x = cupy.zeros(1 << 22, "f4")
     y = cupy.zeros_like(x)
     for _ in range(20):
@@ -199,7 +201,7 @@ def check_waiting(rank: int, size: int) -> None:
 
 
 def check_directions(size: int) -> None:
-    """The messages went by NCCL."""
+    """Check that NCCL moved the messages."""
     devices: Any = groups.world.devices()
     connected = [pair for pair, one in devices.messages._directions.items() if one.is_connected]
     assert len(connected) == 2 * (size - 1), f"NCCL carried the messages of {connected} only"

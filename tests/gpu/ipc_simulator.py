@@ -1,7 +1,8 @@
-"""Kernels of several ranks at the same time, in threads of one process, which Numba's simulator cannot run.
+"""Kernels of several ranks at the same time, in threads of one process.
 
-It runs their Python as the simulator does, with thread and block numbers that belong to the calling thread. Kernels
-whose threads wait for one another get threads; the others run one CUDA thread after another.
+Numba's simulator cannot run them concurrently. This code runs their Python as the simulator does, with thread and block
+numbers of the calling thread. Kernels whose threads wait for one another get threads; the others run one CUDA thread
+after another.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MODULES = (reducers, steps, packing)
 
 
 class Cuda(threading.local):
-    """What kernels use of `numba.cuda`, of the CUDA thread that this thread is."""
+    """The part of `numba.cuda` that kernels use; this thread is one CUDA thread."""
 
     def begin(self, block: int, blocks: int, thread: int, threads: int, barrier: Any) -> None:
         self.blockIdx, self.threadIdx = SimpleNamespace(x=block), SimpleNamespace(x=thread)
@@ -87,7 +88,7 @@ def _run_block(function: Any, args: Sequence[Any]) -> None:
 
 @contextmanager
 def concurrent_kernels() -> Iterator[None]:
-    """Run kernels so from here on; before a FakeRuntime is installed, which queues them."""
+    """Run kernels like this from now on; enter it before a FakeRuntime is installed, which queues them."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     with mock.patch.object(launch._Simulated, "__call__", _run):

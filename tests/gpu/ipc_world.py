@@ -1,4 +1,4 @@
-"""Ranks that share one fake GPU, as threads of this process, whose arrays go over its memory by simulated kernels.
+"""Ranks that share one fake GPU, as threads of this process, with simulated kernels over its memory.
 
 with world(3) as ranks:
     ranks.run(lambda group: group.all_reduce(gpu(x)))
@@ -26,7 +26,7 @@ from .ipc_simulator import concurrent_kernels
 Array = np.ndarray[Any, Any]
 
 SLOT = 1024
-HERE = threading.local()  # .stream: that of the rank whose thread this is; processes share no default stream
+HERE = threading.local()  # .stream: the stream of this thread's rank; processes share no default stream
 
 
 class Ranks:
@@ -37,7 +37,7 @@ class Ranks:
         self._streams = [fake.new_stream(0) for _ in made]
 
     def attempt(self, call: Callable[[Any], Any]) -> list[Any]:
-        """What a call returns or raises on each rank."""
+        """Make a call on each rank; return the results or exceptions."""
 
         def on(group: Any) -> Any:
             HERE.stream = self._streams[group.rank]
@@ -50,7 +50,7 @@ class Ranks:
             self.fake.end_stream(stream)
 
     def run(self, call: Callable[[Any], Any]) -> list[Any]:
-        """What a call does on each rank, once the GPU is through."""
+        """Make a call on each rank, and return the results once the GPU has finished."""
         results = self.attempt(call)
         for error in results:
             if isinstance(error, BaseException):
@@ -82,12 +82,12 @@ def world(size: int, timeout: float = 60.0, slot: int = SLOT) -> Iterator[Ranks]
         ranks.close()
         for fallback in staged:
             fallback.close(None)
-        # What a failed group's kernels may still use is lost on purpose.
+        # Memory that a failed group's kernels may still use is kept on purpose.
         lost = ("a peer", "pinned") if any(group.failure for group in made) else ()
         kinds = ("shareable", *lost)
         until(lambda: all(name.startswith(kinds) for name in fake.left()))
-        regions._kept.clear()
-        regions._lost.clear()
+        regions._reusable.clear()
+        regions._abandoned.clear()
 
 
 def gpu(x: Array) -> FakeArray:

@@ -1,4 +1,4 @@
-"""As nccl_world.py, with a CPU backend that also has messages: the mailboxes of a segment of shared memory.
+"""A world like that of nccl_world.py, with messages: mailboxes in a segment of shared memory.
 
 with mail_world(3) as ranks:
     ranks.run(lambda rank, group: ...)
@@ -22,7 +22,7 @@ from .nccl_world import Meeting, Ranks, ThreadBackend, fakes
 
 
 class MailBackend(ThreadBackend):
-    """One with mailboxes; failing is told as a group in shared memory does."""
+    """A backend with mailboxes; a failure is published as in a group in shared memory."""
 
     def __init__(self, meeting: Meeting, rank: int, timeout: float, end: Rank) -> None:
         super().__init__(meeting, rank, timeout)
@@ -58,7 +58,7 @@ class MailRanks(Ranks):
             group.gpus.serve(NcclCarrier)
 
     def mail(self, rank: int) -> NcclMessages:
-        """A rank's messages."""
+        """Return a rank's messages."""
         carrier: Any = self.groups[rank].devices()
         mail: NcclMessages = carrier.messages
         return mail
@@ -70,7 +70,7 @@ class MailRanks(Ranks):
 
 @contextmanager
 def mail_world(size: int, timeout: float = 60.0, devices: int | None = None) -> Iterator[MailRanks]:
-    """Some ranks; at the end nothing may be left, and no rule of NCCL's broken."""
+    """Make some ranks; at the end nothing may be left, and no rule of NCCL broken."""
     with fakes(size if devices is None else devices) as (gpu, nccl):
         ranks = MailRanks(gpu, nccl, size, timeout)
         try:

@@ -3,8 +3,8 @@
     with world(3) as ranks:
         ranks.run(lambda rank, group: ...)
 
-The CPU backend is a rendezvous of the threads. Reductions and packing by our kernels are NumPy's, queued on the fake
-streams: the kernels themselves have tests of their own, and Numba's simulator is slow.
+The CPU backend is a rendezvous of the threads. NumPy replaces fastcoll's kernels for reductions and packing, queued on
+the fake streams: the kernels have tests of their own, and Numba's simulator is slow.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 
 
 class StrictRuntime(FakeRuntime):
-    """Where a copy to memory that it overlaps is an error, as it is undefined in CUDA."""
+    """A runtime where a copy to overlapping memory is an error, because CUDA leaves it undefined."""
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         assert dst + nbytes <= src or src + nbytes <= dst, "a copy overlaps itself"
@@ -50,7 +50,7 @@ class StrictRuntime(FakeRuntime):
 
 
 class Meeting:
-    """Where the CPU backend's all_gather meets; broken when the group fails."""
+    """The rendezvous of the CPU backend's all_gather; broken when the group fails."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -60,7 +60,7 @@ class Meeting:
         self._rows: dict[tuple[int, int], Any] = {}
 
     def exchange(self, number: int, rank: int, row: Any) -> list[Any]:
-        """Every rank's row of its call `number`."""
+        """Return every rank's row of its call `number`."""
         with self._changed:
             self._rows[number, rank] = row
             self._changed.notify_all()
@@ -74,14 +74,14 @@ class Meeting:
             return [self._rows[number, peer] for peer in range(self.size)]
 
     def fail(self, error: GroupError) -> None:
-        """The first reason stays."""
+        """Break the meeting; the first reason stays."""
         with self._changed:
             self.failures.append(error)
             self._changed.notify_all()
 
 
 class ThreadMonitor(Monitor):
-    """Says that who is in `meeting.died` is dead."""
+    """Reports the ranks in `meeting.died` as dead."""
 
     def __init__(self, meeting: Meeting) -> None:
         self.failure = self.record = None
@@ -105,7 +105,7 @@ class ThreadMonitor(Monitor):
 
 
 class ThreadBackend(Backend):
-    """As much of a CPU backend, whose ranks are threads, as GPU arrays need."""
+    """The part of a CPU backend that GPU arrays need; ranks are threads."""
 
     name = "threads"
 
@@ -141,7 +141,7 @@ class ThreadBackend(Backend):
 
 
 class ThreadGroup(ProcessGroup):  # type: ignore[misc]
-    """A group on a ThreadBackend, which tells its carrier of arrays on GPUs that it was aborted."""
+    """A group on a ThreadBackend, which aborts its carrier of GPU arrays when it is aborted."""
 
     def __init__(self, meeting: Meeting, rank: int, timeout: float) -> None:
         super().__init__(ThreadBackend(meeting, rank, timeout))
@@ -157,21 +157,21 @@ class Ranks:
 
     Attributes:
         gpu, nccl: the fakes.
-        groups: one a rank.
+        groups: one per rank.
     """
 
     def __init__(self, gpu: FakeRuntime, nccl: FakeNccl, size: int, timeout: float) -> None:
         self.gpu, self.nccl, self.size = gpu, nccl, size
         self.meeting = Meeting(size)
         self.groups = [ThreadGroup(self.meeting, rank, timeout) for rank in range(size)]
-        self._kept: list[Array] = []  # the fake knows a GPU by addresses, which no other array may get
-        # Ranks are processes, which share no default stream: one's would wait for another's collective.
+        self._kept: list[Array] = []  # the fake identifies a GPU by addresses, which no other array may get
+        # Real ranks are processes, which share no default stream: one's would wait for another's collective.
         self._streams = [gpu.new_stream(0) for _ in range(size)] if gpu.devices < size else []
         for group in self.groups:
             group.gpus.serve(NcclCarrier)
 
     def run(self, does: Callable[[int, ThreadGroup], Any]) -> list[Any]:
-        """Do it on all ranks at the same time, and let the GPUs finish; raises what a rank raised."""
+        """Run a function on all ranks at once, and let the GPUs finish; raise a rank's error."""
         results = self.attempt(does)
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
@@ -180,7 +180,7 @@ class Ranks:
         return results
 
     def attempt(self, does: Callable[[int, ThreadGroup], Any]) -> list[Any]:
-        """As `run`; the result or exception of each rank."""
+        """Run a function on all ranks at once; return the result or exception of each rank."""
 
         def on(rank: int) -> Any:
             with self.gpu.on(rank if self.gpu.devices > 1 else 0):
@@ -189,12 +189,12 @@ class Ranks:
         return together(*[lambda rank=rank: on(rank) for rank in range(self.size)])
 
     def give_up_after(self, seconds: float) -> None:
-        """The timeout from now on, of what is under way, too: what must succeed before it has longer."""
+        """Set the timeout from now on, also for outstanding work; work that must succeed had longer."""
         for group in self.groups:
             group.timeout = seconds
 
     def array(self, rank: int, host: Array, stream: int | None = None) -> FakeArray:
-        """The memory of `host`, on the rank's GPU."""
+        """Return an array over the memory of `host`, on the rank's GPU."""
         self._kept.append(host if host.base is None else host.base)
         if self.gpu.devices > 1 and (host.size or host.base is None):
             start = host if host.flags.c_contiguous else host.base
@@ -204,7 +204,7 @@ class Ranks:
         return FakeArray(host, stream)
 
     def close(self) -> None:
-        """Close the groups, as ranks do, together."""
+        """Close the groups together, as ranks do."""
         self.attempt(lambda rank, group: group.close())
         for stream in self._streams:
             self.gpu.end_stream(stream)
@@ -218,7 +218,7 @@ def world(
     prompt: bool = True,
     version: int = 22005,
 ) -> Iterator[Ranks]:
-    """Some ranks; at the end nothing may be left, and no rule of NCCL's broken."""
+    """Make some ranks; at the end nothing may be left, and no rule of NCCL broken."""
     with fakes(size if devices is None else devices, prompt, version) as (gpu, nccl):
         ranks = Ranks(gpu, nccl, size, timeout)
         try:
@@ -231,7 +231,7 @@ def world(
 def fakes(
     devices: int = 1, prompt: bool = True, version: int = 22005
 ) -> Iterator[tuple[FakeRuntime, FakeNccl]]:
-    """GPUs and NCCL, where fastcoll looks for them; at the end as `world` says."""
+    """Install fake GPUs and a fake NCCL; the end is as in `world`."""
     gpu = StrictRuntime(devices=devices, prompt=prompt)
     nccl = FakeNccl(gpu, version)
     binding = bindings.NcclLibrary(nccl)
@@ -244,12 +244,12 @@ def fakes(
 
 
 def ones(ranks: Ranks, rank: int, count: int = 3) -> FakeArray:
-    """An array of a rank's."""
+    """Return an array of a rank's GPU."""
     return ranks.array(rank, np.ones(count, np.float32))
 
 
 def assert_ends(work: Any, kind: type[GroupError], text: str) -> None:
-    """Wait for the error that a Work ends with."""
+    """Wait for the error with which a Work ends."""
     with pytest.raises(kind, match=text):
         work.join()
     assert work.is_completed()
@@ -257,12 +257,12 @@ def assert_ends(work: Any, kind: type[GroupError], text: str) -> None:
     assert isinstance(work.exception(), kind)
 
 
-# ---- our kernels, by NumPy ---------------------------------------------------------------------------
+# ---- fastcoll's kernels, by NumPy ---------------------------------------------------------------------
 
 
 @contextmanager
 def kernels(gpu: FakeRuntime) -> Iterator[None]:
-    """What `kernels.cuda` has of use to carriers."""
+    """Return replacements for the parts of `kernels.cuda` that carriers use."""
     reducing, moving = ModuleType("reducers"), ModuleType("packing")
     reducing.MOST_SOURCES = 4  # type: ignore[attr-defined]
     reducing.cuda_reducer = lambda op, dtype: _Reducer(gpu, op, dtype)  # type: ignore[attr-defined]
@@ -276,8 +276,8 @@ def kernels(gpu: FakeRuntime) -> Iterator[None]:
     names = {f"fastcoll.kernels.cuda.{module.__name__}": module for module in (reducing, moving)}
     package = ModuleType("fastcoll.kernels.cuda")
     package.__path__ = []
-    # Not mock.patch.dict, which takes away at its end whatever was imported meanwhile: Numba's modules, which cannot be
-    # imported twice, and ours, of which there would be two.
+    # Not mock.patch.dict: at its end it removes every module imported meanwhile. Numba's cannot be imported twice, and
+    # fastcoll's would exist twice.
     with pytest.MonkeyPatch.context() as patch:
         for name, module in {"fastcoll.kernels.cuda": package, **names}.items():
             patch.setitem(sys.modules, name, module)

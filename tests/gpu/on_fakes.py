@@ -1,9 +1,9 @@
-"""Plugin: the arrays that tests give to fastcoll are on a fake GPU, all of them.
+"""Plugin that puts all arrays that tests pass to fastcoll on a fake GPU.
 
     PYTHONPATH=tests NUMBA_ENABLE_CUDASIM=1 pytest -p gpu.on_fakes tests/conformance
 
-A test's ndarray is the memory of the FakeArray that fastcoll gets instead, so it has the result. What a call left
-queued runs before the call returns; what a test leaves behind on the GPU makes it fail.
+fastcoll gets a FakeArray over the memory of the test's ndarray, so the ndarray has the result. Work that a call leaves
+queued runs before the call returns. A test that leaves anything on the GPU fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TAKE_ARRAYS = """
 
 
 def on_gpu(value: Any) -> Any:
-    """Arrays, also in lists, as arrays on the GPU; anything else as it is."""
+    """Return arrays, also in lists, as arrays on the GPU; anything else unchanged."""
     if type(value) is np.ndarray and not value.dtype.hasobject:
         return FakeArray(value)
     if type(value) in (list, tuple):
@@ -52,12 +52,12 @@ def _moved(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _posted(op: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
-    """P2POp, which knows isend and irecv as they are."""
+    """Make a P2POp with the unwrapped isend or irecv, which P2POp requires."""
     return _P2POp(op.__wrapped__, on_gpu(tensor), *args, **options)  # type: ignore[attr-defined]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What ranks in processes of their own can do without a GPU.
+    # Ranks in separate processes can only stage without a GPU.
     auto.choose = lambda facts, one_node: auto.STAGED
     installed = FAKE.installed()
     installed.__enter__()
@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown() -> Generator[None, None, None]:
     yield
-    if fastcoll.is_initialized():  # the test has failed, and this process, which will end, keeps its group
+    if fastcoll.is_initialized():  # the test has failed; this process ends soon and keeps its group
         return
     FAKE.await_nothing_left()
     FAKE.forget()

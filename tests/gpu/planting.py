@@ -1,4 +1,4 @@
-"""Changes of the package's own source that a test plants, to see that it finds them."""
+"""Planted changes of the package's own source, which a test must detect."""
 
 from __future__ import annotations
 

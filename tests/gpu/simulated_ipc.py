@@ -1,4 +1,4 @@
-"""Operations of the carrier of shared GPU memory on a fake runtime and simulated kernels; run by test_ipc.py."""
+"""Operations on shared GPU memory with a fake runtime and simulated kernels; run by test_ipc.py."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_moves_of_different_sizes(ranks: Ranks) -> None:
     n, i2 = ranks.size, np.dtype("i2")
     sizes = [600 * rank for rank in range(n)]
     blocks = [oracle.values(rank, size, i2) for rank, size in enumerate(sizes)]
-    told = ranks.each(lambda rank: oracle.values(rank, 700, i2))
-    want = told[n - 1].copy()
+    contributions = ranks.each(lambda rank: oracle.values(rank, 700, i2))
+    want = contributions[n - 1].copy()
     alls = [[np.zeros_like(block) for block in blocks] for _ in range(n)]
     gathered, scattered = [np.zeros_like(b) for b in blocks], [np.zeros_like(b) for b in blocks]
     given = [[oracle.values(r, 100 * (r + p), i2, p) for p in range(n)] for r in range(n)]
@@ -97,7 +97,7 @@ def test_moves_of_different_sizes(ranks: Ranks) -> None:
 
     def call(group: Any) -> None:
         rank = group.rank
-        group.broadcast(gpu(told[rank]), n - 1)
+        group.broadcast(gpu(contributions[rank]), n - 1)
         group.all_gather([gpu(x) for x in alls[rank]], gpu(blocks[rank]))
         group.gather(gpu(blocks[rank]), [gpu(x) for x in gathered] if rank == 1 else None, 1)
         group.scatter(gpu(scattered[rank]), [gpu(x) for x in blocks] if rank == 1 else None, 1)
@@ -105,7 +105,7 @@ def test_moves_of_different_sizes(ranks: Ranks) -> None:
 
     ranks.run(call)
     for rank in range(n):
-        oracle.assert_same(told[rank], want)
+        oracle.assert_same(contributions[rank], want)
         oracle.assert_same(scattered[rank], blocks[rank])
         for peer in range(n):
             oracle.assert_same(alls[rank][peer], blocks[peer])
@@ -157,8 +157,8 @@ def test_strided_arrays_empty_ones_and_works(ranks: Ranks) -> None:
     ranks.run(lambda group: group.broadcast(gpu(np.zeros((0, 3), F4)), 0))
 
 
-def test_numbers_of_calls_have_no_end(ranks: Ranks) -> None:
-    """As after years of calls: words are compared, never reset."""
+def test_call_numbers_may_be_large(ranks: Ranks) -> None:
+    """Start as after years of calls: words are compared, never reset."""
     for rank in range(ranks.size):
         ranks.carrier(rank).calls = (1 << 46) - 6
     inputs = ranks.each(lambda rank: oracle.values(rank, 300, F4))
@@ -214,7 +214,7 @@ def test_ranks_that_share_a_gpu_of_one_node_choose_it(backend: str) -> None:
 
 
 class Fallback(StreamCarrier):
-    """Notes what is handed over to it."""
+    """Records the calls that are handed to it."""
 
     messages: Any = None
 
@@ -225,7 +225,7 @@ class Fallback(StreamCarrier):
 Fallback.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
 
 
-def test_what_nccl_does_better_is_handed_over() -> None:
+def test_large_calls_are_handed_to_nccl() -> None:
     with world(2) as ranks:
         group = ranks.groups[0]
         carrier = IpcCarrier(group, Fallback(group))

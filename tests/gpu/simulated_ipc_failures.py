@@ -1,4 +1,4 @@
-"""What goes wrong with shared GPU memory, how waiting ends, and what becomes of the memory; run by test_ipc.py."""
+"""Failures with shared GPU memory, the end of waits, and the reuse of memory; run by test_ipc.py."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .ipc_world import SLOT, Ranks, gpu, world
 F4 = np.dtype("f4")
 
 
-# ---- what goes wrong ---------------------------------------------------------------------------------------
+# ---- failures ----------------------------------------------------------------------------------------------
 
 
 def failures(ranks: Ranks, call: Callable[[Any], Any]) -> list[GroupError]:
-    """The error of each rank's Work, or of the call."""
+    """Return the error of each rank's Work, or of the call."""
 
     def attempt(group: Any) -> Any:
         work = call(group)
@@ -92,7 +92,7 @@ def test_calls_that_differ_fail_on_every_rank(what: str) -> None:
             ranks.groups[0].all_reduce(gpu(np.ones(3, F4)))
 
 
-def test_an_abort_ends_what_waits_on_the_gpu() -> None:
+def test_an_abort_ends_waits_on_the_gpu() -> None:
     with world(3) as ranks:
         ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4))))
 
@@ -115,12 +115,12 @@ def test_an_abort_ends_what_waits_on_the_gpu() -> None:
         ranks.fake.settle()
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     with world(3) as ranks:
         ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4))))
 
         def begun(rank: int) -> list[int]:
-            """The last call that each rank has begun, as a rank sees it."""
+            """Return the last call that each rank has begun, as a rank sees it."""
             shared: Any = ranks.carrier(rank).shared
             return shared.control[at.ARRIVED // 8 :][:3].tolist()
 
@@ -141,13 +141,13 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         ranks.fake.settle()
 
 
-def test_a_call_that_a_failed_peer_may_have_spoilt_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_whose_slots_a_failed_peer_may_have_overwritten_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with world(2) as ranks:
         ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4))))
         works = ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4)), async_op=True))
         for work in works:
             assert work.wait(timeout=60)
-        # Its own stream is through, but rank 0 has failed the group before this rank looks.
+        # Its own stream has finished, but rank 0 has failed the group before this rank checks.
         monkeypatch.setattr(ranks.carrier(1), "look", lambda doing: None)
         ranks.groups[0].abort("spoilt")
         monitor = ranks.groups[1].monitor
@@ -156,7 +156,7 @@ def test_a_call_that_a_failed_peer_may_have_spoilt_has_failed(monkeypatch: pytes
         assert "spoilt" in str(ranks.groups[1].failure)
 
 
-def test_memory_that_cannot_be_mapped_is_said_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_mapped_raises_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with world(2) as ranks:
         real, here = ranks.fake.open, []
 
@@ -176,7 +176,7 @@ def test_memory_that_cannot_be_mapped_is_said_on_all_ranks(monkeypatch: pytest.M
         assert (arrays[0] == 2).all()
 
 
-def test_a_rank_without_kernels_is_no_use_to_any() -> None:
+def test_no_rank_uses_kernels_if_one_has_none() -> None:
     def fail(kernel: Any) -> Any:
         raise RuntimeError("no compiler")
 
@@ -205,7 +205,7 @@ def test_a_function_that_cannot_be_compiled_leaves_the_group_usable(monkeypatch:
 # ---- streams that wait, and memory ---------------------------------------------------------------------------
 
 
-def test_streams_wait_where_the_driver_lets_them_and_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_wait_if_the_driver_can_and_the_wait_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with world(2) as ranks:
         waited = []
 
@@ -229,7 +229,7 @@ def test_streams_wait_where_the_driver_lets_them_and_are_ended(monkeypatch: pyte
         work = ranks.groups[0].all_reduce(gpu(np.ones(3, F4)), async_op=True)
         later = ranks.groups[0].all_reduce(gpu(np.ones(3, F4)), async_op=True)
         with monkeypatch.context() as patch:
-            # What may wait for a GPU that waits was made beforehand.
+            # Allocations that might wait for a waiting GPU were made before.
             for name in ("pinned", "new_stream"):
                 patch.delattr(FakeRuntime, name)
             ranks.groups[0].abort("enough")
@@ -249,25 +249,25 @@ def test_memory_is_used_again_once_all_ranks_have_left() -> None:
                 works = everybody(made, lambda g: g.all_reduce(gpu(np.ones(3, F4)), async_op=True))
                 assert all(work.wait(timeout=60) for work in works)
         assert len([left for left in fake.left() if left.startswith("shareable")]) == 2
-        regions._kept.clear()
+        regions._reusable.clear()
 
 
-def test_a_rank_leaves_when_its_peers_have_read_what_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory ends with its process."""
+def test_a_rank_leaves_after_its_peers_have_read_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank's memory ends with its process."""
     with world(2) as ranks:
         ranks.run(lambda group: group.all_reduce(gpu(np.ones(3, F4))))
-        left, leaving, say_bye = [], threading.Event(), regions.SharedRegions.say_bye
+        left, leaving, publish_bye = [], threading.Event(), regions.SharedRegions.publish_bye
 
-        def say(shared: Any, stream: int) -> None:
-            say_bye(shared, stream)
+        def publish(shared: Any, stream: int) -> None:
+            publish_bye(shared, stream)
             leaving.set()
 
-        monkeypatch.setattr(regions.SharedRegions, "say_bye", say)
+        monkeypatch.setattr(regions.SharedRegions, "publish_bye", publish)
 
         def close(group: Any) -> None:
             if group.rank == 1:
                 assert leaving.wait(60)
-                time.sleep(0.05)  # for a rank that does not wait, which would be seen
+                time.sleep(0.05)  # time in which a rank that does not wait would be noticed
                 assert left == []
             group.close()
             left.append(group.rank)

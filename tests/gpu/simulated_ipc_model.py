@@ -1,9 +1,10 @@
-"""Shared GPU memory: what ranks queue, and the kernels by which they keep in step, in every order of their steps.
+"""A model of shared GPU memory: the ranks' queued work and synchronising kernels in every order of their steps.
 
-`Shared.run`, the schedules and the kernels are the real ones, on words in a dict. A copy or fold takes two steps, as it
-reads, and as it writes; until then what it writes holds TORN, and what it has read must not change. So a slot that is
-written while a peer reads it is found. A kernel takes one step when it can end; what it writes before it waits is
-written earlier, when it waits for the first time. Run by test_ipc.py, as the kernels need Numba's simulator.
+`SharedRegions.run`, the schedules and the kernels are the real ones, on words in a dict. A copy or a reduction takes
+two
+steps: it reads, then it writes. In between, its target contains TORN, and its sources must not change. So a write to a
+slot that a peer reads is detected. A kernel takes one step when it can end; words that it writes before it waits are
+written earlier, when it first waits. Run by test_ipc.py, because the kernels need Numba's simulator.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ class Call(NamedTuple):
     """A collective.
 
     Attributes:
-        plan: a rank's schedule, of its rank, size and slot.
-        sources: for each rank and output, the ranks and inputs of which it is the sum.
-        words: for each rank, those of its outputs.
-        said: what each rank says of the call; a mismatch, where that differs.
+        plan: returns a rank's schedule from its rank, size and slot.
+        sources: for each rank and output, the ranks and inputs whose sum it is.
+        words: for each rank, the words of its outputs.
+        signatures: each rank's signature of the call; a mismatch if they differ.
     """
 
     plan: Callable[..., Schedule]
     sources: Sequence[Sequence[Sequence[tuple[int, int]]]]
     words: Sequence[int]
-    said: Sequence[int] = (7, 7, 7)
+    signatures: Sequence[int] = (7, 7, 7)
 
 
 def all_reduce(size: int, words: int) -> Call:
@@ -55,13 +56,13 @@ def all_reduce(size: int, words: int) -> Call:
     return Call(plan, [[[(r, 0) for r in range(size)]]] * size, [words] * size)
 
 
-def all_gather(size: int, words: int, *said: int) -> Call:
+def all_gather(size: int, words: int, *signatures: int) -> Call:
     plan = partial(schedules.all_gather, sizes=[WORD * words] * size)
-    return Call(plan, [[[(r, 0)] for r in range(size)]] * size, [words] * size, said or (words,) * size)
+    return Call(plan, [[[(r, 0)] for r in range(size)]] * size, [words] * size, signatures or (words,) * size)
 
 
 def scatter(*words: int) -> Call:
-    """From rank 0, so many words to each rank."""
+    """Scatter from rank 0, with the given number of words for each rank."""
 
     def plan(rank: int, size: int, slot: int) -> Schedule:
         known = words if rank == 0 else words[rank : rank + 1]
@@ -71,7 +72,7 @@ def scatter(*words: int) -> Call:
 
 
 class Stream:
-    """One rank's stream, as a runtime to which `Shared` queues; `items` is what it holds."""
+    """One rank's stream, as the runtime to which `SharedRegions` queues; `items` are its contents."""
 
     def __init__(self, rank: int, size: int, slot: int) -> None:
         self.rank = rank
@@ -80,7 +81,7 @@ class Stream:
         shared.slot, shared._wait, shared._runtime, shared._rank = WORD * slot, None, self, rank
         shared._region, shared._bases = SimpleNamespace(size=size), [base(r) for r in range(size)]
         shared._page = base(rank)
-        for name in ("meet", "announce", "step", "say"):
+        for name in ("meet", "announce", "step", "publish"):
             setattr(shared, f"_{name}", partial(self._kernel, name))
         self.shared = shared
 
@@ -107,12 +108,12 @@ def control(rank: int) -> int:
 class State(NamedTuple):
     words: frozenset[tuple[int, int]]
     at: tuple[int, ...]
-    read: tuple[Any, ...]  # what a rank's move has read
+    read: tuple[Any, ...]  # data that a rank's move has read
     failed: bool
 
 
 class Model:
-    """All ranks over a program of calls; `stopped` is the rank that may fail, at any time."""
+    """All ranks of a program of calls; `stopped` is the rank that may fail, at any time."""
 
     def __init__(self, size: int, slot: int, program: Sequence[Call], stopped: int | None = None) -> None:
         self.size, self.stopped = size, stopped
@@ -130,19 +131,19 @@ class Model:
         rank = stream.rank
         ins, outs = ([_array(rank, number, kind, k) for k in range(self.size)] for kind in (0, 1))
         for k, x in enumerate(ins):
-            self.words |= {x.address + WORD * place: _value(rank, number, k, place) for place in range(8)}
+            self.words |= {x.address + WORD * index: _value(rank, number, k, index) for index in range(8)}
         made = call.plan(rank, self.size, slot=stream.shared.slot)
-        stream.shared.run(0, number, made, Signature(call.said[rank], 0, 0), ins, outs, stream)
+        stream.shared.run(0, number, made, Signature(call.signatures[rank], 0, 0), ins, outs, stream)
         want = {
-            outs[k].address + WORD * place: sum(_value(r, number, of, place) for r, of in sources)
+            outs[k].address + WORD * index: sum(_value(r, number, of, index) for r, of in sources)
             for k, sources in enumerate(call.sources[rank])
-            for place in range(call.words[rank])
+            for index in range(call.words[rank])
         }
-        self.differs |= len(set(call.said)) > 1
+        self.differs |= len(set(call.signatures)) > 1
         stream.items.append(("end", number, want, self.differs))
 
     def explore(self) -> int:
-        """Visit all states; how many there are."""
+        """Visit all states; return their number."""
         size = self.size
         first = State(frozenset(self.words.items()), (0,) * size, (None,) * size, False)
         seen, left = {first}, [first]
@@ -161,26 +162,26 @@ class Model:
         return len(seen)
 
     def _stop(self, state: State, rank: int) -> State:
-        """A rank fails: it publishes that to its peers first, then to its kernels."""
+        """Let a rank fail: it publishes that to its peers first, then to its kernels."""
         words = dict(state.words)
         words[control(rank) + at.STOP] = 1
         return state._replace(words=frozenset(words.items()), failed=True)
 
     def _after(self, state: State, rank: int) -> State | None:
-        items, place = self.streams[rank].items, state.at[rank]
-        if place == len(items):
+        items, index = self.streams[rank].items, state.at[rank]
+        if index == len(items):
             return None
-        words, read, what = dict(state.words), state.read[rank], items[place][0]
+        words, read, what = dict(state.words), state.read[rank], items[index][0]
         if what == "kernel":
-            done = self._run_kernel(words, *items[place][1:])
+            done = self._run_kernel(words, *items[index][1:])
         elif what == "move":
-            done, read = self._move(words, read, *items[place][1:])
+            done, read = self._move(words, read, *items[index][1:])
         else:
             done = True
-            self._check_the_end(state, words, rank, *items[place][1:])
+            self._check_the_end(state, words, rank, *items[index][1:])
         return State(
             frozenset(words.items()),
-            (*state.at[:rank], place + done, *state.at[rank + 1 :]),
+            (*state.at[:rank], index + done, *state.at[rank + 1 :]),
             (*state.read[:rank], read, *state.read[rank + 1 :]),
             state.failed,
         )
@@ -221,14 +222,14 @@ def _array(rank: int, call: int, kind: int, number: int) -> Any:
     return SimpleNamespace(address=address, dtype=SimpleNamespace(itemsize=WORD))
 
 
-def _value(rank: int, call: int, number: int, place: int) -> int:
-    """A number of an input, so that sums of different ones differ."""
-    return 8 ** (rank + 4 * number) * (1 + place + 8**16 * call)
+def _value(rank: int, call: int, number: int, index: int) -> int:
+    """Return a number of an input, chosen so that sums of different inputs differ."""
+    return 8 ** (rank + 4 * number) * (1 + index + 8**16 * call)
 
 
 @pytest.fixture(autouse=True)
 def kernels_on_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of one thread, which read and write `HERE.words`."""
+    """Make the kernels run with one thread and access `HERE.words`."""
 
     def store(address: int, value: int) -> None:
         HERE.words[address] = value
@@ -265,11 +266,11 @@ def test_every_order_ends_well(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reductions", "mismatch"])
-def test_no_wrong_result_counts_where_a_rank_fails_at_any_moment(name: str) -> None:
+def test_no_call_succeeds_with_a_wrong_result_when_a_rank_fails(name: str) -> None:
     assert Model(*PROGRAMS[name], stopped=1).explore() > 100
 
 
-ONE_LINE = [(steps, name, "(number % 2)", "0") for name in ("_line", "_tell_line")]
+ONE_LINE = [(steps, name, "(number % 2)", "0") for name in ("_line", "_publish_line")]
 WRONG = "wrong result"
 PLANTS: dict[str, tuple[list[tuple[Any, str, str, str]], str, int | str]] = {
     "two slots in all": (
@@ -286,7 +287,7 @@ PLANTS: dict[str, tuple[list[tuple[Any, str, str, str]], str, int | str]] = {
         WRONG,
     ),
     "the dead speak": ([(steps, "step", "dead = load_relaxed(page + at.DEAD)", "dead = 0")], "mismatch", "MISMATCH"),
-    "a mismatch is not told": ([(steps, "_mismatch", "_tell_host", "(lambda *_: 0)")], "mismatch", "goes on"),
+    "a mismatch is not reported": ([(steps, "_mismatch", "_report_to_host", "(lambda *_: 0)")], "mismatch", "goes on"),
 }  # fmt: skip
 
 

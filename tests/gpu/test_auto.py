@@ -1,4 +1,4 @@
-"""Which carrier serves a group: the choice as such, and the agreement of ranks inside their first call."""
+"""The choice of a group's carrier, and the ranks' agreement in their first call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_backends_that_need_no_agreement(gpu):
         assert isinstance(carrier_for("auto", group), AutoCarrier)
 
 
-def test_every_rank_says_what_it_knows_of_its_gpu(two_gpus):
+def test_every_rank_publishes_the_facts_about_its_gpu(two_gpus):
     gpu = two_gpus
     with groups(2) as made:
         same = everybody(made, lambda g: auto.agree(g, 1))
@@ -65,7 +65,7 @@ def test_every_rank_says_what_it_knows_of_its_gpu(two_gpus):
 
 
 class Queueing(StagedCarrier):
-    """Stands for a carrier that queues on streams: it notes who started calls, and is through at once."""
+    """Replaces a carrier that queues on streams: it records who starts calls, and finishes at once."""
 
     started: list[str]
 
@@ -99,7 +99,7 @@ def test_later_calls_are_the_chosen_carriers_own():
         x = FakeArray(np.ones(3))
         group.all_reduce(x, async_op=True).wait()
         group.all_reduce(x)
-        # The owners of the first are finished by the call that chose.
+        # The call that made the choice finishes the owners of the first.
         assert Queueing.started == ["all_reduce 0", "all_reduce 1"]
 
 
@@ -131,7 +131,7 @@ def test_ranks_that_differ_in_their_first_call_may_try_again():
         assert isinstance(made[0].devices().chosen, StagedCarrier)
 
 
-def test_a_rank_that_cannot_say_ends_the_call_on_all(two_gpus, monkeypatch):
+def test_a_rank_without_facts_fails_the_call_on_all_ranks(two_gpus, monkeypatch):
     with groups(2) as made:
         for group in made:
             group.gpus.serve(lambda g: carrier_for("auto", g))
@@ -139,7 +139,7 @@ def test_a_rank_that_cannot_say_ends_the_call_on_all(two_gpus, monkeypatch):
 
         def fail(device):
             if device == 1:
-                raise FastcollError("CUDA: asking a GPU's name failed")
+                raise FastcollError("CUDA: querying a GPU's name failed")
             return uuid(device)
 
         monkeypatch.setattr(two_gpus, "uuid", fail)
@@ -147,4 +147,4 @@ def test_a_rank_that_cannot_say_ends_the_call_on_all(two_gpus, monkeypatch):
         two_gpus.place(xs[1], 1)
         results = everybody(made, lambda g: g.all_reduce(FakeArray(xs[g.rank])))
         assert isinstance(results[0], GroupError)
-        assert "asking a GPU's name" in str(results[1])
+        assert "querying a GPU's name" in str(results[1])

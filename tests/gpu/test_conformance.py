@@ -1,4 +1,4 @@
-"""The conformance suite with arrays on a fake GPU (on_fakes.py), in a process of its own, where the simulator runs."""
+"""The conformance suite with arrays on a fake GPU (on_fakes.py), with the simulator, in its own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUITE = ("conformance", "gpu/test_several.py")
 
 
 def suite(*options: str) -> str:
-    """Run it; what pytest printed."""
+    """Run the suite; return pytest's output."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu.on_fakes", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *results_in("simulated"), *options, *(str(TESTS / name) for name in SUITE)],

@@ -1,4 +1,4 @@
-"""What becomes of arrays on GPUs at the border, and that the fake stands for the real runtime."""
+"""The import of GPU arrays, and the fidelity of the fake runtime."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def imported(x, writable=True):
 
 
 class Saying:
-    """Says something else of its array."""
+    """An array with a different interface."""
 
     def __init__(self, x, **other):
         self.__cuda_array_interface__ = {**FakeArray(x).__cuda_array_interface__, **other}
@@ -43,7 +43,7 @@ def test_a_dense_array_is_taken_as_it_is(two_gpus):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_strides_that_say_nothing_pack_nothing():
+def test_dense_strides_are_not_packed():
     x = np.ones((1, 3), "f4")
     dense = Saying(x, strides=(12, 4))
     assert imported(dense).array.address == x.ctypes.data
@@ -84,13 +84,13 @@ def test_a_library_that_names_no_stream_is_asked(gpu, monkeypatch):
 
 
 def test_cupy_is_asked_for_the_stream_of_the_arrays_gpu(two_gpus, monkeypatch):
-    """Its arrays name the stream of the current GPU."""
+    """The interface of CuPy's arrays names the stream of the current GPU."""
     ask = SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=40 + device))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=ask))
     x = np.ones(3)
     two_gpus.place(x, 1)
-    said = type("ndarray", (FakeArray,), {"__module__": "cupy"})(x, stream=40)
-    assert imported(said).array.stream == 41
+    described = type("ndarray", (FakeArray,), {"__module__": "cupy"})(x, stream=40)
+    assert imported(described).array.stream == 41
 
 
 def test_the_fake_has_the_real_ones_calls():
@@ -100,13 +100,13 @@ def test_the_fake_has_the_real_ones_calls():
             assert list(inspect.signature(fake).parameters) == list(inspect.signature(real).parameters), name
 
 
-def test_the_fake_finds_what_is_wrong(gpu):
+def test_the_fake_detects_errors(gpu):
     x, stream = np.ones(4, "u1"), gpu.new_stream(0)
     with pytest.raises(AssertionError, match="not pinned"):
         gpu.to_host(np.zeros(4, "u1"), x.ctypes.data, stream)
     host = gpu.pinned(4)
     gpu.to_host(host, x.ctypes.data, stream)
-    assert host.tolist() != [1] * 4  # nobody has waited
+    assert host.tolist() != [1] * 4  # no thread has waited
     del host
     with pytest.raises(FastcollError, match="used after it was released"):
         gpu.wait_stream(stream)

@@ -1,7 +1,8 @@
 """GPU arrays on real GPUs, every result against NumPy: pytest -m gpu tests/gpu/test_hardware.py
 
-One GPU is enough: ranks share it, but for NCCL's collectives, where each rank wants one of its own. Every operation and
-dtype is tried with two ranks, as each rank compiles its kernels; with others there are some of them.
+These tests have never run, because no GPU was available. One GPU is enough: ranks share it, except for NCCL's
+collectives, which need one per rank. Two ranks try every operation and dtype, because each rank compiles its kernels;
+other numbers of ranks try some.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def gpus() -> int:
-    """How many there are; in a process of its own, as CUDA does not survive forks."""
+    """Return the number of GPUs, counted in a process of its own, because CUDA does not survive a fork."""
     if importlib.util.find_spec("cupy") is None:
         return 0
     code = "import cupy; print(cupy.cuda.runtime.getDeviceCount())"

@@ -1,4 +1,4 @@
-"""Runs simulated_ipc*.py, which need Numba's simulator, in a process of their own; and what needs no GPU at all."""
+"""Runs simulated_ipc*.py in a process with Numba's simulator, and tests that need no kernels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_words_of_a_page_do_not_overlap() -> None:
         (at.STOPPED, 8),
         (at.WHY, 8),
         (at.ARRIVED, 8 * at.MOST_RANKS),
-        (at.SAID, 32 * at.MOST_RANKS),
+        (at.REPORTED, 32 * at.MOST_RANKS),
     ]
     assert all(start + n <= after for (start, n), (after, _) in pairwise(words))
     assert sum(words[-1]) == at.CONTROL_BYTES
@@ -60,7 +60,7 @@ def test_one_shot_by_bytes_and_ranks() -> None:
     assert not is_one_shot(16, 200 << 10)
 
 
-def test_sizes_that_differ_are_said_so() -> None:
+def test_different_sizes_are_reported() -> None:
     same = signature.encode("gather", np.dtype("f4"))
     assert "the sizes that ranks send and expect differ" in signature.describe_mismatch(
         [(same, 4), (same, 8)], [0, 1]

@@ -1,7 +1,7 @@
-"""Every plan of a collective over shared GPU memory, run on arrays in host memory, for all ranks of small worlds.
+"""Every schedule over shared GPU memory, run on host arrays, for all ranks of small worlds.
 
-Each rank's slots are arrays of bytes. A rank may only write its own slot of the step that comes next, and only read
-slots of the step that it has taken last, where their owners have written: then no schedule makes it read anything else.
+Each rank's slots are arrays of bytes. A rank may only write its own slot of the next step, and only read slots of its
+last step that their owners have written. Then no order of the ranks makes it read other data.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ class World:
             dtype = self.arrays[IN][0][0].dtype
             sources = [self._read(rank, src, item.nbytes, step).view(dtype) for src in item.srcs]
             value = np.add.reduce(sources, dtype=dtype).view(np.uint8)
-        self._place(rank, item.dst, item.nbytes, step)[:] = value
+        self._target(rank, item.dst, item.nbytes, step)[:] = value
 
-    def _read(self, rank: int, place: BlockLocation, nbytes: int, step: int) -> Array:
-        if place.kind < SLOT:
-            return self._bytes(self.arrays[place.kind][rank][place.which], place, nbytes)
-        assert place.kind == SLOT + step, "a slot of a step that is not the one taken last"
-        written = self.written[place.which, step]
-        assert written[place.offset : place.offset + nbytes].all(), "nobody wrote that"
-        return self.slots[place.which, step][place.offset : place.offset + nbytes]
+    def _read(self, rank: int, location: BlockLocation, nbytes: int, step: int) -> Array:
+        if location.kind < SLOT:
+            return self._bytes(self.arrays[location.kind][rank][location.which], location, nbytes)
+        assert location.kind == SLOT + step, "a slot of a step that is not the one taken last"
+        written = self.written[location.which, step]
+        assert written[location.offset : location.offset + nbytes].all(), "nobody wrote that"
+        return self.slots[location.which, step][location.offset : location.offset + nbytes]
 
-    def _place(self, rank: int, place: BlockLocation, nbytes: int, step: int) -> Array:
-        if place.kind < SLOT:
-            assert place.kind == OUT
-            return self._bytes(self.arrays[OUT][rank][place.which], place, nbytes)
-        assert place.which == rank, "a peer's slot"
-        assert place.kind == SLOT + step + 1, "a slot that peers may be reading"
-        assert place.offset + nbytes <= SLOT_BYTES
+    def _target(self, rank: int, location: BlockLocation, nbytes: int, step: int) -> Array:
+        if location.kind < SLOT:
+            assert location.kind == OUT
+            return self._bytes(self.arrays[OUT][rank][location.which], location, nbytes)
+        assert location.which == rank, "a peer's slot"
+        assert location.kind == SLOT + step + 1, "a slot that peers may be reading"
+        assert location.offset + nbytes <= SLOT_BYTES
         slot = self.slots.setdefault((rank, step + 1), np.zeros(SLOT_BYTES, np.uint8))
         written = self.written.setdefault((rank, step + 1), np.zeros(SLOT_BYTES, bool))
-        written[place.offset : place.offset + nbytes] = True
-        return slot[place.offset : place.offset + nbytes]
+        written[location.offset : location.offset + nbytes] = True
+        return slot[location.offset : location.offset + nbytes]
 
-    def _bytes(self, x: Array, place: BlockLocation, nbytes: int) -> Array:
-        found = x.view(np.uint8)[place.offset : place.offset + nbytes]
+    def _bytes(self, x: Array, location: BlockLocation, nbytes: int) -> Array:
+        found = x.view(np.uint8)[location.offset : location.offset + nbytes]
         assert found.size == nbytes, "outside the array"
         return found
 
@@ -177,7 +177,7 @@ def test_all_to_all_of_different_sizes(size, most) -> None:
         assert all((outputs[dst][src] == inputs[src][dst]).all() for dst in range(size))
 
 
-def test_elements_of_any_size_stay_whole() -> None:
+def test_elements_of_any_size_are_not_split() -> None:
     for itemsize in (1, 3, 12, 100, 1000):
         for parts in (1, 3, 4):
             share = schedules.share_of(SLOT_BYTES, parts, itemsize)

@@ -1,4 +1,4 @@
-"""Every operation of the NCCL carrier on a fake NCCL, against the oracle: ranks are threads, each with a fake GPU."""
+"""Every operation of the NCCL carrier on a fake NCCL, against the oracle; ranks are threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inputs(ranks: Ranks, count: int, dtype: np.dtype, salt: int = 0) -> list[Arr
 
 
 def assert_reduced(got: Array, want: Array, op: ReduceOp, what: Any) -> None:
-    """Bit for bit, but for float16 and bfloat16, of which NCCL rounds every sum, and float32, which it averages."""
+    """Compare bit by bit, except float16 and bfloat16, whose sums NCCL rounds, and float32, which it averages."""
     if got.dtype in oracle.HALVES or op.name in ("AVG", "PREMUL_SUM"):
         rtol = 0.05 if got.dtype.itemsize == 2 else 1e-5
         np.testing.assert_allclose(got.astype("c16"), want.astype("c16"), rtol, 0.06, err_msg=str(what))
@@ -44,7 +44,7 @@ def assert_reduced(got: Array, want: Array, op: ReduceOp, what: Any) -> None:
 
 def test_all_reduce_of_every_operation_and_dtype(ranks: Ranks) -> None:
     cases = [(op, dtype) for dtype in oracle.DTYPES for op in oracle.ops_for(dtype)]
-    if ranks.size > 4:  # the most that our kernels, as the fake ones are, divide
+    if ranks.size > 4:  # the most arrays that the fake kernels average
         cases = [
             case for case in cases if case[0] is not ReduceOp.AVG or case[1].name not in ("int16", "uint16")
         ]
@@ -61,7 +61,7 @@ def test_all_reduce_of_every_operation_and_dtype(ranks: Ranks) -> None:
             assert_reduced(got, want, op, (op, dtype))
 
 
-def test_nan_goes_on_through_min_and_max(ranks: Ranks) -> None:
+def test_min_and_max_propagate_nan(ranks: Ranks) -> None:
     hosts = [np.array([np.nan if rank == 0 else 1.0, rank], np.float32) for rank in range(ranks.size)]
     ranks.run(lambda rank, group: group.all_reduce(ranks.array(rank, hosts[rank]), ReduceOp.MAX))
     for host in hosts:
@@ -69,7 +69,9 @@ def test_nan_goes_on_through_min_and_max(ranks: Ranks) -> None:
         assert host[1] == ranks.size - 1
 
 
-def test_large_arrays_go_in_pieces_and_are_divided(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_arrays_are_split_into_segments_and_blocks(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "SCRATCH", 4000)
     monkeypatch.setattr(blocks, "DIVIDED", 100)
     everybody = inputs(ranks, 3001, np.dtype("i2"))
@@ -236,7 +238,7 @@ def test_inputs_and_outputs_may_overlap(ranks: Ranks) -> None:
     places = [4 * r for r in range(n)]
 
     def parts(name: str, rank: int, shift: int = 0) -> list[Any]:
-        # Views of one base, placed with it.
+        # Views of one base, which is on the GPU.
         base = bases[name][rank]
         ranks.array(rank, base)
         return [ranks.array(rank, view) for view in overlapping(base, *[p + shift for p in places])]
@@ -286,8 +288,8 @@ def test_reduce_scatter_into_the_last_of_blocks_of_different_sizes(ranks: Ranks,
 def test_the_hooks_take_outputs_that_overlap_inputs(
     ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than the public calls do, which give the same array twice; on others than the root nothing is written."""
-    monkeypatch.setattr(blocks, "SCRATCH", 4)  # in several pieces
+    """The hooks allow more overlaps than the public calls; only the root's output is written."""
+    monkeypatch.setattr(blocks, "SCRATCH", 4)  # in several segments
     bases = [[oracle.values(r, 14, np.dtype(name), k) for r in range(ranks.size)] for k in range(2)]
     before = [[x.copy() for x in xs] for xs in bases]
 
@@ -357,7 +359,7 @@ def test_an_average_of_more_ranks_than_our_kernels_take_is_refused() -> None:
         x = ranks.array(rank, hosts[rank])
         with pytest.raises(UnavailableError, match="up to 4 ranks, this one has 8; use SUM"):
             group.all_reduce(x, ReduceOp.AVG)
-        group.all_reduce(x)  # by three kernels, one after the other
+        group.all_reduce(x)  # three kernels, one after the other
 
     hosts = [np.full(3, 1 << rank, "i2") for rank in range(8)]
     with world(8) as ranks:
@@ -365,7 +367,7 @@ def test_an_average_of_more_ranks_than_our_kernels_take_is_refused() -> None:
     assert all((host == 255).all() for host in hosts)
 
 
-def test_what_means_nothing_is_refused_and_the_group_goes_on(ranks: Ranks) -> None:
+def test_undefined_operations_are_refused_and_the_group_stays_usable(ranks: Ranks) -> None:
     def does(rank: int, group: Any) -> None:
         x = ranks.array(rank, np.ones(3, "i4"))
         for op in (ReduceOp.PREMUL_SUM(2), ReduceOp.BAND):

@@ -1,4 +1,4 @@
-"""`backend="nccl"`: what it stands for, and what is said where it cannot be used."""
+"""`backend="nccl"`: its meaning, and the errors where it cannot be used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_nccl_alone_has_the_default_backend_for_host_arrays(monkeypatch: pytest.
     assert dist.is_backend_available("nccl")
 
 
-def test_nccl_that_is_not_there_is_refused_with_the_command() -> None:
+def test_missing_nccl_is_refused_with_the_command() -> None:
     if (why := bindings.why_unavailable()) is None:
         pytest.skip("NCCL is there")
     assert not dist.is_nccl_available()
@@ -33,7 +33,8 @@ def test_nccl_that_is_not_there_is_refused_with_the_command() -> None:
         parse_backend("nccl")
     assert why in str(caught.value)
     assert "available: auto, shm, gloo, tcp" in str(caught.value)
-    assert str(parse_backend("cpu:auto,cuda:nccl")) == "cpu:auto,cuda:nccl"  # until a GPU array comes
+    # No error before the first GPU array.
+    assert str(parse_backend("cpu:auto,cuda:nccl")) == "cpu:auto,cuda:nccl"
 
 
 def test_nccl_without_cupy_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong around NCCL becomes an error on every rank, and nothing hangs or is left behind."""
+"""Every failure around NCCL becomes an error on every rank; nothing hangs or is left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fastcoll.errors import (
     UsageError,
 )
 from fastcoll.gpu.nccl import communicator, direction
-from fastcoll.gpu.nccl.communicator import Communicator, Seat, check_seats
+from fastcoll.gpu.nccl.communicator import Communicator, RankInfo, check_ranks
 
 from .fake_array import FakeArray
 from .nccl_mail_world import mail_world
@@ -47,7 +47,7 @@ class Calls:
 
     @staticmethod
     def meet(ranks: Any) -> None:
-        """The first call, so that the same may be made by one rank alone."""
+        """Make the first call, so that one rank alone may then make the same."""
         ranks.run(Calls.call(ranks))
 
     @staticmethod
@@ -57,7 +57,7 @@ class Calls:
 
 
 class Messages:
-    """A message is queued on both GPUs, while the sender's stream does not get there."""
+    """A message is queued on both GPUs, but the sender's stream does not reach it."""
 
     world, function = staticmethod(mail_world), "ncclSend"
     found = "send failed with status 4"
@@ -72,7 +72,7 @@ class Messages:
 
     @staticmethod
     def meet(ranks: Any) -> None:
-        """A message in each direction, so that there are communicators."""
+        """Send a message in each direction, so that there are communicators."""
 
         def does(rank: int, group: Any) -> None:
             works = [group.isend(ones(ranks, rank), 1 - rank), group.irecv(ones(ranks, rank), 1 - rank)]
@@ -107,7 +107,7 @@ meet = Calls.meet
 
 
 def alone(ranks: Ranks) -> Any:
-    """Rank 0's call, which no other rank joins."""
+    """Make rank 0's call, which no other rank joins."""
     with ranks.gpu.on(0):
         return ranks.groups[0].all_reduce(ones(ranks, 0), async_op=True)
 
@@ -145,9 +145,9 @@ def test_a_death_must_be_seen_twice_in_a_row_while_a_communicator_is_made(
     group: Any = SimpleNamespace(failure=None, timeout=60.0)
     backoff = communicator.Backoff(group, lambda doing: next(found))
     for _ in range(3):
-        backoff("making a communicator", 0.0)
+        backoff("creating a communicator", 0.0)
     with pytest.raises(PeerDiedError):
-        backoff("making a communicator", 0.0)
+        backoff("creating a communicator", 0.0)
 
 
 @BOTH
@@ -162,7 +162,7 @@ def test_a_communicator_that_never_gets_ready_runs_into_the_groups_timeout(kind:
         assert all(isinstance(error, GroupError) for error in errors), errors
         first = ranks.meeting.failures[0]
         assert isinstance(first, CollectiveTimeoutError)
-        assert "making a communicator: NCCL was not through within 0.5 s" in str(first)
+        assert "creating a communicator: NCCL was not complete within 0.5 s" in str(first)
         assert ranks.nccl.calls.count("ncclCommAbort") == 2
 
 
@@ -180,7 +180,7 @@ def test_an_operation_that_nccl_refuses_fails_the_group_on_all_ranks(kind: Any) 
 
 
 @BOTH
-def test_an_asynchronous_error_ends_what_is_under_way(kind: Any) -> None:
+def test_an_asynchronous_error_ends_outstanding_work(kind: Any) -> None:
     with kind.world(2) as ranks:
         kind.meet(ranks)
         with kind.half_way(ranks) as work:
@@ -201,7 +201,7 @@ def test_a_lost_peer_is_named(kind: Any) -> None:
 
 
 @BOTH
-def test_what_hangs_runs_into_the_groups_timeout(kind: Any) -> None:
+def test_hanging_work_fails_at_the_groups_timeout(kind: Any) -> None:
     with kind.world(2) as ranks:
         kind.meet(ranks)
         with kind.half_way(ranks) as work:
@@ -216,7 +216,7 @@ def test_what_hangs_runs_into_the_groups_timeout(kind: Any) -> None:
 
 
 @BOTH
-def test_destroying_with_what_hangs_ends_by_the_timeout(kind: Any) -> None:
+def test_destroying_with_hanging_work_ends_at_the_timeout(kind: Any) -> None:
     with kind.world(2) as ranks:
         kind.meet(ranks)
         with kind.half_way(ranks) as work:
@@ -228,7 +228,7 @@ def test_destroying_with_what_hangs_ends_by_the_timeout(kind: Any) -> None:
 # ---- collectives ---------------------------------------------------------------------------------------
 
 
-def test_abort_ends_what_is_under_way_and_twice_is_fine() -> None:
+def test_abort_ends_outstanding_work_and_twice_is_fine() -> None:
     with world(2) as ranks:
         meet(ranks)
         work = alone(ranks)
@@ -238,7 +238,7 @@ def test_abort_ends_what_is_under_way_and_twice_is_fine() -> None:
         assert ranks.nccl.calls.count("ncclCommAbort") == 1
 
 
-def test_destroying_waits_for_what_is_under_way() -> None:
+def test_destroying_waits_for_outstanding_work() -> None:
     hosts = [np.full(5, rank + 1.0, np.float32) for rank in range(2)]
 
     def does(rank: int, group: ThreadGroup) -> None:
@@ -294,7 +294,7 @@ def test_a_signal_handler_may_not_use_the_group_whose_call_it_interrupted(
 # ---- messages -----------------------------------------------------------------------------------------
 
 
-def test_a_communicator_that_comes_after_the_failure_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_created_after_the_failure_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     make = Communicator.make
 
     def late(*args: Any) -> Communicator:
@@ -376,14 +376,14 @@ def test_an_error_while_a_message_is_posted_leaves_nothing_of_it(monkeypatch: py
         assert not len(ranks.mail(0)._posted)
 
 
-def test_destroying_waits_for_what_is_queued_and_ends_communicators_in_order() -> None:
+def test_destroying_waits_for_queued_work_and_ends_communicators_in_order() -> None:
     hosts = [np.full(5, rank + 1, np.float32) for rank in range(2)]
 
     def does(rank: int, group: Any) -> Any:
         x = ranks.array(rank, hosts[rank])
         group.send(x, 1) if rank == 0 else group.recv(x, 0)
         left = group.irecv(ones(ranks, rank), None, 4)
-        group.send(ones(ranks, rank), rank, 8)  # which nobody takes
+        group.send(ones(ranks, rank), rank, 8)  # never received
         group.close()
         group.close()
         with pytest.raises(NotInitializedError):
@@ -410,7 +410,7 @@ def test_destroying_many_directions_does_not_wait_one_after_the_other() -> None:
         ranks.run(does)
         ranks.close()
         assert ranks.nccl.calls.count("ncclCommDestroy") == 24
-        assert "ncclCommAbort" not in ranks.nccl.calls  # which ends what was waited for in vain
+        assert "ncclCommAbort" not in ranks.nccl.calls  # no wait had to be aborted
 
 
 def test_a_message_without_a_receive_ends_when_the_group_does() -> None:
@@ -425,7 +425,7 @@ def test_a_message_without_a_receive_ends_when_the_group_does() -> None:
 
 
 def both(ranks: Ranks, *calls: Callable[[ThreadGroup], Any]) -> list[str]:
-    """Each rank makes a call of its own; what they raise."""
+    """Make a different call on each rank; return their errors."""
     errors = ranks.attempt(lambda rank, group: calls[rank](group))
     assert all(isinstance(error, MismatchError) for error in errors), errors
     return [str(error) for error in errors]
@@ -473,12 +473,12 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         assert "all_to_all: rank 1 sends 12 bytes to rank 0, which expects 8" in texts[0]
 
 
-def test_a_call_that_was_left_out_is_found_at_the_next_new_one() -> None:
+def test_a_skipped_call_is_detected_at_the_next_new_one() -> None:
     with world(2) as ranks:
         meet(ranks)
         work = alone(ranks)
         texts = both(ranks, *[lambda group, r=r: group.broadcast(ones(ranks, r), 0) for r in range(2)])
-        assert "is rank 0 its call 3, rank 1 its call 2: a rank has left out a call before" in texts[0]
+        assert "is rank 0 its call 3, rank 1 its call 2: a rank has skipped an earlier call" in texts[0]
         ranks.give_up_after(0.3)
         assert_ends(work, CollectiveTimeoutError, "not complete")
 
@@ -492,7 +492,7 @@ def test_calls_of_a_known_kind_do_not_meet_on_the_host() -> None:
 
 
 def test_a_call_may_be_part_of_one_of_the_groups_own() -> None:
-    """As that of a carrier which chooses NCCL in the middle of its first call."""
+    """For example when a carrier chooses NCCL in the middle of its first call."""
     hosts = [np.ones(3, np.float32) for _ in range(2)]
 
     def does(rank: int, group: ThreadGroup) -> None:
@@ -519,17 +519,17 @@ def test_ranks_that_share_a_gpu_are_refused_with_the_cure() -> None:
         ranks.run(does)
 
 
-def test_seats() -> None:
-    def seat(gpu: int, version: int = 22005, host: bytes = b"", shares: bool = False) -> Seat:
-        return Seat(bytes([gpu]) * 16, host.ljust(8), version, shares, b"\1" * 128)
+def test_rank_infos() -> None:
+    def info(gpu: int, version: int = 22005, host: bytes = b"", shares: bool = False) -> RankInfo:
+        return RankInfo(bytes([gpu]) * 16, host.ljust(8), version, shares, b"\1" * 128)
 
-    assert Seat.from_row(seat(3, shares=True).to_row()) == seat(3, shares=True)
-    check_seats([seat(1), seat(2), seat(1, host=b"other")], [0, 1, 2], "g")
-    check_seats([seat(1, shares=True), seat(1, shares=True)], [0, 1], "g")
+    assert RankInfo.from_array(info(3, shares=True).to_array()) == info(3, shares=True)
+    check_ranks([info(1), info(2), info(1, host=b"other")], [0, 1, 2], "g")
+    check_ranks([info(1, shares=True), info(1, shares=True)], [0, 1], "g")
     with pytest.raises(UnavailableError, match="ranks 4 and 9 of g use one GPU"):
-        check_seats([seat(1), seat(2), seat(1)], [4, 7, 9], "g")
+        check_ranks([info(1), info(2), info(1)], [4, 7, 9], "g")
     with pytest.raises(UnavailableError, match=r"different versions of NCCL \(rank 0 22005, rank 1 22108\)"):
-        check_seats([seat(1), seat(2, 22108)], [0, 1], "g")
+        check_ranks([info(1), info(2, 22108)], [0, 1], "g")
 
 
 def test_a_group_works_on_one_gpu_of_a_process() -> None:

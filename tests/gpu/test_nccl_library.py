@@ -1,4 +1,4 @@
-"""The binding of NCCL: finding it, what its results mean, and what it can reduce."""
+"""The binding of NCCL: finding the library, its results, and its reductions."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_without_the_extra_the_error_names_the_command(monkeypatch: pytest.Monke
         bindings.library()
 
 
-def test_errors_have_ncclss_own_words() -> None:
+def test_errors_contain_nccls_text() -> None:
     library = NcclLibrary(fake())
     library.check(bindings.IN_PROGRESS, "waiting")
     with pytest.raises(NcclError, match=r"NCCL 2.20.5: flying failed with status 3: error 3; what it was"):
         library.check(3, "flying")
 
 
-def test_what_nccl_reduces() -> None:
+def test_reductions_that_nccl_does() -> None:
     """SUM, PRODUCT, AVG of numbers; MIN, MAX of integers; all but BXOR of bool; no bits, no int16."""
     native = {
         (op.name, dtype.name)
@@ -99,7 +99,7 @@ def real() -> Iterator[NcclLibrary]:
 
 @pytest.fixture(scope="module")
 def header() -> str:
-    """The wheel's nccl.h, without comments."""
+    """Return the wheel's nccl.h, without comments."""
     library = bindings._in_wheel()
     if library is None:
         pytest.skip("NCCL is not installed as a wheel, which brings nccl.h")
@@ -108,7 +108,7 @@ def header() -> str:
 
 
 def in_c(declared: str) -> Any:
-    """What ctypes calls the type of a parameter or result, as in `const void* sendbuff`."""
+    """Return ctypes' type of a parameter or result, such as `const void* sendbuff`."""
     if declared.startswith("const char*"):
         return ctypes.c_char_p
     kind = declared.split()[0]
@@ -161,7 +161,7 @@ def test_the_real_library_answers_without_a_gpu(real: NcclLibrary) -> None:
 
 
 def test_every_function_of_the_real_library_can_be_called_without_a_gpu(real: NcclLibrary) -> None:
-    """With no communicator or a wrong rank, which each of them refuses before it looks for a GPU, or finds none."""
+    """Each function rejects a missing communicator or a wrong rank before it looks for a GPU, or finds none."""
     word, sum_of_floats = ctypes.c_uint64(), (7, 0)
     identity = bindings.UniqueId.from_buffer_copy(real.unique_id())
     config = bindings.Config.non_blocking()
@@ -211,7 +211,7 @@ def communicators(library: NcclLibrary, size: int) -> list[Communicator]:
     return made
 
 
-def test_after_the_end_nothing_of_nccl_is_called() -> None:
+def test_no_nccl_function_is_called_after_the_end() -> None:
     nccl = fake()
     (comm,) = communicators(NcclLibrary(nccl), 1)
     comm.abort()
@@ -224,7 +224,7 @@ def test_after_the_end_nothing_of_nccl_is_called() -> None:
     assert nccl.calls == before
 
 
-def test_what_look_raises_ends_a_communicator_that_is_being_made() -> None:
+def test_an_error_of_look_aborts_a_communicator_during_creation() -> None:
     nccl = fake()
     library = NcclLibrary(nccl)
     identity = library.unique_id()
@@ -232,6 +232,6 @@ def test_what_look_raises_ends_a_communicator_that_is_being_made() -> None:
     def give_up(doing: str, waited: float) -> None:
         raise AbortedError(f"{doing} is in vain")
 
-    with pytest.raises(AbortedError, match="making a communicator is in vain"):
-        Communicator.make(library, 2, 0, identity, give_up)  # the other rank never comes
+    with pytest.raises(AbortedError, match="creating a communicator is in vain"):
+        Communicator.make(library, 2, 0, identity, give_up)  # the other rank never joins
     assert nccl.calls[-1] == "ncclCommAbort"

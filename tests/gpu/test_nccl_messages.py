@@ -1,4 +1,4 @@
-"""Messages between GPUs by a fake NCCL: ranks are threads, each with a fake GPU, and real mailboxes between them."""
+"""Messages between GPUs by a fake NCCL: ranks are threads with a fake GPU each, and real mailboxes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from messages.worlds import fields
 from fastcoll.core.message import Status
 from fastcoll.core.operands import ANY_TAG
 from fastcoll.errors import CollectiveTimeoutError, MismatchError, UsageError
-from fastcoll.gpu.nccl.communicator import Seat
-from fastcoll.gpu.nccl.messages import STAGED, Letter
+from fastcoll.gpu.nccl.communicator import RankInfo
+from fastcoll.gpu.nccl.messages import STAGED, ControlMessage
 
 from .nccl_mail_world import MailRanks, mail_world
 
@@ -43,11 +43,11 @@ def filled(value: float, count: int = 5, dtype: Any = F4) -> Array:
 
 
 def made(ranks: MailRanks) -> int:
-    """How many ends of communicators there are."""
+    """Return the number of ends of communicators."""
     return ranks.nccl.calls.count("ncclCommInitRankConfig")
 
 
-# ---- what arrives ----------------------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------------------------
 
 
 def test_send_and_recv_around_a_ring(ranks: MailRanks) -> None:
@@ -84,7 +84,7 @@ def test_every_dtype_is_moved(pair: MailRanks, dtype: np.dtype) -> None:
 
 
 def test_ranks_that_all_send_first(ranks: MailRanks) -> None:
-    """Each to all others, several messages, taken by tags in another order than sent."""
+    """Each rank sends several messages to all others; they are received by tags in another order."""
     tags = (4, 0, 9)
     got = {
         key: filled(-1)
@@ -130,7 +130,7 @@ def test_each_direction_has_one_communicator_and_messages_keep_their_order(pair:
     assert made(pair) == before <= 4
 
 
-def test_any_source_says_who_it_was(ranks: MailRanks) -> None:
+def test_any_source_returns_the_sender(ranks: MailRanks) -> None:
     got = [filled(-1) for _ in range(ranks.size - 1)]
     sources = []
 
@@ -186,7 +186,7 @@ def test_messages_and_collectives_at_the_same_time(ranks: MailRanks) -> None:
 
 
 def _shorter_and_of_any_tag(ranks: MailRanks) -> None:
-    """Between two ranks, whatever carries the messages, and to this rank."""
+    """Receive such messages between two ranks, by any transport, and from this rank itself."""
     got, own = [np.full(9, -1, F4), np.full(9, -1, F4)], np.full(9, -1, F4)
     found, of_own = [Status(), Status()], Status()
 
@@ -222,7 +222,7 @@ def test_shorter_messages_and_any_tag_through_the_host() -> None:
         assert made(ranks) == 0
 
 
-def test_a_probe_says_not_how_large_an_array_on_a_gpu_is(pair: MailRanks) -> None:
+def test_a_probe_does_not_return_the_size_of_a_gpu_array(pair: MailRanks) -> None:
     found = []
 
     def does(rank: int, group: Any) -> None:
@@ -243,7 +243,7 @@ def test_to_oneself(pair: MailRanks) -> None:
         if rank:
             return
         x = pair.array(0, copied)
-        group.send(x, 0, 5)  # of a copy
+        group.send(x, 0, 5)  # sends a copy
         group.send(pair.array(0, np.zeros(0, F4)), 0, 6)
         pair.gpu.settle()
         copied[:] = 9
@@ -258,7 +258,7 @@ def test_to_oneself(pair: MailRanks) -> None:
     before = made(pair)
     pair.run(does)
     assert (got == 3).all()
-    assert last.tolist() == [0, 1, 2, 3, 4]  # they overlap
+    assert last.tolist() == [0, 1, 2, 3, 4]  # the two arrays overlap
     assert made(pair) == before
 
 
@@ -294,7 +294,7 @@ def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: Mail
 
         gpu.queue("kernel", stream, gated)
         work = group.isend(x, 1) if rank == 0 else group.irecv(x, 0)
-        work.wait()  # of streams, as the gates are still shut
+        work.wait()  # only streams wait, because the gates are still shut
         with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0\.01 s"):
             work.wait(timeout=0.01)
         assert not work.is_completed()
@@ -302,7 +302,7 @@ def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: Mail
         gpu.queue("kernel", stream, later)
         if rank == 0:
             gates[0].set()
-            with pytest.raises(CollectiveTimeoutError):  # as the receiver's gate is still shut
+            with pytest.raises(CollectiveTimeoutError):  # the receiver's gate is still shut
                 work.wait(timeout=0.1)
             gates[1].set()
         assert work.wait(timeout=60)
@@ -363,7 +363,7 @@ def test_a_callback_may_not_wait_for_messages_but_post_them(pair: MailRanks) -> 
     assert (got == 1).all()
 
 
-# ---- what does not fit -----------------------------------------------------------------------------------
+# ---- mismatches --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_ranks_that_share_a_gpu_go_through_the_host() -> None:
 
 
 def test_each_pair_of_ranks_decides_for_itself() -> None:
-    """Ranks 0 and 1 share a GPU, rank 2 has one of its own."""
+    """Ranks 0 and 1 share a GPU, rank 2 has its own."""
     got = {(a, b): filled(-1) for a in range(3) for b in range(3) if a != b}
 
     def does(rank: int, group: Any) -> None:
@@ -447,7 +447,7 @@ def test_each_pair_of_ranks_decides_for_itself() -> None:
 
 
 def test_the_mailbox_goes_on_while_a_message_waits_for_a_stream() -> None:
-    """Staged receives wait for the array's stream elsewhere."""
+    """Staged receives wait for the array's stream on another thread."""
     gate = threading.Event()
     got = [filled(0), filled(0)]
 
@@ -460,7 +460,7 @@ def test_the_mailbox_goes_on_while_a_message_waits_for_a_stream() -> None:
         stream = ranks.gpu.new_stream(0)
         ranks.gpu.queue("kernel", stream, lambda: void(gate.wait(60)))
         late = group.irecv(ranks.array(1, got[0], stream), 0, 1)
-        group.isend(filled(0), 1, 4)  # by the same mailbox
+        group.isend(filled(0), 1, 4)  # through the same mailbox
         group.recv(filled(0), 1, 4)
         assert not late.is_completed()
         gate.set()
@@ -474,10 +474,10 @@ def test_the_mailbox_goes_on_while_a_message_waits_for_a_stream() -> None:
     assert [host[0] for host in got] == [1, 2]
 
 
-def test_letters() -> None:
-    seat = Seat(b"g" * 16, b"h" * 8, 22005, True, b"\1" * 128)
-    letter = Letter(3, 5 << 22 | 12, 1 << 40, seat, STAGED)
-    assert Letter.from_array(letter.to_array()) == letter
+def test_control_messages() -> None:
+    info = RankInfo(b"g" * 16, b"h" * 8, 22005, True, b"\1" * 128)
+    control = ControlMessage(3, 5 << 22 | 12, 1 << 40, info, STAGED)
+    assert ControlMessage.from_array(control.to_array()) == control
 
 
 def void(_: object) -> None:

@@ -1,19 +1,20 @@
 """Messages between GPUs by NCCL: the code of fastcoll/gpu/nccl/ under every schedule of small programs.
 
-NcclCarrier, NcclMessages, Direction, Message and their events are the real ones. What they stand on is replaced by
-fakes whose steps the explorer orders: the CPU backend's messages, the thread of each direction, NCCL, and CUDA.
-One step at a time is taken:
+NcclCarrier, NcclMessages, Direction, NcclMessage and their events are the real ones. Everything below them is replaced
+by fakes whose steps the explorer orders: the CPU backend's messages, the thread of each direction, NCCL, and CUDA. It
+takes one step at a time:
 
     receive   a rank's program posts its next receive
-    letter    the next envelope of one rank to another arrives, and is matched or stored
-    taken     the sender learns that its oldest envelope to a peer was matched
-    thread    a direction's thread goes on until it blocks again, or its job ends
-    fails     a rank learns that the group has failed, in the worlds where it may
+    header    the next header from one rank to another arrives, and is matched or stored
+    taken     the sender learns that its oldest header to a peer was matched
+    thread    a direction's thread continues until it blocks again, or its job ends
+    fails     a rank sees that the group has failed, in the worlds where it may
 
-All else happens as soon as it can, because it makes no difference when: sends and waits of the programs, and answers,
-which only their direction's thread looks at. GPUs run in the end: they carry out what is queued, and no rank asks them.
+All other actions happen as soon as they can, because their time makes no difference: sends and waits of the programs,
+and answers, which only their direction's thread reads. GPUs run at the end: they execute the queued work, and no rank
+queries them.
 
-A schedule that leads to a state which another one has led to is not followed further.
+The explorer does not continue a schedule that leads to a state which another one has reached.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fastcoll.gpu.device_array import DeviceArray, OnDevice
 from fastcoll.gpu.nccl import bindings, direction
 from fastcoll.gpu.nccl.backend import NcclCarrier
 from fastcoll.gpu.nccl.direction import Direction, NcclMessage
-from fastcoll.gpu.nccl.messages import ANSWER, Letter, NcclMessages
+from fastcoll.gpu.nccl.messages import ANSWER, ControlMessage, NcclMessages
 from fastcoll.gpu.stream_work import StreamWork
 
 from .planting import plant
@@ -47,24 +48,24 @@ DEADLINE = 60.0
 
 
 class Op(NamedTuple):
-    """What a rank does: "send" to a peer, "recv" from it or any (None), "wait" for its operation number `peer`."""
+    """An operation of a rank: "send" to a peer, "recv" from one or any (None), "wait" for operation number `peer`."""
 
-    what: str
+    action: str
     peer: int | None
     tag: int = 0
     nbytes: int = 4
 
 
 class Blocked(BaseException):
-    """A wait of a rank's program that cannot go on now; it is made again later."""
+    """A wait of a rank's program that cannot continue now; it is repeated later."""
 
 
 class Abandoned(BaseException):
-    """The schedule is not followed further."""
+    """The schedule is not continued."""
 
 
 class Event:
-    """`threading.Event` for what a rank's program waits for."""
+    """Replaces the `threading.Event` for which a rank's program waits."""
 
     def __init__(self) -> None:
         self.value = False
@@ -81,10 +82,12 @@ class Event:
 
 
 class Thread:
-    """A ProgressQueue whose jobs go on when the explorer says so, until they block or end.
+    """A ProgressQueue whose jobs continue, when the explorer chooses so, until they block or end.
 
-    A job that takes an answer begins when the answer has come, so it does not block. What makes a communicator may: it
-    gets a thread of the operating system; all else runs on the explorer's, which takes a tenth of the time.
+    A job that takes an answer begins when the answer has arrived, so it does not block. The creation of a communicator
+    may
+    block: it gets a thread of the operating system. All other jobs run on the explorer's thread, which takes a tenth of
+    the time.
     """
 
     def __init__(self, name: str) -> None:
@@ -92,7 +95,7 @@ class Thread:
         self.group = self.run.groups[int(name.split("-")[0])]
         self.jobs: deque[Any] = deque()
         self.ready: Callable[[], bool] = lambda: False
-        self._wake: Any = None  # a lock that the thread of the operating system waits for
+        self._wake: Any = None  # a lock for which the thread of the operating system waits
         self.run.threads[name] = self
 
     @classmethod
@@ -106,18 +109,18 @@ class Thread:
     def can_go_on(self) -> bool:
         if self.at != "idle":
             return self.ready()
-        if not self.jobs or _what(self.jobs[0]) != "_take_answer":
+        if not self.jobs or _action(self.jobs[0]) != "_take_answer":
             return bool(self.jobs)
         (dst,) = self.jobs[0].args[2].args
         return self.group.failure is not None or any(
-            source == dst and letter.tag == ANSWER for source, letter in self.group.stored
+            source == dst and control.tag == ANSWER for source, control in self.group.stored
         )
 
     def go_on(self) -> None:
         if self.at == "idle":
             job = self.jobs.popleft()
             self.at, HERE.thread = "busy", self
-            if _what(job) != "_answer" or job.args[0].is_connected:
+            if _action(job) != "_answer" or job.args[0].is_connected:
                 job()
                 self.at, HERE.thread = "idle", None
                 return
@@ -136,7 +139,7 @@ class Thread:
         self.run.back.release()
 
     def block(self, at: str, ready: Callable[[], bool]) -> None:
-        """On this thread: wait until the explorer goes on with it, which it may once `ready`."""
+        """Wait, on this thread, until the explorer continues it; it may do so once `ready`."""
         assert self._wake is not None, f"{self.name} blocks: {at}"
         self.at, self.ready = at, ready
         if not self.run.abandoned:
@@ -147,13 +150,13 @@ class Thread:
         self.at = "busy"
 
 
-def _what(job: Any) -> str:
-    """Which method of NcclMessages a job calls."""
+def _action(job: Any) -> str:
+    """Return the method of NcclMessages that a job calls."""
     return str(job.args[2].func.__name__)
 
 
 class Watcher:
-    """Keeps what is queued until the group fails; on the GPU it ends when everything else has."""
+    """Keeps Works until the group fails; on the GPU they end when everything else has."""
 
     def __init__(self, *_: Any) -> None:
         self.works: list[StreamWork] = []
@@ -167,13 +170,13 @@ class Watcher:
 
 
 class Posted(Work):
-    """A letter that is sent, or an array that waits for one."""
+    """A control message that is sent, or an array that waits for one."""
 
     def __init__(self, array: Any, peer: int | None, tag: int, message: Name | None) -> None:
         super().__init__()
         self.array, self.peer, self.tag, self.message = array, peer, tag, message
-        letter = Letter.from_array(array)
-        self.value = (peer, tag, letter.number, letter.decision, letter.seat.identity[:16])
+        control = ControlMessage.from_array(array)
+        self.value = (peer, tag, control.number, control.decision, control.info.identity[:16])
 
     def _await_end(self, limit: float) -> bool:
         HERE.thread.block("waiting for an answer", lambda: self.ended)
@@ -181,7 +184,7 @@ class Posted(Work):
 
 
 class Group:
-    """What messages need of a ProcessGroup; its mailbox keeps the order of what one rank sends another."""
+    """The part of a ProcessGroup that messages need; its mailbox keeps the order between two ranks."""
 
     size = 0
 
@@ -195,20 +198,20 @@ class Group:
 
     def post_send(self, x: Any, dst: int, tag: int) -> Work:
         self._check()
-        letter = Posted(x.array.copy(), dst, tag, None)
+        control = Posted(x.array.copy(), dst, tag, None)
         if tag == ANSWER:
-            self.run.groups[dst].stored.append((self.rank, letter))
+            self.run.groups[dst].stored.append((self.rank, control))
         else:
-            self.run.flying[self.rank, dst].append(letter)
-        return letter
+            self.run.flying[self.rank, dst].append(control)
+        return control
 
     def post_receive(self, x: Any, src: int | None, tag: int, status: Any = None) -> Work:
         self._check()
         receive = Posted(x.array, src, tag, None if tag == ANSWER else self.run.posting)
-        for place, (source, letter) in enumerate(self.stored):
-            if letter.tag == tag and src in (None, source):
-                del self.stored[place]
-                self._match(letter, source, receive)
+        for index, (source, control) in enumerate(self.stored):
+            if control.tag == tag and src in (None, source):
+                del self.stored[index]
+                self._match(control, source, receive)
                 return receive
         self.wanted.append(receive)
         return receive
@@ -217,22 +220,22 @@ class Group:
         if self.failure is not None:
             raise self.failure
 
-    def arrive(self, source: int, letter: Posted) -> None:
+    def arrive(self, source: int, control: Posted) -> None:
         for receive in self.wanted:
-            if letter.tag == receive.tag and receive.peer in (None, source):
+            if control.tag == receive.tag and receive.peer in (None, source):
                 self.wanted.remove(receive)
-                self._match(letter, source, receive)
+                self._match(control, source, receive)
                 return
-        self.stored.append((source, letter))
+        self.stored.append((source, control))
 
-    def _match(self, letter: Posted, source: int, receive: Posted) -> None:
-        receive.array[...] = letter.array
-        if letter.tag == ANSWER:
-            letter.complete()
+    def _match(self, control: Posted, source: int, receive: Posted) -> None:
+        receive.array[...] = control.array
+        if control.tag == ANSWER:
+            control.complete()
         else:
             assert receive.message is not None
-            self.run.partners[receive.message] = (source, Letter.from_array(letter.array).number)
-            self.run.taken[source, self.rank].append(letter)
+            self.run.partners[receive.message] = (source, ControlMessage.from_array(control.array).number)
+            self.run.taken[source, self.rank].append(control)
         receive.complete(source)
 
     def fail(self, error: GroupError) -> None:
@@ -241,8 +244,8 @@ class Group:
         self.failure = error
         run = self.run
         pairs = [*run.flying.items(), *run.taken.items()]
-        sent = [letter for (source, _), letters in pairs if source == self.rank for letter in letters]
-        sent += [letter for group in run.groups for source, letter in group.stored if source == self.rank]
+        sent = [control for (source, _), controls in pairs if source == self.rank for control in controls]
+        sent += [control for group in run.groups for source, control in group.stored if source == self.rank]
         for work in (*self.wanted, *sent):
             if not work.ended:
                 work.complete(None, error)
@@ -250,47 +253,47 @@ class Group:
 
 
 class Communicator:
-    """One end of a communicator of two ranks, which pairs what they queue in order, whatever it is."""
+    """One end of a communicator of two ranks, which pairs any operations in the order in which they are queued."""
 
-    def __init__(self, run: Run, line: Any, place: int) -> None:
-        self.run, self.line, self.place = run, line, place
+    def __init__(self, run: Run, line: Any, side: int) -> None:
+        self.run, self.line, self.side = run, line, side
 
     @classmethod
-    def make(cls, library: Any, size: int, place: int, identity: bytes, look: Any) -> Communicator:
+    def make(cls, library: Any, size: int, side: int, identity: bytes, look: Any) -> Communicator:
         thread: Thread = HERE.thread
         come, group = thread.run.come[identity], thread.group
-        assert (size, place in come) == (2, False), "two ranks of one number"
-        come.add(place)
+        assert (size, side in come) == (2, False), "two ranks of one number"
+        come.add(side)
         if len(come) < 2:
-            thread.block("making a communicator", lambda: len(come) == 2 or group.failure is not None)
+            thread.block("creating a communicator", lambda: len(come) == 2 or group.failure is not None)
         if group.failure is not None:
             raise group.failure
-        return cls(thread.run, identity, place)
+        return cls(thread.run, identity, side)
 
     @classmethod
     def shared(cls, rank: int, peer: int) -> Communicator:
-        """For a planted change: the one of two ranks, for both directions."""
+        """For a planted change: the only communicator of two ranks, for both directions."""
         return cls(Run.now, tuple(sorted((rank, peer))), int(rank > peer))
 
     def group(self, doing: str) -> Any:
         return nullcontext()
 
-    def queue(self, way: str, stream: int, address: int, nbytes: int, dtype: int, peer: int) -> None:
+    def queue(self, operation: str, stream: int, address: int, nbytes: int, dtype: int, peer: int) -> None:
         lines = self.run.lines[self.line]
-        lines[self.place].append((way, _name(address), nbytes))
-        self.run.queue(stream, ("nccl", self.line, self.place, len(lines[self.place]) - 1))
+        lines[self.side].append((operation, _name(address), nbytes))
+        self.run.queue(stream, ("nccl", self.line, self.side, len(lines[self.side]) - 1))
 
     def abort(self) -> None: ...
 
 
 class Run:
-    """One schedule; also the library of NCCL and the runtime of CUDA.
+    """One schedule; also NCCL's library and CUDA's runtime.
 
     Attributes:
-        flying, taken: of each pair of ranks, letters on their way, and those of which the sender is to learn.
+        flying, taken: for each pair of ranks, control messages in flight, and those that the sender will learn about.
         partners: the message that each receive was matched with.
-        come, lines: of each communicator, the ranks that have come, and what each of the two has queued.
-        items: what each stream holds; waiting for an event is to wait for some first items of a stream.
+        come, lines: for each communicator, the ranks that have joined, and the queue of each of the two.
+        items: the contents of each stream; waiting for an event means waiting for the first items of a stream.
     """
 
     version = 22005
@@ -360,7 +363,7 @@ class Run:
         self.queue(stream, ("behind", *self.events[event]))
 
     def run_gpus(self) -> None:
-        """Carry out what is queued, as far as it goes; what is right is checked."""
+        """Execute queued work as far as possible, and check the results."""
         at: dict[Any, int] = dict.fromkeys([*range(len(self.programs)), *self.items], 0)
         done: set[Name] = set()
         goes_on = True
@@ -374,64 +377,64 @@ class Run:
         assert not left, f"deadlock on the GPUs: {left}"
 
     def _can_run(self, item: Any, at: dict[Any, int], done: set[Name]) -> bool:
-        what, *rest = item
-        if what == "behind":
+        action, *rest = item
+        if action == "behind":
             stream, count = rest
             return at[stream] >= count if stream in at else count == 0
-        if what == "read":
+        if action == "read":
             assert rest[0] in done, f"{rest[0]} is used before it has come"
             return True
-        if what == "copy":
+        if action == "copy":
             assert self.partners.get(rest[0]) == rest[1], f"{rest[0]} gets another message, {rest[1]}"
             done |= {*rest}
             return True
-        line, place, number = rest
-        rank, _ = name = self.lines[line][place][number][1]
+        line, side, number = rest
+        rank, _ = name = self.lines[line][side][number][1]
         assert at[rank] >= self.marks[name], f"{name} does not wait for what its array's stream held"
         both = [queued[number : number + 1] for queued in self.lines[line]]
-        if not all(both) or not self._is_next(line, 1 - place, number, at):
+        if not all(both) or not self._is_next(line, 1 - side, number, at):
             return False
-        (way, name, nbytes), (other_way, other, other_nbytes) = both[place][0], both[1 - place][0]
-        if way == other_way:
+        (operation, name, nbytes), (other_operation, other, other_nbytes) = both[side][0], both[1 - side][0]
+        if operation == other_operation:
             return False
-        receive, send = (name, other) if way == "recv" else (other, name)
+        receive, send = (name, other) if operation == "recv" else (other, name)
         assert self.partners.get(receive) == send, f"{receive} gets another message, {send}"
         assert nbytes == other_nbytes, "the two sides differ in size"
         done |= {name}
         return True
 
-    def _is_next(self, line: Any, place: int, number: int, at: dict[Any, int]) -> bool:
-        """Whether a rank's stream has come to what it has queued for a communicator, or is past it."""
-        item = ("nccl", line, place, number)
+    def _is_next(self, line: Any, side: int, number: int, at: dict[Any, int]) -> bool:
+        """Return whether a rank's stream has reached or passed its operation on a communicator."""
+        item = ("nccl", line, side, number)
         return any(item in items[: at[stream] + 1] for stream, items in self.items.items())
 
     # ---- steps ---------------------------------------------------------------------------------------
 
     def steps(self) -> list[tuple[str, Any]]:
-        """What can happen next."""
+        """Return the possible next steps."""
         found: list[tuple[str, Any]] = [
             ("receive", rank)
             for rank, program in enumerate(self.programs)
-            if self.at[rank] < len(program) and program[self.at[rank]].what == "recv"
+            if self.at[rank] < len(program) and program[self.at[rank]].action == "recv"
         ]
-        found += [("letter", pair) for pair, letters in self.flying.items() if letters]
-        found += [("taken", pair) for pair, letters in self.taken.items() if letters]
+        found += [("header", pair) for pair, controls in self.flying.items() if controls]
+        found += [("taken", pair) for pair, controls in self.taken.items() if controls]
         found += [("thread", name) for name, thread in self.threads.items() if thread.can_go_on()]
         if self.may_fail:
             found += [("fails", group.rank) for group in self.groups if group.failure is None]
         return found
 
     def take(self, step: tuple[str, Any]) -> None:
-        what, which = step
-        if what == "receive":
+        action, which = step
+        if action == "receive":
             self._post(which, self.programs[which][self.at[which]])
-        elif what == "letter":
-            letter = self.flying[which].popleft()
-            if not letter.ended:
-                self.groups[which[1]].arrive(which[0], letter)
-        elif what == "taken":
-            self._say_taken(which)
-        elif what == "thread":
+        elif action == "header":
+            control = self.flying[which].popleft()
+            if not control.ended:
+                self.groups[which[1]].arrive(which[0], control)
+        elif action == "taken":
+            self._report_taken(which)
+        elif action == "thread":
             self.threads[which].go_on()
         else:
             self.carriers[which].fail(AbortedError("enough"))
@@ -441,34 +444,34 @@ class Run:
         self.go_on()
 
     def go_on(self) -> None:
-        """Go on with each rank's program, as far as it sends and waits for what is there."""
+        """Continue each rank's program while its sends and waits do not block."""
         for rank, program in enumerate(self.programs):
             while self.at[rank] < len(program):
                 op, before = program[self.at[rank]], self.at[rank]
-                if op.what == "send":
+                if op.action == "send":
                     self._post(rank, op)
-                elif op.what == "wait":
+                elif op.action == "wait":
                     self._wait(rank, self.works[rank][op.peer or 0])
                 if self.at[rank] == before:
                     break
 
-    def _say_taken(self, pair: Any) -> None:
-        letter = self.taken[pair].popleft()
-        if not letter.ended:
-            letter.complete()
+    def _report_taken(self, pair: Any) -> None:
+        control = self.taken[pair].popleft()
+        if not control.ended:
+            control.complete()
 
     def _post(self, rank: int, op: Op) -> None:
         mail, number = self.carriers[rank].messages, len(self.works[rank])
         self.posting = (rank, number)
         x = OnDevice(DeviceArray(_address((rank, number)), np.dtype("u1"), (op.nbytes,), rank, rank, None))
-        post: Any = mail.isend if op.what == "send" else mail.irecv
+        post: Any = mail.isend if op.action == "send" else mail.irecv
         self.marks[rank, number] = len(self.items[rank])
         with self._ending(rank):
             self.works[rank][self.at[rank]] = post(x, op.peer, op.tag)
             self.at[rank] += 1
 
     def _wait(self, rank: int, work: Any) -> None:
-        """Wait for a message, if that does not block; what comes behind it on the stream then uses the array."""
+        """Wait for a message, if that does not block; later work on the stream then uses the array."""
         with self._ending(rank):
             try:
                 work.wait()
@@ -490,7 +493,7 @@ class Run:
             self.at[rank] = len(self.programs[rank])
 
     def state(self) -> Any:
-        """What the schedules that lead to it have in common; numbers of events are no part of it."""
+        """Return the state that schedules may have in common; it excludes the numbers of events."""
         return (
             tuple(self.at),
             _of_pairs(self.flying),
@@ -505,7 +508,7 @@ class Run:
         group, mail = self.groups[rank], self.carriers[rank].messages
         return (
             tuple((receive.peer, receive.tag, receive.message) for receive in group.wanted),
-            tuple((source, letter.value) for source, letter in group.stored),
+            tuple((source, control.value) for source, control in group.stored),
             tuple(sorted(mail._posted)),
             frozenset((end, one.is_connected) for end, one in mail._directions.items()),
             tuple(work.ended for work in self.works[rank].values()),
@@ -513,7 +516,7 @@ class Run:
         )
 
     def check_the_end(self) -> None:
-        """Nothing can happen any more."""
+        """Check that nothing can happen any longer."""
         assert all(thread.at == "idle" for thread in self.threads.values()), "deadlock: a thread waits"
         for rank, program in enumerate(self.programs):
             assert self.at[rank] == len(program), f"deadlock: rank {rank} waits in {program[self.at[rank]]}"
@@ -521,7 +524,7 @@ class Run:
             assert not carrier.messages._posted, f"rank {rank}: a message was neither queued nor ended"
             if self.may_fail:
                 assert all(work.ended for work in self.works[rank].values()), "a message does not end"
-            events = carrier.messages._transit.events
+            events = carrier.messages._staging.events
             free = sorted(event for events in events._free.values() for event in events)
             made = sorted(event for _, event in events._all)
             assert self.may_fail or free == made, "an event is lost, or twice free"
@@ -536,7 +539,7 @@ class Run:
 
 
 def _address(name: Name) -> int:
-    """Where the array of a message is."""
+    """Return the address of a message's array."""
     return 1_000_000 * name[0] + 1000 * name[1]
 
 
@@ -544,18 +547,20 @@ def _name(address: int) -> Name:
     return address // 1_000_000, address % 1_000_000 // 1000
 
 
-def _of_pairs(letters: dict[Any, deque[Posted]]) -> Any:
-    return frozenset((pair, tuple(letter.value for letter in some)) for pair, some in letters.items() if some)
+def _of_pairs(controls: dict[Any, deque[Posted]]) -> Any:
+    return frozenset(
+        (pair, tuple(control.value for control in some)) for pair, some in controls.items() if some
+    )
 
 
 def _numbers(jobs: Any) -> Any:
-    """Which messages jobs are about, where they know it: a receiver's."""
+    """Return the numbers of the messages that jobs handle, if they know them: a receiver's."""
     return tuple(job.args[2].args[0] for job in jobs)
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Be what the code finds where it looks for NCCL and CUDA, and makes threads."""
+    """Replace NCCL, CUDA and threads in the code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "Runtime", lambda: Run.now)
         patch.setattr(bindings, "library", lambda: Run.now)
@@ -568,7 +573,7 @@ def installed() -> Iterator[None]:
 
 
 def explore(programs: Sequence[Sequence[Op]], fails: bool = False) -> int:
-    """Follow all schedules; how many states there are."""
+    """Follow all schedules; return the number of states."""
     seen: set[Any] = set()
     left: list[tuple[Any, ...]] = [()]
     with installed():
@@ -600,11 +605,11 @@ def recv(peer: int | None, tag: int = 0, nbytes: int = 4) -> Op:
     return Op("recv", peer, tag, nbytes)
 
 
-def wait(place: int) -> Op:
-    return Op("wait", place)
+def wait(index: int) -> Op:
+    return Op("wait", index)
 
 
-# Programs. In TWICE there are communicators the second time.
+# Programs. In TWICE the second pass already has communicators.
 CROSSING = [[send(1), recv(1), wait(0), wait(1), send(1)], [send(0), recv(0), wait(1), wait(0), recv(0)]]
 TWICE = [[send(peer), recv(peer), wait(1), send(peer), recv(peer), wait(4)] for peer in (1, 0)]
 TAGS = [[send(1, 1), send(1, 2), send(1, 1)], [recv(0, 2), recv(0, 1), wait(0), recv(0, 1), wait(1)]]

@@ -1,4 +1,4 @@
-"""Groups whose communicator is split from their parent's: ncclCommSplit on a fake NCCL, ranks are threads."""
+"""Groups whose communicator is split from their parent's: ncclCommSplit on a fake NCCL; ranks are threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ones(ranks: Ranks, rank: int) -> np.ndarray:
 
 
 def meet(ranks: Ranks) -> None:
-    """The first call, with which the world has a communicator, and which is still under way at the end of this."""
+    """Make the first call, which gives the world a communicator, and leave it outstanding."""
 
     def does(rank: int, group: ThreadGroup) -> None:
         assert not group.gpus.splits()
@@ -35,7 +35,7 @@ def meet(ranks: Ranks) -> None:
 
 
 def split(ranks: Ranks, members: Sequence[int], then: Callable[[int, ThreadGroup], Any]) -> list[Any]:
-    """All ranks make a group of `members`, which do `then` with it; closed at the end."""
+    """Make a group of `members` on all ranks and run `then` with it; close it at the end."""
     meeting = Meeting(len(members))
 
     def does(rank: int, parent: ThreadGroup) -> Any:
@@ -67,7 +67,7 @@ def test_a_group_by_split_has_its_ranks_and_needs_no_other_communicator() -> Non
         assert [ranks.nccl.calls.count(name) for name in meant] == [4, 8, 5]
 
 
-def test_a_split_waits_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_waits_for_outstanding_work(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, drain = threading.Event(), Watcher.drain
 
     def opened(watcher: Watcher) -> None:
@@ -91,7 +91,7 @@ def test_a_split_waits_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) ->
             ranks.run(does)
 
 
-def test_what_goes_wrong_in_a_group_by_split_stays_there() -> None:
+def test_a_failure_in_a_split_group_stays_there() -> None:
     def abort(rank: int, group: ThreadGroup) -> None:
         group.all_reduce(ranks.array(rank, ones(ranks, rank)))
         group.abort("enough")
@@ -104,10 +104,10 @@ def test_what_goes_wrong_in_a_group_by_split_stays_there() -> None:
         ranks.run(lambda rank, group: group.all_reduce(ranks.array(rank, ones(ranks, rank))))
 
 
-def test_a_group_by_split_asks_after_its_own_peers_not_its_parents() -> None:
+def test_a_split_group_monitors_its_own_peers_only() -> None:
     def then(rank: int, group: ThreadGroup) -> None:
         ranks.groups[rank].abort("enough")
-        if rank:  # rank 0 asks meanwhile whether all have come to the end
+        if rank:  # rank 0 meanwhile checks whether all have reached the end
             until(lambda: any(comm.finalized for comm in ranks.nccl.comms))
 
     with world(2) as ranks:

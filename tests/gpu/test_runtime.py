@@ -1,4 +1,4 @@
-"""The calls that Runtime makes of CUDA, on a fake CuPy with the traps of the real one."""
+"""Runtime's calls of CUDA, on a fake CuPy with the traps of the real one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_thread_makes_no_context_on_a_gpu_that_it_does_not_use(cupy: FakeCupy)
     assert cupy.contexts == {3}
 
 
-def test_a_thread_that_works_on_a_gpu_comes_back_to_it(cupy: FakeCupy) -> None:
+def test_a_thread_returns_to_its_own_gpu(cupy: FakeCupy) -> None:
     real = runtime.Runtime()
     with real.on(2):
         with real.on(3):
@@ -90,7 +90,7 @@ def test_allocating_leaves_the_stream_that_the_user_chose(cupy: FakeCupy, handle
 
 @pytest.mark.usefixtures("cupy")
 def test_a_gpu_is_named_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy's name ends at its first zero byte, so that those of two ranks differ in length."""
+    """CuPy truncates the UUID at its first zero byte, so two ranks' UUIDs may have different lengths."""
     name = b"\x13\x09\0\x61" * 4
     monkeypatch.setattr(runtime, "driver", lambda: SimpleNamespace(uuid=lambda device: name))
     assert runtime.Runtime().uuid(0) == name

@@ -1,6 +1,6 @@
-"""Several arrays of each rank: on the host, and on one and two fake GPUs, where Numba's simulator runs kernels.
+"""Several arrays per rank: on the host, and on one and two fake GPUs with Numba's simulator.
 
-Those on GPUs are called "simulated"; test_conformance.py runs them, with the simulator. Ranks are threads.
+Cases on GPUs are called "simulated"; test_conformance.py runs them, with the simulator. Ranks are threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIMULATED = pytest.mark.skipif(
 
 
 class Place:
-    """Puts arrays somewhere: on the host, or on GPUs in turn."""
+    """Puts arrays on the host, or on GPUs in turn."""
 
     def __init__(self, fake: FakeRuntime | None, gpus: int, carrier: type[StagedCarrier] = StagedCarrier):
         self.fake, self.gpus, self.carrier = fake, gpus, carrier
@@ -45,7 +45,7 @@ class Place:
         return FakeArray(x)
 
     def put_all(self, xs):
-        """On the GPUs in turn."""
+        """Put arrays on the GPUs in turn."""
         return [self.put(x, k) for k, x in enumerate(xs)]
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ KEPT: list[object] = []
 
 
 class Queueing(StagedCarrier):
-    """What queues on a stream does the same there at once, and unpacks on it, as streams.py does."""
+    """Queues calls on a stream, runs them at once, and unpacks on the stream, as streams.py does."""
 
     def plan(self, operation, timeout=None):
         return Queued(super().plan(operation, timeout), self)
@@ -80,8 +80,8 @@ class Queued(StreamCall):
 
     def start(self, name, owners):
         self.call()
-        KEPT.append(owners)  # until the stream is through
-        stream = self.carrier.transit.stream(0, "up")
+        KEPT.append(owners)  # until the stream has finished
+        stream = self.carrier.staging.stream(0, "up")
         for owner in owners:
             owner.unpack(stream)
         return fastcoll.Work(name)
@@ -99,7 +99,7 @@ class Queued(StreamCall):
     ]
 )
 def place(request, monkeypatch) -> Iterator[Place]:
-    """Where arrays lie."""
+    """The kind of memory of the arrays."""
     if request.param == "host":
         yield Place(None, 1)
         return

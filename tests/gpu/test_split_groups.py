@@ -1,4 +1,4 @@
-"""new_group where the world has something for GPUs that can be split: all ranks take part, members or not."""
+"""new_group where the world's GPU carrier can be split: all ranks take part, members or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NCCL = "cpu:shm,cuda:nccl"
 
 
 class Splitting:
-    """As much of a DeviceCarrier as new_group and the end of a group need."""
+    """The part of a DeviceCarrier that new_group and the end of a group need."""
 
     splits = True
 
@@ -35,18 +35,18 @@ def parent(rank: int) -> Splitting:
 
 
 @pytest.mark.ranks(3)
-def test_all_ranks_split_and_members_have_what_came_of_it(rank: int, parent: Splitting) -> None:
+def test_all_ranks_split_and_members_get_the_result(rank: int, parent: Splitting) -> None:
     group = dist.new_group([0, 2], backend=NCCL)
     member = rank != 1
     assert parent.asked == [group if member else None]
     assert isinstance(getattr(getattr(group, "gpus", None), "carrier", None), Splitting) == member
     assert dist.new_group([rank], backend=NCCL, use_local_synchronization=True).gpus.carrier is None
     assert dist.new_group([0, 1], backend="shm") is not None
-    assert len(parent.asked) == 1  # not where others are not asked, nor for another backend
+    assert len(parent.asked) == 1  # not with local synchronisation, nor for another backend
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_disagree_are_told_so_though_they_are_no_members(rank: int, parent: Splitting) -> None:
+def test_ranks_that_disagree_get_an_error_even_if_not_members(rank: int, parent: Splitting) -> None:
     with pytest.raises(
         dist.MismatchError, match=r"rank \d asks for ranks \[.*\] with cpu:shm,cuda:nccl, rank"
     ):

@@ -1,4 +1,4 @@
-"""Staging: results, order of streams, segments, errors; ranks are threads, grouped over TCP, that share a fake GPU."""
+"""Staging: results, order of streams, segments, errors; ranks are threads on TCP that share a fake GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PAIR = np.dtype([("value", "f4"), ("index", "i8")])
 
 @contextlib.contextmanager
 def staged(n: int, timeout: float = 60.0) -> Iterator[list[ProcessGroup]]:
-    """Groups of n ranks that take arrays on GPUs."""
+    """Groups of n ranks that accept arrays on GPUs."""
     with groups(n, timeout=timeout) as made:
         for group in made:
             group.gpus.serve(StagedCarrier)
@@ -43,7 +43,7 @@ def staged(n: int, timeout: float = 60.0) -> Iterator[list[ProcessGroup]]:
 
 
 def done(results):
-    """What all ranks returned, none of them an error."""
+    """Return the ranks' results, none of which is an error."""
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -52,7 +52,7 @@ def done(results):
 
 @pytest.fixture
 def small_segments(monkeypatch):
-    """Segments of 96 bytes, so that small arrays have many."""
+    """Use segments of 96 bytes, so that small arrays have many."""
     monkeypatch.setattr(staged_module, "SEGMENT", 96)
 
 
@@ -62,7 +62,7 @@ def small_segments(monkeypatch):
 @pytest.mark.usefixtures("gpu", "small_segments")
 @pytest.mark.parametrize("dtype", ["i1", "f4", "c16"])
 @pytest.mark.parametrize("nbytes", [80, 96, 112, 192, 384, 2000])
-def test_segments_give_what_the_whole_gives(dtype, nbytes):
+def test_segments_give_the_result_of_the_complete_array(dtype, nbytes):
     count, n = nbytes // np.dtype(dtype).itemsize, 3
     inputs = [(np.arange(count) * (r + 1) % 9).astype(dtype) for r in range(n)]
     want = np.sum(inputs, axis=0, dtype=dtype)
@@ -98,7 +98,7 @@ def test_coalesced_arrays_are_cut_anywhere():
 
 @pytest.mark.usefixtures("gpu", "small_segments")
 @pytest.mark.parametrize("count", [5, 100])
-def test_premul_sum_scales_what_is_reduced_and_nothing_else(count):
+def test_premul_sum_scales_reduced_inputs_only(count):
     with staged(2) as made:
         op = [ReduceOp.PREMUL_SUM(2.0), ReduceOp.PREMUL_SUM(3.0)]
         xs = [np.full(count, g.rank + 1.0) for g in made]
@@ -159,7 +159,7 @@ def test_a_shorter_message_leaves_the_rest_of_the_array():
 # ---- order -------------------------------------------------------------------------------------------------
 
 
-def test_what_the_arrays_streams_hold_comes_first(gpu):
+def test_earlier_work_on_the_arrays_streams_comes_first(gpu):
     with staged(2) as made:
         xs = [np.zeros(4) for _ in made]
         streams = [gpu.new_stream(0) for _ in made]
@@ -173,7 +173,8 @@ def test_what_the_arrays_streams_hold_comes_first(gpu):
         assert all((x == 3).all() for x in xs)
         given, taken = np.zeros(4), np.zeros(4)
         gpu.queue("kernel", streams[0], lambda: given.fill(7))
-        gpu.queue("kernel", streams[1], lambda: taken.fill(1))  # of the output, not after the result
+        # An earlier write to the output must not come after the result.
+        gpu.queue("kernel", streams[1], lambda: taken.fill(1))
         with staged(1) as (one,):
             one.all_gather([FakeArray(taken, stream=streams[1])], FakeArray(given, stream=streams[0]))
         gpu.settle()
@@ -181,7 +182,7 @@ def test_what_the_arrays_streams_hold_comes_first(gpu):
         got = np.zeros(4)
         gpu.queue("kernel", streams[0], lambda: xs[0].fill(5))
         made[0].isend(FakeArray(xs[0], stream=streams[0]), 1)
-        # The receive may not overwrite what the stream still reads.
+        # The receive must not overwrite data that the stream still reads.
         seen = []
         gpu.queue("kernel", streams[1], lambda: seen.append(got[0]))
         made[1].recv(FakeArray(got, stream=streams[1]), 0)
@@ -215,7 +216,7 @@ def test_copies_overlap_the_cpus_work(gpu, small_segments):
 
 
 def test_calls_of_cuda_are_made_for_the_arrays_gpu(two_gpus, monkeypatch):
-    """In other threads too, where GPU 0 would be current, and get a context."""
+    """Also in other threads, where GPU 0 would be current, and get a context."""
     current = set()
     for name in (
         "pinned",
@@ -272,7 +273,7 @@ def test_segmented_calls_that_differ_move_nothing():
 
 
 class OnGpu(FakeArray):
-    """With slices."""
+    """A FakeArray with slices."""
 
     def __getitem__(self, part: slice) -> FakeArray:
         return FakeArray(self.host[part])
@@ -290,13 +291,13 @@ def test_arrays_that_cannot_be_used_are_refused():
             group.all_gather_single(x, FakeArray(x))
         with pytest.raises(ArrayError, match="BAND"):
             group.all_reduce(FakeArray(x), ReduceOp.BAND, async_op=True)
-        group.broadcast(FakeArray(x, read_only=True), 0)  # the root's is only read
+        group.broadcast(FakeArray(x, read_only=True), 0)  # the root's array is only read
 
 
 def test_an_array_that_never_gets_ready_ends_by_the_timeout(prompt_gpu):
     fake, stuck = prompt_gpu, threading.Event()
     with staged(2) as made:
-        made[0].timeout = 0.5  # the other one waits for this rank
+        made[0].timeout = 0.5  # the other rank waits for this one
         xs = [np.ones(3), np.ones(3)]
         stream = fake.new_stream(0)
         fake.queue("kernel", stream, stuck.wait)
@@ -328,7 +329,7 @@ def test_an_abort_ends_the_waiting_for_a_stream(prompt_gpu):
 @pytest.mark.parametrize("count", [3, 100])
 @pytest.mark.parametrize("method", ["to_host", "to_device", "wait_stream"])
 def test_an_error_of_cuda_ends_the_call_on_all_ranks(gpu, small_segments, monkeypatch, count, method):
-    """It leaves the peers half-way, who are told."""
+    """The rank leaves its peers in the middle of a call; they must get an error."""
     with staged(2) as made:
         real, broken = getattr(gpu, method), []
 
@@ -395,13 +396,13 @@ def test_after_close_nothing_can_be_started():
 
 
 def test_pinned_memory_is_used_again_and_bounded(gpu, monkeypatch):
-    from fastcoll.gpu import transit
+    from fastcoll.gpu import staging
 
-    monkeypatch.setattr(transit, "KEPT", 16 << 10)
+    monkeypatch.setattr(staging, "KEPT", 16 << 10)
     with staged(1) as (group,):
         for count in (10, 500, 11, 501):
             group.all_reduce(FakeArray(np.ones(count)))
-        pool = group.devices().transit.pool
+        pool = group.devices().staging.pool
         assert pool.kept == 4096
         for count in (1000, 2000, 100_000, 700):
             group.scan(FakeArray(np.ones(count, "u1")))

@@ -1,4 +1,4 @@
-"""What carriers that queue work share: order among streams, what a Work does, what stays alive. One rank of NCCL."""
+"""Carriers that queue: order of streams, Works, lifetime of memory. One rank of NCCL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError, UsageError
 from fastcoll.gpu import stream_work
 from fastcoll.gpu.device_array import DeviceArray
-from fastcoll.gpu.stream_work import Own, StreamWork
+from fastcoll.gpu.stream_work import OwnStream, StreamWork
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
@@ -30,20 +30,20 @@ TWICE = ReduceOp.PREMUL_SUM(2)
 
 @pytest.fixture
 def lazy() -> Iterator[Ranks]:
-    """One rank, on a GPU where nothing runs before somebody waits for it."""
+    """One rank, on a GPU where nothing runs before a thread waits for it."""
     with world(1, prompt=False) as made:
         yield made
 
 
 @pytest.fixture
 def prompt() -> Iterator[Ranks]:
-    """One rank, on a GPU that runs by itself, and whose streams can be held up."""
+    """One rank, on a GPU that runs by itself, and whose streams can be blocked."""
     with world(1) as made:
         yield made
 
 
 class Held:
-    """Something on a stream that ends at `let_go`."""
+    """Work on a stream that ends at `let_go`."""
 
     def __init__(self, ranks: Ranks, stream: int) -> None:
         self._gone = threading.Event()
@@ -61,7 +61,7 @@ def fill(ranks: Ranks, host: np.ndarray, value: float, stream: int) -> None:
     ranks.gpu.queue("fill", stream, lambda: host.fill(value))
 
 
-def test_a_call_comes_behind_what_wrote_the_array_and_before_what_reads_it(lazy: Ranks) -> None:
+def test_a_call_runs_after_writes_of_its_arrays_and_before_later_reads(lazy: Ranks) -> None:
     stream, host, seen = lazy.gpu.new_stream(0), np.zeros(4, np.float32), []
     fill(lazy, host, 3, stream)
     lazy.groups[0].all_reduce(FakeArray(host, stream), TWICE)
@@ -78,7 +78,7 @@ def test_all_arrays_of_a_call_are_waited_for_on_their_own_streams(lazy: Ranks) -
     fill(lazy, x, 5, streams[0])
     fill(lazy, out, 1, streams[1])  # must not come after the result
     lazy.groups[0].all_gather([FakeArray(out, streams[1])], FakeArray(x, streams[0]))
-    lazy.gpu.queue("overwrite", streams[0], lambda: x.fill(9))  # must not come before it was read
+    lazy.gpu.queue("overwrite", streams[0], lambda: x.fill(9))  # must not come before the call has read it
     lazy.gpu.settle()
     assert out.tolist() == [5, 5]
     for stream in streams:
@@ -92,7 +92,7 @@ def test_an_asynchronous_call_orders_the_stream_when_it_is_waited_for(lazy: Rank
     assert isinstance(work, Work)
     assert orders() == 0
     assert work.wait() is True
-    assert orders() <= 1  # none, where the GPU was through
+    assert orders() <= 1  # none, if the GPU had finished
     lazy.gpu.wait_stream(stream)
     assert host.tolist() == [2, 2]
     lazy.gpu.end_stream(stream)
@@ -107,7 +107,7 @@ def test_packed_outputs_are_unpacked_before_the_work_ends(lazy: Ranks) -> None:
     assert base[:, 0].tolist() == [1, 1, 1]
 
 
-def test_a_work_tells_when_the_gpu_is_through(prompt: Ranks) -> None:
+def test_a_work_completes_when_the_gpu_has_finished(prompt: Ranks) -> None:
     stream = prompt.gpu.new_stream(0)
     held = Held(prompt, stream)
     work = prompt.groups[0].all_reduce(FakeArray(np.ones(2, np.float32), stream), async_op=True)
@@ -154,7 +154,7 @@ def test_a_callback_may_start_a_call_but_not_block(prompt: Ranks) -> None:
     prompt.gpu.end_stream(stream)
 
 
-def test_arrays_stay_alive_until_the_gpu_is_through(prompt: Ranks) -> None:
+def test_arrays_stay_alive_until_the_gpu_has_finished(prompt: Ranks) -> None:
     stream = prompt.gpu.new_stream(0)
     held = Held(prompt, stream)
     x = FakeArray(np.ones(2, np.float32), stream)
@@ -186,10 +186,10 @@ def test_a_gpu_that_fails_fails_the_group(prompt: Ranks) -> None:
 
 
 def broken_gpu() -> None:
-    raise FastcollError("CUDA: what was queued on a stream failed: an illegal address")
+    raise FastcollError("CUDA: work queued on a stream failed: an illegal address")
 
 
-def test_memory_of_what_does_not_end_is_given_up(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_hanging_work_is_given_up(prompt: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     later = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0], sleep=time.sleep)
     monkeypatch.setattr(stream_work, "time", clock)
@@ -200,16 +200,16 @@ def test_memory_of_what_does_not_end_is_given_up(prompt: Ranks, monkeypatch: pyt
     group.abort("enough")
     with pytest.raises(AbortedError, match="enough"):
         work.join()
-    end = Own.end
+    end = OwnStream.end
 
     def let_go_first(*args: Any) -> None:
-        """Once the memory is given up: ending the stream waits for what it holds, in the fake."""
+        """Let the work end once the memory is given up: in the fake, ending the stream waits for it."""
         assert work.is_completed()
         held.let_go()
         end(*args)
 
-    monkeypatch.setattr(Own, "end", let_go_first)
-    later[0] = 5.1  # seconds that the GPU has
+    monkeypatch.setattr(OwnStream, "end", let_go_first)
+    later[0] = 5.1  # the GPU had its seconds
     assert together(group.close) == [None]
     prompt.gpu.end_stream(stream)
 
@@ -228,12 +228,15 @@ def test_the_watching_thread_ends(prompt: Ranks, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_work_may_outrun_the_death_of_a_peer() -> None:
-    """What was queued before a peer died may still end; only what has not by the next look is in vain."""
+    """Work queued before a peer died may still end; it fails only if it has not ended at the next check."""
     failed: list[GroupError] = []
     watcher = stream_work.Watcher(
         "g", lambda: 10.0, lambda doing: AbortedError(f"{doing} is in vain"), failed.append
     )
-    work, other = StreamWork("one", Own(FakeRuntime(), 0), ()), StreamWork("two", Own(FakeRuntime(), 0), ())
+    work, other = (
+        StreamWork("one", OwnStream(FakeRuntime(), 0), ()),
+        StreamWork("two", OwnStream(FakeRuntime(), 0), ()),
+    )
     suspect = watcher._judge(work, work.began, None)
     assert watcher._judge(other, other.began, suspect) is other
     assert failed == []
@@ -244,7 +247,7 @@ def test_a_work_may_outrun_the_death_of_a_peer() -> None:
 def test_the_time_of_a_work_begins_when_those_before_it_have_ended() -> None:
     failed: list[GroupError] = []
     watcher = stream_work.Watcher("g", lambda: 1000.0, lambda doing: None, failed.append)
-    first, second = (StreamWork(name, Own(FakeRuntime(), 0), ()) for name in ("one", "two"))
+    first, second = (StreamWork(name, OwnStream(FakeRuntime(), 0), ()) for name in ("one", "two"))
     first.began = second.began = time.monotonic() - 2000
     watcher._works.extend([first, second])
     watcher._judge(first, time.monotonic(), None)
@@ -254,9 +257,9 @@ def test_the_time_of_a_work_begins_when_those_before_it_have_ended() -> None:
     assert len(failed) == 1
 
 
-def test_a_failure_is_seen_as_soon_as_the_gpu_is_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever ends the Work may be between the two, in another thread."""
-    work, finish = StreamWork("one", Own(FakeRuntime(), 0), ()), StreamWork.complete
+def test_a_failure_is_seen_as_soon_as_the_gpu_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that completes the Work may be between the two steps."""
+    work, finish = StreamWork("one", OwnStream(FakeRuntime(), 0), ()), StreamWork.complete
 
     def late(*args: Any) -> None:
         with pytest.raises(AbortedError):
@@ -268,16 +271,18 @@ def test_a_failure_is_seen_as_soon_as_the_gpu_is_past_it(monkeypatch: pytest.Mon
     assert work.is_completed()
 
 
-def test_the_watcher_is_not_kept_by_who_orders_a_full_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_orders_a_full_stream_does_not_block_the_watcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpu = FakeRuntime()
-    own, seen = Own(gpu, 0), []
+    own, seen = OwnStream(gpu, 0), []
     work = StreamWork("one", own, [DeviceArray(0, np.dtype("f4"), (0,), 0, 0, None)])
     event = own.event()
     gpu.record(event, own.stream)
     work.queued(own, event, None, None)
 
     def order(stream: int, event: int) -> None:
-        """What the watcher does while this blocks."""
+        """Run the watcher's part while this blocks."""
         watcher = threading.Thread(target=lambda: seen.append(work.is_past()) or work.let_go())
         watcher.start()
         watcher.join(60)
@@ -291,7 +296,7 @@ def test_the_watcher_is_not_kept_by_who_orders_a_full_stream(monkeypatch: pytest
 
 def test_a_gpu_is_chosen_by_the_watcher() -> None:
     gpu = FakeRuntime(devices=2)
-    own, failed = Own(gpu, 1), []
+    own, failed = OwnStream(gpu, 1), []
     watcher = stream_work.Watcher("g", lambda: 10.0, lambda doing: None, failed.append)
     work, event = StreamWork("one", own, ()), own.event()
     with gpu.on(1):
@@ -344,11 +349,11 @@ def test_an_abort_ends_the_wait_for_room(prompt: Ranks, monkeypatch: pytest.Monk
 def test_a_stream_that_cannot_be_followed_fails_the_group(
     prompt: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peers count on the call, whose number is used."""
+    """The peers wait for the call, whose number is used."""
     group = prompt.groups[0]
     group.all_reduce(FakeArray(np.ones(2, np.float32)))
     with monkeypatch.context() as patch:
-        patch.setattr(Own, "follow", lambda *_: broken_gpu())
+        patch.setattr(OwnStream, "follow", lambda *_: broken_gpu())
         with pytest.raises(AbortedError, match="illegal address"):
             group.all_reduce(FakeArray(np.ones(2, np.float32)))
     assert isinstance(group.failure, AbortedError)

@@ -132,7 +132,7 @@ def test_several_interfaces_are_used_in_turn(join_hosts: Join, ranks: Ranks) -> 
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("ib0", "host1 has no such interface"), ("lo", "at 127.0.0.1 nobody but host1 itself comes in")],
+    [("ib0", "host1 has no such interface"), ("lo", "only host1 itself can connect to 127.0.0.1")],
 )
 def test_an_unusable_interface_fails_all_ranks(join_hosts: Join, ranks: Ranks, name: str, why: str) -> None:
     hosts = list(join_hosts(2))

@@ -1,4 +1,4 @@
-"""Which addresses a group uses: what is asked for, and without that the route to the master."""
+"""The choice of a group's addresses: by the variable, or by the route to the master."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_choice(text: str, by_route: str, family: int | None, expected: list[Int
     assert choose(parse(text), HERE, by_route, family) == expected
 
 
-def test_an_unknown_interface_is_answered_with_those_there_are() -> None:
+def test_an_unknown_interface_raises_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(
         UsageError, match=r"GLOO_SOCKET_IFNAME names eth7, but .* there are lo 127\.0\.0\.1, eth0 10"
     ):
@@ -122,7 +122,7 @@ def test_ranks_of_one_network_use_loopback(monkeypatch: pytest.MonkeyPatch) -> N
         ("127.0.0.1", "10.0.0.5", ETH0),  # the master itself, or its name means loopback there
         ("", "10.0.0.5", ETH0),  # not a TCP store
         ("fe80::1", "10.0.0.5", ETH0),
-        ("", "127.0.0.1", ETH0),  # no default route: whatever is there
+        ("", "127.0.0.1", ETH0),  # no default route: the first interface
     ],
 )
 def test_ranks_of_several_networks_use_the_route_to_the_master(

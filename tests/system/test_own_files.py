@@ -1,4 +1,4 @@
-"""This user's own files: nothing that another user has put there is followed, waited for or changed."""
+"""This user's own files: what another user has put there is not followed, awaited or changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def precious(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_is_planted_is_refused_and_stays(
+def test_planted_files_are_refused_and_unchanged(
     tmp_path: Path, precious: Path, plant: Callable[[Path, Path], None]
 ) -> None:
     plant(tmp_path / "file", precious)
@@ -36,7 +36,7 @@ def test_what_is_planted_is_refused_and_stays(
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_is_planted_is_replaced_and_what_it_leads_to_stays(
+def test_planted_files_are_replaced_and_their_targets_unchanged(
     tmp_path: Path, precious: Path, plant: Callable[[Path, Path], None]
 ) -> None:
     plant(tmp_path / "file", precious)

@@ -29,7 +29,7 @@ from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupErr
 from ...kernels.cuda import page as at
 from ...kernels.cuda.reducers import cuda_reducer
 from ..device_array import DeviceArray
-from ..stream_work import Own, StreamWork
+from ..stream_work import OwnStream, StreamWork
 from ..streams import Compared, QueuedCall, StreamCarrier, StreamScope, sizes_of
 from . import schedules
 from .regions import SharedRegions
@@ -118,7 +118,7 @@ class IpcCarrier(StreamCarrier):
             return f"{self.group.size} ranks are more than {at.MOST_RANKS}"
         self.shared, reason = SharedRegions.meet(self.group, self.runtime, device, self._slot_wanted)
         if self.shared is not None:
-            self.lane = self.lane or Own(self.runtime, device)
+            self.own_stream = self.own_stream or OwnStream(self.runtime, device)
         return reason
 
     # ---- collectives ---------------------------------------------------------------------------------
@@ -175,10 +175,10 @@ class IpcCarrier(StreamCarrier):
             return None
         group = self.group
         if words[at.WHY // 8] != at.MISMATCH:
-            return AbortedError(f"call {stopped} of the group {group.name!r} on a GPU was broken off")
-        lines = words[at.SAID // 8 :][: at.LINE_WORDS * group.size].reshape(group.size, at.LINE_WORDS)
-        said = [(int(line[at.CALL // 8]), int(line[at.SHAPE // 8])) for line in lines]
-        text = signature.describe_mismatch(said, group.ranks)
+            return AbortedError(f"call {stopped} of the group {group.name!r} on a GPU was cancelled")
+        lines = words[at.REPORTED // 8 :][: at.LINE_WORDS * group.size].reshape(group.size, at.LINE_WORDS)
+        compared = [(int(line[at.CALL // 8]), int(line[at.SHAPE // 8])) for line in lines]
+        text = signature.describe_mismatch(compared, group.ranks)
         return AbortedError(f"on a GPU {signature.mismatch(text, stopped, group.name)}")
 
     def trouble(self) -> GroupError | None:
@@ -199,13 +199,13 @@ class IpcCarrier(StreamCarrier):
             self.shared.stop(lambda: self.watcher.outstanding == 0)
 
     def release(self) -> None:
-        if self.shared is None or self.lane is None:
+        if self.shared is None or self.own_stream is None:
             return
         if self.broken or self.group.failure is not None:
-            self.shared.lose()
+            self.shared.abandon()
         else:
             monitor = self.group.monitor
-            self.shared.say_bye(self.lane.stream)
+            self.shared.publish_bye(self.own_stream.stream)
             self.shared.close(lambda: monitor.decide([], "leaving") is not None)
         self.shared = None
 
@@ -222,9 +222,9 @@ class IpcCall(QueuedCall):
         self._ipc, self._facts, self._operation, op = carrier, facts, operation, operation.op
         dtype: np.dtype[Any] = self.arrays[0].dtype
         plain = None if op is None else scaled(np.empty(0, dtype), op)[1]
-        said = Compared.of(operation._replace(op=plain), facts.size)
-        balance = signature.balance(facts.rank, said.gives, said.takes) & at.BALANCE_MASK
-        self._said = signature.Signature(said.call, said.shape, balance)
+        compared = Compared.of(operation._replace(op=plain), facts.size)
+        balance = signature.balance(facts.rank, compared.gives, compared.takes) & at.BALANCE_MASK
+        self._signature = signature.Signature(compared.call, compared.shape, balance)
         self._reducer = None if plain is None else cuda_reducer(plain, dtype)
         for x in self.arrays if plain is not None and dtype.names is None else ():
             if x.size and x.address % dtype.alignment:
@@ -245,17 +245,17 @@ class IpcCall(QueuedCall):
         self._ipc.calls += 1
         self._number = self._ipc.calls
 
-    def handle(self, describe: str, own: Own) -> StreamWork:
+    def handle(self, describe: str, own: OwnStream) -> StreamWork:
         return StreamWork(describe, own, self.arrays, partial(self._ipc.judge, self._number))
 
-    def work(self, turn: StreamScope) -> None:
+    def work(self, scope: StreamScope) -> None:
         shared, finish = self._ipc.shared, None
         assert shared is not None
         _, outs, ins, op, _, _ = operation = self._operation
         if KINDS[operation.kind].made_of:
-            (_, outs, ins, *_), finish = turn.as_one(operation, self._facts.size)
+            (_, outs, ins, *_), finish = scope.as_one(operation, self._facts.size)
         else:
-            ins = tuple(turn.apart([turn.scaled(x, op) for x in ins], outs, self._facts.rank))
-        shared.run(turn.stream, self._number, self._schedule, self._said, ins, outs, self._reducer)
+            ins = tuple(scope.apart([scope.scaled(x, op) for x in ins], outs, self._facts.rank))
+        shared.run(scope.stream, self._number, self._schedule, self._signature, ins, outs, self._reducer)
         if finish is not None:
             finish()

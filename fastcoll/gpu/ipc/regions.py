@@ -57,16 +57,16 @@ class Region(NamedTuple):
         return bool(byes.all())
 
 
-_kept: list[Region] = []
-_turn = threading.Lock()
+_reusable: list[Region] = []
+_lock = threading.Lock()
 
 
 def _region(runtime: Any, device: int, nbytes: int, size: int) -> Region:
     """Return a region that all ranks of an earlier group have left, or a new one."""
-    with _turn:
-        for old in _kept:
+    with _lock:
+        for old in _reusable:
             if (old.device, old.nbytes) == (device, nbytes) and old.is_free(runtime):
-                _kept.remove(old)
+                _reusable.remove(old)
                 return old._replace(size=size)
     return Region(device, nbytes, runtime.allocate_shareable(nbytes, device), size)
 
@@ -89,7 +89,7 @@ class SharedRegions:
         self._bases: list[int] = [0] * region.size
         self._header: Array = runtime.pinned(at.LINES + at.RANK_BYTES * region.size).view(np.int64)
         self._meet, self._announce = kernels.compiled(kernels.meet), kernels.compiled(kernels.announce)
-        self._step, self._say = kernels.compiled(kernels.step), kernels.compiled(kernels.say)
+        self._step, self._publish = kernels.compiled(kernels.step), kernels.compiled(kernels.publish)
         if self._wait is not None:
             # Allocated now: later, pinning memory or creating a stream might wait for the GPU, which waits for the
             # poison.
@@ -120,13 +120,13 @@ class SharedRegions:
             note["gpu"] = np.void(runtime.uuid(device))
         except FastcollError as error:
             note["error"] = str(error).encode()[:256]
-        notes, reason = _told(group, note)
+        notes, reason = _exchanged(group, note)
         if region is not None and not reason:
             shares_gpu = len(set(notes["gpu"].tolist())) < group.size
             with runtime.on(device):
                 shared = cls(runtime, group.rank, int(notes["slot"].min()), region, shares_gpu, wait)
                 # A peer writes to this rank's page only after this exchange. So the page is initialised before.
-                _, reason = _told(group, shared._mapped(notes["handle"]))
+                _, reason = _exchanged(group, shared._mapped(notes["handle"]))
                 if not reason:
                     return shared, ""
                 shared._unmap()
@@ -167,9 +167,9 @@ class SharedRegions:
             self._unmap()
         _keep(self._region)
 
-    def lose(self) -> None:
+    def abandon(self) -> None:
         """Keep all memory, the pinned words too, until the process ends: hanging kernels may use it."""
-        _lost.append(self)
+        _abandoned.append(self)
 
     def _unmap(self) -> None:
         for peer, base in enumerate(self._bases):
@@ -185,7 +185,7 @@ class SharedRegions:
         stream: int,
         number: int,
         schedule: Schedule,
-        said: Signature,
+        signature: Signature,
         ins: Sequence[DeviceArray],
         outs: Sequence[DeviceArray],
         reducer: CudaReducer | None,
@@ -193,13 +193,13 @@ class SharedRegions:
         """Queue the work of a schedule, for call `number` (from 1); the GPU is the current one.
 
         Args:
-            said: the values that the ranks compare at the meeting.
+            signature: the values that the ranks compare at the meeting.
             ins, outs: the arrays that the schedule refers to.
             reducer: for the schedule's folds.
         """
 
-        def address(place: BlockLocation) -> int:
-            kind, index, offset = place
+        def address(location: BlockLocation) -> int:
+            kind, index, offset = location
             if kind < SLOT:
                 return (ins if kind == IN else outs)[index].address + offset
             return self._bases[index] + at.PAGE + slot_of(number, kind - SLOT) * self.slot + offset
@@ -214,35 +214,35 @@ class SharedRegions:
                 count = item.nbytes // (outs or ins)[0].dtype.itemsize
                 reducer.launch(address(item.dst), [address(src) for src in item.srcs], count, stream)
             elif isinstance(item, Step):
-                self._take_step(stream, number, item.number, said)
+                self._take_step(stream, number, item.number, signature)
             else:
-                self._say(1, stream, self._page, at.STEP, number << at.STEP_BITS | at.LAST_STEP)
+                self._publish(1, stream, self._page, at.STEP, number << at.STEP_BITS | at.LAST_STEP)
 
-    def _take_step(self, stream: int, number: int, step: int, said: Signature) -> None:
+    def _take_step(self, stream: int, number: int, step: int, signature: Signature) -> None:
         assert step < at.LAST_STEP
         page, word, offset = self._page, number << at.STEP_BITS | step, at.STEP
         if step == 0:
             word, offset = number, at.LINE * (number % 2) + at.SEQUENCE
         if self._wait is not None:
             if step == 0:
-                self._announce(1, stream, page, number, *said)
+                self._announce(1, stream, page, number, *signature)
             else:
-                self._say(1, stream, page, at.STEP, word)
+                self._publish(1, stream, page, at.STEP, word)
             for peer in range(self._region.size):
                 if peer != self._rank:
                     self._wait(stream, page + at.rank_words(peer) + offset, word)
         if step == 0:
-            self._meet(1, stream, page, number, *said)
+            self._meet(1, stream, page, number, *signature)
         else:
             self._step(1, stream, page, word)
 
-    def say_bye(self, stream: int) -> None:
+    def publish_bye(self, stream: int) -> None:
         """Set BYE: this rank no longer uses its peers' memory. Blocks until the peers can see it.
 
         Nothing may be queued here afterwards.
         """
         with self._runtime.on(self._region.device):
-            self._say(1, stream, self._page, at.BYE, 1)
+            self._publish(1, stream, self._page, at.BYE, 1)
             self._runtime.wait_stream(stream)
             self._end_poisoning()
 
@@ -272,15 +272,15 @@ class SharedRegions:
         threading.Thread(target=poison, name="fastcoll-gpu-poison", daemon=True).start()
 
 
-_lost: list[SharedRegions] = []
+_abandoned: list[SharedRegions] = []
 
 
 def _keep(region: Region) -> None:
-    with _turn:
-        _kept.append(region)
+    with _lock:
+        _reusable.append(region)
 
 
-def _told(group: ProcessGroup, note: Array) -> tuple[Array, str]:
+def _exchanged(group: ProcessGroup, note: Array) -> tuple[Array, str]:
     """Exchange the ranks' notes.
 
     Returns:
@@ -300,7 +300,7 @@ def ready(device: int) -> tuple[WaitValue | None, str]:
         the result of `waits_of_streams`, and why there are no kernels; empty: there are.
     """
     try:
-        for kernel in (kernels.meet, kernels.announce, kernels.step, kernels.say):
+        for kernel in (kernels.meet, kernels.announce, kernels.step, kernels.publish):
             kernels.compiled(kernel)
         return waits_of_streams(device), ""
     except Exception as error:  # Numba raises errors of many kinds

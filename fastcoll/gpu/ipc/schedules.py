@@ -128,12 +128,12 @@ def _in_chunks(
     longest = max((x.nbytes for x in (*puts, *moved, *reduced)), default=0)
     for k, (at, _) in enumerate(_chunks(longest, chunk)):
         for x in puts:
-            place = BlockLocation(SLOT + k, rank, x.offset)
-            items.append(Move(place, BlockLocation(IN, x.array, at), min(chunk, x.nbytes - at)))
+            slot_block = BlockLocation(SLOT + k, rank, x.offset)
+            items.append(Move(slot_block, BlockLocation(IN, x.array, at), min(chunk, x.nbytes - at)))
         items.append(Step(k))
         for x in moved:
-            place = BlockLocation(SLOT + k, x.ranks[0], x.offset)
-            items.append(Move(BlockLocation(OUT, x.array, at), place, min(chunk, x.nbytes - at)))
+            slot_block = BlockLocation(SLOT + k, x.ranks[0], x.offset)
+            items.append(Move(BlockLocation(OUT, x.array, at), slot_block, min(chunk, x.nbytes - at)))
         for x in reduced:
             srcs = _sources(rank, x.ranks, k, x.offset, BlockLocation(IN, x.array, at))
             items.append(ReduceStep(BlockLocation(OUT, 0, at), srcs, min(chunk, x.nbytes - at)))

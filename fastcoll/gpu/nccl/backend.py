@@ -24,11 +24,11 @@ from ...core.operation import Call, Operation
 from ...core.operations import KINDS
 from ...errors import AbortedError, GroupError, MismatchError
 from ..device_array import DeviceArray
-from ..stream_work import Own
+from ..stream_work import OwnStream
 from ..streams import Compared, QueuedCall, StreamCarrier, StreamScope, sizes_of
 from . import bindings
 from .blocks import Kernels, Moves, Native, reductions
-from .communicator import Backoff, Communicator, Seat, check_seats
+from .communicator import Backoff, Communicator, RankInfo, check_ranks
 from .messages import NcclMessages
 
 _MOST_KINDS = 10_000
@@ -77,7 +77,7 @@ class NcclCarrier(StreamCarrier):
         self.messages: NcclMessages = NcclMessages(self, self._library)
         self._hows: dict[Any, Native | Kernels] = {}
         self._kinds: set[tuple[int, ...]] = set()
-        self._compared = 0
+        self._calls = 0
 
     # ---- collectives ---------------------------------------------------------------------------------
 
@@ -99,26 +99,26 @@ class NcclCarrier(StreamCarrier):
             self._hows[key] = make(op, dtype, self.group.size)
         return self._hows[key]
 
-    def compare(self, operation: Operation, said: Compared) -> None:
+    def compare(self, operation: Operation, compared: Compared) -> None:
         """Compare the ranks' calls if this call is the first of its kind; blocks then.
 
         Raises:
             MismatchError: on all ranks, if the calls differ.
         """
-        self._compared += 1
+        self._calls += 1
         kind = KINDS[operation.kind]
         all_know_sizes = kind.made_of or (kind.takes_blocks and not kind.is_by_pair)
-        seen = (said.call, said.shape, *(sizes_of(operation.outputs) if all_know_sizes else ()))
+        seen = (compared.call, compared.shape, *(sizes_of(operation.outputs) if all_know_sizes else ()))
         if seen in self._kinds:
             return
         group = self.group
-        balance = signature.balance(group.rank, said.gives, said.takes)
-        rows = self._exchanged(np.array([self._compared, said.call, said.shape, balance], np.int64))
+        balance = signature.balance(group.rank, compared.gives, compared.takes)
+        rows = self._exchanged(np.array([self._calls, compared.call, compared.shape, balance], np.int64))
         heads = signature.comparable([(int(call), int(shape)) for call, shape in rows[:, 1:3]])
         counts = rows[:, 0].tolist()
 
         def tables() -> list[signature.Sizes]:
-            each = self._exchanged(np.array([said.gives, said.takes], np.int64))
+            each = self._exchanged(np.array([compared.gives, compared.takes], np.int64))
             return [(gives.tolist(), takes.tolist()) for gives, takes in each]
 
         if len(set(heads)) > 1:
@@ -126,7 +126,7 @@ class NcclCarrier(StreamCarrier):
         if len(set(counts)) > 1:
             text = ", ".join(f"rank {r} its call {n}" for r, n in zip(group.ranks, counts, strict=True))
             raise self._mismatch(
-                f"{signature.describe(*heads[0])} is {text}: a rank has left out a call before"
+                f"{signature.describe(*heads[0])} is {text}: a rank has skipped an earlier call"
             )
         if rows[:, 3].sum():
             raise self._mismatch(signature.describe_mismatch(heads, group.ranks, tables))
@@ -134,7 +134,7 @@ class NcclCarrier(StreamCarrier):
             self._kinds.add(seen)
 
     def _mismatch(self, text: str) -> MismatchError:
-        return signature.mismatch(text, self._compared, f"{self.group.name} on GPUs")
+        return signature.mismatch(text, self._calls, f"{self.group.name} on GPUs")
 
     # ---- the communicator ----------------------------------------------------------------------------
 
@@ -146,12 +146,12 @@ class NcclCarrier(StreamCarrier):
         if self._comm is None:
             group, library, device = self.group, self._library, self.own(arrays).device
             identity = library.unique_id() if group.rank == 0 else b""
-            seat = Seat.here(self.runtime.uuid(device), library.version, identity)
-            seats = [Seat.from_row(row) for row in self._exchanged(seat.to_row())]
-            check_seats(seats, group.ranks, group.name)
+            info = RankInfo.here(self.runtime.uuid(device), library.version, identity)
+            infos = [RankInfo.from_array(row) for row in self._exchanged(info.to_array())]
+            check_ranks(infos, group.ranks, group.name)
             with self.runtime.on(device):
                 backoff = Backoff(group, self.look)
-                self._comm = Communicator.make(library, group.size, group.rank, seats[0].identity, backoff)
+                self._comm = Communicator.make(library, group.size, group.rank, infos[0].identity, backoff)
         return self._comm
 
     def _exchanged(self, row: np.ndarray) -> np.ndarray:
@@ -168,16 +168,16 @@ class NcclCarrier(StreamCarrier):
 
     def split(self, group: ProcessGroup | None) -> NcclCarrier | None:
         assert self._comm is not None
-        assert self.lane is not None
+        assert self.own_stream is not None
         with self.in_turn("new_group"), self.failing("new_group"):
             self.watcher.drain()  # NCCL may deadlock if work is outstanding
-            with self.runtime.on(self.lane.device):
+            with self.runtime.on(self.own_stream.device):
                 comm = self._comm.split(None if group is None else group.rank)
         if group is None or comm is None:
             return None
         made = NcclCarrier(group)
         comm.ask(Backoff(group, made.look))
-        made._comm, made.lane = comm, Own(self.runtime, self.lane.device)
+        made._comm, made.own_stream = comm, OwnStream(self.runtime, self.own_stream.device)
         return made
 
     def trouble(self) -> GroupError | None:
@@ -202,17 +202,17 @@ class _NcclCall(QueuedCall):
         outs, ins = operation.outputs, operation.inputs
         super().__init__(carrier, (*ins, *outs) if len(ins) == 1 else (*outs, *ins))
         self._nccl, self._operation, self._how = carrier, operation, how
-        self._said = Compared.of(operation, carrier.group.size)
+        self._compared = Compared.of(operation, carrier.group.size)
 
     def prepare(self, name: str) -> None:
         with self.carrier.failing(name):
-            self._nccl.compare(self._operation, self._said)
+            self._nccl.compare(self._operation, self._compared)
             self._nccl.communicator(self.arrays)
 
-    def work(self, turn: StreamScope) -> None:
+    def work(self, scope: StreamScope) -> None:
         group = self.carrier.group
-        doing = _doing(self._said.call, self._said.shape, group.name)
-        moves = Moves(self._nccl.communicator(self.arrays), turn, group.rank, group.size, doing)
+        doing = _doing(self._compared.call, self._compared.shape, group.name)
+        moves = Moves(self._nccl.communicator(self.arrays), scope, group.rank, group.size, doing)
         _QUEUES[KINDS[self._operation.kind].made_of or self._operation.kind](
             moves, self._operation, self._how
         )

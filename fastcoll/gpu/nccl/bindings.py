@@ -118,7 +118,7 @@ class NcclLibrary:
         self.calls = library
         self.operations = {name: getattr(library, function) for name, function in _OPERATIONS.items()}
         version = ctypes.c_int()
-        self.check(library.ncclGetVersion(ctypes.byref(version)), "asking for its version")
+        self.check(library.ncclGetVersion(ctypes.byref(version)), "querying its version")
         self.version = version.value
         if self.version < OLDEST:
             raise UnavailableError(f"this is NCCL {self.name}; {_TOO_OLD}")
@@ -131,7 +131,7 @@ class NcclLibrary:
     def unique_id(self) -> bytes:
         """Return a new communicator's id. One rank makes it, and all ranks use it."""
         made = UniqueId()
-        self.check(self.calls.ncclGetUniqueId(ctypes.byref(made)), "making a communicator's id")
+        self.check(self.calls.ncclGetUniqueId(ctypes.byref(made)), "creating a communicator's id")
         return ctypes.string_at(ctypes.addressof(made), UNIQUE_ID_BYTES)
 
     def check(self, status: int, doing: str, handle: Any = None) -> None:
@@ -139,10 +139,10 @@ class NcclLibrary:
         if status in (SUCCESS, IN_PROGRESS):
             return
         texts = (self.calls.ncclGetErrorString(status), self.calls.ncclGetLastError(handle))
-        said = "; ".join(dict.fromkeys(text.decode(errors="replace") for text in texts if text))
+        text = "; ".join(dict.fromkeys(text.decode(errors="replace") for text in texts if text))
         raise NcclError(
-            f"NCCL {getattr(self, 'version', 0) and self.name}: {doing} failed with status {status}: {said} "
-            "(NCCL_DEBUG=INFO tells more)"
+            f"NCCL {getattr(self, 'version', 0) and self.name}: {doing} failed with status {status}: {text} "
+            "(NCCL_DEBUG=INFO logs more)"
         )
 
 
@@ -194,8 +194,8 @@ def _in_wheel() -> str | None:
         found = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
         return None
-    places = list(found.submodule_search_locations or ()) if found is not None else []
-    return os.path.join(places[0], "lib", _SONAME) if places else None
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    return os.path.join(folders[0], "lib", _SONAME) if folders else None
 
 
 def why_unavailable() -> str | None:

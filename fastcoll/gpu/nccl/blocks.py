@@ -48,8 +48,8 @@ class Moves:
         doing: the description of the call in messages.
     """
 
-    def __init__(self, comm: Communicator, turn: StreamScope, rank: int, size: int, doing: str) -> None:
-        self.comm, self.turn, self.rank, self.size, self.doing = comm, turn, rank, size, doing
+    def __init__(self, comm: Communicator, scope: StreamScope, rank: int, size: int, doing: str) -> None:
+        self.comm, self.scope, self.rank, self.size, self.doing = comm, scope, rank, size, doing
 
     def broadcast(self, x: DeviceArray, root: int) -> None:
         """Copy the root's x to every rank's x."""
@@ -60,21 +60,21 @@ class Moves:
     def all_gather(self, outs: Arrays, x: DeviceArray) -> None:
         """Copy rank r's x to outs[r], of any sizes."""
         if len({out.nbytes for out in outs}) > 1:
-            (x,) = self.turn.apart([x], outs, self.rank)
+            (x,) = self.scope.apart([x], outs, self.rank)
             with self.comm.group(self.doing):
                 for root, out in enumerate(outs):
                     if out.nbytes:
                         src = x.address if root == self.rank else out.address
                         self.queue("broadcast", src, out.address, out.nbytes, BYTES, root)
         elif x.nbytes:
-            whole = joined(outs)
-            target = whole or self.turn.scratch_like(outs)
-            if whole is not None:
-                (x,) = self.turn.apart([x], outs, self.rank)
+            joined_blocks = joined(outs)
+            target = joined_blocks or self.scope.scratch_like(outs)
+            if joined_blocks is not None:
+                (x,) = self.scope.apart([x], outs, self.rank)
             with self.comm.group(self.doing):
                 self.queue("all_gather", x.address, target.address, x.nbytes, BYTES)
-            if whole is None:
-                self.turn.copy_each(outs, parts(target, outs))
+            if joined_blocks is None:
+                self.scope.copy_each(outs, parts(target, outs))
 
     def gather(self, outs: Arrays | None, x: DeviceArray, root: int) -> None:
         """Copy rank r's x to outs[r] on the root."""
@@ -82,7 +82,7 @@ class Moves:
             with self.comm.group(self.doing):
                 self._send(x, root)
             return
-        self.turn.copy(outs[root], x)  # before the others' blocks arrive, which may overlap x
+        self.scope.copy(outs[root], x)  # before the others' blocks arrive, which may overlap x
         with self.comm.group(self.doing):
             for peer in self._peers():
                 self._recv(outs[peer], peer)
@@ -96,16 +96,16 @@ class Moves:
                 for peer in self._peers():
                     self._send(blocks[peer], peer)
         if blocks is not None:
-            self.turn.copy(out, blocks[root])  # after all blocks are sent, which may overlap out
+            self.scope.copy(out, blocks[root])  # after all blocks are sent, which may overlap out
 
     def all_to_all(self, outs: Arrays, blocks: Arrays) -> None:
         """Copy rank r's blocks[rank] to outs[r], of any sizes."""
-        blocks = self.turn.apart(blocks, outs, self.rank)
+        blocks = self.scope.apart(blocks, outs, self.rank)
         with self.comm.group(self.doing):
             for peer in self._peers():
                 self._send(blocks[peer], peer)
                 self._recv(outs[peer], peer)
-        self.turn.copy(outs[self.rank], blocks[self.rank])
+        self.scope.copy(outs[self.rank], blocks[self.rank])
 
     def _peers(self) -> list[int]:
         """Return the other ranks, starting after this one, so that not all ranks start with the same peer."""
@@ -121,7 +121,7 @@ class Moves:
 
     def queue(self, operation: str, *args: int) -> None:
         """Queue an operation of the communicator on the call's stream."""
-        self.comm.queue(operation, self.turn.stream, *args)
+        self.comm.queue(operation, self.scope.stream, *args)
 
 
 def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernels:
@@ -156,23 +156,25 @@ class Native:
                 moves.queue("all_reduce", x.address, x.address, x.size * self._parts, *how)
 
     def reduce(self, moves: Moves, out: DeviceArray, x: DeviceArray, root: int) -> None:
-        place = _apart(moves, out, (x,), x.address) if moves.rank == root else nullcontext(None)
+        in_place_at = _apart(moves, out, (x,), x.address) if moves.rank == root else nullcontext(None)
         if x.size:
-            with place as target, self._group(moves) as how:
+            with in_place_at as target, self._group(moves) as how:
                 self._reduce(moves, target, x, how, root)
 
     def reduce_scatter(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
         if len({block.size for block in blocks}) > 1:
-            place = blocks[moves.rank].address
-            with _apart(moves, out, blocks, place) as target, self._group(moves) as how:
+            in_place_at = blocks[moves.rank].address
+            with _apart(moves, out, blocks, in_place_at) as target, self._group(moves) as how:
                 for root, block in enumerate(blocks):
                     if block.size:
                         self._reduce(moves, target if root == moves.rank else None, block, how, root)
         elif out.size:
-            whole = joined(blocks) or moves.turn.copied(blocks)
-            place = whole.address + moves.rank * out.nbytes
-            with _apart(moves, out, (whole,), place) as target, self._group(moves) as how:
-                moves.queue("reduce_scatter", whole.address, target.address, out.size * self._parts, *how)
+            joined_blocks = joined(blocks) or moves.scope.copied(blocks)
+            in_place_at = joined_blocks.address + moves.rank * out.nbytes
+            with _apart(moves, out, (joined_blocks,), in_place_at) as target, self._group(moves) as how:
+                moves.queue(
+                    "reduce_scatter", joined_blocks.address, target.address, out.size * self._parts, *how
+                )
 
     def _reduce(
         self, moves: Moves, out: DeviceArray | None, x: DeviceArray, how: tuple[int, int], root: int
@@ -211,47 +213,47 @@ class Kernels:
         self._reducer = cuda_reducer(plain, dtype)
 
     def all_reduce(self, moves: Moves, x: DeviceArray) -> None:
-        source = moves.turn.scaled(x, self._op)
-        for piece, out in zip(_pieces(source, moves.size), _pieces(x, moves.size), strict=True):
-            if moves.size > 2 and piece.nbytes >= DIVIDED:
+        source = moves.scope.scaled(x, self._op)
+        for segment, out in zip(_segments(source, moves.size), _segments(x, moves.size), strict=True):
+            if moves.size > 2 and segment.nbytes >= DIVIDED:
                 outs = shares(out, moves.size)
-                self._exchange(moves, outs[moves.rank], shares(piece, moves.size))
+                self._exchange(moves, outs[moves.rank], shares(segment, moves.size))
                 moves.all_gather(outs, outs[moves.rank])
             else:
-                self._fold(moves.turn, out, self._gathered(moves, piece))
+                self._fold(moves.scope, out, self._gathered(moves, segment))
 
     def reduce(self, moves: Moves, out: DeviceArray, x: DeviceArray, root: int) -> None:
         here = moves.rank == root
-        x = moves.turn.scaled(x, self._op)
+        x = moves.scope.scaled(x, self._op)
         if here:
-            (x,) = moves.turn.apart([x], [out])
-        for piece, to in zip(_pieces(x, moves.size), _pieces(out, moves.size), strict=True):
-            room = self._room(moves, [piece] * moves.size) if here else None
-            moves.gather(room, piece, root)
+            (x,) = moves.scope.apart([x], [out])
+        for segment, to in zip(_segments(x, moves.size), _segments(out, moves.size), strict=True):
+            room = self._room(moves, [segment] * moves.size) if here else None
+            moves.gather(room, segment, root)
             if room is not None:
-                self._fold(moves.turn, to, room)
+                self._fold(moves.scope, to, room)
 
     def scan(self, moves: Moves, out: DeviceArray, x: DeviceArray, exclusive: bool) -> None:
         """Reduce x over ranks 0..rank, or 0..rank-1, into out.
 
         In an exclusive scan rank 0's out is not changed.
         """
-        x = moves.turn.scaled(x, self._op)
-        (x,) = moves.turn.apart([x], [out])
+        x = moves.scope.scaled(x, self._op)
+        (x,) = moves.scope.apart([x], [out])
         count = moves.rank + (not exclusive)
-        for piece, to in zip(_pieces(x, moves.size), _pieces(out, moves.size), strict=True):
-            everybody = self._gathered(moves, piece)
+        for segment, to in zip(_segments(x, moves.size), _segments(out, moves.size), strict=True):
+            everybody = self._gathered(moves, segment)
             if count:
-                self._fold(moves.turn, to, everybody[:count])
+                self._fold(moves.scope, to, everybody[:count])
 
     def reduce_scatter(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
-        self._exchange(moves, out, [moves.turn.scaled(block, self._op) for block in blocks])
+        self._exchange(moves, out, [moves.scope.scaled(block, self._op) for block in blocks])
 
     def _exchange(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
         """Reduce all ranks' blocks[rank], which are scaled, into out."""
         room = self._room(moves, [out] * moves.size)
         moves.all_to_all(room, blocks)
-        self._fold(moves.turn, out, room)
+        self._fold(moves.scope, out, room)
 
     def _gathered(self, moves: Moves, x: DeviceArray) -> list[DeviceArray]:
         """Return every rank's x, in scratch memory."""
@@ -260,32 +262,32 @@ class Kernels:
         return room
 
     def _room(self, moves: Moves, like: Arrays) -> list[DeviceArray]:
-        return parts(moves.turn.scratch_like(like), like)
+        return parts(moves.scope.scratch_like(like), like)
 
-    def _fold(self, turn: StreamScope, out: DeviceArray, srcs: Arrays) -> None:
+    def _fold(self, scope: StreamScope, out: DeviceArray, srcs: Arrays) -> None:
         """Reduce the sources in rank order into out, which shares no memory with them."""
         launch: Callable[..., None] = self._reducer.launch
         addresses = [x.address for x in srcs]
-        launch(out.address, addresses[: self._most], out.size, turn.stream)
+        launch(out.address, addresses[: self._most], out.size, scope.stream)
         for start in range(self._most, len(addresses), self._most - 1):
             more = addresses[start : start + self._most - 1]
-            launch(out.address, [out.address, *more], out.size, turn.stream)
+            launch(out.address, [out.address, *more], out.size, scope.stream)
 
 
-def _pieces(x: DeviceArray, size: int) -> list[DeviceArray]:
+def _segments(x: DeviceArray, size: int) -> list[DeviceArray]:
     """Split a flat array so that all ranks' segments fit into SCRATCH together."""
     return cut(x, max(SCRATCH // (size * x.dtype.itemsize) // size * size, size))
 
 
 @contextmanager
-def _apart(moves: Moves, out: DeviceArray, inputs: Arrays, place: int) -> Iterator[DeviceArray]:
+def _apart(moves: Moves, out: DeviceArray, inputs: Arrays, in_place_at: int) -> Iterator[DeviceArray]:
     """Yield the array to write a result to: `out`, or scratch memory that is copied to it.
 
-    Scratch memory is used where `out` overlaps inputs, unless it lies exactly at `place`.
+    Scratch memory is used where `out` overlaps inputs, unless it lies exactly at `in_place_at`.
     """
-    if out.address == place or not any(out.overlaps(x) for x in inputs):
+    if out.address == in_place_at or not any(out.overlaps(x) for x in inputs):
         yield out
         return
-    scratch = moves.turn.scratch(out.size, out.dtype)
+    scratch = moves.scope.scratch(out.size, out.dtype)
     yield scratch
-    moves.turn.copy(out, scratch)
+    moves.scope.copy(out, scratch)

@@ -1,7 +1,7 @@
 """Communicator: one rank's end of an NCCL communicator.
 
 It is created non-blocking, so that no NCCL call can hang the host. Before the creation, the ranks exchange on the host
-which rank uses which GPU (Seat).
+which rank uses which GPU (RankInfo).
 
     begun -> ready -> (grouped -> ready)* -> ended | aborted
 
@@ -49,13 +49,13 @@ _LOOK = 0.05
 _SHARED_GPU = 23000
 """NCCL 2.30, the first version that knows NCCL_MULTI_RANK_GPU_ENABLE."""
 
-_SEAT = struct.Struct(f"<16s8sII{UNIQUE_ID_BYTES}s")
+_RANK_INFO = struct.Struct(f"<16s8sII{UNIQUE_ID_BYTES}s")
 
 Look = Callable[[str, float], None]
 """`look(doing, seconds)` raises if waiting is useless."""
 
 
-class Seat(NamedTuple):
+class RankInfo(NamedTuple):
     """The facts that a rank publishes before a communicator is created."""
 
     gpu: bytes  # UUID of its GPU
@@ -65,38 +65,38 @@ class Seat(NamedTuple):
     identity: bytes  # id of the communicator, from group rank 0
 
     @classmethod
-    def here(cls, gpu: bytes, version: int, identity: bytes) -> Seat:
+    def here(cls, gpu: bytes, version: int, identity: bytes) -> RankInfo:
         host = hashlib.sha256(os.environ.get("NCCL_HOSTID", "").encode()).digest()[:8]
         shares = version >= _SHARED_GPU and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0")
         return cls(gpu, host, version, shares, identity)
 
-    def to_row(self) -> np.ndarray:
+    def to_array(self) -> np.ndarray:
         """Return the fields as bytes of a fixed length."""
-        packed = _SEAT.pack(self.gpu, self.host, self.version, self.shares, self.identity)
+        packed = _RANK_INFO.pack(self.gpu, self.host, self.version, self.shares, self.identity)
         return np.frombuffer(packed, np.uint8)
 
     @classmethod
-    def from_row(cls, row: np.ndarray) -> Seat:
-        gpu, host, version, shares, identity = _SEAT.unpack(row.tobytes())
+    def from_array(cls, row: np.ndarray) -> RankInfo:
+        gpu, host, version, shares, identity = _RANK_INFO.unpack(row.tobytes())
         return cls(gpu, host, version, bool(shares), identity)
 
 
-def check_seats(seats: Sequence[Seat], ranks: Sequence[int], group: str) -> None:
+def check_ranks(infos: Sequence[RankInfo], ranks: Sequence[int], group: str) -> None:
     """Reject ranks with which NCCL would hang or fail; all ranks decide alike.
 
     Raises:
         UnavailableError: versions differ, or two ranks share a GPU.
     """
-    versions = {seat.version // 100 for seat in seats}
+    versions = {info.version // 100 for info in infos}
     if len(versions) > 1:
-        text = ", ".join(f"rank {r} {seat.version}" for r, seat in zip(ranks, seats, strict=True))
+        text = ", ".join(f"rank {r} {info.version}" for r, info in zip(ranks, infos, strict=True))
         raise UnavailableError(
             f"the ranks of {group} have different versions of NCCL ({text}); install the same on all"
         )
     first: dict[tuple[bytes, bytes], int] = {}
-    for rank, seat in zip(ranks, seats, strict=True):
-        other = first.setdefault((seat.gpu, seat.host), rank)
-        if other != rank and not seat.shares:
+    for rank, info in zip(ranks, infos, strict=True):
+        other = first.setdefault((info.gpu, info.host), rank)
+        if other != rank and not info.shares:
             raise UnavailableError(
                 f"ranks {other} and {rank} of {group} use one GPU, which NCCL refuses; give each rank a GPU of its "
                 "own (LOCAL_RANK, CUDA_VISIBLE_DEVICES), use backend 'auto' or 'shm', or set "
@@ -127,22 +127,22 @@ class Communicator:
         handle, config = ctypes.c_void_p(), ctypes.byref(Config.non_blocking())
         unique, make = UniqueId.from_buffer_copy(identity), library.calls.ncclCommInitRankConfig
         status = make(ctypes.byref(handle), size, unique, rank, config)
-        return cls._begun(library, handle, look, status, "making a communicator")
+        return cls._begun(library, handle, look, status, "creating a communicator")
 
-    def split(self, place: int | None) -> Communicator | None:
-        """Create a communicator of the ranks that pass their `place` in it; None on the other ranks.
+    def split(self, rank: int | None) -> Communicator | None:
+        """Create a communicator of the ranks that pass their `rank` in it; None on the other ranks.
 
         Collective over all ranks. No work may be outstanding on the GPU. The new communicator uses this one's `look`
         until `ask` replaces it.
         """
         doing, config = "splitting a communicator", ctypes.byref(Config.non_blocking())
-        color, made = _NO_COLOR if place is None else 0, ctypes.c_void_p()
+        color, made = _NO_COLOR if rank is None else 0, ctypes.c_void_p()
         self._splitting = made
         with self._lock:
             self._check_open()
-            status = self._calls.ncclCommSplit(self._handle, color, place or 0, ctypes.byref(made), config)
+            status = self._calls.ncclCommSplit(self._handle, color, rank or 0, ctypes.byref(made), config)
         self._settle(status, doing)  # NCCL sets the handle only when the call is complete
-        return None if place is None else self._begun(self._library, made, self._look, SUCCESS, doing)
+        return None if rank is None else self._begun(self._library, made, self._look, SUCCESS, doing)
 
     def ask(self, look: Look) -> None:
         """Replace `look`."""
@@ -193,11 +193,11 @@ class Communicator:
             status = self._calls.ncclRedOpCreatePreMulSum(
                 ctypes.byref(made), scalar.ctypes.data, dtype_code(dtype), _HOST, self._handle
             )
-            self._check(status, "making a scaled sum")
+            self._check(status, "creating a scaled sum")
         yield made.value
         with self._lock:
             if not self._ended:
-                self._check(self._calls.ncclRedOpDestroy(made.value, self._handle), "ending a scaled sum")
+                self._check(self._calls.ncclRedOpDestroy(made.value, self._handle), "destroying a scaled sum")
 
     # ---- waiting, errors and the end -----------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Communicator:
             waited = time.monotonic() - started
             self._look(doing, waited)
             if waited > limit:
-                raise NcclError(f"NCCL: {doing} is not through after {limit:g} s")
+                raise NcclError(f"NCCL: {doing} is not complete after {limit:g} s")
             asked += 1
             if asked > _ASKED:
                 time.sleep(nap)
@@ -262,7 +262,7 @@ class Communicator:
         """Return ncclSuccess or ncclInProgress, or raise the communicator's error."""
         state = ctypes.c_int()
         status = self._calls.ncclCommGetAsyncError(self._handle, ctypes.byref(state))
-        self._check(status, "asking for its state")
+        self._check(status, "querying its state")
         return state.value
 
     def _check(self, status: int, doing: str) -> None:
@@ -285,7 +285,7 @@ class Backoff:
         if group.failure is not None:
             raise group.failure.with_traceback(None)
         if waited > group.timeout:
-            raise CollectiveTimeoutError(f"{doing}: NCCL was not through within {group.timeout:g} s")
+            raise CollectiveTimeoutError(f"{doing}: NCCL was not complete within {group.timeout:g} s")
         if now - self._looked >= _LOOK:
             self._looked = now
             found = self._look(doing)

@@ -20,9 +20,9 @@ from ...core.message import Status
 from ...core.work import ENDLESS, ProgressQueue, Work, refuse_to_block
 from ...errors import AbortedError, GroupError
 from ..device_array import DeviceArray, OnDevice
-from ..stream_work import Own, StreamWork, Watcher
+from ..staging import Events, Marks
+from ..stream_work import OwnStream, StreamWork, Watcher
 from ..streams import StreamCarrier, StreamScope
-from ..transit import Events, Marks
 from .bindings import BYTES, NcclLibrary
 from .communicator import Backoff, Communicator
 
@@ -47,7 +47,9 @@ class NcclMessage(StreamWork):
 
     status: Status | None = None
 
-    def __init__(self, describe: str, own: Own, item: OnDevice, kind: int, marks: Marks, number: int) -> None:
+    def __init__(
+        self, describe: str, own: OwnStream, item: OnDevice, kind: int, marks: Marks, number: int
+    ) -> None:
         super().__init__(describe, own, [item.array])
         self.item: Any = item
         self.kind, self.marks, self.number = kind, marks, number
@@ -70,13 +72,13 @@ class NcclMessage(StreamWork):
         """The message is queued, or over."""
         return self._begun.is_set() or self.ended
 
-    def comes_from(self, source: int, tag: int, nbytes: int) -> None:
+    def set_source(self, source: int, tag: int, nbytes: int) -> None:
         """Record the message that a receive gets; called before it is queued or ends."""
         self._result, self.nbytes = source, nbytes
         if self.status is not None:
             self.status.fill(source, tag, nbytes // (self.array.dtype.itemsize or 1), nbytes)
 
-    def queued(self, own: Own, event: int, kept: Any, error: BaseException | None) -> None:
+    def queued(self, own: OwnStream, event: int, kept: Any, error: BaseException | None) -> None:
         self.began = time.monotonic()
         super().queued(own, event, kept, error)
         if error is not None:
@@ -112,14 +114,14 @@ class Direction:
     def __init__(
         self, carrier: StreamCarrier, library: NcclLibrary, peer: int, sending: bool, events: Events
     ) -> None:
-        assert carrier.lane is not None
+        assert carrier.own_stream is not None
         group = carrier.group
         name = f"{group.name}-{'to' if sending else 'from'}-{peer}"
         self._carrier, self._library, self._group = carrier, library, group
         self._peer, self._sending, self._events = peer, sending, events
-        self._device = carrier.lane.device
+        self._device = carrier.own_stream.device
         self._comm: Communicator | None = None
-        self._lane: Own | None = None
+        self._own_stream: OwnStream | None = None
         self._watcher = Watcher(name, lambda: group.timeout, self._look, carrier.fail)
         self._jobs = ProgressQueue(name)
         self._ending: Work | None = None
@@ -140,29 +142,29 @@ class Direction:
         The first call creates the communicator, and blocks.
         """
         if self._comm is None:
-            place = _SENDER if self._sending else _RECEIVER
+            rank = _SENDER if self._sending else _RECEIVER
             backoff = Backoff(self._group, lambda doing: self._group.monitor.decide([self._peer], doing))
             with self._carrier.runtime.on(self._device):
-                self._comm = Communicator.make(self._library, 2, place, identity, backoff)
+                self._comm = Communicator.make(self._library, 2, rank, identity, backoff)
             if self._carrier.broken:  # the group failed while there was no communicator to abort
                 self._comm.abort()
         comm, x = self._comm, message.array
 
-        def work(turn: StreamScope) -> None:
-            way, peer = ("send", _RECEIVER) if self._sending else ("recv", _SENDER)
+        def work(scope: StreamScope) -> None:
+            operation, peer = ("send", _RECEIVER) if self._sending else ("recv", _SENDER)
             with comm.group(message.describe):
-                comm.queue(way, turn.stream, x.address, message.nbytes, BYTES, peer)
+                comm.queue(operation, scope.stream, x.address, message.nbytes, BYTES, peer)
             if not self._sending:
-                message.item.unpack(turn.stream)
+                message.item.unpack(scope.stream)
 
         self._queue([message], work)
 
     def copy(self, sent: NcclMessage, received: NcclMessage) -> None:
         """Queue a message to this rank itself."""
 
-        def work(turn: StreamScope) -> None:
-            turn.copy(received.array, sent.array)
-            received.item.unpack(turn.stream)
+        def work(scope: StreamScope) -> None:
+            scope.copy(received.array, sent.array)
+            received.item.unpack(scope.stream)
 
         self._queue([sent, received], work)
 
@@ -171,24 +173,24 @@ class Direction:
 
         `take` gets the copy before the message counts as queued.
         """
-        self._queue([message], lambda turn: take(turn.copied([message.array])))
+        self._queue([message], lambda scope: take(scope.copied([message.array])))
 
     def _queue(self, messages: Sequence[NcclMessage], work: Callable[[StreamScope], None]) -> None:
         """Queue work behind the work that the arrays' streams held when the messages were posted.
 
         Its end completes the messages.
         """
-        if self._lane is None:
+        if self._own_stream is None:
             # On this thread, because its creation may wait for the GPU.
-            self._lane = Own(self._carrier.runtime, self._device)
-        own = self._lane
-        with self._carrier.queueing(messages, own, self._watcher) as turn:
+            self._own_stream = OwnStream(self._carrier.runtime, self._device)
+        own = self._own_stream
+        with self._carrier.queueing(messages, own, self._watcher) as scope:
             for message in messages:
                 marks, message.marks = message.marks, []
                 for device, event in marks:
                     own.runtime.order(own.stream, event)
                     self._events.give(device, [event])
-            work(turn)
+            work(scope)
 
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
@@ -223,5 +225,5 @@ class Direction:
             self._ending.join()
         self._jobs.close()
         self._watcher.close()
-        if self._lane is not None:
-            self._lane.end(self._carrier.broken)
+        if self._own_stream is not None:
+            self._own_stream.end(self._carrier.broken)

@@ -49,10 +49,10 @@ from ...errors import AbortedError, FastcollError, GroupError, UnavailableError
 from ...p2p.transfers import CONTROL_MESSAGE, fits, kind_of, refused, tag_of, tag_text, unfit
 from ..device_array import DeviceArray, OnDevice
 from ..staged import StagedMessages
+from ..staging import Staging
 from ..streams import StreamCarrier
-from ..transit import Transit
 from .bindings import NcclLibrary
-from .communicator import Seat, check_seats
+from .communicator import RankInfo, check_ranks
 from .direction import Direction, NcclMessage
 
 ANSWER, DATA = LARGEST_TAG + 1, LARGEST_TAG + 2
@@ -64,28 +64,28 @@ MISFIT, NOTHING, STAGED, NCCL = range(1, 5)
 _HEAD = struct.Struct("<4q")
 
 
-class Letter(NamedTuple):
+class ControlMessage(NamedTuple):
     """A control message between two ranks' hosts, about one message between their GPUs."""
 
     number: int  # number of the message at its sender
     kind: int  # tag and dtype of the array on this side, as in p2p/
     nbytes: int  # of the array on this side
-    seat: Seat  # this side's; the first answer NCCL also has the communicator's id
+    info: RankInfo  # this side's; the first answer NCCL also has the communicator's id
     decision: int = 0  # the decision, in an answer
 
     def to_array(self) -> Array:
         """Return a host array that can be sent."""
         array = blank()
         head = _HEAD.pack(self.number, self.decision, self.kind, self.nbytes)
-        packed = np.concatenate([np.frombuffer(head, np.uint8), self.seat.to_row()])
+        packed = np.concatenate([np.frombuffer(head, np.uint8), self.info.to_array()])
         array.view(np.uint8)[: packed.size] = packed
         return array
 
     @classmethod
-    def from_array(cls, array: Array) -> Letter:
+    def from_array(cls, array: Array) -> ControlMessage:
         flat = array.view(np.uint8)
         number, decision, kind, nbytes = _HEAD.unpack(flat[: _HEAD.size].tobytes())
-        return cls(number, kind, nbytes, Seat.from_row(flat[_HEAD.size :]), decision)
+        return cls(number, kind, nbytes, RankInfo.from_array(flat[_HEAD.size :]), decision)
 
 
 def blank() -> Array:
@@ -99,12 +99,12 @@ class NcclMessages:
     def __init__(self, carrier: StreamCarrier, library: NcclLibrary) -> None:
         self._group = carrier.group
         self._carrier, self._library = carrier, library
-        self._transit = Transit(self._group)
-        self._staged = StagedMessages(self._group, self._transit)
+        self._staging = Staging(self._group)
+        self._staged = StagedMessages(self._group, self._staging)
         self._numbers = itertools.count()
         self._posted: dict[int, NcclMessage] = {}  # messages that are not claimed
         self._directions: dict[tuple[int, bool], Direction] = {}
-        self._seat: Seat | None = None
+        self._info: RankInfo | None = None
         self._lock = threading.RLock()
         self._closed = False
 
@@ -120,12 +120,12 @@ class NcclMessages:
                 self._submit(message, dst, True, partial(self._take_answer, dst))
 
         with self._posting(message):
-            self._group.p2p.post_send(self._envelope(message), dst, tag).add_done_callback(on_taken)
+            self._group.p2p.post_send(self._header(message), dst, tag).add_done_callback(on_taken)
         return message
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         source = "any rank" if src is None else self._name(src)
-        message, envelope = self._new(x, f"recv from {source}, {tag_text(tag)}", tag), blank()
+        message, header = self._new(x, f"recv from {source}, {tag_text(tag)}", tag), blank()
         message.status = status
 
         def on_matched(work: Work) -> None:
@@ -134,11 +134,11 @@ class NcclMessages:
                 return
             source = work.source_rank()
             job = self._copy if source == self._group.rank else self._answer
-            letter = Letter.from_array(envelope)
-            self._submit(message, source, False, partial(job, message.number, letter, source))
+            control = ControlMessage.from_array(header)
+            self._submit(message, source, False, partial(job, message.number, control, source))
 
         with self._posting(message):
-            self._group.p2p.post_receive(ImportedArray(envelope), src, tag).add_done_callback(on_matched)
+            self._group.p2p.post_receive(ImportedArray(header), src, tag).add_done_callback(on_matched)
         return message
 
     def send(self, x: ImportedArray, dst: int, tag: int) -> None:
@@ -160,7 +160,7 @@ class NcclMessages:
             x = OnDevice(copies[0])
         message = self._new(x, f"send to {self._name(dst)}, tag {tag}", tag)
         with self._posting(message):
-            self._group.messages.send(self._envelope(message), dst, tag)
+            self._group.messages.send(self._header(message), dst, tag)
 
     def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
         """Return once the message is matched and queued."""
@@ -188,13 +188,13 @@ class NcclMessages:
     def _new(self, x: ImportedArray, describe: str, tag: int) -> NcclMessage:
         item = cast(OnDevice, x)
         own = self._carrier.own([item.array])
-        marks = self._transit.mark([item.array])
+        marks = self._staging.mark([item.array])
         message = NcclMessage(describe, own, item, kind_of(tag, item.array.dtype), marks, next(self._numbers))
         self._posted[message.number] = message
         return message
 
-    def _envelope(self, message: NcclMessage) -> ImportedArray:
-        return ImportedArray(Letter(message.number, *message.held, self._here()).to_array())
+    def _header(self, message: NcclMessage) -> ImportedArray:
+        return ImportedArray(ControlMessage(message.number, *message.held, self._here()).to_array())
 
     @contextmanager
     def _posting(self, message: NcclMessage) -> Iterator[None]:
@@ -209,13 +209,13 @@ class NcclMessages:
     def _name(self, rank: int) -> str:
         return self._group.monitor.name(rank)
 
-    def _here(self, identity: bytes = b"") -> Seat:
+    def _here(self, identity: bytes = b"") -> RankInfo:
         """Return this rank's info, with a communicator's id."""
-        if self._seat is None:
-            assert self._carrier.lane is not None
-            gpu = self._carrier.runtime.uuid(self._carrier.lane.device)
-            self._seat = Seat.here(gpu, self._library.version, b"")
-        return self._seat._replace(identity=identity)
+        if self._info is None:
+            assert self._carrier.own_stream is not None
+            gpu = self._carrier.runtime.uuid(self._carrier.own_stream.device)
+            self._info = RankInfo.here(gpu, self._library.version, b"")
+        return self._info._replace(identity=identity)
 
     def _submit(
         self, message: NcclMessage, peer: int, sending: bool, job: Callable[[Direction], None]
@@ -227,7 +227,7 @@ class NcclMessages:
                     raise self._destroyed()
                 direction = self._directions.get((peer, sending))
                 if direction is None:
-                    events = self._transit.events
+                    events = self._staging.events
                     direction = Direction(self._carrier, self._library, peer, sending, events)
                     self._directions[peer, sending] = direction
                 direction.submit(message, partial(self._run, direction, message.describe, job))
@@ -250,22 +250,22 @@ class NcclMessages:
         """Receive the next answer of a peer, and send the message that it names."""
         array = blank()
         self._group.p2p.post_receive(ImportedArray(array), dst, ANSWER).join()
-        answer = Letter.from_array(array)
+        answer = ControlMessage.from_array(array)
         with self._claimed(answer.number) as message:
             if answer.decision == NCCL:
-                direction.move(message, answer.seat.identity)
+                direction.move(message, answer.info.identity)
             elif answer.decision == STAGED:
                 self._go_staged(message, self._staged.isend, dst)
             else:
                 self._over(message, answer.decision, refused, dst, answer)
 
-    def _answer(self, number: int, envelope: Letter, source: int, direction: Direction) -> None:
+    def _answer(self, number: int, header: ControlMessage, source: int, direction: Direction) -> None:
         """Send the sender an answer that says how the message is moved, and receive the message."""
         with self._claimed(number) as message:
-            decision = self._decision(message, envelope, source)
+            decision = self._decision(message, header, source)
             first = decision == NCCL and not direction.is_connected
             identity = self._library.unique_id() if first else b""
-            answer = Letter(envelope.number, *message.held, self._here(identity), decision)
+            answer = ControlMessage(header.number, *message.held, self._here(identity), decision)
             self._group.p2p.post_send(ImportedArray(answer.to_array()), source, ANSWER)
             if decision == NCCL:
                 direction.move(message, identity)
@@ -275,16 +275,16 @@ class NcclMessages:
                 status = message.status and Status()
                 self._go_staged(message, partial(self._staged.irecv, status=status), source)
             else:
-                self._over(message, decision, unfit, source, envelope)
+                self._over(message, decision, unfit, source, header)
 
-    def _decision(self, message: NcclMessage, envelope: Letter, source: int) -> int:
-        if not fits(message.held, (envelope.kind, envelope.nbytes), message.status is not None):
+    def _decision(self, message: NcclMessage, header: ControlMessage, source: int) -> int:
+        if not fits(message.held, (header.kind, header.nbytes), message.status is not None):
             return MISFIT
-        message.comes_from(source, tag_of(envelope.kind), envelope.nbytes)
-        if not envelope.nbytes:
+        message.set_source(source, tag_of(header.kind), header.nbytes)
+        if not header.nbytes:
             return NOTHING
         try:
-            check_seats([envelope.seat, self._here()], [0, 1], self._group.name)
+            check_ranks([header.info, self._here()], [0, 1], self._group.name)
         except UnavailableError:
             return STAGED
         return NCCL
@@ -295,14 +295,14 @@ class NcclMessages:
         work = move(message.item, peer, DATA, marks=marks)
         work.add_done_callback(lambda work: message.settle(work.exception()))
 
-    def _copy(self, number: int, envelope: Letter, source: int, direction: Direction) -> None:
+    def _copy(self, number: int, header: ControlMessage, source: int, direction: Direction) -> None:
         """Execute a message of this rank to itself."""
-        with self._claimed(envelope.number) as sent, self._claimed(number) as received:
-            decision = self._decision(received, envelope, source)
+        with self._claimed(header.number) as sent, self._claimed(number) as received:
+            decision = self._decision(received, header, source)
             if decision in (MISFIT, NOTHING):
-                held = Letter(envelope.number, *received.held, envelope.seat)
+                held = ControlMessage(header.number, *received.held, header.info)
                 self._over(sent, decision, refused, source, held)
-                self._over(received, decision, unfit, source, envelope)
+                self._over(received, decision, unfit, source, header)
             else:
                 direction.copy(sent, received)
 
@@ -330,19 +330,19 @@ class NcclMessages:
         decision: int,
         misfit: Callable[..., FastcollError],
         peer: int,
-        letter: Letter,
+        control: ControlMessage,
     ) -> None:
-        """End a claimed message that moves no data; `letter` is the peer's control message."""
+        """End a claimed message that moves no data; `control` is the peer's control message."""
         error = None
         if decision == MISFIT:
             here, there = self._name(self._group.rank), self._name(peer)
-            error = misfit(message.describe, here, message.held, there, (letter.kind, letter.nbytes))
+            error = misfit(message.describe, here, message.held, there, (control.kind, control.nbytes))
         self._settle(message, error)
 
     def _settle(self, message: NcclMessage, error: BaseException | None) -> None:
         marks, message.marks = message.marks, []
         for device, event in marks:
-            self._transit.events.give(device, [event])
+            self._staging.events.give(device, [event])
         message.settle(error)
 
     def _end(self, message: NcclMessage, error: BaseException) -> None:
@@ -378,4 +378,4 @@ class NcclMessages:
         for direction in directions:
             direction.close()
         self._end_all(self._group.failure or self._destroyed())
-        self._transit.close()
+        self._staging.close()

@@ -47,20 +47,20 @@ def _llvm_type(kind: Any) -> Any:
 
 
 @cache
-def accesses(kind: Any, lanes: int, whole: bool) -> Accesses:
+def accesses(kind: Any, lanes: int, wide: bool) -> Accesses:
     """Return `load` and `store` of `lanes` successive numbers of a type.
 
     Args:
-        whole: access all of them, VECTOR bytes, with one instruction.
+        wide: access all of them, VECTOR bytes, with one instruction.
     """
     if SIMULATED:
-        return _simulated(kind, lanes, whole)
-    return _compiled(kind, lanes, _Words(kind) if whole else _Scalars(kind))
+        return _simulated(kind, lanes, wide)
+    return _compiled(kind, lanes, _Words(kind) if wide else _Scalars(kind))
 
 
-def _simulated(kind: Any, lanes: int, whole: bool) -> Accesses:
+def _simulated(kind: Any, lanes: int, wide: bool) -> Accesses:
     dtype = np.dtype(str(kind))
-    alignment = VECTOR if whole else dtype.itemsize
+    alignment = VECTOR if wide else dtype.itemsize
     memory = ctypes.c_ubyte * (lanes * dtype.itemsize)
 
     def view(address):
@@ -98,13 +98,13 @@ class _Scalars:
         self._lane, self._size = _llvm_type(kind), size_of(kind)
 
     def load(self, builder: Any, address: Any, lanes: int) -> list[Any]:
-        return [builder.load(self._place(builder, address, lane)) for lane in range(lanes)]
+        return [builder.load(self._pointer(builder, address, lane)) for lane in range(lanes)]
 
     def store(self, builder: Any, address: Any, values: list[Any]) -> None:
         for lane, value in enumerate(values):
-            builder.store(value, self._place(builder, address, lane))
+            builder.store(value, self._pointer(builder, address, lane))
 
-    def _place(self, builder: Any, address: Any, lane: int) -> Any:
+    def _pointer(self, builder: Any, address: Any, lane: int) -> Any:
         return pointer(builder, builder.add(address, WORD(lane * self._size)), self._lane)
 
 

@@ -156,11 +156,11 @@ def combination_by(function: Callable[[Any, Any], Any], element: DeviceElement, 
     if kind == "b":
         combine = device(lambda a, b: (part(1 if scalar(a[0] != 0, b[0] != 0) else 0),))
     elif kind == "c":
-        whole = types.complex64 if part == types.float32 else types.complex128
+        number = types.complex64 if part == types.float32 else types.complex128
 
         @device
         def combine(a, b):
-            value = whole(scalar(whole(complex(a[0], a[1])), whole(complex(b[0], b[1]))))
+            value = number(scalar(number(complex(a[0], a[1])), number(complex(b[0], b[1]))))
             return value.real, value.imag
 
     else:
@@ -229,9 +229,9 @@ def _copy(bytes_of: list[tuple[int, int]], inwards: bool) -> Any:
         def emit(context, builder, signature, args):
             data = context.make_array(array)(context, builder, args[0]).data
             private, memory = builder.bitcast(data, byte), builder.inttoptr(args[1], byte)
-            for offset, place in bytes_of:
+            for offset, to in bytes_of:
                 there = builder.gep(memory, [ir.Constant(word, offset)])
-                here = builder.gep(private, [ir.Constant(word, place)])
+                here = builder.gep(private, [ir.Constant(word, to)])
                 src, dst = (there, here) if inwards else (here, there)
                 builder.store(builder.load(src), dst)
             return context.get_dummy_value()

@@ -72,7 +72,7 @@ class CudaDriver:
         """Return the 16 bytes that identify a device, or a MIG instance of it, in all processes."""
         name = ctypes.create_string_buffer(16)
         status = self._library.cuDeviceGetUuid_v2(name, self._number("cuDeviceGet", device))
-        self.check(status, "asking a GPU's name")
+        self.check(status, "querying a GPU's name")
         return name.raw
 
     def can_wait(self, device: int) -> bool:

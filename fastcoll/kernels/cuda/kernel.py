@@ -41,7 +41,7 @@ def _import_cuda() -> Any:
     if "numba_cuda" not in (cuda.__file__ or ""):
         raise UnavailableError(
             f"numba.cuda is Numba's own ({cuda.__file__}), not numba-cuda's, although that is installed: its "
-            ".pth file is not read where it lies; install it into site-packages"
+            ".pth file is not read from its folder; install it into site-packages"
         )
     from numba.cuda.descriptor import cuda_target
 

@@ -20,7 +20,7 @@ CONTROL is the address of pinned host memory, through which one rank's kernels a
     STOPPED           kernels to host: the number of the call in which DEAD was set
     WHY               kernels to host, before STOPPED: GAVE_UP or MISMATCH
     ARRIVED + 8 * r   kernels to host: the last call that r has begun
-    SAID + 32 * r     kernels to host: r's line, if WHY is MISMATCH
+    REPORTED + 32 * r kernels to host: r's line, if WHY is MISMATCH
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ assert LINES + MOST_RANKS * RANK_BYTES <= PAGE
 # Offsets in the control words.
 STOP, STOPPED, WHY = 0, 8, 16
 ARRIVED = LINE
-SAID = ARRIVED + 8 * MOST_RANKS
-CONTROL_BYTES = SAID + 8 * LINE_WORDS * MOST_RANKS
+REPORTED = ARRIVED + 8 * MOST_RANKS
+CONTROL_BYTES = REPORTED + 8 * LINE_WORDS * MOST_RANKS
 GAVE_UP, MISMATCH = 1, 2
 
 STEP_BITS = 16

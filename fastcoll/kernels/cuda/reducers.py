@@ -101,11 +101,11 @@ class CudaReducer:
                     failed = isinstance(error, CompilationError)
                     if op.function is None or (isinstance(error, UsageError) and not failed):
                         raise
-                    said = error.__cause__ if failed else error
+                    cause = error.__cause__ if failed else error
                     raise UsageError(
                         f"{op!r}: Numba cannot compile the function {op.name!r} for CUDA and elements of dtype "
-                        f"{self._dtype}; it must take two of them and return one. Numba says: {said}"
-                    ) from said
+                        f"{self._dtype}; it must take two of them and return one. Numba says: {cause}"
+                    ) from cause
             return self._kernels[n]
 
     def kernel(self, n: int) -> Callable[..., None]:
@@ -183,12 +183,12 @@ def kernel_of(fold: Fold, n: int) -> Callable[..., None]:
     return reduce
 
 
-def _transfer(fold: Fold, n: int, lanes: int, whole: bool, ahead: int) -> Any:
+def _transfer(fold: Fold, n: int, lanes: int, wide: bool, ahead: int) -> Any:
     """Return a function that reduces `lanes` lanes at `ahead` offsets, `gap` bytes apart.
 
     It reads all of them before it writes any, so that the loads are in flight together.
     """
-    load, store = accesses(fold.element.lane, lanes, whole)
+    load, store = accesses(fold.element.lane, lanes, wide)
     value = _reduction(fold, n, lanes, load)
     values, write = _values(value, ahead), _writes(store, lanes, ahead)
     return device(lambda dst, srcs, at, gap: write(dst + at, gap, values(srcs, at, gap)))

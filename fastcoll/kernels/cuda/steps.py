@@ -5,7 +5,7 @@ They run between the kernels that move and reduce data. Every rank runs the same
     meet(page, number, call, shape, balance)      begin a call: publish its signature, wait for all ranks, compare
     announce(page, number, call, shape, balance)  only the first part of `meet`
     step(page, word)                              publish that the next slot is written, wait for all ranks
-    say(page, offset, value)                      write a word into every rank's page, without waiting
+    publish(page, offset, value)                  write a word into every rank's page, without waiting
 
 `word` is call number << STEP_BITS | step. Each thread serves a peer; with more peers than threads, a thread serves
 several in turn. page.py describes the words.
@@ -113,7 +113,7 @@ def _mine_at(page, peer):
 
 
 @device
-def _tell_line(page, peer, number, call, shape, balance):
+def _publish_line(page, peer, number, call, shape, balance):
     line = _mine_at(page, peer) + at.LINE * (number % 2)
     store_relaxed(line + at.CALL, call)
     store_relaxed(line + at.SHAPE, shape)
@@ -131,7 +131,7 @@ def _wait(page, word, want):
 
 
 @device
-def _tell_host(page, number, why):
+def _report_to_host(page, number, why):
     control = load_relaxed(page + at.CONTROL)
     store_relaxed(control + at.WHY, why)
     store_release(control + at.STOPPED, number)
@@ -153,12 +153,12 @@ def _agree(page, number, call, shape):
 def _mismatch(page, number):
     """Stop publishing, and report every rank's call to the host."""
     store_relaxed(page + at.DEAD, 1)
-    said = load_relaxed(page + at.CONTROL) + at.SAID
+    reported = load_relaxed(page + at.CONTROL) + at.REPORTED
     for peer in range(load_relaxed(page + at.SIZE)):
         line = _line(page, peer, number)
         for word in range(at.LINE_WORDS):
-            store_relaxed(said + 8 * (at.LINE_WORDS * peer + word), load_relaxed(line + 8 * word))
-    _tell_host(page, number, at.MISMATCH)
+            store_relaxed(reported + 8 * (at.LINE_WORDS * peer + word), load_relaxed(line + 8 * word))
+    _report_to_host(page, number, at.MISMATCH)
 
 
 def meet(page, number, call, shape, balance):
@@ -168,7 +168,7 @@ def meet(page, number, call, shape, balance):
     cuda.syncthreads()  # every thread has read DEAD before any thread writes it
     peer = thread
     while dead == 0 and peer < size:
-        _tell_line(page, peer, number, call, shape, balance)
+        _publish_line(page, peer, number, call, shape, balance)
         peer += cuda.blockDim.x
     peer = thread
     while dead == 0 and peer < size:
@@ -178,7 +178,7 @@ def meet(page, number, call, shape, balance):
     cuda.syncthreads()
     if dead == 0 and thread == 0:
         if load_relaxed(page + at.DEAD) != 0:
-            _tell_host(page, number, at.GAVE_UP)
+            _report_to_host(page, number, at.GAVE_UP)
         elif not _agree(page, number, call, shape):
             _mismatch(page, number)
 
@@ -188,7 +188,7 @@ def announce(page, number, call, shape, balance):
     dead, size = load_relaxed(page + at.DEAD), load_relaxed(page + at.SIZE)
     peer = cuda.threadIdx.x
     while dead == 0 and peer < size:
-        _tell_line(page, peer, number, call, shape, balance)
+        _publish_line(page, peer, number, call, shape, balance)
         peer += cuda.blockDim.x
 
 
@@ -207,10 +207,10 @@ def step(page, word):
         peer += cuda.blockDim.x
     cuda.syncthreads()
     if dead == 0 and thread == 0 and load_relaxed(page + at.DEAD) != 0:
-        _tell_host(page, word >> at.STEP_BITS, at.GAVE_UP)
+        _report_to_host(page, word >> at.STEP_BITS, at.GAVE_UP)
 
 
-def say(page, offset, value):
+def publish(page, offset, value):
     """Write a word of this rank into every rank's page."""
     dead, size = load_relaxed(page + at.DEAD), load_relaxed(page + at.SIZE)
     peer = cuda.threadIdx.x

@@ -1,4 +1,4 @@
-"""Device memory for the kernels' tests: a GPU's, or the host's for Numba's simulator (NUMBA_ENABLE_CUDASIM=1)."""
+"""Device memory for the kernels' tests: a GPU's, or host memory for Numba's simulator (NUMBA_ENABLE_CUDASIM=1)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GUARD = 64
 
 
 class Placed:
-    """A copy of an array in device memory, some bytes after a multiple of 16."""
+    """A copy of an array in device memory, at some offset from a multiple of 16."""
 
     def __init__(self, array: Array, shift: int = 0, extent: int | None = None) -> None:
         from fastcoll.kernels.cuda.kernel import SIMULATED, cuda
@@ -43,7 +43,7 @@ class Placed:
         return np.array(memory if isinstance(memory, np.ndarray) else memory.copy_to_host())
 
     def get(self) -> Array:
-        """The array now; the guards must be as they were."""
+        """Return the array now; the guard bytes must be unchanged."""
         host, end = self._host(), self._start + self._like.nbytes
         assert (host[: self._start] == 0xA5).all(), "written before the array"
         assert (host[-GUARD:] == 0xA5).all(), "written after the array"
@@ -52,7 +52,7 @@ class Placed:
 
 @pytest.fixture(scope="session")
 def device() -> type[Placed]:
-    """Puts arrays into device memory; skips where there is none."""
+    """Put arrays into device memory; skip if there is none."""
     from fastcoll.errors import UnavailableError
 
     try:
@@ -68,7 +68,7 @@ def device() -> type[Placed]:
 
 @pytest.fixture(scope="session")
 def cuda_reduce(device: type[Placed]) -> Callable[..., Array]:
-    """Reduce `sources` on the device into a new array, or into the copy number `into`."""
+    """Reduce `sources` on the device into a new array, or into copy number `into`."""
     from fastcoll.kernels.cuda.reducers import cuda_reducer
 
     def reduce(
@@ -90,7 +90,7 @@ def cuda_reduce(device: type[Placed]) -> Callable[..., Array]:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numba-cuda with NVVM, made to believe in a device; skips where they are not."""
+    """Install numba-cuda with NVVM and a fake device; skip if they are missing."""
     if importlib.util.find_spec("numba_cuda") is None:
         pytest.skip("numba-cuda is not installed; pip install numba-cuda nvidia-nvvm")
     from fastcoll.kernels.cuda.kernel import SIMULATED, cuda

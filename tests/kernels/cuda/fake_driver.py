@@ -11,7 +11,7 @@ HOPPER = (9, 0)
 
 
 class Library:
-    """Says what CUDA's driver would, and keeps the launches."""
+    """Returns what CUDA's driver would, and keeps the launches."""
 
     def __init__(self, capabilities: Sequence[tuple[int, int]] = ((9, 0), (8, 6)), **statuses: int) -> None:
         self.launches: list[tuple[Any, ...]] = []

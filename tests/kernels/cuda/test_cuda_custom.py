@@ -1,4 +1,4 @@
-"""Users' own reductions on a GPU: every kind of dtype, records, and any callable, against the CPU's reducers."""
+"""Users' reductions on a GPU: every kind of dtype, records, and any callable, against the CPU's reducers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def first_nonzero(a, b):
 
 
 def larger(a, b):
-    """The pair with the larger value, and of equals the one with the smaller index."""
+    """The pair with the larger value; of equal values, the one with the smaller index."""
     if a.value > b.value or (a.value == b.value and a.index < b.index):
         return a
     return b
@@ -38,7 +38,7 @@ LARGER = ReduceOp.custom(larger)
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "u8", "f4", "c8", "c16", "f2", ml_dtypes.bfloat16], ids=str)
-def test_any_dtype_in_rank_order_into_any_place(cuda_reduce, reduce, dtype):
+def test_any_dtype_in_rank_order_into_any_destination(cuda_reduce, reduce, dtype):
     random = np.random.default_rng(2)
     for n in (1, 2, 5):
         sources = ((random.random((n, 75)) < 0.3) * random.integers(1, 100, (n, 75))).astype(dtype)

@@ -1,7 +1,7 @@
-"""The kernels with which ranks that share GPU memory keep in step: what each writes, and how its waits end.
+"""The kernels that synchronise ranks with shared GPU memory: the words that they write, and the end of their waits.
 
-One rank runs, number 0 of two. What it would read of both is in its page beforehand; what it says to each goes into two
-other pages.
+One rank runs, number 0 of two. Its page contains in advance everything that it would read from both ranks. It publishes
+to two other pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOATS = [*oracle.FLOATS, *oracle.HALVES, *oracle.COMPLEX]
 
 
 class Rank:
-    """Its page, its peers' pages and its control words, as words on the device; what is given is there beforehand."""
+    """Its page, its peers' pages and its control words, as words on the device, with given initial values."""
 
     def __init__(self, device: Any, page: dict[int, int], stop: int = 0) -> None:
         self._control = self._words(device, at.CONTROL_BYTES, {at.STOP: stop})
@@ -49,25 +49,25 @@ class Rank:
     def control(self, offset: int, count: int = 1) -> list[int]:
         return self._control.get()[offset // 8 :][:count].tolist()
 
-    def told(self, offset: int, count: int = 1) -> list[list[int]]:
-        """What was written into each rank's page."""
+    def published(self, offset: int, count: int = 1) -> list[list[int]]:
+        """Return the words written into each rank's page."""
         return [peer.get()[offset // 8 :][:count].tolist() for peer in self._peers]
 
 
-def lines(number: int, *said: tuple[int, int, int, int]) -> dict[int, int]:
+def lines(number: int, *signatures: tuple[int, int, int, int]) -> dict[int, int]:
     return {
         at.line(rank, number) + 8 * word: value
-        for rank, line in enumerate(said)
+        for rank, line in enumerate(signatures)
         for word, value in enumerate(line)
     }
 
 
 @pytest.mark.parametrize("number", [1, 6, 1 << 45])
-def test_a_meeting_tells_all_ranks_and_compares(device, number) -> None:
+def test_a_meeting_publishes_to_all_ranks_and_compares(device, number) -> None:
     rank = Rank(device, lines(number, (number, CALL, 8, 5), (number, CALL, 8, -5)))
     rank.launch("meet", number, CALL, 8, 5)
-    assert rank.told(at.line(0, number), 4) == [[number, CALL, 8, 5]] * 2
-    assert rank.told(at.line(0, number + 1), 4) == [[0] * 4] * 2
+    assert rank.published(at.line(0, number), 4) == [[number, CALL, 8, 5]] * 2
+    assert rank.published(at.line(0, number + 1), 4) == [[0] * 4] * 2
     assert rank.control(at.ARRIVED, 2) == [number] * 2
     assert rank.control(at.STOPPED) == [0]
     assert not rank.is_dead()
@@ -88,19 +88,19 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_a_mismatch_is_told_to_the_host_and_ends_all_saying(device, what) -> None:
+def test_a_mismatch_is_reported_to_the_host_and_stops_publishing(device, what) -> None:
     rank = Rank(device, lines(7, (7, CALL, 8, 0), OTHERS[what]))
     rank.launch("meet", 7, CALL, 8, 0)
     assert rank.is_dead()
     assert rank.control(at.STOPPED) == [7]
     assert rank.control(at.WHY) == [at.MISMATCH]
-    assert rank.control(at.SAID, 8) == [7, CALL, 8, 0, *OTHERS[what]]
+    assert rank.control(at.REPORTED, 8) == [7, CALL, 8, 0, *OTHERS[what]]
     rank.launch("step", 7 << at.STEP_BITS | 1)
-    rank.launch("say", at.BYE, 1)
+    rank.launch("publish", at.BYE, 1)
     rank.launch("announce", 8, CALL, 8, 0)
     rank.launch("meet", 8, CALL, 8, 0)
-    assert rank.told(at.rank_words(0) + at.STEP, 2) == [[0, 0]] * 2
-    assert rank.told(at.line(0, 8)) == [[0]] * 2
+    assert rank.published(at.rank_words(0) + at.STEP, 2) == [[0, 0]] * 2
+    assert rank.published(at.line(0, 8)) == [[0]] * 2
     assert rank.control(at.STOPPED) == [7]
 
 
@@ -111,7 +111,7 @@ def test_shapes_may_differ_where_ranks_may_give_different_sizes(device) -> None:
     assert rank.control(at.STOPPED) == [0]
 
 
-def test_waiting_ends_where_the_host_says_so(device) -> None:
+def test_waiting_ends_when_the_host_sets_stop(device) -> None:
     rank = Rank(device, lines(2, (2, CALL, 8, 0), (1, CALL, 8, 0)), stop=1)
     rank.launch("meet", 2, CALL, 8, 0)
     assert rank.is_dead()
@@ -120,7 +120,7 @@ def test_waiting_ends_where_the_host_says_so(device) -> None:
     assert rank.control(at.ARRIVED, 2) == [2, 0]
 
 
-def test_who_has_come_has_come_whatever_the_host_says(device) -> None:
+def test_a_rank_that_has_arrived_counts_despite_stop(device) -> None:
     rank = Rank(device, lines(2, (2, CALL, 8, 0), (2, CALL, 8, 0)), stop=1)
     rank.launch("meet", 2, CALL, 8, 0)
     assert not rank.is_dead()
@@ -141,16 +141,16 @@ def test_steps_count_also_those_of_later_calls_and_last_ones(device) -> None:
     for other in (word, word + 1, 3 << at.STEP_BITS | at.LAST_STEP, 4 << at.STEP_BITS | 1):
         rank = Rank(device, {at.rank_words(0) + at.STEP: word, at.rank_words(1) + at.STEP: other})
         rank.launch("step", word)
-        assert rank.told(at.rank_words(0) + at.STEP) == [[word]] * 2
+        assert rank.published(at.rank_words(0) + at.STEP) == [[word]] * 2
         assert not rank.is_dead()
 
 
-def test_saying_and_announcing_wait_for_nobody(device) -> None:
+def test_publish_and_announce_do_not_wait(device) -> None:
     rank = Rank(device, {})
-    rank.launch("say", at.BYE, 1)
+    rank.launch("publish", at.BYE, 1)
     rank.launch("announce", 9, CALL, 4, 2)
-    assert rank.told(at.rank_words(0) + at.BYE) == [[1]] * 2
-    assert rank.told(at.line(0, 9), 4) == [[9, CALL, 4, 2]] * 2
+    assert rank.published(at.rank_words(0) + at.BYE) == [[1]] * 2
+    assert rank.published(at.line(0, 9), 4) == [[9, CALL, 4, 2]] * 2
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -25,7 +25,7 @@ DTYPES = ["u1", "f2", "f4", "f8", "c16", "S3", "S12", "S32", [("a", "f4"), ("b",
 
 
 def strided(placed, whole, view):
-    """A view of what lies on the device."""
+    """Return a view of an array on the device."""
     from fastcoll.kernels.cuda.packing import Strided
 
     offset = view.__array_interface__["data"][0] - whole.__array_interface__["data"][0]

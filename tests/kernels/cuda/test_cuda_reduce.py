@@ -1,4 +1,4 @@
-"""Every dtype and operation of the CUDA reducers against NumPy and against the CPU's reducers, bit for bit."""
+"""Every dtype and operation of the CUDA reducers against NumPy and the CPU's reducers, bit by bit."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def inputs(n: int, count: int, dtype: np.dtype) -> list[np.ndarray]:
 
 
 def full_range(n: int, count: int, dtype: np.dtype) -> list[np.ndarray]:
-    """Integers of all bits, so that sums and products wrap."""
+    """Return integers of all bits, so that sums and products wrap."""
     random = np.random.default_rng(8)
     return list(random.integers(0, 256, (n, count, dtype.itemsize), np.uint8).view(dtype)[..., 0])
 
 
 def packs(dtype: np.dtype, number: int) -> int:
-    """Elements in so many accesses of 16 bytes."""
+    """Return the number of elements in some accesses of 16 bytes."""
     return number * 16 // dtype.itemsize
 
 
@@ -102,7 +102,7 @@ def test_complex_bits_are_the_cpus(cuda_reduce, reduce, op, dtype):
 
 
 def corners(dtype: np.dtype) -> list[np.ndarray]:
-    """All pairs of special values, as two rows."""
+    """Return all pairs of special values, as two rows."""
     info = ml_dtypes.finfo(dtype)
     values = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0]
     values += [float(info.tiny), float(info.smallest_subnormal), float(info.max), float(info.min)]
@@ -124,7 +124,7 @@ def test_the_order_of_nan_and_signed_zeros_is_the_cpus(cuda_reduce, reduce, op, 
 
 
 @pytest.mark.parametrize("dtype", oracle.FLOATS, ids=str)
-def test_arithmetic_hands_nan_on_and_keeps_subnormals(cuda_reduce, reduce, dtype):
+def test_arithmetic_propagates_nan_and_keeps_subnormals(cuda_reduce, reduce, dtype):
     sources = corners(dtype)
     for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG):
         np.testing.assert_array_equal(cuda_reduce(op, sources), reduce(op, sources), str(op))
@@ -141,7 +141,7 @@ def test_halves_are_rounded_once(cuda_reduce, dtype):
 
 @pytest.mark.parametrize("dtype", oracle.HALVES, ids=str)
 def test_rounding_around_every_tie_of_a_binade(cuda_reduce, reduce, dtype):
-    """x + y with y half a step of x and a little more or less: all roundings of bfloat16, one in 8 of float16."""
+    """x + y with y near half a step of x: all roundings of bfloat16, one in 8 of float16."""
     x = np.arange(0x3F80 if dtype == BFLOAT16 else 0x3C00, 0x4000, 1 if dtype == BFLOAT16 else 8)
     x = x.astype(np.uint16).view(dtype)
     eps = float(ml_dtypes.finfo(dtype).eps)
@@ -162,7 +162,7 @@ def test_any_byte_but_zero_is_true(cuda_reduce):
     assert cuda_reduce(ReduceOp.BXOR, sources).view(np.uint8).tolist() == [0, 1, 0, 0]
 
 
-def test_premultiplied_sum_adds_what_was_multiplied_before(cuda_reduce):
+def test_premultiplied_sum_adds_scaled_arrays(cuda_reduce):
     sources = inputs(2, 9, np.dtype("f4"))
     oracle.assert_same(cuda_reduce(ReduceOp.PREMUL_SUM(7.0), sources), oracle.reduced(sources, ReduceOp.SUM))
 
@@ -176,7 +176,7 @@ def test_an_average_of_integers_is_truncated_towards_zero(cuda_reduce):
     assert cuda_reduce(ReduceOp.AVG, wide).tolist() == [2**63 - 1]
 
 
-def test_there_is_one_reducer_of_an_operation_and_dtype(device):
+def test_an_operation_and_dtype_have_one_reducer(device):
     from fastcoll.kernels.cuda.reducers import cuda_reducer
 
     reducer = cuda_reducer(ReduceOp.SUM, np.dtype("f4"))

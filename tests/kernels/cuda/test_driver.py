@@ -1,4 +1,4 @@
-"""The driver's wrapper and the launch path on a library that only records."""
+"""The driver's wrapper and the launch path, on a library that only records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_another_devices_context_is_misuse_with_the_cure(status: int) -> None:
         CudaDriver(Library()).check(status, "launching")
 
 
-def test_other_errors_name_what_failed() -> None:
+def test_other_errors_name_the_failed_action() -> None:
     with pytest.raises(
         FastcollError, match=r"loading a kernel failed: CUDA_ERROR_218 \(218\): what it means"
     ) as caught:

@@ -1,4 +1,4 @@
-"""What NVVM makes of the kernels, without a GPU: vectors of 16 bytes, no calls, nothing in local memory, no fusing."""
+"""NVVM's code for the kernels, without a GPU: 16-byte vectors, no calls, no local memory, no fusing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_packing_moves_16_bytes_at_once(packing: bool) -> None:
     assert text.count("ld.global.v2.u64") == text.count("st.global.v2.u64") > 0
 
 
-def test_a_launch_passes_the_words_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_passes_all_words_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastcoll.kernels.cuda import kernel as launch
     from fastcoll.kernels.cuda import reducers as reduce
 
@@ -108,7 +108,7 @@ def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], monkeypatch: pytest
     monkeypatch.setattr(launch, "driver", lambda: CudaDriver(library))
     packing._scaler.cache_clear()
     packing.scale(0x1000, 0x2000, 5, dtype, -1.5, 7)
-    packing._scaler.cache_clear()  # of this library
+    packing._scaler.cache_clear()  # the one of this library
     (launched,) = library.launches
     assert launched[3][:3] == [0x1000, 0x2000, 5]
     lane = dtype.itemsize // (2 if dtype.kind == "c" else 1)
@@ -116,7 +116,7 @@ def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], monkeypatch: pytest
     assert np.frombuffer(bits, dtype).tolist() == [-1.5]
 
 
-def test_a_compiler_that_fails_is_an_extra_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_compiler_raises_unavailable_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastcoll.kernels.cuda import kernel as launch
     from fastcoll.kernels.cuda import reducers as reduce
 
@@ -148,7 +148,7 @@ def test_devices_of_several_kinds_share_ptx(monkeypatch: pytest.MonkeyPatch) -> 
     "function",
     [lambda a, b: a.none + b, lambda a: a, lambda a, b: None, lambda a, b: (a, b), lambda a, b: a + 1j * b],
 )
-def test_what_numba_cannot_compile_is_refused_by_name(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompilable_functions_are_refused_by_name(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastcoll.kernels.cuda import kernel as launch
     from fastcoll.kernels.cuda import reducers as reduce
 

@@ -1,4 +1,4 @@
-"""What NVVM makes of words that processes share, and the driver's waits of streams; without a GPU."""
+"""NVVM's code for words that processes share, and the driver's stream waits; without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastcoll.kernels.cuda.driver import CudaDriver
 
 @pytest.fixture
 def ptx(compiler):
-    """Compiles one of gpu/ipc's kernels."""
+    """Compile one of gpu/ipc's kernels."""
     from fastcoll.kernels.cuda import kernel as launch
     from fastcoll.kernels.cuda import steps as ipc
 
@@ -23,7 +23,7 @@ def ptx(compiler):
     return compile
 
 
-def test_waits_read_anew_with_acquire_and_look_at_the_stop_word(ptx) -> None:
+def test_waits_poll_with_acquire_and_check_the_stop_word(ptx) -> None:
     for name in ("meet", "step"):
         text = ptx(name)
         # A loop: a label, the acquiring load after it, and a jump back.
@@ -34,8 +34,8 @@ def test_waits_read_anew_with_acquire_and_look_at_the_stop_word(ptx) -> None:
         assert ".local ." not in text
 
 
-def test_what_is_said_is_released_last(ptx) -> None:
-    for name, relaxed in (("announce", 3), ("say", 0)):
+def test_the_published_word_is_released_last(ptx) -> None:
+    for name, relaxed in (("announce", 3), ("publish", 0)):
         text = ptx(name)
         stores = re.findall(r"st\.(\w+)\.sys\.u64", text)
         assert stores == ["relaxed"] * relaxed + ["release"]

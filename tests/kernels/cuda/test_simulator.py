@@ -1,4 +1,4 @@
-"""Runs the tests marked gpu on Numba's simulator, in a process of its own; and what imports what."""
+"""Runs the tests marked gpu on Numba's simulator, in a process of its own; and checks imports."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ print("kernels:", auto.has_kernels())
 """
 
 
-def test_a_numpy_that_is_too_new_is_said_before_anything_is_compiled() -> None:
+def test_a_too_new_numpy_is_reported_before_compilation() -> None:
     done = run("-W", "error::DeprecationWarning", "-c", TOO_NEW)
     assert "row_stack'): pip install '.[cuda12]'" in done.stdout, done.stderr
     assert "kernels: False" in done.stdout, done.stderr
