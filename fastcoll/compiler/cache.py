@@ -36,8 +36,8 @@ from .undisturbed import undisturbed
 
 _log = logging.getLogger("fastcoll")
 _LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation; on a laptop it takes one or two
-_SILENT = 1.0  # s of compilation before the first log line
-_AGAIN = 5.0  # s until the next log line about the same kernel
+_FIRST_LOG = 1.0  # s of compilation before the first log line
+_NEXT_LOG = 5.0  # s until the next log line about the same kernel
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OTHER_ROOMS = {
     "api",
@@ -57,7 +57,7 @@ _OTHER_ROOMS = {
 """Modules that define kernels for this cache must not import from these rooms (tests/test_import.py)."""
 
 
-def _state_of_the_sources() -> str | None:
+def _hash_sources() -> str | None:
     """Return a hash of all sources whose values a kernel can contain; None if there are no files.
 
     There are none in an archive. The hash is of the content, because builds and package managers set modification times
@@ -77,27 +77,27 @@ def _state_of_the_sources() -> str | None:
 
 
 # At import, not at the first kernel: by then the files may have changed.
-_SOURCES = _state_of_the_sources()
+_SOURCES = _hash_sources()
 
 
-class Telling:
+class ProgressLog:
     """Logs which kernel is compiled, and for how long, once compilations take longer than a second.
 
     Short compilations count together: after every second without a log line the next line is due.
     """
 
-    _unsaid: ClassVar[float] = 0.0
+    _unlogged: ClassVar[float] = 0.0
     """Seconds of compilation since the last log line."""
-    _others: ClassVar[int] = 0
-    _their_seconds: ClassVar[float] = 0.0
+    _finished: ClassVar[int] = 0
+    _finished_seconds: ClassVar[float] = 0.0
 
     def __init__(self, what: str, hint: str = "") -> None:
         self._what, self._hint = what, hint
-        self._said = False
+        self._logged = False
         self._done = threading.Event()
         self._began = time.perf_counter()
         # A thread, because Numba does not return in between.
-        self._thread = threading.Thread(target=self._tell, name="fastcoll-telling", daemon=True)
+        self._thread = threading.Thread(target=self._log_progress, name="fastcoll-progress-log", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> None: ...
@@ -110,23 +110,26 @@ class Telling:
         self._done.set()
         self._thread.join()
         took = time.perf_counter() - self._began
-        Telling._others += 1
-        Telling._their_seconds += took
-        Telling._unsaid = 0.0 if self._said else Telling._unsaid + took
+        cls = type(self)
+        cls._finished += 1
+        cls._finished_seconds += took
+        cls._unlogged = 0.0 if self._logged else cls._unlogged + took
 
-    def _tell(self) -> None:
+    def _log_progress(self) -> None:
         # Ranks may compile at the same time, a user's reduction even all of them. Only the holder of this lock logs.
-        place = os.open(_PACKAGE if _SOURCES else "/", os.O_RDONLY)
-        pause = _SILENT - Telling._unsaid
+        folder = os.open(_PACKAGE if _SOURCES else "/", os.O_RDONLY)
+        pause = _FIRST_LOG - self._unlogged
         while not self._done.wait(pause):
-            if not self._said and not _try_lock(place):
-                pause = _SILENT
+            if not self._logged and not _try_lock(folder):
+                pause = _FIRST_LOG
                 continue
             took = time.perf_counter() - self._began
-            others = f", {self._their_seconds:.0f} s for {self._others} before it" if self._others else ""
+            others = (
+                f", {self._finished_seconds:.0f} s for {self._finished} before it" if self._finished else ""
+            )
             _log.warning("fastcoll compiles %s: %.0f s so far%s%s", self._what, took, others, self._hint)
-            self._said, pause = True, _AGAIN
-        os.close(place)
+            self._logged, pause = True, _NEXT_LOG
+        os.close(folder)
 
 
 class KernelCache:
@@ -161,7 +164,7 @@ class KernelCache:
         # A closure's values are part of the code but not of the stamp, and a function without a file has no stamp.
         self._kept = function.__closure__ is None and own != b""
 
-    def is_there(self) -> bool:
+    def is_cached(self) -> bool:
         """Return whether the code is on disk, so that nothing has to be compiled."""
         return self._kept and self._found() is not None
 
@@ -177,10 +180,10 @@ class KernelCache:
                 self._warn(str(error))
                 return undisturbed(partial(self._compiled, compile, ""))
             lock = _acquire(f"{folder}/{self._name}.lock")
-            found = undisturbed(partial(self._made, compile, folder, lock))
+            found = undisturbed(partial(self._compiled_under_lock, compile, folder, lock))
         return found
 
-    def _made(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> bytes:
+    def _compiled_under_lock(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> bytes:
         """Return the code, as the holder of the lock; close the lock."""
         try:
             found = self._found()
@@ -199,7 +202,7 @@ class KernelCache:
             _log.warning("%s; until then each process compiles what it needs", reason)
 
     def _compiled(self, compile: Callable[[], bytes], hint: str) -> bytes:
-        with Telling(self._what, hint):
+        with ProgressLog(self._what, hint):
             code = compile()
         KernelCache.compiled += 1
         return code

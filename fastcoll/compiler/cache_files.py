@@ -35,12 +35,12 @@ def digest(*parts: bytes) -> bytes:
 
 def folders(source: str) -> list[str]:
     """Return the folders that may hold the code of a source file."""
-    place = os.path.dirname(os.path.abspath(source))
-    own = f"{os.path.basename(place)}_{digest(place.encode()).hex()}"
+    home = os.path.dirname(os.path.abspath(source))
+    own = f"{os.path.basename(home)}_{digest(home.encode()).hex()}"
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         return [f"{given}/{own}"]
     users = config.cache_folder()
-    return [f"{place}/__pycache__", *([] if users is None else [f"{users}/{own}"])]
+    return [f"{home}/__pycache__", *([] if users is None else [f"{users}/{own}"])]
 
 
 def writable(source: str) -> str:

@@ -91,7 +91,7 @@ class _Library(JITCodeLibrary):
         return 0
 
 
-class _Whole(_Library):
+class _Complete(_Library):
     """A function and all functions that it needs, optimised together."""
 
     def _optimize_final_module(self):
@@ -243,17 +243,17 @@ def entry(function: Callable[..., Any], locked: bool) -> bytes:
         builder.ret(builder.call(python("PyLong_FromLongLong", data, WORD), [result]))
 
     signature = types.int64(*map(_PARAMETERS.__getitem__, parameters))
-    return whole(
+    return link_complete(
         function, signature, ir.FunctionType(data, [data, data.as_pointer(), WORD]), emit
     ).machine_code()
 
 
 def c_function(function: Callable[..., Any], signature: str) -> bytes:
     """Return the object file of a function for C."""
-    return whole_c_function(function, named(signature)).machine_code()
+    return complete_c_function(function, named(signature)).machine_code()
 
 
-def whole_c_function(function: Callable[..., Any], signature: Any) -> _Whole:
+def complete_c_function(function: Callable[..., Any], signature: Any) -> _Complete:
     """Return the library of a function for C."""
     kind = cpu_target.target_context.get_value_type
     nothing = signature.return_type == types.void
@@ -263,13 +263,13 @@ def whole_c_function(function: Callable[..., Any], signature: Any) -> _Whole:
         _, result = call(values)
         builder.ret_void() if nothing else builder.ret(result)
 
-    return whole(function, signature, ir.FunctionType(returns, list(map(kind, signature.args))), emit)
+    return link_complete(function, signature, ir.FunctionType(returns, list(map(kind, signature.args))), emit)
 
 
 @global_compiler_lock
-def whole(
+def link_complete(
     function: Callable[..., Any], signature: Any, kind: ir.FunctionType, emit: Callable[..., None]
-) -> _Whole:
+) -> _Complete:
     """Compile a function and its caller, a function of LLVM's type `kind`.
 
     `emit(builder, call, *values)` adds the caller's instructions.
@@ -279,7 +279,7 @@ def whole(
         part.compile(signature)
         compiled = part.overloads[signature.args]
         context, what = compiled.target_context, compiled.fndesc
-        library = _Whole(context.codegen(), function.__name__)
+        library = _Complete(context.codegen(), function.__name__)
         module = library.create_ir_module(function.__name__)
         caller = ir.Function(module, kind, SYMBOL)
         builder = ir.IRBuilder(caller.append_basic_block())

@@ -71,12 +71,12 @@ class _Object:
                 for at in range(section.offset, section.offset + section.size, 24):
                     name, _, _, of, value = struct.unpack_from("<IBBHQ", file, at)
                     self.symbols.append(_Symbol(self._text(names + name), of, value))
-        self.places: dict[int, int] = {}
+        self.offsets: dict[int, int] = {}
         self.size = 0
         for number, section in enumerate(self.sections):
             if section.flags & _ALLOC and section.type == _PROGBITS and self._is_wanted(section):
                 self.size = -(-self.size // section.align) * section.align
-                self.places[number] = self.size
+                self.offsets[number] = self.size
                 self.size += section.size
         self.slots = self.size = -(-self.size // 16) * 16
         self.size += 16 * len(self.symbols)
@@ -93,12 +93,12 @@ class _Object:
     def relocations(self) -> Iterator[tuple[int, int, _Symbol, int, int]]:
         """Yield the relocations of mapped sections: offset, kind, symbol, the symbol's number, addend."""
         for section in self.sections:
-            if section.type == _RELA and section.info in self.places:
+            if section.type == _RELA and section.info in self.offsets:
                 for at in range(section.offset, section.offset + section.size, 24):
                     offset, info, addend = struct.unpack_from("<QQq", self.file, at)
                     number = info >> 32
-                    place = self.places[section.info] + offset
-                    yield place, info & 0xFFFFFFFF, self.symbols[number], number, addend
+                    position = self.offsets[section.info] + offset
+                    yield position, info & 0xFFFFFFFF, self.symbols[number], number, addend
 
 
 def load(file: bytes) -> int:
@@ -129,49 +129,49 @@ _engines: list[Any] = []  # their code stays mapped
 def _link(found: _Object) -> int:
     image = bytearray(found.size)
     base = _reserve(found.size)
-    for number, place in found.places.items():
+    for number, position in found.offsets.items():
         section = found.sections[number]
-        image[place : place + section.size] = found.file[section.offset : section.offset + section.size]
+        image[position : position + section.size] = found.file[section.offset : section.offset + section.size]
 
     def address_of(symbol: _Symbol) -> int:
         if symbol.section == 0:
-            return OWN_SYMBOLS.get(symbol.name) or _of_the_process(symbol.name)
-        if symbol.section not in found.places:
-            raise UnavailableError(f"machine code of an unknown kind: {symbol.name!r} is a variable")
-        return base + found.places[symbol.section] + symbol.value
+            return OWN_SYMBOLS.get(symbol.name) or _symbol_address(symbol.name)
+        if symbol.section not in found.offsets:
+            raise UnavailableError(f"unsupported machine code: {symbol.name!r} is a variable")
+        return base + found.offsets[symbol.section] + symbol.value
 
-    for place, kind, symbol, number, addend in found.relocations():
+    for position, kind, symbol, number, addend in found.relocations():
         target, slot = address_of(symbol), found.slots + 16 * number
         struct.pack_into("<Q", image, slot, target)
         struct.pack_into("<Hi", image, slot + 8, 0x25FF, -14)  # jmp *slot(%rip)
         relocate = _RELOCATIONS.get(kind)
         if relocate is None:
-            raise UnavailableError(f"machine code of an unknown kind: relocation {kind}")
-        through = base + slot + 8 if symbol.section == 0 else target
-        relocate(image, place, _Places(base + place, target, through, base + slot), addend)
+            raise UnavailableError(f"unsupported machine code: relocation {kind}")
+        call_target = base + slot + 8 if symbol.section == 0 else target
+        relocate(image, position, _Addresses(base + position, target, call_target, base + slot), addend)
     (entry,) = (symbol for symbol in found.symbols if symbol.name == SYMBOL)
     _fill(base, bytes(image))
     return address_of(entry)
 
 
-class _Places(NamedTuple):
+class _Addresses(NamedTuple):
     """Addresses: of the relocated bytes, of the symbol, of the target of calls, of the symbol's slot."""
 
-    here: int
+    relocated: int
     target: int
     call: int
     slot: int
 
 
-def _relative(which: str) -> Callable[[bytearray, int, _Places, int], None]:
-    def relocate(image: bytearray, at: int, places: _Places, addend: int) -> None:
-        struct.pack_into("<i", image, at, getattr(places, which) + addend - places.here)
+def _relative(which: str) -> Callable[[bytearray, int, _Addresses, int], None]:
+    def relocate(image: bytearray, at: int, addresses: _Addresses, addend: int) -> None:
+        struct.pack_into("<i", image, at, getattr(addresses, which) + addend - addresses.relocated)
 
     return relocate
 
 
-def _absolute(image: bytearray, at: int, places: _Places, addend: int) -> None:
-    struct.pack_into("<q", image, at, places.target + addend)
+def _absolute(image: bytearray, at: int, addresses: _Addresses, addend: int) -> None:
+    struct.pack_into("<q", image, at, addresses.target + addend)
 
 
 _RELOCATIONS = {
@@ -185,7 +185,7 @@ _RELOCATIONS = {
 
 
 @cache
-def _of_the_process(name: str) -> int:
+def _symbol_address(name: str) -> int:
     try:
         address = ctypes.cast(getattr(_process, name), ctypes.c_void_p).value
     except AttributeError:
@@ -259,7 +259,7 @@ def processor() -> bytes:
     address = _reserve(len(_CPUID))
     _fill(address, _CPUID)
     ask = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(address)
-    said, registers = [], (ctypes.c_uint32 * 4)()
+    answers, registers = [], (ctypes.c_uint32 * 4)()
     most = {0: 0, 1 << 31: 1 << 31}  # cpuid of a leaf beyond these returns another leaf's values
     for leaf, sub in _LEAVES:
         first = leaf & 1 << 31
@@ -269,5 +269,5 @@ def processor() -> bytes:
                 most[first] = registers[0]
             if leaf == 1:
                 registers[1] = 0
-            said.append(bytes(registers))
-    return b"".join(said)
+            answers.append(bytes(registers))
+    return b"".join(answers)

@@ -64,8 +64,8 @@ KEEP = 10  # most free pages that keep their memory
 RESERVE = 11  # bytes of the file system to leave free for others
 SHUT = 12  # not 0: the arena allocates nothing new
 REFUSED = 13  # times that the file system was full
-TOLD = 14  # not 0: REFUSED has been reported
-TELL = 15  # address of Py_AddPendingCall; word 16: of the function that it schedules
+REPORTED = 14  # not 0: REFUSED has been reported
+REPORT = 15  # address of Py_AddPendingCall; word 16: of the function that it schedules
 RANGE = 17  # bytes of the arena's address range, also if peers cannot map it
 BEFORE = 18  # NumPy's previous functions: 18 malloc, 19 calloc, 20 realloc, 21 free, 22 their context
 _STATVFS = 24  # 112 bytes, as fstatvfs writes them
@@ -100,11 +100,11 @@ def _call(builder, function, a, b, c):
 @kernel
 def _enter(s):
     """Take the lock, unless that takes long; return whether it was taken."""
-    for turn in range(2000):
+    for tries in range(2000):
         if swap_if_equal(s + 8 * LOCK, 0, 1):
             _free_deferred(s)
             return True
-        if turn < 1000:
+        if tries < 1000:
             pause()
         else:
             yield_core()
@@ -383,15 +383,15 @@ def _make(s, nbytes):
     if not _enter(s):
         return 0
     taken = _take(s, -(-nbytes // PAGE))
-    tell = 0
+    report = 0
     if taken == 0:
         store_word(s, REFUSED, load_word(s, REFUSED) + 1)
-        if load_word(s, TOLD) == 0:
-            store_word(s, TOLD, 1)
-            tell = load_word(s, TELL)
+        if load_word(s, REPORTED) == 0:
+            store_word(s, REPORTED, 1)
+            report = load_word(s, REPORT)
     _leave(s)
-    if tell != 0:
-        _call(tell, load_word(s, TELL + 1), 0, 0)
+    if report != 0:
+        _call(report, load_word(s, REPORT + 1), 0, 0)
     return taken
 
 

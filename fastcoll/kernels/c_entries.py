@@ -9,14 +9,15 @@ A group has a *descriptor*, a table of words at a fixed address, which is never 
                    the end of the group; both are -1 if this process is not in the group
     RANKS          address of a word for each rank, its global rank; 0: they are the same
     NUMBER         number of the descriptor (callers/descriptors.py)
-    DOOR           address of `door`, the entry point
+    C_ENTRY        address of `c_entry`, the entry point
     ASK, TORN      Python's functions: ASK executes what no native call can, TORN handles an exception
     ERRORS         a dict of their exceptions, by thread
     AGAIN          an object whose truth value raises the exceptions in ERRORS that no handler of compiled code may end
-    WAYS + op      address of an operation's *native call*, a C function that does only its plain case; 0: none
+    NATIVE_CALLS + op
+                   address of an operation's *native call*, a C function that does only its plain case; 0: none
 
-    int64 door(int64 row, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
-    int64 way(int64 handle, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
+    int64 c_entry(int64 descriptor, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
+    int64 native_call(int64 handle, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
 A native call returns a status (core/status.py). One that has a result, such as a receive (the sender's rank), returns
 -1 - result on success. For every status except DONE, Python executes the operation.
@@ -69,8 +70,8 @@ _set_item = external("PyDict_SetItem", "int32(int64, int64, int64)")
 def own_words(builder):
     """Return the address of words on the caller's stack: room for a request, or for an exception."""
     with builder.goto_entry_block():
-        place = builder.alloca(llvm.ir.ArrayType(llvm.WORD, QUESTION_WORDS + 3))
-    return builder.ptrtoint(place, llvm.WORD)
+        room = builder.alloca(llvm.ir.ArrayType(llvm.WORD, QUESTION_WORDS + 3))
+    return builder.ptrtoint(room, llvm.WORD)
 
 
 @instruction("int64")
@@ -178,5 +179,5 @@ def c_entry(descriptor, op, data, out, nbytes, call, peer):
 
 @cache
 def c_entry_address() -> int:
-    """Return the address of `door`, compiled or loaded."""
-    return c_function(c_entry, f"int64({', '.join(['int64'] * 7)})", "the door", NJIT)
+    """Return the address of `c_entry`, compiled or loaded."""
+    return c_function(c_entry, f"int64({', '.join(['int64'] * 7)})", "the C entry point", NJIT)

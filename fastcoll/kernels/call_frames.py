@@ -3,12 +3,12 @@
 XLA calls one C function, `handle`, for all calls. A call has a number, the only attribute in the frame, and a line of
 words in `LINES`. Python writes the line (jax/xla_frames.py) once it has executed the call itself:
 
-    ROW       address of the group descriptor (c_entries.py); 0: Python executes the call
+    DESCRIPTOR        address of the group descriptor (c_entries.py); 0: Python executes the call
     OP, CALL, PEER    arguments of the C entry point
-    ITEM      bytes of an element, divided by the number of blocks, BLOCKS
-    FORM      the arrays of the frame that the entry point gets: one of the forms below
+    ITEM              bytes of an element, divided by the number of blocks, BLOCKS
+    FORM              the arrays of the frame that the entry point gets: one of the forms below
 
-A call without a line goes to Python's function ASK, which gets the frame. TOLD gets the frame if the entry point has
+A call without a line goes to Python's function ASK, which gets the frame. KEPT gets the frame if the entry point has
 kept an exception, TORN if one of these functions has raised. Offsets are in bytes:
 
     XLA_FFI_CallFrame   size, extension, api, context, stage, args (5 words), rets (5 words), attrs (6 words), future
@@ -54,8 +54,8 @@ IN_PLACE, APART, GIVEN, TAKEN, NO_ARRAY = range(5)
 MOST = 1 << 14
 """Calls that get lines; Python executes those with larger numbers. The pages of unused lines take no memory."""
 LINES = np.zeros((1 + MOST, 8), np.int64)
-"""The line of call k is LINES[1 + k]. LINES[0] has Python's functions ASK, TOLD and TORN, and a dict, ERRORS."""
-ASK, TOLD, TORN, ERRORS = range(4)
+"""The line of call k is LINES[1 + k]. LINES[0] has Python's functions ASK, KEPT and TORN, and a dict, ERRORS."""
+ASK, KEPT, TORN, ERRORS = range(4)
 _SYMBOL = "fastcoll.lines"
 OWN_SYMBOLS[_SYMBOL] = address_of(LINES)
 
@@ -66,9 +66,9 @@ def _lines(builder):
 
 
 @instruction("int64")
-def _enter(builder, c_entry, row, op, data, out, nbytes, call, peer):
+def _enter(builder, c_entry, descriptor, op, data, out, nbytes, call, peer):
     kind = llvm.ir.FunctionType(llvm.WORD, [llvm.WORD] * 7)
-    return builder.call(llvm.pointer(builder, c_entry, kind), [row, op, data, out, nbytes, call, peer])
+    return builder.call(llvm.pointer(builder, c_entry, kind), [descriptor, op, data, out, nbytes, call, peer])
 
 
 @kernel
@@ -112,8 +112,8 @@ def handle(frame):
     if number < 0 or number >= MOST:
         return _ask(lines, ASK, frame)
     line = lines + 64 * (1 + number)
-    row = load_acquire(line)
-    if row == 0:
+    descriptor = load_acquire(line)
+    if descriptor == 0:
         return _ask(lines, ASK, frame)
     form = load_word(line, FORM)
     data, out, nbytes = 0, 0, 0
@@ -129,11 +129,18 @@ def handle(frame):
         given, data = data, word_at(_buffer(frame + RETS) + DATA)
         if given != data:
             copy(data, given, nbytes)
-    c_entry = load_word(row, C_ENTRY)
+    c_entry = load_word(descriptor, C_ENTRY)
     done = _enter(
-        c_entry, row, load_word(line, OP), data, out, nbytes, load_word(line, CALL), load_word(line, PEER)
+        c_entry,
+        descriptor,
+        load_word(line, OP),
+        data,
+        out,
+        nbytes,
+        load_word(line, CALL),
+        load_word(line, PEER),
     )
-    return _ask(lines, TOLD, frame) if done == RAISED else 0
+    return _ask(lines, KEPT, frame) if done == RAISED else 0
 
 
 @cache

@@ -16,7 +16,7 @@ from numba.core.ccallback import CFunc
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic, is_jitted
 
-from ..compiler.cache import Telling
+from ..compiler.cache import ProgressLog
 from ..compiler.compiling import FLAGS, no_collection
 from ..compiler.elements import CONVERSIONS, WORD, Element, Half, computed_as, element_of
 from ..core.reduce_op import ReduceOp
@@ -60,7 +60,7 @@ def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
     words = types.int64, types.CPointer(element), *[types.int64] * 3
     compiled = CFunc(reduce, (words, types.void), locals={}, options=dict(FLAGS))
     try:
-        with no_collection(), Telling(f"{op!r} of {dtype}"):
+        with no_collection(), ProgressLog(f"{op!r} of {dtype}"):
             compiled.compile()
     except Exception as error:  # Numba raises errors of many kinds
         raise UsageError(
@@ -112,15 +112,15 @@ class _OneByOne(Registers):
 
     def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
         for i, new in self.load(builder, address):
-            builder.store(new, self.place(builder, self._new, i))
+            builder.store(new, self.register(builder, self._new, i))
         data = self._model.get_data_type().as_pointer()
         first, second = builder.bitcast(self.taken, data), builder.bitcast(self._new, data)
         elements = self.shape.registers * self.shape.width // self.element.lanes
         with cgutils.for_range(builder, WORD(elements)) as loop:
-            place = builder.gep(first, [loop.index])
-            a = self._model.load_from_data_pointer(builder, place)
+            register = builder.gep(first, [loop.index])
+            a = self._model.load_from_data_pointer(builder, register)
             b = self._model.load_from_data_pointer(builder, builder.gep(second, [loop.index]))
-            builder.store(self._model.as_data(builder, self.combine(builder, a, b)), place)
+            builder.store(self._model.as_data(builder, self.combine(builder, a, b)), register)
 
 
 class _Record:

@@ -136,16 +136,16 @@ class Registers:
 
     def start(self, builder: ir.IRBuilder, address: ir.Value) -> None:
         for i, new in self.load(builder, address):
-            builder.store(new, self.place(builder, self.taken, i))
+            builder.store(new, self.register(builder, self.taken, i))
 
     def take(self, builder: ir.IRBuilder, address: ir.Value) -> None:
         for i, new in self.load(builder, address):
-            place = self.place(builder, self.taken, i)
-            builder.store(self.combine(builder, builder.load(place), new), place)
+            register = self.register(builder, self.taken, i)
+            builder.store(self.combine(builder, builder.load(register), new), register)
 
     def finish(self, builder: ir.IRBuilder, address: ir.Value) -> None:
         for i in range(self.shape.registers):
-            value = builder.load(self.place(builder, self.taken, i))
+            value = builder.load(self.register(builder, self.taken, i))
             self.element.store(builder, self._end(builder, value), self._at(builder, address, i))
 
     def registers(self, builder: ir.IRBuilder) -> Any:
@@ -161,7 +161,7 @@ class Registers:
         return builder.add(address, WORD(i * self.shape.width * self.element.size))
 
     @staticmethod
-    def place(builder: ir.IRBuilder, registers: ir.Value, i: int) -> Any:
+    def register(builder: ir.IRBuilder, registers: ir.Value, i: int) -> Any:
         return builder.gep(registers, [WORD(i)])
 
 
@@ -178,16 +178,16 @@ def fold(typing_context, op, dst, srcs, n, count):
         nbytes = builder.mul(elements, WORD(element.lanes * element.size))
         operands = Operands(builder.ptrtoint(pointer, WORD), table, number, nbytes)
         # For each operation: the function of two values, and the function of the final value.
-        ways = {way: (combine, unchanged) for way, combine in operations_of(dst.dtype).items()}
+        operations = {which: (combine, unchanged) for which, combine in operations_of(dst.dtype).items()}
         if (divide := division_of(dst.dtype)) is not None:
-            ways[AVG] = ways[SUM][0], partial(divide, n=number)
+            operations[AVG] = operations[SUM][0], partial(divide, n=number)
         after = builder.append_basic_block("reduced")
-        blocks = {way: builder.append_basic_block(f"operation.{way}") for way in ways}
+        blocks = {which: builder.append_basic_block(f"operation.{which}") for which in operations}
         choice = builder.switch(code, blocks[SUM])
-        for way, (combine, end) in ways.items():
-            if way != SUM:
-                choice.add_case(WORD(way), blocks[way])
-            builder.position_at_end(blocks[way])
+        for which, (combine, end) in operations.items():
+            if which != SUM:
+                choice.add_case(WORD(which), blocks[which])
+            builder.position_at_end(blocks[which])
             tiles = [Registers(builder, element, shape, combine, end) for shape in shapes(element)]
             stream(builder, tiles, operands)
             builder.branch(after)

@@ -85,8 +85,8 @@ def _layout_is_known() -> bool:
         if found != [id(type(x)), id(x.dtype), x.ctypes.data, x.ndim, x.flags.num, *x.shape]:
             return False
     items = (arrays[0], None)
-    places = [word(id(items) + place).value for place in (LENGTH, ITEMS, ITEMS + 8)]
-    return places == [2, id(arrays[0]), id(None)]
+    fields = [word(id(items) + offset).value for offset in (LENGTH, ITEMS, ITEMS + 8)]
+    return fields == [2, id(arrays[0]), id(None)]
 
 
 if not _layout_is_known():

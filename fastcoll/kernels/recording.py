@@ -13,7 +13,7 @@ from .primitives import store_release, store_word
 
 
 @inlined
-def row_of(ring, number):
+def entry_of(ring, number):
     """Return the address of a call's entry."""
     return ring + 8 * r.ENTRY_WORDS * (number & (r.RING - 1))
 
@@ -21,17 +21,17 @@ def row_of(ring, number):
 @inlined
 def record_call(ring, number, call, shape, began):
     """Record that a call begins; `began` in ns, 0 if not known."""
-    row = row_of(ring, number)
-    store_word(row, r.CALL, call)
-    store_word(row, r.SHAPE, shape)
-    store_word(row, r.BEGAN, began)
-    store_word(row, r.ENDED, 0)
-    store_release(row + 8 * r.NUMBER, number)
+    entry = entry_of(ring, number)
+    store_word(entry, r.CALL, call)
+    store_word(entry, r.SHAPE, shape)
+    store_word(entry, r.BEGAN, began)
+    store_word(entry, r.ENDED, 0)
+    store_release(entry + 8 * r.NUMBER, number)
 
 
 @inlined
 def record_end(ring, number, began, ended):
     """Record that a timed call is complete; for the lowest bits of ENDED see record.py."""
-    row = row_of(ring, number)
-    store_word(row, r.BEGAN, began)
-    store_word(row, r.ENDED, ended & ~7)
+    entry = entry_of(ring, number)
+    store_word(entry, r.BEGAN, began)
+    store_word(entry, r.ENDED, ended & ~7)

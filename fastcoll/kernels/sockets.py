@@ -20,7 +20,7 @@ _NOT_NOW = (errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM)
 _FLAGS = 0x4040  # MSG_DONTWAIT | MSG_NOSIGNAL
 
 # The vector of `send_both`, zeros at first: a msghdr, of which these words are set, and two iovecs.
-_PIECES, _COUNT, _FIRST = 2, 3, 7
+_VECTORS, _COUNT, _FIRST = 2, 3, 7
 VECTOR_BYTES = 8 * (_FIRST + 4)
 
 _send = external("send", "int64(int32, int64, int64, int32)")
@@ -54,13 +54,13 @@ def send_both(fd, vector, first, size, second, more):
     Args:
         vector: address of VECTOR_BYTES of the caller's.
     """
-    pieces = vector + 8 * _FIRST
-    store_word(vector, _PIECES, pieces)
+    vectors = vector + 8 * _FIRST
+    store_word(vector, _VECTORS, vectors)
     store_word(vector, _COUNT, 2)
-    store_word(pieces, 0, first)
-    store_word(pieces, 1, size)
-    store_word(pieces, 2, second)
-    store_word(pieces, 3, more)
+    store_word(vectors, 0, first)
+    store_word(vectors, 1, size)
+    store_word(vectors, 2, second)
+    store_word(vectors, 3, more)
     moved = _sendmsg(fd, vector, _FLAGS)
     return moved if moved >= 0 else failure()
 

@@ -7,11 +7,11 @@ Python checks signals, deadlines and dead peers, and calls the entry again, whic
 `wait_for` waits for one word. Code that polls several words needs one more word in the table, and calls `rest` between
 two polls:
 
-    turn = 0
+    polls = 0
     while not (something moved):
-        if not rest(table, turn):
+        if not rest(table, polls):
             return AGAIN
-        turn += 1
+        polls += 1
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def wait_slowly(backoff, word, want):
     """Do the part of `wait_for` after spinning; a function of its own so that spinning is inlined."""
     begun = now(backoff)
     if load_word(backoff, IDLE) == 0:
-        for turn in range(load_word(backoff, YIELDS)):
+        for polls in range(load_word(backoff, YIELDS)):
             yield_core()
             if load_acquire(word) >= want:
                 return True
-            if turn & _CLOCK_EVERY == 0 and now(backoff) - begun > load_word(backoff, BUDGET):
+            if polls & _CLOCK_EVERY == 0 and now(backoff) - begun > load_word(backoff, BUDGET):
                 break  # other processes have the core
         begun = now(backoff)
     if load_word(backoff, TIMED) == 0:
@@ -120,9 +120,9 @@ def doze(table, first):
 
 
 @kernel
-def _is_early(table, turn):
+def _is_early(table, polls):
     """Return whether the budget is not used up; here it begins with the first yields."""
-    if turn <= load_word(table, SPINS) + _CLOCK_EVERY:
+    if polls <= load_word(table, SPINS) + _CLOCK_EVERY:
         store_word(table, END, now(table) + load_word(table, BUDGET))
     if now(table) < load_word(table, END):
         return True
@@ -131,16 +131,16 @@ def _is_early(table, turn):
 
 
 @inlined
-def rest(table, turn):
-    """Wait briefly, for the `turn`-th time since something moved; False: return to Python."""
+def rest(table, polls):
+    """Wait briefly, for the `polls`-th time since something moved; False: return to Python."""
     awake = 0 if load_word(table, IDLE) else load_word(table, SPINS) + load_word(table, YIELDS)
-    if turn >= awake:
-        return doze(table, turn == awake)
-    if turn < load_word(table, SPINS):
+    if polls >= awake:
+        return doze(table, polls == awake)
+    if polls < load_word(table, SPINS):
         pause()
         return True
     yield_core()
-    return (turn & _CLOCK_EVERY) != 0 or _is_early(table, turn)
+    return (polls & _CLOCK_EVERY) != 0 or _is_early(table, polls)
 
 
 @inlined

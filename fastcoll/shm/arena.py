@@ -116,8 +116,8 @@ def create() -> None:
         _state[a.KEEP] = min(_KEEP_BYTES, shared.all_bytes() // 8) // a.PAGE
         _state[a.RESERVE] = shared.all_bytes() // 16
         _state[a.BEFORE : a.BEFORE + 5] = *default_handler().functions, default_handler().context or 0
-        _state[a.TELL] = _address_of_function(ctypes.pythonapi.Py_AddPendingCall)
-        _state[a.TELL + 1] = _address_of_function(_tell)
+        _state[a.REPORT] = _address_of_function(ctypes.pythonapi.Py_AddPendingCall)
+        _state[a.REPORT + 1] = _address_of_function(_tell)
         count = limit // a.PAGE + 1
         _state[a.PAGES] = map_memory(8 * count, private=True)
         a.begin(_state, _words(int(_state[a.PAGES]), count))

@@ -156,7 +156,7 @@ def secret(ranks: int) -> Iterator[Finding]:
 def compiled_code(ranks: int) -> Iterator[Finding]:
     """Check what programs would compile at first use, and whether compiled code can be stored."""
     caches = [entry.cache() for entry in all_entries().values()]
-    there = sum(cache.is_there() for cache in caches)
+    there = sum(cache.is_cached() for cache in caches)
     source = caches[0].source
     try:
         where = writable(source)

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: found again, compiled by one process only, thrown away when any source changes."""
+"""Compiled kernels on disk: reused, compiled by only one process, replaced when any source changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST_USE = textwrap.dedent("""
     import sys
     import numpy as np
     from fastcoll.compiler import cache; from fastcoll.kernels import reduce
-    cache._SILENT, cache._AGAIN = 0.01, 1000.0  # one word for each kernel, whatever the machine
+    cache._FIRST_LOG, cache._NEXT_LOG = 0.01, 1000.0  # one line per kernel, on any machine
     hits = []
     for dtype in "float32", "float64":
         before = cache.KernelCache.compiled
@@ -44,7 +44,7 @@ FIRST_USE = textwrap.dedent("""
 
 
 class Use(NamedTuple):
-    """A process that needs two reducers: which came from the cache, max(3, 7), what it imported and said."""
+    """A process that needs two reducers: the number loaded from the cache, max(3, 7), its imports and its log."""
 
     hits: tuple[int, int]
     greater: int
@@ -53,19 +53,19 @@ class Use(NamedTuple):
 
 
 def copy_of_the_kernels(folder: Path) -> Path:
-    """Sources that a test may edit."""
+    """Copy the sources, so that a test may edit them."""
     sources = folder / "sources"
     shutil.copytree(PACKAGE, sources / "fastcoll", ignore=shutil.ignore_patterns("__pycache__"))
     return sources
 
 
 def first_uses(sources: Path, processes: int) -> list[Use]:
-    """By so many new processes at once."""
+    """Run some new processes at once."""
     running = [
         subprocess.Popen(
             [sys.executable, "-c", FIRST_USE],
             cwd=sources,
-            # Python's own cache goes by modification times, too.
+            # Python's own cache uses modification times, too.
             env={"NUMBA_CACHE_DIR": str(sources.parent / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -84,13 +84,16 @@ def first_uses(sources: Path, processes: int) -> list[Use]:
 
 @pytest.fixture(scope="module")
 def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Use]]:
-    """Three processes at once, and one each after all files were touched, and after one was edited unseen."""
+    """Start three processes at once, and later two more.
+
+    The fourth starts after all files were touched, the fifth after a file was edited with its time unchanged.
+    """
     sources = copy_of_the_kernels(tmp_path_factory.mktemp("cache"))
     found = {"first": first_uses(sources, 3)}
     for file in sources.rglob("*.py"):
         os.utime(file, (1, 1))
     found["touched"] = first_uses(sources, 1)
-    # The kernels have the values, the file is none of theirs.
+    # The kernels contain the values, but the file defines no kernel.
     constants = sources / "fastcoll" / "core" / "reduce_op.py"
     text = constants.read_text()
     constants.write_text(text.replace("PRODUCT, MIN, MAX, BAND", "PRODUCT, MAX, MIN, BAND"))
@@ -105,15 +108,15 @@ def test_one_process_compiles_and_the_others_load(uses):
         assert sorted(use.hits[dtype] for use in uses["first"]) == [0, 1, 1]
 
 
-def test_what_counts_is_the_content_of_the_sources(uses):
+def test_the_content_of_the_sources_counts(uses):
     assert uses["touched"][0].hits == (1, 1)
     assert uses["edited"][0].hits == (0, 0)
     assert [use.greater for found in uses.values() for use in found] == [7] * 5
 
 
-def test_one_process_says_what_is_compiled(uses):
+def test_one_process_logs_the_compilations(uses):
     said = [line for use in uses["first"] for line in use.says]
-    assert 1 <= len(said) <= 2, said  # two may compile one each at the same time, and one of them speaks
+    assert 1 <= len(said) <= 2, said  # two may compile one each at the same time, and only one of them logs
     assert [line.partition(":")[0] for line in uses["edited"][0].says] == [
         "fastcoll compiles reductions of float32",
         "fastcoll compiles reductions of float64",
@@ -123,16 +126,16 @@ def test_one_process_says_what_is_compiled(uses):
 
 def test_loading_imports_neither_numba_nor_llvmlite(uses):
     assert not uses["touched"][0].imports_numba
-    assert uses["edited"][0].imports_numba  # else the line above proves nothing
+    assert uses["edited"][0].imports_numba  # otherwise the line above proves nothing
 
 
 @pytest.fixture
 def lock_tries(monkeypatch, tmp_path):
-    """A process that has compiled nothing and speaks at once; the results of its attempts to be the one that speaks."""
-    monkeypatch.setattr(cache, "_SILENT", 0.0)
-    monkeypatch.setattr(cache, "_PACKAGE", str(tmp_path))  # other processes compile for the real one
-    for name in ("_unsaid", "_others", "_their_seconds"):
-        monkeypatch.setattr(cache.Telling, name, 0)
+    """Prepare a process that has compiled nothing and logs at once; return the results of its lock attempts."""
+    monkeypatch.setattr(cache, "_FIRST_LOG", 0.0)
+    monkeypatch.setattr(cache, "_PACKAGE", str(tmp_path))  # other processes compile in the real folder
+    for name in ("_unlogged", "_finished", "_finished_seconds"):
+        monkeypatch.setattr(cache.ProgressLog, name, 0)
     tries = []
     try_lock = cache._try_lock
     monkeypatch.setattr(cache, "_try_lock", lambda lock: tries.append(try_lock(lock)) or tries[-1])
@@ -140,39 +143,39 @@ def lock_tries(monkeypatch, tmp_path):
 
 
 def wait_for(number, things):
-    """Until there are so many."""
+    """Wait until there are so many."""
     deadline = time.monotonic() + 60
     while len(things()) < number:
         assert time.monotonic() < deadline, things()
         time.sleep(0.001)
 
 
-def test_a_long_compilation_says_so_again_and_again(monkeypatch, caplog, lock_tries):
-    monkeypatch.setattr(cache, "_AGAIN", 0.01)
-    with cache.Telling("x", " (y)"):
+def test_a_long_compilation_is_logged_repeatedly(monkeypatch, caplog, lock_tries):
+    monkeypatch.setattr(cache, "_NEXT_LOG", 0.01)
+    with cache.ProgressLog("x", " (y)"):
         wait_for(2, lambda: caplog.messages)
     for message in caplog.messages[:2]:
         assert re.fullmatch(r"fastcoll compiles x: \d+ s so far \(y\)", message)
 
 
-def test_short_compilations_add_up_to_a_word(monkeypatch, caplog, lock_tries):
-    monkeypatch.setattr(cache, "_SILENT", 1000)
-    with cache.Telling("a"):
+def test_short_compilations_add_up_to_a_log_line(monkeypatch, caplog, lock_tries):
+    monkeypatch.setattr(cache, "_FIRST_LOG", 1000)
+    with cache.ProgressLog("a"):
         pass
     assert not caplog.messages
-    monkeypatch.setattr(cache, "_SILENT", cache.Telling._unsaid)
-    monkeypatch.setattr(cache, "_AGAIN", 1000)
-    with cache.Telling("b"):
+    monkeypatch.setattr(cache, "_FIRST_LOG", cache.ProgressLog._unlogged)
+    monkeypatch.setattr(cache, "_NEXT_LOG", 1000)
+    with cache.ProgressLog("b"):
         wait_for(1, lambda: caplog.messages)
     (said,) = caplog.messages
     assert re.fullmatch(r"fastcoll compiles b: \d+ s so far, \d+ s for 1 before it", said)
 
 
-def test_of_two_that_compile_one_speaks(monkeypatch, caplog, lock_tries):
-    monkeypatch.setattr(cache, "_AGAIN", 1000)
-    with cache.Telling("a"):
+def test_of_two_compiling_processes_one_logs(monkeypatch, caplog, lock_tries):
+    monkeypatch.setattr(cache, "_NEXT_LOG", 1000)
+    with cache.ProgressLog("a"):
         wait_for(1, lambda: caplog.messages)
-        with cache.Telling("b"):
+        with cache.ProgressLog("b"):
             wait_for(2, lambda: lock_tries)
     assert lock_tries[:2] == [True, False]
     (said,) = caplog.messages
@@ -184,7 +187,7 @@ def full_disk(*names: object) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["no folder", "a full disk"])
-def test_code_that_cannot_be_kept_is_used_and_one_warning_says_so(monkeypatch, tmp_path, caplog, trouble):
+def test_code_that_cannot_be_kept_is_used_with_one_warning(monkeypatch, tmp_path, caplog, trouble):
     monkeypatch.setattr(cache.KernelCache, "unkept", "")
     # a folder where not even root can write
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/none" if trouble == "no folder" else str(tmp_path))
@@ -228,10 +231,10 @@ def test_code_that_others_may_have_written_is_not_run(monkeypatch, tmp_path, com
     assert re.match(
         rf"compiled code in {opened} is not used, since others may write to it \(mode 0.*chmod go-w", said
     )
-    assert compiles() is (what == "folder")  # the file is compiled anew, the folder is not changed
+    assert compiles() is (what == "folder")  # the file is replaced, the folder is not changed
 
 
-def test_links_and_pipes_in_the_place_of_code_are_not_read(tmp_path, compiles):
+def test_links_and_pipes_instead_of_code_are_not_read(tmp_path, compiles):
     (code,) = tmp_path.rglob("*.code")
     code.rename(tmp_path / "elsewhere")
     code.symlink_to(tmp_path / "elsewhere")
@@ -279,7 +282,7 @@ def identity(x: Index) -> int:
 
 @pytest.fixture
 def compiles(monkeypatch, tmp_path):
-    """Whether a new entry had to be compiled, where one has been already, into an empty folder."""
+    """Return whether a new entry had to be compiled into a folder that has the code of an earlier one."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     cache._platform.cache_clear()
 

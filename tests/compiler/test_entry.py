@@ -1,4 +1,4 @@
-"""Entries: what they take, how they refuse, and what they read of Python's objects."""
+"""Entries: accepted arguments, errors, and the fields that they read from Python's objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 
 @entry
 def field(x: PyObject, offset: Index) -> int:
-    """A 64-bit field of an object."""
+    """Return a 64-bit field of an object."""
     return word_at(object_at(x) + integer(offset))
 
 
@@ -44,17 +44,17 @@ def thread() -> int:
 
 @entry
 def double(n: Index) -> int:
-    """Twice an integer."""
+    """Return twice an integer."""
     return 2 * integer(n)
 
 
 def test_an_entry_is_compiled_at_its_first_call_and_keeps_its_name():
     assert double.call(4) == 8
     assert double.call(-(1 << 40)) == -(1 << 41)
-    assert (double.name, double.__doc__) == ("double", "Twice an integer.")
+    assert (double.name, double.__doc__) == ("double", "Return twice an integer.")
 
 
-def test_what_stands_for_an_integer_is_taken_and_nothing_else():
+def test_only_integer_like_objects_are_accepted_as_integers():
     assert double.call(np.int8(-3)) == -6
     assert double.call(True) == 2
     with pytest.raises(OverflowError):
@@ -83,7 +83,7 @@ def test_a_word_is_swapped_only_if_it_holds_what_was_expected():
     assert words.tolist() == [7, 6]
 
 
-def test_of_many_threads_one_gets_the_word():
+def test_of_many_threads_one_swaps_the_word():
     words = np.zeros(1, np.int64)
 
     def contend(number: int) -> int:
@@ -94,5 +94,5 @@ def test_of_many_threads_one_gets_the_word():
     assert wins[words[0] - 1] == 1
 
 
-def test_a_thread_is_known_by_pythons_own_number():
+def test_this_thread_returns_pythons_thread_id():
     assert thread.call() == threading.get_ident()

@@ -1,4 +1,4 @@
-"""What helpers and entries are to Numba, and the byte copy."""
+"""How Numba sees helpers and entries; and the byte copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Object files in memory: what LLVM writes is linked as it means, anything else is refused; and what a processor is."""
+"""Loading object files: LLVM's code is linked correctly, anything else is rejected; and the processor's identity."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_calls_and_constants_are_found(load):
             assert function(a, b) == abs(a - b) + TABLE[a % 7] * TABLE[b % 7]
 
 
-def test_a_function_that_is_nowhere_is_named():
+def test_an_unknown_function_is_named():
     code = compiling.c_function(missing, "int64(int64)")
     with pytest.raises(UnavailableError, match="'fastcoll_has_no_such_function'"):
         machine_code.load(code)
@@ -74,14 +74,14 @@ def test_strings_of_types_are_numbas():
 def test_a_processor_is_the_same_on_each_core_and_in_each_process():
     code = "from fastcoll.compiler.machine_code import processor; print(processor().hex())"
     cores = sorted(os.sched_getaffinity(0))
-    said = set()
+    answers = set()
     for core in (cores[0], cores[-1]):
         done = subprocess.run(
             [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{core}]); {code}"],
             capture_output=True, text=True, timeout=600, check=True,
         )  # fmt: skip
-        said.add(done.stdout.strip())
-    assert said == {machine_code.processor().hex()}
+        answers.add(done.stdout.strip())
+    assert answers == {machine_code.processor().hex()}
     words = machine_code.processor()
     name = words[4:8] + words[12:16] + words[8:12]  # ebx, edx, ecx of leaf 0
     with open("/proc/cpuinfo") as file:
@@ -90,6 +90,6 @@ def test_a_processor_is_the_same_on_each_core_and_in_each_process():
 
 def test_variables_are_refused():
     found = machine_code._Object(compiling.c_function(distance, "int64(int64, int64)"))
-    found.places.clear()  # as if nothing were a function or a constant
+    found.offsets.clear()  # as if there were neither functions nor constants
     with pytest.raises(UnavailableError, match="is a variable"):
         machine_code._link(found)

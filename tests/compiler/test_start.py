@@ -1,4 +1,4 @@
-"""Ranks whose code is on the disk start and run without Numba, which takes longer to import than all else."""
+"""Ranks whose code is on disk start and run without Numba, whose import takes longer than all else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ dist.destroy_process_group()
 
 
 def run(folder, backend: str, size: int) -> set[str]:
-    """What each rank of a job says."""
+    """Run a job; return the output of each rank."""
     with ExitStack() as started:
         ranks = []
         for rank in range(size):

@@ -1,4 +1,4 @@
-"""Compiling ahead: everything there is, once, found by whoever comes later."""
+"""Compiling ahead: everything is compiled once, and later processes load it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*arguments: str, cache: Path) -> str:
 
 
 @pytest.mark.long
-def test_what_was_compiled_is_there_the_next_time(tmp_path):
+def test_compiled_code_is_found_the_next_time(tmp_path):
     first = run("--ops", "seize,retire", "-j", "2", cache=tmp_path)
     assert first.startswith("3 kernels: what is not on the disk is compiled, in 2 processes\n  1/3 seize ")
     assert "  3/3 " in first
@@ -60,7 +60,7 @@ def test_every_entry_is_in_the_list():
     assert found == sorted(entry.name for entry in (*shm.ENTRIES, *tcp.ENTRIES, *mpi.ENTRIES))
 
 
-def test_what_compiled_callers_call_is_compiled_where_it_is_asked_for(monkeypatch, tmp_path):
+def test_code_for_compiled_callers_is_compiled_on_request(monkeypatch, tmp_path):
     todo: list[set[str]] = []
     monkeypatch.setattr(warmup, "_warm_up", lambda names, processes: todo.append(set(names)) or 0)
     for arguments in ([], NJIT.split()):
@@ -100,6 +100,6 @@ def test_unknown_names_are_refused(option, word, capsys):
     assert word in capsys.readouterr().err
 
 
-def test_all_stands_for_dtypes_that_there_are():
+def test_all_means_the_available_dtypes():
     for name in warmup._ALL.split(","):
         assert parse_dtype(name).name == name

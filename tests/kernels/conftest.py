@@ -1,4 +1,4 @@
-"""Calling a compiled reducer from Python, as the protocols do from compiled code."""
+"""Calling a compiled reducer from Python, as protocols call it from compiled code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _C_REDUCER = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
 
 
 def _reduce(op: reduce_op.ReduceOp, sources: Sequence[np.ndarray], into: int | None = None) -> np.ndarray:
-    """Reduce copies of `sources` into a new array, or into the copy number `into`."""
+    """Reduce copies of `sources` into a new array, or into copy number `into`."""
     found = reducer(op, sources[0].dtype)
     assert found.itemsize == sources[0].itemsize
     arrays = [source.copy() for source in sources]

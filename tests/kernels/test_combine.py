@@ -1,4 +1,4 @@
-"""AVG's division of integers, which goes by reciprocals of floats, against Python's integers."""
+"""AVG's division of integers by reciprocals of floats, against Python's integers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def truncated(x: np.ndarray, n: int) -> np.ndarray:
 
 
 def numbers_of(dtype: np.dtype, n: int) -> np.ndarray:
-    """Every number of a dtype of at most two bytes; of others those around random multiples of n, and the ends."""
+    """Return every number of a dtype of at most two bytes; of others, those near multiples of n and the limits."""
     info = np.iinfo(dtype)
     if dtype.itemsize <= 2:
         return np.arange(info.min, info.max + 1).astype(dtype)

@@ -1,4 +1,4 @@
-"""Users' own reductions: any dtype, any order of arguments, records, and refusals that name the function."""
+"""Users' reductions: any dtype, any order of arguments, records, and errors that name the function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_nonzero(a, b):
 
 
 def larger(a, b):
-    """The pair with the larger value, and of equals the one with the smaller index."""
+    """The pair with the larger value; of equal values, the one with the smaller index."""
     if a.value > b.value or (a.value == b.value and a.index < b.index):
         return a
     return b
@@ -44,7 +44,7 @@ DTYPES = ["?", "i1", "u8", "f4", "c8", "f2", ml_dtypes.bfloat16]
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_dtype_in_rank_order_into_any_place(reduce, dtype):
+def test_any_dtype_in_rank_order_into_any_destination(reduce, dtype):
     random = np.random.default_rng(2)
     for n in (1, 2, 5):
         sources = (random.random((n, 2050)) < 0.3) * random.integers(1, 100, (n, 2050))
@@ -114,7 +114,7 @@ def not_compilable(a, b):
 @pytest.mark.parametrize(
     "function", [not_compilable, lambda a: a, lambda a, b: None, lambda a, b: (a, b), lambda a, b: a + 1j * b]
 )
-def test_what_numba_cannot_compile_is_refused_by_name(function):
+def test_uncompilable_functions_are_refused_by_name(function):
     with pytest.raises(
         UsageError, match=rf"'{function.__name__}' for elements of dtype float32.* Numba says: \w"
     ):
@@ -160,7 +160,7 @@ print(x.tolist())
 
 @pytest.mark.long
 def test_ctrl_c_again_and_again_does_not_spoil_compilations(tmp_path):
-    """From Numba's first import on, at 20 ms and a little later each time."""
+    """From Numba's first import on, after 20 ms and a little later each time."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", AGAIN_AND_AGAIN], capture_output=True, text=True, env=environment, timeout=600

@@ -1,4 +1,4 @@
-"""Failpoints of compiled code: nothing where they are off, and every action where they are on."""
+"""Failpoints of compiled code: no code where they are off, and every action where they are on."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def plain(number: Index) -> int:
 
 
 def mapped(function):
-    """What of a function's machine code is mapped."""
+    """Return the parts of a function's machine code that are mapped."""
     file = compiling.entry(function, False)
     found = machine_code._Object(file)
-    sections = [found.sections[number] for number in found.places]
+    sections = [found.sections[number] for number in found.offsets]
     return [file[section.offset : section.offset + section.size] for section in sections]
 
 

@@ -1,4 +1,4 @@
-"""The 16-bit floats' conversions, by the processor and by integers, against NumPy and ml_dtypes."""
+"""The 16-bit floats' conversions, by the processor and with integers, against NumPy and ml_dtypes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WIDTHS = pytest.mark.parametrize("width", [1, 8, 32])
 
 
 def converted(values: np.ndarray, convert, to: np.dtype, width: int) -> np.ndarray:
-    """`values`, padded with the last one to whole vectors, converted `width` at a time."""
+    """Convert `values`, padded with the last one to complete vectors, `width` at a time."""
     values = np.pad(values, (0, -values.size % width), "edge")
     lane = {np.dtype("u2"): ir.IntType(16), np.dtype("f4"): ir.FloatType()}[values.dtype]
 
@@ -59,7 +59,7 @@ def converted(values: np.ndarray, convert, to: np.dtype, width: int) -> np.ndarr
 
 
 def order_of(widen, width: int) -> np.ndarray:
-    """Which lane each lane of a widened vector was."""
+    """Return the original lane of each lane of a widened vector."""
     return np.argsort(
         np.argsort(converted(np.arange(0x3C00, 0x3C00 + width, dtype="u2"), widen, SINGLE, width))
     )
@@ -79,7 +79,7 @@ def rounded(values: np.ndarray, round_, widen, width: int) -> np.ndarray:
 @pytest.mark.long
 @WIDTHS
 @pytest.mark.parametrize(("dtype", "widen", "round_"), CONVERSIONS)
-def test_every_bit_pattern_is_widened_and_comes_back(dtype, widen, round_, width):
+def test_every_bit_pattern_survives_widening_and_rounding(dtype, widen, round_, width):
     bits = np.arange(65536, dtype=np.uint16)
     wide = widened(bits, widen, width)
     want = bits.view(dtype).astype(np.float32)

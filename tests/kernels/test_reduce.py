@@ -1,4 +1,4 @@
-"""Every dtype, operation, count, number of sources and aliasing against NumPy, bit for bit."""
+"""Every dtype, operation, count, number of sources and aliasing against NumPy, bit by bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFUSED += [(op, dtype) for dtype in COMPLEX for op in LOGICAL]
 
 
 def some(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Random elements of a dtype: all integers, and floats whose products of eight stay finite."""
+    """Return random elements of a dtype: all integers, and floats whose products of eight stay finite."""
     random = np.random.default_rng(5)
     if dtype.kind == "b":
         return random.random(shape) < 0.5
@@ -35,7 +35,7 @@ def some(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def multiply_complex(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Without the fused multiply-add of NumPy's own, which rounds differently."""
+    """Multiply without NumPy's fused multiply-add, which rounds differently."""
     product = np.empty_like(a)
     product.real = a.real * b.real - a.imag * b.imag
     product.imag = a.real * b.imag + a.imag * b.real
@@ -120,7 +120,7 @@ def test_undefined_pairs_are_refused(op, dtype):
 OTHERS = [
     (">f4", "astype"), ("M8[s]", "view"), ("m8[ms]", "view"), ("O", "object collectives"), ("U3", "float"),
     ("V5", "float"), ([("a", "f4"), ("b", "i4")], "ReduceOp.custom"), (ml_dtypes.float8_e4m3fn, "bfloat16"),
-    (ml_dtypes.float8_e5m2, "bfloat16"),  # whose kind is "f"
+    (ml_dtypes.float8_e5m2, "bfloat16"),  # its kind is "f"
     (ml_dtypes.int4, "integer"), *[(code, "float64") for code in "gG" if np.dtype("g").itemsize > 8],
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The floats' corners: NaN, infinities, signed zeros, subnormals, and rounding of the 16-bit ones."""
+"""Special values of floats: NaN, infinities, signed zeros, subnormals, and rounding of the 16-bit ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def corners(dtype: np.dtype) -> np.ndarray:
-    """All pairs of special values, as two rows, long enough for vector loops and their remainders."""
+    """Return all pairs of special values, as two rows, long enough for vector loops and their remainders."""
     info = ml_dtypes.finfo(dtype)
     values = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0]
     values += [float(info.tiny), float(info.smallest_subnormal), float(info.max), float(info.min)]

@@ -1,4 +1,4 @@
-"""The loops' tiles: that they are vectors and stay in registers, and every place where one size follows another."""
+"""The loops' tiles: they are vectors and stay in registers; every transition from one size to the next."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_in_vector_registers(library, instruction: str, lane: str) -> None:
 def test_the_loops_are_vectorised(name):
     _, instruction, lane = KINDS[name]
     signature = compiling.named(reduce.reducer_signature(name))
-    assert_in_vector_registers(compiling.whole_c_function(reduce._reduce, signature), instruction, lane)
+    assert_in_vector_registers(compiling.complete_c_function(reduce._reduce, signature), instruction, lane)
 
 
 @needs_vectors

@@ -1,4 +1,4 @@
-"""kernels/primitives.py says what core/signature.py and core/partition.py say."""
+"""kernels/primitives.py computes what core/signature.py and core/partition.py compute."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def test_with_a_full_file_system_arrays_are_in_ordinary_memory(
     handler: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     reserve, refused = word(a.RESERVE), arena.refused()
-    set_word(a.TOLD, 0)
+    set_word(a.REPORTED, 0)
     set_word(a.RESERVE, 1 << 60)
     x = np.ones(64 << 20, np.uint8)
     y = np.zeros(64 << 20, np.uint8)
