@@ -52,7 +52,7 @@ def import_array(x: Any, *, writable: bool, what: str = "tensor", functional: bo
         x: the caller's array, of any number of dimensions, also 0; also a NumPy scalar, if it is only read.
         writable: the call writes into it.
         what: the argument's name, for messages.
-        renew: the call may return a new array in place of an immutable one; `finish` then makes it.
+        functional: the call may return a new array in place of an immutable one; `finish` then makes it.
 
     Raises:
         ArrayError: it is no array, has objects, is not in host memory, or cannot be written to.
@@ -102,7 +102,7 @@ def import_list(
 
 
 def room_like(x: Any, imported: Array, shape: Sequence[int]) -> FunctionalResult:
-    """Allocate host memory for an array like x, imported as `adopted`.
+    """Allocate host memory for an array like x, imported as `imported`.
 
     `finish` makes an array of x's library; for most libraries, a NumPy array.
     """

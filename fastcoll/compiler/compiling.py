@@ -206,7 +206,7 @@ def named(text: str) -> Any:
     return eval(text, _NAMES)
 
 
-# ---- what Python and C call ------------------------------------------------------------------------------
+# ---- entry points for Python and C -----------------------------------------------------------------------
 
 
 def entry(function: Callable[..., Any], locked: bool) -> bytes:

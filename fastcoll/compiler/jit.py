@@ -100,7 +100,7 @@ def external(name: str, signature: str) -> Any:
     return Part(make)
 
 
-# ---- what Python and C call ------------------------------------------------------------------------------
+# ---- entry points for Python and C -----------------------------------------------------------------------
 
 
 def has_failpoints() -> bool:

@@ -201,7 +201,7 @@ class OnDevice(ImportedArray):
 
 
 def import_array(x: Any, *, writable: bool, what: str) -> OnDevice:
-    """Import a GPU array; see `DeviceCarrier.adopt`."""
+    """Import a GPU array; see `DeviceCarrier.import_array`."""
     array, strides, read_only = describe(x, what, runtime().device_at)
     if array.dtype.hasobject:
         raise ArrayError(

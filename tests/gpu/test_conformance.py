@@ -25,7 +25,7 @@ def suite(*options: str) -> str:
 
 
 @pytest.mark.limit(900)  # a cold cache on a busy machine
-@pytest.mark.long  # test_staged.py and test_several.py have what is of GPUs alone
+@pytest.mark.long  # test_staged.py and test_several.py have the tests of GPUs only
 def test_staging_passes_the_conformance_suite() -> None:
     # Left out for time, but for both_calls: in a group's first call the others see the agreement that it begins with.
     # Strided outputs on a GPU are not compared with one another, and sends from one are complete once they are staged.
