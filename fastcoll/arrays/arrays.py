@@ -46,7 +46,9 @@ _LIBRARIES: dict[str, Callable[[Any, str, bool, bool], Array | ImportedArray | N
 
 
 def import_array(x: Any, *, writable: bool, what: str = "tensor", functional: bool = False) -> ImportedArray:
-    """Import an array: NumPy's, of a library in `_LIBRARIES`, or with DLPack, array interface or buffer.
+    """Import an array of NumPy or of a library in `_LIBRARIES`, or a similar object.
+
+    A similar object supports DLPack, the array interface or the buffer protocol.
 
     Args:
         x: the caller's array, of any number of dimensions, also 0; also a NumPy scalar, if it is only read.

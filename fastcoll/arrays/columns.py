@@ -1,7 +1,7 @@
-"""Columns of pandas, Arrow and polars: fixed-size elements without missing values, read in place.
+"""Columns of pandas, Arrow and polars, read in place.
 
-Arrays of Arrow and polars are immutable. A column of pandas is writable only if pandas makes the result of `to_numpy`
-writable, which pandas 3 never does.
+Their elements have a fixed size, and none is missing. Arrays of Arrow and polars are immutable. A column of pandas is
+writable only if pandas makes the result of `to_numpy` writable, which pandas 3 never does.
 """
 
 from __future__ import annotations

@@ -21,7 +21,10 @@ _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "char": 
 
 
 class bfloat(np.void):  # type: ignore[misc]  # final for type checkers only
-    """A 16-bit element without ml_dtypes. NumPy appends the bits to the name: its dtype is called bfloat16."""
+    """A 16-bit element without ml_dtypes.
+
+    NumPy appends the bits to the name, so its dtype is called bfloat16.
+    """
 
 
 @lru_cache(maxsize=256)

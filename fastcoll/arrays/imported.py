@@ -67,7 +67,7 @@ class ImportedArray:
 
 
 class FunctionalResult(ImportedArray):
-    """The host array of a functional result: the caller's array is immutable, and the call returns a new one."""
+    """The host array of a call that returns a new array, because the caller's is immutable."""
 
     __slots__ = ("_make",)
     needs_copy_back = True

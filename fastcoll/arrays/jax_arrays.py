@@ -1,4 +1,7 @@
-"""JAX arrays in host memory: read in place, never written; an in-place operation returns a new array."""
+"""JAX arrays in host memory: read in place, never written.
+
+An in-place operation returns a new array.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""NumPy's memory handlers (NEP 49) from Python: the C functions that allocate and free array memory.
+"""NumPy's memory handlers (NEP 49) from Python.
 
-The handler is a context variable of NumPy: each thread and each asyncio task has its own, and a new thread starts with
-the default handler. An array keeps the handler that it was made with. The default handler is a struct of addresses in
-NumPy's data, so a change of this struct affects every thread that has no other handler.
+A handler has the C functions that allocate and free array memory. The handler is a context variable of NumPy: each
+thread and each asyncio task has its own, and a new thread starts with the default handler. An array keeps the handler
+that it was made with. The default handler is a struct of addresses in NumPy's data, so a change of this struct affects
+every thread that has no other handler.
 """
 
 from __future__ import annotations

@@ -53,7 +53,10 @@ def import_array(x: Any, what: str, writable: bool, functional: bool) -> Importe
 
 
 def _oddity(torch: Any, x: Any) -> tuple[str, str] | None:
-    """Return why a tensor has no elements in memory that mean something alone, and the cure; or None."""
+    """Return why a tensor cannot be used, and the cure; or None.
+
+    It has no elements in memory, or none that mean something alone.
+    """
     kind = type(x)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind.__name__ in _CURES:
         cure = _CURES.get(kind.__name__, "give the plain torch.Tensors that it is made of")

@@ -1,7 +1,8 @@
-"""Machine code on disk: one process compiles it, the others load it, and no process runs foreign code.
+"""Machine code on disk, compiled by one process and loaded by the others.
 
-A file has a function's code for one Python, Numba and processor, which are part of its name. It begins with a stamp of
-everything that the code depends on, including the state of the sources, and with a hash of the code:
+No process runs code that another user may have written. A file has a function's code for one Python, Numba and
+processor, which are part of its name. It begins with a stamp of everything that the code depends on, including the
+state of the sources, and with a hash of the code:
 
     bytes 0 to 15    digest of the function, the sources and the platform (`KernelCache._stamp`)
     bytes 16 to 31   digest of the rest
@@ -81,7 +82,7 @@ _SOURCES = _hash_sources()
 
 
 class ProgressLog:
-    """Logs which kernel is compiled, and for how long, once compilations take longer than a second.
+    """Logs which kernel is compiled, once compilations take more than a second.
 
     Short compilations count together: after every second without a log line the next line is due.
     """

@@ -1,12 +1,12 @@
-"""The only file with Numba's flags: entries, kernels, helpers and C functions become machine code.
+"""Compilation of entries, kernels, helpers and C functions to machine code.
 
-It is imported only when something has to be compiled, because it imports Numba. No fastmath: the same inputs give the
-same bits. Kernels release the GIL, never raise, and divide as NumPy does.
+This is the only file with Numba's flags. It is imported only when something has to be compiled, because it imports
+Numba. No fastmath: the same inputs give the same bits. Kernels release the GIL, never raise, and divide as NumPy does.
 
 All parts are typed once, linked, and optimised by LLVM where they are used. By default Numba optimises each part by
 itself, generates machine code and a Python wrapper for it, and repeats that for every literal argument. With this
-default the entries took 22 s to compile; now they take 9 s (all of fastcoll.shm and one reducer, 2-core AMD EPYC,
-Numba 0.68).
+default the entries took 22 s to compile; now they take 9 s (all of fastcoll.shm and one reducer, 2-core AMD EPYC, Numba
+0.68).
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ check_version("Numba", numba.__version__)
 
 
 class _Codegen:
-    """A library's code generator that ignores helpers' environments; no code here needs them at run time."""
+    """A library's code generator that ignores helpers' environments.
+
+    No code here needs them at run time.
+    """
 
     def __init__(self, codegen: Any) -> None:
         self._codegen = codegen
@@ -57,13 +60,19 @@ _libraries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @atexit.register
 def _forget_modules() -> None:
-    """Leave LLVM's modules to the end of the process: llvmlite cannot free them while Python shuts down."""
+    """Leave LLVM's modules to the end of the process.
+
+    llvmlite cannot free them while Python shuts down.
+    """
     for library in _libraries:
         library.forget()
 
 
 class _Library(JITCodeLibrary):
-    """Code to link into other libraries; it is neither optimised nor compiled to machine code by itself."""
+    """Code to link into other libraries.
+
+    It is neither optimised nor compiled to machine code by itself.
+    """
 
     def __init__(self, codegen, name):
         super().__init__(codegen, name)
@@ -108,7 +117,10 @@ class _Complete(_Library):
 
 @cache
 def _machine(triple: str, name: str, features: str) -> Any:
-    """Return the code generator for Numba's target processor, with the settings of machine_code.py."""
+    """Return the code generator for Numba's target processor.
+
+    Its settings are those that machine_code.py requires.
+    """
     target = llvm_binding.Target.from_triple(triple)
     return target.create_target_machine(name, features, opt=3, reloc="pic", codemodel="small")
 
@@ -210,7 +222,9 @@ def named(text: str) -> Any:
 
 
 def entry(function: Callable[..., Any], locked: bool) -> bytes:
-    """Return the object file of `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
+    """Return the object file of an entry.
+
+    It has the function `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
 
     Args:
         locked: the function runs with the GIL.
@@ -297,7 +311,10 @@ def link_complete(
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable the garbage collector: Numba keeps millions of objects, which it would scan for 8 % of the time."""
+    """Disable the garbage collector during a compilation.
+
+    Numba keeps millions of objects, which the collector would scan for 8 % of the time.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -104,7 +104,10 @@ def external(name: str, signature: str) -> Any:
 
 
 def has_failpoints() -> bool:
-    """Return whether entries are compiled with failpoints (failing.py), in cache files of their own."""
+    """Return whether entries are compiled with failpoints (failing.py).
+
+    Such entries have cache files of their own.
+    """
     return bool(config.get("FASTCOLL_FAILPOINT"))
 
 

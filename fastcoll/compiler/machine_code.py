@@ -56,7 +56,10 @@ class _Symbol(NamedTuple):
 
 
 class _Object:
-    """An object file's contents and their layout in memory: sections, then a slot and a stub for each symbol."""
+    """An object file's contents and their layout in memory.
+
+    The layout has the sections, then a slot and a stub for each symbol.
+    """
 
     def __init__(self, file: bytes) -> None:
         self.file = file
@@ -155,7 +158,10 @@ def _link(found: _Object) -> int:
 
 
 class _Addresses(NamedTuple):
-    """Addresses: of the relocated bytes, of the symbol, of the target of calls, of the symbol's slot."""
+    """Addresses of a relocation.
+
+    They are those of the relocated bytes, of the symbol, of the target of calls, and of the symbol's slot.
+    """
 
     relocated: int
     target: int
@@ -231,7 +237,10 @@ _new.argtypes = [ctypes.c_void_p] * 3
 
 
 def python_function(address: int, name: str, doc: str) -> Callable[..., Any]:
-    """Return a builtin for the function `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`."""
+    """Return a builtin for a function in machine code.
+
+    Its type is `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
+    """
     method = _MethodDef(name.encode(), address, _METH_FASTCALL, doc.encode())
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(method))  # never freed, like the code
     made: Callable[..., Any] = _new(ctypes.addressof(method), None, None)
@@ -251,7 +260,10 @@ _LEAVES += [(1 << 31, 0), ((1 << 31) + 1, 0), ((1 << 31) + 8, 0)]
 
 @cache
 def processor() -> bytes:
-    """Return the facts from which LLVM derives this processor's name and features, or an equivalent."""
+    """Return the facts from which LLVM derives this processor's name and features.
+
+    On processors other than x86-64, an equivalent.
+    """
     if os.uname().machine != "x86_64":
         with open("/proc/cpuinfo", "rb") as file:
             lines = set(file.read().splitlines())

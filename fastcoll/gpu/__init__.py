@@ -14,6 +14,6 @@
 A *carrier* executes a group's operations on GPU arrays. A group creates its carrier when it gets its first GPU array.
 Nothing in this room is imported before.
 
-No code in this room has run on a GPU yet. The tests run it on fakes of CUDA's runtime, of CuPy and of NCCL, and run
-the kernels in Numba's CUDA simulator.
+No code in this room has run on a GPU yet. The tests run it on fakes of CUDA's runtime, of CuPy and of NCCL, and run the
+kernels in Numba's CUDA simulator.
 """

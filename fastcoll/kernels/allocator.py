@@ -1,4 +1,4 @@
-"""The allocator of shared arrays: C functions with which NumPy allocates and frees array memory.
+"""The allocator of shared arrays: C functions for NumPy's array memory.
 
     void *malloc(table, nbytes)   void *calloc(table, count, itemsize)
     void *realloc(table, block, nbytes)   void free(table, block, nbytes)
@@ -261,7 +261,10 @@ def _punch_idle(s):
 
 @kernel
 def _take_pages(s, page, count):
-    """Allocate memory for the pages of a hole; return whether the file system had it, beyond the reserve."""
+    """Allocate memory for the pages of a hole; return whether that succeeded.
+
+    It fails if the file system would have less than its reserve left.
+    """
     fd = load_word(s, FD)
     if _fstatvfs(fd, s + 8 * _STATVFS) != 0:
         return False

@@ -1,6 +1,7 @@
-"""The C entry point: compiled callers, which have addresses and numbers, call a group's operations.
+"""The C entry point, through which compiled callers call a group's operations.
 
-A group has a *descriptor*, a table of words at a fixed address, which is never reused for another group:
+Compiled callers have addresses and numbers, no Python objects. A group has a *descriptor*, a table of words at a fixed
+address, which is never reused for another group:
 
     word           content
     CONTEXT        handle of the native calls of collectives (shm: the context, rounds.py), 0: none

@@ -1,7 +1,8 @@
-"""XLA's call frames: how a compiled JAX program calls this package (xla/ffi/api/c_api.h, version 0).
+"""XLA's call frames: how a compiled JAX program calls this package.
 
-XLA calls one C function, `handle`, for all calls. A call has a number, the only attribute in the frame, and a line of
-words in `LINES`. Python writes the line (jax/xla_frames.py) once it has executed the call itself:
+The frames are defined in xla/ffi/api/c_api.h, version 0. XLA calls one C function, `handle`, for all calls. A call has
+a number, the only attribute in the frame, and a line of words in `LINES`. Python writes the line (jax/xla_frames.py)
+once it has executed the call itself:
 
     DESCRIPTOR        address of the group descriptor (c_entries.py); 0: Python executes the call
     OP, CALL, PEER    arguments of the C entry point

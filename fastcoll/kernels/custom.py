@@ -1,4 +1,7 @@
-"""A user's elementwise function f(a, b) in the loops of fold.py, compiled by Numba in each process."""
+"""A user's elementwise function f(a, b) in the loops of fold.py.
+
+Numba compiles it in each process.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,10 @@ def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
 
 @intrinsic
 def _fold_by(typing_context, function, dst, srcs, n, count):
-    """Reduce `n` arrays of `count` elements, at the addresses in `srcs`, into `dst` by a jitted function."""
+    """Reduce `n` arrays of `count` elements into `dst` by a jitted function.
+
+    Their addresses are at `srcs`.
+    """
     kind = dst.dtype
     operand = computed_as(kind)
     call = function.get_call_type(typing_context, (operand, operand), {})
@@ -97,10 +103,10 @@ def _fold_by(typing_context, function, dst, srcs, n, count):
 
 
 class _OneByOne(Registers):
-    """Registers that are combined element by element, in a loop of fixed length that LLVM vectorises.
+    """Registers that are combined element by element.
 
-    The loop accesses two private arrays and nothing else, so there is no overlap to check. If the function is simple,
-    LLVM keeps them in registers.
+    LLVM vectorises the loop, which has a fixed length. The loop accesses two private arrays and nothing else, so there
+    is no overlap to check. If the function is simple, LLVM keeps them in registers.
     """
 
     def __init__(

@@ -38,9 +38,10 @@ def _table(builder):
 
 
 def failing(function: Callable[..., Any]) -> Any:
-    """Return a kernel that is compiled only if there are failpoints; otherwise its calls generate no code.
+    """Return a kernel that is compiled only if there are failpoints.
 
-    Numba's first use of the kernel decides it, because importing reads no environment.
+    Otherwise its calls generate no code. Numba's first use of the kernel decides it, because importing reads no
+    environment.
     """
 
     def nothing(builder: Any, *values: Any) -> None:

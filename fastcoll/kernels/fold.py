@@ -1,10 +1,11 @@
-"""The loops of a reduction: a tile of every source is combined in registers, in rank order, then written.
+"""The loops of a reduction.
 
-All sources' elements of a tile are read before any is written, so `dst` may be one of the sources. Each source is read
-once, however many there are. The instructions are vectors from the start: LLVM's run-time check for overlap fails for a
-loop over elements that writes through one pointer and reads through several others if two of them are equal, and the
-loop would need a scratch. An element's computation depends only on its position in the array, never on `dst`. So even
-the sign and payload of a wide float's NaN are the same; LLVM leaves those to the processor.
+A tile of every source is combined in registers, in rank order, then written. All sources' elements of a tile are read
+before any is written, so `dst` may be one of the sources. Each source is read once, however many there are. The
+instructions are vectors from the start: LLVM's run-time check for overlap fails for a loop over elements that writes
+through one pointer and reads through several others if two of them are equal, and the loop would need a scratch. An
+element's computation depends only on its position in the array, never on `dst`. So even the sign and payload of a wide
+float's NaN are the same; LLVM leaves those to the processor.
 
 There is a loop nest for each operation of a dtype, chosen by its code. No fastmath: each lane is rounded as IEEE 754
 says, and nothing is contracted. Functions that add LLVM instructions to a `builder` return the resulting value.
@@ -227,7 +228,10 @@ def division_of(element: types.Type) -> Divide | None:
 
 
 def _first_float_if(relation: str) -> Combine:
-    """Choose as `numpy.minimum` and `maximum`: of equal numbers the first; a NaN rather than a number."""
+    """Choose as `numpy.minimum` and `maximum`.
+
+    Of equal numbers the first, and a NaN rather than a number.
+    """
 
     def choose(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
         wins = builder.or_(builder.fcmp_ordered(relation, a, b), builder.fcmp_unordered("uno", a, a))

@@ -1,6 +1,7 @@
-"""The building blocks of kernels: private and shared words, calls by address, the processor's clock.
+"""The building blocks of kernels.
 
-Also the compiled versions of functions on sizes in core/signature.py and core/partition.py.
+These are private and shared words, calls by address, and the processor's clock. Also the compiled versions of functions
+on sizes in core/signature.py and core/partition.py.
 
 Kernels take addresses only, so one compiled kernel works for every dtype. LLVM hoists plain loads out of spin loops, so
 a word that another process writes is read with `load_acquire`, and a word that publishes data is written with
@@ -172,7 +173,10 @@ def balance(rank, size, gives, takes):
 
 @inlined
 def shape_of(sizes, size):
-    """Return a number that identifies a table of `size` words: their sum if all are equal, else negative."""
+    """Return a number that identifies a table of `size` words.
+
+    It is their sum if all are equal, else negative.
+    """
     first = load_word(sizes, 0)
     even = True
     total = np.int64(0)

@@ -1,4 +1,4 @@
-"""Reducers: C functions that reduce n arrays of one dtype element by element, by any operation.
+"""Reducers: C functions that reduce n arrays of one dtype by any operation.
 
     void reducer(int64 op, int64 dst, int64 srcs, int64 n, int64 count)
 

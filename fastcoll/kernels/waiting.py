@@ -1,8 +1,9 @@
-"""How a kernel waits for shared words: spin, then yield, then sleep, and return to Python in time; and a lock.
+"""How a kernel waits for shared words; and a lock.
 
-The back-off table (`backoff`) is in a group's private context, so that the mode (dedicated cores or oversubscribed) is
-the same for all ranks of the group. A wait that has used up its budget returns False, and its entry returns AGAIN:
-Python checks signals, deadlines and dead peers, and calls the entry again, which resumes where it stopped.
+It spins, then yields, then sleeps, and returns to Python in time. The back-off table (`backoff`) is in a group's
+private context, so that the mode (dedicated cores or oversubscribed) is the same for all ranks of the group. A wait
+that has used up its budget returns False, and its entry returns AGAIN: Python checks signals, deadlines and dead peers,
+and calls the entry again, which resumes where it stopped.
 
 `wait_for` waits for one word. Code that polls several words needs one more word in the table, and calls `rest` between
 two polls:

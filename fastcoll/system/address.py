@@ -99,7 +99,10 @@ PORTLESS_SECONDS = 2.0
 
 
 def portless(error: OSError, where: str) -> ResourceError | None:
-    """Return the error of a connection that failed for lack of a port; None: it had another reason."""
+    """Return the error of a connection that failed for lack of a port.
+
+    None: it had another reason.
+    """
     if error.errno != errno.EADDRNOTAVAIL:
         return None
     # A family without an address fails with the same errno, but then a port for any address is still free.
@@ -112,9 +115,10 @@ def portless(error: OSError, where: str) -> ResourceError | None:
 
 
 def probe(connection: socket.socket, after: int) -> None:
-    """Send small messages at once, and give up a host that answers none of three probes, 2 s apart.
+    """Send small messages at once, and probe a silent host.
 
-    The kernel sends the first probe after `after` silent seconds. The kernel of a stopped process answers.
+    A host that answers none of three probes, 2 s apart, is given up. The kernel sends the first probe after `after`
+    silent seconds. The kernel of a stopped process answers.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -246,7 +250,10 @@ MORE_DESCRIPTORS = 1024
 
 
 def no_descriptor(error: BaseException, what: str) -> ResourceError | None:
-    """Return the error for `what` if `error` means that no descriptor is free; None: another cause."""
+    """Return the error for `what` if `error` means that no descriptor is free.
+
+    None: it has another cause.
+    """
     number = error.errno if isinstance(error, OSError) and not isinstance(error, ResourceError) else None
     if number not in (errno.EMFILE, errno.ENFILE):
         return None

@@ -1,4 +1,4 @@
-"""This machine's network interfaces, and the choice of the addresses for a group's connections.
+"""The choice of the network interfaces and addresses for a group's connections.
 
 FASTCOLL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, names them: "eth0", "eth0,eth1" for both in turn, "^docker0,lo" for any
 interface but these. Without either, the address is the one by which this process reaches the store, which is the route
@@ -28,7 +28,10 @@ _GLOBAL_SCOPE, _HOST_SCOPE = 0x00, 0x10
 
 @dataclass(frozen=True)
 class Interface:
-    """One address of an interface; interfaces that are down, and link-local addresses, are left out."""
+    """One address of an interface.
+
+    Interfaces that are down, and link-local addresses, are left out.
+    """
 
     name: str
     address: str

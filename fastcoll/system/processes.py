@@ -1,9 +1,10 @@
-"""The ranks of a group and their processes: their identity, their nodes, and the proof that one is dead.
+"""The ranks of a group and their processes.
 
-A process is identified by its pid and the clock tick at which it started, within a boot and a pid namespace, so that a
-recycled pid is never taken for a living peer. Death is detected with a pidfd, which becomes readable when the process
-has ended (a zombie has ended). The pidfds are kept in one table, because groups check every few milliseconds while they
-wait. Processes on other machines or in other containers are out of sight; for those, witnesses report lost connections.
+This file identifies processes and nodes, and proves that a process is dead. A process is identified by its pid and the
+clock tick at which it started, within a boot and a pid namespace, so that a recycled pid is never taken for a living
+peer. Death is detected with a pidfd, which becomes readable when the process has ended (a zombie has ended). The pidfds
+are kept in one table, because groups check every few milliseconds while they wait. Processes on other machines or in
+other containers are out of sight; for those, witnesses report lost connections.
 """
 
 from __future__ import annotations
@@ -118,7 +119,10 @@ def in_sight(process: ProcessId) -> bool:
 
 
 def cores_of(processes: Iterable[ProcessId]) -> set[int]:
-    """Return the CPUs that the living ones of `processes` may use together, as far as they are in sight."""
+    """Return the CPUs that the living ones of `processes` may use together.
+
+    Processes that are out of sight are ignored.
+    """
     cores: set[int] = set()
     for process in processes:
         if in_sight(process):

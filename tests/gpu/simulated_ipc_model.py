@@ -1,10 +1,9 @@
 """A model of shared GPU memory: the ranks' queued work and synchronising kernels in every order of their steps.
 
 `SharedRegions.run`, the schedules and the kernels are the real ones, on words in a dict. A copy or a reduction takes
-two
-steps: it reads, then it writes. In between, its target contains TORN, and its sources must not change. So a write to a
-slot that a peer reads is detected. A kernel takes one step when it can end; words that it writes before it waits are
-written earlier, when it first waits. Run by test_ipc.py, because the kernels need Numba's simulator.
+two steps: it reads, then it writes. In between, its target contains TORN, and its sources must not change. So a write
+to a slot that a peer reads is detected. A kernel takes one step when it can end; words that it writes before it waits
+are written earlier, when it first waits. Run by test_ipc.py, because the kernels need Numba's simulator.
 """
 
 from __future__ import annotations

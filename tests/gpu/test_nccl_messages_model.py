@@ -85,9 +85,8 @@ class Thread:
     """A ProgressQueue whose jobs continue, when the explorer chooses so, until they block or end.
 
     A job that takes an answer begins when the answer has arrived, so it does not block. The creation of a communicator
-    may
-    block: it gets a thread of the operating system. All other jobs run on the explorer's thread, which takes a tenth of
-    the time.
+    may block: it gets a thread of the operating system. All other jobs run on the explorer's thread, which takes a
+    tenth of the time.
     """
 
     def __init__(self, name: str) -> None:

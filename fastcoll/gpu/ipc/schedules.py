@@ -18,8 +18,8 @@ If ranks take different numbers of steps, a rank that has taken its last step pu
 later step. `tests/gpu/simulated_ipc_model.py` runs schedules in every order of steps, and
 `tests/gpu/test_ipc_schedules.py` runs every schedule.
 
-A BlockLocation is (kind, which, offset in bytes): of input or output array `which`, or of the slot of step kind - SLOT of rank
-`which`. Addresses are filled in when a schedule is queued. Sizes and offsets are in bytes.
+A BlockLocation is (kind, which, offset in bytes): of input or output array `which`, or of the slot of step kind - SLOT
+of rank `which`. Addresses are filled in when a schedule is queued. Sizes and offsets are in bytes.
 
 One-shot: every rank reads all inputs; one exchange. Two-shot: each rank reduces its block, then all gather the blocks;
 two exchanges, 2/size of the bytes. None of these sizes was measured by fastcoll on hardware. vLLM

@@ -1,7 +1,8 @@
-"""NCCL's library, libnccl.so.2, through ctypes: how it is found, its functions and its results.
+"""NCCL's library, libnccl.so.2, through ctypes.
 
-CuPy's binding and nccl4py lack calls that are needed here (a scaled sum, the text of the last error, the end of a
-communicator in two steps), and differ between their versions. nccl.h has kept these signatures since NCCL 2.18.
+This file finds it, and has its functions and results. CuPy's binding and nccl4py lack calls that are needed here (a
+scaled sum, the text of the last error, the end of a communicator in two steps), and differ between their versions.
+nccl.h has kept these signatures since NCCL 2.18.
 
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
 """

@@ -108,7 +108,10 @@ class Moves:
         self.scope.copy(outs[self.rank], blocks[self.rank])
 
     def _peers(self) -> list[int]:
-        """Return the other ranks, starting after this one, so that not all ranks start with the same peer."""
+        """Return the other ranks, starting after this one.
+
+        So not all ranks start with the same peer.
+        """
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _send(self, x: DeviceArray, peer: int) -> None:

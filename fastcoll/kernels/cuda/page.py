@@ -1,4 +1,6 @@
-"""The layout of the memory that a rank shares with the ranks of its node: a page of words, then slots.
+"""The layout of the memory that a rank shares with the ranks of its node.
+
+A page of words comes first, then the slots.
 
     offset in the page       bytes   writer      reader
     LINES + 384 * r          128     rank r      this rank   line of r's calls of even number

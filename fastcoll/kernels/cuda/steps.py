@@ -221,5 +221,8 @@ def publish(page, offset, value):
 
 @cache
 def compiled(kernel: Callable[..., None]) -> Any:
-    """Return one of the kernels above, launched with one block: `compiled(step)(1, stream, page, word)`."""
+    """Return one of the kernels above, to be launched with one block.
+
+    For example `compiled(step)(1, stream, page, word)`.
+    """
     return Kernel(kernel, kernel.__code__.co_argcount, ())
