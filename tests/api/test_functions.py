@@ -1,4 +1,4 @@
-"""The functions on groups: each reaches its group with the ranks and arguments that were meant."""
+"""The functions on groups: each calls its group with the right ranks and arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def part(world: Recorder) -> Recorder:
     return made
 
 
-# function, arguments without group -> what the group is called with
+# function, arguments without group -> the call on the group
 UNROOTED: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = [
     (dist.all_reduce, (X,), ("all_reduce", X, SUM, False)),
     (dist.all_reduce, (X, MAX), ("all_reduce", X, MAX, False)),
@@ -118,13 +118,13 @@ def test_gather_and_scatter_have_rank_0_as_root(world: Recorder) -> None:
     assert world.calls == [("gather", X, None, 0, False), ("scatter", X, None, 0, False)]
 
 
-def test_a_receive_answers_the_global_rank(world: Recorder, part: Recorder) -> None:
+def test_a_receive_returns_the_global_rank(world: Recorder, part: Recorder) -> None:
     assert dist.recv(X) == 2
     assert dist.recv(X, group=part, tag=9) == 7
     assert part.calls == [("recv", X, None, 9, None)]
 
 
-def test_an_asynchronous_receive_answers_the_global_rank(world: Recorder, part: Recorder) -> None:
+def test_an_asynchronous_receive_returns_the_global_rank(world: Recorder, part: Recorder) -> None:
     part.answers["irecv"] = finished(2)
     work = dist.irecv(X, group=part)
     assert work.wait(1)
@@ -176,13 +176,13 @@ def test_outside_the_group_a_call_warns_and_does_nothing(world: Recorder, functi
 @pytest.mark.parametrize(
     ("function", "args"), [(each[0], each[1]) for each in (*UNROOTED, *ROOTED, *OBJECTS)]
 )
-def test_before_the_start_a_call_says_what_to_do(function: Any, args: Any) -> None:
+def test_a_call_before_init_process_group_names_the_cure(function: Any, args: Any) -> None:
     roots = {name: 0 for name in ("src", "dst") if name in inspect.signature(function).parameters}
     with pytest.raises(NotInitializedError, match="call init_process_group first"):
         function(*args, **roots)
 
 
-def test_something_that_is_no_group_is_refused(world: Recorder) -> None:
+def test_an_argument_that_is_not_a_group_is_refused(world: Recorder) -> None:
     with pytest.raises(UsageError, match=r"group is 'gloo'; give a group made by new_group"):
         dist.all_reduce(X, group="gloo")  # type: ignore[arg-type]
 
@@ -236,7 +236,7 @@ def test_outside_the_group_a_batch_warns_once(world: Recorder) -> None:
 def test_all_of_a_list_of_objects_comes_from_one_sender(
     world: Recorder, part: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another rank's message may come between the sizes of the first one's objects and the objects."""
+    """A message of another rank may come between the sizes of the first rank's objects and the objects."""
     asked: list[int | None] = []
     data = np.frombuffer(pickle.dumps("x"), np.uint8)
 
@@ -251,7 +251,7 @@ def test_all_of_a_list_of_objects_comes_from_one_sender(
     assert (found, asked) == (["x"], [None, 2])
 
 
-def test_questions_about_groups(world: Recorder, part: Recorder) -> None:
+def test_queries_of_groups(world: Recorder, part: Recorder) -> None:
     assert (dist.get_rank(), dist.get_world_size()) == (1, 3)
     assert (dist.get_rank(part), dist.get_world_size(part)) == (1, 3)
     assert (dist.get_rank(NOT_A_MEMBER), dist.get_world_size(NOT_A_MEMBER)) == (-1, -1)
@@ -272,7 +272,7 @@ def test_questions_about_groups(world: Recorder, part: Recorder) -> None:
         dist.get_process_group_ranks(NOT_A_MEMBER)
 
 
-def test_questions_about_a_destroyed_group(world: Recorder, part: Recorder) -> None:
+def test_queries_of_a_destroyed_group(world: Recorder, part: Recorder) -> None:
     dist.destroy_process_group(part)
     for ask in (
         dist.get_rank,
@@ -288,7 +288,7 @@ def test_questions_about_a_destroyed_group(world: Recorder, part: Recorder) -> N
     assert dist.get_rank() == 1
 
 
-def test_questions_before_the_start() -> None:
+def test_queries_before_init_process_group() -> None:
     assert not dist.is_initialized()
     assert dist.group.WORLD is None
     for ask in (dist.get_rank, dist.get_world_size, dist.get_backend, dist.get_process_group_ranks):
@@ -296,7 +296,7 @@ def test_questions_before_the_start() -> None:
             ask()
 
 
-def test_the_parameters_that_torch_has_not() -> None:
+def test_parameters_that_torch_does_not_have() -> None:
     expected = {
         "scan": "tensor op group async_op",
         "exscan": "tensor op group async_op",
@@ -309,7 +309,7 @@ def test_the_parameters_that_torch_has_not() -> None:
         assert list(inspect.signature(getattr(dist, name)).parameters) == parameters.split(), name
 
 
-def test_every_parameter_that_torch_has_is_there_in_its_place() -> None:
+def test_every_parameter_of_torch_exists_at_the_same_position() -> None:
     torch = pytest.importorskip("torch.distributed", exc_type=ImportError)
     shared = [n for n in dist.__all__ if inspect.isfunction(getattr(dist, n)) and hasattr(torch, n)]
     assert len(shared) > 40
@@ -331,15 +331,15 @@ def test_torch_names_of_errors() -> None:
 
 @pytest.mark.parametrize(
     ("device", "said"),
-    [(good, "rank is 'x'") for good in (None, 0, "cpu", "cuda:1")]  # what is looked at next
+    [(good, "rank is 'x'") for good in (None, 0, "cpu", "cuda:1")]  # the next thing that is checked
     + [(wrong, r"device_id is .* give a device") for wrong in (-1, True, 1.5, "gpu", [0])],
 )
-def test_a_device_is_named_in_any_of_torchs_ways(device: Any, said: str) -> None:
+def test_a_device_may_be_given_in_every_form_of_torch(device: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         dist.init_process_group(device_id=device, rank="x")  # type: ignore[arg-type]
 
 
-def test_a_configuration_tells_the_backend_of_each_device() -> None:
+def test_a_configuration_has_the_backend_of_each_device() -> None:
     assert dist.BackendConfig("cpu:gloo,cuda:nccl").get_device_backend_map() == {
         "cpu": "gloo",
         "cuda": "nccl",
@@ -360,6 +360,6 @@ def test_the_local_rank_is_the_launchers_or_else_the_argument(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["shm", "GLOO", "nccl", "undefined", "a:b", "", 5])
-def test_a_backends_name_that_is_taken_or_no_word_is_refused(name: Any) -> None:
+def test_a_backend_name_that_is_taken_or_not_a_word_is_refused(name: Any) -> None:
     with pytest.raises(UsageError, match="give a word that is not among"):
         dist.Backend.register_backend(name, lambda *args: Recorder())

@@ -1,4 +1,4 @@
-"""GradientReducer: every rank has the averages of all, whatever the buckets, the order and the dtype they travel in."""
+"""GradientReducer: every rank gets the averages, for all buckets, orders and transmitted dtypes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def params(dtype: str = "f4") -> dict[str, np.ndarray]:
 def test_averages_in_any_order(rank: int, world_size: int, bucket_bytes: int) -> None:
     reducer = GradientReducer(params(), bucket_bytes=bucket_bytes)
     for step in range(4):
-        # The order in which gradients come may differ between ranks; that of the buckets does not.
+        # The order of gradients may differ between ranks; that of the buckets is the same.
         for name in np.random.default_rng([step, rank]).permutation(list(SHAPES)).tolist():
             reducer.grads[name][...] = gradient(rank, step, name)
             reducer.ready(name)
@@ -42,7 +42,7 @@ def test_averages_in_any_order(rank: int, world_size: int, bucket_bytes: int) ->
 
 
 @pytest.mark.ranks(2)
-def test_a_list_and_sums_in_a_part_of_the_world(rank: int) -> None:
+def test_a_list_of_parameters_and_sums_in_a_group(rank: int) -> None:
     alone = [dist.new_group([one]) for one in range(2)][rank]
     both = GradientReducer([np.zeros(3), np.zeros((2, 2), "f4")], average=False)
     mine = GradientReducer([np.zeros(3)], group=alone)
@@ -60,7 +60,7 @@ def test_a_list_and_sums_in_a_part_of_the_world(rank: int) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(("travel", "precision"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_what_rounding_loses_comes_with_the_next_steps(
+def test_rounding_errors_are_added_in_the_next_steps(
     rank: int, world_size: int, travel: str, precision: float, dtype: str
 ) -> None:
     reducer = GradientReducer(params(dtype), travel=travel)
@@ -72,13 +72,13 @@ def test_what_rounding_loses_comes_with_the_next_steps(
             reducer.ready(name)
         reducer.wait()
         total += reducer.grads["w1"]
-        # Two roundings: of each rank's gradient with what it has kept, and of the average.
+        # Two roundings: of each rank's gradient plus its earlier rounding error, and of the average.
         assert np.abs(reducer.grads["w1"] - mean).max() < 8 * precision * np.abs(mean).max() + 8 * precision
     every = [np.concatenate([one.ravel() for one in reducer.grads.values()]).tobytes()]
     gathered: list = [None] * world_size
     dist.all_gather_object(gathered, every[0])
     assert set(gathered) == set(every)
-    # A rank's own rounding is made up for; without that these errors would be of one sign, and add up.
+    # The error feedback corrects a rank's rounding; without it these errors would have one sign and accumulate.
     own = np.abs(
         gradient(rank, 0, "w1").astype(np.float16 if travel == "float16" else "f4") - gradient(rank, 0, "w1")
     )
@@ -91,8 +91,8 @@ def test_what_rounding_loses_comes_with_the_next_steps(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("travel", "bits"), [("float16", 10), ("bfloat16", 7)])
-def test_what_is_rounded_off_is_sent_later(rank: int, travel: str, bits: int) -> None:
-    """Each gradient exceeds 1 by a quarter of the last place, which rounding to nearest always drops."""
+def test_a_systematic_rounding_error_is_sent_later(rank: int, travel: str, bits: int) -> None:
+    """Each gradient exceeds 1 by a quarter of a unit in the last place, which rounding to nearest always drops."""
     unit, steps, total = 2.0**-bits, 40, 0.0
     reducer = GradientReducer([np.zeros(3, "f4")], travel=travel)
     for _ in range(steps):
@@ -175,7 +175,7 @@ def test_ranks_with_fewer_batches_join(rank: int, world_size: int, find_unused: 
 
 
 @pytest.mark.ranks(2)
-def test_arrays_that_cannot_be_written_to(rank: int) -> None:
+def test_immutable_arrays(rank: int) -> None:
     jax = pytest.importorskip("jax")
     values = {name: jax.numpy.asarray(gradient(rank, 0, name)) for name in SHAPES}
     reducer = GradientReducer(values)
@@ -198,8 +198,8 @@ def test_reduce_gives_new_arrays(rank: int) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_no_bucket_is_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But that a bucket has one array at least; the first one has a quarter, to begin early."""
+def test_no_bucket_is_larger_than_bucket_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except that a bucket has at least one array. The first bucket has a quarter of the size, to start early."""
     sent, all_reduce = [], gradients.all_reduce
     spy = lambda x, *args, **how: sent.append(x.nbytes) or all_reduce(x, *args, **how)  # noqa: E731
     monkeypatch.setattr(gradients, "all_reduce", spy)

@@ -1,4 +1,4 @@
-"""What destroyed groups leave: no keys in the store, no memory, descriptors or threads, however many there were."""
+"""Destroyed groups leave no keys in the store, memory, descriptors or threads, for any number of groups."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import fastcoll as dist
 from fastcoll.job.world import current_job
 from fastcoll.shm import arena
 
-_WARM = 20  # cycles until what is made once is there
+_WARM = 20  # cycles until everything that is made once exists
 
 
 def footprint() -> tuple[int, Counter[str], int, Counter[str], int]:
-    """Keys of the job's store, kinds of open files, threads, maps of groups' segments and records, resident bytes.
+    """Return keys of the store, kinds of open files, threads, maps of segments and records, and resident bytes.
 
-    Without pidfds, which are opened when a peer is first waited for long.
+    Pidfds are left out: they are opened at the first long wait for a peer.
     """
-    gc.collect()  # of groups, which are garbage in cycles
+    gc.collect()  # groups are garbage in reference cycles
     keys, files = current_job().lease.store.underlying_store.num_keys(), []
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of listing them
+        with suppress(FileNotFoundError):  # the descriptor that lists them
             files.append(re.sub(r"[0-9a-f]{4,}|[0-9]+", "N", os.readlink(f"/proc/self/fd/{name}")))
-    # An earlier test may have made the arena, which stays until the process ends.
+    # An earlier test may have created the arena, which exists until the process ends.
     own_arena = os.readlink(f"/proc/self/fd/{arena.descriptor()}") if arena.exists() else "none"
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if own_arena not in line]
     maps = Counter(kind for line in lines for kind in ("fastcoll-record", "fastcoll-") if kind in line)
@@ -40,7 +40,7 @@ def footprint() -> tuple[int, Counter[str], int, Counter[str], int]:
 
 
 def cycle(world_size: int, number: int) -> None:
-    """Make and destroy groups in all ways: of all ranks, of some, by their members alone, and a split."""
+    """Make and destroy groups: of all ranks, of some, by their members only, and by a split."""
     some = sorted({number % world_size, (number + 1) % world_size})
     made = [dist.new_group(), dist.new_group(some)]
     rank = dist.get_rank()
@@ -56,7 +56,7 @@ def cycle(world_size: int, number: int) -> None:
 @pytest.mark.ranks(3, init=False, timeout=300)
 @pytest.mark.parametrize("cycles", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("way", "backend"), [("tcp", "auto"), ("tcp", "tcp"), ("file", "auto")])
-def test_nothing_of_destroyed_groups_stays(rank, world_size, tmp_path, way, backend, cycles):
+def test_destroyed_groups_leave_nothing_behind(rank, world_size, tmp_path, way, backend, cycles):
     url = f"file://{tmp_path}/store" if way == "file" else None
     with dist.world(backend, url, rank=rank if url else -1, world_size=world_size if url else -1):
         for number in range(_WARM):
@@ -69,19 +69,19 @@ def test_nothing_of_destroyed_groups_stays(rank, world_size, tmp_path, way, back
         dist.barrier()
         end = time.monotonic() + 30
         while (left := footprint())[2] > before[2] and time.monotonic() < end:
-            time.sleep(0.01)  # the system's part of a thread ends a moment after Python's
+            time.sleep(0.01)  # the kernel's thread ends shortly after Python's
         keys, files, threads, maps, resident = left
-        assert keys <= before[0] + 20  # of groups that not all ranks had left at that moment
+        assert keys <= before[0] + 20  # keys of groups that not all ranks had left yet
         assert files <= before[1]
         assert threads <= before[2]
         assert maps == before[3]
-        # Over TCP a plain process takes less than a KiB a group, and a rank of pytest took 7 MiB for 240 of them.
+        # Over TCP a plain process takes less than 1 KiB for a group, and a rank of pytest took 7 MiB for 240 groups.
         assert backend == "tcp" or resident <= before[4] + (4 << 20)
         dist.barrier()
 
 
 @pytest.mark.ranks(2, init=False)
-def test_jobs_in_one_store_leave_it(rank, world_size, tmp_path):
+def test_jobs_in_one_store_remove_their_keys(rank, world_size, tmp_path):
     with dist.FileStore(tmp_path / "store", world_size) as store:
         for job in range(3):
             dist.init_process_group(store=store, rank=rank, world_size=world_size)
@@ -89,7 +89,7 @@ def test_jobs_in_one_store_leave_it(rank, world_size, tmp_path):
             dist.barrier()
             dist.destroy_process_group()
             store.barrier(f"barrier/left{job}", world_size)
-            # One key counts, for each process, how often it has used the store.
+            # One key for each process counts how often it has used the store.
             left = [key for key in store.list_keys() if "/use/" not in key and not key.startswith("barrier")]
             assert left == []
             store.barrier(f"barrier/seen{job}", world_size)

@@ -1,4 +1,4 @@
-"""The end of a job whose store does not answer, or in which ranks have died out of sight."""
+"""The end of a job whose store does not answer, or whose ranks have died on other machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with TCPStore("127.0.0.1", 0, is_master=True) as store:
 
 @pytest.fixture
 def server() -> Iterator[subprocess.Popen[str]]:
-    """A process that serves a store, and prints its port."""
+    """Run a process that serves a store and prints its port."""
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -49,7 +49,7 @@ def job_of(store: Store, rank: int, size: int = 2, close: bool = True) -> Job:
     return Job(lease, parse_backend(None), 60.0)
 
 
-def test_a_store_whose_process_is_stopped_holds_nobody_up(
+def test_a_stopped_store_does_not_delay_leaving(
     server: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
@@ -93,7 +93,9 @@ def test_a_rank_that_is_late_in_new_group_costs_the_others_few_requests(
 
     job.lease.raise_if_left = look  # type: ignore[method-assign]
     assert subgroups._answers(job, "group0", range(size), 300.0, "testing") == [b"digest"] * size
-    assert store.requests < 4 * 20  # per look: the wait before it, the late ranks, and whether they have left
+    assert (
+        store.requests < 4 * 20
+    )  # per check: the wait before it, the late ranks, and whether they have left
     assert store.keys < 23 * size  # each wait lists all keys; apart from that, each key is looked up once
 
 
@@ -106,7 +108,7 @@ def test_ranks_that_ask_for_the_same_group_write_its_ranks_once() -> None:
 
 
 class Leaving:
-    """Rank 0 of a job of two, which has settled a group more; rank 1 has this process, or another one."""
+    """Rank 0 of a job of two, which has made one group more; rank 1 is this process or another one."""
 
     def __init__(self, **rank_1: Any) -> None:
         here, self.closed = Member.here(0, 2, "tcp"), list[str]()
@@ -125,17 +127,17 @@ def test_rank_0_does_not_wait_for_the_dead(caplog: pytest.LogCaptureFixture) -> 
     ended.wait()
     Leaving(pid=ended.pid).leave()
     rank_0 = Leaving(boot_id="far")
-    rank_0.leave(60.0, *rank_0.lease.members[1:])  # which are known to be
+    rank_0.leave(60.0, *rank_0.lease.members[1:])  # as its process is known to be dead
     assert not caplog.records
 
 
-def test_rank_0_waits_no_longer_than_its_patience(caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_waits_no_longer_than_its_grace(caplog: pytest.LogCaptureFixture) -> None:
     Leaving().leave(0.05)
     assert "though rank 1" in caplog.text
 
 
-def test_rank_0_does_not_wait_for_those_who_left(caplog: pytest.LogCaptureFixture) -> None:
-    """A rank that has destroyed its groups makes no more of them, however long its process lives."""
+def test_rank_0_does_not_wait_for_ranks_that_have_left(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that has left makes no more groups, however long its process lives."""
     rank_0 = Leaving()
     job_of(rank_0.store, 1, close=False).lease.leave(0.0)
     rank_0.leave()

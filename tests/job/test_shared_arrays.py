@@ -1,4 +1,4 @@
-"""shared_arrays: when NumPy's arrays are shared, and that every collective gives the same on them as on others."""
+"""shared_arrays: which arrays are shared, and that collectives give the same results on them as on others."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_arrays_of_a_block_are_shared_and_stay_so() -> None:
     np.testing.assert_array_equal(z, np.repeat(np.array([1, 2], F4), LARGE))
 
 
-def test_a_block_that_ends_in_an_error_ends_all_the_same() -> None:
+def test_an_error_in_a_block_ends_the_block() -> None:
     block = shared_arrays()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), block:
@@ -88,7 +88,7 @@ def test_a_block_is_of_one_thread_and_one_task() -> None:
         assert not in_a_thread()
 
 
-def test_the_switch_is_for_all_threads_until_it_is_off() -> None:
+def test_enable_is_for_all_threads_until_disable() -> None:
     shared_arrays.disable()
     assert not in_a_thread()
     for _ in range(2):
@@ -105,14 +105,14 @@ def test_the_switch_is_for_all_threads_until_it_is_off() -> None:
             assert is_shared(np.ones(LARGE))
         x.resize(
             2 * LARGE, refcheck=False
-        )  # NumPy asks the default handler, which is to be ours for this one
+        )  # NumPy uses the default handler, which must be ours for this array
         assert x[:LARGE].all()
         assert not x[LARGE:].any()
     gc.collect()
     assert default_handler().functions[:2] == arena.ordinary_functions()[:2]
 
 
-def test_the_setting_is_looked_at_when_a_process_joins() -> None:
+def test_the_setting_is_read_when_a_process_joins() -> None:
     code = """if True:
         import numpy as np, fastcoll
         assert "fastcoll.shm" not in __import__("sys").modules
@@ -132,7 +132,7 @@ def test_the_setting_is_looked_at_when_a_process_joins() -> None:
     assert config.SETTINGS["FASTCOLL_SHARED_ARRAYS"].default == 0
 
 
-def test_where_there_can_be_no_arena_arrays_are_ordinary(tmp_path: Any) -> None:
+def test_without_an_arena_arrays_are_ordinary(tmp_path: Any) -> None:
     code = """if True:
         import logging, resource, sys
         import numpy as np, fastcoll
@@ -146,7 +146,7 @@ def test_where_there_can_be_no_arena_arrays_are_ordinary(tmp_path: Any) -> None:
         print(fastcoll.shared_arrays.contains(x), (x == 2).all())
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    # A kernel that is not on the disk yet may take longer than a second, which is said, too.
+    # A kernel that is not cached yet may take longer than a second, which is logged, too.
     said = [line for line in done.stdout.splitlines() if not line.startswith("fastcoll compiles")]
     warning, answer = said
     assert "shared arrays are made in ordinary memory: cannot make the arena of shared arrays" in warning
@@ -165,7 +165,7 @@ def test_torch_keeps_the_memory() -> None:
     assert (y.numpy() == 2).all()
 
 
-# ---- collectives: who has shared arrays, of what sizes ---------------------------------------------------------------
+# ---- collectives: which ranks have shared arrays, and their sizes ---------------------------------------------------
 
 WHO: dict[str, Callable[[int], bool]] = {
     "all": lambda rank: True,
@@ -175,7 +175,7 @@ WHO: dict[str, Callable[[int], bool]] = {
 
 
 def sliced(rank: int, count: int) -> Array:
-    """As the suite's arrays, in the middle of larger ones."""
+    """Return arrays like the suite's, as slices of larger ones."""
     x = np.full(count + 2048, 77, F4)
     x[1001 : 1001 + count] = numbers(rank, count)
     return x[1001 : 1001 + count]
@@ -202,8 +202,8 @@ def test_every_collective(rank: int, who: str, world_size: int, monkeypatch: pyt
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_loop_in_which_arrays_come_and_go(rank: int, world_size: int, everywhere: None) -> None:
-    """The same places again and again with other contents, which nobody may have kept or read too late."""
+def test_a_loop_that_allocates_and_frees_arrays(rank: int, world_size: int, everywhere: None) -> None:
+    """The same addresses get new contents; no rank may use stale contents or read them too late."""
     for step in range(60):
         count = LARGE * (1 + step % 5)
         x = np.full(count, rank + step, F4)
@@ -217,7 +217,7 @@ def test_a_loop_in_which_arrays_come_and_go(rank: int, world_size: int, everywhe
 
 
 @pytest.mark.ranks(2, 3)
-def test_groups_from_before_and_after_there_are_shared_arrays(rank: int, world_size: int) -> None:
+def test_groups_made_before_and_after_the_first_shared_array(rank: int, world_size: int) -> None:
     ranks = list(range(world_size))
     before = dist.new_group(ranks)
     with shared_arrays():
@@ -240,7 +240,7 @@ def test_groups_from_before_and_after_there_are_shared_arrays(rank: int, world_s
 
 
 @pytest.mark.ranks(2)
-def test_growth_while_a_group_works(rank: int, world_size: int) -> None:
+def test_the_arena_grows_while_a_group_is_used(rank: int, world_size: int) -> None:
     kept = []
     with shared_arrays():
         for step in range(1, 9):
@@ -251,7 +251,7 @@ def test_growth_while_a_group_works(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.ranks(2, init=False)
-def test_arrays_outlive_the_world_and_serve_the_next(rank: int, world_size: int) -> None:
+def test_arrays_outlive_the_world_and_work_in_the_next(rank: int, world_size: int) -> None:
     with shared_arrays():
         x = np.zeros(LARGE, F4)
     for turn in range(1, 4):
@@ -267,8 +267,8 @@ def test_arrays_outlive_the_world_and_serve_the_next(rank: int, world_size: int)
 
 
 @pytest.mark.ranks(2)
-def test_an_array_is_freed_by_whoever_has_it_last(rank: int, world_size: int) -> None:
-    gc.collect()  # what earlier tests have left
+def test_the_last_reference_frees_an_array(rank: int, world_size: int) -> None:
+    gc.collect()  # garbage of earlier tests
     used = arena.bytes_in_use()
     with shared_arrays():
         x = np.ones(1 << 20, F4)
@@ -279,7 +279,7 @@ def test_an_array_is_freed_by_whoever_has_it_last(rank: int, world_size: int) ->
     assert arena.bytes_in_use() >= used + (4 << 20)
     del work
     end = time.monotonic() + 30
-    while arena.bytes_in_use() > used:  # the thread that carried it out may not have come back from it
+    while arena.bytes_in_use() > used:  # the thread that executed it may not have released it yet
         assert time.monotonic() < end
         gc.collect()
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Groups without a world: several in a process, in one store, beside a world and without."""
+"""Groups without a world: several in a process and in one store, with a world and without."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def total(group: dist.ProcessGroup) -> float:
 
 @pytest.mark.ranks(3, init=False)
 @pytest.mark.parametrize("backend", ["auto", "tcp"])
-def test_groups_of_one_store_are_apart(rank: int, world_size: int, backend: str, tmp_path: Path) -> None:
+def test_groups_in_one_store_do_not_interfere(
+    rank: int, world_size: int, backend: str, tmp_path: Path
+) -> None:
     store = dist.FileStore(str(tmp_path / "store"), world_size)
     everybody = dist.group_from_store(store, rank, 3, timeout=60, backend=backend)
-    again = dist.group_from_store(store, 2 - rank, 3, timeout=60, backend=backend)  # the other way round
+    again = dist.group_from_store(store, 2 - rank, 3, timeout=60, backend=backend)  # in reverse order
     assert not dist.is_initialized()
     assert (total(everybody), total(again)) == (6, 6)
     if rank < 2:
@@ -92,7 +94,7 @@ dist.all_reduce(x, group=group, async_op=True)  # completed at exit
 """
 
 
-def test_a_program_may_forget_to_leave(tmp_path: Path) -> None:
+def test_a_program_that_does_not_leave_leaves_at_exit(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
     with nothing_left():
         programs = [

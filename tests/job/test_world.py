@@ -1,4 +1,4 @@
-"""Joining the world, cutting it into groups, and leaving it."""
+"""Joining the world, making groups of its ranks, and leaving it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 
 
 def total(group: Any = None) -> float:
-    """The number of ranks of a group, by an all_reduce of ones."""
+    """Return the number of ranks of a group, by an all_reduce of ones."""
     x = np.ones(1)
     dist.all_reduce(x, group=group)
     return float(x[0])
@@ -66,7 +66,7 @@ def test_backend_names() -> None:
 
 @pytest.fixture
 def without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where mpi4py is not installed, whatever there is here."""
+    """Make mpi4py unavailable."""
     monkeypatch.setattr(mpi_library, "why_unavailable", lambda: "mpi4py is not installed")
 
 
@@ -96,7 +96,7 @@ def test_a_backend_for_each_device(text: str | None, config: str) -> None:
 
 
 @pytest.mark.usefixtures("without_mpi")
-def test_a_backend_that_is_wrong_or_not_there_is_refused() -> None:
+def test_an_unknown_or_unavailable_backend_is_refused() -> None:
     for text in ("cpu:auto,cpu:shm", "tpu:auto", "cpu:", "auto,shm", "", "cpu:auto,"):
         with pytest.raises(UsageError):
             parse_backend(text)
@@ -168,7 +168,7 @@ def test_a_world_of_one(rank: int) -> None:
 
 @pytest.mark.ranks(2, init=False)
 def test_joining_and_leaving_again_and_again(world_size: int) -> None:
-    """A rank that is early finds the store of the world before, and must not take it for the new one."""
+    """An early rank finds the store of the previous world, and must not join that world."""
     for _ in range(5):
         dist.init_process_group()
         assert total() == world_size
@@ -187,7 +187,7 @@ def test_a_world_as_a_context(rank: int, world_size: int, tmp_path: Path) -> Non
     def fail() -> None:
         with dist.world():
             if rank == 0:
-                dist.new_group([0])  # which rank 1 does not make, so rank 0 would wait for it
+                dist.new_group([0])  # rank 1 does not make this group, so rank 0 would wait for it
                 raise ValueError("bad data")
             while not left.exists():  # otherwise rank 0 waits for this rank
                 time.sleep(0.01)
@@ -203,7 +203,7 @@ def test_a_world_as_a_context(rank: int, world_size: int, tmp_path: Path) -> Non
 @pytest.mark.ranks(2, init=False)
 @pytest.mark.parametrize("again", [False, True])
 def test_one_store_for_two_worlds(rank: int, world_size: int, again: bool, tmp_path: Path) -> None:
-    """Rank 0 uses one object for both, and rank 1 does or has one for each."""
+    """Rank 0 uses one store object for both worlds; rank 1 uses one or two."""
     with dist.FileStore(str(tmp_path / "store"), world_size) as first:
         for _ in range(2):
             anew = rank == 1 and again
@@ -216,7 +216,7 @@ def test_one_store_for_two_worlds(rank: int, world_size: int, again: bool, tmp_p
 
 
 @pytest.mark.ranks(2, init=False)
-def test_ranks_that_disagree_are_told(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_ranks_that_disagree_get_an_error(rank: int, world_size: int, tmp_path: Path) -> None:
     with dist.FileStore(str(tmp_path / "store"), world_size) as store:
         with pytest.raises(FastcollError, match="backend"):
             dist.init_process_group(
@@ -228,7 +228,7 @@ def test_ranks_that_disagree_are_told(rank: int, world_size: int, tmp_path: Path
         dist.destroy_process_group()
 
 
-def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_a_running_job_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[dist.HashStore] = []
 
     def meet_again(*_: Any) -> Rendezvous:
@@ -236,10 +236,10 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
         dist.PrefixStore("fastcoll", opened[-1]).add("settled/0", 1)
         return Rendezvous(opened[-1], 0, 2, "here")
 
-    load(parse_backend(None))  # or importing Numba would take all of the time
+    load(parse_backend(None))  # otherwise importing Numba would take all of the time
     monkeypatch.setattr("fastcoll.job.world.meet", meet_again)
     text = "file:///x leads to a job in which rank 0 has started before"
-    for timeout in (0.3 * 2**n for n in range(8)):  # it has looked only once where it got no core meanwhile
+    for timeout in (0.3 * 2**n for n in range(8)):  # it may have polled only once if it got no core meanwhile
         opened.clear()
         with pytest.raises(RendezvousError, match=text):
             dist.init_process_group(init_method="file:///x", rank=0, world_size=2, timeout=timeout)
@@ -251,8 +251,8 @@ def test_the_store_of_a_job_that_runs_is_not_joined_again(monkeypatch: pytest.Mo
             store.set("key", "value")
 
 
-def test_one_thread_of_a_process_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a scheduler starts two ranks as threads: the second is told at once, and the first goes on."""
+def test_only_one_thread_of_a_process_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a scheduler starts two ranks as threads, the second one fails at once, and the first continues."""
     begun, ended = threading.Event(), threading.Event()
 
     def meet(*_: Any) -> Rendezvous:
@@ -278,12 +278,12 @@ def test_one_thread_of_a_process_joins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet_in(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every init_method lead to `store`."""
+    """Make every init_method use `store`."""
     monkeypatch.setattr("fastcoll.job.world.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here"))
 
 
 class Unclosed(dist.PrefixStore):
-    """A view that closes nothing, as a client of a server does."""
+    """A view whose `close` does nothing, like a client's of a server."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__("", store)
@@ -291,7 +291,7 @@ class Unclosed(dist.PrefixStore):
 
 @pytest.fixture
 def other() -> Iterator[Member]:
-    """Rank 1 of a job of two, in a living process of its own."""
+    """Rank 1 of a job of two, in a process of its own that is alive."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_text()
@@ -302,7 +302,7 @@ def other() -> Iterator[Member]:
         process.communicate()
 
 
-def test_a_rank_of_another_process_in_a_job_that_runs_is_refused_at_once(
+def test_a_second_process_with_a_rank_of_a_running_job_is_refused_at_once(
     other: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
@@ -345,7 +345,7 @@ except dist.UsageError as error:
 
 
 @pytest.mark.ranks(2)
-def test_a_process_that_comes_late_as_a_second_rank_1_is_refused(rank: int) -> None:
+def test_a_late_second_rank_1_is_refused(rank: int) -> None:
     if rank == 1:
         late = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
         assert (
@@ -399,7 +399,7 @@ def test_wrong_ranks_are_refused(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_member_that_does_not_call_is_warned_of_and_named(
+def test_a_member_that_does_not_call_is_named_in_a_warning_and_an_error(
     rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if rank == 1:
@@ -417,7 +417,7 @@ def test_a_member_that_does_not_call_is_warned_of_and_named(
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_without_descriptors_for_a_group_says_so_to_all(
+def test_a_rank_without_descriptors_for_a_group_fails_all_ranks(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exhausted(*_: object) -> NoReturn:
@@ -436,7 +436,7 @@ def test_a_rank_without_descriptors_for_a_group_says_so_to_all(
 
 
 @pytest.mark.ranks(2, fresh=True, may_die=(0,))
-def test_when_the_holder_of_the_store_dies_making_a_group_names_it(rank: int) -> None:
+def test_making_a_group_names_rank_0_if_it_dies_with_the_store(rank: int) -> None:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerDiedError):
@@ -458,12 +458,12 @@ def test_different_ranks_for_one_group_are_an_error_that_names_both(rank: int) -
 
 
 @pytest.mark.ranks(4)
-def test_a_rank_that_has_not_called_for_a_group_of_others_is_warned_and_stays_in_step(
+def test_a_rank_that_leaves_out_a_call_for_another_group_is_warned_and_stays_in_step(
     rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     if rank in (0, 1):
-        assert total(dist.new_group([0, 1])) == 2  # which ranks 2 and 3 do not call
-    pair = dist.new_group([2, 3])  # now the first call of its members, and the second one of the others
+        assert total(dist.new_group([0, 1])) == 2  # ranks 2 and 3 do not make this call
+    pair = dist.new_group([2, 3])  # the first call of its members, and the second one of the other ranks
     assert rank < 2 or total(pair) == 2
     assert total(dist.new_group()) == 4
     wanted = rf"rank {rank} has not called new_group\(\[0, 1\]\), .* or pass use_local_synchronization=True"
@@ -495,7 +495,7 @@ def test_subgroups(rank: int) -> None:
     assert total(whole) == 4
     single, parts = dist.new_subgroups(1, group=own)
     assert [part is single for part in parts] == [rank % 2 == 0, rank % 2 == 1]
-    dist.barrier()  # rank 0 stays while the members of other groups meet
+    dist.barrier()  # rank 0 must not leave while members of other groups meet
     with pytest.raises(UsageError, match="group_size is 3; it must divide the 4 ranks"):
         dist.new_subgroups(3)
     own, made = dist.new_subgroups_by_enumeration([[3, 0], [1]])
@@ -520,7 +520,7 @@ def test_a_group_may_keep_the_order_of_its_ranks_and_be_split(
         first = np.array([rank])
         dist.broadcast(first, group_src=0, group=group)
         assert first[0] == 3
-        part = dist.split_group(group, [[2, 0]], timeout=60)  # ranks 3 and 2, in the group's order
+        part = dist.split_group(group, [[2, 0]], timeout=60)  # ranks 3 and 2, in the order of the group
         assert (None if part is None else dist.get_process_group_ranks(part)) == (
             None if rank == 0 else [3, 2]
         )
@@ -546,11 +546,11 @@ def test_orders_that_differ_are_an_error_that_names_both(rank: int) -> None:
             dist.MismatchError, match=r"asks for ranks \[(0, 1|1, 0)\] .* for ranks \[(0, 1|1, 0)\]"
         ):
             dist.new_group([rank, 1 - rank], None, None, None, by_members_alone, sort_ranks=False)
-        dist.barrier()  # rank 0 has the store
+        dist.barrier()  # rank 0 serves the store
 
 
 @pytest.mark.ranks(2)
-def test_a_backend_of_the_users(rank: int) -> None:
+def test_a_user_defined_backend(rank: int) -> None:
     from fastcoll.core.operation import Call, Operation
     from fastcoll.job import backends
     from fastcoll.shm.backend import ShmBackend
@@ -590,7 +590,7 @@ def test_members_make_a_group_among_themselves(rank: int) -> None:
     if rank != 0:
         assert total(dist.new_group([1, 2], use_local_synchronization=True)) == 2
         assert total(dist.new_group([1, 2], use_local_synchronization=True)) == 2
-    dist.barrier()  # rank 0 stays while the others meet
+    dist.barrier()  # rank 0 must not leave while the others meet
 
 
 @pytest.mark.ranks(2)
@@ -616,7 +616,7 @@ def test_a_group_is_destroyed_alone(rank: int) -> None:
 
 @pytest.mark.ranks(3, init=False)
 def test_rank_0_leaves_while_others_still_make_a_group(rank: int) -> None:
-    """Rank 0 serves the store; the others see that it has left before they even begin."""
+    """Rank 0 serves the store; the others see that it has left before they begin to make the group."""
     dist.init_process_group()
     if rank == 0:
         dist.new_group([1, 2])
@@ -628,7 +628,7 @@ def test_rank_0_leaves_while_others_still_make_a_group(rank: int) -> None:
 
 
 def run_ranks(tmp_path: Path, code: str, size: int) -> list[subprocess.CompletedProcess[str]]:
-    """Plain scripts as ranks of one world, without launcher; `rank` and `dist` are there for them."""
+    """Run plain scripts as ranks of one world, without a launcher; `rank` and `dist` are defined in them."""
     head = (
         "import os, signal, sys\nimport numpy as np\nimport fastcoll as dist\nrank = int(sys.argv[1])\n"
         f"dist.init_process_group(init_method='file://{tmp_path}/meet', rank=rank, world_size={size}, timeout=60)\n"
@@ -646,11 +646,11 @@ def run_ranks(tmp_path: Path, code: str, size: int) -> list[subprocess.Completed
 
 
 def complaints(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What a process has written to stderr, but for what it compiles, where nothing is on the disk yet."""
+    """Return what a process has written to stderr, without the messages about compiling kernels."""
     return [line for line in done.stderr.splitlines() if "fastcoll compiles " not in line]
 
 
-def test_a_script_may_forget_to_leave(tmp_path: Path) -> None:
+def test_a_script_that_does_not_leave_leaves_at_exit(tmp_path: Path) -> None:
     with nothing_left():
         done = run_ranks(tmp_path, "x = np.ones(1); dist.all_reduce(x); print(x)", 2)
     assert [(p.returncode, p.stdout, complaints(p)) for p in done] == [(0, "[2.]\n", [])] * 2
@@ -671,7 +671,7 @@ except dist.PeerDiedError as error:
     assert killed.returncode == -9
 
 
-def test_what_is_under_way_is_completed_at_exit_or_named(tmp_path: Path) -> None:
+def test_operations_under_way_are_completed_at_exit_or_named(tmp_path: Path) -> None:
     code = """
 x, y = np.full(300_000, rank + 1.0), np.zeros(300_000)
 if rank == 0:
@@ -728,7 +728,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_forked_process_cannot_use_the_groups_and_does_no_harm(tmp_path: Path) -> None:
+def test_a_forked_process_cannot_use_the_groups_and_does_not_affect_them(tmp_path: Path) -> None:
     for done in run_ranks(tmp_path, FORK, 2):
         assert (done.returncode, complaints(done)) == (0, [])
 
@@ -758,7 +758,7 @@ print([rank.exitcode for rank in ranks])
 
 
 def test_children_of_multiprocessing_leave_when_they_end(tmp_path: Path) -> None:
-    """They end by os._exit, without the hooks of atexit; they have not died for that. What they lose is said too."""
+    """They end by os._exit, without atexit hooks, and must not be declared dead. Lost operations are reported."""
     command = [sys.executable, "-c", CHILDREN, f"file://{tmp_path}/meet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert re.match(r"rank 1 .* left \(its program ended\); recv from rank 1", done.stdout), (
@@ -769,7 +769,7 @@ def test_children_of_multiprocessing_leave_when_they_end(tmp_path: Path) -> None
     assert re.search(r"at exit: .*recv from rank 1 .*, tag 0 of the group WORLD", done.stderr)
 
 
-def test_the_timeout_that_was_given_is_named() -> None:
+def test_errors_name_the_given_timeout() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(StoreTimeoutError, match=r"not all of 2 ranks came within 0\.5 s; missing: 1"):
         dist.init_process_group("shm", url, timeout=0.5, rank=0, world_size=2)

@@ -1,4 +1,4 @@
-"""The file behind a FileStore: who leaves what behind, and what is refused."""
+"""The file of a FileStore: when it is removed or cleared, and which files are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_the_last_one_removes_the_file(path: Path) -> None:
+def test_the_last_participant_removes_the_file(path: Path) -> None:
     one, two = FileStore(path), FileStore(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     one.set("k", "v")
@@ -63,7 +63,7 @@ def test_a_forgotten_store_is_closed(path: Path) -> None:
     assert not path.exists()
 
 
-def test_other_processes_see_it_and_an_orderly_end_closes_it(path: Path, processes) -> None:
+def test_other_processes_share_the_file_and_their_normal_exit_closes_it(path: Path, processes) -> None:
     other = processes.start(HOLD, path)
     with FileStore(path) as store:
         assert store.get("from") == b"the other"
@@ -74,7 +74,7 @@ def test_other_processes_see_it_and_an_orderly_end_closes_it(path: Path, process
     assert not path.exists()
 
 
-def test_a_killed_jobs_file_is_started_anew(path: Path, processes) -> None:
+def test_the_file_of_a_killed_job_is_cleared(path: Path, processes) -> None:
     for _ in range(2):
         killed = processes.start(HOLD, path)
         killed.stdout.readline()
@@ -85,7 +85,7 @@ def test_a_killed_jobs_file_is_started_anew(path: Path, processes) -> None:
         assert not path.exists()
 
 
-def test_a_file_in_use_is_not_started_anew(path: Path, processes) -> None:
+def test_a_file_in_use_is_not_cleared(path: Path, processes) -> None:
     killed, living = processes.start(HOLD, path), processes.start(HOLD, path)
     for each in (killed, living):
         each.stdout.readline()
@@ -95,17 +95,17 @@ def test_a_file_in_use_is_not_started_anew(path: Path, processes) -> None:
         assert store.check(["from"])
         assert len(store.participants()) == 3
     assert path.exists()
-    living.communicate("\n", timeout=60)  # the last one that lives removes it
+    living.communicate("\n", timeout=60)  # the last living participant removes it
     assert not path.exists()
 
 
 def abandon(store: FileStore) -> None:
-    """Leave the store as a killed process does: it stays among those that have the file open."""
+    """Leave the store as a killed process does: it remains a participant."""
     store._leave.detach()
     os.close(store._log._fd)
 
 
-def test_a_file_from_before_a_reboot_is_started_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_from_before_a_reboot_is_cleared(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dataclasses.replace(this_process(), boot_id="an earlier boot")
     for is_touched in (True, False):
         with monkeypatch.context() as patched:
@@ -116,7 +116,7 @@ def test_a_file_from_before_a_reboot_is_started_anew(path: Path, monkeypatch: py
         if not is_touched:
             os.utime(path, (1, 1))
         store = FileStore(path)
-        # One that was touched since the boot is perhaps of another machine of that name.
+        # A file that was written since the boot may belong to another machine with the same name.
         assert store.check(["k"]) == is_touched
         abandon(store)
         path.unlink()
@@ -164,7 +164,9 @@ def test_another_users_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPat
         (lambda path: path.write_text("my thesis"), "holds something else than a fastcoll store"),
     ],
 )
-def test_what_is_no_store_is_left_alone(tmp_path: Path, put: Callable[[Path], object], why: str) -> None:
+def test_a_file_with_other_content_is_not_changed(
+    tmp_path: Path, put: Callable[[Path], object], why: str
+) -> None:
     path = tmp_path / "folder" / "store"
     path.parent.mkdir()
     put(path)
@@ -177,7 +179,7 @@ def test_what_is_no_store_is_left_alone(tmp_path: Path, put: Callable[[Path], ob
 @pytest.mark.parametrize(
     "torn", [b"\x01", record_of(StoreRequest(Op.SET, (b"key",), (b"value",)))[:-1], MAGIC[:5]]
 )
-def test_a_half_written_end_is_cut_off(path: Path, torn: bytes) -> None:
+def test_an_incomplete_record_at_the_end_is_removed(path: Path, torn: bytes) -> None:
     with FileStore(path) as one, FileStore(path) as two:
         one.set("a", "1")
         with path.open("ab") as file:
@@ -187,7 +189,7 @@ def test_a_half_written_end_is_cut_off(path: Path, torn: bytes) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", MAGIC[:7]])
-def test_an_empty_file_and_that_of_a_killed_first_writer_are_taken(path: Path, begun: bytes) -> None:
+def test_an_empty_file_and_an_incomplete_header_are_accepted(path: Path, begun: bytes) -> None:
     path.write_bytes(begun)
     path.chmod(0o600)
     with FileStore(file_name=path, world_size=1) as store:  # named as in torch
@@ -215,8 +217,8 @@ def test_damage_is_named(path: Path) -> None:
         one._leave = lambda: None
 
 
-def test_a_log_that_is_mostly_history_begins_anew(path: Path, processes) -> None:
-    """Who has read it, who comes later and who has left are told apart as before; a killed writer harms nothing."""
+def test_a_mostly_obsolete_log_is_compacted(path: Path, processes) -> None:
+    """Earlier readers, later readers and former participants are still distinguished; a killed writer is harmless."""
     other = processes.start(HOLD, path)
     other.stdout.readline()
     with FileStore(path, 4) as one, FileStore(path, 4) as idle:
@@ -227,7 +229,7 @@ def test_a_log_that_is_mostly_history_begins_anew(path: Path, processes) -> None
             for number in range(400):
                 one.set(f"{number % 3}", f"{turn}{number}".ljust(10_000))
                 one.add("n", 1)
-            if turn == 1:  # as who is killed before it says where to begin
+            if turn == 1:  # as a writer that is killed before it sets the offset
                 one._log._write(record_of(StoreRequest(Op.SET, (b"n",), (b"800",))))
         assert path.stat().st_blocks * 512 < 3 << 20 < path.stat().st_size
         assert idle.add("n", 0) == 1200
@@ -268,7 +270,7 @@ def test_a_file_removed_by_hand_does_not_break_closing(path: Path) -> None:
         assert other.get("k") == b"v"
 
 
-def test_a_lock_that_stays_taken_is_a_timeout(path: Path) -> None:
+def test_a_lock_that_is_not_released_is_a_timeout(path: Path) -> None:
     fd = open_own(str(path))
     try:
         with locked(fd, str(path), 0.0), pytest.raises(StoreTimeoutError, match=rf"the lock of {path}"):
@@ -298,7 +300,7 @@ records = st.tuples(st.builds(StoreRequest, st.just(Op.APPEND), texts, texts), s
 
 
 @given(st.lists(records, max_size=5), st.integers(0, 400))
-def test_a_log_cut_anywhere_yields_its_whole_records(
+def test_a_truncated_log_yields_its_complete_records(
     written: list[tuple[StoreRequest, bool]], cut: int
 ) -> None:
     data = b"".join(record_of(*record) for record in written)[:cut]

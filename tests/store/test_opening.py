@@ -1,4 +1,4 @@
-"""The opening of a connection: right in any pieces, and wrong in any way refused by somebody."""
+"""The opening of a connection: accepted for every split of the bytes, and every wrong one refused by a side."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dialing(**changes: object) -> Dialing:
 
 
 def feed(side: Dialing | Answering, data: bytes, cuts: list[int]) -> bytes:
-    """Give a side all of `data`, cut at will but never more than it wants; all that it answers."""
+    """Pass all of `data` to a side, in random pieces of at most what it wants; return its answers."""
     answer = b""
     for cut in [*cuts, *[len(data)] * 3]:
         piece, data = data[: min(cut, side.wants)], data[min(cut, side.wants) :]
@@ -52,14 +52,14 @@ def feed(side: Dialing | Answering, data: bytes, cuts: list[int]) -> bytes:
 def shake(
     caller: Dialing, answerer: Answering, cuts: list[int] = (), change: object = lambda step, data: data
 ) -> None:  # type: ignore[assignment]
-    """The whole opening; `change` stands between the two."""
+    """Run a complete opening; `change` may alter the bytes between the two sides."""
     reply = feed(answerer, change(0, caller.opening), cuts)  # type: ignore[operator]
     proof = feed(caller, change(1, reply), cuts)  # type: ignore[operator]
     feed(answerer, change(2, proof), cuts)  # type: ignore[operator]
 
 
 @given(st.lists(st.integers(1, OPENING_SIZE + PROOF_SIZE), max_size=200))
-def test_both_sides_come_to_terms_however_the_bytes_are_split(cuts: list[int]) -> None:
+def test_both_sides_finish_for_every_split_of_the_bytes(cuts: list[int]) -> None:
     caller, answerer = dialing(), Answering(find)
     shake(caller, answerer, cuts)
     assert (caller.wants, answerer.wants) == (0, 0)
@@ -69,7 +69,7 @@ def test_both_sides_come_to_terms_however_the_bytes_are_split(cuts: list[int]) -
 
 
 @given(st.integers(0, 2), st.integers(0, OPENING_SIZE + PROOF_SIZE - 1), st.integers(1, 255))
-def test_any_changed_byte_is_noticed(step: int, place: int, mask: int) -> None:
+def test_any_changed_byte_is_detected(step: int, place: int, mask: int) -> None:
     def change(now: int, data: bytes) -> bytes:
         if now != step:
             return data
@@ -81,7 +81,7 @@ def test_any_changed_byte_is_noticed(step: int, place: int, mask: int) -> None:
 
 
 @given(st.binary(min_size=OPENING_SIZE - 8, max_size=OPENING_SIZE - 8), st.sampled_from(Role))
-def test_bytes_behind_the_magic_are_read_or_refused(data: bytes, role: Role) -> None:
+def test_random_bytes_after_the_magic_are_parsed_or_refused(data: bytes, role: Role) -> None:
     for mine in Role:
         try:
             found = Opening.from_bytes(b"FASTMESH" + data, mine)
@@ -99,7 +99,7 @@ def test_nothing_beyond_the_opening_is_wanted_before_the_proof() -> None:
 
 
 @pytest.mark.parametrize("key", [derive_key(b"other", b"t" * 16), derive_key(b"secret", b"u" * 16)])
-def test_another_secret_or_token_is_found_by_the_side_that_dials(key: bytes) -> None:
+def test_the_dialing_side_detects_another_secret_or_token(key: bytes) -> None:
     caller, answerer = dialing(key=key), Answering(find)
     with pytest.raises(RefusedError, match="FASTCOLL_SECRET") as refused:
         feed(caller, feed(answerer, caller.opening, []), [])
@@ -107,7 +107,7 @@ def test_another_secret_or_token_is_found_by_the_side_that_dials(key: bytes) -> 
         answerer.take(refused.value.answer)
 
 
-def test_a_caller_without_the_key_gets_no_further_than_its_opening() -> None:
+def test_a_dialing_side_without_the_key_cannot_send_a_proof() -> None:
     answerer = Answering(find)
     answerer.take(dialing().opening)
     with pytest.raises(OpeningError, match="does not prove"):
@@ -115,7 +115,7 @@ def test_a_caller_without_the_key_gets_no_further_than_its_opening() -> None:
 
 
 @pytest.mark.parametrize("has_secret", [False, True])
-def test_only_one_side_has_a_secret(has_secret: bool) -> None:
+def test_a_secret_on_one_side_only_is_refused(has_secret: bool) -> None:
     answerer = Answering(lambda theirs: dataclasses.replace(SEATS[theirs.peer], has_secret=not has_secret))
     caller = dialing(has_secret=has_secret)
     with pytest.raises(Turned) as turned:
@@ -125,7 +125,7 @@ def test_only_one_side_has_a_secret(has_secret: bool) -> None:
 
 
 @pytest.mark.parametrize(("field", "value", "result"), [(8, b"\0\7", "PROTOCOL"), (12, b"9.9.9", "VERSION")])
-def test_another_version_is_told_so(field: int, value: bytes, result: str) -> None:
+def test_another_version_gets_the_reason(field: int, value: bytes, result: str) -> None:
     caller = dialing()
     opening = caller.opening[:field] + value + caller.opening[field + len(value) :]
     with pytest.raises(Turned) as turned:
@@ -133,7 +133,7 @@ def test_another_version_is_told_so(field: int, value: bytes, result: str) -> No
     assert Opening.from_bytes(turned.value.answer, Role.ANSWERS).result is OpeningResult[result]
 
 
-def test_the_caller_names_both_versions() -> None:
+def test_the_dialing_side_names_both_versions() -> None:
     caller = dialing()
     endpoint = SEATS[2]
     mine = Opening.from_bytes(caller.opening, Role.DIALS)
@@ -142,7 +142,7 @@ def test_the_caller_names_both_versions() -> None:
         caller.take(answer.to_bytes())
 
 
-def test_openings_and_proofs_that_come_back_are_refused() -> None:
+def test_reflected_openings_and_proofs_are_refused() -> None:
     caller = dialing()
     with pytest.raises(OpeningError, match="not the opening of a side that answers"):
         caller.take(caller.opening)
@@ -152,7 +152,7 @@ def test_openings_and_proofs_that_come_back_are_refused() -> None:
         answerer.take(reply[OPENING_SIZE:])
 
 
-def test_what_was_recorded_is_of_no_use_later() -> None:
+def test_recorded_openings_and_proofs_are_refused_later() -> None:
     recorded: list[bytes] = []
 
     def record(step: int, data: bytes) -> bytes:
@@ -169,14 +169,14 @@ def test_what_was_recorded_is_of_no_use_later() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"group": b"h" * 16}, {"size": 5}, {"rank": 2}])
-def test_a_endpoint_that_is_not_here(changes: dict[str, object]) -> None:
+def test_an_opening_for_an_unknown_endpoint_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(OpeningError, match="not here"):
         Answering(find).take(dialing(**changes).opening)
 
 
-def test_another_rank_that_has_taken_over_the_address() -> None:
+def test_another_rank_at_the_address_is_a_retry() -> None:
     caller = dialing()
     other = Opening.from_bytes(caller.opening, Role.DIALS).answer(SEATS[3], OpeningResult.WELCOME)
     with pytest.raises(OpeningError, match="taken over") as raised:
         caller.take(other.to_bytes())
-    assert not isinstance(raised.value, RefusedError)  # it is tried again
+    assert not isinstance(raised.value, RefusedError)  # the caller may retry

@@ -46,7 +46,7 @@ def store() -> Iterator[TCPStore]:
 
 @pytest.fixture
 def relay(store: TCPStore) -> Iterator[Proxy]:
-    """A relay at the address where one job's ranks look for their store; it forwards to another job's store."""
+    """Run a relay at the address of one job's store that forwards to another job's store."""
     relay = Proxy(("127.0.0.1", store.port))
     yield relay
     relay.close()
@@ -80,13 +80,13 @@ def test_ports_may_be_mapped_where_the_job_has_a_secret(monkeypatch: pytest.Monk
         (("10.0.0.1", 500), ("a", 500), OpeningResult.WELCOME),
         (("10.0.0.1", 500), ("another of its names", 500), OpeningResult.WELCOME),
         (("::ffff:10.0.0.1", 500), ("another of its names", 500), OpeningResult.WELCOME),
-        (("192.168.0.9", 500), ("A", 500), OpeningResult.WELCOME),  # the name is translated on the way
+        (("192.168.0.9", 500), ("A", 500), OpeningResult.WELCOME),  # the address is translated in between
         (("192.168.0.9", 500), ("b", 500), OpeningResult.PLACE),
         (("10.0.0.1", 501), ("a", 501), OpeningResult.PLACE),
         (("127.0.0.1", 500), ("localhost", 500), OpeningResult.PLACE),
     ],
 )
-def test_which_clients_a_store_takes_for_its_own(
+def test_which_clients_a_store_accepts(
     dialed: tuple[str, int], called: tuple[str, int], result: OpeningResult
 ) -> None:
     """The store is "a" at 10.0.0.1:500, with the secret of all of the user's jobs."""
@@ -99,7 +99,7 @@ def test_which_clients_a_store_takes_for_its_own(
     assert len(answer) == OPENING_SIZE + (PROOF_SIZE if result is OpeningResult.WELCOME else 0)
 
 
-def test_every_machine_has_a_loopback_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_differs_from_machine_to_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def here() -> list[bytes]:
         own = [name_of(host, 500) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0")]
         return [*own, place_of("127.0.0.1", 500), place_of("::1", 500)]

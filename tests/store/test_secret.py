@@ -1,4 +1,4 @@
-"""Where the job's secret comes from, what of it is refused, and whom a process warns that has none."""
+"""Where the job's secret comes from, which files are refused, and the warning of a process without a secret."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOWHERE = "/dev/null/no folder"
 
 @pytest.fixture(autouse=True)
 def plain_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing is given; a home, and what stands for /dev/shm, that are empty."""
+    """No secret is given; the home and the replacement for /dev/shm are empty."""
     for name in GIVEN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(secret, "_warned", False)
@@ -36,7 +36,7 @@ def plain_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """The user's own file, which is not there yet."""
+    """Return the path of the user's own file, which does not exist yet."""
     path = tmp_path / "home" / "config" / "fastcoll" / "secret"
     path.parent.mkdir(parents=True)
     return path
@@ -48,7 +48,7 @@ def keep(path: Path, data: bytes, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_the_users_own_is_made_at_first_use_and_stays(tmp_path: Path) -> None:
+def test_the_users_own_secret_is_created_at_first_use_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "home/config/fastcoll/secret"
     made = secret.job_secret()
     assert len(bytes.fromhex(made.decode())) == 32
@@ -65,7 +65,7 @@ TELL = [
 ]  # fmt: skip
 
 
-def test_ranks_that_make_it_at_once_agree(own: Path) -> None:
+def test_ranks_that_create_the_secret_at_once_agree(own: Path) -> None:
     wait = [*TELL[:2], f"import sys; sys.stdin.read(); {TELL[2]}"]
     ranks = [subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
     for rank in ranks:
@@ -80,7 +80,7 @@ def test_ranks_that_make_it_at_once_agree(own: Path) -> None:
     assert os.listdir(own.parent) == ["secret"]
 
 
-def test_whatever_the_umask_it_is_the_users_alone(own: Path) -> None:
+def test_the_file_is_private_for_every_umask(own: Path) -> None:
     before = os.umask(0o777)
     try:
         secret.job_secret()
@@ -102,7 +102,7 @@ def test_whatever_the_umask_it_is_the_users_alone(own: Path) -> None:
         (os.mkfifo, "it is no file"),
     ],
 )
-def test_the_users_own_that_somebody_else_may_know_is_refused(
+def test_a_secret_that_other_users_may_have_read_is_refused(
     own: Path, put: Callable[[Path], object], why: str
 ) -> None:
     put(own)
@@ -110,7 +110,7 @@ def test_the_users_own_that_somebody_else_may_know_is_refused(
         secret.job_secret()
 
 
-def test_the_users_own_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
+def test_a_secret_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
     keep(own, b"s")
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
@@ -121,7 +121,7 @@ def test_the_users_own_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("home", [NOWHERE, "missing/.config", "/proc/self"])
-def test_without_a_home_the_machine_keeps_it(
+def test_without_a_home_the_secret_is_in_dev_shm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / home))
@@ -133,13 +133,13 @@ def test_without_a_home_the_machine_keeps_it(
     assert not (tmp_path / "missing").exists()
 
 
-def test_nothing_is_made_in_another_users_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_file_is_created_in_another_users_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     with pytest.raises(UsageError, match=rf"{tmp_path}/home belongs to user {me}"):
         secret.job_secret()
     assert os.listdir(tmp_path / "home") == os.listdir(tmp_path / "shm") == []
-    (tmp_path / "home").chmod(0o1777)  # a folder like /tmp is for everybody
+    (tmp_path / "home").chmod(0o1777)  # as in a folder like /tmp, in which all users may write
     secret._own.cache_clear()
     with pytest.raises(
         UsageError, match=rf"config/fastcoll/secret \(of what is made there, it belongs to user {me}"
@@ -147,7 +147,7 @@ def test_nothing_is_made_in_another_users_home(monkeypatch: pytest.MonkeyPatch, 
         secret.job_secret()
 
 
-def test_nothing_listens_where_no_secret_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_possible_secret_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", NOWHERE)
     monkeypatch.setattr(secret, "_MACHINES", Path("/dev/null/no shm"))
     cure = r"cannot be kept in /dev/null/.* or /dev/null/.*; give every rank .* FASTCOLL_SECRET_FILE, or .*INSECURE=1"
@@ -156,7 +156,7 @@ def test_nothing_listens_where_no_secret_can_be_had(monkeypatch: pytest.MonkeyPa
             TCPStore(host, 0, is_master=True)
 
 
-def test_none_is_used_or_made_where_that_is_asked_for(
+def test_insecure_neither_uses_nor_creates_a_secret(
     monkeypatch: pytest.MonkeyPatch, own: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FASTCOLL_INSECURE", "1")
@@ -169,7 +169,7 @@ def test_none_is_used_or_made_where_that_is_asked_for(
     assert "FASTCOLL_INSECURE=1: listening on 127.0.0.1:" in record.getMessage()
 
 
-def test_the_variable_comes_before_the_file_and_both_before_none(
+def test_the_variable_precedes_the_file_and_both_precede_insecure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FASTCOLL_INSECURE", "1")
@@ -181,9 +181,11 @@ def test_the_variable_comes_before_the_file_and_both_before_none(
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o440])
-def test_files_that_are_kept_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int) -> None:
+def test_files_with_safe_permissions_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int
+) -> None:
     keep(tmp_path / "data", b"s", mode)
-    (tmp_path / "secret").symlink_to("data")  # as Kubernetes makes them
+    (tmp_path / "secret").symlink_to("data")  # as in volumes of Kubernetes
     for name in ("data", "secret"):
         monkeypatch.setenv("FASTCOLL_SECRET_FILE", str(tmp_path / name))
         config.forget()
@@ -203,7 +205,7 @@ def test_files_that_are_kept_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (os.mkfifo, "no file"),
     ],
 )
-def test_files_that_cannot_be_the_secrets(
+def test_unusable_secret_files_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, put: Callable[[Path], object], why: str
 ) -> None:
     put(tmp_path / "secret")

@@ -1,4 +1,4 @@
-"""The server's state machine, without sockets: any split, any corruption, any secret."""
+"""The server's state machine, without sockets: every split of the bytes, corruption, secrets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SECRET = b"a secret"
 
 
 class Wire:
-    """A server, with `peers` that have greeted it, and what it has sent to, and why it dropped, each peer."""
+    """A server with `peers` whose openings are complete; records what it sends to each peer, and why it drops it."""
 
     def __init__(self, *peers: int, secret: bytes = b"", timeout: float = 1.0) -> None:
         self.server = StoreServer(secret, timeout)
@@ -55,7 +55,7 @@ class Wire:
         self.server.connect(peer, self.now)
 
     def open(self, peer: int) -> None:
-        """Connect and greet a server without a secret."""
+        """Connect to a server without a secret, and complete the opening."""
         self.connect(peer)
         self.feed(peer, hello())
         assert len(self.take(peer)) == OPENING_SIZE
@@ -158,8 +158,8 @@ def test_the_first_request_may_follow_the_opening_at_once() -> None:
 
 
 @pytest.mark.parametrize("key", [b"set", b"unset"])
-def test_requests_behind_an_unanswered_one_drop(key: bytes) -> None:
-    """Or else a few bytes would queue answers without end."""
+def test_bytes_after_an_unanswered_request_drop_the_peer(key: bytes) -> None:
+    """Otherwise a few bytes would queue an unlimited number of answers."""
     wire = Wire(1, 2)
     wire.ask(2, Op.SET, b"set", bytes(1000))
     wire.feed(1, 40 * encode_request(StoreRequest(Op.GET, (key,))))
@@ -173,7 +173,7 @@ def test_requests_behind_an_unanswered_one_drop(key: bytes) -> None:
 
 @settings(max_examples=300)
 @given(st.lists(requests(), max_size=5), st.data())
-def test_corruption_harms_nobody_else(script: list[StoreRequest], data: st.DataObject) -> None:
+def test_corruption_affects_no_other_peer(script: list[StoreRequest], data: st.DataObject) -> None:
     stream = bytearray(hello() + b"".join(map(encode_request, script)))
     for at in data.draw(st.lists(st.integers(0, len(stream) - 1), min_size=1, max_size=4)):
         stream[at] = data.draw(st.integers(0, 255))
@@ -214,7 +214,7 @@ def test_strangers_are_dropped_at_their_first_wrong_byte(start: bytes) -> None:
         ((200, 1, 8, 1.0), "no operation 200"),
     ],
 )
-def test_a_header_is_judged_before_its_body(header: tuple[float, ...], reason: str) -> None:
+def test_a_header_is_checked_before_its_body_is_read(header: tuple[float, ...], reason: str) -> None:
     wire = Wire(1)
     wire.feed(1, struct.pack("!BxHId", *header))
     assert reason in wire.dropped[1]
@@ -236,7 +236,7 @@ def test_fields_must_fill_their_frame(body: bytes) -> None:
     assert 1 in wire.dropped
 
 
-def test_slow_openers_are_dropped_and_slow_speakers_have_longer() -> None:
+def test_slow_openings_are_dropped_and_slow_requests_have_longer() -> None:
     wire = Wire()
     wire.connect(1)
     wire.open(2)
@@ -250,13 +250,13 @@ def test_slow_openers_are_dropped_and_slow_speakers_have_longer() -> None:
 
 
 @pytest.mark.parametrize("begun", [1, HEADER.size - 1, HEADER.size, HEADER.size + 1])
-def test_who_stalls_within_a_request_is_dropped(begun: int) -> None:
+def test_a_peer_that_stalls_within_a_request_is_dropped(begun: int) -> None:
     wire = Wire(1)
     request = encode_request(StoreRequest(Op.SET, (b"k",), (b"v" * 1000,)))
-    wire.pass_time(10 * FRAME_SECONDS)  # idle, which is fine
+    wire.pass_time(10 * FRAME_SECONDS)  # an idle peer is not dropped
     wire.feed(1, request[:begun])
     wire.pass_time(0.9 * FRAME_SECONDS)
-    wire.feed(1, request[begun : begun + 1])  # a byte now and then is a stall, too
+    wire.feed(1, request[begun : begun + 1])  # a peer that sends a byte now and then is dropped, too
     assert not wire.dropped
     wire.open(2)
     wire.feed(2, request[:begun])
@@ -264,11 +264,11 @@ def test_who_stalls_within_a_request_is_dropped(begun: int) -> None:
     assert "did not complete a request" in wire.dropped[1]
     wire.feed(2, request[begun:])
     assert wire.answers(2) == [(ReplyStatus.OK, [])]
-    wire.pass_time(10 * FRAME_SECONDS)  # after a request that is complete it may be idle again
+    wire.pass_time(10 * FRAME_SECONDS)  # after a complete request it may be idle again
     assert wire.ask(2, Op.GET, b"k") == [(ReplyStatus.OK, [b"v" * 1000])]
 
 
-def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
+def test_equal_requests_get_the_same_bytes() -> None:
     server = StoreServer(b"", 1.0)
     for peer in range(100):
         server.connect(peer, 0.0)
@@ -281,7 +281,7 @@ def test_who_waits_for_the_same_gets_the_same_bytes() -> None:
     assert len(set(map(id, answers.values()))) == 1
 
 
-def test_a_refusal_is_an_opening_that_says_so() -> None:
+def test_a_refusal_is_an_opening_with_the_reason() -> None:
     refusal = Opening.from_bytes(StoreServer(SECRET, 1.0).refusal(), Role.ANSWERS)
     assert (refusal.result, refusal.has_secret) == (OpeningResult.FULL, True)
 
@@ -297,7 +297,7 @@ def test_waiting_for_several_keys() -> None:
     assert wire.answers(1) == []
 
 
-def test_each_value_of_a_queue_goes_to_one_of_those_that_wait() -> None:
+def test_each_value_of_a_queue_goes_to_one_waiting_peer() -> None:
     wire = Wire(1, 2, 3)
     assert wire.ask(1, Op.POP, b"q") == wire.ask(2, Op.POP, b"q") == []
     items = [struct.pack("!4sI", b"\0ITM", 3) + value for value in (b"one", b"two")]
@@ -320,7 +320,7 @@ def test_a_key_deleted_meanwhile_is_waited_for_again() -> None:
     assert wire.ask(1, Op.CHECK, b"b") == [(ReplyStatus.OK, [b"1"])]
 
 
-def test_who_leaves_while_waiting_is_forgotten() -> None:
+def test_a_peer_that_disconnects_while_waiting_is_forgotten() -> None:
     wire = Wire(1, 2)
     wire.ask(1, Op.GET, b"a")
     wire.server.disconnect(1)
@@ -329,7 +329,7 @@ def test_who_leaves_while_waiting_is_forgotten() -> None:
     assert wire.server.next_deadline() is None
 
 
-def test_outlived_deadlines_do_not_pile_up() -> None:
+def test_obsolete_deadlines_do_not_accumulate() -> None:
     wire = Wire(1, 2)
     for number in range(1000):
         wire.now += 0.001
@@ -340,7 +340,7 @@ def test_outlived_deadlines_do_not_pile_up() -> None:
     assert len(wire.server._deadlines) < 200
 
 
-def test_a_refusal_tells_why_and_the_peer_goes_on() -> None:
+def test_a_refused_request_gets_the_reason_and_the_peer_continues() -> None:
     wire = Wire(1)
     wire.ask(1, Op.SET, b"k", b"word")
     (status, fields), *_ = wire.ask(1, Op.ADD, b"k", b"1")
@@ -350,7 +350,7 @@ def test_a_refusal_tells_why_and_the_peer_goes_on() -> None:
 
 
 def prove_as_client(wire: Wire, peer: int, secret: bytes) -> bytes:
-    """Greet and prove as a client would; what came back after the opening and the server's proof."""
+    """Send a client's opening and proof; return the bytes after the server's opening and proof."""
     mine = hello(secret=True)
     wire.connect(peer)
     wire.feed(peer, mine)
@@ -361,8 +361,8 @@ def prove_as_client(wire: Wire, peer: int, secret: bytes) -> bytes:
     return wire.take(peer)
 
 
-def test_who_knows_the_secret_is_let_in_and_nobody_else() -> None:
-    """test_opening.py has the proofs that a stranger may try."""
+def test_only_clients_with_the_secret_are_accepted() -> None:
+    """test_opening.py has the proofs that a stranger can try."""
     wire = Wire(secret=SECRET)
     assert prove_as_client(wire, 1, SECRET) == b""
     assert wire.ask(1, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
@@ -373,16 +373,16 @@ def test_who_knows_the_secret_is_let_in_and_nobody_else() -> None:
 
 
 def end(wire: Wire, peer: int) -> str:
-    """Why the server says that it drops a peer that has ended its connection."""
+    """Return the reason with which the server drops a peer that has ended its connection."""
     wire.server.end(peer)
     wire.collect()
     return wire.dropped[peer]
 
 
-def test_an_ended_opening_is_blamed_on_what_was_seen() -> None:
+def test_an_ended_opening_is_dropped_with_its_reason() -> None:
     wire = Wire(secret=SECRET)
     for peer, came, reason in (
-        (1, b"", ""),  # a probe for who listens
+        (1, b"", ""),  # a port scan
         (2, hello(secret=True)[:50], "before its opening was complete"),
         (3, hello(secret=True), "before its proof came"),
     ):
@@ -402,7 +402,7 @@ def test_an_ended_opening_is_blamed_on_what_was_seen() -> None:
     )
 
 
-def test_the_oldest_opening_gives_way() -> None:
+def test_the_oldest_opening_is_dropped() -> None:
     wire = Wire(secret=SECRET)
     prove_as_client(wire, 0, SECRET)
     for peer in range(1, MOST_OPENINGS + 1):
@@ -415,8 +415,8 @@ def test_the_oldest_opening_gives_way() -> None:
     assert wire.ask(0, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
 
 
-def test_who_has_been_answered_gives_way_last() -> None:
-    """Such a client takes its connection for made as soon as it has sent its proof."""
+def test_answered_clients_are_dropped_last() -> None:
+    """Such a client regards its connection as established once it has sent its proof."""
     wire = Wire(secret=SECRET)
     mine = hello(secret=True)
     for peer in range(2):
@@ -429,15 +429,17 @@ def test_who_has_been_answered_gives_way_last() -> None:
     assert set(wire.dropped) == set(range(2, MOST_OPENINGS))
     wire.feed(0, prove(SECRET, Role.DIALS, mine, answer[:OPENING_SIZE]))
     assert wire.ask(0, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
-    for peer in range(2 * MOST_OPENINGS, 3 * MOST_OPENINGS):  # who never proves anything goes, too
+    for peer in range(
+        2 * MOST_OPENINGS, 3 * MOST_OPENINGS
+    ):  # clients that never send a proof are dropped, too
         wire.connect(peer)
         wire.feed(peer, mine)
     wire.collect()
     assert 1 in wire.dropped
 
 
-def test_a_client_that_is_stopped_has_the_stores_timeout() -> None:
-    """For its proof, and for the rest of a request."""
+def test_a_stopped_client_has_the_stores_timeout() -> None:
+    """This is its limit for its proof, and for the rest of a request."""
     wire, mine = Wire(secret=SECRET, timeout=300.0), hello(secret=True)
     request = encode_request(StoreRequest(Op.SET, (b"k",), (b"v",)))
     prove_as_client(wire, 0, SECRET)
@@ -455,8 +457,8 @@ def test_a_client_that_is_stopped_has_the_stores_timeout() -> None:
     assert wire.ask(1, Op.GET, b"k") == [(ReplyStatus.OK, [b"v"])]
 
 
-def test_strangers_give_way_when_no_descriptor_is_left() -> None:
-    """Silent ones go first. One that owes its proof goes only after OPENING_SECONDS, because it may be a rank."""
+def test_strangers_are_dropped_when_no_descriptor_is_left() -> None:
+    """Silent ones are dropped first; one without a proof only after OPENING_SECONDS, because it may be a rank."""
     wire = Wire(secret=SECRET, timeout=300.0)
     prove_as_client(wire, 0, SECRET)
     for peer in (1, 2):
@@ -481,7 +483,9 @@ def test_strangers_give_way_when_no_descriptor_is_left() -> None:
         (b"", {"version": b"9.9"}, OpeningResult.WELCOME),  # the ranks compare versions when they join
     ],
 )
-def test_who_does_not_fit_is_told_why(server: bytes, changes: dict[str, Any], result: OpeningResult) -> None:
+def test_a_client_that_does_not_fit_gets_the_reason(
+    server: bytes, changes: dict[str, Any], result: OpeningResult
+) -> None:
     wire = Wire(secret=server)
     wire.connect(1)
     wire.feed(1, hello(**changes))
@@ -493,7 +497,7 @@ def test_who_does_not_fit_is_told_why(server: bytes, changes: dict[str, Any], re
     "changes",
     [{"kind": ConnectionKind.DATA}, {"peer": 1}, {"size": 3}, {"rank": 0}],
 )
-def test_a_rank_that_takes_the_store_for_another_is_dropped(changes: dict[str, int]) -> None:
+def test_an_opening_for_another_server_is_dropped(changes: dict[str, int]) -> None:
     wire = Wire()
     wire.connect(1)
     wire.feed(1, hello(**changes))
@@ -501,17 +505,17 @@ def test_a_rank_that_takes_the_store_for_another_is_dropped(changes: dict[str, i
     assert wire.take(1) == b""
 
 
-def test_a_last_will_is_executed_when_its_connection_ends() -> None:
+def test_a_will_is_executed_when_its_connection_ends() -> None:
     wire = Wire(1, 2, 3, 4)
     assert wire.ask(1, Op.GET, b"k", timeout=99) == []
     assert (
         wire.ask(2, Op.WILL, b"k", b"two") == wire.ask(3, Op.WILL, b"k", b"three") == [(ReplyStatus.OK, [])]
     )
     assert wire.ask(4, Op.WILL, b"k", b"four") == wire.ask(4, Op.WILL) == [(ReplyStatus.OK, [])]
-    wire.server.disconnect(4)  # took it back
+    wire.server.disconnect(4)  # withdrew it
     assert wire.answers(1) == []
     wire.server.disconnect(3)
     wire.collect()
     assert wire.answers(1) == [(ReplyStatus.OK, [b"three"])]
-    wire.server.disconnect(2)  # the first one stays
+    wire.server.disconnect(2)  # the first value stays
     assert wire.ask(1, Op.GET, b"k") == [(ReplyStatus.OK, [b"three"])]

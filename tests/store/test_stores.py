@@ -1,4 +1,4 @@
-"""The contract of Store, on every store there is and on a user's own."""
+"""The contract of Store, on every store of the package and on a user-defined one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_wait_ends_with_the_last_key(store: Store, method: str) -> None:
     setter.join()
 
 
-def test_a_loop_looks_at_once_and_once_more_at_its_limit(clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_polling_loop_runs_at_once_and_at_its_limit(clock, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     monkeypatch.setattr(clock, "sleep", lambda seconds: now.append(now.pop() + seconds))
@@ -93,7 +93,7 @@ def test_a_loop_looks_at_once_and_once_more_at_its_limit(clock, monkeypatch: pyt
     assert len(looks) > 5
 
 
-def test_what_nobody_sets_is_named(store: Store) -> None:
+def test_a_timeout_names_the_missing_keys(store: Store) -> None:
     store.set("here", "1")
     store.set_timeout(timedelta(seconds=0.05))
     assert store.timeout == timedelta(seconds=0.05)
@@ -176,7 +176,7 @@ def test_misuse_is_refused(call, message: str, full_store: Store) -> None:
         (lambda s: s.set_timeout(float("inf")), "timeout is 0 to"),
     ],
 )
-def test_what_is_no_list_of_keys_or_no_timeout_is_refused(call, message: str, store: Store) -> None:
+def test_wrong_lists_of_keys_and_timeouts_are_refused(call, message: str, store: Store) -> None:
     with pytest.raises(UsageError, match=message):
         call(store)
 
@@ -202,7 +202,7 @@ def test_append_delete_and_count(full_store: Store) -> None:
     assert full_store.num_keys() == 1
 
 
-def test_adding_to_what_is_no_number(full_store: Store) -> None:
+def test_add_to_a_value_that_is_not_a_number(full_store: Store) -> None:
     for value in ("abc", "", "1.5", "1" * 30, "--1", "٣"):
         full_store.set("k", value)
         with pytest.raises(StoreError, match="no whole number"):
@@ -233,7 +233,7 @@ def test_threads_share_a_store(full_store: Store, in_threads) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_a_forked_child_is_refused_and_harms_nothing(kind: str, tmp_path: Path) -> None:
+def test_a_forked_child_is_refused_and_changes_nothing(kind: str, tmp_path: Path) -> None:
     with make(kind, tmp_path) as store:
         store.set("k", "v")
         read, write = os.pipe()
@@ -276,7 +276,7 @@ def test_closed_means_closed(kind: str, tmp_path: Path, in_threads) -> None:
         store.set("a", "1")
 
 
-def test_a_users_store_says_what_it_lacks() -> None:
+def test_a_users_store_names_missing_methods() -> None:
     store = FourOperations()
     for name, args in {"compare_set": "abc", "append": "ab", "delete_key": "a", "num_keys": ""}.items():
         with pytest.raises(UnavailableError, match=rf"FourOperations has no {name}; override Store\.{name}"):
@@ -289,7 +289,7 @@ def test_a_users_store_says_what_it_lacks() -> None:
         Store()
 
 
-def test_prefixes_nest_and_keep_apart() -> None:
+def test_prefixes_nest_and_separate_keys() -> None:
     with HashStore() as base:
         one, two = PrefixStore("one", base), PrefixStore("two", PrefixStore("deep", base))
         one.set("k", "1")
@@ -304,17 +304,17 @@ def test_prefixes_nest_and_keep_apart() -> None:
         assert one.num_keys() == 1
 
 
-def test_keys_that_all_users_have_retired_are_gone(full_store: Store) -> None:
+def test_keys_are_removed_when_all_users_have_retired_them(full_store: Store) -> None:
     keys = ["g", "g1", "g1/a", "g1/b/c", "g10/a", "h"]
     full_store.multi_set(keys, [""] * len(keys))
     assert [full_store.retire("g1/", 3) for _ in range(3)] == [False, False, True]
     assert sorted(full_store.list_keys()) == ["g", "g1", "g10/a", "h"]
     assert full_store.num_keys() == 4
-    assert full_store.retire("g1/", 1)  # nothing more
+    assert full_store.retire("g1/", 1)  # nothing else
     assert full_store.num_keys() == 4
 
 
-def test_a_users_store_keeps_them() -> None:
+def test_a_users_store_keeps_retired_keys() -> None:
     store = FourOperations()
     store.set("g/a", "")
     assert not store.retire("g/", 1)
@@ -323,8 +323,8 @@ def test_a_users_store_keeps_them() -> None:
 
 @pytest.mark.parametrize("method", ["wait", "fetch", "multi_get"])
 @pytest.mark.parametrize("count", [2, 16, 17, 2100])
-def test_all_that_nobody_sets_are_named(store: Store, method: str, count: int) -> None:
-    """Up to 16 of them, whatever is set in between, and however many requests the keys take."""
+def test_all_missing_keys_are_named(store: Store, method: str, count: int) -> None:
+    """Up to 16 of them, even if keys between them are set, and the keys need several requests."""
     keys = [f"key{number}" for number in range(count)]
     store.multi_set(["here", "there"], ["", ""])
     store.set_timeout(0.05)
@@ -335,7 +335,7 @@ def test_all_that_nobody_sets_are_named(store: Store, method: str, count: int) -
     assert text == f"timed out: {named} were not set in the store within 0.05 s"
 
 
-def test_all_that_are_missing_are_named_in_views_of_one_server(tmp_path: Path) -> None:
+def test_all_missing_keys_are_named_in_views_of_one_server(tmp_path: Path) -> None:
     first = TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True)
     with first, TCPStore("127.0.0.1", first.port, is_master=True, multi_tenant=True) as second:
         first.set("b", "")
@@ -353,12 +353,12 @@ def test_peek_never_waits(store: Store) -> None:
     assert store.peek([]) == []
 
 
-# ---- what torch's stores have besides, here and there ------------------------------------------------
+# ---- further methods of torch's stores, in both libraries ------------------------------------------------
 
 
 @pytest.fixture(params=(*KINDS, "adapted", "torch"))
 def like_torch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    """Each store of ours, torch's as one of ours, and torch's itself: what a test says is true of all."""
+    """Each store of fastcoll, a view of torch's, and torch's itself; the tests hold for all of them."""
     if request.param in KINDS:
         with make(request.param, tmp_path) as made:
             yield made
@@ -423,7 +423,7 @@ def test_a_barrier(like_torch: Any, in_threads) -> None:
     like_torch.barrier("three", 3)
 
 
-def test_each_value_of_a_queue_goes_to_one_who_waits(full_store: Store, in_threads) -> None:
+def test_each_value_of_a_queue_goes_to_one_waiter(full_store: Store, in_threads) -> None:
     def take() -> list[bytes]:
         return [full_store.queue_pop("q") for _ in range(20)]
 
@@ -440,7 +440,7 @@ def test_each_value_of_a_queue_goes_to_one_who_waits(full_store: Store, in_threa
             assert mine == sorted(mine, key=giver.index)
 
 
-def test_what_is_no_queue_is_left_alone(full_store: Store) -> None:
+def test_a_key_that_is_not_a_queue_is_not_changed(full_store: Store) -> None:
     for value in ("", "abc", b"\0ITM\0\0\0\xff1"):
         full_store.set("k", value)
         for take in (full_store.queue_pop, full_store.queue_len):
@@ -453,26 +453,26 @@ def test_what_is_no_queue_is_left_alone(full_store: Store) -> None:
     assert full_store.queue_len("q") == 1
 
 
-def test_a_barrier_of_nobody_is_refused(store: Store) -> None:
+def test_a_barrier_of_zero_processes_is_refused(store: Store) -> None:
     with pytest.raises(UsageError, match="world_size is 0; a barrier is of one process or more"):
         store.barrier("b", 0)
     store.barrier("b", 1)
 
 
-def test_every_name_of_torchs_stores_is_here() -> None:
+def test_every_method_of_torchs_stores_exists() -> None:
     theirs = pytest.importorskip("torch.distributed")
     for ours in (Store, TCPStore, FileStore, HashStore, PrefixStore):
         names = {name for name in dir(getattr(theirs, ours.__name__)) if not name.startswith("_")}
-        there = set(dir(ours)) | {"host", "port", "path", "underlying_store"}  # which __init__ sets
+        there = set(dir(ours)) | {"host", "port", "path", "underlying_store"}  # set by __init__
         assert names - there == set()
 
 
-def test_a_view_of_what_is_no_store_is_refused() -> None:
+def test_a_view_of_something_else_is_refused() -> None:
     with pytest.raises(UsageError, match=r"store is dict; give a fastcoll\.Store .* or a store of torch"):
         PrefixStore("a", {})  # type: ignore[arg-type]
 
 
-def test_a_world_in_a_store_of_torchs() -> None:
+def test_a_world_in_a_store_of_torch() -> None:
     store = pytest.importorskip("torch.distributed").HashStore()
     for shared in (store, PrefixStore("mine", store), store):
         fastcoll.init_process_group(store=shared, rank=0, world_size=1)

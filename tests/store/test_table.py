@@ -5,7 +5,7 @@ from fastcoll.store import table as table_module
 from fastcoll.store.table import MAX_ANSWER, MAX_KEY, MAX_VALUE, Op, StoreRequest, Table
 
 
-def test_limits_leave_the_table_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeded_limits_do_not_change_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_module, "MAX_KEYS", 2)
     monkeypatch.setattr(table_module, "MAX_TOTAL", 100)
     table = Table()
@@ -25,7 +25,7 @@ def test_limits_leave_the_table_as_it_was(monkeypatch: pytest.MonkeyPatch) -> No
     assert table.apply(StoreRequest(Op.NUM_KEYS)) == [b"2"]
 
 
-def test_a_get_answers_with_what_fits() -> None:
+def test_the_answer_to_get_has_the_values_that_fit() -> None:
     table = Table()
     keys = tuple(b"%d" % i for i in range(4))
     for key in keys:

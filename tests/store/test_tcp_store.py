@@ -86,14 +86,14 @@ def test_a_port_in_use_names_its_holder(processes) -> None:
     assert port_holder(port) is None
 
 
-def test_a_host_that_is_not_here() -> None:
+def test_a_host_of_another_machine_is_refused() -> None:
     with pytest.raises(UsageError, match="no address of this machine"):
         TCPStore("203.0.113.7", 0, is_master=True)
     with pytest.raises(UsageError, match="has no address"):
         TCPStore("no-such-host.invalid", 0, is_master=True)
 
 
-def test_a_name_may_have_addresses_of_other_machines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_may_also_have_addresses_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [(socket.AF_INET, (each, 0)) for each in ("203.0.113.7", "127.0.0.1")]
     monkeypatch.setattr("fastcoll.system.address.resolve", lambda host, port: list(here))
     with listen("several.example", 0) as listener:
@@ -119,12 +119,12 @@ def test_a_name_may_have_addresses_of_other_machines_too(monkeypatch: pytest.Mon
         ({"port": 5, "host_name": None}, "host_name is None"),
     ],
 )
-def test_arguments_that_cannot_be_meant(arguments: dict, message: str) -> None:
+def test_wrong_arguments_of_a_tcp_store(arguments: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TCPStore(**({"host_name": "127.0.0.1"} | arguments))
 
 
-def test_a_name_that_does_not_resolve_is_warned_of(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresolvable_name_causes_a_warning(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(host: str, port: int) -> NoReturn:
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
@@ -136,9 +136,9 @@ def test_a_name_that_does_not_resolve_is_warned_of(caplog, monkeypatch: pytest.M
     assert f"for rank 0, which serves it ({why})" in caplog.text
 
 
-def test_a_port_that_does_not_answer_is_warned_of_while_one_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_does_not_answer_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     class Warned(Exception):
-        """Ends the attempt, which would go on for 10 s."""
+        """Ends the attempt, which would last 10 s."""
 
     def warn(text: str, *args: object) -> NoReturn:
         raise Warned(text % args)
@@ -156,7 +156,7 @@ def test_a_port_that_does_not_answer_is_warned_of_while_one_tries(monkeypatch: p
             TCPStore(*full.getsockname(), timeout=60)
 
 
-def test_a_client_may_come_before_its_server(in_threads) -> None:
+def test_a_client_may_start_before_its_server(in_threads) -> None:
     port = free_port()
     connecting = threading.Event()
 
@@ -177,7 +177,7 @@ def test_a_client_may_come_before_its_server(in_threads) -> None:
     assert in_threads(client, server) == [b"2", b"1"]
 
 
-def test_something_else_listens(in_threads) -> None:
+def test_another_program_listens(in_threads) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def greet_wrongly() -> None:
@@ -194,7 +194,7 @@ def test_something_else_listens(in_threads) -> None:
 
 
 def test_strangers_are_dropped_and_cost_nothing(master: TCPStore) -> None:
-    """test_store_protocol.py has all that they may send; here are the sockets."""
+    """test_store_protocol.py has the bytes that they may send; this test is about sockets."""
     for garbage in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"FASTMESH" + b"\xff" * 104, b"\xff" * 100_000):
         with raw(master) as connection:
             connection.sendall(garbage)
@@ -210,7 +210,7 @@ def test_strangers_are_dropped_and_cost_nothing(master: TCPStore) -> None:
 
 
 def test_a_client_is_not_read_before_it_has_read_its_answer(master: TCPStore) -> None:
-    """Or else a few bytes of requests would fill the server's memory with answers."""
+    """Otherwise a few bytes of requests would fill the server's memory with answers."""
     master.set("k", bytes(MAX_VALUE))
     ask = encode_request(StoreRequest(Op.GET, (b"k",), timeout=300.0))
 
@@ -222,14 +222,14 @@ def test_a_client_is_not_read_before_it_has_read_its_answer(master: TCPStore) ->
         slow.sendall(ask)
         until(behind)
         slow.sendall(ask)
-        for _ in range(3):  # in each turn the server looks at all connections
+        for _ in range(3):  # each turn of the server polls all connections
             master.add("turns", 1)
         assert sum(behind()) < MAX_VALUE
         for _ in range(2):
             assert receive(slow, HEADER.size + 4 + MAX_VALUE).endswith(bytes(MAX_VALUE))
 
 
-def test_slow_openers_hold_up_nobody(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_openings_delay_no_client(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_protocol, "OPENING_SECONDS", 0.3)
     slow = [raw(master) for _ in range(50)]
     for connection in slow:
@@ -260,7 +260,7 @@ def test_a_thousand_clients(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_out_of_descriptors_the_store_goes_on(processes) -> None:
+def test_without_free_descriptors_the_store_works(processes) -> None:
     source = SERVE.replace(
         "import sys", "import sys, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))"
     )
@@ -275,7 +275,7 @@ def test_out_of_descriptors_the_store_goes_on(processes) -> None:
             assert late.add("n", 1) == 2
 
 
-def test_a_killed_server_is_noticed_by_a_waiting_get(processes, in_threads) -> None:
+def test_a_waiting_get_detects_a_killed_server(processes, in_threads) -> None:
     server = processes.start(SERVE, 0)
     port = int(server.stdout.readline())
     with TCPStore("127.0.0.1", port) as client, TCPStore("127.0.0.1", port) as other:
@@ -295,7 +295,7 @@ def test_a_killed_server_is_noticed_by_a_waiting_get(processes, in_threads) -> N
             client.set("a", "1")
 
 
-def test_a_server_that_came_after_the_lost_one_is_not_taken_for_it(processes) -> None:
+def test_a_later_server_does_not_replace_the_lost_one(processes) -> None:
     first = processes.start(SERVE, 0)
     port = int(first.stdout.readline())
     with TCPStore("127.0.0.1", port) as client:
@@ -308,7 +308,7 @@ def test_a_server_that_came_after_the_lost_one_is_not_taken_for_it(processes) ->
                 client.add("n", 1)
 
 
-def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_server_is_a_timeout_and_may_continue(processes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.2)
     server = processes.start(SERVE, 0)
     with TCPStore("127.0.0.1", int(server.stdout.readline())) as client:
@@ -322,10 +322,10 @@ def test_a_stopped_server_is_a_timeout_and_may_come_back(processes, monkeypatch:
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_a_wait_goes_on_when_its_stopped_server_does(
+def test_a_wait_continues_with_its_stopped_server(
     processes, in_threads, monkeypatch: pytest.MonkeyPatch, idle: bool
 ) -> None:
-    """On its idle connection, which then still owes an answer, or on a new one."""
+    """On its idle connection, on which an answer is still outstanding, or on a new one."""
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.5")
     server = processes.start(SERVE, 0)
@@ -379,7 +379,7 @@ def test_secrets_must_match(monkeypatch: pytest.MonkeyPatch, server: str | None,
 
 
 def test_a_false_server_learns_nothing(in_threads) -> None:
-    """Whoever takes the store's port first gets each rank's challenge, and no request."""
+    """A process that takes the store's port first gets each rank's challenge, and no request."""
     heard = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as false:
 
@@ -395,11 +395,11 @@ def test_a_false_server_learns_nothing(in_threads) -> None:
         client = in_threads(serve, lambda: TCPStore("127.0.0.1", false.getsockname()[1]))[1]
     assert isinstance(client, StoreError)
     assert "has another secret" in str(client)
-    assert heard == bytes(PROOF_SIZE)  # the zeros that refuse its proof
+    assert heard == bytes(PROOF_SIZE)  # zeros, which reject its proof
 
 
 def set_secret(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
-    """Of this process: None is the user's own, and "" none, as FASTCOLL_INSECURE=1 allows."""
+    """Set this process's secret; None: the user's own; "": none, with FASTCOLL_INSECURE=1."""
     config.forget()
     monkeypatch.setenv("FASTCOLL_SECRET", secret or "")
     monkeypatch.setenv("FASTCOLL_INSECURE", str(int(secret == "")))
@@ -423,12 +423,12 @@ def test_the_master_waits_for_its_workers(in_threads) -> None:
     assert results[0] == 3, results
 
 
-def test_workers_that_do_not_come_are_counted() -> None:
+def test_the_timeout_counts_missing_workers() -> None:
     with pytest.raises(StoreTimeoutError, match="1 of 3 processes opened the store"):
         TCPStore("127.0.0.1", 0, 3, True, timeout=0.1)
 
 
-def test_one_process_may_share_a_server(master: TCPStore) -> None:
+def test_stores_of_one_process_may_share_a_server(master: TCPStore) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as one:
         two = TCPStore("127.0.0.1", one.port, is_master=True, multi_tenant=True)
         two.set("k", "v")
@@ -439,7 +439,7 @@ def test_one_process_may_share_a_server(master: TCPStore) -> None:
         TCPStore("127.0.0.1", master.port, is_master=True, multi_tenant=True)
 
 
-def test_a_master_serves_at_a_socket_that_it_is_given() -> None:
+def test_a_master_serves_on_a_given_socket() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     with TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach()) as store:
@@ -447,7 +447,7 @@ def test_a_master_serves_at_a_socket_that_it_is_given() -> None:
         with store.clone() as client:
             client.set("k", "v")
         assert store.get("k") == b"v"
-    with socket.create_server(("127.0.0.1", port)), socket.socket() as other:  # which the store has closed
+    with socket.create_server(("127.0.0.1", port)), socket.socket() as other:  # the store has closed it
         for wrong, text in (
             (other.fileno(), "no TCP socket that listens"),
             (-1, "no socket"),
@@ -457,12 +457,12 @@ def test_a_master_serves_at_a_socket_that_it_is_given() -> None:
                 TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=wrong)
 
 
-def test_a_forked_child_shares_no_server() -> None:
-    """Not its parent's, which no thread serves there, even if the table of servers was locked at the fork."""
+def test_a_forked_child_does_not_share_its_parents_server() -> None:
+    """No thread serves that server in the child; this holds even if the table of servers was locked at the fork."""
     with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as store, serving._lock:
         child = os.fork()
         if child == 0:
-            signal.alarm(60)  # ends a child that waits for the lock
+            signal.alarm(60)  # ends a child that hangs on the lock
             try:
                 TCPStore("127.0.0.1", store.port, is_master=True, multi_tenant=True)
             except ResourceError:
@@ -471,8 +471,8 @@ def test_a_forked_child_shares_no_server() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_linger_waits_for_the_others_and_no_longer(in_threads) -> None:
-    """It would wait for 300 s, and the threads have 60."""
+def test_linger_ends_when_the_others_have_left(in_threads) -> None:
+    """The linger is 300 s, and the threads have 60 s."""
     with TCPStore("127.0.0.1", 0, is_master=True) as master, master.clone() as client:
         closing = threading.Event()
 
