@@ -1,7 +1,7 @@
-"""Tests that run pytest, or MPI's ranks, again in a process of its own: with the package that is under test here.
+"""Environment for tests that run pytest, or MPI ranks, in another process with the same package under test.
 
-`python -m` and `python -c` look in the working directory first, and in that of the sources they would find files other
-than an installed package's: others to test, and kernels to compile once more.
+`python -m` and `python -c` search the working directory first. In that of the sources they would find other files
+than those of an installed package: other code to test, and kernels to compile again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ ELSEWHERE = "/"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of such a process, which finds the tests' modules, too."""
+    """Return the environment of such a process; the tests' modules are on its path, too."""
     package = Path(fastcoll.__file__).parents[1]
     return {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{TESTS}", **more}

@@ -1,6 +1,6 @@
-"""Configuration of all tests: `pytester`, with which the pytest plugin tests itself, and hosts on this machine.
+"""Configuration of all tests: `pytester`, for tests of the pytest plugin, and hosts on this machine.
 
-Where CI=true a test that skips fails, unless SKIPPED_IN_CI has the reason; with --no-skips any that skips does.
+With CI=true a skipped test fails, unless SKIPPED_IN_CI has the reason; with --no-skips every skipped test fails.
 """
 
 import gc
@@ -20,23 +20,23 @@ from fastcoll.testing.mark import WORKER_PLUGIN
 _CONFIG = "-of-fastcoll-tests"
 pytest_plugins = ["pytester", "hosts.plugin"]
 
-# Ranks neither begin with what an earlier run has learned nor leave anything to the user's next one, nor is the user's
-# own secret read or made: but by ranks of a launcher, which must have one. A worker has its parent's folder.
+# Ranks neither use nor change the user's tuning cache, and the user's own secret is neither read nor created, except by
+# ranks of a launcher, which must have one. A worker uses its parent's folder.
 os.environ.setdefault("FASTCOLL_TUNING", "none")
 _is_rank = any(name in os.environ for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"))
 if not _is_rank and not os.environ.get("XDG_CONFIG_HOME", "").endswith(_CONFIG):
     _folder = tempfile.TemporaryDirectory(suffix=_CONFIG)
     os.environ["XDG_CONFIG_HOME"] = _folder.name
 
-# A shell's background job ignores Ctrl-C, and one of nohup hanging up; so would every process that a test starts and
-# signals, as it inherits that, but not a handler.
+# A shell's background job ignores SIGINT, and one of nohup SIGHUP. Every process that a test starts and signals would
+# inherit that; it does not inherit a handler.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
-# What a reason begins with, and why it may be so in CI.
+# The beginning of a reason, and why the skip is allowed in CI.
 SKIPPED_IN_CI = {
     "numba-cuda is not installed": "a later step of .ci/run has it, and runs these tests",
     "this Numba has no CUDA simulator": "numba-cuda has one, and these need minutes: pytest -m gpu",
@@ -55,10 +55,10 @@ SKIPPED_IN_CI = {
 }
 
 _RANKS_SECONDS = (
-    240.0  # that a test of ranks may take; below the limit of any test (limits.py), which shows less
+    240.0  # limit of a test in ranks, below the limit of every test (limits.py), which shows less
 )
 
-# What `pytest` alone leaves out, by its mark.
+# The tests that `pytest` without arguments omits, by their mark.
 LEFT_OUT = {
     "long": "that take long (pytest tests)",
     "timed": "of promised times (-m timed)",
@@ -72,9 +72,9 @@ _COUNTS = pytest.StashKey()
 
 @pytest.fixture(scope="session", autouse=True)
 def elsewhere(tmp_path_factory):
-    """Be away from the sources, which `python -m` and `python -c` in tests would find before an installed package.
+    """Run outside the sources, which `python -m` and `python -c` would prefer to an installed package.
 
-    Their kernels have another place in the cache, and would be compiled once more.
+    Their kernels have another path in the cache, and would be compiled again.
     """
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
@@ -84,7 +84,7 @@ def elsewhere(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nobody_speaks():
-    """What a test that meets others in this process leaves: the rank at the beginning of what is logged."""
+    """Reset the rank at the beginning of log lines, which a test that joins in this process has set."""
     yield
     logging.getLogger("fastcoll").filters.clear()
 
@@ -94,7 +94,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Limit each test, but not in the ranks of a test, whose limit the plugin `ranks` has."""
+    """Limit each test; in the ranks of a test the plugin `ranks` has the limit."""
     config.addinivalue_line("markers", "limit(seconds): fail, and show all stacks, after so long")
     if not config.pluginmanager.has_plugin(WORKER_PLUGIN) and not config.option.collectonly:
         with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
@@ -103,8 +103,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Where no test is chosen by a path, -k or -m, leave out what takes long, and run two lanes, which wait a lot."""
-    if hasattr(config, "workerinput"):  # a lane has only the words of the command line
+    """If no path, -k or -m selects tests, omit the slow ones and run two processes, as tests wait a lot."""
+    if hasattr(config, "workerinput"):  # a process of xdist has only the arguments of the command line
         config.option.markexpr = config.workerinput["markexpr"]
         return
     chosen = any(word.startswith(("-k", "-m")) for word in config.invocation_params.args)
@@ -117,7 +117,7 @@ def pytest_cmdline_main(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
-    """For `pytest` alone compile everything with all cores: under the tests one would, and the others wait."""
+    """For `pytest` without arguments, compile everything on all cores; during the tests one core would compile."""
     if session.config.option.markexpr != SHORT or hasattr(session.config, "workerinput"):
         return
     with tempfile.TemporaryDirectory() as elsewhere:
@@ -129,9 +129,9 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark worlds of more than 3 ranks, where one of 2 or 3 runs, too; count what `pytest` alone leaves out.
+    """Mark worlds of more than 3 ranks as long if one of 2 or 3 also runs; count the tests that `pytest` alone omits.
 
-    Ranks may take longer than the plugin's 60 s: on a busy machine a kernel that a test compiles has taken that long.
+    Ranks may take longer than the plugin's 60 s: on a busy machine compiling a kernel has taken that long.
     """
     for item in items:
         ranks = item.get_closest_marker("ranks")
@@ -148,20 +148,20 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    """Give a lane the expression that selects its tests."""
+    """Pass the expression that selects tests to a process of xdist."""
     node.workerinput["markexpr"] = node.config.option.markexpr
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Learn from a lane what it has left out: the process that shows results collects nothing."""
+    """Take the counts of omitted tests from a process of xdist: the main process collects no tests."""
     if "left_out" in getattr(node, "workeroutput", {}):
         node.config.stash[_COUNTS] = node.workeroutput["left_out"]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session):
-    """Say what `pytest` alone has left out, as the last line."""
+    """Print the numbers of omitted tests as the last line."""
     result = yield
     if _COUNTS in session.config.stash and not hasattr(session.config, "workerinput"):
         counts = session.config.stash[_COUNTS]
@@ -171,16 +171,16 @@ def pytest_sessionfinish(session):
 
 
 def pytest_collection_finish():
-    """What has been imported and collected stays until the end.
+    """Exclude all imported and collected objects from garbage collection.
 
-    Without this, each of the many collections that look for what a test leaves takes half a second.
+    Without this, each of the many collections that look for leaks of a test takes half a second.
     """
     gc.collect()
     gc.freeze()
 
 
 def _refuse_unlisted(report, config):
-    """Make a failure of a skip that nobody expects."""
+    """Turn a skip whose reason is not listed into a failure."""
     strict = config.getoption("no_skips")
     if (
         report.outcome != "skipped"

@@ -1,4 +1,4 @@
-"""One run of pytest on many small files, for tests of the plugin: a process for all of them instead of one for each."""
+"""One run of pytest on many small files, for tests of the plugin: one process for all of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HEADER = re.compile(
 
 
 class InnerRun:
-    """What became of each file, and what was said of each test that failed."""
+    """The outcomes of each file, and the text for each failed test."""
 
     def __init__(self, folder: Path, files: dict[str, str], *options: str) -> None:
         self.folder = folder
-        # Without one pytest looks for one in all folders above, where other jobs of this machine may have theirs.
+        # Without this file pytest searches all parent folders, in which other jobs of this machine may have one.
         for name, text in {"pytest.ini": "[pytest]", **files}.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,16 +32,16 @@ class InnerRun:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
         self.code = done.returncode
         self.text = done.stdout + done.stderr
-        print(self.text)  # pytest shows it with what fails
-        # The summary repeats whole messages where the environment says CI.
+        print(self.text)  # pytest shows it with failures
+        # With CI in the environment the summary repeats complete messages.
         self._shown, _, self._summary = done.stdout.partition("short test summary info")
 
     def outcomes(self, file: str) -> Counter[str]:
-        """How many tests of a file ended how."""
+        """Return the number of tests of a file by outcome."""
         return Counter(how.lower() for name, _, how in _OUTCOME.findall(self._shown) if name == file)
 
     def said(self, test: str) -> pytest.LineMatcher:
-        """What is shown of a test that failed, or of a file that could not be collected."""
+        """Return the text for a failed test, or a file that could not be collected."""
         headers = list(_HEADER.finditer(self._shown))
         ends = [*(header.start() for header in headers[1:]), len(self._shown)]
         texts = {one[1]: self._shown[one.end() : end] for one, end in zip(headers, ends, strict=True)}
@@ -49,5 +49,5 @@ class InnerRun:
         return pytest.LineMatcher(texts[test].splitlines())
 
     def summary(self) -> pytest.LineMatcher:
-        """The lines at the end, with the reasons of skips."""
+        """Return the last lines, with the reasons of skips."""
         return pytest.LineMatcher(self._summary.splitlines())

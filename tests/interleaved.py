@@ -1,4 +1,4 @@
-"""Threads that change places between any two steps of some code, which a plain run hardly ever makes them do."""
+"""Thread switches between any two opcodes of some code, which are rare in an ordinary run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 
 @contextmanager
 def shaken(files: Collection[str], seed: int, limit: float = 60.0) -> Iterator[None]:
-    """In this block, threads that begin let others run at random opcodes of the code in some files.
+    """In this block, new threads let others run at random opcodes of the code in the given files.
 
-    Those that are still in such code after `limit` seconds end with an AssertionError.
+    Threads that are still in such code after `limit` seconds end with an AssertionError.
     """
     chance, end = random.Random(seed), time.monotonic() + limit
 
     def step(frame: FrameType, event: str, _: Any) -> Any:
         assert time.monotonic() < end, f"it does not end within {limit:g} s"
         if chance.random() < 0.02:
-            time.sleep(chance.choice([0, 0, 2e-4]))  # the others go on, by one step or by many
+            time.sleep(chance.choice([0, 0, 2e-4]))  # the other threads run, for one step or many
         return step
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Ctrl-C for a rank that waits in a call, whenever that is."""
+"""Ctrl-C for a rank while it waits in a call."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import fastcoll as dist
 
-AFTER, AGAIN = 0.2, 0.05  # seconds until the first look, and between looks
+AFTER, AGAIN = 0.2, 0.05  # seconds until the first poll, and between polls
 
 
 @contextmanager
 def interrupted(group: dist.ProcessGroup) -> Iterator[None]:
-    """In this block the main thread gets a KeyboardInterrupt in the middle of a call or message of the group.
+    """In this block the main thread gets a KeyboardInterrupt during a call or message of the group.
 
-    A timer alone would also interrupt it before the call, where it had no core for so long.
+    A plain timer could interrupt it before the call, if it had no core for so long.
     """
 
     def look(*_: Any) -> None:

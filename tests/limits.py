@@ -1,4 +1,4 @@
-"""A limit for each test: a test that hangs fails, and shows where every process that it started stands.
+"""A limit for each test: a test that hangs fails, and shows the stacks of every process that it started.
 
 A process beside pytest counts the seconds, since pytest itself may be what hangs. When a test exceeds its limit, this
 process writes the stacks of pytest and of all that it started, by py-spy, and ends what the test started, so that the
@@ -31,7 +31,7 @@ SECONDS = 300.0  # the slowest test without a mark took 44 s in CI
 
 
 class Limits:
-    """The plugin, which sends each test's beginning and end to the other process."""
+    """The plugin, which sends the beginning and end of each test to the other process."""
 
     def __init__(self) -> None:
         """Start the other process; its messages go where this one's go now, so capture must be off."""
@@ -69,13 +69,13 @@ class Limits:
         self._folder.cleanup()
 
     def _tell(self, limit: float | None) -> None:
-        """Send the limit of the test that begins now; None when it has ended."""
+        """Send the limit of the test that begins now; None: it has ended."""
         with suppress(BrokenPipeError):
             self._clock.stdin.write(f"{json.dumps([limit, time.clock_gettime(time.CLOCK_BOOTTIME)])}\n")
 
 
 def descendants(pid: int, since: float) -> list[int]:
-    """Find the processes that a process and its children have started since then, but for this one.
+    """Return the processes that a process and its children have started since then, except this one.
 
     Args:
         since: seconds after the machine started. The pool's workers, which later tests need, are older.
@@ -97,7 +97,7 @@ def is_since(pid: int, since: float) -> bool:
 
 
 def write_stacks(pids: list[int], path: Path) -> None:
-    """Write the stacks of these processes, which py-spy stops for a moment. The file appears when it is whole."""
+    """Write the stacks of these processes, which py-spy stops for a moment; the file appears when it is complete."""
     py_spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     texts = []
     for pid in pids:
@@ -118,7 +118,7 @@ def count(pid: int, stacks: Path) -> None:
         if not select.select([sys.stdin], [], [], limit)[0]:
             tests = descendants(pid, since)
             write_stacks([pid, *tests], stacks)
-            if is_last:  # said first, as the reader may wait for pytest's end alone
+            if is_last:  # written first, because the reader may wait only for pytest's end
                 print(
                     f"a test did not end; pytest (process {pid}) is killed:\n{stacks.read_text()}",
                     file=sys.stderr,
@@ -128,7 +128,7 @@ def count(pid: int, stacks: Path) -> None:
             for each in tests:
                 with suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
-            is_last = True  # the test has as long again to fail
+            is_last = True  # the test has the same time again to fail
             continue
         lines = os.read(sys.stdin.fileno(), 1 << 16).splitlines()
         if not lines:

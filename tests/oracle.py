@@ -1,4 +1,4 @@
-"""The truth that collectives are compared with: inputs that any rank can make for any other, and NumPy's answer."""
+"""The oracle of collectives: inputs that any rank can compute for any other, and NumPy's result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FUNCTIONS = {
 
 
 def ops_for(dtype: np.dtype[Any]) -> list[ReduceOp]:
-    """The predefined operations that a dtype has."""
+    """Return the predefined operations of a dtype."""
     if dtype == BOOL:
         return [*ARITHMETIC, *ORDER, *BITS]
     if dtype in COMPLEX:
@@ -54,12 +54,12 @@ def ops_for(dtype: np.dtype[Any]) -> list[ReduceOp]:
 
 
 def counts(world_size: int) -> list[int]:
-    """Odd numbers of elements: none, one, around the world's size, primes, and just over a line's payload."""
+    """Return unusual numbers of elements: 0, 1, around the world's size, primes, just over a cache line's payload."""
     return sorted({0, 1, 2, world_size - 1, world_size, world_size + 1, 7, 31, 97, 1009})
 
 
 def values(rank: int, count: int, dtype: np.dtype[Any], salt: int = 0) -> Array:
-    """What rank puts in: any bytes for what only moves, moderate numbers for what is reduced."""
+    """Return the input of `rank`: any bytes for operations that move data, moderate numbers for reductions."""
     return _values(rank, count, dtype, salt).copy()
 
 
@@ -83,7 +83,7 @@ def _values(rank: int, count: int, dtype: np.dtype[Any], salt: int) -> Array:
 
 
 def truths(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
-    """What rank puts in where truth values are reduced: half of the elements are 0; floats have NaN and -0, too."""
+    """Return the input of `rank` for logical reductions: half of the elements are 0; floats have NaN and -0, too."""
     x = values(rank, count, dtype, 1)
     x[np.random.default_rng([rank, count]).random(count) < 0.5] = 0
     if dtype in HALVES or dtype in FLOATS:
@@ -92,7 +92,7 @@ def truths(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
 
 
 def reduced(inputs: Sequence[Array], op: ReduceOp) -> Array:
-    """The reduction of all inputs in rank order, rounded as the library promises."""
+    """Return the reduction of all inputs in rank order, rounded as the library promises."""
     dtype = inputs[0].dtype
     name = _BOOL_AS.get(op.name, op.name) if dtype == BOOL else op.name
     wide = [x.astype(np.float32) for x in inputs] if dtype in HALVES else list(inputs)
@@ -111,7 +111,7 @@ def _average(total: Array, n: int) -> Array:
 
 
 def assert_same(got: Array, want: Array, what: object = "") -> None:
-    """Equal bit for bit, but complex products and averages, where NumPy itself uses fused operations."""
+    """Check equality bit for bit; complex products and averages may differ, as NumPy uses fused operations for them."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     if got.tobytes() == want.tobytes():  # a tenth of the time of what tells where arrays differ

@@ -1,4 +1,4 @@
-"""Where runs inside tests leave their results, for README's table of operations (test_operations_table.py)."""
+"""The results of pytest runs inside tests, for the README's table of operations (test_operations_table.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import os
 
 
 def results_in(name: str) -> list[str]:
-    """Options of a pytest that writes NAME.xml into the folder that OPERATIONS_RESULTS names, if it is set."""
+    """Return pytest options that write NAME.xml into the folder OPERATIONS_RESULTS, if it is set."""
     folder = os.environ.get("OPERATIONS_RESULTS")
     return [f"--junitxml={folder}/{name}.xml"] if folder else []

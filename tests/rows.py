@@ -18,14 +18,14 @@ MESSAGES = "send, recv, isend, irecv"
 
 
 def mapped(make: Callable[[np.ndarray], Any], x: Any) -> Any:
-    """An argument with other arrays in place of its own, which may be in lists."""
+    """Return an argument with its arrays replaced, also those in lists."""
     if isinstance(x, list):
         return [mapped(make, each) for each in x]
     return make(x) if isinstance(x, np.ndarray) else x
 
 
 def run(rank: int, world_size: int, count: int, change: Callable[[str, Function], Function]) -> None:
-    """Every collective, as `change(name, function)` makes it of fastcoll's; sums of the inputs are rounded."""
+    """Run every collective, with `change(name, function)` in place of fastcoll's; sums of the inputs are rounded."""
     names = {name: getattr(dist, name) for name in dist.__all__ if callable(getattr(dist, name))}
     changed = SimpleNamespace(**{name: change(name, function) for name, function in names.items()})
     with (

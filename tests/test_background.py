@@ -1,4 +1,4 @@
-"""The tests pass as a shell's background job, too, which ignores Ctrl-C: `nohup bash -c pytest &`."""
+"""The tests also pass in a shell's background job, which ignores Ctrl-C: `nohup bash -c pytest &`."""
 
 from __future__ import annotations
 

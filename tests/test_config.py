@@ -1,4 +1,4 @@
-"""Settings that cannot be meant are refused by the variable's name, before anything uses them."""
+"""Wrong settings are refused, by the name of the variable, before they are used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _read_anew() -> Iterator[None]:
         ("FASTCOLL_WARN_AFTER", "-1", "greater than 0"),
     ],
 )
-def test_a_setting_that_cannot_be_meant(
+def test_wrong_settings_are_refused(
     name: str, text: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, text)
@@ -38,7 +38,7 @@ def test_a_setting_that_cannot_be_meant(
         config.check()
 
 
-def test_a_rank_may_never_be_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_about_late_ranks_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "inf")
     assert config.get("FASTCOLL_WARN_AFTER") == float("inf")
 
@@ -52,7 +52,7 @@ def test_a_folder_that_depends_on_where_a_rank_starts_is_ignored(
         assert config.user_folder() == folder / "fastcoll"
 
 
-def test_what_looks_like_a_setting_and_is_none(
+def test_an_unknown_variable_with_our_prefix(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("FASTCOLL_TIMOUT", "FASTCOLL_BETWEEN_NODE", "FASTCOLL_X", "FASTCOLL_TCP_STREAMS"):

@@ -178,7 +178,7 @@ def test_help_explains_every_argument(name):
         assert re.search(r"^    GroupError: ", explained, re.MULTILINE)
 
 
-def test_what_torch_has_and_fastcoll_has_not_is_listed():
+def test_names_that_only_torch_has_are_listed():
     torch = pytest.importorskip("torch.distributed", exc_type=ImportError)
     theirs = {
         name for name, thing in vars(torch).items() if type(thing) is not type(torch) and name[0] != "_"
@@ -187,7 +187,7 @@ def test_what_torch_has_and_fastcoll_has_not_is_listed():
     assert theirs - {"config", "log", "timedelta"} - set(fastcoll.__all__) - listed == set()
 
 
-def test_what_is_listed_as_missing_is():
+def test_names_listed_as_missing_are_missing():
     rows = text("porting.md").partition("## What is missing")[2].partition("## Questions")[0]
     listed = [
         name

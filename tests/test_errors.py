@@ -1,4 +1,4 @@
-"""What Python prints of an error that nobody catches: the user's frames, and none of the package's."""
+"""The traceback of an uncaught error has the user's frames, and none of the package's."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_no_frames_of_the_package_are_printed() -> None:
         "dst is 1; the group WORLD has ranks 0..0; this is a world of one: start it with -n 2, as in python -m "
         "fastcoll.launch -n 2 script.py"
     )
-    # A cause is there where it has more to tell than the error's own text, and so is what was made of an error of ours.
+    # A cause is shown if it adds to the error's text, and so is an error that was raised from one of ours.
     assert ["direct cause" in text for text in calls] == [False] * 6 + [True] * 2
     assert "in __reduce__\nValueError: not this one\n" in calls[6]
     assert "in again\nfastcoll.errors.UsageError: dst is 'first'; give a rank as an integer\n" in calls[7]
@@ -73,7 +73,7 @@ def test_no_frames_of_the_package_are_printed() -> None:
     assert len(main.splitlines()) == 3, "the header, the user's frame, the error"
 
 
-def test_all_frames_stay_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     def frames() -> list[str]:
         with pytest.raises(UsageError) as caught:
             dist.reduce(np.ones(1), 0, group=3)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Failpoints: how the setting is read and refused, and what each action does in Python."""
+"""Failpoints: how the setting is parsed, and the effect of each action in Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nothing_armed() -> Iterator[None]:
     failpoints.arm(())
 
 
-def test_what_the_setting_says() -> None:
+def test_the_setting_is_parsed() -> None:
     (kill, delay) = failpoints.parse(f"{ENTER}:kill@2#1, shm.barrier.*:delay=0.5")
     assert kill == ((failpoints.number_of(ENTER),), failpoints.KILL, 0.0, 2, 1)
     assert len(delay.numbers) == sum(name.startswith("shm.OPERATION.") for name in failpoints.PLACES)
@@ -47,7 +47,7 @@ def test_what_the_setting_says() -> None:
         (f"{ENTER}:kill@x", "invalid literal"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_refused_as_a_job_starts(
+def test_a_wrong_setting_is_refused_when_a_job_starts(
     text: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTCOLL_FAILPOINT", text)
@@ -60,7 +60,7 @@ def test_what_is_wrong_is_refused_as_a_job_starts(
         config.forget()
 
 
-def test_only_the_time_and_the_rank_that_are_meant() -> None:
+def test_only_the_given_hit_and_rank_trigger() -> None:
     points = failpoints.parse(f"{ENTER}:raise@2#1")
     failpoints.arm(points, 0)
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_ends_of_a_process(action: str, code: int) -> None:
     assert (done.returncode, done.stdout) == (code, b"")
 
 
-def test_a_stopped_process_goes_on() -> None:
+def test_a_stopped_process_continues() -> None:
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, f"{ENTER}:stop"], stdout=subprocess.PIPE)
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
@@ -112,13 +112,13 @@ def test_every_name_is_used_and_every_use_has_a_name() -> None:
     assert used == set(failpoints.PLACES)
 
 
-def test_entries_have_no_failpoints_unless_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_have_no_failpoints_without_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not jit.has_failpoints()
     monkeypatch.setitem(config._read, "FASTCOLL_FAILPOINT", failpoints.parse(f"{ENTER}:kill"))
     assert jit.has_failpoints()
 
 
-def test_the_page_lists_every_place_and_every_action() -> None:
+def test_the_page_lists_every_failpoint_and_every_action() -> None:
     page = (Path(__file__).parent.parent / "docs" / "failpoints.md").read_text()
     assert dict(re.findall(r"^\| `(\w+\.[\w.]+)` \| (.*?) \|$", page, re.MULTILINE)) == failpoints.PLACES
     assert set(failpoints.ACTIONS) <= set(re.findall(r"`(\w+)", page))

@@ -1,4 +1,4 @@
-"""How the package is built: nobody uses the private names of another file, and classes inherit little."""
+"""How the package is built: no file uses private names of another, and inheritance is shallow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLES = {
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """What a file defines or assigns, also as attributes of self."""
+    """Return the names that a file defines or assigns, also as attributes of self."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -39,7 +39,7 @@ def own_names(tree: ast.Module) -> set[str]:
 
 
 def foreign_names(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of each use of another file's private name."""
+    """Yield the line and name of each use of another file's private name."""
     tree = TREES[file]
     own = own_names(tree)
     for node in ast.walk(tree):
@@ -58,7 +58,7 @@ def foreign_names(file: Path) -> Iterator[tuple[int, str]]:
             )
 
 
-def test_nobody_uses_another_files_private_names() -> None:
+def test_no_file_uses_private_names_of_another() -> None:
     found = [
         f"{file.relative_to(PACKAGE)}:{line} {name}"
         for file in TREES
@@ -69,7 +69,7 @@ def test_nobody_uses_another_files_private_names() -> None:
 
 
 def test_no_class_is_more_than_two_levels_below_an_interface() -> None:
-    """Exceptions are a tree of their own."""
+    """Exceptions have a tree of their own."""
     bases: dict[str, list[str]] = {}
     for tree in TREES.values():
         foreign = {
@@ -95,10 +95,16 @@ def test_no_module_has_the_name_of_another_unless_it_plays_its_role() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-NOT_OURS = {"custom_all_reduce.py", "hello.py", "program.py", "script.py", "train.py"}  # vLLM's, and users'
+NOT_OURS = {
+    "custom_all_reduce.py",
+    "hello.py",
+    "program.py",
+    "script.py",
+    "train.py",
+}  # subclassed in vLLM and by users
 
 
-def test_files_that_the_package_and_its_architecture_name_are_there() -> None:
+def test_files_named_in_the_package_and_its_architecture_exist() -> None:
     root = PACKAGE.parent
     there = [f"/{path.relative_to(root)}" for path in root.rglob("*.py") if "build" not in path.parts]
     texts = [*PACKAGE.rglob("*.py"), *(root / "docs").glob("architecture*.md"), root / "CONTRIBUTING.md"]

@@ -1,4 +1,4 @@
-"""What `import fastcoll` may do, and which file may import what."""
+"""What `import fastcoll` may do, and which imports are allowed in which file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A module that only some rooms or files may import.
 KEPT = {
-    # The last two take the cloudpickle that is in it.
+    # The last two use the cloudpickle in it.
     "numba": ("kernels", "compiler", "callers", "launch", "testing"),
     "llvmlite": ("kernels", "compiler", "callers"),
     "posix_ipc": ("shm",),
@@ -67,12 +67,12 @@ def room_of(file: Path) -> str:
 
 
 def room(parts: Sequence[str]) -> str:
-    """The room of a module with these names below fastcoll; some modules have a line of LAYERS to themselves."""
+    """Return the room of a module with these names below fastcoll; some modules have their own line in LAYERS."""
     return next((name for name in ("/".join(parts[:2]), parts[0]) if name in LEVEL), parts[0])
 
 
 def imports(file: Path, text: str = "") -> Iterator[tuple[str, int]]:
-    """Absolute names of what a file imports anywhere in it, or in this text of it, with the line."""
+    """Yield the absolute names of all imports in a file, or in this text of it, with the line."""
     package = ["fastcoll", *file.relative_to(PACKAGE).parent.parts]
     for node in ast.walk(ast.parse(text or file.read_text())):
         if isinstance(node, ast.Import):
@@ -89,7 +89,7 @@ def imports(file: Path, text: str = "") -> Iterator[tuple[str, int]]:
 def test_imports_point_one_way(file: Path) -> None:
     here = room_of(file)
     if file.name == "__init__.py" and file.parent == PACKAGE:
-        return  # the public names, from everywhere
+        return  # it imports the public names from all rooms
     assert here in LEVEL, f"{here} is new; give it a place in LAYERS"
     for name, line in imports(file):
         parts = name.split(".")
@@ -99,7 +99,7 @@ def test_imports_point_one_way(file: Path) -> None:
 
 
 def test_no_files_import_each_other_not_even_inside_functions() -> None:
-    """But for types alone."""
+    """Imports for types only are excepted."""
     modules = {
         ".".join(["fastcoll", *file.relative_to(PACKAGE).with_suffix("").parts]): file for file in FILES
     }
@@ -135,7 +135,7 @@ def test_the_state_of_the_sources_leaves_out_only_rooms_that_no_kernel_can_impor
 
 
 def run(code: str, *arguments: str, **environment: str) -> str:
-    """What a program prints."""
+    """Run a program and return its output."""
     command, env = [sys.executable, "-c", code, *arguments], {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env).stdout
 
@@ -173,7 +173,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, object]:
-    """What a fresh interpreter sees of `import fastcoll`."""
+    """Return what `import fastcoll` does in a new interpreter."""
     parsed: dict[str, object] = json.loads(run(REPORT))
     return parsed
 
@@ -182,13 +182,13 @@ def modules_after(imports: str) -> set[str]:
     return set(run(f"import sys, {imports}; print(*sys.modules)").split())
 
 
-def test_importing_does_not_import_what_is_heavy() -> None:
+def test_importing_does_not_import_heavy_modules() -> None:
     heavy = {
         "numba", "llvmlite", "posix_ipc", "cupy", "torch", "matplotlib", "rich", "psutil", "sklearn", "ml_dtypes",
         "pytest", "asyncio", "multiprocessing", "fastcoll.launch", "fastcoll.kernels", "fastcoll.shm", "fastcoll.bench",
         "fastcoll.compiler",
     }  # fmt: skip
-    # No sockets, and no more of the standard library than is used; NumPy brings some itself, by version.
+    # No sockets, and only the used part of the standard library; NumPy imports some modules itself, by version.
     late = {
         "socket", "_socket", "selectors", "ipaddress", "urllib.parse", "hmac", "tempfile", "random", "bz2", "lzma",
         "concurrent.futures.thread", "subprocess",
@@ -206,18 +206,18 @@ def test_importing_reads_no_environment_and_has_every_public_name(report: dict[s
     assert report["missing"] == []
 
 
-def test_dir_shows_the_public_names_alone(report: dict[str, object]) -> None:
-    """Includes spawn and TCPStore, which are imported when they are used."""
+def test_dir_shows_only_the_public_names(report: dict[str, object]) -> None:
+    """They include spawn and TCPStore, which are imported at first use."""
     assert report["dir"] == sorted(fastcoll.__all__)
 
 
-def test_each_name_is_there_once() -> None:
+def test_each_name_is_defined_once() -> None:
     assert len(fastcoll.__all__) == len(set(fastcoll.__all__))
     with pytest.raises(AttributeError, match="no attribute 'all_reduced'"):
         fastcoll.all_reduced  # noqa: B018
 
 
-# What is not here is put in its place; the last word is what is imported.
+# Each case replaces something that is not here; the last word is the imported module.
 REFUSED = {
     "sys.platform 'darwin' fastcoll": "fastcoll does not run here: it needs Linux, and this is darwin",
     "sys.implementation.name 'pypy' fastcoll": "it needs CPython, and this is pypy",
@@ -252,12 +252,12 @@ print(json.dumps(said))
 
 
 def elsewhere(*cases: str, **environment: str) -> list[str]:
-    """What importing says in each case."""
+    """Return the error of the import in each case."""
     said: list[str] = json.loads(run(ELSEWHERE, json.dumps(cases), **environment))
     return said
 
 
-def test_what_it_was_not_made_for_is_refused_by_name() -> None:
+def test_unsupported_platforms_are_refused_by_name() -> None:
     for expected, said in zip(REFUSED.values(), elsewhere(*REFUSED), strict=True):
         assert expected in said
 
@@ -286,8 +286,8 @@ def test_the_oldest_versions_are_those_of_the_package() -> None:
         assert re.search(rf'{name}"?>={major}\.{minor}"', text), package
 
 
-def test_some_rooms_are_imported_when_they_are_first_asked_for() -> None:
-    """Includes JAX; tests/with_jax has it installed."""
+def test_some_rooms_are_imported_at_first_use() -> None:
+    """They include JAX; tests/with_jax tests it installed."""
     program = """
 import sys, fastcoll as dist
 rooms = ["fastcoll.elastic", "fastcoll.rpc", "fastcoll.jax"]

@@ -1,4 +1,4 @@
-"""What `pytest` alone leaves out is left out in both of its processes, and counted in the last line."""
+"""`pytest` without arguments omits slow tests in both of its processes, and counts them in the last line."""
 
 from __future__ import annotations
 

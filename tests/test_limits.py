@@ -1,4 +1,4 @@
-"""A test that hangs fails after its limit, with the stacks of what it has started."""
+"""A test that hangs fails after its limit, with the stacks of the processes that it has started."""
 
 from __future__ import annotations
 

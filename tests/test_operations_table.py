@@ -1,4 +1,4 @@
-"""README's table of what works where, made from the results of runs.
+"""The README's table of operations, made from the results of test runs.
 
     pytest tests/conformance/test_every_operation.py --junitxml=RESULTS/shm.xml       and so on, a file a column
     python tests/test_operations_table.py RESULTS                                     compares README with them
@@ -27,7 +27,7 @@ ROWS = (
     "all_to_all",
     "send, recv, isend, irecv",
 )
-# A column's results, its head, and what a cell says where all has passed.
+# The results of a column, its heading, and the text of a cell in which all cases have passed.
 COLUMNS = {
     "shm": ("`shm`", "✓"),
     "tcp": ("`tcp`", "✓"),
@@ -38,7 +38,7 @@ COLUMNS = {
 
 
 def passed(files: Iterable[Path]) -> set[tuple[str, str]]:
-    """The columns and rows of which some case has passed, and none has not."""
+    """Return the columns and rows of which at least one case has passed, and none has failed."""
     good: set[tuple[str, str]] = set()
     bad: set[tuple[str, str]] = set()
     for file in files:
@@ -51,7 +51,7 @@ def passed(files: Iterable[Path]) -> set[tuple[str, str]]:
 
 
 def table(works: set[tuple[str, str]]) -> str:
-    """The table, as README has it."""
+    """Return the table in the README."""
     lines = ["| operation | " + " | ".join(head for head, _ in COLUMNS.values()) + " |"]
     lines += ["|---|" + ":-:|" * len(COLUMNS)]
     for row in ROWS:
@@ -69,11 +69,11 @@ def test_readme_has_a_table_of_the_rows_that_the_suite_runs() -> None:
     suite = (ROOT / "tests/conformance/test_every_operation.py").read_text()
     assert re.findall(r'^    "(.+)": \w+,$', suite, re.M) == list(ROWS)
     every = {(column, row) for column in COLUMNS for row in ROWS}
-    # Where a cell has no tick, README is as wide all the same.
+    # A cell without a tick has the same width.
     assert re.sub("✓|sim\\b", " ", in_readme()) == re.sub("✓|sim\\b", " ", table(every))
 
 
-def test_what_has_not_run_or_has_failed_gets_no_tick(tmp_path: Path) -> None:
+def test_cells_that_failed_or_did_not_run_get_no_tick(tmp_path: Path) -> None:
     cases = [
         ("test_every_operation[n2-broadcast]", ""),
         ("test_every_operation[n3-broadcast]", ""),

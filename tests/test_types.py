@@ -1,4 +1,4 @@
-"""What mypy and pyright make of a user's program: user_types.py says what each call must be."""
+"""The types that mypy and pyright infer in a user's program: user_types.py has the expected ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(*words: str, cwd: Path) -> None:
 
 @pytest.mark.long  # pyright checks the same program, as strictly, in a third of the time
 def test_mypy(tmp_path: Path) -> None:
-    """As strict as it gets, with what fastcoll's own code is checked with left out."""
+    """With all strict options, and without the options for fastcoll's own code."""
     options = ["--strict", "--config-file=", "--follow-imports=silent", f"--cache-dir={tmp_path}"]
     check("mypy", *options, str(USER), cwd=ROOT)
 

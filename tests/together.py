@@ -1,4 +1,4 @@
-"""Several calls at the same time, as ranks in threads of one process make them."""
+"""Several calls at the same time, in threads of one process, as ranks make them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DEADLINE = 60.0  # the first call may compile
 
 
 def together(*calls: Callable[[], Any], deadline: float = DEADLINE) -> list[Any]:
-    """Run calls at the same time; the result or exception of each."""
+    """Run calls at the same time; return the result or exception of each."""
     results: list[Any] = [None] * len(calls)
 
     def one(place: int) -> None:

@@ -1,4 +1,4 @@
-"""A user's program as type checkers see it; test_types.py has mypy and pyright read it, and nobody runs it."""
+"""A user's program for type checkers: test_types.py checks it with mypy and pyright; it is never run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ xs = [x, x]
 
 
 def in_place(y: jax.Array, either: Any, wanted: bool) -> None:
-    """An array that can be written is the result; JAX's cannot, and another one is given back."""
+    """The result is in the array itself, or, for JAX's immutable arrays, in a new one."""
     assert_type(dist.all_reduce(x), None)
     assert_type(dist.all_reduce(y), jax.Array)
     assert_type(dist.all_reduce(x, async_op=True), Work)
@@ -57,7 +57,7 @@ def in_place(y: jax.Array, either: Any, wanted: bool) -> None:
 
 
 def into_outputs(wanted: bool) -> None:
-    """The result is in arrays that were given."""
+    """The result is in the arrays that are passed."""
     assert_type(dist.all_gather(xs, x), None)
     assert_type(dist.all_gather(xs, x, None, True), Work)
     assert_type(dist.all_gather(xs, x, async_op=wanted), Work | None)
@@ -145,7 +145,7 @@ def elastic_jobs() -> None:
 
 
 def rooms() -> None:
-    """Names of the package that need no import of their own."""
+    """Names of the package that need no separate import."""
     dist.elastic.State(step=0).commit()
     assert_type(dist.rpc.get_worker_info(), dist.rpc.WorkerInfo)
     from_jax: Callable[..., Any] = dist.jax.all_reduce
@@ -153,7 +153,7 @@ def rooms() -> None:
 
 
 def wrong() -> None:
-    """Each line is an error, which mypy and pyright must see."""
+    """Each line is an error, which mypy and pyright must report."""
     dist.all_reduce(x, operation=dist.ReduceOp.SUM)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     dist.all_reduce(x, op="sum", async_op=True)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     dist.barrier().wait()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

@@ -1,1 +1,1 @@
-"""Several hosts on one machine, for tests of what ranks on different machines do."""
+"""Several hosts on one machine, for tests with ranks on different machines."""

@@ -1,10 +1,10 @@
-"""What a stranger who reaches a job's ports may try; a program that runs on a host, and prints what came of it.
+"""Attacks of a stranger that reaches a job's ports: a program that runs on a host and prints the outcomes.
 
-    python attacks.py record FILE               what others' openings and proofs were, until FILE.stop exists
-    python attacks.py attack FILE PORT ...      every attack on every PORT, as in 10.77.0.1:24500; FILE has a record
-    python attacks.py crawl COUNT PORT ...      so many openers that send a byte a second, until they are dropped
+    python attacks.py record FILE               record others' openings and proofs, until FILE.stop exists
+    python attacks.py attack FILE PORT ...      every attack on every PORT, as in 10.77.0.1:24500, with the record FILE
+    python attacks.py crawl COUNT PORT ...      COUNT connections that send a byte a second, until they are dropped
 
-It knows the protocol (it imports it), and has read the network from the beginning on, but has no secret.
+The attacker has the protocol (by import) and a record of the network from the beginning, but no secret.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Talk = tuple[bytes, Callable[[bytes], bytes] | None]
 
 
 def record(file: str) -> None:
-    """Write down the first 144 bytes of each side of every connection that begins as ours do: `[sender, hex]`."""
+    """Write the first 144 bytes of each side of every connection of fastcoll to a file: `[sender, hex]`."""
     packets = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_ALL))
     packets.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
     packets.settimeout(0.05)
@@ -95,14 +95,14 @@ def _opening(
     peer: int = 0,
     size: int = 2,
 ) -> Talk:
-    """An honest opening, and then the proof that `key` makes and a request, which a store would answer."""
+    """Return a valid opening, the proof made with `key`, and a request that a store would answer."""
     endpoint = Endpoint(group, rank, size, key, has_secret)
     mine = Opening.of(endpoint, Role.DIALS, kind, 0, peer, OpeningResult.WELCOME).to_bytes()
     return mine, lambda answer: prove(key, Role.DIALS, mine, answer[:OPENING_SIZE]) + _REQUEST
 
 
 def attacks(recorded: list[tuple[list[int], str]]) -> Iterator[tuple[str, Talk]]:
-    """Every attack by its name; what has been recorded is tried at every port, whosesoever it was."""
+    """Return every attack by its name; recorded bytes are tried at every port, not only at their own."""
     noise = random.Random(1)
     yield "nothing", (b"", lambda answer: b"")
     yield "a million bytes", (noise.randbytes(1_000_000), None)
@@ -120,7 +120,7 @@ def attacks(recorded: list[tuple[list[int], str]]) -> Iterator[tuple[str, Talk]]
     for kind in ConnectionKind:
         for group in groups:
             for name, secret in (("wrong", b"wrong"), ("empty", b"")):
-                # A store's key is the secret, a group's is made with a token, which a stranger cannot have.
+                # A store's key is the secret; a group's key is derived from a token, which a stranger does not have.
                 for key in (secret, derive_key(secret, bytes(16))):
                     yield f"{name} secret, {kind.name}", _opening(kind, group, key, has_secret=True)
             yield f"no secret, {kind.name}", _opening(kind, group, b"", has_secret=False)
@@ -142,7 +142,7 @@ def attacks(recorded: list[tuple[list[int], str]]) -> Iterator[tuple[str, Talk]]
 
 
 def attack(where: str, name: str, talk: Talk) -> dict[str, Any]:
-    """One attack: all that the other side answers until it drops the connection, and when that is."""
+    """Run one attack; return the bytes that the other side sends until it drops the connection, and the time."""
     host, _, port = where.rpartition(":")
     since, answer, told = time.monotonic(), b"", False
     first, then = talk
@@ -165,7 +165,7 @@ def attack(where: str, name: str, talk: Talk) -> dict[str, Any]:
 
 
 def crawl(count: int, where: list[str]) -> dict[str, float]:
-    """How long the slowest of `count` openers at each port holds on; each sends a byte of an opening a second."""
+    """Send a byte a second on `count` connections to each port; return the longest time until one is dropped."""
     opening = _opening(ConnectionKind.STORE, bytes(16), b"wrong", has_secret=True)[0]
     waiting, since = selectors.DefaultSelector(), time.monotonic()
     for each in where:

@@ -1,8 +1,8 @@
 """Hosts on one machine: namespaces of Linux, joined by veth pairs and one bridge for each of their links.
 
-A host is a shell that waits in namespaces of its own, and so is the switch with its bridges. No namespace has a
-name: it ends with its last process, and the shells end with this process, whatever has ended it. So nothing can
-be left behind, and the addresses collide with nothing, as nobody else is in these networks.
+A host is a shell that waits in its own namespaces, and so is the switch with its bridges. No namespace has a name: it
+ends with its last process, and the shells end when this process ends, for any reason. So nothing is left behind. The
+addresses are only used in these networks, so they collide with no others.
 
 | | in every host's own namespaces | shared with the machine |
 |---|---|---|
@@ -31,7 +31,7 @@ from fastcoll.launch import lifeline
 
 @cache
 def lacking() -> str | None:
-    """Why hosts cannot be made here, or None; the text says what to do."""
+    """Return why hosts cannot be made here, with the cure, or None."""
     if os.geteuid() != 0:
         return "hosts on one machine need root, for network namespaces"
     if shutil.which("ip") is None:
@@ -42,7 +42,7 @@ def lacking() -> str | None:
 
 
 class Closing(contextlib.AbstractContextManager[Any]):
-    """What has a `close`, which the end of a `with` calls."""
+    """A context manager that calls `close` at the end."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -54,13 +54,13 @@ class Closing(contextlib.AbstractContextManager[Any]):
 
 
 class _Namespace:
-    """A shell in namespaces of its own, which it leaves with this process."""
+    """A shell in its own namespaces, which ends with this process."""
 
     def __init__(self, kinds: Sequence[str], setup: str) -> None:
         self._forks = "--pid" in kinds
         script = f"set -e\n{setup}\necho ready\nread _ || :"
         fork = ["--fork", "--kill-child", "--mount-proc"] if self._forks else []
-        # The host's first process inherits orphans: bash reaps them, sh does not.
+        # Orphans become children of the host's first process: bash reaps them, sh does not.
         self._shell = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds, *fork, "bash", "-c", script],
             stdin=subprocess.PIPE,
@@ -80,15 +80,15 @@ class _Namespace:
         return lifeline.children_of(self._shell.pid)[0] if self._forks else self._shell.pid
 
     def enter(self) -> list[str]:
-        """The words before a command that is to run inside, in the current directory."""
-        # In another mount namespace a process begins at its root.
+        """Return the words that run a command inside the namespaces, in the current directory."""
+        # In another mount namespace a process starts in the root directory.
         return ["nsenter", "--target", str(self.pid), *self._kinds, "env", "--chdir", os.getcwd()]
 
     def run(self, *words: str, input: str | None = None) -> str:
         """Run a short command inside and return what it prints.
 
         Raises:
-            OSError: it failed; the message has what it wrote on stderr.
+            OSError: it failed; the message has its stderr.
         """
         done = subprocess.run(
             [*self.enter(), *words], input=input, capture_output=True, text=True, check=False
@@ -98,7 +98,7 @@ class _Namespace:
         return done.stdout
 
     def close(self) -> None:
-        """End the shell, and with it the namespaces, unless others are in them. Twice is fine."""
+        """End the shell, and its namespaces unless other processes are in them. Calling it twice is fine."""
         for pipe in (self._shell.stdin, self._shell.stdout, self._shell.stderr):
             if pipe is not None:
                 pipe.close()
@@ -128,20 +128,20 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Its IPv4 address on the first link."""
+        """The IPv4 address on the first link."""
         return self.addresses[0]
 
     @property
     def root(self) -> str:
-        """A path to the host's file system, through which its /dev/shm is seen."""
+        """A path to the host's file system, for example to its /dev/shm."""
         return f"/proc/{self.namespace.pid}/root"
 
     def enter(self) -> list[str]:
-        """The words before a command that is to run on this host."""
+        """Return the words that run a command on this host."""
         return self.namespace.enter()
 
     def start(self, words: Sequence[str], env: Mapping[str, str] | None = None, **rest: Any) -> Started:
-        """Start a program there, in a session of its own; it does not outlive this process."""
+        """Start a program on this host, in its own session; it ends with this process."""
         tied = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
         command = [*tied, *self.enter(), *words]
         return Started(subprocess.Popen(command, env=env, start_new_session=True, **rest))
@@ -149,12 +149,12 @@ class Host:
 
 @dataclass
 class Started:
-    """A program under way on a host."""
+    """A running program on a host."""
 
     process: subprocess.Popen[bytes]
 
     def end(self) -> None:
-        """Kill it and all in its process group. Twice is fine."""
+        """Kill its process group. Calling it twice is fine."""
         if self.process.poll() is None:
             lifeline.signal_group(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -165,7 +165,7 @@ class Network(Closing):
 
     Args:
         hosts: how many.
-        links: interfaces of each, every one in a subnet of its own.
+        links: number of interfaces of each host, each in its own subnet.
         own_shm: give each its own /dev/shm, as containers and machines have.
         own_pids: give each its own process ids, so that no process of one can see another's.
     """
@@ -190,11 +190,11 @@ class Network(Closing):
         return iter(self.hosts)
 
     def close(self) -> None:
-        """End the hosts. Twice is fine."""
+        """End the hosts. Calling it twice is fine."""
         self._undo.close()
 
     def cut(self, host: Host, link: int = 0) -> None:
-        """Let a host vanish: what it sends and what is sent to it is lost, and nobody is told."""
+        """Make a host vanish: all packets from and to it are lost, without an error."""
         self._switch.run("ip", "link", "set", _port(host, link), "nomaster")
 
     def mend(self, host: Host, link: int = 0) -> None:
@@ -202,13 +202,13 @@ class Network(Closing):
         self._switch.run("ip", "link", "set", _port(host, link), "master", f"br{link}")
 
     def lose(self, source: Host, target: Host) -> None:
-        """Let all that one host sends to another be lost, on the first link, and what comes back be not."""
+        """Lose all packets from one host to another on the first link, but not those in the other direction."""
         nobody = "02:00:00:00:00:99"
         words = f"neigh replace {target.address} lladdr {nobody} dev eth0 nud permanent"
         source.namespace.run("ip", *words.split())
 
     def unplug(self, host: Host, link: int = 0) -> None:
-        """Take a host's cable out: its interface loses its carrier."""
+        """Unplug a host's cable: its interface loses its carrier."""
         self._switch.run("ip", "link", "set", _port(host, link), "down")
 
     def _join(self) -> None:
@@ -225,12 +225,12 @@ class Network(Closing):
 
 
 def _port(host: Host, link: int) -> str:
-    """The switch's end of a host's link."""
+    """Return the switch's end of a host's link."""
     return f"port{host.index}-{link}"
 
 
 def _know_names(hosts: int) -> str:
-    """The command that gives a host an /etc/hosts of its own, which lasts as long as the host."""
+    """Return the command that gives a host its own /etc/hosts, as long as the host exists."""
     lines = ["127.0.0.1 localhost", *(f"10.77.0.{index + 1} host{index}" for index in range(hosts))]
     write = f"printf '%s\\n' {' '.join(map(repr, lines))} > /mnt/hosts"
     return (

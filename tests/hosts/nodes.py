@@ -1,4 +1,4 @@
-"""Runs a program on every host of a network as a user does who starts the launcher on each node."""
+"""Run a program on every host of a network, with a launcher on each node, as users do."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager
 from hosts.network import Host, Network
 
 SECRET = {"FASTCOLL_SECRET": "of this test"}
-LIMIT = 300.0  # seconds, which only end a test that hangs
+LIMIT = 300.0  # a limit that only ends a test that hangs, in seconds
 _LOOK_SECONDS = 0.05
 
 
 class Node:
-    """One node's launcher, under way or ended. Its output goes to memory, so nobody need read it meanwhile."""
+    """The launcher of one node, running or ended. Its output goes to memory, so it need not be read meanwhile."""
 
     def __init__(self, host: Host, words: Sequence[str], env: Mapping[str, str]) -> None:
         self.host = host
@@ -31,16 +31,16 @@ class Node:
 
     @property
     def out(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return _text(self._out)
 
     @property
     def err(self) -> str:
-        """What it has written to stderr so far."""
+        """The text on stderr so far."""
         return _text(self._err)
 
     def wait(self, deadline: float) -> bool:
-        """Whether it ends by itself before `deadline` (of time.monotonic)."""
+        """Return whether it ends by itself before `deadline` (of time.monotonic)."""
         try:
             self._started.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -48,20 +48,20 @@ class Node:
         return True
 
     def wait_for_code(self, seconds: float = LIMIT) -> int | None:
-        """Its exit code; None when it still runs after so many seconds."""
+        """Wait, for `seconds` at most, for its exit code; None: it still runs."""
         self.wait(time.monotonic() + seconds)
         return self.code
 
     def signal(self, number: int) -> None:
-        """Send it a signal; its ranks, in sessions of their own, do not get it."""
+        """Send it a signal; its ranks are in other sessions and do not get it."""
         os.killpg(self._started.process.pid, number)
 
     def end(self) -> None:
-        """Kill it, and with it its ranks. Twice is fine."""
+        """Kill it, which ends its ranks. Calling it twice is fine."""
         self._started.end()
 
     def close(self) -> None:
-        """Kill it and forget what it has written."""
+        """Kill it and discard its output."""
         self.end()
         os.close(self._out)
         os.close(self._err)
@@ -77,14 +77,14 @@ def launched(
     address: str | None = None,
     run_on: Sequence[Sequence[str]] | None = None,
 ) -> Iterator[list[Node]]:
-    """Start `program` with so many ranks on every host; what still runs at the end is killed.
+    """Start `program` with `ranks` ranks on every host; kill what still runs at the end.
 
     Args:
         program: the script with its arguments, or "-m" and a module with its.
         env: variables on top of this process's.
         options: further ones of the launcher.
         address: where rank 0 listens; the first host's IPv4 address when None.
-        run_on: for each host, the words before its launcher, such as `taskset`'s.
+        run_on: for each host, words before the launcher's command, for example `taskset`.
     """
     first = address or network.hosts[0].address
     common = [sys.executable, "-m", "fastcoll.launch", "--nnodes", str(len(network.hosts))]
@@ -103,10 +103,10 @@ def launched(
 def ranks_on(
     hosts: Sequence[Host], words: Sequence[str], variables: Callable[[int], Mapping[str, str]] | None = None
 ) -> Iterator[list[Node]]:
-    """Start Python with `words` as a rank on each of `hosts`, which may have one several times; as `launched`.
+    """Start Python with `words` as a rank on each of `hosts`, in which a host may occur repeatedly; as `launched`.
 
     Args:
-        variables: what tells a rank who it is; None: what one sets by hand.
+        variables: returns the environment variables of a rank; None: those that users set by hand.
     """
 
     def by_hand(rank: int) -> Mapping[str, str]:
@@ -144,7 +144,7 @@ def await_line(node: Node, line: str, nodes: Sequence[Node]) -> None:
 
 
 def until(is_so: Callable[[], object], nodes: Sequence[Node]) -> None:
-    """Wait for what programs do.
+    """Wait for a condition that programs fulfil.
 
     Raises:
         AssertionError: they have not in time; what all have written is shown.
@@ -156,7 +156,7 @@ def until(is_so: Callable[[], object], nodes: Sequence[Node]) -> None:
 
 
 def told(nodes: Sequence[Node]) -> str:
-    """What all have written, for messages."""
+    """Return the output of all nodes, for messages."""
     return "\n".join(f"-- {node.host.name}: {node.code}\n{node.out}{node.err}" for node in nodes)
 
 

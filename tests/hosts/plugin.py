@@ -1,7 +1,7 @@
 """pytest: the fixtures `join_hosts` and `slurm`, and `--ranks-hosts N`: tests with the mark ranks run on N hosts.
 
-There the first two ranks are on the first host, the next two on the second one and so on, but of two ranks each has
-a host of its own. So four hosts have worlds of up to eight ranks, with nodes of different sizes in those of 3 and 5.
+With the option, the first two ranks are on the first host, the next two on the second one and so on; in a world of
+two, each rank has its own host. So four hosts run worlds of up to eight ranks; nodes of 3 and 5 ranks differ in size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RANKS_A_HOST = 2
 
 @pytest.fixture
 def join_hosts() -> Iterator[Callable[..., Network]]:
-    """Makes networks, with the arguments of Network; they are gone after the test. Skips where none can be made."""
+    """Return a function that makes networks, with the arguments of Network, for the test; skip if none can be made."""
     if reason := lacking():
         pytest.skip(reason)
     with ExitStack() as stack:
@@ -31,7 +31,7 @@ def join_hosts() -> Iterator[Callable[..., Network]]:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A Slurm of two hosts, for the whole session; skips if none can run here."""
+    """Return a Slurm of two hosts, for the whole session; skip if none can run here."""
     if reason := slurm_lacking():
         pytest.skip(reason)
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Placing:
-    """Puts ranks on hosts, which are made for the first test that needs them.
+    """Places ranks on hosts, which are made for the first test that needs them.
 
     Args:
         hosts: how many.
@@ -82,7 +82,7 @@ class Placing:
 
 
 def places(hosts: Sequence[Host], world_size: int) -> list[Place]:
-    """A place for each rank, on these hosts in turn."""
+    """Return a place for each rank, on these hosts in turn."""
     if world_size > _RANKS_A_HOST * len(hosts):
         pytest.skip(f"{world_size} ranks need more than {len(hosts)} hosts")
     share = 1 if world_size <= _RANKS_A_HOST else _RANKS_A_HOST

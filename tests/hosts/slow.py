@@ -1,10 +1,10 @@
-"""A network that is slow: a process carries the packets between hosts, late, out of order, twice or not at all.
+"""A slow network: a process forwards the packets between hosts, late, out of order, twice or not at all.
 
-    python slow.py SEED PID...          a host for each PID; reads settings, a JSON object a line, until its end
+    python slow.py SEED PID...          a host for each PID; reads settings, a JSON object a line, until EOF
 
 Each host's eth0 becomes a TUN device, which this process opened in the host's namespace. Each packet of IPv4 (others
-are dropped) waits for its turn at the sender's rate, at most QUEUE_SECONDS, and then for a time drawn anew. What is
-drawn depends on the seed and on the order of the packets, which the kernel's timing changes.
+are dropped) waits for its turn at the sender's rate, at most QUEUE_SECONDS, and then for a random time. The random
+numbers depend on the seed and on the order of the packets, which the kernel's timing changes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hosts.network import Closing, Host, Network
 
 _CLONE_NEWNET, _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x40000000, 0x400454CA, 0x1001
 QUEUE_SECONDS = 0.5
-# Seconds of latency, one way; parts of all packets that are lost, and that come twice; whether packets overtake one
-# another; bytes a second that a host sends; pairs of hosts [source, target] between which all is lost.
+# One-way latency in seconds; shares of packets that are lost, and duplicated; whether packets are reordered;
+# bytes per second that a host sends; pairs of hosts [source, target] between which all packets are lost.
 QUICK = {"least": 0.0, "most": 0.0, "loss": 0.0, "twice": 0.0, "overtake": True, "rate": 12.5e6, "cut": []}
 
 
 def lacking() -> str | None:
-    """Why no TUN device can be made here, or None."""
+    """Return why no TUN device can be made here, or None."""
     try:
         os.close(_open_tun("fastcoll-try"))
     except OSError as error:
@@ -41,10 +41,10 @@ def lacking() -> str | None:
 
 
 class SlowNetwork(Closing):
-    """The first link of a Network's hosts made slow, until `close`; then they reach nobody.
+    """Makes the first link of a Network's hosts slow, until `close`; after that they reach no other host.
 
     Args:
-        settings: those of QUICK that differ.
+        settings: those that differ from QUICK.
     """
 
     def __init__(self, network: Network, seed: int, **settings: Any) -> None:
@@ -70,7 +70,7 @@ class SlowNetwork(Closing):
             raise
 
     def change(self, **settings: Any) -> dict[str, int]:
-        """Change settings for the packets to come; how many were sent, lost, doubled and dropped from full queues."""
+        """Change settings for later packets; return the numbers of sent, lost, duplicated and dropped packets."""
         self._settings.update(settings)
         assert self._carrier.stdin is not None
         assert self._carrier.stdout is not None
@@ -80,12 +80,12 @@ class SlowNetwork(Closing):
         return counts
 
     def cut(self, *hosts: Host) -> None:
-        """Lose all that goes from these hosts to others, and to them."""
+        """Lose all packets from and to these hosts."""
         others = [[a.index, b.index] for a in self.hosts for b in self.hosts if {a, b} & {*hosts}]
         self.change(cut=others)
 
     def lose(self, source: Host, target: Host) -> None:
-        """Lose all that one host sends to another."""
+        """Lose all packets from one host to another."""
         self.change(cut=[[source.index, target.index]])
 
     def mend(self) -> None:
@@ -93,14 +93,14 @@ class SlowNetwork(Closing):
         self.change(cut=[])
 
     def close(self) -> None:
-        """Carry nothing any more. Twice is fine."""
+        """Stop forwarding. Calling it twice is fine."""
         for pipe in (self._carrier.stdin, self._carrier.stdout):
             if pipe is not None:
                 pipe.close()
         self._carrier.wait()
 
 
-# ---- the process that carries ------------------------------------------------------------------------------
+# ---- the process that forwards ------------------------------------------------------------------------------
 
 
 def _open_tun(name: str) -> int:
@@ -122,14 +122,14 @@ def _open_tun_in(pid: str) -> int:
 
 
 class _Carrier:
-    """Packets on their way: `due` has (when, number, target, packet)."""
+    """The packets that are delayed: `due` has (time, number, target, packet)."""
 
     def __init__(self, seed: int, tuns: list[int]) -> None:
         self._random, self._tuns = random.Random(seed), tuns
         self._is = dict(QUICK)
         self._due: list[tuple[float, int, int, bytes]] = []
-        self._free = [0.0] * len(tuns)  # when each sender's packets have all left
-        self._last = [0.0] * len(tuns)  # when the last one comes that is on its way to each
+        self._free = [0.0] * len(tuns)  # when all packets of each sender have left
+        self._last = [0.0] * len(tuns)  # when the last delayed packet to each host arrives
         self._counts = dict.fromkeys(("sent", "lost", "doubled", "dropped"), 0)
 
     def run(self) -> None:

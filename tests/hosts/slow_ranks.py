@@ -1,8 +1,8 @@
-"""What a rank does over a slow network: a program that tells, a JSON object a line, how far it is and what it saw.
+"""The program of a rank on a slow network: it prints its progress and observations, a JSON object a line.
 
-python slow_ranks.py all              each kind of call once or more, against NumPy
-python slow_ranks.py calls FILE       all_reduce until FILE exists, and tells when each began and ended
-python slow_ranks.py shrink VICTIM    that rank kills itself; the others shrink, and call on
+python slow_ranks.py all              each kind of call once or more, compared with NumPy
+python slow_ranks.py calls FILE       all_reduce until FILE exists; prints when each call began and ended
+python slow_ranks.py shrink VICTIM    that rank kills itself; the others shrink, and continue
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 import fastcoll as dist
 
-LIMIT = 180.0  # a call of 1 MiB took 28.7 s where twenty others wanted the cores
+LIMIT = 180.0  # a call of 1 MiB took 28.7 s when twenty other processes used the cores
 COUNTS = (1, 1000, 131_072)  # of float64: 8 B to 1 MiB
 
 
@@ -29,17 +29,17 @@ def tell(**said: Any) -> None:
 
 
 def values(rank: int, count: int, seed: int = 0) -> np.ndarray:
-    """Whole numbers, whose sums are exact, other ones on each rank."""
+    """Return integers, whose sums are exact, different on each rank."""
     return np.random.default_rng(1000 * seed + rank).integers(-1000, 1000, count).astype(np.float64)
 
 
 def check(got: np.ndarray, expected: Any, what: object) -> None:
-    """Say which call was wrong."""
+    """Raise with the name of the call if the result is wrong."""
     np.testing.assert_array_equal(got, expected, err_msg=str(what))
 
 
 def collectives(rank: int, size: int) -> None:
-    """A dozen, from 8 B to 1 MiB."""
+    """Run a dozen collectives, from 8 B to 1 MiB."""
     for seed, count in enumerate(COUNTS):
         everybody = [values(each, count, seed) for each in range(size)]
         x = everybody[rank].copy()
@@ -63,7 +63,7 @@ def collectives(rank: int, size: int) -> None:
 
 
 def messages(rank: int, size: int) -> None:
-    """Around a ring, small and large, blocking and posted."""
+    """Send messages around a ring, small and large, blocking and posted."""
     right, left = (rank + 1) % size, (rank - 1) % size
     for count in (1, 100_000):
         got = np.empty(count)
@@ -74,7 +74,7 @@ def messages(rank: int, size: int) -> None:
 
 
 def groups(rank: int, size: int) -> None:
-    """Groups of all that each rank leaves as soon as it has its result, which may still be on its way to others."""
+    """Use groups that each rank leaves as soon as it has its result, while others may still receive theirs."""
     for count in (100, 101, 102):
         group = dist.new_group()
         x = values(rank, count)
@@ -84,7 +84,7 @@ def groups(rank: int, size: int) -> None:
 
 
 def calls(rank: int, size: int) -> None:
-    """Remote calls, small and large, to all."""
+    """Make remote calls, small and large, to all ranks."""
     from fastcoll import rpc
 
     rpc.init_rpc(f"w{rank}")
@@ -95,7 +95,7 @@ def calls(rank: int, size: int) -> None:
 
 
 def do_all() -> None:
-    """See the top of the file; tells the seconds of each part."""
+    """See the top of the file; prints the seconds of each part."""
     for part in (collectives, messages, groups, calls):
         began = time.monotonic()
         part(dist.get_rank(), dist.get_world_size())
@@ -103,7 +103,7 @@ def do_all() -> None:
 
 
 def call_until(file: str) -> None:
-    """See the top of the file. Rank 0 decides, and tells the others by what it adds."""
+    """See the top of the file. Rank 0 decides, and informs the others by the value that it adds."""
     x, number = np.ones(1000), 0
     try:
         while x[0] > 0:

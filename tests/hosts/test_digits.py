@@ -1,4 +1,4 @@
-"""The digits example over four hosts of two ranks each learns what one process learns."""
+"""The digits example on four hosts of two ranks each learns the same as one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every listening socket of running jobs, on one host and on four, attacked in all ways that attacks.py knows.
+"""Attacks on every listening socket of running jobs, on one host and on four, by all attacks of attacks.py.
 
-The attackers come before the ranks do, have read the network, and reach every port. The job must start and go on right,
-tell them nothing but challenges, and not grow.
+The attackers start before the ranks, have recorded the network, and reach every port. The job must start and run,
+answer them with challenges only, and not grow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Join = Callable[..., Network]
 _GROWTH_KIB = 8 << 10
 _CRAWLERS = 500
 
-# Rank 0 comes first, and the others when told. All ranks end in the same round.
+# Rank 0 starts first, and the others on request. All ranks end in the same round.
 PROGRAM = """
 import operator, os, sys, time
 import numpy as np, fastcoll as dist
@@ -64,7 +64,7 @@ dist.destroy_process_group()
 
 
 class Times(NamedTuple):
-    """Seconds until strangers are dropped: of an attack, and the longest of one that sends a byte a second."""
+    """Seconds until strangers are dropped: after an attack, and the longest of one that sends a byte a second."""
 
     slowest: float
     median: float
@@ -73,14 +73,16 @@ class Times(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def own_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's or the user's own, as no other is given."""
+    """Use the launcher's secret or the user's own, because no other is given."""
     for name in ("FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("hosts", "ranks"), [(1, 4), (4, 1), (4, 2)])
-def test_every_door_of_a_running_job(join_hosts: Join, tmp_path: Path, hosts: int, ranks: int) -> None:
+def test_every_listening_socket_of_a_running_job(
+    join_hosts: Join, tmp_path: Path, hosts: int, ranks: int
+) -> None:
     attack_all(join_hosts(hosts), ranks, tmp_path)
 
 
@@ -103,7 +105,7 @@ def attack_all(network: Network, ranks: int, tmp_path: Path) -> Times:
         recording = start(first, "record", str(tmp_path / "record"))
         await_line(nodes[0], "began", nodes)
         await_doors(first, nodes)
-        # The first who come: each port's first connections are strangers', and 500 linger as the ranks come.
+        # The first connections to each port are strangers', and 500 of them are open when the ranks connect.
         crawlers = start(last, "crawl", str(_CRAWLERS), *doors(first))
         await_line(crawlers, "crawling", [crawlers])
         (tmp_path / "record.json").write_text("[]")
@@ -147,29 +149,29 @@ def attack_all(network: Network, ranks: int, tmp_path: Path) -> Times:
 
 
 def start(host: Host, *words: str) -> Node:
-    """The attackers' program, under way on a host."""
+    """Start the attackers' program on a host."""
     return Node(host, [sys.executable, attacks.__file__, *words], dict(os.environ))
 
 
 def doors(host: Host) -> list[str]:
-    """Where a host listens, as in 10.77.0.1:24500; nobody is there but the job."""
+    """Return the addresses at which a host listens, as in 10.77.0.1:24500; only the job listens there."""
     assert host.namespace.run("ss", "-lxH") == "", "a Unix socket listens"
     return sorted(line.split()[3] for line in host.namespace.run("ss", "-ltnH").splitlines())
 
 
 def await_doors(host: Host, nodes: list[Node]) -> None:
-    """Wait until rank 0's store listens, and its launcher where there are several."""
+    """Wait until rank 0's store listens, and with several hosts its launcher."""
     until(lambda: len(doors(host)) >= (1 if len(nodes) == 1 else 2), nodes)
 
 
 def assert_bound(host: Host, found: list[str], alone: bool) -> None:
-    """A job of one host listens on loopback alone, one of several on the addresses that it was given."""
+    """Check that a job of one host listens on loopback only, one of several hosts on the given addresses."""
     own = "127.0.0.1" if alone else host.address
     assert {each.rpartition(":")[0] for each in found} == {own}
 
 
 def refused(attacker: Host, record: Path, where: list[str]) -> list[dict[str, Any]]:
-    """What came of all attacks; none is answered with more than a challenge, and all are dropped."""
+    """Return the outcomes of all attacks; none may be answered with more than a challenge, all must be dropped."""
     node = start(attacker, "attack", str(record), *where)
     finish([node])
     assert node.code == 0, told([node])
@@ -185,7 +187,7 @@ def refused(attacker: Host, record: Path, where: list[str]) -> list[dict[str, An
 
 
 def secret_of(pid: str) -> str:
-    """The job's secret: the launcher's in the environment, else the user's own."""
+    """Return the job's secret: the launcher's in the environment, else the user's own."""
     variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
     given = [each.partition("=")[2] for each in variables if each.startswith("FASTCOLL_SECRET=")]
     text = given[0] if given else (Path(os.environ["XDG_CONFIG_HOME"]) / "fastcoll" / "secret").read_text()
@@ -194,7 +196,7 @@ def secret_of(pid: str) -> str:
 
 
 def memory(nodes: list[Node]) -> dict[str, int]:
-    """KiB of each rank and launcher that are in memory, by its pid."""
+    """Return the resident KiB of each rank and launcher, by its pid."""
     told = [re.findall(r"began (\d+) (\d+)", node.out) for node in nodes]
     status = {pid: Path(f"/proc/{pid}/status").read_text() for pids in told for pid in sum(pids, ())}
     return {pid: int(re.findall(r"VmRSS:\s+(\d+) kB", text)[0]) for pid, text in status.items()}

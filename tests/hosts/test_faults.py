@@ -1,4 +1,4 @@
-"""A rank is killed, or a host vanishes, while eight ranks on four hosts work: everybody else knows who is gone."""
+"""A rank is killed, or a host vanishes, while eight ranks on four hosts work: all other ranks name the lost ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hosts.nodes import Node, await_line, finish, ranks_on, told
 Join = Callable[..., Network]
 HOSTS, EACH = 4, 2
 RANKS = HOSTS * EACH
-KILLED = 2.0  # seconds after which a killed rank is known; the deadline is 300
-LOST = 10.0  # seconds after which a host that vanished is given up; the kernel does so after 8
+KILLED = 2.0  # seconds until a killed rank is detected; the deadline is 300
+LOST = 10.0  # seconds until a vanished host is given up; the kernel does so after 8
 
 WORK = """
 import json, os, pathlib, signal, sys, threading, time
@@ -48,19 +48,19 @@ except dist.GroupError as error:
 
 
 def placed(network: Network) -> list[Any]:
-    """The host of each rank."""
+    """Return the host of each rank."""
     return [network.hosts[rank // EACH] for rank in range(RANKS)]
 
 
 def seen(nodes: list[Node], rank: int) -> dict[str, Any]:
-    """What a rank has seen, and when."""
+    """Return the error of a rank, and its time."""
     assert nodes[rank].out.endswith("}\n"), told(nodes)
     found: dict[str, Any] = json.loads(nodes[rank].out.splitlines()[-1])
     return found
 
 
 def kill(network: Network, tmp_path: Path) -> float:
-    """Have a rank kill itself in the middle of the work, which all others name; seconds until the last one knows."""
+    """Let a rank kill itself during the work; check that all others name it, and return the seconds until the last."""
     victim, stamp = 5, tmp_path / "killed"
     with ranks_on(placed(network), ["-c", WORK, str(victim), str(stamp)]) as nodes:
         finish(nodes)
@@ -71,7 +71,7 @@ def kill(network: Network, tmp_path: Path) -> float:
 
 
 def vanish(network: Network) -> float:
-    """Cut the last host off in the middle of the work; seconds until the last rank knows, on either side."""
+    """Cut the last host off during the work; return the seconds until the last rank on both sides has an error."""
     with ranks_on(placed(network), ["-c", WORK, "-1", ""]) as nodes:
         for node in nodes:
             await_line(node, "works\n", nodes)
@@ -127,8 +127,8 @@ except dist.PeerDiedError as error:
 
 
 @pytest.mark.long
-def test_who_makes_a_group_and_who_leaves_knows_who_died_on_another_host(join_hosts: Join) -> None:
-    """Its process is out of sight: only the connections of the default group tell."""
+def test_making_and_leaving_groups_name_a_dead_rank_of_another_host(join_hosts: Join) -> None:
+    """Its process is out of sight: only the connections of the default group reveal its death."""
     victim = RANKS - 1
     with ranks_on(placed(join_hosts(HOSTS, own_pids=True)), ["-c", MAKE, str(victim)]) as nodes:
         finish(nodes)

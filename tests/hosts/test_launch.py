@@ -1,4 +1,4 @@
-"""The launcher on several hosts: ranks find one another, and what fails on one host ends the others."""
+"""The launcher on several hosts: ranks find one another, and a failure on one host ends the others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHM = "import fastcoll as dist\ndist.init_process_group('shm', timeout=200)"
 JOIN = "import fastcoll as dist\nprint('here', flush=True)\ndist.init_process_group(timeout=600)"
 LIST = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; true"  # a process may end meanwhile
 WAIT = "import time\nprint('here', flush=True)\ntime.sleep(600)"
-# The rank that is named waits for a file, and does then what is behind this.
+# The named rank waits for a file, and then runs the code after it.
 ON_SIGN = """
 import os, signal, sys, time
 print("here", flush=True)
@@ -44,7 +44,7 @@ while os.environ["RANK"] not in sys.argv[2] or not os.path.exists(sys.argv[1]):
 
 
 def await_ranks(nodes: Sequence[Node], each: int) -> None:
-    """Wait until all ranks, so many on each host, have printed that they are here."""
+    """Wait until all ranks, `each` on every host, have printed that they have joined."""
     for node in nodes:
         for rank in range(each * node.host.index, each * (node.host.index + 1)):
             await_line(node, f"[{rank}] here", nodes)
@@ -52,7 +52,7 @@ def await_ranks(nodes: Sequence[Node], each: int) -> None:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], list[str]]:
-    """Writes the program that every rank runs."""
+    """Write the program that every rank runs."""
 
     def write(text: str) -> list[str]:
         (tmp_path / "script.py").write_text(text)
@@ -64,7 +64,7 @@ def script(tmp_path: Path) -> Callable[[str], list[str]]:
 def run(
     network: Network, ranks: int, program: Sequence[str], **options: object
 ) -> list[tuple[int, str, str]]:
-    """Exit code, output and stderr of each host's launcher."""
+    """Return exit code, output and stderr of each host's launcher."""
     with launched(network, ranks, program, **{"env": SECRET, **options}) as nodes:  # type: ignore[arg-type]
         finish(nodes)
         return [(node.code or 0, node.out, node.err) for node in nodes]
@@ -92,11 +92,13 @@ def test_shared_memory_is_refused_between_hosts(join_hosts: Join, script: Script
     )
     said = [bool(re.search(refused, err)) for _, _, err in done]
     assert any(said), done
-    for (_, _, err), first in zip(done, said, strict=True):  # whose rank fails first ends the other's
+    for (_, _, err), first in zip(
+        done, said, strict=True
+    ):  # the launcher whose rank fails first ends the other
         assert first or "on another node rank" in err, err
 
 
-def test_hosts_that_have_other_secrets_do_not_meet(join_hosts: Join, script: Script) -> None:
+def test_hosts_with_different_secrets_do_not_meet(join_hosts: Join, script: Script) -> None:
     program = [sys.executable, *script(MEET)]
     choose = ["sh", "-c", 'FASTCOLL_SECRET=$(hostname) exec "$@"', "sh"]
     with launched(join_hosts(2), 1, [*choose, *program], options=["--no_python"]) as nodes:
@@ -104,7 +106,7 @@ def test_hosts_that_have_other_secrets_do_not_meet(join_hosts: Join, script: Scr
         assert "FASTCOLL_SECRET" in nodes[1].err
 
 
-def test_hosts_that_share_a_home_need_no_secret_of_their_own(
+def test_hosts_that_share_a_home_need_no_given_secret(
     join_hosts: Join, script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
@@ -114,10 +116,10 @@ def test_hosts_that_share_a_home_need_no_secret_of_their_own(
     assert (tmp_path / "fastcoll" / "secret").stat().st_mode & 0o7777 == 0o600
 
 
-def test_hosts_with_homes_of_their_own_are_told_at_once(
+def test_hosts_with_different_homes_get_an_error_at_once(
     join_hosts: Join, script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the side that comes, which ends; the side that serves waits on for others, as anybody could come."""
+    """The connecting side fails; the serving side continues to wait, because any stranger could connect."""
     monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
     program = [sys.executable, *script(MEET)]
     choose = ["sh", "-c", 'XDG_CONFIG_HOME=$0/$(hostname) exec "$@"', str(tmp_path)]
@@ -133,7 +135,7 @@ def test_hosts_with_homes_of_their_own_are_told_at_once(
         until(lambda: re.search(dropped, nodes[0].err), nodes)
 
 
-def test_without_a_secret_one_line_says_where_it_listens(
+def test_without_a_secret_one_warning_has_the_address(
     join_hosts: Join, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
@@ -184,17 +186,19 @@ def test_a_rank_that_is_killed_later_is_named_everywhere(
 
 
 @pytest.mark.long
-def test_a_node_whose_ranks_end_well_leaves_the_others_alone(join_hosts: Join, script: Script) -> None:
+def test_a_node_whose_ranks_have_finished_does_not_affect_the_others(
+    join_hosts: Join, script: Script
+) -> None:
     text = "import os, time\nif os.environ['RANK'] == '1': time.sleep(1)\nprint('done')"
     for code, out, err in run(join_hosts(2), 1, script(text)):
         assert (code, out[4:], err) == (0, "done\n", "")
 
 
-@pytest.mark.long  # test_failures.py has, in short, launchers that do not reach one another, on node 0 and on others
-def test_a_failure_on_a_host_that_is_out_of_reach_ends_that_host(
+@pytest.mark.long  # test_nodes.py has, in short, launchers that do not reach one another, on node 0 and on others
+def test_a_failure_on_an_unreachable_host_ends_that_host(
     join_hosts: Join, script: Script, tmp_path: Path
 ) -> None:
-    """In two networks at once, as launchers try for five seconds to reach one another."""
+    """In two networks at once, because launchers try to reach one another for five seconds."""
     program = script(ON_SIGN + "sys.exit(os.environ['RANK'] == sys.argv[3])")
     networks = [join_hosts(2), join_hosts(2)]
     with ExitStack() as stack:
@@ -215,7 +219,7 @@ def test_a_failure_on_a_host_that_is_out_of_reach_ends_that_host(
 
 
 @pytest.mark.long
-def test_launchers_that_cannot_meet_go_on_and_say_so(join_hosts: Join, script: Script) -> None:
+def test_launchers_that_cannot_meet_continue_and_warn(join_hosts: Join, script: Script) -> None:
     network = join_hosts(2)
     first = network.hosts[0]
     taken = f"import socket, time\ns = socket.create_server(('{first.address}', 19500))\ntime.sleep(100)"
@@ -231,7 +235,7 @@ def test_launchers_that_cannot_meet_go_on_and_say_so(join_hosts: Join, script: S
         holder.end()
 
 
-def test_launchers_do_not_meet_when_told_so(join_hosts: Join, script: Script) -> None:
+def test_launchers_do_not_meet_if_disabled(join_hosts: Join, script: Script) -> None:
     program = script(
         "import os, subprocess\nprint(subprocess.run(['ss', '-ltnH'], capture_output=True, text=True).stdout)"
     )
@@ -240,7 +244,7 @@ def test_launchers_do_not_meet_when_told_so(join_hosts: Join, script: Script) ->
 
 
 def kill_launcher(network: Network, program: Sequence[str], victim: int) -> float:
-    """Kill a launcher while ranks are in no call, so that only launchers can notice; seconds until all have ended."""
+    """Kill a launcher while no rank is in a call, so only launchers can detect it; return the seconds until all end."""
     with launched(network, 2, program, env=SECRET) as nodes:
         await_ranks(nodes, 2)
         killed, others = nodes[victim], [node for node in nodes if node.host.index != victim]
@@ -271,15 +275,15 @@ def test_a_killed_launcher_ends_all_within_two_seconds(join_hosts: Join, script:
 
 
 @pytest.mark.long
-def test_a_launcher_that_is_stopped_for_long_ends_nobody(
+def test_a_launcher_that_is_stopped_for_long_ends_no_rank(
     join_hosts: Join, script: Script, tmp_path: Path
 ) -> None:
-    """As by Ctrl-Z: its host answers. The others ask it again and again, and none of that is lost with it."""
+    """As by Ctrl-Z: its host answers. The others repeat their requests, and none is lost."""
     program = script(ON_SIGN)
     with launched(join_hosts(2), 1, [*program, str(tmp_path / "go"), "01"], env=SECRET) as nodes:
         await_ranks(nodes, 1)
         nodes[0].signal(signal.SIGSTOP)
-        time.sleep(12)  # longer than the others' request and the store's grace
+        time.sleep(12)  # longer than a request of the others plus the store's grace
         nodes[0].signal(signal.SIGCONT)
         (tmp_path / "go").touch()
         finish(nodes)

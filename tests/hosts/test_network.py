@@ -1,4 +1,4 @@
-"""The hosts themselves: whom they reach, what they share, and that nothing is left of them."""
+"""The hosts themselves: which hosts they reach, what they share, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hosts.network import Host, Network
 
 Join = Callable[..., Network]
 
-# Both ends know when a datagram is lost: the sender asks again, and the answer is awaited.
+# Lost datagrams are handled on both ends: the sender repeats its request until the answer comes.
 ANSWER = """
 import socket, sys
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
@@ -62,7 +62,7 @@ class Answering:
 
 
 def reaches(host: Host, address: str, attempts: int = 25) -> bool:
-    """Whether a program at `address` answers; twenty-five attempts are five seconds."""
+    """Return whether a program at `address` answers; twenty-five attempts take five seconds."""
     return host.namespace.run(sys.executable, "-c", ASK, address, str(attempts)) == "True\n"
 
 
@@ -91,7 +91,7 @@ def test_a_host_vanishes_and_comes_back(join_hosts: Join) -> None:
     assert "NO-CARRIER" in two.namespace.run("ip", "link", "show", "eth0")
 
 
-def test_what_hosts_have_of_their_own(join_hosts: Join) -> None:
+def test_which_resources_hosts_have_for_themselves(join_hosts: Join) -> None:
     one, two = join_hosts(2, own_pids=True)
     look = "hostname; stat -c %d /dev/shm; readlink /proc/self/ns/pid; ls /sys/class/net; pwd"
     names, shm, pids, interfaces, folders = zip(
@@ -142,7 +142,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ended(pid: int) -> bool:
-    """Whether a process that was asked to end has ended within a minute."""
+    """Return whether a process that was asked to end ends within a minute."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

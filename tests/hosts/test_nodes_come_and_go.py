@@ -1,4 +1,4 @@
-"""Generations on several hosts: nodes that come, that are lost, and that are cut off."""
+"""Generations on several hosts: nodes that join, that are lost, and that are cut off."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Begin]:
-    """Start a launcher on a host of a network, with `TRAIN`; what runs at the end is killed."""
+    """Start a launcher on a host of a network, with `TRAIN`; kill what runs at the end."""
     program = [str(tmp_path / "train.py"), str(tmp_path / "go")]
     Path(program[0]).write_text(TRAIN)
     with ExitStack() as stack:
@@ -52,8 +52,8 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 
 @pytest.mark.long
-def test_hosts_come_and_go(join_hosts: Join, begin: Begin, tmp_path: Path) -> None:
-    """Four come one after another; one is killed, one leaves, one comes again; the others go on each time."""
+def test_hosts_join_and_leave(join_hosts: Join, begin: Begin, tmp_path: Path) -> None:
+    """Four join one after another; one is killed, one leaves, one joins again; the others continue each time."""
     network = join_hosts(4, own_pids=True)
     nodes: list[Node] = []
     for host in network:
@@ -82,7 +82,7 @@ def test_the_loss_of_the_host_that_leads_ends_the_job(join_hosts: Join, begin: B
     assert "the launcher that leads the job ended unexpectedly" in nodes[1].err
 
 
-@pytest.mark.long  # the others learn by a call that fails after some 10 s
+@pytest.mark.long  # the others detect it by a call that fails after some 10 s
 def test_a_host_that_is_cut_off_is_left_out(join_hosts: Join, begin: Begin, tmp_path: Path) -> None:
     network = join_hosts(3, own_pids=True)
     options = ["--nnodes=1:3", "--max-restarts=1", "--rdzv-conf=last_call_timeout=100"]

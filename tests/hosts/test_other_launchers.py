@@ -1,4 +1,4 @@
-"""Ranks on several hosts that Slurm, mpirun or Kubernetes has started: with what those set, and nothing else.
+"""Ranks on several hosts with only the environment variables of Slurm, mpirun or Kubernetes.
 
 Their secret is the user's own, in a home that the hosts share.
 """
@@ -23,7 +23,7 @@ dist.destroy_process_group()
 
 
 def slurm(rank: int) -> dict[str, str]:
-    """What srun sets for a rank, of two on each of two nodes."""
+    """Return srun's variables for a rank, with two ranks on each of two nodes."""
     return {
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank % 2),
@@ -39,7 +39,7 @@ def slurm(rank: int) -> dict[str, str]:
 
 
 def open_mpi(rank: int) -> dict[str, str]:
-    """What Open MPI's mpirun sets, and the address that `-x MASTER_ADDR` passes on."""
+    """Return the variables of Open MPI's mpirun, and the address passed by `-x MASTER_ADDR`."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": "4",
@@ -51,7 +51,7 @@ def open_mpi(rank: int) -> dict[str, str]:
 
 
 def hydra(rank: int) -> dict[str, str]:
-    """What MPICH's mpiexec sets, and what `-genv` passes on."""
+    """Return the variables of MPICH's mpiexec, and those passed by `-genv`."""
     return {
         "PMI_RANK": str(rank),
         "PMI_SIZE": "4",
@@ -63,11 +63,11 @@ def hydra(rank: int) -> dict[str, str]:
 
 
 def by_hand(rank: int) -> dict[str, str]:
-    """What a loop over ssh sets, or the manifest of an Indexed Job."""
+    """Return the variables of a loop over ssh, or of the manifest of an Indexed Job."""
     return {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 
 
-# Which variables each of them sets is in tests/rendezvous/test_detect.py.
+# tests/rendezvous/test_detect.py has the variables of each launcher.
 @pytest.mark.parametrize(
     "variables", [slurm, *(pytest.param(one, marks=pytest.mark.long) for one in (open_mpi, hydra, by_hand))]
 )

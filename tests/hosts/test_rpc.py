@@ -1,6 +1,6 @@
 """Remote calls between four hosts: values, references and gradients; a worker that is killed, and a host that vanishes.
 
-test_doors.py attacks the doors that workers listen at.
+test_doors.py attacks the listening sockets of workers.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ else:
 
 
 def check_lost(nodes: list[Node]) -> list[float]:
-    """All but the last worker were told of its end, could call one another after it, and have left; when it was."""
+    """Check that the other workers detected the end of the last one, could call one another, and left; return times."""
     *others, _ = nodes
     assert [node.code for node in others] == [0] * len(others), told(nodes)
     times = []
@@ -136,7 +136,7 @@ def check_lost(nodes: list[Node]) -> list[float]:
 
 
 def until_the_end(network: Network, tmp_path: Path, how: str) -> float:
-    """Call until the last worker is killed or its host vanishes; seconds until the others know."""
+    """Call until the last worker is killed or its host vanishes; return the seconds until the others detect it."""
     (tmp_path / "program.py").write_text(PROGRAM)
     words = [str(tmp_path / "program.py"), str(tmp_path), how]
     with ranks_on(network.hosts, words) as nodes:

@@ -1,6 +1,6 @@
-"""Ranks over a network that is slow, loses packets and lets them overtake one another; links that are down for a while.
+"""Ranks on a slow network that loses and reorders packets; links that are down for a while.
 
-What packets meet is drawn with a seed, but TCP's own timing is not: only what is promised is checked. Root is needed.
+The network's random numbers have a seed, but TCP's timing varies: only promises are checked. Root is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NEARER = {**ALL, "least": 0.01, "most": 0.03}
 
 @pytest.fixture
 def slowly(join_hosts: Join) -> Iterator[Callable[..., SlowNetwork]]:
-    """Makes slow networks, of so many hosts; skips where none can be made."""
+    """Return a function that makes slow networks, by the number of hosts; skip if none can be made."""
     if reason := slow.lacking():
         pytest.skip(reason)
     with ExitStack() as stack:
@@ -41,18 +41,18 @@ def slowly(join_hosts: Join) -> Iterator[Callable[..., SlowNetwork]]:
 
 
 def running(network: SlowNetwork, each: int, *words: str) -> AbstractContextManager[list[Node]]:
-    """So many ranks on each host; what runs at the end is killed."""
+    """Start `each` ranks on every host; kill what runs at the end."""
     return ranks_on([host for host in network.hosts for _ in range(each)], [str(PROGRAM), *words])
 
 
 def said(node: Node, what: str) -> list[dict[str, Any]]:
-    """The lines with `what`, so far."""
+    """Return the lines with `what` so far."""
     whole = node.out[: node.out.rfind("\n") + 1].splitlines()
     return [line for line in map(json.loads, whole) if what in line]
 
 
 def await_calls(nodes: list[Node], count: int) -> None:
-    """Until every rank has made so many more calls, or has an error."""
+    """Wait until every rank has made `count` more calls, or has an error."""
     wanted = [len(said(node, "call")) + count for node in nodes]
 
     def have() -> bool:
@@ -86,14 +86,14 @@ print(json.dumps([came, time.monotonic() - began]))
 """
 
 
-def test_a_slow_network_is_as_slow_as_it_says(slowly: Callable[..., SlowNetwork]) -> None:
+def test_a_slow_network_has_the_given_latency(slowly: Callable[..., SlowNetwork]) -> None:
     network = slowly(2, least=0.03, most=0.06)
     one, two = network.hosts
     answering = two.start([sys.executable, "-c", ANSWER], stdout=subprocess.PIPE)
     assert answering.process.stdout is not None
 
     def ask(count: int, expected: int, grace: float) -> tuple[list[int], float]:
-        """Which of so many datagrams came back, in their order, until so many had or for `backoff` none; and when."""
+        """Send `count` datagrams; return those that came back, until `expected` or none for `grace`, and the time."""
         words = (two.address, *map(str, (count, expected, grace)))
         came, seconds = json.loads(one.namespace.run(sys.executable, "-c", ASK, *words))
         return came, seconds
@@ -130,7 +130,7 @@ def test_a_slow_network_is_as_slow_as_it_says(slowly: Callable[..., SlowNetwork]
         pytest.param(2, 2, ALL, id="two-hosts-of-two-all", marks=pytest.mark.long),
     ],
 )
-def test_everything_is_right_over_a_slow_network(
+def test_all_results_are_right_over_a_slow_network(
     slowly: Callable[..., SlowNetwork], hosts: int, each: int, settings: dict[str, Any]
 ) -> None:
     network = slowly(hosts, **settings)
@@ -150,10 +150,10 @@ def test_survivors_shrink_over_a_slow_network(slowly: Callable[..., SlowNetwork]
             assert [line["shrunk"] for line in said(node, "shrunk")] == [2], told(nodes)
 
 
-# An outage of up to 4 s is survived.
+# Ranks survive an outage of up to 4 s.
 @pytest.mark.parametrize("seconds", [1.0, pytest.param(3.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("both", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_link_that_comes_back_in_time_costs_no_more_than_time(
+def test_a_link_that_comes_back_in_time_only_delays(
     slowly: Callable[..., SlowNetwork], tmp_path: Path, seconds: float, both: bool
 ) -> None:
     network = slowly(3, least=0.01, most=0.03)
@@ -173,7 +173,7 @@ def test_a_link_that_comes_back_in_time_costs_no_more_than_time(
 
 
 @pytest.mark.long  # the kernel gives a host up after 8 s; tests/hosts/test_faults.py and tests/net/test_hosts.py, too
-def test_a_link_that_stays_down_is_told_with_the_rank_behind_it(
+def test_a_link_that_stays_down_names_the_unreachable_rank(
     slowly: Callable[..., SlowNetwork], tmp_path: Path
 ) -> None:
     network = slowly(3, least=0.01, most=0.05, loss=0.01)

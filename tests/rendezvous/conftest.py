@@ -1,4 +1,4 @@
-"""What the rendezvous tests share: processes that are always cleaned up, and a leak check."""
+"""Fixtures of the rendezvous tests: processes that are always cleaned up, and a leak check."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ settings.load_profile("no deadline")
 
 
 class Processes:
-    """Python processes that run a piece of source; `sys.argv[1:]` are its arguments."""
+    """Python processes that run source code; `sys.argv[1:]` are its arguments."""
 
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[str]] = []
@@ -36,7 +36,7 @@ class Processes:
         return self.run([sys.executable, "-c", source, *map(str, args)], **environ)
 
     def run(self, command: list[str], **environ: str) -> subprocess.Popen[str]:
-        """Start any command, in an environment that no launcher has set up but `environ`."""
+        """Start a command, without a launcher's variables, but with those of `environ`."""
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -49,12 +49,12 @@ class Processes:
         return process
 
     def stop(self, process: subprocess.Popen[str]) -> None:
-        """Stop one by SIGSTOP, and wait until all of its threads stand still."""
+        """Stop a process by SIGSTOP, and wait until all its threads have stopped."""
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
     def outputs(self, processes: list[subprocess.Popen[str]]) -> list[str]:
-        """What each printed; a process that failed fails the test with its stderr."""
+        """Return the output of each process; a process that failed fails the test with its stderr."""
         results = [process.communicate(timeout=DEADLINE) for process in processes]
         for process, (_, err) in zip(processes, results, strict=True):
             assert process.returncode == 0, err
@@ -62,7 +62,7 @@ class Processes:
 
 
 def clean_environ() -> dict[str, str]:
-    """This environment without what a launcher might have set around the tests."""
+    """Return this environment without a launcher's variables."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "MV2_", "SLURM_", "FASTCOLL_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(names)}
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -71,7 +71,7 @@ def clean_environ() -> dict[str, str]:
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    """Those of one test; what still runs at its end is killed."""
+    """Return the processes of one test; kill what still runs at its end."""
     group = Processes()
     yield group
     for process in group.started:
@@ -81,7 +81,7 @@ def processes() -> Iterator[Processes]:
 
 @pytest.fixture(autouse=True)
 def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plain settings, and no thread or descriptor left after a test."""
+    """Use default settings, and check that no thread or descriptor is left after a test."""
     for name in list(os.environ):
         if name not in clean_environ() and name != "PYTHONPATH":
             monkeypatch.delenv(name)
@@ -98,13 +98,13 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Clock:
-    """The time by which ranks wait for one another: the real one, and `ahead` seconds that the test adds."""
+    """The clock of waits: the real time plus `ahead` seconds, which the test adds."""
 
     time, sleep = staticmethod(time.time), staticmethod(time.sleep)
 
     def __init__(self) -> None:
         self.ahead = 0.0
-        self.waits = threading.Semaphore(0)  # that have begun
+        self.waits = threading.Semaphore(0)  # the waits that have begun
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead
@@ -112,7 +112,7 @@ class Clock:
     def warnings_after(
         self, seconds: float, caplog: pytest.LogCaptureFixture, count: int, more: float
     ) -> list[str]:
-        """Once `count` waits have begun let time pass until all have warned, and then `more`; the warnings."""
+        """Once `count` waits have begun, advance the time until all warn, then by `more`; return the warnings."""
         assert all(self.waits.acquire(timeout=DEADLINE) for _ in range(count))
         self.ahead += seconds
         end = time.monotonic() + DEADLINE
@@ -125,7 +125,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of whatever in this process waits for other ranks, which looks around a hundred times a second."""
+    """Replace the clock of all waits for other ranks in this process, which poll a hundred times a second."""
     made, begin = Clock(), waiting.LateWarning.__init__
 
     def begin_and_count(late: waiting.LateWarning, part: float = 1.0) -> None:
@@ -141,5 +141,5 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def in_threads() -> Callable[..., list[object]]:
-    """Run several calls at the same time; the result or exception of each."""
+    """Run several calls at the same time; return the result or exception of each."""
     return together

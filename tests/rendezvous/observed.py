@@ -1,4 +1,4 @@
-"""What tests of meetings look at: values of a store, other processes, and the descriptors of this one."""
+"""Observations for tests of meetings: values of a store, other processes, and the descriptors of this one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from fastcoll.store import HashStore, Store
 from fastcoll.system.processes import Member, status_of
 
-LIMIT = 60.0  # seconds, which only end a test that hangs
+LIMIT = 60.0  # a limit that only ends a test that hangs, in seconds
 IDLE = "import sys; print('up', flush=True); sys.stdin.read()"
 
 
 def until(is_so: Callable[[], object]) -> None:
-    """Wait for what other threads and processes do."""
+    """Wait for a condition that other threads or processes fulfil."""
     end = time.monotonic() + LIMIT
     while not is_so():
         assert time.monotonic() < end, "it did not come so far in time"
@@ -30,7 +30,7 @@ def await_value(store: Store, key: str, value: bytes) -> None:
 
 
 def member_of(process: subprocess.Popen[str], **changes: object) -> Member:
-    """The rank that a process is, which runs IDLE."""
+    """Return the Member of a process that runs IDLE."""
     assert process.stdout is not None
     process.stdout.readline()
     started = int(status_of(process.pid)[19])
@@ -39,23 +39,23 @@ def member_of(process: subprocess.Popen[str], **changes: object) -> Member:
 
 
 def open_descriptors() -> dict[int, str]:
-    """What each descriptor of this process leads to."""
+    """Return the target of each descriptor of this process."""
     found = {}
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             found[fd] = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the one that listed the folder
+        except OSError:  # the descriptor that listed the folder
             continue
     return found
 
 
 def pidfds() -> int:
-    """How many processes this one watches."""
+    """Return how many processes this one watches."""
     return sum("pidfd" in name for name in open_descriptors().values())
 
 
 class FourOperations(Store):
-    """What a user's store has to have, and nothing more; and a count of what is asked of it."""
+    """A user-defined store with only the four required methods; it counts the calls."""
 
     def __init__(self) -> None:
         self._store = HashStore()

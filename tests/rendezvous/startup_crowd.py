@@ -2,9 +2,9 @@
 
 Rank 0 serves the store and takes part, in a process of its own as in a real job; the other ranks are threads
 of a few processes, each with its own TCPStore and so its own connection over loopback. Each does what
-`init_process_group` does through the store: connect, look for an earlier job, join, meet for the default
-group, settle; and after all have started, leave. Identities are made up, eight ranks a node, so that the list
-of members is as long as that of a real job, and no one can see anyone's process.
+`init_process_group` does through the store: connect, check for an earlier job, join, meet for the default
+group, settle; after all have started, leave. Identities are invented, eight ranks per node, so that the list
+of members is as long as that of a real job, and no rank can see the process of another.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _who = threading.local()
 
 @dataclass
 class Tally:
-    """What the clients of one process, or of all, have done.
+    """The counts of the clients of one process, or of all.
 
     Attributes:
-        messages: requests by operation, "OPEN" for openings, and "TOLD" for the names of missing ranks.
+        messages: requests by operation, "OPEN" for openings, "TOLD" for published names of missing ranks.
         joined: the ranks that have a default group.
-        errors: what went wrong, by its text.
+        errors: error texts and their numbers.
     """
 
     messages: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: Tally) -> None:
-        """Add what another process counted."""
+        """Add the counts of another process."""
         self.messages += other.messages
         self.joined += other.joined
         self.errors += other.errors
@@ -76,7 +76,7 @@ class _CountedConnection(tcp_store.TCPConnection):
 
 
 def _identity() -> ProcessId:
-    """The made-up identity of this thread's rank: eight ranks a node, each node a boot of its own."""
+    """Return the invented identity of this thread's rank: eight ranks per node, each node with its own boot id."""
     node = _who.rank // RANKS_PER_NODE
     return ProcessId(
         host=f"node{node:05d}",
@@ -93,8 +93,8 @@ def _prepare() -> None:
 
 
 def _meet(store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Any:
-    """The default group's meeting as far as the store sees it: rank 0 lays down terms, each tells where it
-    listens, rank 0 puts the addresses together, all read them. Nobody listens or is dialed."""
+    """Run the default group's meeting as the store sees it: rank 0 publishes terms, each rank its address, rank 0 the
+    list of addresses, and all read it. No rank listens or dials."""
     node = rank // RANKS_PER_NODE
     address = f"10.{node // 65536}.{node // 256 % 256}.{node % 256}"
     with GroupMeeting(store, members, rank, timeout, "meeting") as meeting:
@@ -118,7 +118,7 @@ def _start(rank: int, size: int, store: TCPStore) -> StoreLease:
 
 
 def _serve(pipe: Connection, size: int) -> None:
-    """Rank 0's process."""
+    """Run rank 0's process."""
     _prepare()
     _who.rank = 0
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=_DEADLINE_SECONDS, wait_for_workers=False) as store:
@@ -150,7 +150,7 @@ def _client(rank: int, size: int, port: int, begin: threading.Event, leave: thre
 
 
 def _crowd(pipe: Connection, ranks: Sequence[int], size: int, port: int) -> None:
-    """A process of clients, a thread each."""
+    """Run a process of clients, one thread for each."""
     _prepare()
     begin, leave = threading.Event(), threading.Event()
     threads = [threading.Thread(target=_client, args=(rank, size, port, begin, leave)) for rank in ranks]
@@ -172,7 +172,7 @@ def _crowd(pipe: Connection, ranks: Sequence[int], size: int, port: int) -> None
 
 
 def measure(size: int, processes: int = 4) -> Tally:
-    """Start a job of `size` ranks, its clients in so many processes, and let it leave; what its clients did.
+    """Start a job of `size` ranks, with clients in several processes, and let it leave; return the clients' counts.
 
     Raises:
         RuntimeError: a client failed.
@@ -195,7 +195,7 @@ def measure(size: int, processes: int = 4) -> Tally:
 
 
 def _worker(crew: ExitStack, work: Callable[..., None], *arguments: object) -> Connection:
-    """A process that does `work(pipe, *arguments)`, waited for when `crew` closes; the pipe's other end."""
+    """Start a process that runs `work(pipe, *arguments)` until `crew` closes; return the other end of the pipe."""
     spawn = multiprocessing.get_context("spawn")
     mine, theirs = spawn.Pipe()
     process = spawn.Process(target=work, args=(theirs, *arguments))

@@ -1,7 +1,7 @@
 """A job's start through one store, simulated event by event: messages, bytes and seconds for any number of ranks.
 
 The store's server takes one message after the other. Each rank runs a script, the messages that
-`init_process_group` sends with the backend "tcp"; a message that waits for a key is parked until it is
+`init_process_group` sends with the backend "tcp"; a request that waits for a key is parked until it is
 set, and answered with a timeout after a slice, as in the library. There are two machines: a cluster, where each rank
 has a core of its own and a network lies between, and one machine whose few cores do the work of all.
 """
@@ -24,7 +24,7 @@ BACKLOG = 4096
 
 @dataclass(frozen=True)
 class Costs:
-    """What messages and ranks cost.
+    """The costs of messages and ranks.
 
     Attributes:
         server_message, server_byte: CPU seconds of the server for a message, and for each byte of lists.
@@ -43,7 +43,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it runs: cores that all share (None: each rank has its own), seconds one way, bytes a second."""
+    """The machine: shared cores (None: each rank has its own), one-way latency in seconds, bytes per second."""
 
     cores: int | None = None
     latency: float = 50e-6
@@ -55,12 +55,12 @@ CLUSTER = Machine()
 
 @dataclass(frozen=True)
 class Step:
-    """One message of a script, and so many of the same one after the other.
+    """One message of a script, repeated `times` times.
 
     Attributes:
-        needs: what must have been set by others before it is answered.
-        sets: what it sets, or adds one to where all ranks set it.
-        lists: the share of the list bytes that its answer brings.
+        needs: the key that others must have set before it is answered.
+        sets: the key that it sets, or to which it adds one if all ranks set it.
+        lists: the share of the list bytes in its answer.
     """
 
     op: str
@@ -71,7 +71,7 @@ class Step:
 
 
 def script(rank: int, size: int) -> list[Step]:
-    """The messages of `rank` from its start until it has the default group."""
+    """Return the messages of `rank` from its start until it has the default group."""
     blocks = math.ceil(size / MAX_KEYS_PER_REQUEST)
     start = [Step("OPEN"), Step("ADD"), Step("TERMS"), Step("ADD"), Step("SET", sets="members")]
     if rank:
@@ -84,18 +84,18 @@ def script(rank: int, size: int) -> list[Step]:
     return [step for step in (*start, *joining, *meeting) for _ in range(step.times)]
 
 
-# What is there when all ranks have set theirs.
+# Keys that are complete when all ranks have set theirs.
 _COUNTED = ("members", "places")
 
 
 @dataclass
 class Outcome:
-    """What a simulated start took.
+    """The cost of a simulated start.
 
     Attributes:
         seconds: until the last rank had its group. server_busy: of the server's thread.
         messages: by operation. sent, received: bytes of all clients.
-        retried: connections that found the queue full. parked: requests that waited, at most, at one time.
+        retried: connections that found the queue full. parked: the largest number of waiting requests.
     """
 
     seconds: float = 0.0
@@ -119,7 +119,7 @@ class Simulation:
         self._place = [0] * size
         self._set: Counter[str] = Counter()
         self._parked: dict[str, dict[int, float]] = {}
-        # Connections are taken before messages are read.
+        # Connections are accepted before messages are read.
         self._opening: deque[tuple[int, Step]] = deque()
         self._inbox: deque[tuple[int, Step]] = deque()
         self._serving = False
@@ -130,7 +130,7 @@ class Simulation:
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Let all ranks start at 0."""
+        """Run the start; all ranks begin at time 0."""
         for rank in range(self._size):
             self._client_works(rank)
         while self._events:
@@ -142,7 +142,7 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._numbers), act))
 
     def _work(self, seconds: float, then: Callable[[], None]) -> None:
-        """Keep a core busy; waits for one."""
+        """Wait for a core, and keep it busy."""
         if self._idle_cores <= 0:
             self._ready.append((seconds, then))
             return
@@ -159,7 +159,7 @@ class Simulation:
     # ---- a rank -----------------------------------------------------------------------------------------
 
     def _client_works(self, rank: int, lists: float = 0.0) -> None:
-        """Read the last answer and make the next message, if there is one."""
+        """Read the last answer and make the next message, if any."""
         place, steps = self._place[rank], self._scripts[rank]
         seconds = self._costs.client_rank / len(steps) + lists * self._size * self._costs.client_record
         if place < len(steps):

@@ -1,4 +1,4 @@
-"""Ranks by arrival: the first one collects, and all agree."""
+"""Ranks by arrival: the first process assigns them, and all agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ranks_go_by_arrival(size: int, in_threads) -> None:
         assert assign(arrivals) == list(range(size))
 
 
-def test_who_asks_for_a_rank_gets_it(in_threads) -> None:
+def test_a_requested_rank_is_assigned(in_threads) -> None:
     with HashStore() as store:
         asked = [None, 3, None, 0, None]
         ranks = in_threads(*(partial(arrive, store, rank, 5, 50) for rank in asked))
@@ -42,9 +42,7 @@ def test_who_asks_for_a_rank_gets_it(in_threads) -> None:
     ],
     ids=["a rank twice", "two world sizes"],
 )
-def test_what_does_not_fit_is_told_to_all(
-    in_threads, asked: list[tuple[int | None, int]], message: str
-) -> None:
+def test_a_mismatch_is_raised_on_all(in_threads, asked: list[tuple[int | None, int]], message: str) -> None:
     with HashStore() as store:
         results = in_threads(*(partial(arrive, store, rank, size, 50) for rank, size in asked))
     for error in results:
@@ -59,7 +57,7 @@ def test_a_smaller_world_does_not_count_a_member_of_a_larger_one(in_threads) -> 
             arrive(store, None, 3, 50)
 
 
-def test_who_comes_too_late_learns_who_is_there(in_threads) -> None:
+def test_a_process_that_comes_too_late_gets_the_names_of_the_others(in_threads) -> None:
     with HashStore() as store:
         in_threads(*[partial(arrive, store, None, 2, 50)] * 2)
         with pytest.raises(FullError, match=f"all 2 places were taken, by {HERE}, {HERE}") as caught:
@@ -67,7 +65,7 @@ def test_who_comes_too_late_learns_who_is_there(in_threads) -> None:
     assert [arrival.pid for arrival in caught.value.arrivals] == [os.getpid()] * 2
 
 
-def test_who_does_not_come_is_told_to_all(in_threads, clock) -> None:
+def test_a_missing_process_is_named_on_all(in_threads, clock) -> None:
     with HashStore() as store:
 
         def let_time_pass() -> None:
@@ -80,7 +78,7 @@ def test_who_does_not_come_is_told_to_all(in_threads, clock) -> None:
         assert "rank(s) 1, 3 (here: " in str(error)
 
 
-def test_a_meeting_that_is_called_off(in_threads) -> None:
+def test_a_cancelled_meeting(in_threads) -> None:
     with HashStore() as store:
         begun = iter([lambda: None, lambda: call_off(store)])
         results = in_threads(*[partial(arrive, store, None, 3, 50, lambda: next(begun, lambda: None)())] * 2)
@@ -88,7 +86,7 @@ def test_a_meeting_that_is_called_off(in_threads) -> None:
         assert not call_off(store)
 
 
-def test_a_full_meeting_cannot_be_called_off(in_threads) -> None:
+def test_a_full_meeting_cannot_be_cancelled(in_threads) -> None:
     with HashStore() as store:
         in_threads(*[partial(arrive, store, None, 2, 50)] * 2)
         assert not call_off(store)

@@ -1,4 +1,4 @@
-"""Meetings: everybody gets everybody's contribution, or everybody the same error."""
+"""Meetings: all members get all contributions, or all the same error."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ TOLD = [
 
 
 def crew(size: int) -> list[Member]:
-    """Ranks, all of them this process."""
+    """Return ranks that are all this process."""
     return [Member.here(rank, size, "tcp") for rank in range(size)]
 
 
 def meetings(store: Store, size: int, timeout: float = 50.0) -> list[GroupMeeting]:
-    """One group's, as each of its ranks has it."""
+    """Return the meeting of one group, as seen by each rank."""
     members = crew(size)
     made = [GroupMeeting(store, members, rank, timeout, "testing") for rank in range(size)]
     for each in made:
@@ -48,7 +48,7 @@ def meetings(store: Store, size: int, timeout: float = 50.0) -> list[GroupMeetin
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_everybody_gets_everybodys(size: int, in_threads) -> None:
+def test_all_members_get_all_contributions(size: int, in_threads) -> None:
     members = crew(size)
     with HashStore() as store:
         results = in_threads(
@@ -57,7 +57,7 @@ def test_everybody_gets_everybodys(size: int, in_threads) -> None:
     assert results == [[{"rank": rank} for rank in range(size)]] * size
 
 
-def test_what_the_first_one_finds_wrong_is_everybodys_error(in_threads) -> None:
+def test_an_error_of_the_check_at_place_0_is_raised_on_all(in_threads) -> None:
     def check(everybody: list[int]) -> None:
         raise UsageError(f"got {everybody}")
 
@@ -72,7 +72,7 @@ def test_what_the_first_one_finds_wrong_is_everybodys_error(in_threads) -> None:
 
 
 @pytest.mark.parametrize("refusing", [0, 2])
-def test_who_cannot_go_on_ends_it_for_all(refusing: int, in_threads) -> None:
+def test_a_failing_member_fails_all(refusing: int, in_threads) -> None:
     def meet(meeting: GroupMeeting) -> list[int]:
         with meeting:
             if meeting.place == refusing:
@@ -86,7 +86,7 @@ def test_who_cannot_go_on_ends_it_for_all(refusing: int, in_threads) -> None:
         assert str(error).startswith(f"rank {refusing} (") == (rank != refusing)
 
 
-def test_who_does_not_come_is_named_by_all(in_threads, clock) -> None:
+def test_a_missing_member_is_named_on_all(in_threads, clock) -> None:
     members = crew(3)
     with HashStore() as store:
 
@@ -101,7 +101,7 @@ def test_who_does_not_come_is_named_by_all(in_threads, clock) -> None:
         assert f"testing: {members[2]} did not come within 600 s" in str(error)
 
 
-def test_without_the_first_one_it_is_the_one_that_is_missing() -> None:
+def test_without_place_0_that_member_is_named_as_missing() -> None:
     with (
         HashStore() as store,
         pytest.raises(StoreTimeoutError, match=r"rank 0 \(.*\) \(it collects the others\) did"),
@@ -113,7 +113,7 @@ def test_without_the_first_one_it_is_the_one_that_is_missing() -> None:
 
 @pytest.mark.parametrize("have_met", [False, True])
 @pytest.mark.parametrize("error", TOLD)
-def test_the_others_raise_what_one_tells(error: Exception, have_met: bool) -> None:
+def test_the_others_raise_a_published_error(error: Exception, have_met: bool) -> None:
     with HashStore() as store:
         first, second = meetings(store, 2)
         if have_met:
@@ -128,7 +128,7 @@ def test_the_others_raise_what_one_tells(error: Exception, have_met: bool) -> No
     assert getattr(caught.value, "ranks", ()) == getattr(error, "ranks", ())
 
 
-def test_why_the_others_have_failed_is_heard_where_one_tells() -> None:
+def test_hear_why_raises_a_published_failure() -> None:
     with HashStore() as store:
         first, second = meetings(store, 2, 0.05)
         second.hear_why()  # no rank has published an error
@@ -137,7 +137,7 @@ def test_why_the_others_have_failed_is_heard_where_one_tells() -> None:
             second.hear_why()
 
 
-def test_ctrl_c_is_told_too() -> None:
+def test_ctrl_c_is_published_too() -> None:
     with HashStore() as store:
         first, second = meetings(store, 2)
         with pytest.raises(KeyboardInterrupt), first:
@@ -146,7 +146,7 @@ def test_ctrl_c_is_told_too() -> None:
             second.look()
 
 
-def test_what_all_find_themselves_and_what_came_from_another_is_not_told() -> None:
+def test_errors_that_all_detect_or_that_another_member_published_are_not_published() -> None:
     with HashStore() as store:
         first, second = meetings(store, 2)
         first.tell(CollectiveTimeoutError("late", [1]))
@@ -160,7 +160,7 @@ def test_what_all_find_themselves_and_what_came_from_another_is_not_told() -> No
             first.look()
 
 
-def test_the_first_to_decide_decides(in_threads) -> None:
+def test_the_first_decision_counts(in_threads) -> None:
     with HashStore() as store:
         kinds = [MET, FAILED, MOVED] * 5
         results = in_threads(
@@ -171,7 +171,7 @@ def test_the_first_to_decide_decides(in_threads) -> None:
         assert store.get(Ending(store, "m").key) == kinds[winner] + b"%d" % winner
 
 
-def test_a_failure_in_a_lost_store_is_kept_to_oneself() -> None:
+def test_a_failure_with_a_lost_store_is_not_published() -> None:
     store = HashStore()
     first, _ = meetings(store, 2)
     store.close()
@@ -181,7 +181,7 @@ def test_a_failure_in_a_lost_store_is_kept_to_oneself() -> None:
 @pytest.mark.parametrize(
     "record", [b"", b"{}", b"[]", b'{"kind": "KeyError", "text": "x", "ranks": []}', b"[" * 9999]
 )
-def test_what_is_no_failure_is_called_so(record: bytes) -> None:
+def test_a_malformed_failure_is_an_error(record: bytes) -> None:
     with HashStore() as store:
         store.set("group/end", FAILED + record)
         with pytest.raises(StoreError, match="why the meeting failed cannot be read"):
@@ -189,7 +189,7 @@ def test_what_is_no_failure_is_called_so(record: bytes) -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"nonsense", json.dumps([1, 2]).encode()])
-def test_what_is_no_contribution_is_called_so(value: bytes) -> None:
+def test_a_malformed_contribution_is_an_error(value: bytes) -> None:
     with HashStore() as store:
         store.set("group/end", MET + value)
         with pytest.raises(FastcollError, match="cannot be read"):

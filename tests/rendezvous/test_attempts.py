@@ -1,4 +1,4 @@
-"""The first meeting of an elastic job: how ranks and launchers learn of deaths."""
+"""The first meeting of an elastic job: how deaths are published to ranks and launchers."""
 
 from __future__ import annotations
 

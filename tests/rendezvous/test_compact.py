@@ -1,4 +1,4 @@
-"""The list of all ranks: it comes back as it was, is short, and nothing else is taken for it."""
+"""The list of all ranks: it survives packing, is short, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nodes_of_eight(size: int) -> list[Member]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 64, 1000])
-def test_a_list_comes_back_as_it_was(size: int) -> None:
+def test_a_list_survives_pack_and_unpack(size: int) -> None:
     members = nodes_of_eight(size)
     assert unpack(Member, pack(members), size) == members
 
@@ -57,7 +57,7 @@ processes = st.builds(
 
 
 @given(st.lists(processes, min_size=1, max_size=20))
-def test_any_processes_come_back(some: list[ProcessId]) -> None:
+def test_any_processes_survive_pack_and_unpack(some: list[ProcessId]) -> None:
     assert unpack(ProcessId, pack(some), len(some)) == some
 
 
@@ -99,7 +99,7 @@ def test_anything_else_is_refused(data: bytes) -> None:
         unpack(Member, data, 2)
 
 
-def test_a_bomb_is_not_inflated() -> None:
+def test_a_decompression_bomb_is_not_inflated() -> None:
     bomb = zlib.compress(json.dumps("x" * 50_000_000).encode(), 9)
     assert len(bomb) < 100_000
     with pytest.raises(StoreError, match="longer than 8192 bytes"):
@@ -111,7 +111,7 @@ def test_a_bomb_is_not_inflated() -> None:
         st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=4)
     )
 )
-def test_what_json_can_hold_comes_back(value: object) -> None:
+def test_json_values_survive_compact_and_expand(value: object) -> None:
     data = compact(value)
     length = len(zlib.decompress(data))
     assert expand(data, length) == value

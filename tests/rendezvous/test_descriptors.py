@@ -1,4 +1,4 @@
-"""A store's server and its limit of file descriptors: raised in time, or a clear refusal."""
+"""A store's server and its limit of file descriptors: it is raised in time, or the error is clear."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ store.close()
 
 @pytest.fixture
 def few_descriptors() -> Iterator[Callable[[int, int], None]]:
-    """Sets this process's limits of descriptors, for the length of a test."""
+    """Set this process's limits of descriptors, for one test."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield lambda soft, hard: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[0], resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-def test_a_server_that_may_open_no_more_says_so(processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_free_descriptors_refuses_with_the_reason(
+    processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_store, "_FULL_SECONDS", 0.3)
     server = processes.start(FEW, 0, 40, 40)
     port = int(server.stdout.readline())
@@ -46,9 +48,7 @@ def test_a_server_that_may_open_no_more_says_so(processes, monkeypatch: pytest.M
         )
         assert stores[0].add("n", 1) == 1
         stores.pop().close()
-        monkeypatch.setattr(
-            tcp_store, "_FULL_SECONDS", 60.0
-        )  # a busy server may see the one that comes first
+        monkeypatch.setattr(tcp_store, "_FULL_SECONDS", 60.0)  # a busy server may see the first one
         with TCPStore("127.0.0.1", port, timeout=60) as late:
             assert late.add("n", 1) == 2
     finally:
@@ -59,7 +59,7 @@ def test_a_server_that_may_open_no_more_says_so(processes, monkeypatch: pytest.M
 
 
 def refused(stores: list[TCPStore], port: int) -> str:
-    """Add a store to the crowd; why that was not possible."""
+    """Add a store to the crowd; return why that failed."""
     try:
         stores.append(TCPStore("127.0.0.1", port, timeout=60))
     except ResourceError as error:
@@ -75,7 +75,7 @@ def test_a_server_raises_its_soft_limit(processes) -> None:
         assert [store.add("n", 1) for store in stores] == list(range(1, 101))
 
 
-def test_room_is_made_for_all_ranks_before_they_come(
+def test_the_limit_is_raised_for_all_ranks_before_they_come(
     few_descriptors, caplog: pytest.LogCaptureFixture
 ) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

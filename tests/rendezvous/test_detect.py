@@ -57,7 +57,7 @@ def test_where_to_meet() -> None:
     assert derived_port("slurm 77.3") != derived_port("slurm 77.4")
 
 
-def test_a_port_beside_is_one_that_no_other_use_has() -> None:
+def test_the_port_beside_has_no_other_use() -> None:
     assert (port_beside(29500), port_beside(6024), port_beside(6023)) == (24500, 1024, 11023)
     for port in range(1, 65536):
         beside = {port, port_beside(port), port_beside(port, away=10000)}
@@ -75,18 +75,18 @@ def test_one_node() -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "interactive"])
-def test_a_slurm_shell_is_no_job(name: str) -> None:
+def test_a_slurm_shell_is_not_a_job(name: str) -> None:
     assert detect(SLURM | {"SLURM_JOB_NAME": name}) == Detected()
 
 
 def test_slurm_is_the_outermost() -> None:
-    """mpirun or a launcher inside an allocation: each rank inherits the batch step's variables."""
+    """With mpirun or a launcher inside an allocation, each rank inherits the batch step's variables."""
     found = detect(OPEN_MPI | SLURM)
     assert (found.rank, found.world_size, found.master_addr) == (3, 4, None)
     assert detect(TORCH | SLURM).rank == 1
 
 
-def test_slurm_lends_its_hosts_to_an_mpi_that_it_started() -> None:
+def test_an_mpi_started_by_slurm_gets_slurms_hosts() -> None:
     started = {"PMI_RANK": "5", "PMI_SIZE": "8"} | SLURM
     assert detect(started).master_addr == "node01"
 
@@ -131,7 +131,7 @@ def test_arguments_win() -> None:
         (SLURM | {"SLURM_JOB_NODELIST": "node[1-"}, "node list"),
     ],
 )
-def test_values_that_cannot_be_meant(environ: dict[str, str], message: str) -> None:
+def test_wrong_values_of_variables(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         detect(environ)
 
@@ -151,6 +151,6 @@ def test_node_lists(nodelist: str, hosts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("nodelist", ["", "n[", "n]", "n[1-]", "n[a-b]", "n[3-1]", "n[1-99999999]", ",,"])
-def test_what_is_no_node_list(nodelist: str) -> None:
+def test_malformed_node_lists(nodelist: str) -> None:
     with pytest.raises(UsageError, match="Slurm node list"):
         hosts_of(nodelist)

@@ -1,4 +1,4 @@
-"""Announcements and the election, without sockets: loss, late starters, the dead and the stale."""
+"""Announcements and the election, without sockets: lost datagrams, late, dead and stale candidates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_announcements_survive_the_wire(secret: bytes) -> None:
     assert one.where == "pid 7 on host"
 
 
-def test_another_secret_is_passed_over() -> None:
+def test_another_secret_is_ignored() -> None:
     data = announcement("ab").seal(b"one")
     assert Announcement.unseal(data, b"two") is None
     assert Announcement.unseal(data, b"") is None
@@ -60,18 +60,18 @@ def test_another_secret_is_passed_over() -> None:
         {"leaving": 1},
     ],
 )
-def test_fields_out_of_range_are_passed_over(changes: dict) -> None:
+def test_fields_out_of_range_are_ignored(changes: dict) -> None:
     assert Announcement.unseal(announcement("ab").seal(b""), b"") is not None
     wrong = dataclasses.replace(announcement("ab"), **changes)
     assert Announcement.unseal(wrong.seal(b""), b"") is None
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_random_datagrams_are_passed_over(data: bytes, start_right: bool) -> None:
+def test_random_datagrams_are_ignored(data: bytes, start_right: bool) -> None:
     assert Announcement.unseal(b"FASTMC1\n" * start_right + data, b"") is None
 
 
-def test_group_names_keep_apart() -> None:
+def test_group_names_separate_jobs() -> None:
     assert job_digest("a") != job_digest("b")
 
 
@@ -88,26 +88,26 @@ def test_a_world_of_one_leads_itself() -> None:
     assert Election("1", 1).should_lead(0)
 
 
-def test_who_fell_silent_does_not_count() -> None:
+def test_a_silent_candidate_does_not_count() -> None:
     election = Election("1", 2)
     election.hear(announcement("2"), 0)
     assert not election.should_lead(FRESH_SECONDS + 0.1)
     assert election.fresh(FRESH_SECONDS + 0.1) == []
 
 
-def test_who_has_left_does_not_count_and_is_not_minded() -> None:
+def test_a_candidate_that_has_left_does_not_count_and_is_not_watched() -> None:
     election = Election("1", 2)
     election.hear(announcement("2"), 0)
     assert election.there() == [announcement("2")]
     election.hear(dataclasses.replace(announcement("2"), leaving=True), 0)
-    election.hear(announcement("2"), 0)  # overtaken on another interface
+    election.hear(announcement("2"), 0)  # it was overtaken on another interface
     assert not election.should_lead(0)
     assert election.there() == []
     assert election.names(0) == ["pid 7 on host (which has left)"]
 
 
 def test_the_next_leads_when_the_lowest_never_offers() -> None:
-    """A stale announcer with the lowest nonce, say a recording."""
+    """A stale candidate has the lowest nonce, for example in a recorded announcement."""
     election = Election("2", 2)
     times = [step / 10 for step in range(30)]
     leads = []
@@ -117,7 +117,7 @@ def test_the_next_leads_when_the_lowest_never_offers() -> None:
     assert times[leads.index(True)] == pytest.approx(STEP_SECONDS, abs=0.11)
 
 
-def test_without_one_that_is_passed_over_the_next_has_its_time_to_lead() -> None:
+def test_after_an_ignored_candidate_the_next_one_has_its_time_to_lead() -> None:
     election = Election("3", 2)
     for nonce in "12":
         election.hear(announcement(nonce), 0)
@@ -129,7 +129,7 @@ def test_without_one_that_is_passed_over_the_next_has_its_time_to_lead() -> None
     assert election.should_lead(1.95 * STEP_SECONDS)
 
 
-def test_an_offer_is_followed_whoever_has_come() -> None:
+def test_an_offer_is_followed_even_if_few_have_come() -> None:
     election = Election("1", 5)
     election.hear(announcement("3", 50), 0)
     election.hear(announcement("2", 40), 0)
@@ -141,7 +141,7 @@ def test_an_offer_is_followed_whoever_has_come() -> None:
     assert election.gives_way(0)
 
 
-def test_a_leader_that_has_given_way_offers_its_store_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_that_has_given_way_does_not_offer_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("FRESH_SECONDS", 1000.0), ("_GIVING_WAY_SECONDS", 0.0)):
         monkeypatch.setattr(multicast, name, seconds)
     sent: list[bytes] = []
@@ -169,7 +169,7 @@ def test_with_loss_and_late_starters_exactly_one_store_remains(size: int, seed: 
     draw = random.Random(seed)
     elections = [Election(f"{draw.getrandbits(64):016x}", size) for _ in range(size)]
     starts = [draw.uniform(0, 3) for _ in range(size)]
-    store_of: list[int | None] = [None] * size  # whose store a candidate went to
+    store_of: list[int | None] = [None] * size  # candidate -> the one whose store it uses
     for step in range(600):
         now = step * 0.1
         awake = [i for i in range(size) if starts[i] <= now]

@@ -1,4 +1,4 @@
-"""Joining: who is named when ranks clash, differ, die or do not come."""
+"""Joining: which processes errors name when ranks conflict, differ, die or do not come."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ with TCPStore("127.0.0.1", port) as store:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
-def test_everyone_learns_of_everyone(world_size: int, in_threads) -> None:
+def test_all_ranks_get_the_list_of_all(world_size: int, in_threads) -> None:
     with HashStore() as store:
         results = in_threads(
             *(partial(join, store, rank, world_size, "shm", 50) for rank in range(world_size))
@@ -50,8 +50,8 @@ def test_everyone_learns_of_everyone(world_size: int, in_threads) -> None:
         assert {member.pid for member in members} == {os.getpid()}
 
 
-def test_a_users_store_will_do(in_threads) -> None:
-    """Each rank reads the terms and the list, and rank 0 everyone: not everyone reads everyone."""
+def test_a_users_store_suffices(in_threads) -> None:
+    """Each rank reads the terms and the list; only rank 0 reads the record of every rank."""
     store, size = FourOperations(), 20
     results = in_threads(*(partial(join, store, rank, size, "shm", 50) for rank in range(size)))
     assert all([member.rank for member in members] == list(range(size)) for members in results), results
@@ -77,7 +77,7 @@ def test_a_rank_claimed_twice_names_both_on_all(processes) -> None:
         assert all(f"pid {rank.pid} on " in output for rank in ranks[1:])
 
 
-def test_a_second_try_of_one_process_is_called_so() -> None:
+def test_a_second_join_of_one_process_is_named() -> None:
     with HashStore() as store:
         with pytest.raises(StoreTimeoutError):
             join(store, 1, 2, "shm", 0.1)
@@ -114,7 +114,7 @@ def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
             join(store, 0, 2, "shm", 50)
 
 
-def test_who_does_not_come_is_warned_of_and_named(
+def test_a_missing_rank_is_named_in_a_warning_and_the_error(
     in_threads, clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "300")
@@ -138,7 +138,7 @@ def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         others = [rank for rank in range(3) if rank != victim]
         dying = processes.start(JOIN, store.port, victim, 4, "shm")
-        store.wait([f"join/member/{victim}"])  # so it has set the terms
+        store.wait([f"join/member/{victim}"])  # so it has written the terms
         waiting = [processes.start(JOIN, store.port, rank, 4, "shm") for rank in others]
         store.wait([f"join/member/{rank}" for rank in others])
         dying.kill()
@@ -148,7 +148,7 @@ def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim
         assert output.endswith(f": rank {victim} (pid {dying.pid} on {os.uname().nodename}) died")
 
 
-def test_a_failed_join_keeps_no_eye_on_those_that_had_come(processes) -> None:
+def test_a_failed_join_releases_the_pidfds(processes) -> None:
     before = pidfds()
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         processes.start(JOIN, store.port, 1, 3, "shm")
@@ -171,7 +171,7 @@ def test_garbage_under_our_keys_is_an_error() -> None:
 
 
 class Never(HashStore):
-    """A store in which nothing is ever set, for a while; it notes how long it was asked to wait."""
+    """A store in which no key is ever set; it records the timeouts of waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Never(HashStore):
 
 
 @pytest.mark.parametrize(("crowd", "slices"), [(1, 0.25), (250, 0.25), (1000, 1.0), (10_000, 10.0)])
-def test_the_more_wait_the_less_often_they_look(crowd: int, slices: float) -> None:
+def test_more_waiting_ranks_poll_less_often(crowd: int, slices: float) -> None:
     store = Never()
     looks: list[int] = []
     fetch_for(store, ["k"], [], 1000, "testing", lambda: looks.append(1), crowd=crowd)
@@ -208,14 +208,14 @@ class Stalled(HashStore):
         return super()._ask(request)
 
 
-def test_fetch_for_endures_a_store_that_stands_still() -> None:
+def test_fetch_for_retries_while_the_store_is_stopped() -> None:
     store = Stalled(3)
     looks: list[object] = []
 
     def look() -> None:
         looks.append(store.peek(["other"], 0))
         if len(looks) == 1:
-            store.left = 3  # it stalls again, during `look`
+            store.left = 3  # it stops again, during `look`
         else:
             store.set("k", b"v")
 
@@ -223,19 +223,19 @@ def test_fetch_for_endures_a_store_that_stands_still() -> None:
     assert len(looks) == 2
 
 
-def test_fetch_for_says_that_the_store_stands_still_at_the_end() -> None:
+def test_fetch_for_reports_a_stopped_store_at_the_timeout() -> None:
     with pytest.raises(StalledError, match=r"testing: .*no answer"):
         fetch_for(Stalled(math.inf), ["k"], [], 0.0, "testing")
 
 
-def test_fetch_for_says_what_it_was_doing() -> None:
+def test_fetch_for_names_its_purpose() -> None:
     with HashStore() as store:
         store.set("a", "")
         with pytest.raises(StoreTimeoutError, match=r"making group 3: 'b' did not come within 0.1 s"):
             fetch_for(store, ["a", "b"], [], 0.1, "making group 3")
 
 
-def test_fetch_for_sees_a_member_die(processes) -> None:
+def test_fetch_for_detects_a_members_death(processes) -> None:
     process = processes.start(IDLE)
     member = member_of(process, rank=2, world_size=3)
     died = rf"making a group: rank 2 \(pid {process.pid} on .*\) died"
@@ -244,8 +244,8 @@ def test_fetch_for_sees_a_member_die(processes) -> None:
     assert caught.value.ranks == (2,)
 
 
-def test_fetch_for_has_what_a_member_did_before_it_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As this process waited for a core, or else for the store."""
+def test_fetch_for_returns_keys_that_a_member_set_before_it_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process did not see them earlier, as it waited for a core or for the store."""
     member = Member.here(1, 2, "shm")
     monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.01)
     monkeypatch.setattr(waiting, "gone_among", lambda _: [member])
@@ -254,7 +254,7 @@ def test_fetch_for_has_what_a_member_did_before_it_died(monkeypatch: pytest.Monk
     assert got == [b"last"]
 
 
-def test_fetch_for_blames_the_dead_for_a_lost_store(processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_for_names_dead_members_for_a_lost_store(processes, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
 import sys
 from fastcoll.system.processes import Member
@@ -276,7 +276,7 @@ sys.stdin.readline()
             fetch_for(store, ["never"], [], 60, "making a group")
 
 
-def test_who_has_another_secret_is_told_of_with_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_missing_ranks_names_hosts_with_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCOLL_SECRET", "one")
     config.forget()
     with TCPStore("127.0.0.1", 0, is_master=True) as store:

@@ -1,4 +1,4 @@
-"""What comes to a listener besides the group's ranks: it is dropped, told of once, and keeps nobody out."""
+"""Connections to a listener other than the group's: they are dropped, logged once, and keep no rank out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def arrived() -> list[tuple[Opening, socket.socket]]:
 
 @pytest.fixture
 def listener(arrived: list[tuple[Opening, socket.socket]]) -> Iterator[Listener]:
-    """A listener on which rank 1 waits for rank 0."""
+    """Return a listener on which rank 1 waits for rank 0."""
     with nothing_left():
         made = acquire([LO])
         made.join(SEATS[1], lambda opening, connection: arrived.append((opening, connection)), 300)
@@ -61,7 +61,7 @@ def dial(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
 
 
 def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket]]) -> None:
-    """A rank of the group connects, whatever else goes on."""
+    """Check that a rank of the group can connect, whatever else happens."""
     before = len(arrived)
     one = dialed(listener)
     until(lambda: len(arrived) > before)
@@ -72,7 +72,7 @@ def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket
 
 
 def dialed(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
-    """A connection that stands, with a limit that only ends a hang."""
+    """Return an open connection, with a limit that only ends a hang."""
     one, end = dial(listener, endpoint), time.monotonic() + 60
 
     def look() -> None:
@@ -83,7 +83,7 @@ def dialed(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
 
 
 def answered(connection: socket.socket) -> bytes:
-    """Open as rank 0, up to the listener's answer; the proof, which is to be sent."""
+    """Open a connection as rank 0, up to the listener's answer; return the proof to send."""
     dialing, proof = Dialing(SEATS[0], 1, ConnectionKind.DATA, 0), b""
     connection.sendall(dialing.opening)
     while dialing.wants:
@@ -103,7 +103,7 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_rank_comes_through(listener, arrived) -> None:
+def test_a_rank_of_the_group_connects(listener, arrived) -> None:
     comes_through(listener, arrived)
     (opening, connection) = arrived[0]
     assert (opening.rank, opening.kind, opening.stream) == (0, ConnectionKind.DATA, 0)
@@ -122,7 +122,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_is_dropped_and_told_of_once(listener, arrived, caplog, garbage: bytes) -> None:
+def test_garbage_is_dropped_and_logged_once(listener, arrived, caplog, garbage: bytes) -> None:
     for _ in range(3):
         with connect(listener) as stranger:
             stranger.sendall(garbage)
@@ -140,7 +140,7 @@ def test_a_port_scan_is_dropped(listener, arrived) -> None:
     comes_through(listener, arrived)
 
 
-def test_who_asks_a_rank_for_a_store_gets_no_proof(listener, arrived) -> None:
+def test_a_store_opening_gets_no_proof_from_a_rank(listener, arrived) -> None:
     with connect(listener) as stranger:
         stranger.sendall(Dialing(SEATS[0], 1, ConnectionKind.STORE, 0).opening)
         assert is_dropped(stranger)
@@ -148,7 +148,7 @@ def test_who_asks_a_rank_for_a_store_gets_no_proof(listener, arrived) -> None:
     comes_through(listener, arrived)
 
 
-def test_another_version_is_told(listener) -> None:
+def test_another_version_gets_the_reason_from_a_listener(listener) -> None:
     with connect(listener) as stranger:
         mine = bytearray(Dialing(SEATS[0], 1, ConnectionKind.DATA, 0).opening)
         mine[12:28] = b"99.0".ljust(16, b"\0")
@@ -158,7 +158,7 @@ def test_another_version_is_told(listener) -> None:
         assert is_dropped(stranger)
 
 
-def test_idle_connections_keep_nobody_out(listener, arrived, many_descriptors) -> None:
+def test_idle_connections_keep_no_rank_out(listener, arrived, many_descriptors) -> None:
     idle = [connect(listener) for _ in range(500)]
     comes_through(listener, arrived)
     assert len(listener._pending) <= listening.MOST_OPENINGS
@@ -167,21 +167,19 @@ def test_idle_connections_keep_nobody_out(listener, arrived, many_descriptors) -
     until(lambda: not listener._pending)
 
 
-def test_who_has_been_answered_gives_way_to_none_that_have_said_nothing(
-    listener, arrived, many_descriptors
-) -> None:
-    """A rank takes its connection for made once it has sent its proof: dropping it would look like a death."""
+def test_answered_connections_are_kept_before_silent_ones(listener, arrived, many_descriptors) -> None:
+    """A rank regards its connection as established once it has sent its proof: a drop would look like a death."""
     with contextlib.ExitStack() as opened:
         rank = opened.enter_context(connect(listener))
         proof = answered(rank)
         for _ in range(2 * listening.MOST_OPENINGS):
             opened.enter_context(connect(listener))
-        comes_through(listener, arrived)  # by then the listener has seen all those
+        comes_through(listener, arrived)  # by then the listener has read all of those
         rank.sendall(proof)
         until(lambda: len(arrived) == 2)
 
 
-def test_slow_openers_are_given_up(monkeypatch, listener) -> None:
+def test_slow_openings_are_dropped(monkeypatch, listener) -> None:
     monkeypatch.setattr(listening, "OPENING_SECONDS", 0.2)
     with connect(listener) as slow:
         slow.sendall(b"FAST")
@@ -190,14 +188,14 @@ def test_slow_openers_are_given_up(monkeypatch, listener) -> None:
 
 
 def test_a_proof_that_came_while_the_listener_was_starved_is_in_time(monkeypatch, listener, arrived) -> None:
-    """Who has sent it takes the connection for made: dropping it would look like a death."""
+    """The sender regards the connection as established: a drop would look like a death."""
     asleep, sent = threading.Event(), threading.Event()
 
     def starve(connection: socket.socket, host: str) -> None:
         asleep.set()
         assert sent.wait(60)
         (pending,) = listener._pending.values()
-        pending.deadline = time.monotonic()  # it has slept past that
+        pending.deadline = time.monotonic()  # it has slept past the deadline
         connection.close()
 
     with connect(listener) as late:
@@ -225,7 +223,7 @@ def test_a_rank_that_is_stopped_before_its_proof_has_its_groups_timeout(
         until(lambda: arrived)
 
 
-def test_what_follows_the_proof_is_left_for_the_group(listener, arrived) -> None:
+def test_bytes_after_the_proof_belong_to_the_group(listener, arrived) -> None:
     one = dialed(listener)
     one.connection.sendall(b"the first bytes")
     until(lambda: arrived)
@@ -234,14 +232,14 @@ def test_what_follows_the_proof_is_left_for_the_group(listener, arrived) -> None
     one.close()
 
 
-def test_a_group_that_has_gone_is_answered_to_no_more(listener) -> None:
+def test_an_opening_for_a_closed_group_gets_no_answer(listener) -> None:
     listener.leave(SEATS[1])
     with connect(listener) as late:
         late.sendall(Dialing(SEATS[0], 1, ConnectionKind.DATA, 0).opening)
         assert is_dropped(late)
 
 
-def test_a_group_that_cannot_take_a_connection_harms_no_other(listener, arrived, caplog) -> None:
+def test_a_failing_group_does_not_affect_other_groups(listener, arrived, caplog) -> None:
     def fail(*_: object) -> None:
         raise ValueError("no room")
 
@@ -254,7 +252,7 @@ def test_a_group_that_cannot_take_a_connection_harms_no_other(listener, arrived,
     assert "no room" in caplog.text
 
 
-def test_running_out_of_descriptors_is_survived(listener, arrived, caplog, monkeypatch) -> None:
+def test_the_listener_works_after_a_lack_of_descriptors(listener, arrived, caplog, monkeypatch) -> None:
     monkeypatch.setattr(listening, "raise_limit", lambda by, what: False)
     accept = socket.socket.accept
     refusals = [OSError(errno.EMFILE, "Too many open files")] * 2
@@ -277,7 +275,7 @@ def test_running_out_of_descriptors_is_survived(listener, arrived, caplog, monke
     assert any("ulimit -n" in record.getMessage() for record in caplog.records)
 
 
-def test_a_listener_that_can_take_nothing_for_long_says_so(listener, arrived, monkeypatch) -> None:
+def test_a_long_lack_of_descriptors_is_an_error(listener, arrived, monkeypatch) -> None:
     assert listener.lack() is None
     monkeypatch.setattr(listening, "raise_limit", lambda by, what: False)
     monkeypatch.setattr(listener, "pause", lambda: None)
@@ -341,21 +339,21 @@ def test_ports_of_a_range(ports: pytest.MonkeyPatch) -> None:
         ("FASTCOLL_TCP_STREAMS", "65"),
     ],
 )
-def test_settings_that_make_no_sense(ports: pytest.MonkeyPatch, name: str, text: str) -> None:
+def test_wrong_settings_of_a_listener(ports: pytest.MonkeyPatch, name: str, text: str) -> None:
     ports.setenv(name, text)
     with pytest.raises(UsageError, match=f"{name}='{text}' cannot be used"):
         config.get(name)
 
 
-def test_an_address_that_is_not_here() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     with nothing_left(), pytest.raises(ResourceError, match=r"cannot listen on 192\.0\.2\.77 .eth9.*IFNAME"):
         Listener([LO, Interface("eth9", "192.0.2.77")])
 
 
-def test_a_forked_child_leaves_the_listener_to_its_parent(listener, arrived) -> None:
+def test_a_forked_child_does_not_use_its_parents_listener(listener, arrived) -> None:
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # ends a child that waits for the lock
+        signal.alarm(60)  # ends a child that hangs on the lock
         left = any(each.fileno() != -1 for each in listener._sockets)
         fresh = acquire([LO])
         release(fresh)

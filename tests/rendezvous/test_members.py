@@ -23,7 +23,7 @@ def refuse(_: int) -> NoReturn:
     raise OSError(24, "Too many open files")
 
 
-def test_a_member_survives_the_way_through_a_store() -> None:
+def test_a_member_survives_its_serialisation() -> None:
     me = Member.here(3, 5, "shm")
     assert Member.from_bytes(me.to_bytes()) == me
     assert (me.rank, me.world_size, me.backend, me.pid) == (3, 5, "shm", os.getpid())
@@ -111,13 +111,13 @@ def test_a_recycled_pid_is_not_the_member() -> None:
 
 
 @pytest.mark.parametrize("field", ["boot_id", "pid_namespace"])
-def test_what_cannot_be_seen_counts_as_alive(field: str) -> None:
+def test_a_process_out_of_sight_counts_as_alive(field: str) -> None:
     far = dataclasses.replace(Member.here(0, 1, "shm"), pid=1 << 22, **{field: "elsewhere"})
     assert far.alive() is None
     assert dead_among([far]) == []
 
 
-def test_forget_closes_what_is_watched(processes) -> None:
+def test_forget_closes_the_pidfds(processes) -> None:
     member = member_of(processes.start(IDLE))
     before = pidfds()
     assert member.alive() is True
@@ -141,14 +141,14 @@ def test_a_name_with_parentheses_does_not_hide_the_start_time(tmp_path) -> None:
         process.wait()
 
 
-def test_a_forked_child_looks_anew() -> None:
+def test_a_forked_child_opens_its_own_pidfds() -> None:
     """Even when another thread held the table's lock at the fork."""
     me = this_process()
     assert not dead_among([me])
     with processes_module._lock:
         child = os.fork()
         if child == 0:
-            signal.alarm(60)  # ends a child that waits for the lock
+            signal.alarm(60)  # ends a child that hangs on the lock
             os._exit(7 if not processes_module._watched and not dead_among([me]) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert not dead_among([me])

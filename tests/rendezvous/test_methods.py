@@ -49,7 +49,7 @@ except FastcollError as error:
 
 
 def assert_one_world(outputs: list[str], pids: list[int], store: str) -> None:
-    """All printed different ranks of one world of exactly these processes."""
+    """Check that all printed different ranks of one world of exactly these processes."""
     size = len(pids)
     assert sorted(outputs) == [f"{rank} {size} {store} {sorted(pids)}" for rank in range(size)]
 
@@ -119,7 +119,9 @@ def test_ranks_meet_at_an_address(
         ({"RANK": "0", "WORLD_SIZE": "2", "PMI_RANK": "1"}, -1, "RANK=0, but PMI_RANK=1"),
     ],
 )
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, environ, rank: int, message: str) -> None:
+def test_missing_variables_are_named(
+    monkeypatch: pytest.MonkeyPatch, environ, rank: int, message: str
+) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=message):
@@ -145,8 +147,8 @@ print("".join(rank.communicate()[0] for rank in ranks))
 """
 
 
-def test_ranks_of_one_launcher_meet_without_being_told_where(processes) -> None:
-    """As MPICH's launcher sets it up, a shell in between included; two jobs at once stay apart."""
+def test_ranks_of_one_launcher_meet_without_an_address(processes) -> None:
+    """As with MPICH's launcher, including a shell in between; two jobs at the same time do not interfere."""
     jobs = [processes.start(LAUNCHER, MEET) for _ in range(2)]
     lines = [output.splitlines() for output in processes.outputs(jobs)]
     for job in lines:
@@ -187,17 +189,17 @@ def test_under_a_real_mpiexec(processes) -> None:
         ("mpi://", 0, 2, "no known scheme"),
     ],
 )
-def test_what_a_method_needs_is_named(url: str, rank: int, world_size: int, message: str) -> None:
+def test_missing_arguments_of_a_method_are_named(url: str, rank: int, world_size: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         meet(url, rank, world_size, 5)
 
 
-# a user's own
+# a user-defined one
 
 
 @pytest.fixture
 def handlers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """mine:// with a handler; what it was called with, and when it was closed."""
+    """Register a handler for mine://; record its arguments, and when it is closed."""
     monkeypatch.setattr("fastcoll.rendezvous.init_method._handlers", {})
     said: list[str] = []
 
@@ -220,7 +222,7 @@ def test_a_users_handler_finds_the_others(handlers: list[str]) -> None:
     assert handlers[0] == "mine://there?x=1&rank=1&world_size=2 0:05:00"
     assert handlers[-1] == "mine://there 0:00:07"
     found.close()
-    assert handlers[-1] == "mine://there 0:00:07"  # closed, but not to its end
+    assert handlers[-1] == "mine://there 0:00:07"  # closed before its end
     with pytest.raises(StoreError, match="closed"):
         found.store.set("a", "1")
     fastcoll.init_process_group(init_method="mine://again")
@@ -228,7 +230,7 @@ def test_a_users_handler_finds_the_others(handlers: list[str]) -> None:
     assert handlers[-1].startswith("mine://again 0:30:00")
 
 
-def test_a_handler_that_is_none(handlers: list[str]) -> None:
+def test_wrong_handlers_are_refused(handlers: list[str]) -> None:
     for scheme, handler, text in (
         ("mine", print, "mine:// has a rendezvous handler already"),
         ("tcp", print, "tcp:// has a rendezvous handler already"),
@@ -262,7 +264,7 @@ def test_file_with_ranks_given_or_assigned(tmp_path: Path, processes, asked: tup
     assert not list(tmp_path.iterdir())
 
 
-def test_group_names_keep_jobs_in_one_file_apart(tmp_path: Path, processes) -> None:
+def test_group_names_separate_jobs_in_one_file(tmp_path: Path, processes) -> None:
     jobs = {
         name: [processes.start(MEET, f"file://{tmp_path}/meet", -1, 2, 60, name) for _ in range(2)]
         for name in "ab"
@@ -280,7 +282,7 @@ def test_group_names_keep_jobs_in_one_file_apart(tmp_path: Path, processes) -> N
     ],
 )
 @pytest.mark.parametrize("where", ["file", "v4", pytest.param("v6", marks=pytest.mark.long)])
-def test_two_that_do_not_fit_are_named_by_both(
+def test_two_processes_that_do_not_fit_are_named_on_both(
     tmp_path: Path, processes, where: str, first: tuple[int, int], second: tuple[int, int], why: str
 ) -> None:
     url = f"file://{tmp_path}/meet" if where == "file" else group_of(where)
@@ -345,7 +347,7 @@ def test_a_file_that_another_world_fills(tmp_path: Path, in_threads) -> None:
 
 
 def test_one_file_many_times(tmp_path: Path, processes) -> None:
-    """The same processes, in step only through the file itself."""
+    """The same processes repeat the meeting, synchronised only by the file itself."""
     source = """
 import sys
 from fastcoll.rendezvous import meet
@@ -366,7 +368,7 @@ print("done")
 
 @pytest.fixture(params=["v4", pytest.param("v6", marks=pytest.mark.long)])
 def group(request: pytest.FixtureRequest) -> str:
-    """The URL of a group of our own, which the kernel lets us join."""
+    """Return the URL of a new multicast group that this process can join."""
     return group_of(request.param)
 
 
@@ -383,14 +385,14 @@ def group_of(version: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def test_multicast_assigns_ranks_that_nobody_asks_for(group: str, processes) -> None:
+def test_multicast_assigns_ranks(group: str, processes) -> None:
     ranks = [processes.start(MEET, group, rank, 4) for rank in (2, -1, 0, -1)]
     outputs = processes.outputs(ranks)
     assert_one_world(outputs, [rank.pid for rank in ranks], "TCPStore")
     assert (outputs[0][0], outputs[2][0]) == ("2", "0")
 
 
-def test_multicast_keeps_jobs_apart(processes) -> None:
+def test_multicast_separates_jobs(processes) -> None:
     group = group_of("v4")
     by_name = {name: [processes.start(MEET, group, -1, 2, 60, name) for _ in range(2)] for name in "ab"}
     by_secret = [processes.start(MEET, group, -1, 2, 60, "a", FASTCOLL_SECRET="x") for _ in range(2)]
@@ -403,10 +405,10 @@ def member_of(group: str) -> MulticastSocket:
     return MulticastSocket(address.strip("[]"), int(port))
 
 
-def test_multicast_strangers_are_passed_over(processes) -> None:
+def test_multicast_ignores_strangers(processes) -> None:
     group = group_of("v4")
     with member_of(group) as strangers, socket.create_server(("127.0.0.1", 0)) as store:
-        # The lowest nonce would lead, at a store of the strangers' own; others would end the meeting.
+        # One has the lowest nonce and would lead, with the strangers' store; others would end the meeting.
         lead = Announcement(
             job_digest(""), "0" * 32, time.time(), 2, **vars(this_process()), address="127.0.0.1",
             port=store.getsockname()[1],
@@ -424,7 +426,9 @@ def test_multicast_strangers_are_passed_over(processes) -> None:
             store.accept()
 
 
-def test_multicast_names_who_came(group: str, in_threads, clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multicast_names_the_processes_that_came(
+    group: str, in_threads, clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hearers, both_heard = set[str](), threading.Event()
 
     class Hearing(multicast.Election):
@@ -449,8 +453,8 @@ def test_multicast_names_who_came(group: str, in_threads, clock, monkeypatch: py
         assert f"heard pid {os.getpid()} on {os.uname().nodename}" in str(error)
 
 
-def test_multicast_gets_past_the_dead_and_the_stale(processes) -> None:
-    """Recordings of candidates that are gone: the lowest nonce there can be, and an offer of no store."""
+def test_multicast_ignores_dead_and_stale_candidates(processes) -> None:
+    """Recorded announcements of dead candidates: with the lowest possible nonce, and with an offer of no store."""
     group = group_of("v4")
     elsewhere = ProcessId(host="gone", pid=1, start_time=1, boot_id="other", pid_namespace="pid:[1]")
     gone = Announcement(job_digest(""), "0" * 32, 0.0, 2, **vars(elsewhere))
@@ -497,7 +501,7 @@ def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
     ranks = [processes.start(MEET, group, -1, 3) for _ in range(2)]
     heard: set[int] = set()
     with member_of(group) as socket_:
-        # The second one to be heard has announced itself while the first one listened.
+        # The second candidate has announced itself while the first one listened.
         for data in socket_.receive(60.0, MAX_DATAGRAM):
             announcement = Announcement.unseal(data, job_secret())
             assert announcement is not None
@@ -525,11 +529,11 @@ def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
         ("v6", -1, 2, "2 processes to meet; heard nobody"),
     ],
 )
-def test_who_is_late_is_warned_of_and_named(
+def test_a_late_rank_is_named_in_a_warning(
     tmp_path: Path, in_threads, clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
     where: str, rank: int, size: int, missing: str,
 ) -> None:  # fmt: skip
-    # Without a limit, which a connect on a busy machine may pass before it is refused.
+    # Without a limit: on a busy machine a connect may exceed it before it is refused.
     monkeypatch.setattr(
         tcp_store, "_connected", lambda host, port, *_: socket.create_connection((host, port))
     )

@@ -1,4 +1,4 @@
-"""Start-up at scale: the model of it sends what real ranks send, and its arithmetic holds."""
+"""Start-up at scale: the model sends the same messages as real ranks, and its arithmetic holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(json.dumps([len(tally.joined), tally.messages]))
 
 @pytest.mark.long
 def test_the_model_sends_what_real_ranks_send(processes) -> None:
-    """Except for looks around, which depend on how long the machine takes."""
+    """Except for polls, whose number depends on the machine's speed."""
     joined, messages = json.loads(processes.outputs([processes.start(MEASURE, Path(__file__).parents[1])])[0])
     model = Simulation(12, costs()).run().messages
     assert joined == 12
@@ -45,14 +45,14 @@ def test_the_model_sends_what_real_ranks_send(processes) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 100, MAX_KEYS_PER_REQUEST + 1])
-def test_every_rank_gets_to_the_end(size: int) -> None:
+def test_every_simulated_rank_finishes(size: int) -> None:
     outcome = Simulation(size, costs()).run()
     sent = sum(len(script(rank, size)) for rank in range(size))
     assert outcome.messages.total() - 2 * outcome.messages["PEEK"] == sent
     assert outcome.server_busy == pytest.approx(20e-6 * outcome.messages.total())
 
 
-def test_a_busy_server_few_cores_or_the_network_decide() -> None:
+def test_the_server_the_cores_or_the_network_is_the_bottleneck() -> None:
     outcome = Simulation(1000, costs()).run()
     assert outcome.server_busy <= outcome.seconds < 1.1 * outcome.server_busy
     machine = Machine(cores=2, latency=0.0)
@@ -64,7 +64,7 @@ def test_a_busy_server_few_cores_or_the_network_decide() -> None:
     assert outcome.seconds > 49 * 50 * 100 / 1e6
 
 
-def test_connections_beyond_the_backlog_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_beyond_the_backlog_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_model, "BACKLOG", 10)
     outcome = Simulation(15, costs(server_message=1e-3)).run()
     assert outcome.retried > 0

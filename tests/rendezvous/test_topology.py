@@ -1,4 +1,4 @@
-"""Who shares a node with whom, and who talks to other nodes."""
+"""Which ranks share a node, and which ranks communicate with other nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HERE = Member.here(0, 1, "auto")
 
 
 def topologies(homes: list[int]) -> list[Topology]:
-    """Every rank's view of a group whose rank r is on the node homes[r]."""
+    """Return every rank's view of a group whose rank r is on the node homes[r]."""
     members = [replace(HERE, rank=10 + r, shm_device=home) for r, home in enumerate(homes)]
     return [Topology(members, rank) for rank in range(len(homes))]
 
@@ -45,7 +45,7 @@ class Counted(Member):
         return super().node
 
 
-def test_the_nodes_of_many_ranks_are_found_in_one_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_of_each_rank_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "asked", 0)
     members = [Counted(**vars(HERE) | {"shm_device": rank // 2}) for rank in range(1000)]
     topology = Topology(members, 501)
@@ -89,6 +89,6 @@ def test_equal_device_numbers_on_two_machines_are_two_nodes() -> None:
     assert Topology([HERE, there], 0).nodes == ((0,), (1,))
 
 
-def test_a_rank_that_is_not_there() -> None:
+def test_a_rank_out_of_the_group() -> None:
     with pytest.raises(ValueError, match="no rank 3"):
         topologies([1, 2])[0].home_of(3)

@@ -60,6 +60,6 @@ def test_the_query_and_the_arguments() -> None:
         ("file:///tmp/", 0, 1, "absolute path"),
     ],
 )
-def test_what_cannot_be_meant(url: str, rank: int, world_size: int, message: str) -> None:
+def test_wrong_urls(url: str, rank: int, world_size: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse(url, rank, world_size)
