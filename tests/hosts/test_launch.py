@@ -194,7 +194,7 @@ def test_a_node_whose_ranks_have_finished_does_not_affect_the_others(
         assert (code, out[4:], err) == (0, "done\n", "")
 
 
-@pytest.mark.long  # test_nodes.py has, in short, launchers that do not reach one another, on node 0 and on others
+@pytest.mark.long  # test_failures.py has, in short, launchers that do not reach one another, on node 0 and on others
 def test_a_failure_on_an_unreachable_host_ends_that_host(
     join_hosts: Join, script: Script, tmp_path: Path
 ) -> None:
