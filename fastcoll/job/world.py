@@ -1,6 +1,6 @@
 """The default group: how a process joins the world, and how it leaves it.
 
-Joining: find the other ranks (finding.py), exchange identities (rendezvous/join.py), make the group of all. Another
+Joining: find the other ranks (discovery.py), exchange identities (rendezvous/join.py), make the group of all. Another
 thread imports Numba meanwhile. Leaving: close the groups, newest first (leaving.py), then the store. A script that does
 not call `destroy_process_group` leaves at exit.
 """
