@@ -237,7 +237,7 @@ def test_the_store_of_a_running_job_is_not_joined_again(monkeypatch: pytest.Monk
         return Rendezvous(opened[-1], 0, 2, "here")
 
     load(parse_backend(None))  # otherwise importing Numba would take all of the time
-    monkeypatch.setattr("fastcoll.job.world.meet", meet_again)
+    monkeypatch.setattr("fastcoll.job.discovery.meet", meet_again)
     text = "file:///x leads to a job in which rank 0 has started before"
     for timeout in (0.3 * 2**n for n in range(8)):  # it may have polled only once if it got no core meanwhile
         opened.clear()
@@ -260,7 +260,7 @@ def test_only_one_thread_of_a_process_joins(monkeypatch: pytest.MonkeyPatch) -> 
         assert ended.wait(60)
         raise RendezvousError("nobody came")
 
-    monkeypatch.setattr("fastcoll.job.world.meet", meet)
+    monkeypatch.setattr("fastcoll.job.discovery.meet", meet)
     with ThreadPoolExecutor(1) as other:
         first = other.submit(dist.init_process_group, init_method="file:///x", rank=0, world_size=2)
         try:
@@ -279,7 +279,7 @@ def test_only_one_thread_of_a_process_joins(monkeypatch: pytest.MonkeyPatch) -> 
 
 def meet_in(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every init_method use `store`."""
-    monkeypatch.setattr("fastcoll.job.world.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here"))
+    monkeypatch.setattr("fastcoll.job.discovery.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here"))
 
 
 class Unclosed(dist.PrefixStore):
