@@ -168,9 +168,9 @@ class JoinQueue:
         try:
             self._keys.set(f"waiting/{n}", this_process().to_bytes())
             self._keys.add("count", 1)
-            self._hear(f"called/{n}", deadline, timeout)
+            self._await_key(f"called/{n}", deadline, timeout)
             self._keys.set(f"here/{n}", b"1")
-            invited = json.loads(self._hear(f"invited/{n}", deadline, timeout))
+            invited = json.loads(self._await_key(f"invited/{n}", deadline, timeout))
             self._forget(n, "invited")
             return Invitation(**invited), withdraw
         except BaseException:
@@ -179,7 +179,7 @@ class JoinQueue:
             withdraw()
             raise
 
-    def _hear(self, key: str, deadline: float, timeout: float) -> bytes:
+    def _await_key(self, key: str, deadline: float, timeout: float) -> bytes:
         def look() -> None:
             if self._keys.peek(["over"])[0] is not None:
                 raise JobEndedError("the job has ended before this joiner could join it")

@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.01
 # How long rank 0 stays at most, in seconds, when Ctrl-C ended its last making of a group.
 _INTERRUPTED_SECONDS = 0.5
 # How long a rank tries to publish that it has left: rank 0, which serves the store, may be stopped or out of reach.
-_LAST_WORD_SECONDS = 1.0
+_PUBLISH_SECONDS = 1.0
 # A leaving rank adds this to its count: more than any number of groups.
 _LEFT = 1 << 30
 
@@ -63,7 +63,7 @@ class StoreLease:
         try:
             if self.rank == 0:
                 self._await_others(min(grace, _INTERRUPTED_SECONDS) if self._interrupted else grace, gone)
-            self.store.set_timeout(min(before.total_seconds(), _LAST_WORD_SECONDS))
+            self.store.set_timeout(min(before.total_seconds(), _PUBLISH_SECONDS))
             with suppress(StoreError):  # as in _count
                 self.store.set(f"farewell/{self.rank}", exit_reason)
             self._count(_LEFT)
@@ -96,10 +96,10 @@ class StoreLease:
 
     def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
         """Raise AbortedError with exit reasons if any of `ranks` has left the job, as it will make no group."""
-        words = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
-        if gone := [(rank, said.decode()) for rank, said in zip(ranks, words, strict=True) if said]:
-            told = ", ".join(f"{self.members[rank]} {said}" for rank, said in gone)
-            raise AbortedError(f"{doing}: {told}", [rank for rank, _ in gone])
+        reasons = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
+        if gone := [(rank, reason.decode()) for rank, reason in zip(ranks, reasons, strict=True) if reason]:
+            text = ", ".join(f"{self.members[rank]} {reason}" for rank, reason in gone)
+            raise AbortedError(f"{doing}: {text}", [rank for rank, _ in gone])
 
 
 def times_settled(store: Store, rank: int) -> int:

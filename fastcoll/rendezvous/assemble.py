@@ -36,11 +36,11 @@ _GROUP = "group"
 _MOST_BYTES = 4096  # of a contribution
 _LOOK_SECONDS = 0.25
 # From when a member detects a failure until the others can read it in the store, on a machine without a free core.
-_TELLING_SECONDS = 2.0
+_PUBLISH_SECONDS = 2.0
 # At most this many waiters are assumed: a multicast leader must call `between` often enough to announce itself.
 _MOST_AT_ONCE = 1000
 # Errors that a member publishes. The others detect a broken connection or a lost store themselves.
-_TOLD: dict[str, type[FastcollError]] = {
+_PUBLISHED: dict[str, type[FastcollError]] = {
     kind.__name__: kind
     for kind in (
         errors.UsageError, errors.UnavailableError, errors.ResourceError, RendezvousError, errors.StoreTimeoutError,
@@ -106,7 +106,7 @@ class Meeting:
         self._late_warning = LateWarning()
         self._end, self._late = Ending(store, name), Ending(store, f"{name}/late")
         self._sought: dict[int, None] = dict.fromkeys(range(size) if place == 0 else [0])
-        self._told_missing = ""
+        self._published_missing = ""
         self._is_over = False  # another member has published a failure
         self._looked = time.monotonic()
 
@@ -186,7 +186,7 @@ class Meeting:
     def hear_why(self) -> None:
         """Wait up to 2 s for another member to publish the reason of a failure, and raise it; return if none does."""
         told: list[bytes] = []
-        grace = min(self.left(), _TELLING_SECONDS)
+        grace = min(self.left(), _PUBLISH_SECONDS)
         with suppress(errors.StoreTimeoutError):
             told = fetch_for(self.store, [self._end.key], self.watched, grace, self.doing)
         for end in told:
@@ -203,12 +203,12 @@ class Meeting:
         if not isinstance(error, FastcollError):  # Ctrl-C, for one
             text = f"{self._sender or self.doing}: it was ended by {type(error).__name__}"
             error = RendezvousError(text)
-        if type(error).__name__ not in _TOLD:
+        if type(error).__name__ not in _PUBLISHED:
             return
         ranks = error.ranks if isinstance(error, PeerDiedError) else ()
         record = json.dumps({"kind": type(error).__name__, "text": text, "ranks": list(ranks)}).encode()
         before = self.store.timeout
-        self.store.set_timeout(min(before.total_seconds(), _TELLING_SECONDS))
+        self.store.set_timeout(min(before.total_seconds(), _PUBLISH_SECONDS))
         try:
             with suppress(StoreError):  # the store's server is gone, which all members detect, or stopped
                 if not self._end.decide(FAILED, record):
@@ -224,8 +224,8 @@ class Meeting:
         """Between two short waits: raise a published failure, and read the contributions that have come."""
         sought = list(self._sought)
         self._learn(sought, self._look_at([member_key(self.name, place) for place in sought]))
-        if self.place == 0 and self._told_missing != (missing := self.missing()):
-            self._told_missing = missing
+        if self.place == 0 and self._published_missing != (missing := self.missing()):
+            self._published_missing = missing
             self.say("missing", missing.encode())
         self._between()
 
@@ -244,7 +244,7 @@ class Meeting:
             raise MovedError
         try:
             found = json.loads(end[1:])
-            kind, text = _TOLD[found["kind"]], str(found["text"])
+            kind, text = _PUBLISHED[found["kind"]], str(found["text"])
             ranks = [int(rank) for rank in found["ranks"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(f"why the meeting failed cannot be read: {end[1:81]!r}") from error

@@ -261,9 +261,9 @@ class NetMonitor(Monitor):
         # The first notice that reports the death of another rank than this one.
         notices, me = list(self._control.heard.values()), self.members[self.rank].rank
         report = next((each for each in notices if each.died and set(each.ranks) - {me}), None)
-        told = set(report.ranks) if report is not None else set()
-        told_members = {member for member in self.members if member.rank in told}
-        culprits = sorted(proven | set(suspects) | told_members, key=lambda member: member.rank)
+        reported = set(report.ranks) if report is not None else set()
+        reported_members = {member for member in self.members if member.rank in reported}
+        culprits = sorted(proven | set(suspects) | reported_members, key=lambda member: member.rank)
         if not culprits:
             return None
         names = ", ".join(map(str, culprits))
@@ -273,7 +273,7 @@ class NetMonitor(Monitor):
             how = ", ".join(dict.fromkeys(suspects.values()))
             text = f"{names} died or lost its connection{f' ({how})' if how else ''}; {doing}"
         error = PeerDiedError(text, [member.rank for member in culprits])
-        if report is not None and told == set(error.ranks):
+        if report is not None and reported == set(error.ranks):
             self._taken = (error, report)
         return error
 

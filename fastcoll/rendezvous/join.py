@@ -61,8 +61,10 @@ def join(
         joining.agree_on_terms()
         joining.claim_rank()
         everybody = joining.members
-        told = joining.gather(me.to_bytes(), lambda _: pack([everybody[rank] for rank in range(world_size)]))
-        members = unpack(Member, told, world_size)
+        published = joining.gather(
+            me.to_bytes(), lambda _: pack([everybody[rank] for rank in range(world_size)])
+        )
+        members = unpack(Member, published, world_size)
     logger.debug("joined as %s of %d", me, world_size)
     return members
 
@@ -222,10 +224,10 @@ def arrive(
             other.check_same_world(me)
         raise FullError(others)
     with _Arriving(store, me, place, timeout, between, began) as arriving:
-        told = arriving.gather(
+        published = arriving.gather(
             me.to_bytes(), lambda all_: compact(assign(list(map(Arrival.from_bytes, all_))))
         )
-        ranks = expand(told, 16 * world_size)
+        ranks = expand(published, 16 * world_size)
         if 0 not in arriving.known and (first := store.peek([member_key(_ARRIVALS, 0)])[0]) is not None:
             # The others may have met before this process read the first one's record.
             Arrival.from_bytes(first).check_same_world(me)
@@ -252,7 +254,7 @@ class _Arriving(Meeting):
         doing = f"{me.where} meets {me.world_size} processes"
         super().__init__(store, _ARRIVALS, place, me.world_size, timeout, doing, "", between, began)
         self._me = me
-        self._here: list[Arrival] = []
+        self._arrived: list[Arrival] = []
         self._asked: dict[int, Arrival] = {}
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -261,7 +263,7 @@ class _Arriving(Meeting):
 
     def learned(self, place: int, value: bytes) -> None:
         arrival = Arrival.from_bytes(value)
-        self._here.append(arrival)
+        self._arrived.append(arrival)
         self.watched.append(arrival)
         arrival.check_same_world(self._me)
         arrival.claim(self._asked)
@@ -270,7 +272,7 @@ class _Arriving(Meeting):
         """Return the missing ranks if all that came request a rank, else the number of missing processes."""
         if self.place:
             return "the first that came"
-        here = self._here or [self._me]
+        here = self._arrived or [self._me]
         missing = f"{self.size - len(here)} more"
         if all(arrival.rank != -1 for arrival in here):
             missing = f"rank(s) {listed([rank for rank in range(self.size) if rank not in self._asked])}"

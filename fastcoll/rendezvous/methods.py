@@ -56,39 +56,43 @@ def meet_by_environment(rank: int | None, world_size: int | None, timeout: float
     return meet_at_address(host, port, rank, world_size, timeout, f"MASTER_ADDR={host} MASTER_PORT={port}")
 
 
-def place_of(said: Detected) -> WorldSettings:
+def place_of(detected: Detected) -> WorldSettings:
     """Return where the ranks meet, from the variables that `detect` has found.
 
     If all ranks are on this machine, according to the launcher, and MASTER_PORT is not set, they meet in a file named
     after the launcher. Under Slurm or Open MPI on several nodes, the port is derived from the job's name. UsageError:
     variables are missing.
     """
-    rank, world_size = said.rank, said.world_size
-    if rank is None and world_size is None and not said.found:
+    rank, world_size = detected.rank, detected.world_size
+    if rank is None and world_size is None and not detected.found:
         rank, world_size = 0, 1
     if rank is None or world_size is None:
-        raise _missing(said, {TORCH.rank: rank, TORCH.size: world_size})
+        raise _missing(detected, {TORCH.rank: rank, TORCH.size: world_size})
     check_rank(rank, world_size)
     if world_size == 1:
         return WorldSettings(0, 1)
-    if said.master_port is None and said.on_one_node and said.rank_variable not in ("", TORCH.rank):
-        return WorldSettings(rank, world_size, shared_path(said.rank_variable))
-    port = said.master_port
-    if port is None and said.job_id is not None:
-        port = derived_port(said.job_id)
-    host = said.master_addr
+    if (
+        detected.master_port is None
+        and detected.on_one_node
+        and detected.rank_variable not in ("", TORCH.rank)
+    ):
+        return WorldSettings(rank, world_size, shared_path(detected.rank_variable))
+    port = detected.master_port
+    if port is None and detected.job_id is not None:
+        port = derived_port(detected.job_id)
+    host = detected.master_addr
     if host is None and rank == 0:
         host = "0.0.0.0"  # rank 0 need not know which of its addresses the others use
     if host is None or port is None:
-        raise _missing(said, {"MASTER_ADDR": host, "MASTER_PORT": port})
+        raise _missing(detected, {"MASTER_ADDR": host, "MASTER_PORT": port})
     return WorldSettings(rank, world_size, host=host, port=port)
 
 
-def _missing(said: Detected, needed: Mapping[str, object]) -> UsageError:
+def _missing(detected: Detected, needed: Mapping[str, object]) -> UsageError:
     """Return the error that names the missing variables and those that were found."""
     missing = ", ".join(name for name, value in needed.items() if value is None)
     return UsageError(
-        f"env:// misses {missing} (set: {', '.join(said.found) or 'none'}); start with python -m fastcoll.launch, set "
+        f"env:// misses {missing} (set: {', '.join(detected.found) or 'none'}); start with python -m fastcoll.launch, set "
         "them for every rank, or pass rank, world_size and init_method"
     )
 

@@ -46,7 +46,7 @@ _CONNECT_SECONDS = 2.0
 # How long a leader that has cancelled its meeting, or failed, keeps its store so that followers can read the reason.
 _GIVING_WAY_SECONDS = 2.0
 _FAILED_SECONDS = 0.5
-_FAREWELLS = 3
+_LEAVE_COPIES = 3
 _HOPS = 8
 _FLOOD = 10_000
 _IPV4_OPTIONS = socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.IP_MULTICAST_LOOP, socket.IP_MULTICAST_TTL
@@ -123,18 +123,18 @@ class Election:
     def __init__(self, nonce: str, world_size: int) -> None:
         self.nonce = nonce
         self.world_size = world_size
-        self._heard: dict[str, tuple[Announcement, float]] = {}
+        self._received: dict[str, tuple[Announcement, float]] = {}
         self._left: dict[str, Announcement] = {}
         self._passed_over: set[str] = set()
         self._enough_since: float | None = None
 
-    def hear(self, announcement: Announcement, now: float) -> None:
+    def record(self, announcement: Announcement, now: float) -> None:
         """Record an announcement of this job."""
         if announcement.leaving:
             self._left[announcement.nonce] = announcement
-            self._heard.pop(announcement.nonce, None)
+            self._received.pop(announcement.nonce, None)
         elif announcement.nonce != self.nonce and announcement.nonce not in self._left:
-            self._heard[announcement.nonce] = (announcement, now)
+            self._received[announcement.nonce] = (announcement, now)
 
     def names(self, now: float) -> list[str]:
         """Return the names of the other candidates, for messages."""
@@ -143,7 +143,7 @@ class Election:
 
     def there(self) -> list[Announcement]:
         """Return the other candidates that have not left; their death ends the meeting."""
-        return [announcement for announcement, _ in self._heard.values()]
+        return [announcement for announcement, _ in self._received.values()]
 
     def pass_over(self, nonce: str) -> None:
         """Ignore a candidate, because its store cannot be reached or its world is full."""
@@ -152,8 +152,10 @@ class Election:
 
     def fresh(self, now: float) -> list[Announcement]:
         """Return the other candidates that have sent something lately, the lowest nonce first."""
-        nonces = sorted(self._heard.keys() - self._passed_over)
-        return [self._heard[nonce][0] for nonce in nonces if now - self._heard[nonce][1] <= FRESH_SECONDS]
+        nonces = sorted(self._received.keys() - self._passed_over)
+        return [
+            self._received[nonce][0] for nonce in nonces if now - self._received[nonce][1] <= FRESH_SECONDS
+        ]
 
     def offer(self, now: float) -> Announcement | None:
         """Return the offer to follow: the one with the lowest nonce."""
@@ -202,7 +204,7 @@ class _Candidate:
         forget(self._election.there())
         self._me = replace(self._me, leaving=True)
         with contextlib.suppress(ResourceError):  # the network has gone
-            for _ in range(_FAREWELLS):
+            for _ in range(_LEAVE_COPIES):
                 self._announce()
 
     def await_offer(self) -> Announcement | None:
@@ -275,14 +277,14 @@ class _Candidate:
             if other is None or other.job != self._me.job:
                 continue
             if other.world_size != self._me.world_size and not other.leaving:
-                for _ in range(_FAREWELLS):  # the other candidate must see the different world size, too
+                for _ in range(_LEAVE_COPIES):  # the other candidate must see the different world size, too
                     self._announce()
                 raise UsageError(
                     f"the processes at {self._where} disagree about the world size: {other.where} has "
                     f"{other.world_size}, {self._me.where} has {self._me.world_size}; start all with the same, or give "
                     "each job a group_name"
                 )
-            self._election.hear(other, time.monotonic())
+            self._election.record(other, time.monotonic())
         raise_if_dead(self._election.there(), f"meeting at {self._where}")
 
 

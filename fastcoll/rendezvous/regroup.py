@@ -68,12 +68,12 @@ class Regroup:
             StoreError: there is no port for a store.
         """
         while True:
-            first = self._left()[0]
-            found = self._serve() if first is self._me else self._come_to(first)
+            first = self._survivors()[0]
+            found = self._serve() if first is self._me else self._connect_to(first)
             if found is not None:
                 return found
 
-    def _left(self) -> list[Member]:
+    def _survivors(self) -> list[Member]:
         """Return the members of the newest group that are not known to be dead."""
         for level in self.levels:
             self._gone.update(level.members[rank] for rank in level.gone())
@@ -99,9 +99,9 @@ class Regroup:
             store.set(_key(self._me), b"")
             published: list[Member] = []
             while True:
-                left = self._left()
-                came = store.peek([_key(member) for member in left])
-                missing = [member for member, here in zip(left, came, strict=True) if here is None]
+                left = self._survivors()
+                values = store.peek([_key(member) for member in left])
+                missing = [member for member, value in zip(left, values, strict=True) if value is None]
                 if not missing:
                     store.set("left", _keys(left))
                     return Regrouped(left, store)
@@ -124,7 +124,7 @@ class Regroup:
 
     # ---- the other survivors -----------------------------------------------------------------------------------
 
-    def _come_to(self, first: Member) -> Regrouped | None:
+    def _connect_to(self, first: Member) -> Regrouped | None:
         """Wait at the first member's store for the survivors; None: it has died, or must be looked up again."""
         for level in self.levels:
             if first not in level.members:
@@ -135,18 +135,18 @@ class Regroup:
                 self._gone.add(first)
                 return None
             if address is not None:
-                return self._hear(first, *address)
+                return self._await_survivors(first, *address)
         self._check_time([first])
         time.sleep(_POLL_SECONDS)
         return None
 
-    def _hear(self, first: Member, host: str, port: int) -> Regrouped | None:
+    def _await_survivors(self, first: Member, host: str, port: int) -> Regrouped | None:
         with suppress(StoreError):  # the server has died, or has closed this store
             store = TCPStore(host, port, timeout=min(self._left_seconds(), 1.0))
             try:
                 store.set(_key(self._me), b"")
                 everyone = {_key(member): member for member in self.levels[-1].members}
-                while first in self._left():
+                while first in self._survivors():
                     with suppress(StoreTimeoutError):
                         left = json.loads(store.fetch(["left"], _LOOK_SECONDS)[0])
                         return Regrouped([everyone[key] for key in left], store)

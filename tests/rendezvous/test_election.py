@@ -78,8 +78,8 @@ def test_group_names_separate_jobs() -> None:
 def test_the_lowest_of_enough_leads() -> None:
     low, high = Election("1", 2), Election("2", 2)
     assert not low.should_lead(0)
-    low.hear(announcement("2"), 0)
-    high.hear(announcement("1"), 0)
+    low.record(announcement("2"), 0)
+    high.record(announcement("1"), 0)
     assert low.should_lead(0)
     assert not high.should_lead(0)
 
@@ -90,17 +90,17 @@ def test_a_world_of_one_leads_itself() -> None:
 
 def test_a_silent_candidate_does_not_count() -> None:
     election = Election("1", 2)
-    election.hear(announcement("2"), 0)
+    election.record(announcement("2"), 0)
     assert not election.should_lead(FRESH_SECONDS + 0.1)
     assert election.fresh(FRESH_SECONDS + 0.1) == []
 
 
 def test_a_candidate_that_has_left_does_not_count_and_is_not_watched() -> None:
     election = Election("1", 2)
-    election.hear(announcement("2"), 0)
+    election.record(announcement("2"), 0)
     assert election.there() == [announcement("2")]
-    election.hear(dataclasses.replace(announcement("2"), leaving=True), 0)
-    election.hear(announcement("2"), 0)  # it was overtaken on another interface
+    election.record(dataclasses.replace(announcement("2"), leaving=True), 0)
+    election.record(announcement("2"), 0)  # it was overtaken on another interface
     assert not election.should_lead(0)
     assert election.there() == []
     assert election.names(0) == ["pid 7 on host (which has left)"]
@@ -112,7 +112,7 @@ def test_the_next_leads_when_the_lowest_never_offers() -> None:
     times = [step / 10 for step in range(30)]
     leads = []
     for now in times:
-        election.hear(announcement("1"), now)
+        election.record(announcement("1"), now)
         leads.append(election.should_lead(now))
     assert times[leads.index(True)] == pytest.approx(STEP_SECONDS, abs=0.11)
 
@@ -120,24 +120,24 @@ def test_the_next_leads_when_the_lowest_never_offers() -> None:
 def test_after_an_ignored_candidate_the_next_one_has_its_time_to_lead() -> None:
     election = Election("3", 2)
     for nonce in "12":
-        election.hear(announcement(nonce), 0)
+        election.record(announcement(nonce), 0)
     assert not election.should_lead(0)
     election.pass_over("1")
     assert not election.should_lead(0.9 * STEP_SECONDS)
     assert not election.should_lead(1.1 * STEP_SECONDS)
-    election.hear(announcement("2"), 1.5)
+    election.record(announcement("2"), 1.5)
     assert election.should_lead(1.95 * STEP_SECONDS)
 
 
 def test_an_offer_is_followed_even_if_few_have_come() -> None:
     election = Election("1", 5)
-    election.hear(announcement("3", 50), 0)
-    election.hear(announcement("2", 40), 0)
+    election.record(announcement("3", 50), 0)
+    election.record(announcement("2", 40), 0)
     assert election.offer(0).port == 40
     election.pass_over("2")
     assert election.offer(0).port == 50
     assert not election.gives_way(0)
-    election.hear(announcement("0", 30), 0)
+    election.record(announcement("0", 30), 0)
     assert election.gives_way(0)
 
 
@@ -147,7 +147,7 @@ def test_a_leader_that_has_given_way_does_not_offer_its_store(monkeypatch: pytes
     sent: list[bytes] = []
     group: Any = SimpleNamespace(send=sent.append, receive=lambda seconds, size: iter(()))
     candidate = multicast._Candidate(group, "here", announcement("5"), b"", 60.0)
-    candidate._election.hear(announcement("1", 50), time.monotonic())
+    candidate._election.record(announcement("1", 50), time.monotonic())
     with pytest.raises(MovedError):
         candidate.lead("127.0.0.1", None)
     candidate.leave()
@@ -158,7 +158,7 @@ def test_a_leader_that_has_given_way_does_not_offer_its_store(monkeypatch: pytes
 
 def test_our_own_announcement_comes_back() -> None:
     election = Election("1", 2)
-    election.hear(announcement("1", 9), 0)
+    election.record(announcement("1", 9), 0)
     assert election.fresh(0) == []
     assert election.offer(0) is None
 
@@ -178,7 +178,7 @@ def test_with_loss_and_late_starters_exactly_one_store_remains(size: int, seed: 
             if store_of[i] in (None, i):
                 for j in awake:
                     if draw.random() >= loss:
-                        elections[j].hear(message, now)
+                        elections[j].record(message, now)
         for i in awake:
             if store_of[i] == i and elections[i].gives_way(now) and (offer := elections[i].offer(now)):
                 store_of = [None if store == i else store for store in store_of]

@@ -432,8 +432,8 @@ def test_multicast_names_the_processes_that_came(
     hearers, both_heard = set[str](), threading.Event()
 
     class Hearing(multicast.Election):
-        def hear(self, announcement: Announcement, now: float) -> None:
-            super().hear(announcement, now)
+        def record(self, announcement: Announcement, now: float) -> None:
+            super().record(announcement, now)
             if announcement.nonce != self.nonce:
                 hearers.add(self.nonce)
             if len(hearers) == 2:
