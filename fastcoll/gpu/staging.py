@@ -34,7 +34,7 @@ Marks = list[tuple[int, int]]
 """Pairs of a GPU and an event on it."""
 
 
-class Events:
+class CudaEvents:
     """A pool of events. Thread-safe, because list operations are."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Staging:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.pool = PinnedPool(runtime())
-        self.events = Events()
+        self.events = CudaEvents()
         self._group = group
         self._streams: dict[tuple[int, str], int] = {}
         self._changed = threading.Condition()

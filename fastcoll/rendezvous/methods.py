@@ -92,8 +92,8 @@ def _missing(detected: Detected, needed: Mapping[str, object]) -> UsageError:
     """Return the error that names the missing variables and those that were found."""
     missing = ", ".join(name for name, value in needed.items() if value is None)
     return UsageError(
-        f"env:// misses {missing} (set: {', '.join(detected.found) or 'none'}); start with python -m fastcoll.launch, set "
-        "them for every rank, or pass rank, world_size and init_method"
+        f"env:// misses {missing} (set: {', '.join(detected.found) or 'none'}); start with python -m fastcoll.launch, "
+        "set them for every rank, or pass rank, world_size and init_method"
     )
 
 

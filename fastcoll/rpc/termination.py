@@ -24,7 +24,7 @@ _PAUSE_SECONDS, _LONGEST_PAUSE = 0.001, 0.05  # between two rounds; it doubles
 _ASK_SECONDS = 2.0  # for worker 0 to name the late workers
 
 
-class Report(NamedTuple):
+class CallCounts(NamedTuple):
     """One worker's report of a round."""
 
     made: int
@@ -39,7 +39,7 @@ class Termination:
         self._agent = agent
         # At worker 0: the reports of this round; the sums of the round before, and since when they have been so.
         self._lock = threading.Lock()
-        self._reports: dict[int, tuple[Report, Future[bool]]] = {}
+        self._reports: dict[int, tuple[CallCounts, Future[bool]]] = {}
         self._sums, self._since = (-1, -1), 0.0
         self._serving = ""
         self._error: FastcollError | None = None
@@ -71,7 +71,7 @@ class Termination:
         agent, pause = self._agent, _PAUSE_SECONDS
         while True:
             all_done(agent.futures(except_kind=ROUND)).wait(max(until - time.monotonic(), 0.0))
-            report = Report(*agent.counts.read(), agent.handlers.under_way())
+            report = CallCounts(*agent.counts.read(), agent.handlers.under_way())
             if agent.call(0, ROUND, report, max(until - time.monotonic(), 0.001)).wait():
                 return
             if time.monotonic() > until:  # a round may be faster than any time that is left for it
@@ -89,7 +89,7 @@ class Termination:
 
     # ---- at worker 0 -----------------------------------------------------------------------------------------
 
-    def _receive(self, worker: WorkerInfo, report: Report | None) -> Future[bool] | str:
+    def _receive(self, worker: WorkerInfo, report: CallCounts | None) -> Future[bool] | str:
         """Take a worker's report; return a future of whether the rounds are over. None: return who is late."""
         with self._lock:
             if report is None:
@@ -106,7 +106,7 @@ class Termination:
             each.complete(is_over, None if is_over else error)
         return answer
 
-    def _is_over(self, reports: list[Report]) -> bool:
+    def _is_over(self, reports: list[CallCounts]) -> bool:
         """Compare the sums of a round with those of the round before."""
         sums = sum(each.made for each in reports), sum(each.served for each in reports)
         before, self._sums = self._sums, sums

@@ -279,7 +279,9 @@ def test_only_one_thread_of_a_process_joins(monkeypatch: pytest.MonkeyPatch) -> 
 
 def meet_in(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every init_method use `store`."""
-    monkeypatch.setattr("fastcoll.job.discovery.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here"))
+    monkeypatch.setattr(
+        "fastcoll.job.discovery.meet", lambda *_: Rendezvous(Unclosed(store), rank, 2, "here")
+    )
 
 
 class Unclosed(dist.PrefixStore):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from fastcoll.rpc.termination import Report, Termination
+from fastcoll.rpc.termination import CallCounts, Termination
 from fastcoll.rpc.worker_info import WorkerInfo
 
 
@@ -19,7 +19,7 @@ def test_a_shutdown_ends_when_two_rounds_have_the_same_sums() -> None:
     (receive,) = handlers.values()
 
     def is_over(*counts: tuple[int, int]) -> bool:
-        reports = [Report(made, served, []) for made, served in counts]
+        reports = [CallCounts(made, served, []) for made, served in counts]
         answers = [receive(worker, each) for worker, each in zip(workers, reports, strict=True)]
         first, second = [answer.wait(0.0) for answer in answers]
         assert first == second

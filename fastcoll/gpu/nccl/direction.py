@@ -20,7 +20,7 @@ from ...core.message import Status
 from ...core.work import ENDLESS, ProgressQueue, Work, refuse_to_block
 from ...errors import AbortedError, GroupError
 from ..device_array import DeviceArray, OnDevice
-from ..staging import Events, Marks
+from ..staging import CudaEvents, Marks
 from ..stream_work import OwnStream, StreamWork, Watcher
 from ..streams import StreamCarrier, StreamScope
 from .bindings import BYTES, NcclLibrary
@@ -112,7 +112,7 @@ class Direction:
     """
 
     def __init__(
-        self, carrier: StreamCarrier, library: NcclLibrary, peer: int, sending: bool, events: Events
+        self, carrier: StreamCarrier, library: NcclLibrary, peer: int, sending: bool, events: CudaEvents
     ) -> None:
         assert carrier.own_stream is not None
         group = carrier.group

@@ -27,7 +27,7 @@ _thread = threading.local()
 _LEAF = torch._C._functions.AccumulateGrad
 
 
-class Exchange(Protocol):
+class GradientExchange(Protocol):
     """Gradients of the backward pass that runs on this thread."""
 
     def send(self, worker: int, message: int, gradient: Any) -> None:
@@ -112,7 +112,7 @@ def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origi
     return leaves, origins
 
 
-def flow(running: Exchange, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
+def flow(running: GradientExchange, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
     """Run the local graph backward from scalars; return the gradients of the leaves, None for zero.
 
     Nodes of GPUs run on this thread as well: on a thread of their own they could make a node ready while this thread
@@ -128,8 +128,8 @@ def flow(running: Exchange, roots: list[Any], leaves: list[Any], retain_graph: b
     return list(found[:-1])
 
 
-def _running() -> Exchange:
-    running: Exchange | None = getattr(_thread, "running", None)
+def _running() -> GradientExchange:
+    running: GradientExchange | None = getattr(_thread, "running", None)
     if running is None:
         raise UsageError(
             "a tensor that arrived by rpc is part of this graph: call rpc.autograd.backward(context_id, roots)"
