@@ -130,7 +130,8 @@ class GradientReducer:
         missing = [key for bucket in self._buckets for key in bucket.missing]
         if self._syncs and missing and not self._find_unused:
             raise UsageError(
-                f"no gradient came for {', '.join(map(repr, missing))}; call ready() for each, or pass find_unused=True"
+                f"there is no gradient for {', '.join(map(repr, missing))}; call ready() for each, or pass "
+                "find_unused=True"
             )
         if self._syncs:
             self._finish(missing)

@@ -223,7 +223,7 @@ def _member(group: Group, name: str) -> ProcessGroup | None:
     if g is not None and g.size > 1 and g.backend.name != "shm" and config.get("FASTCOLL_INSECURE"):
         from ..store.secret import check_unpickling
 
-        check_unpickling(f"{name} unpickles what the other ranks of {g!r} send")
+        check_unpickling(f"{name} unpickles data of the other ranks of {g!r}")
     return g
 
 
@@ -266,7 +266,7 @@ def _check_list(
 ) -> None:
     """Raise before data moves if the argument is not a list: a tuple would fail only afterwards, when it is filled."""
     if device is not None and str(device) != "cpu":
-        raise UnavailableError(f"device is {device!r}; objects travel as CPU arrays, so leave it out")
+        raise UnavailableError(f"device is {device!r}; objects are sent as CPU arrays, so leave it out")
     if isinstance(items, kind) and size in (None, len(items)):
         return
     given = "None" if items is None else f"a {type(items).__name__}"
@@ -274,7 +274,7 @@ def _check_list(
         raise UsageError(f"{name} is {given}; give a list of objects")
     if isinstance(items, kind):
         given = f"a list of {len(items)}"
-    raise UsageError(f"{name} is {given}; give a list of {size} items, one a rank of the group")
+    raise UsageError(f"{name} is {given}; give a list of {size} items, one for each rank of the group")
 
 
 def _cut(data: Bytes, sizes: Sizes) -> list[Bytes]:

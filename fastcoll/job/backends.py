@@ -68,7 +68,8 @@ class Backend(str):
         lower = name.lower() if isinstance(name, str) else name
         if lower not in KNOWN:
             raise UsageError(
-                f"there is no backend {name!r}; known: {', '.join(KNOWN)}, or one a device as in 'cpu:auto,cuda:nccl'"
+                f"there is no backend {name!r}; known: {', '.join(KNOWN)}, or one for each device as in "
+                "'cpu:auto,cuda:nccl'"
             )
         return super().__new__(cls, lower)
 
@@ -96,7 +97,7 @@ class Backend(str):
             raise UsageError(f"func is {func!r}; give a function that makes a backend")
         if extended_api or devices not in (None, "cpu", ["cpu"], ("cpu",)):
             raise UnavailableError(
-                f"extended_api is {extended_api!r} and devices is {devices!r}; a backend of one's own has no "
+                f"extended_api is {extended_api!r} and devices is {devices!r}; a registered backend has no "
                 "options, and is for arrays in host memory"
             )
         BACKENDS[lower] = lambda: func

@@ -51,7 +51,7 @@ def begin(address: str, place: ProcessName, timeout: float, start: Start) -> tup
             loss = loss_of(outcome)
             if loss.is_final:
                 raise PeerDiedError(
-                    f"joining as rank {place.rank}: {loss.text}, and nobody takes its place", [loss.rank]
+                    f"joining as rank {place.rank}: {loss.text}, and no process replaces it", [loss.rank]
                 )
     raise AssertionError("the attempts that have ended are finite")
 

@@ -119,11 +119,11 @@ def find_others(
                 raise
         meeting.close()
         left = limit if handled else max(deadline - time.monotonic(), 0.001)
-        late.look(f"starting at {init_method}", lambda: "rank 0 to leave the job before, which was there")
+        late.look(f"starting at {init_method}", lambda: "rank 0 to leave the previous job")
         if time.monotonic() > deadline:
             raise RendezvousError(
-                f"{init_method} leads to a job in which rank {meeting.rank} has started before; give this job an "
-                "address, port or file of its own"
+                f"{init_method} leads to a job in which rank {meeting.rank} has started before; give this job its own "
+                "address, port or file"
             )
         time.sleep(0.02)
 
@@ -138,5 +138,5 @@ def _check_over(store: Store, rank: int, init_method: str) -> None:
     if not died:
         raise UsageError(
             f"rank {rank} is claimed by two processes, {owner.where}, whose job at {init_method} has started, and "
-            f"{me.where}; give each process a rank of its own, and each job an address, port or file of its own"
+            f"{me.where}; give each process its own rank, and each job its own address, port or file"
         )

@@ -185,7 +185,7 @@ class JoinQueue:
                 raise JobEndedError("the job has ended before this joiner could join it")
 
         left = max(deadline - time.monotonic(), 0.0)
-        doing = "joining as a joiner"
+        doing = "joining a running job"
         return fetch_for(self._keys, [key], [], left, doing, look, lambda: "the job's ranks", limit=timeout)[
             0
         ]
@@ -229,7 +229,7 @@ def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job,
                     join_queue.decide(invited.attempt, False)
                 if not again or not isinstance(error, FastcollError):
                     raise
-                _log.info("joining as a joiner: once more, as %s", error)
+                _log.info("joining a running job: trying again, because %s", error)
             finally:
                 withdraw()
     raise AssertionError("the last try returns or raises")

@@ -58,8 +58,8 @@ def leave(
     cause = next((error for _, _, error in lost if isinstance(error, GroupError)), None)
     kind = AbortedError if cause is None else type(cause)
     return kind(
-        f"this rank has lost what it started and did not wait for: {named}{more}; call wait() of what isend, irecv and "
-        "async_op=True return",
+        f"this rank has lost operations that it did not wait for: {named}{more}; call wait() on the Works of "
+        "isend, irecv and async_op=True",
         cause.ranks if cause else (),
     )
 

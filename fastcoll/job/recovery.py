@@ -139,7 +139,7 @@ def _world_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup
     members = [replace(member, rank=rank, world_size=size) for rank, member in enumerate(met.members)]
     rank = met.members.index(job.lease.members[job.lease.rank])
     lease = StoreLease(PrefixStore("fastcoll", met.store), members, rank, met.store.close)
-    doing = "making the default group of those that are left"
+    doing = "making the default group of the survivors"
     left, world = make_world(lease, job.choice, old.timeout, doing)
     left.timeout = job.timeout
     return world, partial(replace_job, left, world)

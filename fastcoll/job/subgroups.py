@@ -287,7 +287,7 @@ def _is_agreed(
                 f"ranks {other} with {theirs}; every rank must make the same groups in the same order"
             )
         _log.warning(
-            "rank %d has not called new_group(%s), as others have, and goes on with their next call of new_group; all "
+            "rank %d has not called new_group(%s), as others have, and takes part in their next call of new_group; all "
             "ranks of the world must call it, or pass use_local_synchronization=True",
             job.lease.rank,
             left_out,

@@ -150,7 +150,7 @@ class Meeting:
 
         everybody = expand(self.gather(json.dumps(mine).encode(), combine), self.size * _MOST_BYTES)
         if not isinstance(everybody, list) or len(everybody) != self.size:
-            raise StoreError(f"what {self.size} members bring cannot be read: {everybody!r:.80}")
+            raise StoreError(f"the contributions of {self.size} members cannot be read: {everybody!r:.80}")
         return everybody
 
     def say(self, word: str, value: bytes = b"") -> None:
@@ -247,7 +247,7 @@ class Meeting:
             kind, text = _PUBLISHED[found["kind"]], str(found["text"])
             ranks = [int(rank) for rank in found["ranks"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StoreError(f"why the meeting failed cannot be read: {end[1:81]!r}") from error
+            raise StoreError(f"the error of the failed meeting cannot be read: {end[1:81]!r}") from error
         raise PeerDiedError(text, ranks) if kind is PeerDiedError else kind(text)
 
     def _learn(self, places: Sequence[int], values: Sequence[bytes | None]) -> None:
@@ -307,7 +307,7 @@ def loads(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"what a rank wrote into the store cannot be read: {data[:80]!r}") from error
+        raise StoreError(f"the data of a rank in the store cannot be read: {data[:80]!r}") from error
 
 
 def compact(value: Any) -> bytes:
@@ -324,7 +324,7 @@ def expand(data: bytes, most: int) -> Any:
             raise ValueError(f"it is cut off, or longer than {most} bytes")
         return json.loads(text)
     except (ValueError, RecursionError, zlib.error) as error:
-        raise StoreError(f"what another rank wrote cannot be read ({error}): {data[:40]!r}") from error
+        raise StoreError(f"the data of another rank cannot be read ({error}): {data[:40]!r}") from error
 
 
 def pack(processes: Sequence[ProcessId]) -> bytes:

@@ -64,7 +64,7 @@ def loss_of(outcome: bytes) -> Loss:
     try:
         return Loss(**json.loads(outcome))
     except (ValueError, TypeError) as error:
-        raise StoreError(f"how an attempt to meet ended cannot be read: {outcome[:80]!r}") from error
+        raise StoreError(f"the outcome of an attempt cannot be read: {outcome[:80]!r}") from error
 
 
 class Standing(NamedTuple):

@@ -175,7 +175,7 @@ class Control:
         except BlockingIOError:
             return
         except NoticeError as error:
-            logger.warning("group rank %d sent what cannot be read: %s", peer, error)
+            logger.warning("group rank %d sent an invalid notice: %s", peer, error)
             self._lose(fd, peer, str(error))
         except OSError as error:
             vanished = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)

@@ -123,8 +123,8 @@ class _Joining(Meeting):
         first = registered(self.store, rank)
         if first is not None and first.is_process(self._me):
             raise UsageError(
-                f"{self._me} joins for the second time: its first try has failed, or goes on in another thread; "
-                "let all ranks start again"
+                f"{self._me} joins for the second time: its first attempt has failed, or is running in another thread; "
+                "restart all ranks"
             )
         name = "one that has not registered" if first is None else first.where
         raise _claimed_twice(rank, name, self._me.where)
@@ -154,7 +154,7 @@ def _turned_away() -> str:
 
 def _claimed_twice(rank: int, one: str, other: str, instead: str = "") -> UsageError:
     return UsageError(
-        f"rank {rank} is claimed by two processes, {one} and {other}; give each process a rank of its own{instead}"
+        f"rank {rank} is claimed by two processes, {one} and {other}; give each process its own rank{instead}"
     )
 
 

@@ -149,7 +149,7 @@ class Listener(serving.SocketServer):
         now = time.monotonic()
         if self._lacking is None or now - self._lacking[1] > PORTLESS_SECONDS:
             logger.warning(
-                "no more connections can be taken (%s); raise the limit with ulimit -n", error.strerror
+                "no more connections can be accepted (%s); raise the limit with ulimit -n", error.strerror
             )
             self._lacking = now, now, error
         self._lacking = self._lacking[0], now, error
@@ -208,7 +208,7 @@ class Listener(serving.SocketServer):
         try:
             entry[1](theirs, pending.socket)
         except Exception:  # a failure in one group must not end the thread that serves all groups
-            logger.exception("a connection from %s could not be taken over", pending.host)
+            logger.exception("a connection from %s could not be handed over", pending.host)
             pending.socket.close()
 
     def _drop(self, pending: _Pending, reason: str) -> None:
@@ -224,7 +224,7 @@ class Listener(serving.SocketServer):
 def _send(connection: socket.socket, data: bytes) -> None:
     """Send an answer completely or not at all: it is far smaller than the buffer of a fresh connection."""
     if data and connection.send(data) < len(data):
-        raise OpeningError("does not take the answer to its opening")
+        raise OpeningError("does not read the answer to its opening")
 
 
 def _listen(interface: Interface) -> socket.socket:
@@ -351,7 +351,7 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
             if len(place.names) != len(first.names):
                 raise UsageError(
                     f"the ranks name different numbers of network interfaces: {members[0]} has {first}, {member} has "
-                    f"{place}; give every rank as many in FASTCOLL_SOCKET_IFNAME"
+                    f"{place}; give every rank the same number in FASTCOLL_SOCKET_IFNAME"
                 )
 
     secret = job_secret()
@@ -367,7 +367,7 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
         records = meeting.assemble(mine, check)
         roster.places.extend(map(ListenAddresses.from_record, records))
         if any(len(place.names) != len(interfaces) for place in roster.places):
-            raise StoreError("the ranks' addresses cannot be read: they are not of as many interfaces")
+            raise StoreError("the ranks' addresses cannot be read: their numbers of interfaces differ")
     except BaseException:
         roster.leave()
         raise

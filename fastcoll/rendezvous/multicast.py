@@ -313,7 +313,7 @@ class MulticastSocket:
             except OSError as error:
                 errors.append(error)
         if len(errors) == len(self._senders):
-            raise ResourceError(f"nothing can be sent to the multicast group {self._address}: {errors[0]}")
+            raise ResourceError(f"cannot send to the multicast group {self._address}: {errors[0]}")
 
     def receive(self, seconds: float, size: int) -> Iterator[bytes]:
         """Yield the datagrams that come within `seconds`, cut at `size` + 1 bytes.

@@ -151,7 +151,7 @@ class SharedLog:
                 raise
             # The last participant removed the file after this process opened it and before it took the lock.
             os.close(self._fd)
-        raise StoreTimeoutError(f"{path} is removed and made again without end")
+        raise StoreTimeoutError(f"{path} is removed and created again repeatedly")
 
     @contextmanager
     def transaction(self, limit: float) -> Iterator[None]:
@@ -216,9 +216,7 @@ class SharedLog:
         """Clear the file if all its participants are dead, and add this process to the participants."""
         start = self._read(0, FIRST)
         if not MAGIC.startswith(start[: len(MAGIC)]):
-            raise UsageError(
-                f"{self.path} holds something else than a fastcoll store; choose another path or remove it"
-            )
+            raise UsageError(f"{self.path} is not a fastcoll store; choose another path or remove it")
         if len(start) < FIRST:  # the first writer was killed before it had written the header
             os.ftruncate(self._fd, 0)
         self._catch_up()
@@ -235,7 +233,7 @@ class SharedLog:
         begin = int.from_bytes(head[len(MAGIC) :], "big")
         sound = head[: len(MAGIC)] == MAGIC and FIRST <= begin <= size
         if size < self._offset or (size > 0 and not sound):
-            raise StoreError(f"{self.path} was changed by something else than a fastcoll store")
+            raise StoreError(f"{self.path} was changed by another program")
         if self._offset < begin:  # the log was compacted: before `begin` is a hole, after it the whole state
             self._forget()
             self._offset = begin
@@ -323,7 +321,7 @@ def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[StoreRequest, b
     while (start := at + _HEADER.size) <= len(data):
         checksum, length, is_of_participants = _HEADER.unpack_from(data, at)
         if not HEADER.size <= length <= HEADER.size + MAX_BODY:
-            raise StoreError(f"byte {offset + at} of the log is no record")
+            raise StoreError(f"byte {offset + at} of the log is not a record")
         frame, end = data[start : start + length], start + length
         if end > len(data):
             return
@@ -358,11 +356,11 @@ def open_own(path: str) -> int:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{path} is no regular file; choose another path for the shared file")
+            raise UsageError(f"{path} is not a regular file; choose another path for the shared file")
         _check_owner(path, status)
         if (mode := stat.S_IMODE(status.st_mode)) & 0o022:
             raise UsageError(
-                f"others may write to {path} (mode {mode:04o}), and so take part in the job; chmod 600 {path}, or "
+                f"others may write to {path} (mode {mode:04o}), and so join the job; chmod 600 {path}, or "
                 "choose another path"
             )
     except UsageError:
@@ -396,7 +394,7 @@ def locked(fd: int, path: str, limit: float) -> Iterator[None]:
             ) from error
     else:
         raise StoreTimeoutError(
-            f"the lock of {path} was not free in time; a process that holds it is stopped"
+            f"the lock of {path} was not free in time; the process that holds it may be stopped"
         )
     try:
         yield

@@ -92,10 +92,10 @@ def decode_fields(body: bytes) -> list[bytes]:
     while at < len(body):
         end = at + LENGTH.size
         if end > len(body):
-            raise ProtocolError("a field's length is cut off")
+            raise ProtocolError("a field's length is truncated")
         length = LENGTH.unpack_from(body, at)[0]
         at = end + length
         if at > len(body):
-            raise ProtocolError(f"a field of {length} bytes passes the end of its frame")
+            raise ProtocolError(f"a field of {length} bytes exceeds its frame")
         fields.append(bytes(body[end:at]))
     return fields

@@ -61,7 +61,7 @@ OPENING_SIZE = _FORMAT.size
 VERSION = __version__.encode()[:16]
 _NOWHERE = bytes(PLACE_SIZE)
 _REFUSAL = bytes(PROOF_SIZE)
-_SECRETS = f"its secret is another one; {SAME_SECRET}"
+_SECRETS = f"its secret differs; {SAME_SECRET}"
 
 
 class OpeningError(ValueError):
@@ -171,7 +171,7 @@ class Opening(NamedTuple):
         )
         has_place = found.kind == ConnectionKind.STORE and role is Role.DIALS
         if not possible or (any(found.place) and not has_place):
-            raise OpeningError(f"an opening with a field that cannot be: {data[28:80]!r}")
+            raise OpeningError(f"an opening with an invalid field: {data[28:80]!r}")
         return found._replace(kind=ConnectionKind(found.kind), has_secret=bool(found.has_secret))
 
     def answer(self, endpoint: Endpoint, result: OpeningResult) -> Opening:
@@ -259,7 +259,7 @@ class Dialing:
 
     def _check(self, theirs: Opening) -> None:
         if theirs.result is OpeningResult.FULL:
-            raise RefusedError(OpeningResult.FULL, "it takes no more connections")
+            raise RefusedError(OpeningResult.FULL, "it accepts no more connections")
         if not _fits(theirs, self._mine.kind):
             raise RefusedError(
                 OpeningResult.VERSION,
@@ -269,7 +269,7 @@ class Dialing:
         if theirs.result is OpeningResult.SECRET or theirs.has_secret != self._mine.has_secret:
             raise RefusedError(OpeningResult.SECRET, _SECRETS)
         if theirs.result is OpeningResult.PLACE:
-            raise RefusedError(OpeningResult.PLACE, "it is not where this side has dialed")
+            raise RefusedError(OpeningResult.PLACE, "its address is not the one that this side has dialed")
         mine = self._mine
         group = theirs.group if mine.kind is ConnectionKind.STORE else mine.group
         expected = (mine.kind, mine.stream, group, mine.peer, mine.rank, mine.size)
@@ -316,7 +316,7 @@ class Answering:
         """Return why a connection that ends now is dropped; empty: it has sent nothing, for example a port scan."""
         if self.theirs is None:
             return "closed before its opening was complete" if self._buffer else ""
-        return "closed before its proof came: its process ended, or gave up the wait for this one"
+        return "closed before it sent its proof: its process ended, or stopped waiting for this one"
 
     def _open(self) -> bytes:
         theirs = Opening.from_bytes(self._buffer, Role.DIALS)
@@ -326,7 +326,7 @@ class Answering:
             raise Turned("another version of fastcoll", theirs.answer(nobody, result).to_bytes())
         endpoint = self._find(theirs)
         if endpoint is None or theirs.size != endpoint.size or theirs.rank == endpoint.rank:
-            raise OpeningError("it is for a group or a rank that is not here")
+            raise OpeningError("it is for a group or rank that this process does not have")
         if theirs.has_secret != endpoint.has_secret:
             answer = theirs.answer(endpoint, OpeningResult.SECRET).to_bytes()
             raise Turned("it and this rank do not both have a secret", answer)

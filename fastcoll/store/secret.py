@@ -84,7 +84,8 @@ def warn_if_open(where: str) -> None:
         return
     _warned = True
     _log.warning(
-        "FASTCOLL_INSECURE=1: listening on %s without a secret, so whoever reaches that address may join the job",
+        "FASTCOLL_INSECURE=1: listening on %s without a secret, so any process that reaches that address may join the "
+        "job",
         where,
     )
 
@@ -100,7 +101,7 @@ def check_unpickling(doing: str) -> None:
     """
     if not job_secret():
         raise UnavailableError(
-            f"{doing}, and with FASTCOLL_INSECURE=1 nobody has proven to be one of them; {SAME_SECRET}"
+            f"{doing}, and with FASTCOLL_INSECURE=1 they have not proven that they belong to the job; {SAME_SECRET}"
         )
 
 
@@ -132,7 +133,7 @@ def _read_given(path: str) -> bytes:
         if mode & 0o027 or state.st_uid not in (0, os.geteuid()):
             raise UsageError(
                 f"FASTCOLL_SECRET_FILE={path!r} is open to others (mode {mode:04o}, owner {state.st_uid}); it must be "
-                "yours or root's, and nobody else's to read: chmod 600 (Kubernetes: defaultMode: 0400)"
+                "yours or root's, and not readable by others: chmod 600 (Kubernetes: defaultMode: 0400)"
             )
         secret = _content(fd)
     finally:
@@ -166,8 +167,8 @@ def _own(places: tuple[Path, ...]) -> _Secret:
         except OSError as error:
             refused.append(f"{path} ({error.strerror})")
     raise UsageError(
-        "this job has no secret, and nothing listens without one: none is given, and the user's own cannot be kept in "
-        f"{' or '.join(refused)}; {SAME_SECRET}, or let whoever comes join by FASTCOLL_INSECURE=1"
+        "this job has no secret, and fastcoll does not listen without one: none is given, and the user's own cannot be "
+        f"stored in {' or '.join(refused)}; {SAME_SECRET}, or let any process join by FASTCOLL_INSECURE=1"
     )
 
 

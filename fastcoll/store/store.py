@@ -175,7 +175,7 @@ class Store(ABC):
             StoreTimeoutError: fewer processes came in time; the message has their number.
         """
         if whole("world_size", world_size) < 1:
-            raise UsageError(f"world_size is {world_size}; a barrier is of one process or more")
+            raise UsageError(f"world_size is {world_size}; a barrier needs at least one process")
         counter, last = f"{checked_key(key)}/num_members", f"{key}/last_member"
         came = f"came to the barrier {key!r}"
         count_in(self, counter, last, world_size, limit_of(self, timeout), came)

@@ -65,7 +65,7 @@ class _Peer:
 
     def check_silent(self) -> None:
         if self.buffer:
-            raise ProtocolError("spoke before its request was answered")
+            raise ProtocolError("sent data before its request was answered")
 
 
 class StoreServer:
@@ -118,7 +118,7 @@ class StoreServer:
         oldest = next(iter(self._opening or self._proving), None)
         if oldest is None or now - self._proving.get(oldest, float("-inf")) < OPENING_SECONDS:
             return False
-        self._drop(oldest, "it had proven nothing when all descriptors were in use")
+        self._drop(oldest, "it had not sent its proof when all descriptors were in use")
         return True
 
     def end(self, peer: int) -> None:

@@ -141,7 +141,7 @@ class Table:
             case Op.ADD:
                 total = _whole_number(data.get(key, b"0"), key) + _whole_number(value, key)
                 if not -(1 << 63) <= total < 1 << 63:
-                    raise StoreError(f"adding to {shown(key)} would pass 64 bits: {total}")
+                    raise StoreError(f"adding to {shown(key)} would exceed 64 bits: {total}")
                 self.put(key, b"%d" % total)
                 return [data[key]]
             case Op.CHECK:
@@ -214,7 +214,7 @@ def _items(queue: bytes, key: bytes) -> Iterator[tuple[int, int]]:
         mark, length = _ITEM.unpack_from(queue, start) if len(queue) - start >= _ITEM.size else (b"", 0)
         end = start + _ITEM.size + length
         if mark != _MARK or end > len(queue):
-            raise StoreError(f"{shown(key)} holds {queue[:40]!r}, which is no queue")
+            raise StoreError(f"{shown(key)} holds {queue[:40]!r}, which is not a queue")
         yield start, end
         start = end
 
@@ -234,7 +234,7 @@ def _whole_number(text: bytes, key: bytes) -> int:
     """Return the 64-bit integer that ADD finds under `key`."""
     if len(text) <= 20 and text.removeprefix(b"-").isdigit():
         return int(text)
-    raise StoreError(f"{shown(key)} holds {text[:40]!r}, which is no whole number to add to")
+    raise StoreError(f"{shown(key)} holds {text[:40]!r}, which is not an integer")
 
 
 def shown(key: bytes) -> str:

@@ -282,7 +282,7 @@ class TCPConnection:
             header = self.receive(frames.HEADER.size, deadline)
             return frames.decode_answer(header, self.receive(frames.frame_length(header), deadline))
         except frames.ProtocolError as error:
-            raise StoreError(f"what the store at {self._where} answers cannot be read: {error}") from error
+            raise StoreError(f"the answer of the store at {self._where} cannot be read: {error}") from error
 
     def close(self) -> None:
         """Close the connection. Closing twice is fine."""
@@ -328,7 +328,7 @@ class TCPConnection:
                 )
             raise StoreError(f"the store at {self._where} {why}") from error
         except OpeningError as error:
-            raise StoreError(f"{self._where} answers, but is no fastcoll store: {error}") from error
+            raise StoreError(f"{self._where} answers, but is not a fastcoll store: {error}") from error
         assert dialing.theirs is not None, "it has come"
         self.instance = dialing.theirs.group
 
@@ -442,7 +442,7 @@ def _connected(host: str, port: int, deadline: float, look: Callable[[str], None
                 if _is_decided(candidate, min(end, time.monotonic() + _LOOK_SECONDS)):
                     status = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 else:
-                    look("no answer, as where a firewall drops what comes")
+                    look("no answer; a firewall may drop the packets")
             # A connect to a loopback port without a listener can connect to itself.
             if status == 0 and candidate.getsockname() == candidate.getpeername():
                 status = errno.ECONNREFUSED

@@ -217,7 +217,7 @@ def test_wrong_use() -> None:
     reducer.ready("a")
     with pytest.raises(dist.UsageError, match="'a' was ready before"):
         reducer.ready("a")
-    with pytest.raises(dist.UsageError, match="no gradient came for 'b'"):
+    with pytest.raises(dist.UsageError, match="there is no gradient for 'b'"):
         reducer.wait()
     reducer.ready("b")
     reducer.wait()

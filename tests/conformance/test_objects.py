@@ -161,7 +161,7 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(rank: int) -
 
 @pytest.mark.ranks(2)
 def test_a_wrong_list_is_an_error_on_every_rank(rank: int) -> None:
-    wrong = "give a list of 2 items, one a rank of the group"
+    wrong = "give a list of 2 items, one for each rank of the group"
     with pytest.raises(UsageError, match=wrong):
         dist.all_gather_object([None] * (2 + rank), rank)
     with pytest.raises(UsageError, match=wrong):

@@ -184,7 +184,7 @@ def test_a_failure_with_a_lost_store_is_not_published() -> None:
 def test_a_malformed_failure_is_an_error(record: bytes) -> None:
     with HashStore() as store:
         store.set("group/end", FAILED + record)
-        with pytest.raises(StoreError, match="why the meeting failed cannot be read"):
+        with pytest.raises(StoreError, match="the error of the failed meeting cannot be read"):
             meetings(store, 2)[1].look()
 
 

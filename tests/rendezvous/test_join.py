@@ -160,7 +160,7 @@ def test_a_failed_join_releases_the_pidfds(processes) -> None:
 
 def test_garbage_under_our_keys_is_an_error() -> None:
     for rank, key, value, what in (
-        (0, "join/end", "F{}", "why the meeting failed"),
+        (0, "join/end", "F{}", "the error of the failed meeting"),
         (0, "join/member/1", "nonsense", "registration"),
         (1, "join/end", "Lnonsense", ""),
     ):

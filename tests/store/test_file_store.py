@@ -160,8 +160,8 @@ def test_another_users_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPat
         (lambda path: path.symlink_to(path.with_name("target")), "{path} is a symbolic link"),
         (lambda path: path.parent.rmdir(), "there is no directory {path.parent}; make it"),
         (os.mkdir, "is a directory"),
-        (os.mkfifo, "no regular file"),
-        (lambda path: path.write_text("my thesis"), "holds something else than a fastcoll store"),
+        (os.mkfifo, "not a regular file"),
+        (lambda path: path.write_text("my thesis"), "is not a fastcoll store"),
     ],
 )
 def test_a_file_with_other_content_is_not_changed(

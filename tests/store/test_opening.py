@@ -103,7 +103,7 @@ def test_the_dialing_side_detects_another_secret_or_token(key: bytes) -> None:
     caller, answerer = dialing(key=key), Answering(find)
     with pytest.raises(RefusedError, match="FASTCOLL_SECRET") as refused:
         feed(caller, feed(answerer, caller.opening, []), [])
-    with pytest.raises(OpeningError, match="refused this side's proof: its secret is another one"):
+    with pytest.raises(OpeningError, match="refused this side's proof: its secret differs"):
         answerer.take(refused.value.answer)
 
 

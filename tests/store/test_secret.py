@@ -150,7 +150,7 @@ def test_no_file_is_created_in_another_users_home(monkeypatch: pytest.MonkeyPatc
 def test_without_a_possible_secret_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", NOWHERE)
     monkeypatch.setattr(secret, "_MACHINES", Path("/dev/null/no shm"))
-    cure = r"cannot be kept in /dev/null/.* or /dev/null/.*; give every rank .* FASTCOLL_SECRET_FILE, or .*INSECURE=1"
+    cure = r"cannot be stored in /dev/null/.* or /dev/null/.*; give every rank .* FASTCOLL_SECRET_FILE, or .*INSECURE=1"
     for host in ("127.0.0.1", "0.0.0.0"):
         with pytest.raises(UsageError, match=cure):
             TCPStore(host, 0, is_master=True)

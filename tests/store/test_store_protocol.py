@@ -384,7 +384,7 @@ def test_an_ended_opening_is_dropped_with_its_reason() -> None:
     for peer, came, reason in (
         (1, b"", ""),  # a port scan
         (2, hello(secret=True)[:50], "before its opening was complete"),
-        (3, hello(secret=True), "before its proof came"),
+        (3, hello(secret=True), "before it sent its proof"),
     ):
         wire.connect(peer)
         if came:
@@ -397,9 +397,7 @@ def test_an_ended_opening_is_dropped_with_its_reason() -> None:
     wire.connect(5)
     wire.feed(5, hello(secret=True))
     wire.feed(5, bytes(PROOF_SIZE))
-    assert wire.dropped[5].startswith(
-        "it refused this side's proof: its secret is another one; give every rank"
-    )
+    assert wire.dropped[5].startswith("it refused this side's proof: its secret differs; give every rank")
 
 
 def test_the_oldest_opening_is_dropped() -> None:

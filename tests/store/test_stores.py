@@ -454,7 +454,7 @@ def test_a_key_that_is_not_a_queue_is_not_changed(full_store: Store) -> None:
 
 
 def test_a_barrier_of_zero_processes_is_refused(store: Store) -> None:
-    with pytest.raises(UsageError, match="world_size is 0; a barrier is of one process or more"):
+    with pytest.raises(UsageError, match="world_size is 0; a barrier needs at least one process"):
         store.barrier("b", 0)
     store.barrier("b", 1)
 

@@ -152,7 +152,7 @@ def test_a_port_that_does_not_answer_causes_a_warning(monkeypatch: pytest.Monkey
         with pytest.raises(StoreTimeoutError, match="Connection timed out"):
             TCPStore(*full.getsockname(), timeout=0.1)
         monkeypatch.setattr(waiting.logger, "warning", warn)
-        with pytest.raises(Warned, match="no answer, as where a firewall drops what comes"):
+        with pytest.raises(Warned, match="no answer; a firewall may drop the packets"):
             TCPStore(*full.getsockname(), timeout=60)
 
 
@@ -190,7 +190,7 @@ def test_another_program_listens(in_threads) -> None:
 
         error = in_threads(client, greet_wrongly)[0]
     assert isinstance(error, StoreError)
-    assert "is no fastcoll store" in str(error)
+    assert "is not a fastcoll store" in str(error)
 
 
 def test_strangers_are_dropped_and_cost_nothing(master: TCPStore) -> None:
