@@ -1,6 +1,6 @@
 """Remote calls between four hosts: values, references and gradients; a worker that is killed, and a host that vanishes.
 
-test_doors.py attacks the listening sockets of workers.
+test_strangers.py attacks the listening sockets of workers.
 """
 
 from __future__ import annotations

@@ -104,12 +104,12 @@ def attack_all(network: Network, ranks: int, tmp_path: Path) -> Times:
         first, last = network.hosts[0], network.hosts[-1]
         recording = start(first, "record", str(tmp_path / "record"))
         await_line(nodes[0], "began", nodes)
-        await_doors(first, nodes)
+        await_listeners(first, nodes)
         # The first connections to each port are strangers', and 500 of them are open when the ranks connect.
-        crawlers = start(last, "crawl", str(_CRAWLERS), *doors(first))
+        crawlers = start(last, "crawl", str(_CRAWLERS), *listening_addresses(first))
         await_line(crawlers, "crawling", [crawlers])
         (tmp_path / "record.json").write_text("[]")
-        made += refused(last, tmp_path / "record.json", doors(first))
+        made += refused(last, tmp_path / "record.json", listening_addresses(first))
         until((tmp_path / "record.begun").exists, [recording])
         (tmp_path / "begin").touch()
         for node in nodes:
@@ -120,7 +120,7 @@ def attack_all(network: Network, ranks: int, tmp_path: Path) -> Times:
         heard = json.loads((tmp_path / "record").read_text())
         assert len(heard) >= 2 * (ranks * hosts - 1), "the record is empty"
 
-        every = {host: doors(host) for host in network}
+        every = {host: listening_addresses(host) for host in network}
         for host, found in every.items():
             assert_bound(host, found, alone=hosts == 1)
         assert sum(map(len, every.values())) >= 1 + ranks * hosts
@@ -153,15 +153,15 @@ def start(host: Host, *words: str) -> Node:
     return Node(host, [sys.executable, attacks.__file__, *words], dict(os.environ))
 
 
-def doors(host: Host) -> list[str]:
+def listening_addresses(host: Host) -> list[str]:
     """Return the addresses at which a host listens, as in 10.77.0.1:24500; only the job listens there."""
     assert host.namespace.run("ss", "-lxH") == "", "a Unix socket listens"
     return sorted(line.split()[3] for line in host.namespace.run("ss", "-ltnH").splitlines())
 
 
-def await_doors(host: Host, nodes: list[Node]) -> None:
+def await_listeners(host: Host, nodes: list[Node]) -> None:
     """Wait until rank 0's store listens, and with several hosts its launcher."""
-    until(lambda: len(doors(host)) >= (1 if len(nodes) == 1 else 2), nodes)
+    until(lambda: len(listening_addresses(host)) >= (1 if len(nodes) == 1 else 2), nodes)
 
 
 def assert_bound(host: Host, found: list[str], alone: bool) -> None:
