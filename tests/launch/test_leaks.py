@@ -41,7 +41,7 @@ def test_a_descriptor_that_changes_hands_is_new() -> None:
 
 
 def test_threads_and_children_that_end_in_time_are_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_PATIENCE", 0.1)
+    monkeypatch.setattr(worker, "_GONE_SECONDS", 0.1)
     looks = iter([["a thread"], ["a thread"], []])
     assert lasting(lambda: next(looks)) == []
     assert lasting(lambda: ["a thread"]) == ["a thread"]
