@@ -107,9 +107,9 @@ def _run_generations(
             return 128 + console.signals[0]
         console.say(f"the nodes' launchers cannot meet: {error}")
         return 1
-    place = job.node_rank if is_static else None
+    node_rank = job.node_rank if is_static else None
     key = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(8)}"
-    node = Node(key, os.uname().nodename, job.local_size, options.role, address, 0, place)
+    node = Node(key, os.uname().nodename, job.local_size, options.role, address, 0, node_rank)
     port = (lambda: job.master_port) if is_static and options.master_port else free_port
     with Gathering(store, node, port, rules, leads, options.monitor_interval) as gathering:
         return Restarts(gathering, job, supervise, logs, console, options.monitor_interval).run()

@@ -33,10 +33,14 @@ class Node:
     role: str
     address: str  # where rank 0 of the job listens, if it runs on this node
     port: int
-    place: int | None = None  # its --node_rank; None: nodes are numbered as they join
+    node_rank: int | None = None  # its --node_rank; None: nodes are numbered as they join
 
     def __str__(self) -> str:
-        return f"the launcher on {self.host}" if self.place is None else f"node {self.place} ({self.host})"
+        return (
+            f"the launcher on {self.host}"
+            if self.node_rank is None
+            else f"node {self.node_rank} ({self.host})"
+        )
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class Generations:
         if self.phase is Phase.OVER:
             return
         others = [other for other in self._present() if other.key != node.key]
-        if any(other.place == node.place is not None for other in others):
+        if any(other.node_rank == node.node_rank is not None for other in others):
             self._order(Over(1, f"another launcher is {node}; give each --node_rank once", only=node.key))
             return
         is_new = not self._is_member(node.key)
@@ -210,7 +214,9 @@ class Generations:
             self._start(now)
 
     def _start(self, now: float) -> None:
-        nodes = sorted(self._ready.values(), key=lambda node: (node.place or 0, self._seniority[node.key]))
+        nodes = sorted(
+            self._ready.values(), key=lambda node: (node.node_rank or 0, self._seniority[node.key])
+        )
         self.members = tuple(nodes[: self.rules.most])
         for node in self.members:
             del self._ready[node.key]

@@ -87,7 +87,7 @@ class NodeShare:
         """Return the global rank of a local rank."""
         return self.ranks.first + local_rank
 
-    def place(self, local_rank: int, joiner: int) -> ProcessName:
+    def process_name(self, local_rank: int, joiner: int) -> ProcessName:
         """Return the name and rank of a local rank, or of its replacement, in an elastic job."""
         name = f"{self.node_rank}.new{joiner}" if joiner else f"{self.node_rank}.{local_rank}"
         return ProcessName(name, self.rank(local_rank), self.ranks.world_size)
@@ -112,7 +112,10 @@ class NodeShare:
 
     def environment(self, local_rank: int, inherited: Mapping[str, str], joiner: int = 0) -> dict[str, str]:
         """Return the complete environment of one rank, or of its replacement number `joiner`."""
-        elastic = {"FASTCOLL_ELASTIC": self.elastic, "FASTCOLL_PLACE": str(self.place(local_rank, joiner))}
+        elastic = {
+            "FASTCOLL_ELASTIC": self.elastic,
+            "FASTCOLL_PLACE": str(self.process_name(local_rank, joiner)),
+        }
         made = {
             **{name: value for name, value in inherited.items() if name not in _OF_LAUNCHERS},
             **self.secret(inherited),

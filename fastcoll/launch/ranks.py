@@ -125,7 +125,7 @@ class RankProcess:
         joiner: int = 0,
     ) -> None:
         self.rank, self.local_rank = job.rank(local_rank), local_rank
-        self.place = job.place(local_rank, joiner)
+        self.process_name = job.process_name(local_rank, joiner)
         self.started, self.is_joiner = time.monotonic(), joiner > 0
         self.name = f"joiner {joiner}" if joiner else f"rank {self.rank}"
         label = f"new {joiner}" if joiner else str(self.rank)

@@ -112,8 +112,8 @@ def run(
 def _is_importable(module: ModuleType) -> bool:
     """Return whether a rank can import a module; pytest, for one, may have imported it from outside of sys.path."""
     spec = PathFinder.find_spec(module.__name__.partition(".")[0])
-    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    return any(place and str(module.__file__).startswith(place) for place in places)
+    paths = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return any(path and str(module.__file__).startswith(path) for path in paths)
 
 
 def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int | None) -> list[Any]:

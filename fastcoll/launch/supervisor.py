@@ -208,7 +208,7 @@ class Supervisor:
             joiner = self._pauses.after(time.monotonic() - rank.started), self._restarts
         end = lifeline.describe_exit(rank.process.returncode)
         description = f"{rank.name} (pid {rank.process.pid}) failed: {end}"
-        loss = Loss(rank.place.name, rank.rank, f"{description}, before all had met", joiner is None)
+        loss = Loss(rank.process_name.name, rank.rank, f"{description}, before all had met", joiner is None)
         report = None if self._report is None else self._report(loss)
         self._lost.append(_Lost(rank, description, joiner, report))
         self._settle_losses()
@@ -233,7 +233,9 @@ class Supervisor:
         if standing is not None and not met and lost.joiner is None:
             self._missing.append(lost.rank)
         joined = standing.joined if standing is not None else frozenset()
-        waiting = [rank for rank in self._running if met and rank.is_joiner and rank.place.name not in joined]
+        waiting = [
+            rank for rank in self._running if met and rank.is_joiner and rank.process_name.name not in joined
+        ]
         left = len(self._running) - len(waiting)
         text = f"{lost.description}; {left} {'goes' if left == 1 else 'go'} on here"
         if waiting:

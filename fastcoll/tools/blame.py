@@ -44,7 +44,7 @@ class Process(NamedTuple):
 
     pid: int  # in this process's pid namespace
     state: str  # of the main thread, as in /proc/PID/stat; of another thread if the main thread has ended
-    place: str = ""  # the kernel function in which the thread sleeps; "": unknown
+    kernel_function: str = ""  # in which the thread sleeps; "": unknown
     cores: float = 0.0  # how many cores it uses
     command: str = ""
     dumps: bool = False  # whether it writes its stacks on SIGQUIT (record/dump.py)
@@ -163,7 +163,7 @@ def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
     direct = [wait for wait in own if not (wait.number and wait.group.pending)]
     process = rank.process
     # A rank that runs code is not in Work.wait.
-    runs = process.state == "R" or (process.place and "futex" not in process.place)
+    runs = process.state == "R" or (process.kernel_function and "futex" not in process.kernel_function)
     return direct or ([] if runs and rank.is_able else own)
 
 
@@ -211,18 +211,18 @@ def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> 
 
 def condition(process: Process) -> tuple[str, str]:
     """Return what a process does outside of calls, or why it cannot run, and what to do next."""
-    pid, place = process.pid, f" ({process.place})" if process.place else ""
+    pid, kernel_function = process.pid, f" ({process.kernel_function})" if process.kernel_function else ""
     stack = f"py-spy dump --pid {pid} shows the line"
     if process.dumps:
         stack = f"kill -QUIT {pid} writes the stacks of its threads to FASTCOLL_TRACE_DIR"
     if (state := state_of(process.state)).unable:
         return state.unable, state.cure.format(pid=pid)
     if process.state == "D":
-        return f"waits in the kernel{place}, mostly for a disk or a network file system", stack
+        return f"waits in the kernel{kernel_function}, mostly for a disk or a network file system", stack
     if process.state == "R" or process.cores >= BUSY:
         return f"runs its own code, a loop or a long computation ({process.cores:.2f} cores)", stack
-    what = next((what for part, what in _SLEEPS.items() if part in process.place), "")
-    return f"sleeps in its own code{what and f', for {what}'}{place}", stack
+    what = next((what for part, what in _SLEEPS.items() if part in process.kernel_function), "")
+    return f"sleeps in its own code{what and f', for {what}'}{kernel_function}", stack
 
 
 def _of_unseen(lost: Sequence[MemberRecord], waits: Sequence[RankWait], where: str) -> Diagnosis:

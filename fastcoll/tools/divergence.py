@@ -225,8 +225,8 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
         ]
         if dump.seen_by is not None:
             elsewhere.append(f"{state_of(dump.state).past} when rank {dump.seen_by} looked")
-        place = dump.place()
-        at = [f"it is in {place}"] if place and not elsewhere else []
+        line = dump.program_line()
+        at = [f"it is in {line}"] if line and not elsewhere else []
         site = f" (called at {last.site})" if last and last.site else ""
         yield f"Rank {rank}: {'; '.join([done + site, *elsewhere, *at])}."
     members = {peer.rank: peer for peer in found.members}
@@ -245,8 +245,8 @@ def _awaited(edges: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
     waiting = {wait.waiter for wait in edges}
     here = {dump.rank: dump for dump in dumps}
     for wait in sorted(edges, key=lambda wait: (wait.awaited in waiting, wait.since))[:_MOST_NAMED]:
-        place = here[wait.awaited].place() if wait.awaited in here else ""
-        where = f", which is in {place}" if place else "" if wait.awaited in here else ", which left no file"
+        line = here[wait.awaited].program_line() if wait.awaited in here else ""
+        where = f", which is in {line}" if line else "" if wait.awaited in here else ", which left no file"
         yield f"Rank {wait.waiter} waits for rank {wait.awaited}{where}: {wait.what}."
 
 

@@ -57,7 +57,7 @@ class Dump:
         """Return the last group of this rank that had a name, or None."""
         return next((group for group in reversed(self.record.groups) if group.name == name), None)
 
-    def place(self, which: int = -1) -> str:
+    def program_line(self, which: int = -1) -> str:
         """Return where the main thread was in the user's program, as in `step (train.py:12)`; "" if unknown."""
         stacks = self.reasons[which].stacks if self.reasons else ""
         starts = [*_THREAD.finditer(stacks)]

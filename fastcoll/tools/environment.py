@@ -171,16 +171,16 @@ def _meeting(detected: Detected) -> tuple[str, str, str]:
     """Return where `init_process_group()` meets the other ranks; raise the UsageError that it would raise."""
     from ..rendezvous.methods import place_of  # imported here, because it imports sockets
 
-    place = place_of(detected)
-    if place.world_size == 1:
+    meeting = place_of(detected)
+    if meeting.world_size == 1:
         return (
             "meets",
             "no other rank",
             "this is a world of one; several: python -m fastcoll launch -n 4 script.py",
         )
-    if place.path:
-        return "meets", place.path, "a file, as all ranks are on this machine and MASTER_PORT is not set"
-    beside = detect.port_beside(place.port)
+    if meeting.path:
+        return "meets", meeting.path, "a file, as all ranks are on this machine and MASTER_PORT is not set"
+    beside = detect.port_beside(meeting.port)
     named = (
         "MASTER_ADDR"
         if detected.master_addr is not None and "MASTER_ADDR" in detected.found
@@ -191,9 +191,9 @@ def _meeting(detected: Detected) -> tuple[str, str, str]:
         if detected.master_port is not None
         else f"derived from the job's name, {detected.job_id}"
     )
-    who = "rank 0, this one, listens there" if place.rank == 0 else "rank 0 listens there"
-    why = f"{who}; host from {named}, port beside {place.port} ({ported})"
-    return "meets", f"{place.host}:{beside}", why
+    who = "rank 0, this one, listens there" if meeting.rank == 0 else "rank 0 listens there"
+    why = f"{who}; host from {named}, port beside {meeting.port} ({ported})"
+    return "meets", f"{meeting.host}:{beside}", why
 
 
 # ---- the settings ------------------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ def cgroup_limit(name: str) -> float | None:
         own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
     except OSError:
         return None
-    place = Path("/sys/fs/cgroup") / own.lstrip("/")
-    for folder in (place, *place.parents):
+    own_folder = Path("/sys/fs/cgroup") / own.lstrip("/")
+    for folder in (own_folder, *own_folder.parents):
         try:
             words = (folder / name).read_text().split()
         except OSError:

@@ -180,7 +180,7 @@ def _rank_as_dict(rank: Rank, waits: Sequence[RankWait]) -> dict[str, Any]:
 
 def _process_as_dict(process: Process) -> dict[str, Any]:
     return {
-        "pid": process.pid, "state": state_of(process.state).name, "kernel_function": process.place or None,
+        "pid": process.pid, "state": state_of(process.state).name, "kernel_function": process.kernel_function or None,
         "cores": process.cores, "command": process.command,
     }  # fmt: skip
 
@@ -197,7 +197,7 @@ class Outside:
         """Return a row for a table."""
         process, since = self.process, "" if self.since is None else seconds_of(max(now - self.since, 0.0))
         about = (self.rank, str(process.pid), state_of(process.state).name, f"{process.cores:.2f}")
-        return (*about, since, process.place, process.command)
+        return (*about, since, process.kernel_function, process.command)
 
     def as_dict(self, now: float) -> dict[str, Any]:
         """Return its JSON object."""
@@ -284,7 +284,7 @@ def processes(pids: Iterable[int]) -> list[Process]:
         with suppress(OSError):
             thread, now = living_thread(pid), _ticks(pid)
             cores = ((now or used) - used) / _TICKS / took
-            about = _place(thread), round(cores, 2), _command(pid), _dumps(thread)
+            about = _kernel_function(thread), round(cores, 2), _command(pid), _dumps(thread)
             found.append(Process(pid, status_of(thread)[0].decode(), *about))
     return found
 
@@ -298,11 +298,11 @@ def _ticks(pid: int) -> int | None:
     return int(status[11]) + int(status[12])
 
 
-def _place(pid: int) -> str:
+def _kernel_function(pid: int) -> str:
     """Return the kernel function in which a thread sleeps; empty: it does not sleep, or the function is hidden."""
     with suppress(OSError):
-        place = Path(f"/proc/{pid}/wchan").read_text()
-        return "" if place == "0" else place
+        function = Path(f"/proc/{pid}/wchan").read_text()
+        return "" if function == "0" else function
     return ""
 
 

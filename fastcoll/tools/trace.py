@@ -89,7 +89,7 @@ def _row(dump: Dump) -> list[str]:
         str(dump.record.pid),
         dump.record.host,
         doing[0] if doing else "-",
-        dump.place() or "-",
+        dump.program_line() or "-",
     ]
 
 

@@ -25,8 +25,8 @@ from fastcoll.launch.generations import (
 RULES = Rules(least=1, most=3, max_restarts=2, last_call=30.0, join=600.0, end=10.0)
 
 
-def node(name: str, place: int | None = None, size: int = 2, role: str = "default") -> Node:
-    return Node(name, f"host-{name}", size, role, "10.0.0.1", 1234, place)
+def node(name: str, node_rank: int | None = None, size: int = 2, role: str = "default") -> Node:
+    return Node(name, f"host-{name}", size, role, "10.0.0.1", 1234, node_rank)
 
 
 def started(names: str, rules: Rules = RULES) -> Generations:

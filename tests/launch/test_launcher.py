@@ -187,13 +187,13 @@ def test_ranks_ignore_the_signals_that_a_background_job_ignores(script: Script, 
     assert end(process)[:2] == (128 + signal.SIGTERM, f"[0] here {pid} got it\n")
 
 
-@pytest.mark.parametrize("place", ["after_start", "before_end"])
+@pytest.mark.parametrize("failpoint", ["after_start", "before_end"])
 def test_a_launcher_killed_at_any_moment_leaves_nothing(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, place: str
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, failpoint: str
 ) -> None:
-    monkeypatch.setenv("FASTCOLL_FAILPOINT", f"launch.{place}:kill")
+    monkeypatch.setenv("FASTCOLL_FAILPOINT", f"launch.{failpoint}:kill")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LEFT", mark := f"left-{os.getpid()}-{place}")
+        patch.setenv("LEFT", mark := f"left-{os.getpid()}-{failpoint}")
         done = launch("time.sleep(1000 if rank else 0); sys.exit(1)", "-n2", "--grace=0", "script.py")
     assert done.returncode == -signal.SIGKILL
     for pid in filter(str.isdigit, os.listdir("/proc")):

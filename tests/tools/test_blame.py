@@ -45,12 +45,14 @@ def group(
     )  # fmt: skip
 
 
-def rank(number: int, *groups: GroupRecord, state: str = "S", cores: float = 0.0, place: str = "") -> Rank:
+def rank(
+    number: int, *groups: GroupRecord, state: str = "S", cores: float = 0.0, kernel_function: str = ""
+) -> Rank:
     record = Record(
         job="a:100:1", rank=number, world_size=4, host="a", pid=100 + number, start_time=1, started=NOW - 100,
         version="1", groups=groups,
     )  # fmt: skip
-    return Rank(record, Process(100 + number, state, place, cores))
+    return Rank(record, Process(100 + number, state, kernel_function, cores))
 
 
 def diagnoses(*ranks: Rank, where: str = GONE) -> list:
@@ -203,7 +205,7 @@ def test_each_circle_is_reported_beside_late_ranks():
 
 
 @pytest.mark.parametrize(
-    ("state", "place", "blamed"),
+    ("state", "kernel_function", "blamed"),
     [
         ("R", "", (0,)),  # running its own code
         ("S", "hrtimer_nanosleep", (0,)),  # time.sleep
@@ -211,17 +213,17 @@ def test_each_circle_is_reported_beside_late_ranks():
         ("S", "", (0, 1)),  # the kernel hides the function
     ],
 )
-def test_a_pending_operation_does_not_make_a_busy_rank_wait(state, place, blamed):
+def test_a_pending_operation_does_not_make_a_busy_rank_wait(state, kernel_function, blamed):
     """Rank 0 has begun an operation with rank 1, which waits for rank 0 in WORLD like all others."""
     pair = group(0, 1, True, name="pair", members=(0, 1), pending=1)
-    ranks = [rank(0, group(0, 15, False), pair, state=state, place=place)]
+    ranks = [rank(0, group(0, 15, False), pair, state=state, kernel_function=kernel_function)]
     ranks += [rank(1, group(1, 16, True), group(1, 0, False, name="pair", members=(0, 1)))]
     ranks += [rank(number, group(number, 16, True)) for number in (2, 3)]
     (diagnosis,) = diagnoses(*ranks)
     assert diagnosis.ranks == blamed
     # If rank 0 blocks in another call, that call counts.
     other = group(0, 4, True, name="other", members=(0, 2))
-    ranks[0] = rank(0, *ranks[0].record.groups, other, state=state, place=place)
+    ranks[0] = rank(0, *ranks[0].record.groups, other, state=state, kernel_function=kernel_function)
     ranks[2] = rank(2, group(2, 15, False), group(2, 3, False, name="other", members=(0, 2)), state="R")
     (diagnosis,) = diagnoses(*ranks)
     assert diagnosis.ranks == (2,)

@@ -336,7 +336,7 @@ def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_re
             time.sleep(0.01)
         (mine,) = load(folder)
         assert (mine.rank, mine.reasons[0].why) == (0, "SIGQUIT")
-        assert mine.place().startswith("<module> (program.py:")
+        assert mine.program_line().startswith("<module> (program.py:")
         assert all(rank.poll() is None for rank in ranks)
     finally:
         for rank in ranks:
