@@ -86,7 +86,7 @@ WAITED = f"{CALLED}, that ranks 0, 1 and 3 have waited in for 12 s"
     ],
 )
 def test_a_rank_that_has_not_called_is_named_with_what_it_does_instead(state, cores, says, cure):
-    late = rank(2, group(2, 56, False, call=BARRIER), state=state, cores=cores, place="futex_wait")
+    late = rank(2, group(2, 56, False, call=BARRIER), state=state, cores=cores, kernel_function="futex_wait")
     (diagnosis,) = diagnoses(*three(), late)
     assert diagnosis.text.startswith(f"rank 2 (pid 102) has not called {WAITED}; {says}")
     assert diagnosis.more == ("its last call there was barrier(), call 56",)
