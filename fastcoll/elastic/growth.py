@@ -27,7 +27,7 @@ class Attempt(NamedTuple):
     """An attempt to make a new world of the old one and some joiners."""
 
     number: int
-    admitted: int  # the number of joiners
+    joiner_count: int
     joiners: Sequence[int] = ()  # their numbers in the join queue; on rank 0 only
 
 
@@ -58,7 +58,7 @@ def grow(join_queue: JoinQueue, attempt: Attempt) -> None:
             failed = error
         if not _is_admitted(join_queue, attempt, made):
             raise NotGrownError(
-                f"{attempt.admitted} joiners could not be admitted: {failed or 'a rank has died'}"
+                f"{attempt.joiner_count} joiners could not be admitted: {failed or 'a rank has died'}"
             )
         assert job is not None, "who has decided so has passed a barrier of all"
         job.timeout, world.timeout = before.timeout, old.timeout
@@ -81,7 +81,7 @@ def _is_admitted(join_queue: JoinQueue, attempt: Attempt, made: Sequence[Process
 
 def _join(join_queue: JoinQueue, attempt: Attempt, undo: ExitStack) -> StoreLease:
     """Meet the joiners in a store for the new world."""
-    before, size = current_job(), groups.world.size + attempt.admitted
+    before, size = current_job(), groups.world.size + attempt.joiner_count
 
     def look() -> None:
         if gone := gone_among(before.lease.members):

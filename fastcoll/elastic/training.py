@@ -53,7 +53,7 @@ class WorldChange(BaseException):
     """Ends the training function at a commit so that joiners can be admitted; `run` calls the function again."""
 
     def __init__(self, attempt: Attempt) -> None:
-        super().__init__(f"{attempt.admitted} joiners wait")
+        super().__init__(f"{attempt.joiner_count} joiners wait")
         self.attempt = attempt
 
 
