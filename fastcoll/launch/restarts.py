@@ -16,7 +16,7 @@ from pathlib import Path
 from .console import Console
 from .failures import Failure, left
 from .gathering import Gathering, secret_of
-from .generations import End, Over, Start, range_of
+from .generations import End, Over, RankRange, Start, range_of
 from .nodes import NodeShare
 from .supervisor import Supervisor
 
@@ -93,42 +93,28 @@ class Restarts:
 
     def _run(self, order: Start) -> int:
         """Run this node's ranks of a generation, if any; return the signal that has ended this launcher, or 0."""
-        share = range_of(order.members, self._gathering.key)
-        if share is None:
+        ranks = range_of(order.members, self._gathering.key)
+        if ranks is None:
             if not self._waits:
                 self._say(f"generation {order.generation} runs without this node, which waits for room")
             self._waits = True
             return 0
         self._waits = False
         self._last = order
-        run_id = self._job.variables["TORCHELASTIC_RUN_ID"]
-        job = replace(
-            self._job,
-            nodes=len(order.members),
-            node_rank=share.node_rank,
-            assigned=share,
-            master_addr=order.members[0].address,
-            master_port=order.members[0].port,
-            variables={
-                **self._job.variables,
-                "TORCHELASTIC_RESTART_COUNT": str(order.restarts),
-                "FASTCOLL_SECRET": secret_of(order.generation, run_id),
-            },
-        )
         logs = self._logs
         if logs is not None and order.generation:
             logs = logs / f"generation-{order.generation}"
             logs.mkdir(exist_ok=True)
         if order.generation:
             self._say(
-                f"generation {order.generation} starts: {share.world_size} ranks on {len(order.members)} "
+                f"generation {order.generation} starts: {ranks.world_size} ranks on {len(order.members)} "
                 f"node{'s' * (len(order.members) > 1)}, {order.restarts} of "
                 f"{self._job.variables['TORCHELASTIC_MAX_RESTARTS']} restarts used"
             )
         link = _Generation(self._gathering, order.generation)
         code, interrupted = 1, 0
         try:
-            supervisor = self._supervise(job, logs=logs, nodes=link)
+            supervisor = self._supervise(self._share(order, ranks), logs=logs, nodes=link)
             code, interrupted = supervisor.run(), supervisor.interrupted
         except OSError as error:  # no memory for a process, or no disk space for its log
             text = f"the ranks on {os.uname().nodename} cannot be run: {error.strerror or error}"
@@ -138,3 +124,20 @@ class Restarts:
         if code == 0 and not link.has_failed:
             self._gathering.done(order.generation)
         return interrupted
+
+    def _share(self, order: Start, ranks: RankRange) -> NodeShare:
+        """Return this node's share of a generation."""
+        run_id = self._job.variables["TORCHELASTIC_RUN_ID"]
+        return replace(
+            self._job,
+            nodes=len(order.members),
+            node_rank=ranks.node_rank,
+            assigned=ranks,
+            master_addr=order.members[0].address,
+            master_port=order.members[0].port,
+            variables={
+                **self._job.variables,
+                "TORCHELASTIC_RESTART_COUNT": str(order.restarts),
+                "FASTCOLL_SECRET": secret_of(order.generation, run_id),
+            },
+        )
