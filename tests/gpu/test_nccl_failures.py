@@ -369,7 +369,7 @@ def test_an_error_while_a_message_is_posted_leaves_nothing_of_it(monkeypatch: py
         with ranks.gpu.on(0):
             x = ones(ranks, 0)
             group = ranks.groups[0]
-            monkeypatch.setattr(group, "post_send", lambda *_: 1 / 0)
+            monkeypatch.setattr(group.p2p, "post_send", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 group.isend(x, 1)
         assert "ZeroDivisionError" in str(group.failure)
