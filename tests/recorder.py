@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -44,21 +45,20 @@ class Recorder(ProcessGroup):
             close=close,
         )
         super().__init__(backend)
+        self.p2p: Any = SimpleNamespace(
+            ready_isend=lambda *args: partial(self.isend, *args),
+            ready_irecv=lambda *args: partial(self.irecv, *args),
+        )
         self.calls: list[tuple[Any, ...]] = []
         self.answers: dict[str, Any] = {"recv": 2}
         self.closed = 0
 
-    def refuse(self, name: str, error: Exception) -> None:
-        """Do nothing, since there are no peers."""
+    def preparing(self, name: str) -> Any:
+        """Inform no peers of a refusal, since there are none."""
+        return nullcontext()
 
     for _name in OPERATIONS:
         vars()[_name] = _record(_name)
-
-    def ready_isend(self, *args: Any) -> Callable[[], Any]:
-        return partial(self.isend, *args)
-
-    def ready_irecv(self, *args: Any) -> Callable[[], Any]:
-        return partial(self.irecv, *args)
 
 
 def finished(result: Any = None, error: BaseException | None = None) -> Work:

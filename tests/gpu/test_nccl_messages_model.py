@@ -191,6 +191,7 @@ class Group:
         self.run, self.rank, self.ranks, self.name = run, rank, range(len(run.programs)), f"{rank}"
         self.timeout = 60.0
         self.failure: GroupError | None = None
+        self.p2p = self
         self.monitor = SimpleNamespace(name=lambda rank: f"rank {rank}", decide=lambda *_: None)
         self.wanted: list[Posted] = []
         self.stored: list[tuple[int, Posted]] = []
