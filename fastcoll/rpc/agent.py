@@ -37,7 +37,7 @@ from .futures import Future
 from .handlers import UNCOUNTED, Counts, Handler, Handlers, described
 from .link import Link, Task
 from .polling import HANG_UP, READ
-from .readers import Answer, Readers
+from .readers import Readers
 from .wire import MessageType, RpcMessage
 from .worker_info import Worker, WorkerInfo
 
@@ -182,7 +182,7 @@ class Agent:
             return future
         link.pending[number] = call
         self._deadlines.watch(deadline)
-        future.answer = Answer(self.readers, link, number, deadline)
+        future.answer = self.readers, link, number, deadline
         try:
             link.send(message, deadline)
         except OSError:

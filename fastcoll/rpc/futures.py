@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from ..core import future as core
 from ..core.work import ENDLESS, Timeout, seconds
 from ..errors import RpcError, RpcTimeoutError, UsageError
-from .readers import Answer, before_blocking
+from .link import Link
+from .readers import Readers, before_blocking
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -28,7 +29,8 @@ class Future(core.Future[T]):
 
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__()
-        self.answer: Answer | None = None  # of another worker, which brings the result
+        # Of the answer that has the result: the readers, the link, its number, the deadline; None: of no other worker.
+        self.answer: tuple[Readers, Link, int, float] | None = None
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Return a future of the result of `callback`, called with this future when it is done (now, if it is done).
@@ -47,8 +49,9 @@ class Future(core.Future[T]):
         if self.answer is None:
             before_blocking()
         else:
-            before_blocking(self.answer.link)
-            self.answer.read(until)
+            readers, link, number, deadline = self.answer
+            before_blocking(link)
+            readers.read_answer(link, number, min(until, deadline))
         if not self._is_done and not self.block(max(until - time.monotonic(), 0.0)):
             raise RpcTimeoutError(f"the result did not arrive within {limit:g} s")
 

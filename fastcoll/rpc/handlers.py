@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,7 @@ class Handlers:
             self._answer(link, message, MessageType.RAISED, exceptions.pack(error, self._me))
             return
         # The message may be large; it is not kept until the future is done.
-        answer = partial(self._answer_later, link, message._replace(pickled=b"", buffers=()))
+        answer = partial(self._answer_later, link, replace(message, pickled=b"", buffers=()))
         if link is None:  # a callback of the caller may wait for other callbacks of `result`
             result.add_done_callback(lambda done: self._readers.run(partial(answer, done)))
         else:
@@ -129,7 +130,8 @@ class Handlers:
 
     def _answer(self, link: Link | None, call: RpcMessage, type: MessageType, result: Any) -> None:
         worker = link.worker if link else self._me
-        answer = RpcMessage(type, 0, call.call, *pickling.dumps(result, worker))
+        pickled, buffers = pickling.dumps(result, worker)
+        answer = RpcMessage(type, 0, call.call, pickled, buffers)
         self._counts.add(call.kind, served=1)
         if link is None:
             self._under_way.pop((worker.id, call.call), None)

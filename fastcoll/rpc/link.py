@@ -96,9 +96,10 @@ class Link:
             ring = self.ring
             start, large = encode(message, ring is not None)
             try:
-                sent = 0
-                with suppress(BlockingIOError):
+                try:  # `suppress` takes 0.4 us
                     sent = self._socket.send(start)
+                except BlockingIOError:
+                    sent = 0
                 if sent == len(start) and not large:
                     return
                 steps = self._steps(memoryview(start)[sent:], large, ring)
@@ -212,9 +213,9 @@ class Link:
 
     # ---- reading -------------------------------------------------------------------------------------------
 
-    def poll(self, seconds: float = 0.0) -> bool:
-        """Return whether there is something to read, or arrives within `seconds`. The caller holds `reading`."""
-        return bool(self._poller.poll(1000 * seconds))
+    def poll(self, milliseconds: float = 0) -> bool:
+        """Return whether there is something to read, or arrives within a time. The caller holds `reading`."""
+        return bool(self._poller.poll(milliseconds))
 
     def expects_answers(self) -> bool:
         """Return whether answers are to arrive, of calls that wait or of calls whose time is up."""

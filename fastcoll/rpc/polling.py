@@ -1,9 +1,10 @@
 """Poller: the epoll for which all threads of an agent wait, with an eventfd that wakes a thread, and a timer.
 
 Every registration is one-shot: the kernel wakes one thread for an event, and disarms the descriptor. `link.armed` has
-the events for which a link is armed: READ, HANG_UP, or 0 after an event. The thread that gets the event resets it, and then reads
-the link. If another thread arms the link between the event and the reset, the kernel is armed for more than `armed`
-says, which costs one event. The kernel is never armed for less, except while the thread that got the event reads.
+the events for which a link is armed: READ, HANG_UP, or 0 after an event. The thread that gets the event resets it, and
+then reads the link. If another thread arms the link between the event and the reset, the kernel is armed for more than
+`armed` says, which costs one event. The kernel is never armed for less, except while the thread that got the event
+reads.
 """
 
 from __future__ import annotations

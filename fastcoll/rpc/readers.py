@@ -30,7 +30,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic, perf_counter
-from typing import NamedTuple
 
 from .link import LOOK_SECONDS, Link, Task
 from .polling import HANG_UP, READ, Poller, Signal
@@ -75,19 +74,6 @@ def before_blocking(reads: Link | None = None) -> None:
             readers.hand_over()
         else:
             readers.end(lease)
-
-
-class Answer(NamedTuple):
-    """The answer to call `number`, which arrives on `link` until `deadline`."""
-
-    readers: Readers
-    link: Link
-    number: int
-    deadline: float
-
-    def read(self, until: float) -> None:
-        """Help to receive the answer, at most until a time."""
-        self.readers.read_answer(self.link, self.number, min(until, self.deadline))
 
 
 class Readers:
@@ -201,7 +187,7 @@ class Readers:
             while perf_counter() < end:
                 if link.poll():
                     return True
-        return link.poll(min(LOOK_SECONDS, max(until - monotonic(), 0.0)))
+        return link.poll(1000 * min(LOOK_SECONDS, max(until - monotonic(), 0.0)))
 
     def rearm(self, link: Link) -> None:
         """Unless a thread reads the link, arm it: READ if answers are expected, else HANG_UP."""

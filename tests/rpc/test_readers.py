@@ -23,8 +23,8 @@ class Pair:
     def fileno(self):
         return self._far.fileno()
 
-    def poll(self, seconds=0.0):
-        return bool(select.select([self._far], [], [], seconds)[0])
+    def poll(self, milliseconds=0):
+        return bool(select.select([self._far], [], [], milliseconds / 1000)[0])
 
     def receive(self):
         return [lambda: self._handle(message)] if (message := self._far.recv(1)) else None
