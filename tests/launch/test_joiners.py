@@ -115,13 +115,13 @@ def test_a_launcher_that_replaces_many_ranks_leaks_no_descriptors(
     job = NodeShare(("sh", "-c", program), 2, 1, 0, "127.0.0.1", 1)
     descriptors: list[int] = []
 
-    class Hearing(Console):
+    class Watching(Console):
         def say(self, text: str, has_to_act: object = None) -> None:
             descriptors.append(len(os.listdir("/proc/self/fd")))
             if "joiner" not in text.partition("; ")[2]:
                 Path("go").touch()
 
-    supervisor = Supervisor(job, 0, console=Hearing(), is_guest=True, min_ranks=1, max_restarts=20)
+    supervisor = Supervisor(job, 0, console=Watching(), is_guest=True, min_ranks=1, max_restarts=20)
     assert supervisor.run() == 0
     assert len(descriptors) == 21
     assert max(descriptors) <= descriptors[0] + 4  # each process has four descriptors
