@@ -53,7 +53,7 @@ def test_a_stopped_store_does_not_delay_leaving(
     server: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(leases, "_LAST_WORD_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "_PUBLISH_SECONDS", 0.1)
     assert server.stdout is not None
     store = TCPStore("127.0.0.1", int(server.stdout.readline()), timeout=3000)
     os.kill(server.pid, signal.SIGSTOP)

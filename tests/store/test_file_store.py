@@ -211,7 +211,7 @@ def test_damage_is_named(path: Path) -> None:
         ):
             FileStore(path)
         path.write_bytes(b"")
-        with pytest.raises(StoreError, match="changed by something else"):
+        with pytest.raises(StoreError, match="changed by another program"):
             one.get("key")
         abandon(one)
         one._leave = lambda: None

@@ -170,7 +170,7 @@ def test_recorded_openings_and_proofs_are_refused_later() -> None:
 
 @pytest.mark.parametrize("changes", [{"group": b"h" * 16}, {"size": 5}, {"rank": 2}])
 def test_an_opening_for_an_unknown_endpoint_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(OpeningError, match="not here"):
+    with pytest.raises(OpeningError, match="does not have"):
         Answering(find).take(dialing(**changes).opening)
 
 

@@ -499,7 +499,7 @@ def test_an_opening_for_another_server_is_dropped(changes: dict[str, int]) -> No
     wire = Wire()
     wire.connect(1)
     wire.feed(1, hello(**changes))
-    assert "not here" in wire.dropped[1]
+    assert "does not have" in wire.dropped[1]
     assert wire.take(1) == b""
 
 

@@ -108,7 +108,7 @@ def test_the_cure_for_missing_kernels_compiles_them(tmp_path):
     report, code = run(NUMBA_CACHE_DIR="/proc/none")
     (code_found,) = about(report, "compiled code")
     assert (code_found["level"], code) == ("warning", 0)
-    assert "cannot be stored in /proc/none" in code_found["text"]
+    assert "cannot be kept in /proc/none" in code_found["text"]
 
 
 def test_ports_and_interfaces_that_are_not_available():
