@@ -1,4 +1,4 @@
-"""The hosts themselves: which hosts they reach, what they share, and that nothing is left behind."""
+"""The hosts themselves: which hosts they reach, which resources they share, and that nothing is left behind."""
 
 from __future__ import annotations
 
