@@ -1,22 +1,23 @@
 """Inline start: an asynchronous call begins on its caller's thread if the progress thread has no core of its own.
 
 A caller that computes leaves the progress thread no time on the core that they share. So the caller runs the call as
-far as the peers allow at once. That is mostly to its end, because ranks that run the same program reach the call at
+far as the peers allow at once. Mostly the call completes then, because ranks that run the same program reach it at
 about the same time. A call that would have to wait longer is handed over to the progress thread, so a late peer does
-not block the caller. Steps of DistributedDataParallel (transformer of 3 MB, 2 ranks on 2 cores of an EPYC): 13.0 ms on
-the progress thread, 10.8 ms with an inline start, 9.5 ms without communication.
+not block the caller. A step of DistributedDataParallel (transformer of 3 MB, 2 ranks on 2 cores of an EPYC) takes 13.0
+ms if calls begin on the progress thread, 10.8 ms with an inline start, and 9.5 ms without communication.
 
-BUSY names the thread that runs the call: the caller, then HANDED_OVER, then the thread that takes the call over.
+BUSY, a word of the group's context (context_layout.py), names the thread that runs the call: first the caller, then
+HANDED_OVER for no thread, then the thread that takes the call over.
 
 Invariants:
 
-- A thread takes a call over after its caller has released it, because the caller stores HANDED_OVER, and the thread
-  replaces it, under the queue's lock.
+- A thread takes a call over only after its caller has released the call: the caller stores HANDED_OVER under the
+  queue's lock, and the thread replaces HANDED_OVER under the same lock.
 - No thread takes over a call whose caller was interrupted before it handed the call over, or whose group was closed:
   BUSY is 0 then, and a thread takes a call over only if BUSY is HANDED_OVER.
 - A call is put into the progress queue only if the queue is empty; otherwise it gets a thread of its own. Another
   thread may have queued an operation since the call began. That operation waits for the context, which this call owns,
-  so the call would wait behind an operation that waits for it.
+  so a call queued behind it would never run.
 
 `tests/shm/test_inline_start_model.py` explores every schedule.
 """
@@ -37,12 +38,13 @@ from . import context_layout as words
 from .context import HANDED_OVER, ShmContext, changed
 from .rounds import RESUMED
 
-# Nanoseconds that one wait of an inline start may take. With a core for each rank, the core idles during the wait, so
-# it may take as long as a hand-over. With fewer cores, peers compute on this core, so it pays to wait for them.
+# Nanoseconds that one wait of an inline start may take. With one core for each rank, the core idles during the wait, so
+# the wait may take as long as a hand-over does. With fewer cores, peers compute on this core meanwhile, so it pays to
+# wait for them.
 _DEDICATED = 200_000
 _OVERSUBSCRIBED = 20_000_000
 
-# Next step of a caller with its call. BROKEN: another thread changed an array during the call.
+# The caller's next step with its call. BROKEN: another thread changed an array during the call.
 FINISHED, NOT_BEGUN, GO_ON, HAND_OVER, BROKEN = range(5)
 
 _COMPLETE = Work()
@@ -77,7 +79,7 @@ class InlineStart:
     """Begins a group's asynchronous calls on their callers' threads.
 
     Args:
-        resume, torn: handle an entry that returned early, or was left by an exception; see calls.py.
+        resume, torn: handle an entry that returned early, and one that an exception has left; see calls.py.
         share: cores for each rank of the job on this node.
     """
 

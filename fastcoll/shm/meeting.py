@@ -121,9 +121,10 @@ def choose_layout(size: int) -> Layout:
 def await_all(
     late: Callable[[], list[int]], do: str, members: Sequence[Member], meeting: GroupMeeting, timeout: float
 ) -> None:
-    """Wait until no rank is `late`; check for failures of the meeting and for deaths in between.
+    """Wait until `late` returns no rank; meanwhile check for deaths and for failures of the meeting.
 
-    A death counts only if a rank is still late in the next check: the dead rank may have finished its part before.
+    A death is an error only if a rank is still late at the next check, because the dead rank may have completed the
+    step before it died.
 
     Args:
         do: the step that the ranks must complete, as a verb for error messages.
@@ -146,7 +147,7 @@ def await_all(
 def _publish_cores(segment: Segment, rank: int) -> None:
     """Publish the CPUs that this process may use, and the number that its cgroup allows."""
     mask = sum(1 << cpu for cpu in os.sched_getaffinity(0) if cpu < 64 * _MASK_WORDS)
-    quota = 1 << 30  # none
+    quota = 1 << 30  # no limit
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
         share, period = map(int, file.read().split())
         quota = max(1, share // period)

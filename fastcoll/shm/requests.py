@@ -4,21 +4,23 @@ A request of a compiled caller has a *record* in the mailbox (rings.py). These f
 Python; a thread that waits for one request makes progress on all of them. They handle the common case only: the engine
 (p2p/engine.py) has no operation, the peer is known, and its next message matches a posted receive. They leave
 everything else to Python: the engine takes over the pending records when it next takes the rings, and Python completes
-a request without a record.
+any request that has no record.
 
 Invariants:
 
 - Only the thread that holds BUSY writes PENDING, or a record that is in use and has not ended.
-- BEHIND is not 0 while PENDING is not 0. It is BY_COMPILED if only compiled callers have requests, so a blocking call,
-  which would overtake these, comes here or goes to the engine.
+- BEHIND is not 0 while PENDING is not 0. It is BY_COMPILED if only compiled callers have requests. A blocking call must
+  not overtake these, so it posts a request here as well, or the engine runs it.
 - A thread that posts through the engine may set BEHIND to BY_PYTHON at any time. `_take` then fails until the engine
   resets it. Functions here change BEHIND by compare-and-swap from 0 or BY_COMPILED, so they never overwrite BY_PYTHON.
-- A record that has ended belongs to the thread that swaps its NUMBER. A wait swaps it for the negative number, by which
-  a second wait finds that the first one has finished; the engine, which takes the request over, swaps it for 0. Only
-  that thread releases the array, so it is released once.
-- A thread that reuses a record sets NUMBER to 0 before it writes STATE, PEER and OWNER, with release. Threads that wait
-  for the last request read PEER, with acquire, before they check NUMBER: if NUMBER is still theirs, so is PEER.
-- No number is used twice. Its bits are the record's index, above it a counter, above that the mailbox's own bits.
+- When a request has ended, its record belongs to the thread whose compare-and-swap of NUMBER succeeds. A wait stores
+  the negative number, from which a second wait sees that the first one has finished; the engine, if it takes the
+  request over, stores 0. Only the thread that succeeded releases the array, so the array is released once.
+- A thread that reuses a record stores 0 to NUMBER and then writes STATE, PEER and OWNER, all with release. A thread
+  that waits for the record's previous request reads PEER, with acquire, and then checks NUMBER: if NUMBER still belongs
+  to its request, so does PEER.
+- No number is used twice. From the lowest bits up, it has the record's index, a counter, and bits that differ between
+  mailboxes.
 """
 
 from __future__ import annotations
@@ -62,9 +64,9 @@ COUNT_AT, MAILBOX_AT = 5, 48  # positions of bit fields in a number
 _FIRST = 1 << COUNT_AT
 
 _IDLE, _MOVED, _STUCK = 0, 1, 2  # results of `_progress`
-_TRIES = 200  # tries to take BUSY: another thread drives the rings, or checks whether it must
+_TRIES = 200  # tries to take BUSY, while another thread drives the rings or checks whether it must drive them
 _DTYPES = (1 << DTYPE_BITS) - 1
-_ROUNDS_A_CALL = 2048  # at most 128 MiB, 20 ms, between two checks for signals
+_ROUNDS_A_CALL = 2048  # at most 128 MiB, which take 20 ms, between two checks for signals
 _MOST_IN_VAIN = 1 << 16  # tests without progress, at least 3 ms; then Python checks the clock and the peers
 
 assert r.RECORDS_AT_MOST <= _FIRST
@@ -88,7 +90,7 @@ def _record(m, index):
 
 @inlined
 def _record_of(m, number):
-    """Return the record of a request that was not waited for; 0: it has none."""
+    """Return the record of a request for which no wait has finished; 0: it has none."""
     record = _record(m, number & (_FIRST - 1))
     return record if load_acquire(record + 8 * r.NUMBER) == number else 0
 
@@ -180,7 +182,7 @@ def _post_send(m, data, owner, nbytes, kind, peer):
     algorithm = fastest_known(m, r.SENDS, nbytes, SMALLEST)
     frame = r.FRAME_UNIT if algorithm == DIRECT else r.frame_of(nbytes)
     is_free = load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END)
-    # Unread acks must fit into their slots, because no thread may read them while this rank does other work.
+    # Unread acks must fit into their slots, because perhaps no thread reads them while this rank does other work.
     unread = load_word(channel, r.SENT) - load_word(channel, r.ACKS_READ)
     # A message that does not enter the ring at once needs the engine's thread while this thread does other work.
     enters = frame <= load_word(m, r.RING) // r.PIECES_A_RING and r.has_room(m, channel, frame)
@@ -224,7 +226,7 @@ def post_receive_call(m, data, owner, nbytes, kind, peer):
 
 @inlined
 def _end(m, record, state):
-    """Mark a request as ended: well, or as MISFIT, for which Python raises the error."""
+    """Set a request's final state: ENDED, or MISFIT, for which Python raises the error."""
     t = _table(m)
     if state == r.ENDED:
         store_word(t, r.PENDING, load_word(t, r.PENDING) - 1)
@@ -328,10 +330,10 @@ def _progress(m):
 
 @kernel
 def _collect(m, record, number):
-    """Free a record that has ended and release the array: -1 - rank of its peer, or LATER if Python has taken it.
+    """Free an ended request's record and release its array; return -1 - its peer's rank, or LATER if Python has it.
 
-    One thread alone swaps NUMBER, and that thread releases the array. It reads the owner before: afterwards the record
-    may be in use again.
+    Only one thread succeeds in swapping NUMBER, and that thread releases the array. It reads the owner before the swap,
+    because afterwards the record may be in use again.
     """
     peer, owner = load_acquire(record + 8 * r.PEER), load_acquire(record + 8 * r.OWNER)
     if swap_if_equal(record + 8 * r.NUMBER, number, -number):
@@ -343,7 +345,7 @@ def _collect(m, record, number):
 
 @inlined
 def _idle_or_return(m, found, idle, rounds):
-    """Return the number of the next idle turn after `_progress` returned `found`; -1: return to Python."""
+    """Rest if `_progress` returned _IDLE (`found`); return the number of idle turns so far; -1: return to Python."""
     if found == _MOVED and rounds < _ROUNDS_A_CALL:
         moved(m)
         return 0
@@ -405,7 +407,7 @@ def test_call(m, number, out, nbytes, call, peer):
 
 @inlined
 def _ended_one(m, numbers, count):
-    """Return the index of a request that has ended; -1: none has; -2: one of them is Python's."""
+    """Return the index of a request that has ended; -1: none has; -2: Python must complete one of them."""
     for index in range(count):
         if _is_over(m, load_word(numbers, index)):
             return index
@@ -442,7 +444,7 @@ def wait_any_call(m, numbers, out, count, call, peer):
 
 @inlined
 def _finish(m, number):
-    """Wait for a request whose number no other call has."""
+    """Wait for a request that only this call knows; if Python must complete it, return BESIDE + number."""
     if number < 0:
         return LATER
     found = _wait(m, number)

@@ -1,9 +1,10 @@
 """Compiled functions that move messages through the rings. Python calls them, and they run without the GIL.
 
-`m` is the address of a mailbox's table (rings.py). `send` and `receive` carry out one blocking call, `post_send` and
-`post_receive` begin a posted one; all four take BUSY. With `size` -1 they validate the array themselves (validate.py),
-and `word` is the tag; otherwise `word` is the message's kind and `size` its bytes. `begin`, `accept` and `acknowledge`
-start transfers, which `advance` then continues for all peers. Every function returns within 0.1 s.
+`m` is the address of a mailbox's table (rings.py). `send` and `receive` carry out a blocking call; `post_send` and
+`post_receive` begin an operation that a later call completes. All four take BUSY, the lock of the rings. With `size` -1
+they validate the array themselves (validate.py), and `word` is the tag; otherwise `word` is the message's kind and
+`size` its bytes. `begin`, `accept` and `acknowledge` start transfers, which `advance` then continues for all peers.
+Every function returns within 0.1 s.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ POSTED_SEND, POSTED_RECEIVE = number_of("shm.isend.after_post"), number_of("shm.
 NOTHING, MOVED = 0, 1  # results of `_serve`, besides the events of p2p/pipe.py
 
 _CLOSELY = 256  # polls of one peer alone, some microseconds
-_PIECES_A_CALL = 2048  # at most 128 MiB, 20 ms, between two checks for signals
+_PIECES_A_CALL = 2048  # at most 128 MiB, which take 20 ms, between two checks for signals
 
 
 @inlined
@@ -90,7 +91,7 @@ def _choose(m, operation, nbytes, smallest, phase):
 
 @entry
 def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Index) -> int:
-    """Begin to write a message into the ring to `peer`; `advance` writes the rest. No other may be entering."""
+    """Begin to write a message into the ring to `peer`, behind complete messages; `advance` writes the rest."""
     m = integer(mailbox)
     channel = channel_of(m, integer(peer))
     algorithm = fastest_known(m, r.SENDS, integer(nbytes), SMALLEST)
@@ -114,7 +115,7 @@ def accept(mailbox: Index, peer: Index, address: Index) -> int:
 def acknowledge(
     mailbox: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index
 ) -> int:
-    """Write the ack of a message of `peer`, with the size and kind that the receive expects; AGAIN: no space."""
+    """Write the ack of a message of `peer`, with the size and kind that the receive expects; AGAIN if no ack fits."""
     channel = channel_of(integer(mailbox), integer(peer))
     if not r.has_ack_space(channel):
         return AGAIN
@@ -130,7 +131,7 @@ def is_shut(m, size):
 
 @inlined
 def has_requests(m):
-    """Whether compiled callers have requests that the engine must take over; the caller holds the rings."""
+    """Whether compiled callers have requests that the engine must take over. The rings must be held."""
     return load_word(m, r.REQUESTS + r.PENDING) != 0
 
 
@@ -142,7 +143,7 @@ def let_go(m, status):
 
 @inlined
 def _message(m, x, word, size, flags):
-    """Size of an array and kind of its message; size -1: Python must validate the array."""
+    """Return an array's size and its message's kind; a size of -1 means that Python must validate the array."""
     if size >= 0:
         return size, word
     c = load_word(m, r.CONTEXT)
@@ -164,7 +165,7 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
     No other message to this peer may be entering or unacked.
     """
     m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
-    # BEHIND is set if the last holder of the rings has left a message half-way, for the engine to continue.
+    # BEHIND is set if the last holder of the rings has left an incomplete message, which the engine continues.
     if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
     nbytes, kind = _message(m, x, integer(word), integer(size), 0)
@@ -214,8 +215,8 @@ def _send(m, channel, data, nbytes, kind):
 def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index) -> int:
     """Receive the next message of a rank, or of ANY, into an array and write its ack.
 
-    Return -1 - rank if done, else AGAIN, WORKED, OTHER or LATER; then SOURCE is the rank chosen for ANY, plus 1. No
-    other message of that rank may be arriving.
+    Return -1 - rank if done, else AGAIN, WORKED, OTHER or LATER. After AGAIN and WORKED, SOURCE is the rank chosen for
+    ANY, plus 1, or 0 if none was chosen. No other message of that rank may be arriving.
     """
     m, x, source = integer(mailbox), object_at(tensor), integer(src)
     if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
@@ -301,9 +302,10 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
 
 @locked_entry
 def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index) -> int:
-    """Receive a small message of a peer that has arrived (DONE), or arm the receive for `advance` (ARMED).
+    """Receive a small message if it has arrived (DONE), else arm the receive, so that `advance` completes it (ARMED).
 
-    BUSY stays taken with ARMED. LATER: an earlier receive, or a stored message, may have to be matched first.
+    With ARMED the caller keeps BUSY. LATER leaves the receive to Python, for example because an earlier receive, or a
+    stored message, may have to be matched first.
     """
     m, x, peer = integer(mailbox), object_at(tensor), integer(src)
     if is_shut(m, integer(size)) or not is_peer(m, peer):
@@ -371,9 +373,10 @@ def _serve(m, channel, watched):
 
 @entry
 def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
-    """Take BUSY and `advance`; first poll for the end of one peer's send and receive that short cuts have posted.
+    """Take BUSY and `advance`; but first poll one peer for the end of a posted send and receive.
 
-    A rank that exchanges small messages waits for both in one call: the peer's message arrives, then the ack.
+    `post_send` and `post_receive` have posted these. A rank that exchanges small messages waits for both in one call:
+    the peer's message arrives first, then the ack.
     """
     m = integer(mailbox)
     if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
@@ -462,7 +465,7 @@ def claim(mailbox: Index, index: Index, number: Index) -> int:
 
 @entry
 def retire(mailbox: Index) -> int:
-    """Let all peers write any number of acks, since this rank reads no more of them."""
+    """Let all peers write any number of acks, since this rank will not read them."""
     m = integer(mailbox)
     for peer in range(load_word(m, r.SIZE)):
         if peer != load_word(m, r.RANK):

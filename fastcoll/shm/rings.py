@@ -1,10 +1,10 @@
 """Point-to-point between ranks of a segment: one byte ring for each ordered pair, in the sender's section.
 
-A message is a *frame*: nbytes, kind (tag and dtype code) and the payload, padded to 64 bytes. The sender writes it
-into the ring in pieces of at most a quarter of the ring, so that copying in and copying out overlap; a frame that fits
-into one piece becomes visible with one store. The receiver consumes frames in order. It copies the payload into the
-array of the matching receive, or into memory of its own, and writes an *ack* when a receive has matched. Acks may be
-written in any order, so an ack has the message's number (frames are counted from 1).
+A message is sent as a *frame*: nbytes, kind (tag and dtype code) and the payload, padded to 64 bytes. The sender writes
+it into the ring in pieces of at most a quarter of the ring, so that copying in and copying out overlap; a frame that
+fits into one piece becomes visible with one store. The receiver consumes frames in order. It copies the payload into
+the array of the matching receive, or into memory of its own, and writes an *ack* when a receive has matched. The order
+of acks may differ from the order of messages, so an ack has the message's number (counted from 1).
 
     word of the ring       writer    meaning
     HEAD                   sender    bytes produced (release: the bytes below are written)
@@ -12,22 +12,23 @@ written in any order, so an ack has the message's number (frames are counted fro
     TAIL                   receiver  bytes consumed (release: the bytes below are read)
     ack k % ACK_SLOTS      receiver  word 0 = k + 1 (release), then message number, answer, nbytes, kind
 
-A large message may be sent directly: its frame is one unit with the address of the sender's array, and the receiver
+A large message may be sent directly: its frame is 64 bytes with the address of the sender's array, and the receiver
 reads the array before it consumes the frame. The sender must not change the array before the ack. A sender that fails
-or leaves the group may change it earlier, so the receiver checks the sender's STATE after it has read.
+or leaves the group may change it earlier, so the receiver checks the sender's STATE after it has read the array.
 
 Invariants:
 
-- The sender overwrites a byte after the receiver has read it: it acquires TAIL and writes below TAIL + ring size only.
-- The receiver overwrites an ack after the sender has read it: it writes ack k only if ACKS_TAKEN > k - ACK_SLOTS.
-  ACKS_TAKEN is less than ACK_BATCH behind the acks that the sender has read.
+- The sender overwrites a byte only after the receiver has read it: the sender acquires TAIL, and writes only below TAIL
+  plus the ring's size.
+- The receiver overwrites an ack only after the sender has read it: the receiver writes ack k only if ACKS_TAKEN > k -
+  ACK_SLOTS. ACKS_TAKEN is less than ACK_BATCH behind the number of acks that the sender has read.
 - Neither end waits for ever: the owner of an incomplete send polls for its ack, and a rank that leaves sets its
-  ACKS_TAKEN to the highest value.
+  ACKS_TAKEN to the highest value, so its peers always have space for acks.
 
 `tests/shm/test_rings_model.py` explores the schedules of this protocol.
 
 This file has the steps of both ends, from which ring_kernels.py builds calls. A rank's private state is one table, the
-mailbox, and a channel for each peer. Every step can be resumed from it.
+*mailbox*, and a *channel* for each peer. Every step can be resumed from this state.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ FRAME_HEADER = 16
 FRAME_UNIT = 64
 PIECES_A_RING = 4
 IS_DIRECT = 1 << 62  # bit in the kind of a message
-_READ_AT_ONCE = 256 << 10  # bytes; 20 us
+_READ_AT_ONCE = 256 << 10  # bytes; they take 20 us
 _LINES_AHEAD = 4  # cache lines of the next message to prefetch
 
 _PIECE_SENT, _PIECE_READ = number_of("shm.message.piece_sent"), number_of("shm.message.piece_read")
@@ -75,27 +76,27 @@ NEXT = BELL + 5  # the rank that `advance` serves first, so that no peer starves
 SOURCE = BELL + 6  # of a receive from any rank: the chosen rank plus 1; 0: none was chosen yet
 BUSY = BELL + 7  # not 0: a thread drives the rings
 BEHIND = BELL + 8  # not 0: operations are pending, or the mailbox has ended, so blocking calls must wait:
-BY_PYTHON, BY_COMPILED = 1, 2  # the engine has operations; only compiled callers have some (requests.py)
-CONTEXT = BELL + 9  # address of the group's context, whose memo has the dtypes
-STORED = BELL + 10  # not 0: stored messages wait for receives, so no receive may be armed
+BY_PYTHON, BY_COMPILED = 1, 2  # the engine (p2p/engine.py) has operations; only requests.py has some
+CONTEXT = BELL + 9  # address of the group's context (context_layout.py), whose memo has the dtypes
+STORED = BELL + 10  # not 0: stored messages wait for receives, so no receive may be armed (see ARMED_KIND)
 RETURNED = BELL + 11  # events that `advance` has returned
-EVENT = BELL + 12  # the last of them
+EVENT = BELL + 12  # the last of these events
 DIRECT_FROM = BELL + 13  # bytes from which sends may go direct
-ALGORITHMS = BELL + 14  # the algorithms of autotune.py that other messages may use, as bits
+ALGORITHMS = BELL + 14  # the algorithms besides DIRECT that messages may use, as bits (autotune.py)
 VECTORS = BELL + 15  # 15 to 18: iovecs of the system call that reads a peer's memory
 CHOOSING = BELL + 19  # the table of autotune.py, for the operations SENDS and RECEIVES
 SENDS, RECEIVES = range(2)
 REQUESTS = CHOOSING + table_words(2)  # table of the compiled callers' requests (requests.py)
 
 # Words of the REQUESTS table, and then of each record in it.
-PENDING = 0  # records whose requests have not ended well (MISFIT is still pending)
+PENDING = 0  # number of records whose requests have not completed; a MISFIT counts too
 TOUCHED = 1  # incremented when a compiled caller takes the rings
 AWAKE = 2  # not 0: the engine's thread checks TOUCHED and PENDING every millisecond
 NUMBERS = 3  # the high bits of this mailbox's request numbers
 COUNT = 4  # requests posted so far
 USED = 5  # records from here on are free
 RELEASE = 6  # address of the function that releases an array's owner
-IN_VAIN = 7  # consecutive tests without progress
+IN_VAIN = 7  # consecutive calls of `test_call` without progress
 RECORDS = 8
 # The request's number. 0: the record is free; negative: free, and the last request was waited for. Until the request
 # has ended, only the thread that holds BUSY writes the other words.
@@ -119,7 +120,7 @@ MAILBOX_WORDS = REQUESTS + RECORDS + RECORDS_AT_MOST * RECORD_WORDS
 OUT = 0  # address of the ring to the peer
 OUT_HEAD = 1
 OUT_TAIL = 2  # the peer's TAIL as last seen
-OUT_BODY = 3  # position of the payload of the message that is entering
+OUT_BODY = 3  # position of the payload of the message that is entering the ring
 OUT_END = 4  # end of that message; equal to OUT_HEAD if none is entering
 OUT_FROM = 5  # address of the payload
 OUT_NBYTES = 6
@@ -149,8 +150,8 @@ IN_ALGORITHM = 30  # CLOSE or PAST: how the arriving message is copied out
 ARMED_TO = 31  # address of the armed receive's array
 ARMED_NBYTES = 32
 IN_FROM = 33  # of the last header read: address of the sender's array if the message is direct, else 0
-IN_DID = 34  # bytes of that array that are read
-IN_PID = 35  # the peer's process
+IN_DID = 34  # number of bytes of that array that were read so far
+IN_PID = 35  # the peer's process ID
 IN_STATE = 36  # address of the peer's STATE
 IN_REFUSED = 37  # errno with which reading the peer's array has failed; 0: it has not
 CHANNEL_WORDS = 40
@@ -231,8 +232,8 @@ def push(m, channel):
     store_word(channel, OUT_HEAD, head + part)
     store_release(ring + HEAD, head + part)
     reached(_PIECE_SENT)
-    # Fetch the lines of the next message now, so that it need not wait for them (64 bytes: 0.68 us one way without
-    # this, 2 cores).
+    # Fetch the cache lines of the next message now, so that the next `push` need not wait for them. Without this, 64
+    # bytes take 0.68 us one way (2 cores).
     for line in range(_LINES_AHEAD):
         prefetch_to_write(_address(m, ring, head + part) + FRAME_UNIT * line)
     return True
@@ -306,7 +307,7 @@ def _read(m, channel):
         target, source = load_word(channel, IN_TO) + did, load_word(channel, IN_FROM) + did
         moved = copy_from(load_word(channel, IN_PID), m + 8 * VECTORS, target, source, part)
         if moved <= 0:
-            # ESRCH: the peer has ended, which Python finds by itself.
+            # ESRCH: the peer has ended, which Python detects in its own check.
             store_word(channel, IN_REFUSED, 0 if moved == -errno.ESRCH else -moved)
             return False
         store_word(channel, IN_DID, did + moved)

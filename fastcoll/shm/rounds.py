@@ -2,40 +2,43 @@
 
 A collective is a sequence of *rounds*. All ranks run the same number of rounds, and the numbering continues through the
 life of the group. In round t a rank writes its slot t % SLOTS, publishes t, and reads the slots of its peers. It may
-write up to LAG rounds ahead of the round that it reads.
+write up to LAG rounds ahead of the round that it reads. A *call line* describes a rank's current call: its number, its
+operation and sizes, and the payload if it is small (layout.py).
 
     word                  writer    readers   meaning of a value v
     call line s % 2       rank      all       word 0 = s: the rank has begun call s and published its first round
-    PUBLISHED             rank      all       v: of a call's later rounds, those below v are published
+    PUBLISHED             rank      all       v: all rounds below v are published; a call's first one by its line
     CONSUMED              rank      all       v: the rank has read all rounds below v
     combined line s % 2   group     all       word 0 = s: all ranks of the group have begun call s
 
-The *meeting* of a call ends when all ranks have begun it. Then each rank compares the lines of all ranks.
+The *meeting* of a call ends when all ranks have begun it. Each rank then compares the lines of all ranks.
 
 Invariants:
 
 - A rank overwrites a slot after every peer has read it. Round t reuses the slot of round t - SLOTS, so the rank first
-  waits until every peer's CONSUMED is at least t - SLOTS + 1. SEEN caches the highest bound that held, and a meeting
-  raises it to the call's first round, because a peer that has begun a call has read all rounds of earlier calls. So
-  this check costs nothing in the common case.
-- A rank overwrites its call line of call s, for call s + 2, after every peer has compared it: the rank begins call
-  s + 2 after the meeting of call s + 1, and a rank begins call s + 1 after it has compared the lines of call s.
-- No rank waits for ever. LAG <= SLOTS - 1, so the rank that has read the fewest rounds finds every slot that it and its
-  peers need next free.
+  waits until every peer's CONSUMED is at least t - SLOTS + 1. SEEN caches the highest bound that held. A meeting raises
+  SEEN to the call's first round, because a peer that has begun a call has read all rounds of earlier calls. So the
+  check costs nothing in the common case.
+- When a rank overwrites its line of call s for call s + 2, every peer has compared that line: the rank begins call s +
+  2 after the meeting of call s + 1, and every peer began call s + 1 after it had compared the lines of call s.
+- No rank waits for ever. Take the rank that has read the fewest rounds: since LAG <= SLOTS - 1, the slots that it and
+  its peers write next are free.
 
 More than layout.FLAT ranks meet in groups. A rank waits for the lines of its own group, then for the combined lines of
 all groups. A combined line has the values that one line would have for the whole group. The first rank that has read
-all lines of its group writes the combined line: a fixed leader would have to be scheduled first where ranks share
-cores. Several ranks may write it at the same time, because they store the same words, which depend only on the group's
-lines.
-A rank's earlier writes are visible to every rank that has met, through a chain of release stores and acquire loads.
-The second invariant holds for these lines as well. A rank that has met for call s + 1 knows that every rank has begun
-it and so has finished call s. No rank reads a line of call s, or writes a combined line of call s, after that.
+all lines of its group writes the combined line. A fixed leader would be slower where ranks share cores, because all
+ranks would wait until the leader is scheduled. Several ranks may write the line at the same time: they store the same
+words, which depend only on the group's lines. A chain of release stores and acquire loads makes a rank's earlier writes
+visible to every rank that has completed the meeting. The second invariant holds for these lines as well. When a rank
+has completed the meeting of call s + 1, every rank has begun that call and so has finished call s. No rank reads a line
+of call s, or writes a combined line of call s, after that.
 
 `tests/shm/test_rounds_model.py` explores the schedules of this protocol.
 
-Every entry is resumable: WROTE, READ and MET record how far it got, and a wait can be repeated. One call at a time owns
-the context. BUSY holds the number of its thread from `take` until the call is complete.
+An *entry* is a compiled function that Python calls for a collective; the *context* is the group's private table on this
+rank (context_layout.py). Every entry can be resumed: the context's WROTE, READ and MET record how far the call got, and
+a wait can be repeated. One call at a time owns the context: BUSY holds the number of the call's thread from `take`
+until the call is complete.
 """
 
 from __future__ import annotations
@@ -62,25 +65,27 @@ from . import context_layout as at
 
 # An entry's handle is the context's address with these tags in the lowest bits.
 RESUMED = 1  # the entry returned early before, and the call owns the context
-PREPARED = 2  # Python has validated the arrays, and GIVEN is the call's spec
+PREPARED = 2  # Python has validated the arrays, and GIVEN has the address of the call's spec
 HELD = 4  # this thread owns the context since the previous call; the call must go through the slots
 TAGS = 7
 
-# The record has the times of one call in TIMED_EVERY, of calls from TIMED_FROM bytes on, and of calls that wait longer
-# than a few spins. Two clock reads take 50 ns: 1 ns on average for a call of 8 bytes, 1 % of a call of 64 KiB.
+# The group's record (kernels/recording.py) has the times of one call in TIMED_EVERY, of every call of at least
+# TIMED_FROM bytes, and of every call that waits longer than a few spins. Two clock reads take 50 ns: 1 ns on average
+# for a call of 8 bytes, 1 % of a call of 64 KiB.
 TIMED_EVERY, TIMED_FROM = 64, 64 << 10
 
 # Where a rank's arrays are in a call that may read peers' arrays: anywhere in its memory, or all in its arena.
 ORDINARY, SHARED = 1, 2
 _OPERATIONS = len(OPERATIONS)
 
-# The first failpoint of each kind; those of the other operations follow, in the order of their numbers.
+# The number of the first failpoint of each kind; those of the other operations follow, in the order of the operations.
 _ENTER, _PUBLISHED = number_of("shm.OPERATION.enter"), number_of("shm.OPERATION.after_publish")
 _MID_CHUNK, _MET = number_of("shm.OPERATION.mid_chunk"), number_of("shm.OPERATION.after_meeting")
 _BEFORE_DONE, _AFTER_DONE = number_of("shm.OPERATION.before_done"), number_of("shm.OPERATION.after_done")
 _BARRIER = signature.code_of("barrier")
 
-# The bits of a line's TIME beside the time: bit 0 is set for a direct call, the sign bit where ranks of a group differ.
+# The bits of a line's TIME that are not part of the time: bit 0 is set for a direct call (single_copy.py), the sign bit
+# of a combined line if the group's ranks differ in bit 0.
 _BESIDE_TIME = -(1 << 63) | 1
 
 
@@ -125,7 +130,8 @@ def combined_of(c, rank):
 def payload_of(c, rank, step, nbytes, room=layout.INLINE):
     """Address of a rank's data of a round: in its call line if the payload of nbytes fits there, else in its slot.
 
-    A peer's payload of one word is read from its group's combined line, which is in the cache already.
+    If ranks meet in groups, a peer's payload of one word is read from the group's combined line, which is in the cache
+    already.
     """
     if nbytes > room:
         return slot_of(c, rank, step)
@@ -166,10 +172,12 @@ def _hit_failpoint(c, first):
 
 @inlined
 def begin(handle, operation, nbytes, moving, direct):
-    """Number a call that owns the context and has valid arguments, and choose its algorithm, unless it resumes.
+    """Begin a run of an entry; number a new call and choose its algorithm.
+
+    The call owns the context, and its arguments are valid. A resumed call keeps its number and its algorithm.
 
     Args:
-        nbytes: size of its data, for the choice (autotune.py).
+        nbytes: size of the call's data, for the choice (autotune.py).
         moving: True if the call copies data and does not reduce.
         direct: ORDINARY or SHARED if ranks may read one another's arrays in this call, else 0.
     """
@@ -245,7 +253,7 @@ def publish(c, call, shape, balance):
 
 @inlined
 def _record(c, call, shape):
-    """Write the call into the group's record, after the call is published, because the peers wait for that."""
+    """Write the call into the group's record, after the call is published: peers wait for the publication."""
     ring, number = load_word(c, at.RING), load_word(c, at.CALLS)
     if ring != 0:
         record_call(ring, number, call, shape, 0)
@@ -278,7 +286,8 @@ def _time_word(c):
 def _compare(c, lines, stride, first, end, each, own, call, shape, balance):
     """Wait for the lines first..end-1 except `own`, and compare them with this rank's call.
 
-    A line is one rank's, or with `each` > 1 the combined line of that many ranks.
+    Each line is one rank's or, with `each` > 1, the combined line of that many ranks. A call's balance
+    (core/signature.py) shows whether sizes agree: over all ranks, the balances add up to 0 if they do.
 
     Returns:
         Whether all lines have arrived; whether all calls match; the sum of all balances; the largest shape; the largest
@@ -374,7 +383,7 @@ def meet(c, call, shape, balance):
 
 @inlined
 def may_write(c, total):
-    """Whether this rank writes a round next, of `total`; otherwise it reads one."""
+    """Whether this rank's next step is to write one of the call's `total` rounds, not to read one."""
     wrote = load_word(c, at.WROTE)
     return wrote < total and wrote <= load_word(c, at.READ) + load_word(tuning_at(c), autotune.LAG)
 
@@ -395,7 +404,7 @@ def await_peer(c, peer, step):
 
 @inlined
 def close_round(c, total):
-    """Count a round, of `total`, as read; return whether it was the last one."""
+    """Count one of the call's `total` rounds as read; return whether it was the last one."""
     read = load_word(c, at.READ) + 1
     store_word(c, at.READ, read)
     if read < total:
@@ -438,7 +447,8 @@ def rounds_of(nbytes, chunk):
 def time_is_up(c):
     """Whether this run of the entry has used up its time, so that it must return WORKED between two rounds.
 
-    Python then checks signals, the deadline and aborts, which a kernel that never waits long would not do.
+    Python then checks signals, the deadline and aborts; a kernel that never waits long would not return for these
+    checks.
     """
     if load_word(c, at.SINCE) == 0:
         store_word(c, at.SINCE, now(c + 8 * at.BACKOFF))

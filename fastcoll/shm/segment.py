@@ -1,9 +1,10 @@
 """Segments: creating, mapping and unlinking shared memory. The only file that uses posix_ipc.
 
-Rank 0 announces a random name before it creates the segment. All ranks map it and prove that by its nonce (meeting.py).
-The name is unlinked when all ranks have attached, by the first rank that finds that, or by any survivor if a rank dies
-before. The kernel frees the memory when no process has it mapped. A name whose maker is dead is swept (`sweep`): by the
-survivors of rank 0, or by the user's next job if all ranks of a job were killed at once.
+Rank 0 announces a random name before it creates the segment. All ranks map the segment, and each proves it by
+publishing the segment's nonce (meeting.py). When all ranks have attached, the first rank that finds this unlinks the
+name; if a rank dies before, any survivor does. The kernel frees the memory when no process has it mapped. `sweep`
+unlinks names whose maker is dead. The survivors call it if rank 0 has died; if all ranks of a job were killed at once,
+the user's next job does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PREFIX = f"fastcoll-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
 def new_name() -> str:
-    """Return a new, unguessable name, with its maker's pid and start time for `sweep`."""
+    """Return a new, unguessable name, which contains this process's pid and start time for `sweep`."""
     return f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(8)}{session()}"
 
 
@@ -57,7 +58,7 @@ class Segment:
         """Create the segment with mode 0600, and allocate all of its memory.
 
         Raises:
-            ResourceError: /dev/shm is full, too small or missing; with the needed size and the cure.
+            ResourceError: /dev/shm is full, too small or missing; the text has the needed size and the cure.
         """
         memory = _create(name)
         try:
@@ -77,7 +78,7 @@ class Segment:
         """Map a segment that another rank has created.
 
         Raises:
-            ResourceError: it does not exist, or is not the announced one.
+            ResourceError: the segment does not exist, or is not the announced one.
         """
         try:
             memory = posix_ipc.SharedMemory("/" + name, 0)
@@ -114,12 +115,12 @@ class Segment:
     def prefault(self, rank: int) -> None:
         """Populate this process's page table now, instead of page by page in the first large calls.
 
-        For a small segment all pages, else those of this rank's section. 8 MiB take 3.4 ms in both cases (2-core VM,
-        Linux 6.18).
+        Populate all pages of a small segment, else those of this rank's section. 8 MiB take 3.4 ms in both cases
+        (2-core VM, Linux 6.18).
         """
         whole = self.layout.nbytes <= _PREFAULT_BYTES
         start, nbytes = (0, self.layout.nbytes) if whole else (self.layout.section(rank), self.layout.stride)
-        with contextlib.suppress(OSError):  # before Linux 5.14
+        with contextlib.suppress(OSError):  # fails before Linux 5.14
             self._mapping.madvise(_MADV_POPULATE_WRITE, start, nbytes)
 
     def publish_attached(self, rank: int) -> None:
@@ -147,7 +148,7 @@ class Segment:
             del self.words, self._export
             with contextlib.suppress(
                 BufferError
-            ):  # a traceback still has a view; then the mapping ends with it
+            ):  # a traceback still has a view; the mapping ends when the traceback does
                 self._mapping.close()
 
 
@@ -176,7 +177,7 @@ def unlink(name: str) -> None:
     """Remove a segment's name if it exists; mappings stay."""
     with contextlib.suppress(
         posix_ipc.ExistentialError, OSError
-    ):  # OSError: read-only, so the name does not exist
+    ):  # OSError: /dev/shm is read-only, so the name does not exist
         posix_ipc.unlink_shared_memory("/" + name)
 
 
@@ -184,7 +185,7 @@ def sweep(gone: Iterable[ProcessId] = ()) -> list[str]:
     """Unlink this user's segments whose maker is dead; return their names.
 
     A name exists for milliseconds while a group is made. If its maker (pid and start time) has ended, the job was
-    killed in these milliseconds. A session of tests ignores names of other sessions.
+    killed in these milliseconds. A test session ignores the names of other sessions.
 
     Args:
         gone: processes that peers have reported as ended. They may not be dead yet, because a killed process closes its
@@ -231,7 +232,7 @@ def _start_time(pid: int) -> str:
 
 
 def shortage(need: int, cure: str = Layout.cure) -> str:
-    """Text of an error: free bytes in /dev/shm, needed bytes, and the cure."""
+    """Return the text of an error: free bytes in /dev/shm, needed bytes, and the cure."""
     return (
         f"{DIRECTORY} has {free_bytes() >> 10} KiB free, {need >> 10} KiB are needed; make it larger "
         "(docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; mount -o remount,size=1g /dev/shm), "

@@ -1,22 +1,23 @@
 """The direct algorithm: ranks read one another's arrays in place (cross-memory attach), without the slots.
 
-A call has two rounds without data, an all_reduce three. The call line of a rank has the addresses of its arrays. After
-the meeting each rank reads the data that it receives, and publishes its last round when it has read everything. A rank
-reads by process_vm_readv, or by ordinary loads if the array is in its owner's arena (arena.py), which is mapped when a
-call first needs it. A reduction first copies the data of peers into this rank's slots if it is not in an arena.
+A call has two rounds without data, and an all_reduce has three. The call line of a rank has the addresses of its
+arrays. After the meeting each rank reads the data that it receives, and publishes its last round when it has read
+everything. A rank reads by process_vm_readv, or by ordinary loads if the array is in its owner's arena (arena.py),
+which is mapped when a call first needs it. Before a rank reduces a peer's data that is not in an arena, it copies that
+data into its own slots.
 
 In an all_reduce a rank reduces its slice of all arrays into its own array and then publishes. No other rank accesses
-that slice of that array before. The rank also stores the result into the arrays of peers that are in mapped arenas.
-Every other peer reads the result into its own array, over elements that this rank has read by then.
+this slice of the array before it is published. The rank also stores the result into the arrays of peers that are in
+mapped arenas. Every other peer copies the result into its own array, over elements that this rank has already read.
 
 Invariants:
 
-- A rank whose array peers read returns after they have published that they have read it, because the caller may then
-  change or free the array. A rank that only reads waits for no peer.
-- Data that a rank uses was read after the meeting and before the owner's call ended. The exception is an owner that
-  fails the group: its caller may change the array at once. The owner publishes FAILED before it returns, and a reader
-  checks for FAILED after it has read and before it publishes or returns. An owner that was killed is read completely
-  or not at all, because the kernel keeps the memory from which it reads.
+- A rank whose array is read by peers returns only after they have published that they have read it, because its caller
+  may change or free the array after the return. A rank that only reads waits for no peer.
+- A rank uses only data that it read after the meeting and before the owner's call ended. If the owner fails the group,
+  its caller may change the array at once. So the owner publishes FAILED before it returns, and a reader checks for
+  FAILED after it has read and before it publishes or returns. The array of a killed owner is read completely or not at
+  all, because the kernel keeps memory while it reads from it.
 - No rank writes into an array after the owner's failed call has returned. A writer sets PUSHING, then checks for
   FAILED, then writes a piece, then clears PUSHING. The owner publishes FAILED, then waits until no peer has PUSHING
   set. Each side stores first and loads second, with a full barrier between (on x86 a locked instruction), so at least
@@ -53,8 +54,8 @@ from . import layout
 from . import rounds as r
 from . import validate as v
 
-PIECE = 4 << 20  # bytes; a third of a millisecond
-# Bytes of a peer that are copied to the slots before they are reduced: a quarter of an L2.
+PIECE = 4 << 20  # bytes, which take a third of a millisecond
+# Bytes of a peer that a rank copies to its slots and then reduces: a quarter of an L2 cache.
 REDUCED_AT_ONCE = 256 << 10
 PUSHED_AT_ONCE = 64 << 10  # bytes reduced before they are stored to peers; 16 to 256 KiB took the same time
 NOTHING = 3  # result of `kind_of_blocks`: there is no block
@@ -78,15 +79,16 @@ def _arena_of(c, address, nbytes):
 
 @kernel
 def kind_of(c, address, nbytes):
-    """SHARED if an array is in this process's arena, else ORDINARY."""
+    """Return SHARED if an array is in this process's arena, else ORDINARY."""
     return r.SHARED if _arena_of(c, address, nbytes) else r.ORDINARY
 
 
 @kernel
 def kind_of_blocks(c, which):
-    """SHARED if all blocks of a table are, else ORDINARY; NOTHING: no blocks; 0: the call cannot be direct.
+    """Return SHARED if all blocks of a table are in this process's arena, else ORDINARY; NOTHING: no blocks.
 
-    Blocks of different sizes give 0, because other ranks, which see other sizes, may choose another algorithm.
+    Return 0 if the blocks differ in size: the call cannot be direct then, because other ranks, which see other sizes,
+    may choose another algorithm.
     """
     kind, found = NOTHING, v.NO_MESSAGE
     for peer in range(load_word(c, at.SIZE)):
@@ -102,9 +104,9 @@ def kind_of_blocks(c, which):
 
 @inlined
 def _line(c, peer, words):
-    """Where a rank publishes the addresses of its arrays, then the base of its arena, or 0 if no array is in it.
+    """Return where a rank publishes its arrays' addresses, then its arena's base (0 if no array is in the arena).
 
-    In its call line, or in its first slot if the addresses do not fit into the line.
+    This is the call line or, if the addresses do not fit into it, the slot of the call's first round.
     """
     return r.payload_of(c, peer, 0, 8 * (words + 1))
 
@@ -137,7 +139,7 @@ def _here(c, peer, base, address, nbytes):
 
 @kernel
 def _read(c, peer, dst, src, nbytes):
-    """Copy bytes of a peer's memory: DONE, UNREADABLE, or AGAIN if the peer has ended, which Python finds."""
+    """Copy bytes of a peer's memory; return DONE, UNREADABLE, or AGAIN if the peer has ended, which Python detects."""
     while nbytes > 0:
         moved = copy_from(load_word(r.table(c, at.PIDS), peer), c + 8 * at.VECTORS, dst, src, nbytes)
         if moved <= 0:
@@ -178,7 +180,7 @@ def _go_to(c, shift):
 
 @kernel
 def _fetch(c, peer, dst, src, nbytes, here):
-    """Copy nbytes of a peer, from DID on: from `here` if it is not 0, else by the system call. Resumable."""
+    """Copy nbytes of a peer, or the rest from DID on: from `here` if it is not 0, else by the system call."""
     while load_word(c, at.DID) < nbytes:
         did = load_word(c, at.DID)
         part = min(PIECE, nbytes - did)
@@ -197,7 +199,7 @@ def _fetch(c, peer, dst, src, nbytes, here):
 
 @kernel
 def exchange(c, call, shape, balance, spread):
-    """Copy the blocks that the tables GIVES list to those that TAKES list; see `run_exchange` of movement.py."""
+    """Copy peers' blocks into those of the table TAKES; peers read those of GIVES; see `run_exchange` (movement.py)."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     sends, send_sizes = r.table(c, at.GIVES), r.table(c, at.GIVES + 1)
     receives, receive_sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
@@ -250,8 +252,8 @@ def exchange(c, call, shape, balance, spread):
 def _locate(c, words, index, nbytes):
     """Fill the table TAKES with the addresses of all ranks' arrays, of nbytes each.
 
-    The next table gets the address in this process, or 0 if the array is not mapped here; TAKES has the same address
-    if it is. Word `index` of a rank's line has the address of its array.
+    If an array is mapped here, TAKES and the next table both get its address in this process. Otherwise TAKES gets its
+    address in its owner, and the next table 0. Word `index` of a rank's line has the address of its array.
     """
     rank = load_word(c, at.RANK)
     for peer in range(load_word(c, at.SIZE)):
@@ -269,7 +271,7 @@ def _locate(c, words, index, nbytes):
 
 @kernel
 def _push(c, src, offset, nbytes):
-    """Store a result into the peers' arrays that are mapped here: DONE, or AGAIN if a peer has failed."""
+    """Store a result into the peers' arrays that are mapped here; return DONE, or AGAIN if a peer has failed."""
     rank = load_word(c, at.RANK)
     pushing = r.section(c, rank) + layout.REACH + 8 * layout.PUSHING
     swap_if_equal(pushing, 0, 1)
@@ -287,10 +289,10 @@ def _push(c, src, offset, nbytes):
 
 @kernel
 def _reduce_slice(c, spec, dst, offset, nbytes, push):
-    """Reduce nbytes of all ranks' arrays, from `offset` on, into dst. Resumable at DID.
+    """Reduce nbytes of all ranks' arrays, from `offset` on, into dst, or the rest from DID on.
 
-    `push`: store the result into peers' arrays as well. Data that is read by the system call is copied into this rank's
-    slots first. They are free after the meeting, except the first slot, which may have addresses.
+    `push`: store the result into peers' arrays as well. Data that the system call reads goes into this rank's slots
+    first. After the meeting they are free, except the slot of the call's first round, which may have addresses.
     """
     rank, size, itemsize = load_word(c, at.RANK), load_word(c, at.SIZE), load_word(spec, v.ITEMSIZE)
     sources = r.table(c, at.SOURCES)
@@ -402,7 +404,7 @@ def reduce(c, out, x, nbytes, spec, call, root):
 
 @kernel
 def reduce_scatter(c, out, nbytes, shape, spec, call):
-    """Reduce this rank's block of all ranks."""
+    """Reduce the blocks that all ranks have for this rank."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     if load_word(c, at.WROTE) == 0:
         if r.open_slot(c) != DONE:

@@ -1,26 +1,27 @@
 """Symmetric arrays of a group in shared memory: creation by all ranks, signals, and all_reduce in place.
 
 Each array has a segment of its own. The ranks communicate through the group itself: they compare the requested arrays,
-and rank 0 publishes the segment's name before it creates the segment, so that every survivor can unlink it. All ranks
-unlink it at the end, also after an error.
+and rank 0 publishes the segment's name before it creates the segment, so that every survivor can unlink the name. All
+ranks unlink it at the end, also after an error.
 
-all_reduce combines in rank order, as for ordinary arrays. Each rank reduces its slice directly from all ranks' arrays
-and stores the result into all of them. It begins after the meeting, because before that a peer may still use its array.
-A second round ends when all slices are stored. No two ranks write to the same cache line.
+all_reduce combines the arrays in rank order, as it does with ordinary arrays. Each rank reduces its slice directly from
+all ranks' arrays and stores the result into all of them. It begins after the meeting (rounds.py), because a peer that
+has not begun the call may still use its array. A second round ends when all slices are stored. No two ranks write to
+the same cache line.
 
-To gather by reading instead of storing needs a third round, and took 3 to 9 % longer up to 4 MiB and as long beyond;
-storing past the caches took up to 40 % longer (2 ranks on 2 cores of an EPYC). A reduce_scatter that reads in this way
-took as long as the ordinary one.
+Other ways were measured (2 ranks on 2 cores of an EPYC). If ranks read the result instead of storing it, a third round
+is needed; this took 3 to 9 % longer up to 4 MiB, and as long for larger arrays. Stores past the caches took up to 40 %
+longer. A reduce_scatter that reads peers' arrays directly took as long as the ordinary one.
 
-The table lists the ranges of this process's memory that are symmetric arrays of the group. Entries look addresses up in
-it.
+The table lists the ranges of this process's memory that are symmetric arrays of the group. The compiled functions that
+Python calls (*entries*) look addresses up in it.
 
     word 0      number of rows that were ever used
     row         ROW_WORDS words: START address of this rank's array (0: free), its NBYTES, ID of its segment, which
                 is the same on all ranks, and STRIDE from one rank's array to the next rank's
 
-Rows may change while entries of other threads read them, but the row of an array that is in use does not. So Python
-stores START last and clears it first, and a reader checks START before and after it reads the other words.
+Rows may change while entries of other threads read them, but the row of an array that is in use does not change. So
+Python stores START last and clears it first, and a reader checks START before and after it reads the other words.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ from .layout import CHANNELS, SymmetricLayout
 START, NBYTES, ID, STRIDE = range(4)
 ROW_WORDS = 4
 Words = np.ndarray[Any, np.dtype[np.int64]]
-MOST_ROWS = 1 << 16  # Linux lets a process map about as many segments
+MOST_ROWS = 1 << 16  # about as many segments as Linux lets a process map
 
 _COPY_BYTES = 64 << 20  # a few ms, after which Python sees signals
 Exchange = Callable[[str], list[str]]
@@ -86,7 +87,7 @@ def find_row(c, address, nbytes):
 
 
 class SymmetricTable:
-    """The table of a group, which is allocated with its first array; unused pages take no memory."""
+    """The table of a group, allocated with the group's first array; unused pages take no memory."""
 
     def __init__(self, context: Words) -> None:
         self._context = context
@@ -115,9 +116,10 @@ class SymmetricTable:
         weakref.finalize(owner, take_out).atexit = False
 
 
-# Bytes. Smaller arrays use the ordinary algorithm, which waits for all ranks once instead of twice. all_reduce after an
-# in-place product of the array, ordinary and in place: 8 KiB 2.5 and 1.7 us with 2 ranks, 10.6 and 13.6 with 4; 16 KiB
-# 3.5 and 2.0, 14.1 and 13.3 (2 cores of an EPYC; docs/symmetric.md).
+# Bytes. Smaller arrays use the ordinary algorithm, which waits for all ranks once instead of twice. Microseconds of an
+# all_reduce after an in-place product of the array, ordinary and in place (2 cores of an EPYC; docs/symmetric.md): for
+# 8 KiB 2.5 and 1.7 with 2 ranks, 10.6 and 13.6 with 4 ranks; for 16 KiB 3.5 and 2.0 with 2 ranks, 14.1 and 13.3 with 4
+# ranks.
 SMALLEST = 16 << 10
 PIECE = 64 << 10  # bytes reduced before they are stored to the peers; 16 to 256 KiB took the same time
 _LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write to one cache line
@@ -188,7 +190,7 @@ def copy_bytes(dst: Index, src: Index, nbytes: Index) -> int:
 
 @entry
 def count_signal(word: Index) -> int:
-    """Add 1 to a shared word; earlier writes are visible to a reader that acquires it."""
+    """Add 1 to a shared word; earlier writes are visible to a reader that acquires the word."""
     address = integer(word)
     reached(_SIGNAL)
     while True:
@@ -234,15 +236,15 @@ class SymmetricArrays:
                 error = ""
                 if maker == (rank == 0):
                     try:
-                        # Check before anything is reserved: memory that is reserved and released again may be the
-                        # last that another program needs.
+                        # Check before anything is reserved: to reserve memory and release it again could make another
+                        # program fail for lack of it.
                         if maker and layout.nbytes > shared.free_bytes():
                             raise errors.ResourceError(shared.shortage(layout.nbytes, layout.cure))
                         segment = (shared.Segment.create if maker else shared.Segment.attach)(name, layout)
                         failpoints.reach("shm.symmetric.after_segment")
                     except (errors.ResourceError, OSError) as refused:
                         # A rank fails the group before it gives up and unlinks the name, so a failure of the group may
-                        # be the cause.
+                        # be the cause of this error.
                         if (failure := self.monitor.decide((), f"symmetric.empty of {label}")) is not None:
                             self.fail(failure)
                             raise failure from None
@@ -280,7 +282,7 @@ class SymmetricArrays:
 class ShmMemory(SymmetricMemory):
     """The segment of one symmetric array, which is unmapped when this object is garbage-collected.
 
-    Its row is removed from the table before.
+    Before that, its row is removed from the table.
     """
 
     channels = CHANNELS
@@ -289,8 +291,9 @@ class ShmMemory(SymmetricMemory):
         address = segment.address + layout.section(0) + layout.array_at
         super().__init__(arrays.gate.ranks, arrays.gate.rank, address, layout.stride, layout.slot)
         self._segment, self._layout = segment, layout
-        # Weak, because of a cycle: a failed group keeps its error, the error's traceback keeps frames, these keep
-        # ndarrays, and an ndarray keeps this object. The garbage collector does not follow an ndarray's base.
+        # A weak reference, because of a cycle: a failed group keeps its error, the error's traceback keeps frames,
+        # frames keep ndarrays, and an ndarray keeps this object. The garbage collector would not find the cycle,
+        # because it does not follow an ndarray's base.
         self._arrays = weakref.ref(arrays)
         self._incoming: dict[tuple[int, int], _Incoming] = {}
 
@@ -322,7 +325,7 @@ class ShmMemory(SymmetricMemory):
         word = self._segment.address + self._layout.signal(rank, self.rank, channel)
         limit = arrays.gate.timeout if timeout is None else timeout
         wait: Wait | None = None
-        arrays.waits.add(incoming)  # now the group is busy, so destroying it aborts it first
+        arrays.waits.add(incoming)  # now the group is busy, so it is aborted before it is destroyed
         try:
             arrays.gate.check_usable()
             while await_signal.call(incoming.address, word, incoming.taken + 1) != DONE:
