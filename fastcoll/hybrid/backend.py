@@ -108,7 +108,7 @@ class HybridBackend(Backend):
         except BaseException as error:
             failure: BaseException = error
             if everyone is not None and isinstance(error, PeerDiedError | StoreError):
-                # An internal group knows only its own ranks. A rank that has ended there may have failed before, and
+                # An internal group knows only its own ranks. If one of these has ended, it may have failed before, and
                 # have published the reason to all ranks.
                 failure = everyone.monitor.decide([], f"making the group {name}") or error
             for index in range(topology.rails):  # a rank that is making a rail checks only the rail's store
@@ -206,7 +206,7 @@ class HybridBackend(Backend):
         return call
 
     def _goes_through_nodes(self, operation: Operation) -> bool:
-        """Whether the internal groups carry an operation out after the meeting; else TCP between all ranks does."""
+        """Whether the internal groups carry out an operation after the meeting; if not, TCP between all ranks does."""
         kind, outputs, inputs, op, _, _ = operation
         if kind not in _ALGORITHMS:
             return False
@@ -242,7 +242,7 @@ class HybridBackend(Backend):
             out[...] = total
 
     def _reduce_scatter(self, operation: Operation) -> None:
-        """Reduce inside the node, each rank the blocks for its rail, then along the rails."""
+        """Reduce inside the node, where each rank reduces the blocks for its rail, and then along the rails."""
         (out,), blocks, op = operation.outputs, operation.inputs, operation.op
         assert op is not None
         assert self.rail is not None
@@ -278,7 +278,7 @@ class HybridBackend(Backend):
                 outs[rank].reshape(-1)[...] = everything[index, number]
 
     def _reduce_by_rails(self, x: Array, op: ReduceOp) -> None:
-        """Reduce segment by segment, each rail its block; while a rail sends, the next segment is reduced locally."""
+        """Reduce segment by segment; each rail reduces one block of it, while the node reduces the next segment."""
         before: tuple[list[Array], Work | None] | None = None
         rails = self._topology.rails
         segments = cut(x.reshape(-1), max(rails, rails * SEGMENT // x.itemsize))
@@ -298,7 +298,7 @@ class HybridBackend(Backend):
             self._share(*before, op)
 
     def _share(self, blocks: list[Array], work: Work | None, op: ReduceOp) -> None:
-        """Finish the rail's block, then exchange the blocks inside the node."""
+        """Wait for the rail's reduction of this rank's block, then exchange the blocks inside the node."""
         own = blocks[self._topology.local_rank]
         if work is not None:
             work.join()

@@ -4,11 +4,12 @@
 
 An arena is a POSIX shared memory object whose name is unlinked at once, so the kernel frees it when no process has it
 mapped, whichever process is killed. Its address range is as large as the machine's memory and is reserved at once, but
-only the pages of blocks are allocated. So a peer that has mapped it also sees later blocks. The arena exists until the
-process ends, because arrays may outlive every group and may be freed in the interpreter's last moments.
+only the pages of blocks are allocated. So a peer that has mapped the arena also sees later blocks. The arena exists
+until the process ends, because arrays may outlive every group and may be freed in the interpreter's last moments.
 
-A peer on the node opens the arena as /proc/PID/fd/FD and checks the nonce. It gets the values from the table at
-STATE_ADDRESS. The words BASE, LIMIT, FD and NONCE of the table (kernels/allocator.py) are 0 if there is no arena.
+A peer on the node opens the arena as /proc/PID/fd/FD and checks the nonce. It reads these values in the owner's section
+(layout.py, REACH), into which calls copy them from the owner's table at STATE_ADDRESS. The table's words BASE, LIMIT,
+FD and NONCE (kernels/allocator.py) are 0 if there is no arena.
 
 A fork copies the blocks that are in use. Before the fork the parent creates a second arena and copies the blocks into
 it, and the child maps it at the same addresses. So parent and child share no arrays, as with all other memory.
@@ -121,7 +122,7 @@ def create() -> None:
         count = limit // a.PAGE + 1
         _state[a.PAGES] = map_memory(8 * count, private=True)
         a.begin(_state, _words(int(_state[a.PAGES]), count))
-        _state[a.BASE] = base  # last: a reader that sees it sees all other words
+        _state[a.BASE] = base  # stored last: a reader that sees BASE sees all other words
         reach("shm.arena.after_create")
 
 
@@ -210,7 +211,7 @@ def map_peer(pid: int, fd: int, nonce: int, nbytes: int) -> Mapping:
         fd, nonce, nbytes: the words FD, NONCE and LIMIT of its table.
 
     Raises:
-        ResourceError: the arena cannot be opened or mapped, or the descriptor is something else.
+        ResourceError: the arena cannot be opened or mapped, or the descriptor refers to something else.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
@@ -245,7 +246,10 @@ _is_locked = False
 
 
 def _before_fork() -> None:
-    """Take the allocator's lock, since no thread of the child could release it, and copy the blocks in use."""
+    """Take the allocator's lock, and copy the blocks in use.
+
+    If another thread held the lock during the fork, no thread of the child could release it.
+    """
     global _copy, _is_locked
     _making.acquire()
     _copy, _is_locked = None, False

@@ -8,19 +8,20 @@ lies"). So each rank keeps a row for each operation and class of sizes, with the
 fastest one, and tries the others now and then. A group begins with the times in the machine's tuning cache
 (tuning_table.py).
 
-Trying other algorithms costs at most 1 / SHARE of a row's time: after a try an algorithm backs off for as many calls as
-make up for the time that it took longer than the best, times the number of algorithms tried. One that takes more than
-twice the time of the best backs off for LONG calls at least. A single such time may have another cause, so the
-algorithm is tried once more soon. In a row without any times, each algorithm is tried at the beginning, every LOOK-th
-call from call WARM on, and again two calls later, because its first time does not count: with cold caches, pages and
-clocks any algorithm looks slow (all_gather of 4 MiB on 2 CPUs of an AMD EPYC, family 26: DIRECT takes 217 us in a
-row's second call and 157, 147, 126, 156, 97, 95, 87, 85 in the next ones).
+Trying other algorithms costs at most 1 / SHARE of a row's time. After a try an algorithm *backs off*: it is not tried
+until later calls have taken SHARE times the time lost in the try, times the number of algorithms with a time. An
+algorithm that takes more than twice the time of the best backs off for at least LONG calls. But a single such time may
+have another cause, so after the first one the algorithm is tried again after UNSURE calls. In a row without any times,
+every LOOK-th call from call WARM on tries the next algorithm, and the second call after it tries that algorithm again,
+because the first time does not count: with cold caches, pages and clocks any algorithm looks slow (all_gather of 4 MiB
+on 2 CPUs of an AMD EPYC, family 26: DIRECT takes 217 us in a row's second call and 157, 147, 126, 156, 97, 95, 87, 85
+in the next ones).
 
-Most algorithms concern only how and when a rank copies: the results are the same, and peers need not use the same one.
-They do, though. The time of a call is that of its slowest rank, which all ranks read in the lines of the next call, so
-all ranks have the same rows. (They may differ if ranks contribute different sizes.) DIRECT concerns the peers as well
-(single_copy.py), so a call's line has a bit for it. If ranks differ in that bit, all of them repeat the call through
-the slots, and those that chose DIRECT avoid it for a while.
+Most algorithms concern only how and when a rank copies: the results are the same, and ranks could use different ones.
+But they all use the same one, because they have the same rows: the time of a call is that of its slowest rank, which
+all ranks read in the lines of the next call. (Rows may differ if ranks contribute different sizes.) DIRECT concerns the
+peers as well (single_copy.py), so a call's line has a bit for it. If ranks differ in that bit, all of them repeat the
+call through the slots, and those that chose DIRECT avoid it for a while.
 
     word of the table
     LAG, ALGORITHM         of the current call: rounds that it writes ahead, and its algorithm
@@ -53,7 +54,7 @@ CALLS, BEST, TIMES = range(3)  # words of a row
 AGAIN = TIMES + ALGORITHMS
 ROW_WORDS = AGAIN + ALGORITHMS
 CLASSES = 8
-SMALLEST = 8 << 10  # bytes; below, CLOSE. The classes begin here: 8K, 32K, 128K, 512K, 2M, 8M, 32M, 128M
+SMALLEST = 8 << 10  # bytes; smaller: CLOSE. The classes begin at: 8K, 32K, 128K, 512K, 2M, 8M, 32M, 128M
 LARGE = 8 << 20  # bytes; from here outputs may be larger than the last-level cache
 ROUNDS_AHEAD = 4
 # Bytes. The system call and a second meeting take some 2 us; to copy this much twice takes 3.
@@ -127,7 +128,8 @@ def choose_none(t):
 def choose(t, operation, nbytes, algorithms, phase):
     """Choose one of `algorithms`, given as bits, for a call, and start the clock.
 
-    `phase`, below LOOK: two sides with different phases choose independently and never try in the same call.
+    `phase` is less than LOOK. A sender and a receiver choose independently; with different phases they never try in the
+    same call.
     """
     row = _row(t, operation, nbytes)
     number = load_word(row, CALLS)
@@ -212,7 +214,7 @@ def stop_clock(t):
 
 @inlined
 def start_clock(t):
-    """Start the clock again, as all ranks have begun the call, and count the call in its row."""
+    """Start the clock again after all ranks have begun the call, and count the call in its row."""
     row = load_word(t, ROW)
     if row:
         store_word(row, CALLS, load_word(row, CALLS) + 1)
@@ -320,7 +322,7 @@ def _take_best(row, algorithm):
 
 @inlined
 def stage(t, dst, src, left, most):
-    """Write the next bytes to a slot: `left`, but `most` at the most."""
+    """Write the next bytes to a slot: `left` or `most` bytes, whichever is less."""
     copy_or_stream(load_word(t, ALGORITHM) in (PAST, PAST_OUT), dst, src, min(left, most))
 
 

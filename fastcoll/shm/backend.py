@@ -1,6 +1,6 @@
 """The backend of the ranks of one node, over one shared-memory segment.
 
-The synchronous path is in fast.py; calls.py has what follows when an entry returns early.
+The synchronous path is in fast.py. calls.py continues a call whose *entry*, a compiled function, has returned early.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ShmBackend(Backend):
         Args:
             store: the group's own (prefixed) store.
             timeout: seconds, for this and for every call on the group.
-            neighbours: ranks of the job on this node, members or not; None: all of its ranks.
+            neighbours: number of the job's ranks on this node, members or not; None: all of the job's ranks are on it.
 
         Raises:
             ResourceError: no shared memory; raised on every rank.
@@ -178,13 +178,13 @@ class ShmBackend(Backend):
     def close(self, reason: GroupError | None) -> None:
         self.context.words[words.SHUT] = 1
         self.context.let_go(HANDED_OVER)
-        # A signal handler that closes the group whose call it has interrupted would wait for itself. One that has
-        # interrupted a message would unmap the memory that the message uses. Closed messages keep their pipe, so check
-        # before they are closed.
+        # The caller may be a signal handler. If it has interrupted a call of this group, it would wait for itself; if
+        # it has interrupted a message, it would unmap the memory that the message uses. Check this first, because
+        # closing the messages takes the lock for which `has_lock` looks.
         inside = self.gate.is_inside() or self.messages.has_lock()
         self.messages.close(reason)
-        # A running call was aborted and ends within moments. If a thread was killed inside a call, nobody releases the
-        # context; then the mapping stays until the process ends.
+        # A running call was aborted and ends within moments. If a thread was killed inside a call, no thread releases
+        # the context; then the mapping stays until the process ends.
         deadline = time.monotonic() + _CLOSE_SECONDS
         turn = not inside and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
         free = turn

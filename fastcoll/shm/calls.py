@@ -1,7 +1,7 @@
-"""The compiled calls of a group: their specs, and what follows when an entry returns early.
+"""The compiled calls of a group: their specs, and what Python does when an *entry* returns early.
 
-An entry returns early so that Python can check signals, deadlines and peers, after a mismatch, and for work that only
-Python can do.
+An entry is a compiled function. It returns early so that Python can check signals, deadlines and peers, after a
+mismatch, and for work that only Python can do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .segment import Segment
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 1e-4
 _WRITER_SECONDS = 0.2  # a peer writes a piece of 64 KiB in 10 us; if it takes longer, the process is stopped
-_ENDING_SECONDS = 0.2  # from when an ending process has closed its descriptors until it is found dead
+_ENDING_SECONDS = 0.2  # from when an ending process closes its descriptors until it is found dead
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
 _RETURNED_EARLY = (AGAIN, WORKED, MIXED, UNREADABLE, UNMAPPED)
 
@@ -48,7 +48,7 @@ class Calls:
     """The calls of one rank of a group.
 
     Args:
-        interrupted: fails the group after an exception has ended a call.
+        interrupted: a function that fails the group after an exception has ended a call.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Calls:
         *,
         parts: Sequence[int] = (),
     ) -> CallSpec:
-        """Return the spec of a call, which is made at its first use; `op`: None if the call moves data.
+        """Return the spec of a call, made at the first use; `op` is None if the call moves data.
 
         Args:
             parts: sizes of the arrays of a coalesced call; its spec is not kept.
@@ -158,7 +158,7 @@ class Calls:
 
     def _refuse_to_read(self, entry: Entry, look: Callable[[int], None]) -> None:
         """Raise the reason why a peer's array cannot be read: a death, a failure of the group, or the array itself."""
-        look(AGAIN)  # it raises a failure that it finds in two consecutive checks
+        look(AGAIN)  # `look` raises a failure that it finds in two consecutive checks
         deadline = time.monotonic() + _ENDING_SECONDS
         while True:
             look(AGAIN)
@@ -167,7 +167,7 @@ class Calls:
             time.sleep(_POLL_SECONDS)
 
     def _map_arena(self, peer: int, look: Callable[[int], None]) -> None:
-        """Map the arena that a peer's call has published; if the peer has ended, `look` raises that."""
+        """Map the arena that a peer's call has published; if the peer has ended, `look` raises an error."""
         base, nbytes, fd, nonce = map(int, self._segment.reach(peer)[2:6])
         reach("shm.arena.before_mapping")
         deadline = time.monotonic() + _ENDING_SECONDS
@@ -204,7 +204,7 @@ class Calls:
         raise error
 
     def _await_writers(self) -> None:
-        """After a failure wait until no peer writes into this rank's array, or withdraw it (single_copy.py)."""
+        """After a failure wait until no peer writes into this rank's array, or withdraw the array (single_copy.py)."""
         address, nbytes = self.context[words.EXPOSED], self.context[words.EXPOSED_BYTES]
         deadline = time.monotonic() + _WRITER_SECONDS
         while address and (writers := self._living_writers()):

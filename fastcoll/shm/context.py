@@ -1,4 +1,4 @@
-"""A group's private context, the table of words that entries use, and reports about the current call.
+"""A group's private context, the table of words that entries (compiled functions) use, and reports about calls.
 
 Reports read the call lines, which do not change until every rank has compared them.
 """
@@ -29,9 +29,9 @@ from .validate import BY_CALL, MEMO_PROBES, memo_slot
 
 BUDGET = 50_000_000  # ns that a kernel may wait before Python checks signals, deadlines and peers
 
-# Polls, then yields, before sleeping. If every rank has a core of its own, it polls for 20 to 50 us, longer than any
-# peer's lag in a tight loop (Zen 5: 15 ns a pause). With fewer cores, a polling rank keeps its peer from running: 4
-# ranks on 2 cores take 3.4 us if they yield at once and 25 us after 1000 polls.
+# Numbers of polls and then of yields before a waiting rank sleeps. If every rank has a core of its own, it polls for 20
+# to 50 us, longer than any peer's lag in a tight loop (Zen 5: 15 ns a pause). With fewer cores, a polling rank keeps
+# its peer from running: 4 ranks on 2 cores take 3.4 us if they yield at once and 25 us if they yield after 1000 polls.
 _DEDICATED = (2000, 200)
 _OVERSUBSCRIBED = (0, 1000)
 
@@ -39,7 +39,7 @@ HANDED_OVER = -1  # value of BUSY, no thread's number: another thread will take 
 
 
 def backoff(ranks: int, cores: int) -> tuple[int, int]:
-    """Polls and yields before sleeping, for a number of ranks on a number of cores."""
+    """Return the numbers of polls and yields before sleeping, for `ranks` ranks on `cores` cores."""
     return _DEDICATED if ranks <= cores else _OVERSUBSCRIBED
 
 
@@ -113,7 +113,7 @@ class ShmContext:
         return [int(word) for word in self.words[start : start + self[at.SIZE]]]
 
     def go_one_shot(self, limit: int) -> None:
-        """Set the one-shot limit in bytes; collective: between the same two calls on all ranks."""
+        """Set the one-shot limit in bytes (tuning_cache.py); collective: between the same two calls on all ranks."""
         self.words[at.ONE_SHOT] = limit
 
     def go_direct(self, pids: Sequence[int], reach: int) -> int:
@@ -123,7 +123,7 @@ class ShmContext:
             reach: how every rank can access every other's memory (reach.py).
         """
         algorithms = ctypes.c_int64.from_address(self._base + 8 * ALGORITHMS).value
-        # A direct call publishes one address for each rank, and one more, in a slot at most.
+        # A direct call publishes up to one address for each rank, and one more; a slot must have room for them.
         if reach & (READS | MAPS) and len(pids) > 1 and 8 * (len(pids) + 1) <= self[at.SLOT]:
             self.words[at.DIRECT_FROM] = autotune.direct_from(algorithms)
         self.words[at.ONLY_SHARED] = 0 if reach & READS else 1
@@ -147,7 +147,7 @@ class ShmContext:
         return self[at.BUSY] == threading.get_ident()
 
     def let_go(self, whose: int | None = None) -> None:
-        """Release the context if a call of this thread owns it; with `whose` HANDED_OVER if such a call does."""
+        """Release the context if BUSY is `whose`: by default this thread, else HANDED_OVER."""
         if self[at.BUSY] == (threading.get_ident() if whose is None else whose):
             self.words[at.BUSY] = 0
 

@@ -1,4 +1,7 @@
-"""Words of a group's private context: an int64 table that entries read, and where they keep their state."""
+"""Words of a group's private context.
+
+The context is an int64 table. *Entries*, the compiled functions that Python calls, read it and keep their state in it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ WROTE = 8  # rounds of the current call that this rank has published
 READ = 9  # rounds of the current call that this rank has read
 LARGEST = 10  # largest SHAPE of the meeting, for calls whose ranks may differ in size
 ONE_SHOT = 11  # up to this many bytes every rank reduces everything itself
-LATE = 12  # the rank for which the last wait was; -1 between calls
+LATE = 12  # the rank for which the last wait waited; -1 between calls
 SINCE = 13  # when this run of the entry closed its first round, in ns; 0 before
 BUSY = 14  # the thread whose call owns the context, 0 for none
 SHUT = 15  # not 0: the group has failed or was closed, so all calls go through Python
@@ -27,7 +30,7 @@ GIVEN = 17  # address of the spec of a PREPARED call
 NDARRAY, TUPLE, NONE = 18, 19, 20  # addresses of Python's numpy.ndarray, tuple and None
 MET = 21  # 1: this rank has compared the calls of all ranks
 SYMMETRIC = 22  # address of the table of symmetric arrays (symmetric.py); 0: there are none
-DID = 23  # finished bytes: of this rank's slice of a symmetric array, or of a peer's data in a direct call
+DID = 23  # finished bytes of this rank's slice in a reduction, or of a peer's data in a direct call
 FINISHED = 24  # number of the last complete call (release)
 ALGORITHMS = 25  # algorithms that calls through the slots may use, as bits (autotune.py)
 DIRECT_FROM = 26  # smallest size of a direct call, in bytes (single_copy.py)
@@ -40,13 +43,13 @@ EXPOSED_BYTES = 35
 RING = 36  # address of the ring of the group's record (kernels/recording.py); 0: none
 COMBINED = 37  # address of the combined lines; 0: all ranks read all lines
 BACKOFF = 38  # the table of kernels/waiting.py
-# Behind them: the table of autotune.py, the memo of call specs (validate.py), nine tables of a word for each rank.
+# Behind them: the table of autotune.py, the memo of call specs (validate.py), nine tables with one word for each rank.
 CHOOSING = BACKOFF + BACKOFF_WORDS
 MEMO = CHOOSING + table_words(2 * len(OPERATIONS))  # every operation twice: the second time for shared arrays
 MEMO_ENTRIES = 128
 MEMO_WORDS = 4  # address of the dtype, address of the ReduceOp, the operation's code, address of the spec
 TABLES = MEMO + MEMO_ENTRIES * MEMO_WORDS
 SOURCES, GIVES, GIVES_BYTES, TAKES, TAKES_BYTES, PIDS = range(6)
-# Of the mapped arenas of peers: their address in the peer, their size, and their address here minus that.
+# For each peer's mapped arena: its address in the peer, its size, and its address here minus its address in the peer.
 ARENA_BASES, ARENA_BYTES, ARENA_SHIFTS = 6, 7, 8
 TABLES_A_RANK = 9

@@ -1,8 +1,8 @@
 """The synchronous path: a collective on arrays that need no preparation is one compiled call.
 
-Each method tries that first. The entry validates the arguments itself (validate.py) and returns LATER if it cannot do
-the call: other kinds of arrays, a dtype or reduce operation used for the first time, wrong arguments, a failed group,
-or queued operations. Then the method makes the call on the general path in group.py.
+Each method tries this call first. The entry validates the arguments itself (validate.py) and returns LATER if it cannot
+do the call: other kinds of arrays, a dtype or reduce operation used for the first time, wrong arguments, a failed
+group, or queued operations. Then the method makes the call on the general path in group.py.
 
 A list is copied to a tuple, because another thread could remove an array from a list while the entry uses it.
 """
@@ -247,7 +247,7 @@ class Fast:
 
 
 def _blocks_of(x: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
-    """Cut an ndarray into blocks of so many rows; return () if the general path must check the arguments."""
+    """Cut an ndarray into blocks of `sizes` rows; return () if the general path must check the arguments."""
     if type(x) is not np.ndarray or type(sizes) not in (list, tuple) or not x.ndim:
         return ()
     blocks, start = [], 0

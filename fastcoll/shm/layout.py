@@ -9,24 +9,25 @@ Header: words that rank 0 writes before other ranks attach, and that nobody writ
     word 2   number of ranks
     word 3   ONE_SHOT_LIMIT, rank 0's limit for all ranks (tuning_cache.py)
     word 4   ALGORITHMS that rank 0's FASTCOLL_SHM_ALGORITHMS allows, as bits, for all ranks (autotune.py)
-From COMBINED on, if the ranks meet in groups: two combined lines for each group of GROUP ranks, by parity of the call's
-number. Any rank of the group writes them (rounds.py). They are like call lines, with one word of each rank's payload.
+If the ranks meet in groups, the header has from COMBINED on two combined lines for each group of GROUP ranks, one for
+even call numbers and one for odd ones. Any rank of the group writes them (rounds.py). A combined line is like a call
+line, but its payload is one word of each rank's payload.
 
-Control page of a section. Only its rank writes it. Each item has 128 bytes of its own, two cache lines, because the
-adjacent-line prefetcher makes two neighbours behave as one.
-    LINES      two call lines by parity of the call's number, 128 bytes each:
+Control page of a section. Only the section's rank writes it. Each item has 128 bytes of its own, two cache lines,
+because the adjacent-line prefetcher makes two neighbours behave as one; but QUOTA and REACH share 128 bytes.
+    LINES      two call lines of 128 bytes, one for even call numbers and one for odd ones:
                word 0 sequence (release), 1 call, 2 shape, 3 balance, 4 time of the last call; then INLINE bytes of
                payload
     PUBLISHED  word 0: see rounds.py (release)
     CONSUMED   word 0: see rounds.py (release)
     STATE      word 0: 0 working, 1 left, 2 failed, 3 leaving (release); word 1: length of the reason
     REASON     the ranks at fault, and the reason as UTF-8 (monitor.py), at most REASON_BYTES
-    ATTACHED   word 0: the nonce, once this rank has mapped the segment; words 1 and up: its CPUs, written before
-    QUOTA      word 0: cores that its cgroup allows
-    REACH      word 0: address of a word in its memory; word 1: how it can access all peers' memory (reach.py); words 2
-               to 5: the table of its arena (arena.py), written before a call line names that arena; word PUSHING: 1
-               while it writes into peers' arrays (single_copy.py); word RECOVERY: the port of the store that it
-               serves to the survivors of a failure, 0 for none
+    ATTACHED   word 0: the nonce, once this rank has mapped the segment; words 1 and up: its CPUs, written before word 0
+    QUOTA      word 0: number of cores that the rank's cgroup allows
+    REACH      word 0: address of a word in the rank's memory; word 1: how the rank can access all peers' memory
+               (reach.py); words 2 to 5: the table of its arena (arena.py), written before a call line names that
+               arena; word PUSHING: 1 while the rank writes into peers' arrays (single_copy.py); word RECOVERY: the
+               port of the store that it serves to the survivors of a failure, 0 for none
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ PAGE = 4096
 LINE = 128
 
 COMBINED = LINE
-# Up to FLAT ranks read all lines, more ranks meet in groups (rounds.py). To read lines that other cores have just
-# written takes 0.15 us for up to 12 lines, 0.23 for 16, 0.53 for 32, 0.80 for 64 (as far apart as sections, best of
-# 20,000, one L3 of an AMD EPYC of family 26). A meeting in groups is two such steps.
+# If there are at most FLAT ranks, each reads all lines; more ranks meet in groups (rounds.py). To read lines that other
+# cores have just written takes 0.15 us for up to 12 lines, 0.23 for 16, 0.53 for 32, 0.80 for 64 (as far apart as
+# sections, best of 20,000, one L3 of an AMD EPYC of family 26). A meeting in groups is two such steps.
 FLAT = 16
 GROUP = 8  # ranks; a combined line has room for one word of each
 
@@ -148,8 +149,8 @@ def plan(size: int, bytes_per_rank: int) -> Layout:
     """Plan a layout for `size` ranks that contribute about `bytes_per_rank` of memory each.
 
     Half is for the slots, three eighths for the rings, the rest for headers. A slot has at most 256 KiB. All slots of a
-    rank are then twice as large as a large L2, so data has moved to the last-level cache when peers read it
-    (docs/architecture.md).
+    rank together are then twice as large as a large L2, so data has moved to the last-level cache when peers read it
+    (docs/architecture-shm.md).
 
     Raises:
         ResourceError: `bytes_per_rank` is too small for this many ranks.

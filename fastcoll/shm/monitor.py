@@ -1,6 +1,6 @@
 """State of a group's ranks in their segment: each rank writes its own state word and reason, and all ranks read them.
 
-The line before a reason has the global ranks at fault: `late 2` or `other 1 3`.
+A line before the reason names the global ranks at fault: `late 2` after a timeout, `other 1 3` after any other failure.
 """
 
 from __future__ import annotations

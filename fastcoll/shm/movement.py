@@ -1,7 +1,7 @@
 """The collectives of a segment that move data; entries as in reductions.py.
 
-A round waits for one peer at a time, in an order that differs between ranks, so that ranks copy from different slots at
-the same time.
+In a round, a rank waits for one peer at a time, in an order that differs between ranks, so that ranks copy from
+different slots at the same time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
 
 @inlined
 def run_broadcast(h, c, data, nbytes, spec, root):
-    """Run the call; the context is taken. Entries and native calls share the functions `run_*`, which need no GIL."""
+    """Run the call; the context is taken.
+
+    Entries and native calls (callers.py) share the functions `run_*`, which need no GIL.
+    """
     call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     r.begin(h, _BROADCAST, nbytes, True, single_copy.kind_of(c, data, nbytes))
     if is_direct(r.tuning_at(c)):
@@ -115,14 +118,14 @@ def _balance_of(c):
 
 @inlined
 def _own_fits(c):
-    """Whether this rank's own block has the same size on both sides."""
+    """Whether the block that this rank sends to itself has the same size in its inputs and outputs."""
     rank = load_word(c, at.RANK)
     return load_word(r.table(c, at.GIVES + 1), rank) == load_word(r.table(c, at.TAKES + 1), rank)
 
 
 @inlined
 def _rooted(h, operation, x, holder, root, one, many):
-    """Run a gather or scatter: table `one` gets x, to or from the root; on the root table `many` gets the blocks."""
+    """Run a gather or scatter: list x in table `one` as the root's and, on the root, the blocks in table `many`."""
     c = r.take(h)
     if c == 0:
         return LATER
@@ -187,7 +190,7 @@ def _largest(c):
 
 @inlined
 def _piece_of(c, src, dst, step, nbytes, spread, piece):
-    """Address of the piece for rank dst: in src's slot, or in its call line if it fits there."""
+    """Address of src's piece for rank dst: in src's call line if the block fits there, else in src's slot."""
     index = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
     room = layout.INLINE // max(1, spread) & -8
     return r.payload_of(c, src, step, nbytes, room) + index * (room if nbytes <= room else piece)
@@ -195,7 +198,7 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
 
 @inlined
 def run_exchange(h, c, operation, spec, root):
-    """Copy the blocks in the tables GIVES to the blocks in the tables TAKES; blocks may have any sizes.
+    """Send the blocks in the tables GIVES, and receive into those in the tables TAKES; blocks may have any sizes.
 
     `spread` is the number of pieces in a slot: 1 if a rank sends to one rank only, else the number of other ranks; 0 if
     it sends the same block to all.

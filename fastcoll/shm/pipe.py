@@ -31,7 +31,7 @@ class RingPipe(WordPipe):
         layout: the segment's.
         rank: this process's.
         monitor: of the segment's ranks.
-        patience: polls, then yields, before a waiting kernel sleeps.
+        backoff: numbers of polls and then of yields before a waiting kernel sleeps.
         context: address of the group's context.
     """
 
@@ -137,7 +137,7 @@ class RingPipe(WordPipe):
             for index, record in enumerate(records.tolist())
             if record[words.NUMBER] > 0 and record[words.STATE] < words.ENDED + ended
         ]
-        # A thread that waits for a request that has ended may collect it now; only one of the two gets it.
+        # A waiting thread may collect an ended request at the same time; only one of the two threads gets it.
         taken = [
             record
             for index, record in found

@@ -1,9 +1,9 @@
-"""Access of a group's ranks to one another's memory, which each rank tests when they meet.
+"""Access of a group's ranks to one another's memory: each rank tests it when the group meets.
 
 Linux allows process_vm_readv between processes of one user in one pid namespace, unless seccomp (Docker before Linux
 4.8, many sandboxes) or Yama (Ubuntu: only ancestors may) forbids it. Each rank publishes the address of a word in the
-segment, reads the words of all others, and publishes whether their values are right: in another namespace a pid may be
-that of another process.
+segment, reads the words of all others, and publishes whether the values are right. They are wrong if a pid belongs to
+another process here, as in another pid namespace.
 
 An arena of shared arrays is mapped through a descriptor of its process. That needs fewer rights: neither seccomp nor
 Yama forbids it.
@@ -47,7 +47,10 @@ _read.restype = ctypes.c_ssize_t
 
 
 class Reach:
-    """One rank's part of the test. Its word is readable as long as this object exists: until all ranks have read it."""
+    """One rank's part of the test; its word is readable as long as this object exists.
+
+    Keep the object until all ranks have read the word.
+    """
 
     def __init__(self, segment: Segment, members: Sequence[Member], rank: int) -> None:
         self._segment, self._members, self._rank = segment, members, rank
@@ -93,7 +96,7 @@ def unreadable(monitor: Monitor, rank: int, doing: str = "") -> AbortedError:
 
 
 def read_word(pid: int, address: int) -> int:
-    """Read the int64 at an address of another process; OSError: it cannot be read."""
+    """Read the int64 at an address of another process; raise OSError if it cannot be read."""
     found = ctypes.c_int64()
     here, there = Vector(ctypes.addressof(found), 8), Vector(address, 8)
     if _read(pid, here, 1, there, 1, 0) != 8:

@@ -2,8 +2,8 @@
 
 An entry takes a handle (the context's address with the tags of rounds.py), Python objects and integers. It validates
 its arguments (validate.py) and then runs rounds. It returns DONE; AGAIN or WORKED (call again with the same arguments
-and RESUMED); UNMAPPED, UNREADABLE, MIXED or MISMATCH (see calls.py); or LATER. All ranks reduce in rank order, so every
-rank gets the same bits.
+and RESUMED); UNMAPPED, UNREADABLE, MIXED or MISMATCH (see calls.py); or LATER, which leaves the call to Python. All
+ranks reduce in rank order, so every rank gets the same bits.
 
 Through the slots a reduction is one-shot (every rank reduces everything) or two-shot (each rank reduces its slice, then
 gathers the slices of the others: Rabenseifner's reduce-scatter and all-gather).
@@ -34,7 +34,7 @@ _REDUCE_SCATTER = signature.code_of("reduce_scatter")
 
 @inlined
 def _reduce(c, spec, dst, n, nbytes):
-    """Reduce the first n of SOURCES into dst."""
+    """Reduce the first n arrays of the table SOURCES into dst."""
     count = nbytes // load_word(spec, v.ITEMSIZE)
     call_reducer(load_word(spec, v.REDUCER), load_word(spec, v.CODE), dst, r.table(c, at.SOURCES), n, count)
 
@@ -62,7 +62,10 @@ def barrier(handle: Index, call: Index) -> int:
 
 @inlined
 def run_barrier(h, c, call):
-    """Run the call; the context is taken. Entries and native calls share the functions `run_*`, which need no GIL."""
+    """Run the call; the context is taken.
+
+    Entries and native calls (callers.py) share the functions `run_*`, which need no GIL.
+    """
     r.begin(h, 0, 0, False, 0)
     if r.may_write(c, 1):
         r.publish(c, call, 0, 0)
@@ -237,9 +240,9 @@ def run_scan(h, c, out, data, nbytes, spec, operation):
 
 @locked_entry
 def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObject) -> int:
-    """Reduce block r of every rank into `output` of rank r; a tuple of arrays, or one array of equal blocks.
+    """Reduce block r of every rank's `blocks` into `output` of rank r.
 
-    The blocks' sizes must be the same on all ranks.
+    `blocks` is a tuple of arrays, or one array of equal blocks. The blocks' sizes must be the same on all ranks.
     """
     h = integer(handle)
     c = r.take(h)

@@ -1,4 +1,4 @@
-"""Tuning cache of a machine: one JSON file for each user, read by rank 0 of each group, and updated by it.
+"""Tuning cache of a machine: one JSON file for each user, which rank 0 of each group reads and updates.
 
 Rank 0 publishes the cached times when a group meets, so that all ranks begin with the same ones. When the group closes,
 rank 0 merges the group's own times into the file; `python -m fastcoll.bench --tune` measures all operations and sizes
@@ -13,10 +13,10 @@ at once. The cache does not influence results, so no problem with the file is an
         ns_per_mib                  {operation: {smallest bytes of a class: {algorithm: nanoseconds a MiB}}}
         one_shot                    bytes up to which all_reduce and reduce are one-shot; only from --tune
 
-Names that this version does not have are kept.
+Names that this version does not know are kept.
 
-One-shot: every rank reduces everything, with one synchronisation. Beyond the limit two-shot: each rank reduces its
-slice, with two synchronisations and less data to read. Two ranks always use one-shot.
+A one-shot reduction synchronises once, and every rank reduces everything. A two-shot reduction, for more bytes than the
+limit, synchronises twice: each rank reduces only its slice, and reads less data. Two ranks always use one-shot.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def save(
     if file is None or mine is None:
         return None
     _read_files[file] = mine
-    # Merge into the file's current sections: other processes may have written since this one has read it.
+    # Merge into the file's current sections: other processes may have written the file since this process read it.
     _read_files[file] = _write(file, put)
     return file
 
@@ -196,10 +196,11 @@ def save(
 def _write(
     file: Path, put: Callable[[list[dict[str, Any]]], list[dict[str, Any]] | None]
 ) -> list[dict[str, Any]]:
-    """Replace the file's sections by the result of `put`, and return that.
+    """Replace the file's sections by the result of `put`, and return the new sections.
 
     The new file is also the lock (flock): only the process that holds it writes. A new file that a killed process has
-    left is overwritten, but only if this user owns it: a user who can write to the folder may put a link there.
+    left is overwritten, but only if this user owns it, because another user who can write to the folder might put a
+    link there.
 
     Raises:
         OSError: another process is writing the file, or it cannot be written.
@@ -208,7 +209,7 @@ def _write(
     part = file.with_name(file.name + ".new")
     with open(open_own(part, os.O_RDWR, 0o644), "r+") as new:
         fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The last holder of the lock may have renamed the opened file: then this is the cache itself.
+        # The last holder of the lock may have renamed the opened file: then the opened file is the cache itself.
         if os.fstat(new.fileno()).st_ino != part.stat().st_ino:
             raise BlockingIOError("another process has just written the file")
         try:

@@ -1,9 +1,10 @@
 """Conversion between a group's tuning table (autotune.py) and the machine's tuning cache (tuning_cache.py).
 
-A table has ticks, and numbers of operations, classes and algorithms; the cache has nanoseconds and names. Only rank 0
-of a group converts times, because two ranks that calibrate the processor's clock get slightly different results. It
-publishes ticks (meeting.py), and all ranks fill their tables with them as they attach. Times of messages are not kept:
-posted messages are not measured, so an outdated time would never be corrected (rings.py).
+A table has times in ticks, and identifies operations, classes and algorithms by numbers; the cache has nanoseconds and
+names. Only rank 0 of a group converts times, because two ranks that calibrate the processor's clock get slightly
+different results. It publishes ticks (meeting.py), and all ranks fill their tables with these when the group meets.
+Times of messages are not kept: posted messages are not measured, so an outdated time would never be corrected
+(rings.py).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ COLLECTIVES = (*OPERATIONS, *(f"shared:{name}" for name in OPERATIONS))
 
 _CLASSES = tuple(str(a.SMALLEST << 2 * number) for number in range(a.CLASSES))
 
-# A row is kept from this many calls on: all algorithms have been tried by then, and the best one often.
+# Rows with at least this many calls are saved: by then, all algorithms have been tried, and the best one often.
 _ENOUGH = 32
-# Back-off of an algorithm without a time in a row with times, in calls: as if it took twice the time of the best.
+# Back-off, in calls, of an algorithm without a time in a row that has times: as if it took twice the time of the best.
 _UNKNOWN = a.SHARE * a.ALGORITHMS
 _NANOSECONDS = 1_000_000  # duration of the measurement of the clock's rate
 
@@ -57,11 +58,11 @@ def _ticks_a_nanosecond() -> float:
 
 
 def to_publish(ranks: int, slot: int) -> list[list[Any]]:
-    """Return what rank 0 publishes: the cached times of groups with so many ranks and this slot size.
+    """Return what rank 0 publishes: the cached times of groups with this number of ranks and this slot size.
 
-    Each entry has the conditions on cores, the times in ticks, and the fraction of their back-off that algorithms still
-    have to wait. The fraction is random, so programs that are too short for a whole back-off also try algorithms, at
-    the same share of their time.
+    Each item has `cores` (tuning_cache.py), the times in ticks, and the fraction of the back-off that is left until
+    algorithms may be tried. The fraction is random, so that programs that are too short for a whole back-off try
+    algorithms too, for the same share of their time.
     """
     found = [
         s for s in tuning_cache.sections() if (s["ranks"], s["slot"]) == (ranks, slot) and s["ns_per_mib"]

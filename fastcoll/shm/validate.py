@@ -2,11 +2,11 @@
 
 An array needs no preparation if its type is exactly ndarray, it is C-contiguous and aligned, writable if the call
 writes it, and the *memo* has the spec (CallSpec) of the call's operation, dtype and reduce operation. A list of arrays
-is passed as a tuple. An entry leaves every other call to Python (LATER). Python imports or rejects the arrays and calls
-the entry again with PREPARED, and the entry then validates nothing.
+is passed as a tuple. An *entry*, a compiled function that Python calls, leaves every other call to Python (LATER).
+Python imports or rejects the arrays and calls the entry again with PREPARED, and the entry then validates nothing.
 
-The memo is an open hash table that only grows. Python writes an entry's words while kernels may read them. Each word
-changes once, from 0 to its value, so an incomplete entry does not match.
+The memo is an open hash table that only grows. Python writes the words of a slot of this table while kernels may read
+them. Each word changes once, from 0 to its value, so an incomplete slot does not match.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from . import rounds as r
 # Words of a CallSpec.
 CALL, REDUCER, CODE, ITEMSIZE = range(4)
 NO_MESSAGE = -1  # size in a table: no message between the two ranks
-MEMO_PROBES = 8  # entries in which a spec may be
-BY_CALL = 1  # instead of a ReduceOp's address: the key is a caller's call word, not a dtype's address
+MEMO_PROBES = 8  # slots of the memo in which a spec may be
+BY_CALL = 1  # instead of a ReduceOp's address, if the key is a caller's call word, not a dtype's address
 
 
 @inlined
 def memo_slot(dtype, op, operation, probe):
-    """Index of the memo entry to check at probe number `probe`; `dtype` and `op` are addresses."""
+    """Index of the memo's slot to check at probe number `probe`; `dtype` and `op` are addresses."""
     return ((dtype >> 4) + (op >> 4) * 7 + operation * 37 + probe) & (at.MEMO_ENTRIES - 1)
 
 
@@ -96,10 +96,10 @@ def nbytes_of(x, spec):
 
 @kernel
 def list_blocks(c, handle, which, holder, like, spec, flags):
-    """Fill the tables `which` and `which + 1` with a tuple of arrays, or with the equal blocks of one array along rows.
+    """Fill the tables `which` (addresses) and `which + 1` (sizes) from a tuple of arrays, or from one array.
 
-    `like` is an array of the same dtype. Return False if Python must prepare the call. None in a PREPARED tuple means
-    no message.
+    One array is divided into equal blocks of rows. `like` is an array with the dtype that the blocks must have. Return
+    False if Python must prepare the call. None in a PREPARED tuple means no message.
     """
     size = load_word(c, at.SIZE)
     if word_at(holder + py.TYPE) == load_word(c, at.TUPLE):
@@ -115,7 +115,7 @@ def list_blocks(c, handle, which, holder, like, spec, flags):
             store_word(r.table(c, which), peer, data_of(item))
             store_word(r.table(c, which + 1), peer, nbytes_of(item, spec))
         if handle & r.PREPARED == 0 and flags & py.WRITEABLE != 0:
-            # No two blocks may share memory. 64 ranks: 2,016 comparisons, some 1 us.
+            # No two blocks may share memory. 64 ranks need 2,016 comparisons, which take about 1 us.
             for peer in range(1, size):
                 block, nbytes = load_word(r.table(c, which), peer), load_word(r.table(c, which + 1), peer)
                 if _touches(c, which, block, nbytes, peer, -1):
