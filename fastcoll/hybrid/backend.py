@@ -76,7 +76,7 @@ def _between_nodes() -> Callable[..., Backend]:
 
 
 class HybridBackend(Backend):
-    """Ranks on several nodes, some of which share a node."""
+    """Backend of ranks on several nodes; some of the ranks share a node."""
 
     name = "auto"
 

@@ -117,7 +117,7 @@ class ShmContext:
         self.words[at.ONE_SHOT] = limit
 
     def go_direct(self, pids: Sequence[int], reach: int) -> int:
-        """Allow direct calls between the ranks, which are these processes; return all allowed algorithms as bits.
+        """Allow direct calls between the ranks, whose processes are `pids`; return all allowed algorithms as bits.
 
         Args:
             reach: how every rank can access every other's memory (reach.py).
@@ -190,7 +190,7 @@ class CallReport:
         return self._gate.name_of(call, number)
 
     def late(self) -> list[int]:
-        """The group ranks that have not begun the current call; if all have, the rank for which the kernel waits."""
+        """Return the group ranks that have not begun the current call, or else the rank for which the kernel waits."""
         number = self._context[at.CALLS]
         late = [rank for rank in range(self._gate.size) if self._line(rank)[layout.SEQUENCE] < number]
         waits_for = late or [self._context[at.LATE]]

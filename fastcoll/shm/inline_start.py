@@ -80,7 +80,7 @@ class InlineStart:
 
     Args:
         resume, torn: handle an entry that returned early, and one that an exception has left; see calls.py.
-        share: cores for each rank of the job on this node.
+        share: number of cores for each rank of the job on this node.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class Met(NamedTuple):
     share: int  # cores for each rank of the job
     conditions: Conditions
     times: tuple[Times, float]  # earlier measurements under these conditions, see `tuning_table.matching`
-    reach: int  # how all of them can access one another's memory (reach.py)
+    reach: int  # how all members can access one another's memory (reach.py)
 
 
 def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int) -> Met:

@@ -125,7 +125,7 @@ def _own_fits(c):
 
 @inlined
 def _rooted(h, operation, x, holder, root, one, many):
-    """Run a gather or scatter: list x in table `one` as the root's and, on the root, the blocks in table `many`."""
+    """Run a gather or scatter: table `one` gets x as the root's block; on the root, table `many` gets all blocks."""
     c = r.take(h)
     if c == 0:
         return LATER

@@ -28,9 +28,9 @@ class RingPipe(WordPipe):
 
     Args:
         base: address of the segment.
-        layout: the segment's.
-        rank: this process's.
-        monitor: of the segment's ranks.
+        layout: the segment's layout.
+        rank: this process's rank.
+        monitor: the monitor of the segment's ranks.
         backoff: numbers of polls and then of yields before a waiting kernel sleeps.
         context: address of the group's context.
     """
@@ -54,10 +54,10 @@ class RingPipe(WordPipe):
             self.rows[peer, words.IN] = base + layout.ring_of(peer, rank)
 
     def go_direct(self, algorithms: int, pids: Sequence[int], states: Sequence[int]) -> None:
-        """Allow direct messages between the ranks, which are these processes.
+        """Allow direct messages between the ranks, whose processes are `pids`.
 
         Args:
-            algorithms: the allowed ones, as bits (autotune.py).
+            algorithms: the allowed algorithms, as bits (autotune.py).
             states: addresses of the ranks' STATE words.
         """
         self.table[words.DIRECT_FROM] = autotune.direct_from(algorithms)

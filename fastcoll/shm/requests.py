@@ -1,10 +1,12 @@
-"""Messages of compiled callers: C functions that send, receive, post and wait, for kernels/c_entries.py.
+"""Messages of compiled callers (callers/): C functions that send, receive, post and wait, for kernels/c_entries.py.
 
 A request of a compiled caller has a *record* in the mailbox (rings.py). These functions complete requests without
 Python; a thread that waits for one request makes progress on all of them. They handle the common case only: the engine
 (p2p/engine.py) has no operation, the peer is known, and its next message matches a posted receive. They leave
 everything else to Python: the engine takes over the pending records when it next takes the rings, and Python completes
 any request that has no record.
+
+BUSY, which is the lock of the rings, BEHIND and PENDING are words of the mailbox.
 
 Invariants:
 

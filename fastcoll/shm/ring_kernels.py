@@ -340,7 +340,8 @@ def _takes_armed(m, channel):
         return False
     if not r.has_ack_space(channel) or not r.has_arrived(channel, load_word(channel, r.IN_TAIL) + frame):
         return False
-    # Disarm before the ack: the peer may leave once it has the ack, and the departure fails armed receives from it.
+    # Disarm before the ack: the peer may leave once it has the ack, and a peer's departure fails the receives that are
+    # armed for it.
     store_word(channel, r.ARMED_KIND, -1)
     store_word(channel, r.WATCHED, load_word(channel, r.WATCHED) - 1)
     r.accept_message(channel, load_word(channel, r.ARMED_TO), CLOSE)
@@ -421,7 +422,7 @@ def _return_event(m, event):
 
 @entry
 def advance(mailbox: Index, handled: Index, wait: Index) -> int:
-    """Make progress on all messages until one of them needs a decision of the engine; see p2p/pipe.py."""
+    """Make progress on all messages until one needs a decision of the engine (p2p/engine.py); see p2p/pipe.py."""
     m = integer(mailbox)
     if load_word(m, r.RETURNED) > integer(handled):
         return load_word(m, r.EVENT)

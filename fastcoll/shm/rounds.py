@@ -1,9 +1,9 @@
 """The protocol of all collectives in a segment: rounds over a ring of slots.
 
 A collective is a sequence of *rounds*. All ranks run the same number of rounds, and the numbering continues through the
-life of the group. In round t a rank writes its slot t % SLOTS, publishes t, and reads the slots of its peers. It may
-write up to LAG rounds ahead of the round that it reads. A *call line* describes a rank's current call: its number, its
-operation and sizes, and the payload if it is small (layout.py).
+life of the group. In round t a rank writes its slot t % SLOTS, a buffer in its section, publishes t, and reads the
+slots of its peers. It may write up to LAG rounds (autotune.py) ahead of the round that it reads. A *call line*
+describes a rank's current call: its number, its operation and sizes, and the payload if it is small (layout.py).
 
     word                  writer    readers   meaning of a value v
     call line s % 2       rank      all       word 0 = s: the rank has begun call s and published its first round
@@ -16,9 +16,9 @@ The *meeting* of a call ends when all ranks have begun it. Each rank then compar
 Invariants:
 
 - A rank overwrites a slot after every peer has read it. Round t reuses the slot of round t - SLOTS, so the rank first
-  waits until every peer's CONSUMED is at least t - SLOTS + 1. SEEN caches the highest bound that held. A meeting raises
-  SEEN to the call's first round, because a peer that has begun a call has read all rounds of earlier calls. So the
-  check costs nothing in the common case.
+  waits until every peer's CONSUMED is at least t - SLOTS + 1. The context's word SEEN caches the highest bound that
+  held. A meeting raises SEEN to the call's first round, because a peer that has begun a call has read all rounds of
+  earlier calls. So the check costs nothing in the common case.
 - When a rank overwrites its line of call s for call s + 2, every peer has compared that line: the rank begins call s +
   2 after the meeting of call s + 1, and every peer began call s + 1 after it had compared the lines of call s.
 - No rank waits for ever. Take the rank that has read the fewest rounds: since LAG <= SLOTS - 1, the slots that it and

@@ -1,10 +1,10 @@
 """The direct algorithm: ranks read one another's arrays in place (cross-memory attach), without the slots.
 
 A call has two rounds without data, and an all_reduce has three. The call line of a rank has the addresses of its
-arrays. After the meeting each rank reads the data that it receives, and publishes its last round when it has read
-everything. A rank reads by process_vm_readv, or by ordinary loads if the array is in its owner's arena (arena.py),
-which is mapped when a call first needs it. Before a rank reduces a peer's data that is not in an arena, it copies that
-data into its own slots.
+arrays. After the meeting (rounds.py) each rank reads the data that it receives, and publishes its last round when it
+has read everything. A rank reads by process_vm_readv, or by ordinary loads if the array is in its owner's *arena*,
+memory that peers can map (arena.py). A rank maps a peer's arena when a call first needs it. Before a rank reduces a
+peer's data that is not in an arena, it copies that data into its own slots.
 
 In an all_reduce a rank reduces its slice of all arrays into its own array and then publishes. No other rank accesses
 this slice of the array before it is published. The rank also stores the result into the arrays of peers that are in
@@ -18,11 +18,11 @@ Invariants:
   its caller may change the array at once. So the owner publishes FAILED before it returns, and a reader checks for
   FAILED after it has read and before it publishes or returns. The array of a killed owner is read completely or not at
   all, because the kernel keeps memory while it reads from it.
-- No rank writes into an array after the owner's failed call has returned. A writer sets PUSHING, then checks for
-  FAILED, then writes a piece, then clears PUSHING. The owner publishes FAILED, then waits until no peer has PUSHING
-  set. Each side stores first and loads second, with a full barrier between (on x86 a locked instruction), so at least
-  one of them sees the other's store. If a writer was stopped inside a piece, the owner withdraws its array from the
-  arena (arena.py, `withdraw`).
+- No rank writes into an array after the owner's failed call has returned. A rank that stores a result into peers'
+  arrays sets PUSHING (layout.py), then checks for FAILED, then writes a piece, then clears PUSHING. The owner publishes
+  FAILED, then waits until no peer has PUSHING set. Each side stores first and loads second, with a full barrier between
+  (on x86 a locked instruction), so at least one of them sees the other's store. If a writer was stopped inside a piece,
+  the owner withdraws its array from the arena (arena.py, `withdraw`).
 
 Ranks copy at most PIECE bytes at a time and check in between whether they must return to Python (`time_is_up`).
 `tests/shm/test_single_copy_model.py` explores the schedules of this protocol.

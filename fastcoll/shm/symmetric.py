@@ -132,7 +132,7 @@ _SIGNAL = failpoints.number_of("shm.symmetric.before_signal")
 
 @inlined
 def _balance_of(c, position):
-    """Return this rank's summand of a sum that is 0 if all ranks have the same `position` (kernels/primitives.py)."""
+    """Return this rank's balance: over all ranks, the balances add up to 0 if all have the same `position`."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     return weigh(rank, (rank + 1) % size, position) - weigh((rank - 1) % size, rank, position)
 
