@@ -62,9 +62,9 @@ SMALLEST_DIRECT = 32 << 10
 LOOK = 4  # calls between two possible tries
 WARM = 7  # calls of a row before the first try
 SHARE = 50  # tries may take 1 / SHARE of a row's time
-SOON = 64  # calls that an algorithm backs off for at least
+SOON = 64  # an algorithm backs off for at least this number of calls
 UNSURE = 128  # calls until an algorithm that was slow once is tried again
-LONG = 4096  # calls that an algorithm backs off for if it takes more than twice the time of the best
+LONG = 4096  # the same, if it takes more than twice the time of the best
 HOPELESS = 1 << 40  # ticks a MiB
 
 
@@ -173,7 +173,7 @@ def _best_of(row, algorithms):
 
 @kernel
 def _to_try(row, algorithms, best, number):
-    """The algorithm whose back-off ended first, or the best one if none may be tried."""
+    """Return the algorithm whose back-off ended first, or the best one if none may be tried."""
     found = best
     since = number + 1
     for turn in range(ALGORITHMS):
@@ -186,7 +186,7 @@ def _to_try(row, algorithms, best, number):
 
 @inlined
 def _to_try_again(row, algorithms, best):
-    """The algorithm that was first tried two calls ago, whose time did not count; else the best one."""
+    """Return the algorithm whose first try, which does not count, was two calls ago; else the best one."""
     found = best
     for algorithm in range(ALGORITHMS):
         if (
@@ -272,7 +272,7 @@ def best_algorithm(t, operation, nbytes, algorithms):
 
 @kernel
 def _remember(row, algorithm, took):
-    """Enter the time of a call, then update the best algorithm and this one's back-off."""
+    """Record the time of a call with `algorithm`; update the row's best algorithm, and this algorithm's back-off."""
     before = load_word(row, TIMES + algorithm)
     if load_word(row, AGAIN + algorithm) == 0:
         store_word(row, AGAIN + algorithm, 1)

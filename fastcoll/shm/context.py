@@ -190,7 +190,7 @@ class CallReport:
         return self._gate.name_of(call, number)
 
     def late(self) -> list[int]:
-        """Return the group ranks that have not begun the current call, or else the rank for which the kernel waits."""
+        """Return the group ranks that have not begun the call; if all have, the rank for which the kernel waits."""
         number = self._context[at.CALLS]
         late = [rank for rank in range(self._gate.size) if self._line(rank)[layout.SEQUENCE] < number]
         waits_for = late or [self._context[at.LATE]]

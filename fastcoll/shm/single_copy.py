@@ -123,7 +123,7 @@ def _name_arena(c, line, words, base):
 
 @inlined
 def _is_mapped(c, peer, base):
-    """DONE if the peer has published no arena, or one that is mapped here; else UNMAPPED."""
+    """Return DONE if the peer has published no arena, or one that is mapped here; else UNMAPPED."""
     if base == 0 or base == load_word(r.table(c, at.ARENA_BASES), peer):
         return DONE
     store_word(c, at.LATE, peer)
@@ -152,7 +152,7 @@ def _read(c, peer, dst, src, nbytes):
 
 @inlined
 def _check_sound(c, peer):
-    """Check that a peer had not failed the group when its array was read: DONE, or AGAIN."""
+    """Return DONE if a peer had not failed the group when its array was read, else AGAIN."""
     if load_acquire(r.section(c, peer) + layout.STATE) != FAILED:
         return DONE
     store_word(c, at.LATE, peer)

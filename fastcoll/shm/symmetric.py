@@ -68,7 +68,7 @@ ROW_WORDS = 4
 Words = np.ndarray[Any, np.dtype[np.int64]]
 MOST_ROWS = 1 << 16  # about as many segments as Linux lets a process map
 
-_COPY_BYTES = 64 << 20  # a few ms, after which Python sees signals
+_COPY_BYTES = 64 << 20  # bytes, which take a few ms; then Python sees signals
 Exchange = Callable[[str], list[str]]
 """Exchanges notes of at most signature.NOTE_BYTES with all ranks; collective."""
 

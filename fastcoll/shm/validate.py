@@ -42,7 +42,7 @@ def _find_spec(c, operation, dtype, op):
 
 @inlined
 def spec_of(c, handle, operation, x, op):
-    """Return the spec of a call on the array at x; 0: Python must prepare it. `op` is 0 if the call moves data."""
+    """Return the spec of a call on the array at x; 0: Python must prepare the call. `op` is 0 if it moves data."""
     if handle & r.PREPARED:
         return load_word(c, at.GIVEN)
     if word_at(x + py.TYPE) != load_word(c, at.NDARRAY):
