@@ -39,7 +39,7 @@ def exchange(u, rank, size):
 
 @numba.njit(cache=True)
 def relax(u, v):
-    """One step from u to v; the largest change of a point."""
+    """Do one step from u to v; return the largest change of a point."""
     change = 0.0
     for i in range(1, u.shape[0] - 1):
         for j in range(1, u.shape[1] - 1):
@@ -50,7 +50,7 @@ def relax(u, v):
 
 @numba.njit(cache=True)
 def solve(u, tolerance, most, every):
-    """Relax u, which has a row more above and below; how many steps that took."""
+    """Relax u, which has an extra row above and below; return the number of steps."""
     rank, size = dist.get_rank(), dist.get_world_size()
     v, change = u.copy(), np.empty(1)
     for step in range(1, most + 1):

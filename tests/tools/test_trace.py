@@ -402,7 +402,7 @@ def test_a_process_that_could_have_dumped_and_has_not_is_not_waited_for(
 
 def test_dump_writes_into_the_given_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTCOLL_TRACE_DIR", raising=False)
-    with pytest.raises(dist.UsageError, match="give a path, or set FASTCOLL_TRACE_DIR"):
+    with pytest.raises(dist.UsageError, match="give one, or set FASTCOLL_TRACE_DIR"):
         dist.dump()
     path = tmp_path / "here.json"
     assert dist.dump(path) == str(path)
