@@ -11,7 +11,6 @@ default the entries took 22 s to compile; now they take 9 s (all of fastcoll.shm
 
 from __future__ import annotations
 
-import atexit
 import gc
 import inspect
 import weakref
@@ -58,8 +57,7 @@ class _Codegen:
 _libraries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@atexit.register
-def _forget_modules() -> None:
+def forget_modules() -> None:
     """Leave LLVM's modules to the end of the process.
 
     llvmlite cannot free them while Python shuts down.

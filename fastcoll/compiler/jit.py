@@ -7,6 +7,8 @@ code (cache.py) and loaded without Numba (machine_code.py), whose import takes a
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Callable
 from functools import cached_property
@@ -16,6 +18,16 @@ from .. import config
 from ..system.forks import at_fork
 from .cache import KernelCache
 from .machine_code import load, python_function
+
+
+@atexit.register
+def _forget_modules() -> None:
+    """Call `forget_modules` at exit if this process has compiled.
+
+    Hooks run newest first. The hook that leaves a job may compile, and is registered after this one, so it runs before.
+    """
+    if (compiling := sys.modules.get(f"{__package__}.compiling")) is not None:
+        compiling.forget_modules()
 
 
 class Part:

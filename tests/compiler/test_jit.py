@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -48,3 +53,37 @@ def test_copy_onto_itself_leaves_the_data():
     data = np.arange(100)
     move(data.ctypes.data, data.ctypes.data, data.nbytes)
     assert (data == np.arange(100)).all()
+
+
+COMPILES_AT_EXIT = """
+from __future__ import annotations
+import atexit
+from fastcoll.compiler import jit
+from fastcoll.kernels.pyobjects import Index, integer
+
+@jit.kernel
+def twice(n):
+    return 2 * n
+
+@jit.entry
+def first(n: Index) -> int:
+    return twice(integer(n))
+
+@jit.entry
+def second(n: Index) -> int:
+    return twice(integer(n)) + 1
+
+atexit.register(lambda: print(second.call(4)))
+assert first.call(4) == 8
+"""
+
+
+def test_an_exit_hook_may_compile(tmp_path: Path) -> None:
+    """The hook that leaves a job does, if no call has needed a kernel for leaving yet."""
+    program = tmp_path / "program.py"
+    program.write_text(COMPILES_AT_EXIT)
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=100, env=env, check=False
+    )
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["9"]), done.stderr
