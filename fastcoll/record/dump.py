@@ -26,7 +26,7 @@ from .. import config
 from ..errors import ResourceError, UsageError
 from ..system.forks import at_fork
 from ..system.own_files import open_own
-from ..system.processes import status_of
+from ..system.processes import living_thread, status_of
 from . import recorder
 from .recorder import Record
 
@@ -115,7 +115,7 @@ def _seen(mine: Record, blamed: Sequence[int]) -> list[dict[str, Any]]:
             if peer.host != mine.host or (theirs := recorder.read(peer.pid)) is None:
                 continue
             if (theirs.job, theirs.rank) == (mine.job, peer.rank):
-                state = status_of(peer.pid)[0].decode()
+                state = status_of(living_thread(peer.pid))[0].decode()
                 found.append({"state": state, "time": time.time(), "record": theirs.as_dict()})
         except OSError:
             continue
