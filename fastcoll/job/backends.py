@@ -1,7 +1,7 @@
 """Backends by name: the registry, the user's choice, and the backend of a group.
 
-`BACKENDS` has one entry for each backend: a function that imports its room and returns its `make`. A room, and with it
-Numba, is imported when a group needs it.
+`BACKENDS` has one entry for each backend: a function that imports the backend's package and returns the function that
+makes backends of that kind (`Make`). A backend's package, and with it Numba, is imported when a group needs it.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Backend(str):
     def register_backend(
         cls, name: str, func: Make, extended_api: bool = False, devices: str | Sequence[str] | None = None
     ) -> None:
-        """Register a backend under a name; every rank calls this, before `init_process_group`.
+        """Register a backend under a name. Every rank calls this, before `init_process_group`.
 
         Args:
-            name: the new value of `backend=`, upper or lower case; also an attribute `Backend.NAME`.
+            name: a new value for `backend=`, in upper or lower case; it also becomes an attribute, `Backend.NAME`.
             func: `func(store, name, members, group_rank, timeout)` meets the other members and returns a backend as
                 core/backend.py describes it; see CONTRIBUTING.md. (torch's function takes other arguments.)
             extended_api: must be False.
@@ -133,12 +133,12 @@ def _why_unavailable(name: str) -> str | None:
 
 
 def is_available() -> bool:
-    """Return True: on platforms that are not supported this package cannot be imported."""
+    """Return True, because this package can be imported on supported platforms only."""
     return True
 
 
 def is_gloo_available() -> bool:
-    """Return whether the name "gloo" can be used; it stands for the CPU default."""
+    """Return whether the name "gloo" can be used. It stands for the default backend of CPU arrays."""
     return is_backend_available(Backend.GLOO)
 
 
@@ -156,7 +156,7 @@ def is_nccl_available() -> bool:
 class BackendChoice:
     """The user's choice: a backend for each kind of device."""
 
-    by_device: Mapping[str, Backend]  # of "cpu" and perhaps "cuda"
+    by_device: Mapping[str, Backend]  # the keys are "cpu" and perhaps "cuda"
     nccl_alone: bool = False  # the user gave "nccl", without a device
 
     def __str__(self) -> str:
@@ -238,12 +238,12 @@ def _for_the_cpu() -> str:
 
 
 def load(choice: BackendChoice) -> Make:
-    """Import the backend for arrays in host memory, and return its `make`.
+    """Import the backend for arrays in host memory, and return the function that makes it.
 
-    The first import brings Numba and takes about half a second; later calls take nothing.
+    The first call imports Numba, too, and takes about half a second; later calls take no time.
     """
     if choice.initialises_mpi:
-        _load_mpi()  # to initialise MPI is collective, and every rank comes here
+        _load_mpi()  # this initialises MPI, which is collective; every rank reaches this line
     cpu = choice.by_device["cpu"]
     if cpu not in _CPU_DEFAULT:
         return BACKENDS[cpu]()
@@ -269,7 +269,7 @@ def make_group(
         )
 
     def make_devices(group: ProcessGroup) -> DeviceCarrier:
-        from ..gpu.carriers import carrier_for  # with the first array on a GPU, and CuPy
+        from ..gpu.carriers import carrier_for  # at the first array on a GPU; imports CuPy
 
         return carrier_for(choice.by_device.get("cuda", cpu), group)
 

@@ -1,4 +1,7 @@
-"""The first meeting of an elastic job, seen from one rank: attempts, until one succeeds (rendezvous/attempts.py)."""
+"""The first meeting of an elastic job, as one rank sees it: it attempts to meet the others until an attempt succeeds.
+
+rendezvous/attempts.py has the attempts and their outcomes, which all processes read in the launcher's store.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ from ..rendezvous.attempts import ELSEWHERE, MADE, Attempts, ProcessName, loss_o
 from .job import Job
 from .joining import JoinQueue, Start, passes_barrier
 
-_SEEN_SECONDS = 10.0  # for a launcher to see the end of a process whose loss the ranks have detected
-_LOOK_SECONDS = 60.0  # one wait for an attempt's outcome
+# How long a launcher may take to notice that a process has ended whose loss the ranks have detected.
+_SEEN_SECONDS = 10.0
+_LOOK_SECONDS = 60.0  # the length of one wait for an attempt's outcome
 
 
 def begin(address: str, place: ProcessName, timeout: float, start: Start) -> tuple[Job, ProcessGroup] | None:
@@ -87,9 +91,10 @@ def _meet(
 
 
 def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: float) -> bytes | None:
-    """Return the outcome of the attempt that failed here with `error`; None: it has none yet.
+    """Return the outcome of the attempt that failed here with `error`; None if it has no outcome yet.
 
-    The loss of a process may cause a GroupError or a RendezvousError: wait 10 s for its launcher to publish the loss.
+    A GroupError or a RendezvousError may be due to the loss of a process. After one of these, wait up to 10 s for that
+    process's launcher to publish the loss.
     """
     if not isinstance(error, GroupError | RendezvousError):
         return attempts.outcome(attempt)
@@ -98,7 +103,7 @@ def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: fl
 
 @contextmanager
 def _cut_off(join_queue: JoinQueue, attempt: int, close: Callable[[], None]) -> Iterator[None]:
-    """Close the attempt's store as soon as the attempt has an outcome other than MADE; this ends every wait in it."""
+    """Close the attempt's store, which ends every wait in it, as soon as the attempt's outcome is not MADE."""
     attempts, stop = join_queue.attempts_apart()
 
     def follow() -> None:

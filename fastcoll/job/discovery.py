@@ -52,7 +52,7 @@ def finder(
     addressed = init_method is not None or not os.environ.keys().isdisjoint(("MASTER_ADDR", "MASTER_PORT"))
     if store is None and choice.initialises_mpi and not addressed:
 
-        def meet_in_store_of_rank_0() -> Found:  # MPI has its address; each start has its own store
+        def meet_in_store_of_rank_0() -> Found:  # MPI sends the address of rank 0's store, new for each start
             from ..net.mpi.membership import meet_through_mpi  # imports sockets and Numba
 
             return _found(meet_through_mpi(rank, world_size, limit))
@@ -76,10 +76,10 @@ def _found(meeting: Rendezvous, place: str = "fastcoll") -> Found:
 
 
 def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = "fastcoll") -> Found:
-    """Return the part of a user's store for one job: each use of a store is its own job.
+    """Return the part of a user's store for one job: each use of a store is a new job.
 
-    The store counts the uses, because a process may open it anew each time. It counts for each process, so that two
-    processes that claim one rank meet in one job and get an error.
+    The number of earlier uses is kept in the store, because a process may open the store anew each time. Each process
+    has its own number, so that two processes that claim one rank meet in one job and get an error.
     """
     me = this_process()
     use = store.add(f"{root}/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
@@ -95,9 +95,9 @@ def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = 
 def find_others(
     init_method: str, rank: int, world_size: int, limit: float, group_name: str, place: str = "fastcoll"
 ) -> Found:
-    """Meet the others by an init method; repeat while it leads to an earlier job that rank 0 has not left yet.
+    """Meet the others by an init method. Repeat while it leads to an earlier job, which rank 0 has not left yet.
 
-    A user's handler may return the same store for each job. `place` is the prefix of the job's keys.
+    A user's handler may return the same store for each job, so `_use` divides it. `place` is the prefix of the keys.
     """
     deadline, left = time.monotonic() + limit, limit
     late, handled = LateWarning(), has_handler(init_method)
@@ -113,8 +113,8 @@ def find_others(
             _check_over(found.store, found.rank, init_method)
         except BaseException as error:
             meeting.close()
-            # A server that is closing belongs to an earlier job too, and this process has written nothing to it. A
-            # server that does not answer is stopped or out of reach: raise.
+            # A StoreError means that the server is closing. It belongs to an earlier job, and this process has written
+            # nothing to it: try again. After a timeout the server is stopped or out of reach: raise.
             if handled or not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
                 raise
         meeting.close()
@@ -129,7 +129,7 @@ def find_others(
 
 
 def _check_over(store: Store, rank: int, init_method: str) -> None:
-    """Raise if another process is `rank` in this job, unless that process has left the job or died."""
+    """Raise if another process has joined this job as `rank`, and has neither left it nor died."""
     owner, me = registered(store, rank), this_process()
     if owner is None or owner.is_process(me) or has_left(store, rank):
         return

@@ -1,7 +1,7 @@
 """The groups of this process, and the public functions that query them.
 
-`groups.world` is the default group. Before `init_process_group` it is a stand-in that raises on every use, so calls on
-the default group need no check of their own.
+`groups.world` is the default group. Before `init_process_group` it is a stand-in that raises on every use, so
+functions need not check whether there is a default group.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NO_WORLD = cast(ProcessGroup, _NoWorld())
 
 
 class Standalone(NamedTuple):
-    """A group without a world: its backends, its members, and a function that deletes its part of the store."""
+    """A group without a world: its backends, its members, and a function that deletes its keys in the store."""
 
     choice: BackendChoice
     members: Sequence[Member]
@@ -55,10 +55,10 @@ class Standalone(NamedTuple):
 
 
 class Groups:
-    """The registry of groups, oldest first, with the backends of each; the first is the default group.
+    """The registry of groups. `backends` has the default group and then the others, oldest first, with their backends.
 
     `standalone` has the groups without a world (standalone.py). In a child of fork, `inherited` is the error that every
-    use of the world and its groups raises.
+    use of the default group and of the other groups of that job raises.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Groups:
         return self.world is not _NO_WORLD
 
     def clear(self) -> None:
-        """Forget every group of the world, without closing it."""
+        """Forget all groups but the standalone ones, without closing them."""
         self.world = _NO_WORLD
         self.backends: dict[ProcessGroup, BackendChoice] = {}
         self.inherited: AbortedError | None = None
@@ -100,7 +100,7 @@ at_fork("groups", groups.disown)
 
 
 class _GroupMember:
-    """Namespace as in torch: `WORLD` is the default group (None before there is one); see also NonMember."""
+    """Namespace as in torch: `WORLD` is the default group, or None; `NON_GROUP_MEMBER` is of class NonMember."""
 
     NON_GROUP_MEMBER = NonMember()
 
@@ -114,7 +114,7 @@ group = GroupMember
 
 
 def member_of(group: Group, what: str) -> ProcessGroup | None:
-    """Return the group that the operation `what` is for; on a rank outside the group warn and return None."""
+    """Return the group for the operation `what`; on a rank outside the group, warn and return None."""
     if group is None:
         return groups.world
     if isinstance(group, ProcessGroup):
@@ -130,9 +130,9 @@ def member_of(group: Group, what: str) -> ProcessGroup | None:
 def group_rank(
     group: ProcessGroup, what: str, global_rank: int | None, rank: int | None, default: int | None = None
 ) -> int:
-    """Return the group rank for torch's pair of arguments `src` and `group_src` (`what` is "src" or "dst").
+    """Return the group rank that torch's pair of arguments, `src` and `group_src` or `dst` and `group_dst`, means.
 
-    `default` is the global rank if neither is given; None: one must be given.
+    `what` is "src" or "dst". `default` is the global rank if neither argument is given; None: one must be given.
     """
     if rank is not None:
         if global_rank is not None:
@@ -163,8 +163,8 @@ def get_world_size(group: Group = None) -> int:
 def get_backend(group: Group = None) -> Backend:
     """Return the backend of a group, as given when the group was made.
 
-    For "auto" it is the backend in use: "shm" on one node, "tcp" if each rank has its own node. If backends were given
-    by device, it is that of the CPU.
+    For "auto" the result is the backend in use: "shm" on one node, "tcp" if each rank has its own node. If the group
+    was made with a backend for each device, the result is that for the CPU.
 
     Raises:
         UsageError: this process is not in the group.

@@ -17,7 +17,7 @@ from .lease import StoreLease
 
 @dataclass(eq=False)
 class Job:
-    """A job, as seen by one of its ranks: it makes groups, whose members meet in the store of the lease."""
+    """A job, as one of its ranks sees it. It makes groups, whose members meet in the job's store (`lease.store`)."""
 
     lease: StoreLease
     choice: BackendChoice  # of the world
@@ -28,11 +28,11 @@ class Job:
     )  # key prefixes of the other groups
     _over: dict[str, int] = field(
         default_factory=dict, init=False
-    )  # groups that all have left: the count to wait for
+    )  # groups whose members have all left: how many groups every rank must have made before the other keys are deleted
     _calls: Counter[str] = field(default_factory=Counter, init=False)
 
     def number(self, kind: str) -> int:
-        """Return how often this was called for `kind` before; ranks with the same calls get the same numbers."""
+        """Return how often this was called for `kind` before. Ranks that make the same calls get the same numbers."""
         self._calls[kind] += 1
         return self._calls[kind] - 1
 
@@ -48,8 +48,8 @@ class Job:
     def making(self, ranks: Sequence[int], doing: str, counted: bool = True) -> Iterator[None]:
         """Run the block that makes a group of `ranks`; its errors begin with `doing`.
 
-        If all ranks of the job call this, it is `counted`: the lease counts it when the block ends, also by an error.
-        If the store is lost because rank 0 died, the error is PeerDiedError.
+        If all ranks of the job make this call, it is `counted`: the lease counts it when the block ends, even with an
+        error. If the store is lost because rank 0 died, the error is PeerDiedError.
         """
         try:
             yield
@@ -74,10 +74,10 @@ class Job:
         self._places[group] = place
 
     def left(self, group: ProcessGroup) -> None:
-        """Record that this rank has left a group; the last member to leave deletes its keys.
+        """Record that this rank has left a group. The last member to leave deletes the group's keys.
 
-        The requests of the members stay until every rank of the world has made as many groups: by them a rank detects
-        that it has left out a call of new_group.
+        The members' requests for the group stay until every rank of the world has made this many groups, because a rank
+        that has left out a call of new_group detects this by reading them.
         """
         place = self._places.pop(group, None)
         if place is None:
@@ -86,7 +86,7 @@ class Job:
         with suppress(StoreError):  # rank 0 is gone, or stopped
             all_left = self.lease.store.retire(f"{place if is_counted else key}/", group.size)
             if all_left and is_counted:
-                # With the world, a rank that has made the next group has made this many.
+                # After this group a rank has made this many: the world is the first, group0 the second.
                 self._over[key] = int(key.removeprefix("group")) + 2
                 self._retire_settled()
 

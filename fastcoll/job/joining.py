@@ -1,20 +1,21 @@
-"""How a process joins a running job, through a store that outlives the ranks and that joiners and rank 0 poll.
+"""How a process joins a running job, through a store that outlives the ranks; joiners and rank 0 poll it.
 
 A joiner registers and waits. Rank 0 checks that a waiting joiner is alive (`called`, `here`), then invites it to an
 attempt. In an attempt all ranks and the invited joiners meet under keys of the attempt and make a new world beside the
-old one. The first process to write the outcome of an attempt decides it: MADE after it has passed a barrier of the new
-world, because every member then has that world; OFF after a failure. All processes obey the outcome, so they agree on
-one world.
+old one. The first process to write the outcome of an attempt decides it. A process writes MADE after it has passed a
+barrier of the new world, because every member then has that world; it writes OFF after a failure. All processes obey
+the outcome, so they agree on one world.
 
 Keys, under elastic/:
 
     registered      the number of joiners so far; count: how many of them have set waiting/<n>
-    waiting/<n>     joiner n waits; gone/<n>: it has ended (set by the joiner, or by the store's server as its will)
+    waiting/<n>     joiner n waits
+    gone/<n>        joiner n has ended; it sets this itself, or the store's server does when the joiner's process ends
     called/<n>      rank 0 asks whether joiner n is alive; here/<n> is the answer
     invited/<n>     JSON: the attempt, the joiner's rank and the size of the world
     attempts        the number of attempts so far; outcome/<a>: see above
-    world<a>/...    the keys of attempt a: its meeting and its job's part of the store
-    first/<k>/...   the same for the attempts of the first meeting (beginning.py); start/...: their outcomes
+    world<a>/...    the keys of attempt a: those of its meeting and those of the new job
+    first/<k>/...   the same for attempt k of the first meeting (beginning.py); start/... has the outcomes of these
     cleared         world<a>/ is deleted for all attempts before this number
     over            the job has ended
 """
@@ -40,7 +41,7 @@ _log = logging.getLogger("fastcoll")
 
 FORMING_SECONDS = 30.0
 """How long the members of an attempt wait for one another before its outcome is OFF."""
-_STORE_SECONDS = 10.0  # within which the store must answer a joiner
+_STORE_SECONDS = 10.0  # the store must answer a joiner within this time
 _TRIES = 5
 _MADE, _OFF = b"made", b"off"
 
@@ -74,7 +75,7 @@ class JoinQueue:
         self._store = TCPStore(host.strip("[]"), int(port), timeout=grace)
         self._keys = PrefixStore("elastic", self._store)
         self.attempts = Attempts(self._store)
-        self._settled = 0  # the `count` at which no joiner was waiting
+        self._settled = 0  # the last `count` at which no joiner was waiting
 
     def close(self) -> None:
         """Close the store. Calling it twice is fine."""
@@ -107,7 +108,10 @@ class JoinQueue:
         self._keys.set("over", b"1")
 
     def ready(self) -> tuple[list[int], bool]:
-        """Return the waiting joiners that have answered, and whether others were asked just now. Never blocks."""
+        """Ask new joiners whether they are alive. Never blocks.
+
+        Return the waiting joiners that have answered, and whether this call has asked any.
+        """
         count = int(self._keys.peek(["count"])[0] or 0)
         if count == self._settled:
             return [], False
@@ -128,7 +132,7 @@ class JoinQueue:
         return self._keys.add("attempts", 1)
 
     def invite(self, attempt: int, joiners: Sequence[int], size: int) -> None:
-        """Invite joiners to become the ranks from `size` on, which ends their wait."""
+        """Invite joiners, which ends their wait, to become the ranks `size`, `size` + 1 and so on."""
         for rank, n in enumerate(joiners, size):
             place = {"attempt": attempt, "rank": rank, "size": size + len(joiners)}
             self._keys.set(f"invited/{n}", json.dumps(place))
@@ -140,7 +144,7 @@ class JoinQueue:
         return [n for n, each in zip(joiners, found, strict=True) if each is not None]
 
     def clear(self, attempt: int) -> None:
-        """Delete the keys of all attempts before this one; every rank is in this one's world."""
+        """Delete the keys of all attempts before this one. Call it once every rank is in the world of this one."""
         first = int(self._keys.peek(["cleared"])[0] or 1)
         for name in ["first", *(f"world{before}" for before in range(first, attempt))]:
             self._keys.retire(f"{name}/", 1)
@@ -153,10 +157,10 @@ class JoinQueue:
     # ---- a joiner ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float, began: float) -> tuple[Invitation, Callable[[], None]]:
-        """Register and wait for an invitation; return it, and a function that withdraws the will.
+        """Register and wait for an invitation; return it, and a function that withdraws this joiner's will.
 
-        The will: the store's server sets gone/<n> when this process ends. `timeout` counts from `began`, a value of
-        time.monotonic().
+        The will is a request to the store's server: set gone/<n> when this process ends. `timeout` counts from
+        `began`, a value of time.monotonic().
 
         Raises:
             RendezvousError: the job has ended.
@@ -203,7 +207,7 @@ value of time.monotonic().
 
 
 def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
-    """Join the job whose store is at `address`; wait at most `timeout` seconds for each invitation.
+    """Join the job whose store is at `address`; wait for invitations until `timeout` seconds have passed.
 
     `name` is the launcher's name for this process, or a name that the process has chosen. If an attempt fails, because
     another joiner died or does not fit, this process waits for the next one, up to five attempts.

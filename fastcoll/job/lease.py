@@ -1,7 +1,7 @@
 """StoreLease: a rank's share of the store in which the ranks of its job met, until the rank leaves.
 
-For each rank there is a count of the groups that it has finished making. The count lets rank 0, which hosts the TCP
-store, leave only when no other rank needs the store.
+The store has a count for each rank: how many groups that rank has finished making. Rank 0, which hosts the TCP store,
+reads the counts, and leaves only when no other rank needs the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..system.processes import Member, dead_among
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.01
-# How long rank 0 stays at most, in seconds, when Ctrl-C ended its last making of a group.
+# How long rank 0 keeps the store open at most, in seconds, if Ctrl-C interrupted it while it made its last group.
 _INTERRUPTED_SECONDS = 0.5
 # How long a rank tries to publish that it has left: rank 0, which serves the store, may be stopped or out of reach.
 _PUBLISH_SECONDS = 1.0
@@ -29,7 +29,7 @@ _LEFT = 1 << 30
 
 @dataclass(eq=False)
 class StoreLease:
-    """A store that the ranks of a job share, as seen by one of them."""
+    """The store that the ranks of a job share, as one of them sees it."""
 
     store: Store  # the job's own part of the store
     members: Sequence[Member]  # every rank of the job
@@ -39,13 +39,13 @@ class StoreLease:
     _interrupted: bool = field(default=False, init=False)
 
     def settle(self, interrupted: bool = False) -> None:
-        """Count one more group that this rank has finished making; after an `interrupted` one rank 0 waits less."""
+        """Count one more group that this rank has finished making. If that was `interrupted`, rank 0 waits less."""
         self._settled += 1
         self._interrupted = interrupted
         self._count(1)
 
     def settled_by_all(self) -> int:
-        """Return how many groups every rank has finished making. Never blocks."""
+        """Return the lowest count: every rank has finished making at least this many groups. Never blocks."""
         return min(self._counts())
 
     def _counts(self) -> list[int]:
@@ -57,9 +57,9 @@ class StoreLease:
 
         Args:
             gone: ranks that are known to be dead.
-            exit_reason: raised by ranks that wait for this one to make a group.
+            exit_reason: the text of the error that ranks raise if they wait for this one to make a group.
         """
-        before = self.store.timeout  # a user's store gets it back
+        before = self.store.timeout  # restored below, because the store may be the user's
         try:
             if self.rank == 0:
                 self._await_others(min(grace, _INTERRUPTED_SECONDS) if self._interrupted else grace, gone)
@@ -72,7 +72,7 @@ class StoreLease:
             self.close_store()
 
     def _await_others(self, grace: float, gone: Sequence[Member]) -> None:
-        """Wait for living ranks that have made fewer groups than this one."""
+        """Wait until no living rank has made fewer groups than this one."""
         started, warning = time.monotonic(), LateWarning()
         while True:
             try:
@@ -95,7 +95,7 @@ class StoreLease:
             self.store.add(f"settled/{self.rank}", amount)
 
     def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
-        """Raise AbortedError with exit reasons if any of `ranks` has left the job, as it will make no group."""
+        """Raise AbortedError, with the exit reasons, if any of `ranks` has left the job: they make no more groups."""
         reasons = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
         if gone := [(rank, reason.decode()) for rank, reason in zip(ranks, reasons, strict=True) if reason]:
             text = ", ".join(f"{self.members[rank]} {reason}" for rank, reason in gone)

@@ -23,7 +23,7 @@ from ..errors import AbortedError, GroupError
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.005
-# How long to wait for peers that do something else and never leave. The program does not wait for these receives.
+# How long a leaving rank waits for its receives, if peers neither send nor leave. Its program does not wait for them.
 _RECEIVE_SECONDS = 30.0
 _MOST_NAMED = 8
 
@@ -34,12 +34,13 @@ def leave(
     """Leave groups, given oldest first, and release their resources.
 
     Args:
-        error: the exception that is being handled or has ended this process; nothing is completed then.
-        let_go: closes the groups, by `close` below.
+        error: the exception that is being handled or has ended this process, if any. Then no operation is completed,
+            except after SystemExit with code 0 or None.
+        let_go: a function that closes the groups by `close` below; None: only `close` is called.
 
     Returns:
-        An error that names the operations that failed or were never completed, and whose result the program never
-        asked for; None if there are none.
+        An error that names the operations that failed, or were never completed, without the program noticing: it never
+        asked for their results. None if there are none.
     """
     in_order = error is None or (isinstance(error, SystemExit) and not error.code)
     waiting = [group for group in groups if in_order and group.may_wait()]

@@ -1,7 +1,7 @@
 """Recovery after the death of a rank: `abort` fails a group on all ranks, `shrink` makes a new group of the survivors.
 
 The survivors use a new group once a barrier on it has succeeded, because every member then has it. If a rank dies
-before, the survivors meet again.
+before that, the survivors meet again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .lease import StoreLease
 from .leaving import close
 from .world import current_job, replace_job
 
-# How long to look for a death after the making of a group has failed.
+# How long to look for a dead member after an attempt to make a group has failed.
 _SEEN_SECONDS = 0.5
 _POLL_SECONDS = 0.002
 _SHRUNK = ", shrunk to "  # of a group's name
@@ -106,7 +106,7 @@ def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
 
 
 def _level(group: ProcessGroup, members: Sequence[Member]) -> Level:
-    """Return a group as a level of the search for survivors; `members` are named as in the first group."""
+    """Return a group as a Level, at which survivors look for one another; `members` are named as in the first group."""
 
     def gone() -> list[int]:
         monitor, others = group.monitor, [rank for rank in range(group.size) if rank != group.rank]

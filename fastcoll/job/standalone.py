@@ -67,7 +67,8 @@ def group_from_store(
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
     if not 0 <= rank < world_size:
         raise UsageError(f"rank is {rank} and world_size is {world_size}; rank goes from 0 to world_size - 1")
-    # Each use of a store is its own job. Each process counts its own uses, so two that claim one rank meet, and fail.
+    # Each use of a store is its own job. Each process has its own count of uses, so two processes that claim one rank
+    # meet in one job and get an error.
     ours, me = PrefixStore("fastcoll", imported(store)), this_process()
     use = ours.add(f"group/{group_name}/use/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
     return make(
@@ -98,8 +99,8 @@ def make(
     Args:
         rank, size: this process's group rank, and the number of members.
         timeout: seconds, for this and for every call on the group.
-        ranks, world_size: the members' global ranks, in the order of their group ranks, and the size of that world;
-            the default is the group ranks and the group's size.
+        ranks, world_size: the members' global ranks, in the order of their group ranks, and the size of the world. By
+            default, global ranks are equal to group ranks, and the world has the group's size.
         began: the time.monotonic() from which `timeout` counts; None: now.
         members: all members, if every member has this list from another group; the ranks then skip the join.
     """
@@ -110,7 +111,7 @@ def make(
     set_process_rank(ranks[rank])
     if ranks[rank] == 0:
         config.warn_of_unknown()
-    # A group of one needs no meeting, and ranks may make such groups under the same name.
+    # A group of one rank needs no meeting. Ranks may make such groups under the same name, so these share no store.
     job = store if size > 1 else HashStore()
     members = members or join(job, rank, size, str(choice), timeout, began=began)
     with ExitStack() as undo:
@@ -134,7 +135,7 @@ def leave_groups(left: Sequence[ProcessGroup], error: BaseException | None) -> G
     finally:
         for each in known.values():
             forget(each.members)
-            with suppress(StoreError):  # it may be gone, or closed
+            with suppress(StoreError):  # the store may be gone, or closed
                 each.retire()
 
 

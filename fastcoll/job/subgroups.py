@@ -43,7 +43,7 @@ def new_group(
 
     Every rank of the world calls this, members and non-members, in the same order for all groups. Only the members
     wait for one another; with NCCL all ranks do, because they split the world's communicator. If a rank leaves out the
-    call for a group that it is not in, its next call warns and is matched with the others' next call.
+    call for a group that it is not in, its next call logs a warning and is matched with the next call of the others.
 
     Args:
         ranks: global ranks, in any order. None: all.
@@ -250,10 +250,10 @@ def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
 
 
 def _ask(job: Job, key: str, ranks: Sequence[int], backend: str) -> None:
-    """Publish the digest of this rank's request, which all members read.
+    """Publish the digest of this rank's request; all members read it.
 
-    The first rank with a given request also publishes its text, for the error if requests differ. The texts of 10,000
-    ranks would take 590 MB.
+    The first rank with a given request also publishes the request's text, for the error if requests differ. If each of
+    10,000 ranks published the text, this would take 590 MB.
     """
     request = json.dumps([ranks, backend]).encode()
     digest = _digest(request)
@@ -269,9 +269,13 @@ def _digest(request: bytes) -> bytes:
 def _is_agreed(
     job: Job, key: str, ranks: Sequence[int], backend: str, limit: float, asked: Sequence[int], splits: bool
 ) -> bool:
-    """Wait for the requests of the ranks `asked`; return False if they have made another group without this rank.
+    """Wait for the requests of the ranks `asked`, and return whether they are the same as this rank's.
 
-    If a communicator `splits`, this cannot be, because members then wait for all ranks.
+    False: the others have made another group, for which this rank has left out its call. This cannot happen if the
+    group gets a part of the world's communicator (`splits`), because members then wait for all ranks.
+
+    Raises:
+        MismatchError: the requests differ for another reason.
     """
     answers = _answers(job, key, asked, limit, f"new_group({ranks})")
     own = _digest(json.dumps([ranks, backend]).encode())
@@ -299,7 +303,7 @@ def _is_agreed(
 def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str) -> list[bytes]:
     """Wait for the requests of these ranks, and return their digests."""
     keys = {rank: f"{key}/asked/{rank}" for rank in asked}
-    missing = dict(keys)  # when last polled
+    missing = dict(keys)  # as of the last poll
 
     def late() -> list[int]:
         found = job.lease.store.peek([*missing.values()], 0)
@@ -320,11 +324,12 @@ def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str)
 
 
 def _left_out(job: Job, key: str, rank: int, request: bytes, limit: float) -> list[int] | None:
-    """Return the ranks of a group for which this rank has left out its call, so that it is one call behind `rank`.
+    """Return the ranks of the group for which this rank has left out its call; None: it has left out no call.
 
-    If the `request` of `rank` is for a group without this rank, which all its members request, it is that group. If the
-    request is for a group that this rank has made before, it is the group that `rank` requested at that call. None: no
-    call was left out.
+    This rank has left out a call in two cases. First: `request`, which `rank` has published, is for a group without
+    this rank, and all members of that group have published the same request. The group is that one. Second: this rank
+    has published the same request at an earlier call, where `rank` requested another group. The group is that other
+    one.
     """
     if not key.startswith("group"):
         return None

@@ -94,8 +94,8 @@ def replace_job(job: Job, world: ProcessGroup) -> None:
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """Return this process's rank among the ranks of its node, for example to choose a GPU.
 
-    It is LOCAL_RANK, which launchers set; without it, the number of lower ranks on this node; before
-    `init_process_group`, `fallback_rank`.
+    The result is LOCAL_RANK, which launchers set. If this variable is not set, the result is the number of lower ranks
+    on this node; before `init_process_group`, it is `fallback_rank`.
 
     Args:
         fallback_rank: the result if LOCAL_RANK is not set and there is no default group.
@@ -130,8 +130,9 @@ def init_process_group(
         backend: "auto" (the default), "shm", "tcp", "mpi" or "gloo" (the CPU default, for scripts that ask for it),
             or one for each kind of device: "cpu:auto,cuda:nccl".
         init_method: a URL. "env://" (the default) reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
-            or the variables of mpirun or Slurm; without any of these it makes a world of one. Or "tcp://host:port",
-            "tcp://multicast-address:port", "file:///path", or a scheme added by `register_rendezvous_handler`.
+            or the variables of mpirun or Slurm; without any of these it makes a world of one rank. Other URLs are
+            "tcp://host:port", "tcp://multicast-address:port", "file:///path", and those with a scheme added by
+            `register_rendezvous_handler`.
         timeout: seconds or timedelta, for joining and for every call on the group; the default is
             FASTCOLL_TIMEOUT (1800 s).
         world_size, rank: the size of the job and this process's rank; -1: taken from `init_method`.
@@ -197,7 +198,7 @@ def join_running_job(address: str, backend: str | None = None, timeout: Timeout 
 
 
 def _place() -> ProcessName | None:
-    """Return this process's name in the first meeting of an elastic job; None: that is over, or there is none."""
+    """Return this process's name in an elastic job's first meeting; None if that is over, or there is none."""
     text = config.get("FASTCOLL_PLACE")
     return place_of(text) if text and not _starts else None
 
@@ -377,7 +378,7 @@ def _start(
 
 
 def _leave(error: BaseException | None, grace: float | None, ended: bool = False) -> GroupError | None:
-    """Leave every group and the job, as `leave` does; `ended`: the program has ended without doing so."""
+    """Leave every group and the job, as `leave` does; `ended`: the program has ended without leaving the job."""
     if ended:
         _log.info("destroy_process_group was not called; leaving at exit")
     failpoints.reach("destroy.enter")
