@@ -1,17 +1,18 @@
 """Meetings in a store: every member writes a contribution, and all get all contributions, or all raise the same error.
 
-Place 0 reads the contributions, many with one request, and publishes one short value made from them. So n members
-cost the store about 8 n messages and not n * n. If a member fails, it publishes its error under the key of that value.
-All members wait for this key alone, so they see a failure as soon as a success.
+A member's place is its number in the meeting, from 0. The member at place 0 reads the contributions, many with one
+request, and publishes one short value made from them. So n members cost the store about 8 n messages and not n * n. A
+member that fails publishes its error under the key of that value. All members wait for this key alone, so they see a
+failure as soon as a success.
 
 Keys, under the meeting's name:
 
     member/<place>  the contribution of that member
-    <word>          a value that place 0 publishes before that
-    missing         the members that have not come yet, as text, from place 0
-    decided, end    a counter: the member that makes it 1 writes the end; one byte, MET, FAILED or MOVED, and the value
-                    or the error
-    late/...        the same again, for a failure after the members have met
+    <word>          a value that place 0 publishes before the end
+    missing         the members that have not come yet, as text, written by place 0
+    decided         a counter: the member that makes it 1 writes `end`
+    end             one byte, MET, FAILED or MOVED (cancelled), and then the value or the error
+    late/...        `decided` and `end` once more, for a failure after the members have met
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ MET, FAILED, MOVED = b"L", b"F", b"M"
 _GROUP = "group"
 _MOST_BYTES = 4096  # of a contribution
 _LOOK_SECONDS = 0.25
-# From when a member detects a failure until the others can read it in the store, on a machine without a free core.
+# Within this time after a member has detected a failure, the others can read it in the store, even if no core is free.
 _PUBLISH_SECONDS = 2.0
-# At most this many waiters are assumed: a multicast leader must call `between` often enough to announce itself.
+# `fetch_for` polls the more rarely, the larger its `crowd` is. It gets at most this number, so that it calls `between`
+# often enough for a multicast leader to announce itself.
 _MOST_AT_ONCE = 1000
 # Errors that a member publishes. The others detect a broken connection or a lost store themselves.
 _PUBLISHED: dict[str, type[FastcollError]] = {
@@ -73,15 +75,15 @@ def assemble(
 
 
 class Meeting:
-    """A meeting, as seen by one member. A context manager: it publishes an exception of the block to the others.
+    """A meeting, as one member sees it. A context manager: it publishes an exception of the block to the others.
 
     Args:
-        me: the name with which errors that this member publishes begin; empty: their texts name it.
+        me: this member's name, with which the errors that it publishes begin; empty: their texts name it already.
         between: called after this member has written its contribution, and a few times a second while it waits.
         began: the value of time.monotonic() from which `timeout` counts; None: now.
 
     Attributes:
-        known: place -> contribution that this member has read: place 0 reads all, the others only that of place 0.
+        known: the contributions that this member has read, by place. Place 0 reads all, the others that of place 0.
         watched: the processes whose death ends the meeting.
         timeout: the seconds for the whole meeting, counted from `began`.
     """
@@ -141,7 +143,7 @@ class Meeting:
         return end[1:]
 
     def assemble(self, mine: Any, check: Callable[[list[Any]], None] = lambda _: None) -> list[Any]:
-        """Return all contributions, as the function `assemble`; place 0 calls `check` on them before it publishes."""
+        """Return all contributions; place 0 calls `check` on them before it publishes them."""
 
         def combine(values: list[bytes]) -> bytes:
             everybody = [loads(value) for value in values]
@@ -154,7 +156,7 @@ class Meeting:
         return everybody
 
     def say(self, word: str, value: bytes = b"") -> None:
-        """Publish a value, at place 0; the others read it by `hear`."""
+        """Publish a value under `word`. Only place 0 calls this; the others read the value by `hear`."""
         self.store.set(f"{self.name}/{word}", value)
 
     def hear(self, word: str) -> bytes:
@@ -177,7 +179,10 @@ class Meeting:
         )
 
     def look(self) -> None:
-        """Raise the failure that another member has published; for other waits. Reads the store once in 0.25 s."""
+        """Raise the failure that another member has published, if any.
+
+        For waits that do not use `wait`. Reads the store at most once in 0.25 s.
+        """
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
             with suppress(StalledError):
@@ -193,7 +198,11 @@ class Meeting:
             self._check(end)
 
     def tell(self, error: BaseException) -> None:
-        """Publish an error, which the others raise; not if the meeting has failed, or they detect it themselves."""
+        """Publish an error, which the other members then raise.
+
+        Publish nothing if another member has published a failure, or if all members detect this kind of error
+        themselves.
+        """
         if self._is_over or isinstance(error, MovedError):
             return
         from ..system.address import no_descriptor  # imports sockets
@@ -221,7 +230,7 @@ class Meeting:
         return max(self.began + self.timeout - time.monotonic(), 0.0)
 
     def _look_around(self) -> None:
-        """Between two short waits: raise a published failure, and read the contributions that have come."""
+        """Raise a published failure, and read the contributions that have come. Called between two short waits."""
         sought = list(self._sought)
         self._learn(sought, self._look_at([member_key(self.name, place) for place in sought]))
         if self.place == 0 and self._published_missing != (missing := self.missing()):
@@ -236,7 +245,7 @@ class Meeting:
         return values
 
     def _check(self, end: bytes | None) -> None:
-        """Raise the failure or cancellation in this value of an `end` key; return if it is none."""
+        """Raise the failure or cancellation in this value of an `end` key; return if it has neither."""
         if end is None or end[:1] == MET:
             return
         self._is_over = True
@@ -311,7 +320,7 @@ def loads(data: bytes) -> Any:
 
 
 def compact(value: Any) -> bytes:
-    """Return JSON, compressed: if n ranks read a value with an entry for each rank, the store sends n * n entries."""
+    """Return compressed JSON, because the store sends n * n entries if n ranks read a value with n entries."""
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
 
 
@@ -328,9 +337,10 @@ def expand(data: bytes, most: int) -> Any:
 
 
 def pack(processes: Sequence[ProcessId]) -> bytes:
-    """Pack processes, at least one and all of one class, into one value, column by column, which compresses well.
+    """Pack one or more processes, all of one class, into one value, which each of them reads.
 
-    Each of n ranks reads the value. A record takes 14 bytes; as a JSON object it would take 280.
+    The fields are ordered column by column, because this compresses well: a process takes 14 bytes. As a JSON object
+    it would take 280.
     """
     return compact(
         {name: [getattr(each, name) for each in processes] for name in types_of(type(processes[0]))}

@@ -70,7 +70,7 @@ def loss_of(outcome: bytes) -> Loss:
 class Standing(NamedTuple):
     """The state of a job after the failure of a process."""
 
-    has_met: bool  # before the failure
+    has_met: bool  # the ranks had met before the failure
     has_come: bool  # a rank had arrived at the meeting
     joined: frozenset[str]  # names of all present and former ranks of the job
     is_state_lost: bool  # the ranks met here (MADE), and all of `joined` have failed
@@ -103,7 +103,8 @@ class Attempts:
     def decide_next(self, outcome: bytes) -> bytes:
         """Write the outcome to the first attempt that has not ended, and return it.
 
-        If the ranks have met, return MADE or ELSEWHERE instead; an outcome that was written before is not repeated.
+        If the ranks have met, write nothing, and return MADE or ELSEWHERE. If an attempt has ended with this outcome
+        already, do not write it again.
         """
         for attempt in itertools.count():
             if (found := self.decide(attempt, outcome)) in (outcome, MADE, ELSEWHERE):
@@ -115,7 +116,7 @@ class Attempts:
         self._keys.set(f"joined/{name}", b"1")
 
     def report(self, loss: Loss) -> Standing:
-        """Publish that a process has failed, for the ranks that wait for it; return the job's state."""
+        """Publish that a process has failed, so that no rank waits for it; return the job's state."""
         outcome = self.decide_next(json.dumps(loss._asdict()).encode())
         self._keys.set(f"dead/{loss.name}", b"1")
         keys = self._keys.list_keys()

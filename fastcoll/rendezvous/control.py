@@ -10,7 +10,7 @@ Every notice has 1,120 bytes (big-endian), so the receiver need not trust a leng
     8       1      state of the sender: 1 left in order, 2 failed the group, 3 is leaving it
     9       1      cause: 1 a process died or cannot be reached, 2 one did not come in time, else 0
     10      2      number of ranks at fault
-    12      4      group rank of the first sender
+    12      4      group rank of the first sender (other ranks may forward the notice)
     16      4      length of the text
     20      12     zero
     32      64     global ranks at fault, 4 bytes each
@@ -242,7 +242,8 @@ class NetMonitor(Monitor):
     def decide(self, needed: Sequence[int], doing: str) -> GroupError | None:
         if self.failure is not None:
             return self.failure
-        # First look for deaths, then read the notices: a process sends LEFT before it ends.
+        # First look for dead processes, then read the notices: a process that leaves sends LEFT before it ends, so its
+        # notice is read here.
         proven = set(dead_among(self.members))
         self._control.look(again=bool(proven))
         proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}

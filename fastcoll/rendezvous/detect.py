@@ -111,7 +111,7 @@ def derived_port(job_id: str) -> int:
 def port_beside(port: int, away: int = 5000) -> int:
     """Return the port of a job's store for a MASTER_PORT, which torch uses itself.
 
-    It is 5000 away, because jobs often use consecutive ports.
+    The store's port is 5000 away, because jobs often use consecutive ports.
     """
     return port - away if port - away > 1023 else port + away
 

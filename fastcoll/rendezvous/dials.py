@@ -1,7 +1,8 @@
 """Dialing: a rank opens several connections at a time, without blocking.
 
-A dial is repeated if the peer refuses it, is unreachable or drops the opening: the peer may lack descriptors, or the
-network may not be up yet. It is not repeated if the peer is another process, or has another version or secret.
+A dial is repeated if the peer refuses it, is unreachable or drops the opening (the first messages on a connection,
+store/opening.py), because the peer may lack descriptors, or the network may not be up yet. It is not repeated if the
+peer is another process, or has another version or secret.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ Wish = tuple[int, int] | float
 
 
 class Dial:
-    """One connection of a kind and stream to a group rank, being opened, from `source` to the peer's `target`.
+    """A connection to a group rank, while it is opened, from the interface `source` to the peer's address `target`.
 
     Attributes:
         connection: the socket, once `is_done`.
         reason: why the last try failed.
         does_not_fit: the process at the peer's address is another one, or has another version or secret.
-        refused_since: the time of the first of the latest consecutive tries at which no process listened; None: the
-            latest try failed otherwise.
+        refused_since: since when all tries have found that no process listens at the peer's address; None: the latest
+            try failed for another reason.
     """
 
     def __init__(
@@ -69,7 +70,10 @@ class Dial:
         return self._socket
 
     def step(self) -> None:
-        """Proceed as far as possible without blocking; after a RendezvousError or ResourceError do not try again."""
+        """Proceed as far as possible without blocking.
+
+        RendezvousError, ResourceError: the dial has failed for good; do not call this again.
+        """
         self.waits_for = next(self._steps, 0.0)
 
     def close(self) -> None:

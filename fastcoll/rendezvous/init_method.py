@@ -28,7 +28,7 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     `init_process_group` and `rendezvous` call it.
 
     Args:
-        scheme: a word, as mine for mine://.
+        scheme: a word, such as "mine" for mine://.
         handler: a generator function, called with the URL and `timeout` (a timedelta). It yields once: a store that
             all ranks share, of fastcoll or torch, this process's rank, and the world size. A rank and a world size
             that were passed to `init_process_group` are in the URL, as ?rank=0&world_size=4. When the process leaves
@@ -78,12 +78,12 @@ def rendezvous(
 def meet(init_method: str, rank: int, world_size: int, timeout: float, group_name: str = "") -> Rendezvous:
     """Find the other ranks by an init method; arguments and errors are those of `init_process_group`.
 
-    rank, world_size: -1 if the URL or the environment has them; a rank is assigned by multicast addresses and files.
-    `group_name` distinguishes jobs that use the same file or multicast address.
+    `rank` and `world_size` are -1 if the URL or the environment has them. A multicast address or a file assigns a rank
+    to a process without one. `group_name` distinguishes jobs that use the same file or multicast address.
     """
     if has_handler(init_method):
         return _ask(init_method, rank, world_size, timeout)
-    from . import methods  # with sockets
+    from . import methods  # imports sockets
 
     method = parse(init_method, rank, world_size)
     its_rank, size = method.rank, method.world_size
@@ -139,7 +139,7 @@ class InitMethod:
     @property
     def is_multicast(self) -> bool:
         """True if the host is a multicast address, at which ranks are assigned."""
-        from ..system.address import ip_of  # with sockets
+        from ..system.address import ip_of  # imports sockets
 
         address = ip_of(self.host)
         return address is not None and address.is_multicast
@@ -170,7 +170,7 @@ def parse(url: str, rank: int, world_size: int) -> InitMethod:
                 f"{name}={given} was passed, but init_method {url!r} has {name}={int(value)}; drop one of them"
             )
     chosen_rank, chosen_size = numbers.get("rank"), numbers.get("world_size")
-    # Either may be unknown yet.
+    # The rank, the size, or both may still be unknown: check what is known.
     check_rank(chosen_rank or 0, max(chosen_rank or 0, 0) + 1 if chosen_size is None else chosen_size)
     path = ""
     if parts.scheme == "file":

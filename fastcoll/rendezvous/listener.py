@@ -1,11 +1,12 @@
 """The sockets on which a process accepts connections of other ranks, and how the members of a group exchange addresses.
 
-The listener hands a connection to its group once it has proven that it belongs to it. It drops all other connections,
-and logs each host that they come from once. An opening holds 112 bytes and one descriptor for at most 10 s; a rank
-whose opening was dropped dials again. A rank that has received an answer regards the connection as established, and may
-be stopped or starved before it sends its proof; so it has its group's timeout for that. Strangers get no answer,
-because they do not have the group's name, 16 random bytes. When 256 connections are pending, the oldest one without a
-complete opening is dropped, else the oldest: so idle connections keep no rank out.
+A connection begins with an opening from each side and their proofs that they have the group's key (store/opening.py).
+After that, the listener hands the connection to its group. It drops all other connections, and logs each host that they
+come from once. A pending opening takes 112 bytes and one descriptor for at most 10 s; a rank whose opening was dropped
+dials again. A rank that has received an answer regards the connection as established, and may be stopped or starved
+before it sends its proof; so it has its group's timeout for the proof. Strangers get no answer, because they do not
+have the group's name, 16 random bytes. When 256 connections are pending, the oldest one without a complete opening is
+dropped. If all openings are complete, the oldest connection is dropped. So idle connections keep no rank out.
 
 Members exchange addresses through the group's store. The first member draws the group's name and token ("terms"). A
 member listens for the group before it publishes its address, so every dial to a published address finds the group.
@@ -102,7 +103,7 @@ class Listener(serving.SocketServer):
     def opens_for(self, endpoint: Endpoint) -> bool:
         """Return whether a connection for this group was answered and is not handed over yet.
 
-        Its rank regards it as established. Any thread may call this.
+        The rank that has dialed it regards it as established. Any thread may call this.
         """
         openings = [pending.answering.theirs for pending in list(self._pending.values())]
         return any(each and (each.group, each.peer) == (endpoint.group, endpoint.rank) for each in openings)
@@ -132,8 +133,8 @@ class Listener(serving.SocketServer):
     def _make_room(self) -> None:
         """Drop pending connections above the limit: the oldest without a complete opening, else the oldest.
 
-        Data of the oldest connection is read once more before the connection is dropped. A rank regards a connection
-        as established once it has received the answer and sent its proof.
+        Before a connection without a complete opening is dropped, its data is read once more. If this completes the
+        opening, the connection stays.
         """
         while len(self._pending) >= MOST_OPENINGS:
             silent = [each for each in self._pending.values() if each.answering.theirs is None]

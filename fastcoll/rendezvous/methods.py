@@ -100,8 +100,8 @@ def _missing(detected: Detected, needed: Mapping[str, object]) -> UsageError:
 def shared_path(rank_variable: str) -> str:
     """Return a path that is the same for the ranks of one local launcher, and differs from that of any other job.
 
-    It has the pid and start time of the nearest ancestor process without the rank's variable. That is the launcher's
-    daemon, even if a shell or a wrapper is in between. A rank in its own container cannot see that process.
+    The path has the pid and start time of the nearest ancestor process without the rank's variable. That is the
+    launcher's daemon, even if a shell or a wrapper is in between. A rank in its own container cannot see that process.
     """
     import tempfile  # imports random and the compression modules, which few programs need at start
 
@@ -151,7 +151,8 @@ def meet_in_file(
         except BaseException:
             store.close()
             raise
-        # A process that waits until a full file is removed must not be a participant: waiters would keep it alive.
+        # A process that waits until a full file is removed must not be a participant, or the file would never be
+        # removed. So it closes the store, and polls the number of links of the open file.
         with open(path, "rb") as file:
             store.close()
             for _ in tries(_LOOK_AGAIN_SECONDS, 0.01, 0.01):

@@ -10,10 +10,11 @@ An announcement is one datagram:
 All other datagrams, and those with another secret, are ignored.
 
 Datagrams may be lost, so they only serve to elect a leader. The leader offers a TCP store, the others connect to it,
-and ranks are assigned there. A candidate that receives offers follows the one with the lowest nonce. Without an offer,
-once a candidate has received announcements of as many processes as the world has ranks, the candidate with the lowest
-nonce leads at once, and each next one a second later, in case those before it are dead. So two may lead at a time; a
-leader that receives a lower offer before its world is full cancels its own meeting.
+and ranks are assigned there. Each candidate has a random nonce. A candidate that receives offers follows the one with
+the lowest nonce. Without an offer, a candidate waits until it knows as many processes as the world has ranks. Then the
+candidate with the lowest nonce leads at once, the next one a second later, and so on, in case those before it are dead.
+So two may lead at the same time. A leader that receives an offer with a lower nonce than its own cancels its meeting,
+unless its world is full already.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ def meet_by_multicast(
 
 @dataclass(frozen=True)
 class Announcement(ProcessId):
-    """A candidate; the others watch its process."""
+    """The announcement of a candidate, with the identity of its process, which the others watch."""
 
     job: str  # a digest of the group name; announcements of other jobs are ignored
     nonce: str  # 32 hex digits, new for each attempt; the lowest leads
-    time: float  # of its start, in seconds since the epoch, for people who read the datagrams
+    time: float  # of the candidate's start, in seconds since the epoch, for people who read datagrams
     world_size: int
     address: str = ""  # of its store
     port: int = 0  # of its store; 0 while it has none
@@ -162,7 +163,7 @@ class Election:
         return next((candidate for candidate in self.fresh(now) if candidate.port), None)
 
     def gives_way(self, now: float) -> bool:
-        """Return whether a leader has received a lower offer than its own."""
+        """Return whether this leader has received an offer with a lower nonce than its own."""
         offer = self.offer(now)
         return offer is not None and offer.nonce < self.nonce
 

@@ -4,9 +4,10 @@ Each survivor connects to the lowest member that it does not know to be dead; if
 The server waits until each member has come or is dead, and then writes the list of survivors into the store. The server
 alone decides, so all survivors read the same list. If it dies, the next one serves, and all connect to that one.
 
-A group made of survivors may fail before all of them have it: some then have the new group, others only the one before.
-So until a new group is known to be complete, its members look for one another at the recovery endpoints of all groups
-from the failed one on (`Level`), and the server publishes its port at all of them.
+The server publishes its port at its recovery endpoint (core/backend.py), where the other members look for it. A group
+made of survivors may fail before all of them have it: some then have the new group, others only the one before. So
+until a new group is known to be complete, its members look for one another at the recovery endpoints of the failed
+group and of all groups made since (`Level`), and the server publishes its port at all of these.
 
 Keys: here/PROCESS, for each survivor that has come; `missing`, the members that have not; `left`, the survivors (JSON).
 """
