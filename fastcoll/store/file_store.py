@@ -6,7 +6,8 @@ opens a file whose participants are all dead clears it.
 The file has a magic line, 8 bytes with the offset of the first valid record, and records, which are only appended. A
 record is a 12-byte header (big-endian: CRC-32 of the frame, its length, 1 for a change of the participants, three
 zeros) and a request that changes something, as a frame (frames.py). A killed writer leaves at most one incomplete
-record, at the end: it held the lock, so no other process was writing. The next writer removes that record.
+record, at the end of the file, because it held the lock and so no other process was writing. The next writer removes
+that record.
 
 When most of the log is obsolete, a writer appends the current state as new records, sets the offset to the first of
 them, and frees the file's blocks before it (a hole). If it is killed before it sets the offset, the log repeats the
@@ -38,10 +39,10 @@ MAGIC = b"fastcoll store 3\n"
 _BEGIN = struct.Struct("!Q")
 FIRST = len(MAGIC) + _BEGIN.size  # where the records of a new file begin
 _HEADER = struct.Struct("!II?3x")
-_OPENED = b"opened"  # a key among the participants: how many have ever opened the file
+_OPENED = b"opened"  # a key in the records of participants: how many participants have ever opened the file
 # A log is compacted when it has more bytes than the first number, and more than the current state times the second.
 _MOST_HISTORY, _HISTORY_SHARE = 1 << 20, 4
-_RECORD_BYTES = 64  # of a record besides its key and value, approximately
+_RECORD_BYTES = 64  # the approximate size of a record without its key and value
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of fallocate(2)
 # struct flock: type, whence, start, length, pid. The lock belongs to the open file description and not to the process
 # (fcntl(2), "open file description locks"), so it also excludes other threads.
@@ -57,14 +58,14 @@ class FileStore(TableStore):
     exits normally. A file left by killed processes is recognised by their pids and start times, and cleared.
 
     Args:
-        file_name: in an existing directory, on a file system with fcntl locks (NFS has them).
-        world_size: the number of participants: the file stays until so many have come and all have left. -1: it is
-            removed when no process has it open.
-        timeout: of blocking operations.
+        file_name: a path in an existing directory, on a file system with fcntl locks (NFS has them).
+        world_size: the number of participants. The file stays until this many have come and all have left. -1: the file
+            is removed as soon as no process has it open.
+        timeout: the time limit of blocking operations.
 
     Raises:
-        UsageError: `file_name` is a link, belongs to another user, is writable by others, is in no directory, or
-            holds other data.
+        UsageError: `file_name` is a link, belongs to another user, is writable by others, or holds other data; or its
+            directory does not exist.
     """
 
     def __init__(
@@ -182,7 +183,11 @@ class SharedLog:
         return answer
 
     def leave(self, world_size: int) -> None:
-        """Remove this process from the participants; remove the file if all have come, and have left or are dead."""
+        """Remove this process from the participants, and remove the file if it is no longer needed.
+
+        It is no longer needed if all other participants are dead, or if all have left and at least `world_size` had
+        come.
+        """
         try:
             with self.transaction(_LEAVE_SECONDS):
                 del self.participants[self._me]
@@ -313,9 +318,10 @@ def record_of(request: StoreRequest, is_of_participants: bool = False) -> bytes:
 
 
 def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[StoreRequest, bool, int]]:
-    """Yield the complete records in `data`: the request, whether it changes the participants, and its end offset.
+    """Yield the request of each complete record in `data`, whether it changes the participants, and its end.
 
-    `offset` is that of the start of `data`. StoreError, ProtocolError: the bytes are not a record.
+    The end is an offset in the file; so is `offset`, at which `data` starts. StoreError, ProtocolError: the bytes are
+    not a record.
     """
     at = 0
     while (start := at + _HEADER.size) <= len(data):

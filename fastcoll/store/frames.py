@@ -16,9 +16,9 @@ from .table import MAX_ANSWER, MAX_KEY, SHAPES, Op, StoreRequest
 
 HEADER = struct.Struct("!BxHId")
 LENGTH = struct.Struct("!I")
-# One value of the largest size with its key, or a batch of as many bytes, including the lengths.
+# Enough for one value of the largest size with its key and the lengths, or for a batch of smaller ones.
 MAX_BODY = MAX_ANSWER + 2 * MAX_KEY
-# A lookup by Op(number) takes ten times as long.
+# A lookup by Op(number) takes ten times as long as one in this dict.
 _OPERATIONS = {op.value: op for op in Op}
 
 

@@ -12,8 +12,9 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
     28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 recovery endpoint, 6 rpc
     29      1      1 if this side has a job secret, 0 with FASTCOLL_INSECURE=1 and no secret
     30      2      stream: the number of this connection among those of its kind
-    32      16     group: drawn by its first member when the group is made, so it also identifies the job; from a
-                   store's server, the server's instance; from a store's client, the client's name for the store
+    32      16     group: the group's random name, which its first member draws when the group is made, so the name also
+                   identifies the job; from a store's server, the server's random name; from a store's client, the
+                   client's name for the store
     48      4      the sender's rank in the group; for a store, 0 is the server and 1 any client
     52      4      the rank of the other side
     56      4      size of the group; for a store 2
@@ -22,13 +23,13 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
 
 The answering side sends its proof after its opening; the dialing side then sends its own proof. A proof is 32 bytes of
 HMAC-SHA256 over the direction and both openings; the key is derived from the group's token and the job's secret. If
-the dialing side rejects the answering side's proof, it sends zeros instead of its own: the secrets differ. The key of a
-store is the secret alone. With FASTCOLL_INSECURE=1 and no secret, the key of a group is derived from its token alone,
-which is published in the store, and a store's connections exchange no proofs. All fields have fixed sizes; nothing else
-is read before the proofs are verified. This authenticates connections; it does not encrypt them.
+the dialing side rejects the answering side's proof, because the secrets differ, it sends zeros instead of its own. The
+key of a store is the secret alone. With FASTCOLL_INSECURE=1 and no secret, the key of a group is derived only from its
+token, which is published in the store, and a store's connections exchange no proofs. All fields have fixed sizes;
+nothing else is read before the proofs are verified. This authenticates connections; it does not encrypt them.
 
 Each side has an object: `wants` is how many bytes it still needs (0: it has finished), and `take` consumes received
-bytes, split in any way, and returns the bytes to send. It holds at most one opening and one proof.
+bytes, split in any way, and returns the bytes to send. The object holds at most one opening and one proof.
 
 A proof cannot be relayed to another job. The openings of a group identify the group, and so the job. The job of a store
 is identified by its secret, if the job was given one. The user's own secret opens all jobs of the user; so the client's
@@ -189,7 +190,7 @@ def _check_start(data: bytes) -> None:
 def _fits(theirs: Opening, kind: ConnectionKind) -> bool:
     """Return whether both ends have compatible versions.
 
-    A store accepts other versions of fastcoll, because ranks compare versions when they join by it.
+    A store accepts other versions of fastcoll, because ranks compare their versions through the store when they join.
     """
     return theirs.protocol == PROTOCOL and (theirs.version == VERSION or kind is ConnectionKind.STORE)
 
@@ -213,7 +214,7 @@ class RefusedError(OpeningError):
 
 
 class Turned(OpeningError):
-    """A dialing rank does not fit; `answer` is the opening that gives it the reason."""
+    """The dialing side does not fit; `answer` is the opening that gives it the reason."""
 
     def __init__(self, reason: str, answer: bytes) -> None:
         super().__init__(reason)

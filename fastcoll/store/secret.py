@@ -9,7 +9,7 @@ first of these is used:
                      home it is the same on all machines
     this machine's   /dev/shm/.fastcoll-<uid>-secret, created at first use if there is no writable folder
 
-A process reads its secret before it opens a socket, so without a secret, or FASTCOLL_INSECURE=1, it does not listen.
+A process reads its secret before it opens a socket. If it has no secret, it listens only with FASTCOLL_INSECURE=1.
 """
 
 from __future__ import annotations
@@ -219,12 +219,12 @@ def _make(path: Path) -> None:
     """
     if path.parent != _MACHINES:
         _check_folder(path.parent)
-        for folder in (path.parent.parent, path.parent):  # but not the home, which root could create
+        for folder in (path.parent.parent, path.parent):  # but not a missing home, as root could
             folder.mkdir(0o700, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.fchmod(fd, 0o600)  # whatever the umask
+        os.fchmod(fd, 0o600)  # the umask may have removed bits of the mode above
         if why := _openness(os.fstat(fd)):  # on a file system without owners or modes
             raise PermissionError(errno.EPERM, f"of what is made there, {why}")
         os.write(fd, secrets.token_hex(32).encode() + b"\n")

@@ -31,11 +31,11 @@ _OUT_OF_SOMETHING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SocketServer(ABC):
-    """Listening sockets, which it owns, and a daemon thread `name`, on which all methods but `close` run.
+    """Listening sockets, which the server owns, and a daemon thread `name`, which calls all methods but `close`.
 
     Attributes:
-        key: with which `acquire` finds this server; None: `acquire` never finds it.
-        selector: where `accepted` registers connections, with the data that `serve` is called with.
+        key: the key by which `acquire` finds this server; None: `acquire` never finds it.
+        selector: `accepted` registers each connection here, with the `data` that `serve` gets.
     """
 
     def __init__(self, name: str, sockets: Sequence[socket.socket], key: Hashable) -> None:
@@ -77,7 +77,7 @@ class SocketServer(ABC):
         """Return the open connections."""
 
     def blame(self, host: str, reason: str) -> None:
-        """Log why a connection was dropped, as a warning for a host's first one; do nothing without a reason."""
+        """Log why a connection was dropped, the first of each host as a warning. If `reason` is empty, do nothing."""
         known = host in self.blamed or len(self.blamed) >= _MOST_HOSTS
         if reason and not known:
             self.blamed[host] = reason

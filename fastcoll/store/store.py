@@ -23,7 +23,7 @@ from ..errors import StoreTimeoutError, UnavailableError, UsageError
 S = TypeVar("S", bound="Store")
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
-LISTED = 16  # so many things a message names at most
+LISTED = 16  # a message names at most this many things
 
 
 class StalledError(StoreTimeoutError):
@@ -88,7 +88,7 @@ class Store(ABC):
             timeout: seconds or timedelta; None is the store's timeout.
 
         Raises:
-            StoreTimeoutError: a key was not set in time. If a subclass's `wait` raises it, a TimeoutError.
+            StoreTimeoutError: a key was not set in time. (A subclass's `wait` may raise another TimeoutError.)
         """
         self.wait(keys, timeout)
         return self.multi_get(keys)
@@ -158,10 +158,10 @@ class Store(ABC):
         self._refuse("queue_len")
 
     def retire(self, prefix: str, users: int) -> bool:
-        """Record that one of `users` users needs the keys with this prefix no more; return whether it was the last.
+        """Record that one of `users` users no longer needs the keys with this prefix; return whether it was the last.
 
-        The last call removes the keys. A user's store keeps them, unless it can do that in one atomic step. Does not
-        wait for others.
+        The last of these calls removes the keys. A store that does not implement this method keeps them, because the
+        removal must be one atomic step. Does not wait for others.
         """
         return False
 
@@ -224,8 +224,8 @@ class Rendezvous:
     Attributes:
         store: shared by all ranks; owned by this object.
         rank, world_size: this process's rank, and the number of ranks.
-        host: this node's address, as the other ranks see it; "" if a user's handler has found them.
-        handler: the generator of that handler.
+        host: this node's address, as the other ranks see it; "" if a user's handler has found the other ranks.
+        handler: the generator of the user's handler, if there is one.
     """
 
     store: Store

@@ -1,11 +1,12 @@
 """A store's server as a state machine without sockets. A connection begins with openings (opening.py), then frames.
 
-A peer has one request under way at a time, which bounds what is queued for it. A peer that sends bytes after a request
-that is not answered yet is dropped, as is one that violates the protocol. Until the opening is accepted, nothing beyond
-its size is stored; of a frame, nothing beyond the header until that is accepted.
+A peer, the other end of a connection, has one request under way at a time, which bounds what is queued for it. A peer
+is dropped if it violates the protocol, or if it sends further bytes before its request is answered. The server waits
+for bytes beyond an opening only after it has accepted the opening, and for the body of a frame only after it has
+accepted the header.
 
-A peer's time limit depends on what it knows. Until its opening is answered it retries after a drop, so OPENING_SECONDS
-are enough. After the answer it regards the connection as established, though it may be stopped or starved; so it has
+A peer whose opening is not answered yet tries again if it is dropped, so OPENING_SECONDS are enough for an opening.
+After the answer a peer regards the connection as established, though its process may be stopped or starved; so it has
 the store's timeout for its proof and for each request. Strangers are limited by number instead: MOST_OPENINGS
 connections without an answer, and as many without a proof, each with one descriptor and at most 112 bytes. Beyond that
 the oldest is dropped. When no descriptor is left, a new connection replaces the oldest one without an answer; if there
@@ -40,7 +41,7 @@ OPENING_SECONDS = 5.0
 # Limit of connections without an answer, and of answered ones without a proof; beyond it the oldest is dropped. It is
 # twice what a server accepts at once (serving.py), so a crowd of ranks never drops one whose opening has arrived.
 MOST_OPENINGS = 2048
-# Seconds that a request may take from its first byte on, at least: 8 MiB at 140 kB/s.
+# A request may take at least this many seconds from its first byte on, enough for 8 MiB at 140 kB/s.
 FRAME_SECONDS = 60.0
 
 
@@ -71,8 +72,9 @@ class _Peer:
 class StoreServer:
     """The state machine over all connections. Not thread safe.
 
-    The driver reports `connect`, `receive`, `end`, `disconnect` and `expire`, the time in seconds. After each it
-    carries out, and empties, `outbox` (peer, bytes to send) and `drops` (peer, reason), of connections to close.
+    The driver, which has the sockets, calls `connect`, `receive`, `end`, `disconnect` and `expire`; times are in
+    seconds. After each call the driver sends what is in `outbox` (peer, bytes), closes the connections in `drops`
+    (peer, reason), and empties both.
     """
 
     def __init__(self, secret: bytes, timeout: float, name: bytes = b"") -> None:
@@ -92,7 +94,8 @@ class StoreServer:
         # Connections without an answer; answered ones without a proof, with the time of the answer. Oldest first.
         self._opening: dict[int, None] = {}
         self._proving: dict[int, float] = {}
-        # A parked peer is registered under one missing key at a time; when that is set, under its next missing key.
+        # Peers that wait for a key. A peer is registered under one missing key of its request at a time; when that key
+        # is set, it is registered under its next missing key.
         self._parked: dict[bytes, set[int]] = {}
         # (deadline, number, peer), soonest first; an entry that is not its peer's current deadline is skipped.
         self._deadlines: list[tuple[float, int, int]] = []
@@ -127,7 +130,7 @@ class StoreServer:
         self._drop(peer, "" if state.is_open else state.answering.ended())
 
     def disconnect(self, peer: int) -> None:
-        """Forget a closed connection, and execute its will."""
+        """Forget a closed connection, and execute its will: set the key that the peer chose for this (Op.WILL)."""
         state = self._peers.pop(peer, None)
         self._opening.pop(peer, None)
         self._proving.pop(peer, None)

@@ -28,14 +28,14 @@ MAX_VALUE = 8 << 20
 MAX_KEYS = 128 << 10
 MAX_KEYS_PER_REQUEST = 1024
 MAX_TOTAL = 1 << 30  # bytes of keys and values in one table
-# A GET or PEEK answers with as many of its values as fit into this (the first always does).
+# The answer to a GET or PEEK has as many of its values as fit into this many bytes, and at least the first.
 MAX_ANSWER = MAX_VALUE + (64 << 10)
 _SET = b"="  # precedes each value in the answer to PEEK; a key that is not set has an empty field
 # A queue is the value of its key: this mark, the length and the bytes of each item, so that a push is an APPEND.
 _ITEM = struct.Struct("!4sI")
 _MARK = b"\0ITM"
 _DONE = b"\0done"  # after a prefix: the key that counts the users that have retired its keys
-_RETIRE_SECONDS = 1.0  # timeout of RETIRE, in case the server is stopped: the caller is leaving
+_RETIRE_SECONDS = 1.0  # timeout of RETIRE: the caller is leaving, and the server may be stopped
 
 
 class Op(IntEnum):
@@ -54,7 +54,7 @@ class Op(IntEnum):
     POP = 11  # removes the first item of the queue under a key; removing the last item removes the key
     KEYS = 12  # the keys after a key, in order, as many as fit into an answer
     WILL = 13  # a key that the server sets when the connection ends, unless it is set; without a key: no will
-    RETIRE = 14  # removes the keys with this prefix once as many clients have asked as the value says
+    RETIRE = 14  # removes the keys with this prefix once as many clients have sent it as its value
 
 
 # Op -> (fewest keys, most keys, values for each key)
@@ -121,8 +121,8 @@ class Table:
         """Execute a request whose keys are not missing; return its answer.
 
         Raises:
-            StoreError: a limit would be exceeded, or ADD finds a value that is not an integer. That key keeps its
-                value; in a SET of several keys the keys before it are set.
+            StoreError: a limit would be exceeded, or ADD finds a value that is not an integer. The key that failed
+                keeps its value; in a SET of several keys the keys before it are set.
         """
         data = self._data
         key = request.keys[0] if request.keys else b""

@@ -36,7 +36,7 @@ _NOTHING = memoryview(b"")
 
 @dataclass(slots=True)
 class _Link:
-    """One connection: the bytes to send; while there are any, it is polled for writing and not for reading."""
+    """A connection and the bytes to send on it; while there are any, it is polled for writing and not for reading."""
 
     socket: socket.socket
     host: str
@@ -47,7 +47,7 @@ class _Link:
 class TCPServer(SocketServer):
     """A store's server on `host`:`port` (0: a free port) or on a given socket.
 
-    `share`: other stores of this process find it by host and port. `timeout`: as of StoreServer.
+    `share`: whether other stores of this process find this server by its host and port. `timeout`: as for StoreServer.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class TCPServer(SocketServer):
     def refuse(self, listening: socket.socket, error: OSError) -> None:
         """Handle an accept without a free descriptor.
 
-        Raise this process's limit; else drop an unproven connection and accept the new one; else close the new one and
-        log that the limit is too low.
+        Raise this process's limit. If it cannot be raised, drop a connection without a proof and accept the new one. If
+        every connection has its proof, close the new one and log that the limit is too low.
         """
         if error.errno != errno.EMFILE:
             logger.warning(

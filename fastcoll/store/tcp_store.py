@@ -31,17 +31,18 @@ from .waiting import LateWarning
 T = TypeVar("T")
 logger = logging.getLogger("fastcoll")
 
-# Seconds that an answer may take beyond the request's own timeout. Then the call raises StalledError; a wait retries
-# until its own timeout (waiting.py), because the server may only be stopped for a while.
+# Seconds that an answer may take beyond the request's own timeout. After that the call raises StalledError; a wait
+# retries until its own timeout (waiting.py), because the server may only be stopped for a while.
 GRACE_SECONDS = 5.0
-# Limit of one attempt to connect, and how often it reports meanwhile.
+# The time limit of one attempt to connect, and the interval at which the attempt reports that it has no answer yet.
 _TRY_SECONDS, _LOOK_SECONDS = 10.0, 0.25
-# How long a server may be full; its connections last as long as the job, so few become free.
+# How long a client retries while the server is full. It is short, because connections last as long as the job.
 _FULL_SECONDS = 2.0
 # A server can listen on these addresses ("all interfaces"), but a client cannot connect to them.
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# With these the kernel detects within 11 s that the other machine is gone. While a request is unacknowledged there are
-# no keep-alive probes, and TCP_USER_TIMEOUT is used; without it the kernel would retry for 15 minutes.
+# With these two numbers the kernel detects within 11 s that the other machine is gone. While a request is
+# unacknowledged, the kernel sends no keep-alive probes; then TCP_USER_TIMEOUT, the second number, ends the connection.
+# Without it the kernel would retry for 15 minutes.
 _PROBE_AFTER_SECONDS, _SILENT_MILLISECONDS = 5, 11_000
 
 
@@ -249,11 +250,11 @@ class LostError(StoreError, ConnectionError):
 
 
 class TCPConnection:
-    """An open connection, for one thread at a time. After an exception it must be closed, with one exception below.
+    """An open connection, for one thread at a time.
 
-    `instance` identifies the server: another server on the same port has another one. `local_address` is this end's
-    address, as the server sees it. After a StalledError the connection can be used again if `is_owed`: the next call
-    skips the late answer.
+    After an exception, close the connection. Only after a StalledError it can be used again, if `is_owed`: the next
+    call then skips the late answer. `instance` identifies the server: another server on the same port has another one.
+    `local_address` is this end's address, as the server sees it.
     """
 
     def __init__(self, connected: socket.socket, host: str, port: int) -> None:
@@ -267,7 +268,7 @@ class TCPConnection:
     def ask(self, request: StoreRequest, deadline: float) -> tuple[frames.ReplyStatus, list[bytes]]:
         """Send `request` and return the server's answer.
 
-        StoreError: the peer is not a store; as LostError, the server is gone. StalledError: it does not answer.
+        StoreError: the peer is not a store. LostError: the server is gone. StalledError: the server does not answer.
         """
         waits = request.timeout if request.op in (Op.GET, Op.WAIT, Op.POP) else 0.0
         self._warn_at = time.monotonic() + waits + GRACE_SECONDS

@@ -1,6 +1,6 @@
-"""Stores that are views of other stores: with a prefix before every key, and of a store of torch.distributed.
+"""Views of other stores: PrefixStore puts a prefix before every key, TorchStore adapts a store of torch.distributed.
 
-This module does not import torch: a program with such a store has imported it.
+This module does not import torch: a program that has a store of torch has imported it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIRST_LOOK_SECONDS = 0.0002  # a request takes 0.05 ms
 
 
 def imported(store: Any) -> Store:
-    """Return `store`, or a view that makes a store of torch.distributed one of fastcoll; UsageError for others."""
+    """Return `store`, in a TorchStore if it is one of torch.distributed; UsageError if it is no store."""
     if isinstance(store, Store):
         return store
     theirs = getattr(sys.modules.get("torch.distributed"), "Store", None)
@@ -91,11 +91,11 @@ class _View(Store):
 
 
 class TorchStore(_View):
-    """A view of any torch.distributed.Store that all members share; closing the view leaves it open.
+    """A view of any torch.distributed.Store that all members share; closing the view leaves torch's store open.
 
     This polls for keys, because torch's TCPStore writes a warning to stderr whenever a `wait` with a timeout ends
     without the key, which happens every 250 ms in a wait that checks its peers. A pause is at most a fifth of the time
-    waited so far: a group's meeting has six waits in a row, and with doubling pauses a wait of 8 ms would take 15.
+    waited so far: a group's meeting has six waits in a row, and with doubling pauses a wait of 8 ms would take 15 ms.
     """
 
     def __init__(self, store: Any) -> None:

@@ -18,8 +18,8 @@ from .store import StalledError, Store, listed
 logger = logging.getLogger("fastcoll")
 
 SLICE_SECONDS = 0.25
-# How often all processes in one wait poll together, at most: a poll is two requests, and a store's server answers about
-# 30,000 a second (bench/results/2026-11-21-startup-scale.md).
+# At most this many polls a second come from all processes that are in one wait. A poll is two requests, and a store's
+# server answers about 30,000 requests a second (bench/results/2026-11-21-startup-scale.md).
 LOOKS_PER_SECOND = 1000
 # The kernel closes a dying process's sockets shortly before it reports the process as dead.
 _DYING_SECONDS = 0.3
@@ -28,7 +28,7 @@ _DYING_SECONDS = 0.3
 class LateWarning:
     """The one warning of a wait that takes longer than FASTCOLL_WARN_AFTER seconds times `part`.
 
-    The steps of a wait share it. The time counts from its construction.
+    All steps of a wait share one object of this class. The time counts from its construction.
     """
 
     def __init__(self, part: float = 1.0) -> None:
@@ -65,14 +65,15 @@ def fetch_for(
             whole wait.
         missing: returns the names of what has not come, for the warning and the timeout; None: the keys.
         late: the warning of the longer wait that this one is a part of.
-        crowd: how many processes wait like this at one time (None: as many as `members`); the more, the rarer they
-            poll.
-        limit: the whole timeout, for error texts, if `timeout` is the rest of it; None: the same.
+        crowd: how many processes are in the same wait (None: the number of `members`). The more they are, the more
+            rarely each of them polls.
+        limit: the whole timeout, for error texts, if `timeout` is only what is left of it; None: `timeout`.
 
     Raises:
         PeerDiedError: a member's process has ended.
-        StoreTimeoutError: a key was not set in time; as StalledError, the store did not answer at the end. Before that
-            a store that does not answer is retried, because its process may be stopped for a while.
+        StoreTimeoutError: a key was not set in time.
+        StalledError: the store did not answer at the end of the time. Until then a request without an answer is
+            repeated, because the store's process may be stopped for a while.
         StoreError: the store is gone, and no member is proven dead.
     """
     deadline = time.monotonic() + timeout
@@ -91,8 +92,9 @@ def fetch_for(
             except StoreError as error:
                 raise_if_dying(members, doing, error)
                 raise
-            # After the death check, because a process publishes before it exits: all of that is visible now. An exit
-            # reason that `between` raises is better than `died`; if the process has set the keys, there is no error.
+            # `between` runs after the death check: a process publishes before it exits, so all that a dead process has
+            # published is visible now. If `between` raises its exit reason, this is better than raising `died`. If the
+            # dead process has set the keys, there is no error.
             if between is not None:
                 between()
             if died is not None:
@@ -102,7 +104,7 @@ def fetch_for(
                 raise died
             late.look(doing, missing)
             if left <= longest:
-                names = missing()  # before the last look, so that at least one name is left
+                names = missing()  # before the last check, so that the error has at least one name
                 if not store.check(keys):
                     raise StoreTimeoutError(f"{doing}: {names} did not come within {limit or timeout:g} s")
         except StalledError as error:
@@ -134,7 +136,7 @@ def raise_if_dead(members: Sequence[ProcessId], doing: str) -> None:
 
 
 def raise_if_dying(members: Sequence[ProcessId], doing: str, cause: StoreError) -> None:
-    """After the loss of a store: raise if members are dead, or found dead within 0.3 s."""
+    """Raise if members are dead or are found dead within 0.3 s. Called after the loss of a store."""
     deadline = time.monotonic() + _DYING_SECONDS
     while time.monotonic() < deadline:
         died = death_among(members, doing)
