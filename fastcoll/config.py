@@ -20,7 +20,7 @@ _log = logging.getLogger("fastcoll")
 _PREFIX = "FASTCOLL_"
 MOST_STREAMS = 64
 MOST_SECONDS = (
-    1e9  # the longest timeout, 32 years; Python's locks wait for at most 292 (threading.TIMEOUT_MAX)
+    1e9  # the longest timeout, 32 years; Python's locks wait for at most 292 years (threading.TIMEOUT_MAX)
 )
 
 
@@ -34,7 +34,7 @@ class Setting:
 
 
 def _checked(kind: Callable[[str], Any], must: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """Return a parser of a kind of value that refuses values that do not fit; `must` describes the values that do."""
+    """Return a parser that refuses values for which `fits` is False; `must` describes the allowed values."""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -170,7 +170,7 @@ def cache_folder() -> Path | None:
 
 
 def _folder_of_user(variable: str, in_home: str) -> Path | None:
-    """Return fastcoll's folder in the one that an XDG variable names, or in the home folder; None: there is no home.
+    """Return fastcoll's folder in the folder that an XDG variable names, else in the home; None: there is no home.
 
     A relative name is ignored, as in the XDG specification, because ranks may start in different folders.
     """
@@ -214,7 +214,7 @@ def check() -> None:
 
 @functools.cache
 def warn_of_unknown() -> None:
-    """Warn of variables that look like settings and are none, once per process. One rank of a job calls this."""
+    """Warn, once per process, of variables that look like settings and are none. One rank of a job calls this."""
     for name, cure in unknown(os.environ).items():
         _log.warning("the environment variable %s is no setting of fastcoll; %s", name, cure)
 

@@ -149,9 +149,9 @@ class AbortedError(GroupError):
 def shorten(error: BaseException) -> None:
     """Remove this package's frames from the tracebacks of a FastcollError and of its causes.
 
-    A cause that has frames of this package only is removed, because the error's text repeats it. If a FastcollError is
-    the cause of another error, as in `raise Mine from error`, its traceback is shortened as well. FASTCOLL_DEBUG=1
-    keeps all frames.
+    A cause that has frames of this package only is removed, because the error's text repeats it. The traceback of a
+    FastcollError that is the cause of another error, as in `raise Mine from error`, is shortened as well.
+    FASTCOLL_DEBUG=1 keeps all frames.
     """
     if os.environ.get("FASTCOLL_DEBUG") == "1":
         return
@@ -184,9 +184,9 @@ def _others(trace: TracebackType | None) -> TracebackType | None:
 
 @functools.cache
 def _shorten_what_is_printed() -> None:
-    """Have Python's hooks shorten errors before they print them.
+    """Have Python's hooks for uncaught errors shorten the errors before they print them.
 
-    The first error does this, so that importing the package changes nothing.
+    The first FastcollError calls this, so that importing the package changes nothing.
     """
     print_uncaught, print_of_thread = sys.excepthook, threading.excepthook
 

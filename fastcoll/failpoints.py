@@ -3,11 +3,14 @@
     FASTCOLL_FAILPOINT=NAME:ACTION[=VALUE][@N][#RANK],...
 
     shm.all_reduce.after_publish:kill@2        the second time that this process hits the failpoint
-    shm.*.enter:delay=0.01#1                   rank 1 only, every time; the last of several for one failpoint counts
+    shm.*.enter:delay=0.01#1                   rank 1 only, every time
 
-Failpoints let tests hit a rank in the middle of a call without a clock. Python code hits a failpoint in `reach`,
-compiled code in kernels/failing.py; both use one table. If the setting is empty, the kernels contain no failpoints:
-kernels with failpoints are other files in the cache (compiler/jit.py).
+If several items name one failpoint, the last of them counts.
+
+Failpoints let tests make a rank fail in the middle of a call, without a clock. Python code hits a failpoint in `reach`,
+compiled code in kernels/failing.py. If the setting is empty, the kernels contain no failpoints; kernels with failpoints
+have files of their own in the cache (compiler/jit.py). Python and compiled code share one table, which has a row of
+64-bit words for each failpoint:
 
     word of a row   meaning
     ACTION          what to do, 0: nothing
@@ -129,7 +132,7 @@ TABLE = ctypes.addressof(_words)
 
 
 class FailpointError(Exception):
-    """The error of the action `raise`; like an error of a bug or of the user's code, it is no FastcollError."""
+    """The error of the action `raise`. It is no FastcollError, as an error of the user's code would be none."""
 
 
 class Point(NamedTuple):

@@ -34,20 +34,21 @@ from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
 _POLL_SECONDS = 0.01
-_CONNECT_SECONDS = 5.0  # after this the address may belong to a rank 0 that was killed before it removed it
+# How long to try an address. After that it may be that of an earlier rank 0, killed before it removed its address.
+_CONNECT_SECONDS = 5.0
 
 
 @functools.cache
 def register() -> None:
-    """Register the backend with Ray; importing this module does it, and further calls do nothing.
+    """Register the backend with Ray. Importing this module calls this; further calls do nothing.
 
-    The runtime environment's `worker_process_setup_hook="fastcoll.ray.register"` does it in every worker.
+    With `worker_process_setup_hook="fastcoll.ray.register"` in Ray's runtime environment, every worker calls this.
     """
     register_collective_backend("fastcoll", FastcollGroup)
 
 
 class FastcollGroup(BaseGroup):  # type: ignore[misc]
-    """A group of Ray's collectives over the group `fastcoll`, whose errors it raises; all calls block.
+    """A group of Ray's collectives, which calls a group of fastcoll and raises its errors; all calls block.
 
     Ray passes each array in a list of one, and each list of arrays in a list of one. Only processes with several GPUs
     have longer lists; these need an NCCL group. Making the group is collective and takes at most FASTCOLL_TIMEOUT

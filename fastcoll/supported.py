@@ -1,8 +1,8 @@
 """The supported platforms and versions. This module is imported before all others, and refuses other platforms.
 
 Compiled code relies on the memory layouts of CPython and NumPy, and on the memory model of x86_64: elsewhere it would
-not fail but give wrong results. kernels/__init__.py, which imports Numba, checks Numba's version, because finding it
-out without that import takes 40 ms.
+not fail but give wrong results. kernels/__init__.py, which imports Numba, checks Numba's version, because reading the
+version without that import would take 40 ms.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def check_version(package: str, version: str) -> None:
 
 
 def check_range(package: str, version: str) -> None:
-    """Raise ImportError if a package, whose internals are used, is older or newer than the versions tested."""
+    """Raise ImportError if a package, of which internals are used, is older or newer than the versions tested."""
     oldest, newest = TESTED[package]
     if not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
         first, last = (".".join(map(str, each)) for each in (oldest, newest))

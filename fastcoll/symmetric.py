@@ -30,7 +30,7 @@ __all__ = ["empty", "get", "is_symmetric", "peer", "put", "signal", "wait", "zer
 def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Group = None) -> Any:
     """Make an array on every rank of the group, in memory that all of them share; collective.
 
-    This rank frees its memory with the last array that refers to it, even after the group was destroyed.
+    This rank's memory is freed when no array refers to it any longer. This may be after the group was destroyed.
 
     Args:
         shape, dtype: the same on all ranks; any dtype of a fixed size.
@@ -39,7 +39,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Grou
         An ndarray, C-contiguous; None outside the group.
 
     Raises:
-        MismatchError: shape or dtype differ; the text has those of each rank.
+        MismatchError: the ranks' shapes or dtypes differ; the text has those of each rank.
         ResourceError: /dev/shm is too small; on all ranks.
         UnavailableError: the group's backend has no shared memory.
 
@@ -73,7 +73,7 @@ def peer(x: Array, rank: int | None = None, *, group_rank: int | None = None) ->
 
 
 def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None = None) -> None:
-    """Write `value` into another rank's array, at the elements that x has in this rank's; x does not change.
+    """Write `value` into another rank's array, at the position that x has in this rank's; x does not change.
 
     Args:
         value: an array of x's shape and dtype.
@@ -85,10 +85,10 @@ def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None
 def get(
     x: Array, rank: int | None = None, out: Array | None = None, *, group_rank: int | None = None
 ) -> Array:
-    """Read another rank's array, at the elements that x has in this rank's.
+    """Read another rank's array, at the position that x has in this rank's.
 
     Args:
-        out: receives the elements, and may be x itself; None: a new, ordinary array does.
+        out: the array that receives the elements; it may be x itself. None: a new, ordinary array receives them.
 
     Returns:
         `out`, or the new array.
@@ -125,7 +125,7 @@ def wait(
         timeout: seconds or a timedelta; None for the group's own.
 
     Raises:
-        CollectiveTimeoutError, PeerDiedError, AbortedError: no signal comes any longer; the group has failed.
+        CollectiveTimeoutError, PeerDiedError, AbortedError: no signal came, and the group has failed.
     """
     memory, target_rank = _memory_and_rank(x, rank, group_rank)
     limit = None if timeout is None else positive_seconds(timeout, 0.0)

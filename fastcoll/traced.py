@@ -14,7 +14,7 @@ _MODULES = ("fastcoll.api.collectives", "fastcoll.api.objects", "fastcoll.api.p2
 
 
 def mark(public: dict[str, Any]) -> None:
-    """Set the attribute of each public function that communicates."""
+    """Set the attribute `_torchdynamo_inline` of each public function that communicates."""
     for function in public.values():
         if isinstance(function, FunctionType) and function.__module__ in _MODULES:
             vars(function)["_torchdynamo_inline"] = _traced_by_operators(function.__name__)

@@ -1,7 +1,8 @@
-"""`python -m fastcoll.warmup`: compile the kernels now that programs would compile at their first use.
+"""`python -m fastcoll.warmup`: compile now what programs would compile at their first use.
 
-The results go to the directory from which every process of this user loads: `__pycache__` beside the sources, the
-user's cache directory if that is not writable, or NUMBA_CACHE_DIR. Run it in container images and before large jobs.
+The results go to the directory from which every process of this user loads compiled code: `__pycache__` beside the
+sources, the user's cache directory if `__pycache__` is not writable, or NUMBA_CACHE_DIR. Run this command when you
+build a container image, and before large jobs.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_entries() -> dict[str, Entry]:
-    """Return all entries by name; those of TCP and MPI have the names `tcp.NAME`."""
+    """Return all entries, the compiled functions that Python calls, by name; those of TCP and MPI are `tcp.NAME`."""
     from .net.mpi.compiled import ENTRIES as MPI
     from .net.tcp.entries import ENTRIES as TCP
     from .shm.backend import ENTRIES as SHM
@@ -77,7 +78,7 @@ def all_entries() -> dict[str, Entry]:
 
 
 def _for_compiled_callers() -> dict[str, Callable[[], object]]:
-    """Return, by name, the functions that compile or load the functions that compiled callers call."""
+    """Return functions by name, each of which compiles or loads one that compiled callers (njit, JAX) call."""
     from .kernels.c_entries import c_entry_address
     from .kernels.call_frames import handler_address
     from .shm.callers import NATIVE_CALLS, native_call
