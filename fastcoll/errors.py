@@ -109,7 +109,7 @@ class RpcError(FastcollError):
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
-    """A remote call was not answered in time; it goes on at the other worker, and its answer is dropped."""
+    """A remote call was not answered in time; the call goes on at the other worker, and its answer is dropped."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_timed_out(message))
@@ -120,7 +120,7 @@ class RemoteError(RpcError):
 
 
 class GroupError(FastcollError):
-    """The group has failed; every later call on it raises the same cause.
+    """The group has failed; every later call on it raises this error again.
 
     Attributes:
         ranks: the global ranks at fault, if known.

@@ -132,7 +132,7 @@ TABLE = ctypes.addressof(_words)
 
 
 class FailpointError(Exception):
-    """The error of the action `raise`. It is no FastcollError, as an error of the user's code would be none."""
+    """The error of the action `raise`. Like an error of the user's code or of a bug, it is not a FastcollError."""
 
 
 class Point(NamedTuple):

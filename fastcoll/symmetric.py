@@ -1,8 +1,8 @@
 """Symmetric arrays: ordinary ndarrays that the other ranks of the node can read and write in place.
 
 `empty` and `zeros` are collective. The other functions are one-sided: a rank reads or writes a peer's array (`peer`,
-`put`, `get`) while the peer takes no part. It can `signal` the peer, which can `wait` for that. Between a write and a
-read of the same elements by two ranks there must be a signal, a barrier or another collective.
+`put`, `get`) while the peer takes no part. A rank can `signal` a peer, which can `wait` for the signal. Between a write
+and a read of the same elements by two ranks there must be a signal, a barrier or another collective.
 
 `rank` is a global rank, `group_rank` a rank inside the array's group. Give one of the two.
 """
@@ -58,7 +58,7 @@ def zeros(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Grou
 
 
 def is_symmetric(x: Any) -> bool:
-    """Whether x is a symmetric array or a view of one, of this rank or of a peer."""
+    """Return whether x is a symmetric array or a view of one, of this rank or of a peer."""
     return isinstance(x, np.ndarray) and memory_of(x) is not None
 
 

@@ -23,7 +23,7 @@ from ..rendezvous.attempts import ELSEWHERE, MADE, Attempts, ProcessName, loss_o
 from .job import Job
 from .joining import JoinQueue, Start, passes_barrier
 
-# How long a launcher may take to notice that a process has ended whose loss the ranks have detected.
+# How long a launcher may take to notice the end of a process whose loss the ranks have detected.
 _SEEN_SECONDS = 10.0
 _LOOK_SECONDS = 60.0  # the length of one wait for an attempt's outcome
 

@@ -25,7 +25,7 @@ class Job:
     is_joiner: bool = field(default=False, init=False)  # this rank was admitted to a running job
     _places: dict[ProcessGroup, str] = field(
         default_factory=dict, init=False
-    )  # key prefixes of the other groups
+    )  # key prefixes of the groups besides the world
     _over: dict[str, int] = field(
         default_factory=dict, init=False
     )  # groups whose members have all left: how many groups every rank must have made before the other keys are deleted
@@ -76,8 +76,8 @@ class Job:
     def left(self, group: ProcessGroup) -> None:
         """Record that this rank has left a group. The last member to leave deletes the group's keys.
 
-        The members' requests for the group stay until every rank of the world has made this many groups, because a rank
-        that has left out a call of new_group detects this by reading them.
+        The members' requests for the group stay until every rank of the world has finished as many calls of new_group,
+        because a rank that has left out a call detects this by reading them.
         """
         place = self._places.pop(group, None)
         if place is None:
@@ -86,7 +86,7 @@ class Job:
         with suppress(StoreError):  # rank 0 is gone, or stopped
             all_left = self.lease.store.retire(f"{place if is_counted else key}/", group.size)
             if all_left and is_counted:
-                # After this group a rank has made this many: the world is the first, group0 the second.
+                # A rank that has finished this call has made this many groups: the world first, then group0.
                 self._over[key] = int(key.removeprefix("group")) + 2
                 self._retire_settled()
 

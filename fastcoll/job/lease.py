@@ -64,7 +64,7 @@ class StoreLease:
             if self.rank == 0:
                 self._await_others(min(grace, _INTERRUPTED_SECONDS) if self._interrupted else grace, gone)
             self.store.set_timeout(min(before.total_seconds(), _PUBLISH_SECONDS))
-            with suppress(StoreError):  # as in _count
+            with suppress(StoreError):  # the ranks that would read it are gone
                 self.store.set(f"farewell/{self.rank}", exit_reason)
             self._count(_LEFT)
         finally:

@@ -36,7 +36,7 @@ def leave(
     Args:
         error: the exception that is being handled or has ended this process, if any. Then no operation is completed,
             except after SystemExit with code 0 or None.
-        let_go: a function that closes the groups by `close` below; None: only `close` is called.
+        let_go: a function that closes the groups by `close` below; None: `leave` calls `close` itself.
 
     Returns:
         An error that names the operations that failed, or were never completed, without the program noticing: it never

@@ -106,7 +106,10 @@ def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
 
 
 def _level(group: ProcessGroup, members: Sequence[Member]) -> Level:
-    """Return a group as a Level, at which survivors look for one another; `members` are named as in the first group."""
+    """Return a group as a Level, at which survivors look for one another.
+
+    `members` are its members as the failed group has them, because a new default group gives them other ranks.
+    """
 
     def gone() -> list[int]:
         monitor, others = group.monitor, [rank for rank in range(group.size) if rank != group.rank]

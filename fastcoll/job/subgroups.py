@@ -47,7 +47,7 @@ def new_group(
 
     Args:
         ranks: global ranks, in any order. None: all.
-        timeout: seconds or timedelta, for making it and for every call on it; None: the world's.
+        timeout: seconds or timedelta, for making the group and for every call on it; None: the world's.
         backend: as for `init_process_group`; None: the world's.
         pg_options: must be None; no backend has options.
         use_local_synchronization: only members call this; rank 0 of the world must not leave before they return.

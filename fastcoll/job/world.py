@@ -360,7 +360,8 @@ def _start(
         if found.rank == 0:
             config.warn_of_unknown()
 
-        def close_store(_: object, error: BaseException | None, trace: object) -> None:  # Ctrl-C: at once
+        def close_store(_: object, error: BaseException | None, trace: object) -> None:
+            # After Ctrl-C close the store at once.
             found.close(_FAILED_START_SECONDS if isinstance(error, Exception) else 0.0)
 
         undo.push(close_store)

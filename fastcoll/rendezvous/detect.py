@@ -1,9 +1,10 @@
 """Rank, world size and address from the environment variables of launchers, as a pure function of a mapping.
 
-It reads the variables of torch-style launchers (fastcoll.launch, torchrun, by hand), Open MPI, MPICH and Intel MPI
-(Hydra), MVAPICH and Slurm. A mistake here starts worlds that wait for one another, so variables that contradict one
-another are an error. Two nestings are usual and allowed: Slurm's variables are the outermost, read only if no other
-launcher has set any; a torch-style agent, recognised by LOCAL_WORLD_SIZE, is the innermost.
+`detect` reads torch's variables (set by fastcoll.launch, torchrun or by hand), and those of Open MPI, MPICH and Intel
+MPI (Hydra), MVAPICH and Slurm. With a wrong rank or size, ranks would wait for others that never come, so variables
+that contradict one another are an error. Two cases are usual and allowed, in which one launcher starts another: Slurm
+is the outermost, so its variables are read only if no other launcher has set any; a torch-style agent, recognised by
+LOCAL_WORLD_SIZE, is the innermost.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack,
 logger = logging.getLogger("fastcoll")
 
 _JOIN, _ARRIVALS = "join", "arrivals"
-# How long the second process that claims a rank waits for the registration of the first one, to name it.
+# How long the second process that claims a rank waits for the registration of the first one, to name it in the error.
 _NAMING_SECONDS = 2.0
 
 
@@ -207,7 +207,7 @@ def arrive(
     between: Callable[[], None] | None = None,
     began: float | None = None,
 ) -> int:
-    """Join the meeting in `store` and wait for the others; return its rank. `between`, `began`: as for Meeting.
+    """Join the meeting in `store`, and return this process's rank. `between`, `began`: as for Meeting.
 
     Raises:
         FullError: other processes have filled the world.

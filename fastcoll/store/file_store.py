@@ -54,8 +54,9 @@ _LEAVE_SECONDS = 5.0
 class FileStore(TableStore):
     """Keys and values in the file `file_name`, appended under an fcntl lock. Thread safe.
 
-    The file is created with mode 0600. The last participant removes it when it closes the store, or when its process
-    exits normally. A file left by killed processes is recognised by their pids and start times, and cleared.
+    The file is created with mode 0600. It is removed when the last participant closes the store, or when the process of
+    that participant exits normally. A file left by killed processes is recognised by their pids and start times, and
+    cleared.
 
     Args:
         file_name: a path in an existing directory, on a file system with fcntl locks (NFS has them).
@@ -136,7 +137,7 @@ class SharedLog:
     def __init__(self, path: str, limit: float) -> None:
         self.path = path
         self._me = os.urandom(8)
-        self._offset: int  # of the end of the records that were read
+        self._offset: int  # offset of the end of the records that were read
         self._begin: int  # offset of the first valid record
         self._opened: int  # how many participants have ever opened the file
         self._forget()

@@ -1,7 +1,7 @@
 """The job's secret: where it comes from, and how both ends of a connection prove that they have it.
 
-Any process with the secret may join the job. It authenticates the opening of connections; it encrypts nothing. The
-first of these is used:
+Any process with the secret may join the job. The secret authenticates the opening of connections; it encrypts nothing.
+The first of these is used:
 
     given            FASTCOLL_SECRET, else the content of the file FASTCOLL_SECRET_FILE
     none             with FASTCOLL_INSECURE=1
@@ -219,7 +219,8 @@ def _make(path: Path) -> None:
     """
     if path.parent != _MACHINES:
         _check_folder(path.parent)
-        for folder in (path.parent.parent, path.parent):  # but not a missing home, as root could
+        # A missing home is not created, although root could do that.
+        for folder in (path.parent.parent, path.parent):
             folder.mkdir(0o700, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

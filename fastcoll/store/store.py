@@ -310,13 +310,13 @@ def _items(what: str, items: Any) -> list[Any]:
 
 
 def not_set(keys: Sequence[str], limit: float, count: int | None = None) -> StoreTimeoutError:
-    """Return the error for `count` keys, the first of them `keys`, that were not set within `limit` seconds."""
+    """Return the error for `count` keys, of which `keys` are the first, that were not set within `limit` seconds."""
     names = listed([repr(key) for key in keys], count)
     were = "was" if (len(keys) if count is None else count) == 1 else "were"
     return StoreTimeoutError(f"{names} {were} not set in the store within {limit:g} s")
 
 
 def listed(items: Sequence[object], count: int | None = None) -> str:
-    """Return the first of `count` items, `items`, as text for messages."""
+    """Return a text that names the first LISTED of `items` and the number of the others; `count`: of all items."""
     more = (len(items) if count is None else count) - LISTED
     return ", ".join(map(str, items[:LISTED])) + (f" and {more} more" if more > 0 else "")

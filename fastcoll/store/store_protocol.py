@@ -94,8 +94,8 @@ class StoreServer:
         # Connections without an answer; answered ones without a proof, with the time of the answer. Oldest first.
         self._opening: dict[int, None] = {}
         self._proving: dict[int, float] = {}
-        # Peers that wait for a key. A peer is registered under one missing key of its request at a time; when that key
-        # is set, it is registered under its next missing key.
+        # Peers that wait for a key (parked peers). A peer is registered under one missing key of its request at a time;
+        # when that key is set, the peer is registered under its next missing key.
         self._parked: dict[bytes, set[int]] = {}
         # (deadline, number, peer), soonest first; an entry that is not its peer's current deadline is skipped.
         self._deadlines: list[tuple[float, int, int]] = []

@@ -54,7 +54,7 @@ class Op(IntEnum):
     POP = 11  # removes the first item of the queue under a key; removing the last item removes the key
     KEYS = 12  # the keys after a key, in order, as many as fit into an answer
     WILL = 13  # a key that the server sets when the connection ends, unless it is set; without a key: no will
-    RETIRE = 14  # removes the keys with this prefix once as many clients have sent it as its value
+    RETIRE = 14  # removes the keys with this prefix once so many clients have sent this as its value says
 
 
 # Op -> (fewest keys, most keys, values for each key)

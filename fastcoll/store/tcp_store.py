@@ -58,11 +58,11 @@ class TCPStore(TableStore):
         port: the server's port; 0: the master takes a free one.
         world_size: the number of processes that open the store, including the master; None: any number.
         is_master: serve the store in this process.
-        timeout: of blocking operations, and of connecting.
+        timeout: the time limit of blocking operations, and of connecting.
         wait_for_workers: the master waits here until `world_size` processes have come.
         multi_tenant: share the server of an earlier master on this port in this process.
         master_listen_fd: a listening socket that the master serves, and finally closes.
-        use_libuv: has no effect, like `libuvBackend`; torch has several servers.
+        use_libuv: has no effect, like `libuvBackend`, because fastcoll has only one kind of server.
         port_note: appended to the warning that no connection can be made.
 
     Raises:
@@ -212,7 +212,7 @@ class TCPStore(TableStore):
         return fields
 
     def _another(self, deadline: float) -> TCPConnection:
-        """Open another connection to the server; this may fail if it is stopped, starved, flooded or far away."""
+        """Open another connection; this may fail if the server is stopped, starved, flooded or far away."""
         grace = max(deadline - time.monotonic(), 0.0)
         try:
             connection = connect(self.host, self.port, self._secret, grace, was_there=True)
