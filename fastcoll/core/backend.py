@@ -1,7 +1,8 @@
-"""The contracts of what carries out a group's operations: Backend for host arrays, DeviceCarrier for arrays on GPUs.
+"""The interfaces that carry out a group's operations: Backend for host arrays, DeviceCarrier for arrays on GPUs.
 
-All members make a backend together, with a gate that it shares with its group. Operations need only `plan` and `fast`;
-messages belong to the engine (p2p/), the state of the peers to the monitor. DeviceCarriers are in fastcoll/gpu/.
+All members of a group make its backend together. The backend and the group share one gate (gate.py), which decides
+which thread may run a call. Collectives use only `plan` and `fast` of a backend. The engine (p2p/) carries out
+messages, and the monitor (monitor.py) keeps the states of the peers. DeviceCarriers are in fastcoll/gpu/.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .work import Work
 
 
 class Messages(Protocol):
-    """Messages between the ranks of a group. Arrays are imported and arguments checked."""
+    """Messages between the ranks of a group. The caller has imported the arrays and checked the arguments."""
 
     def send(self, x: ImportedArray, dst: int, tag: int) -> None:
         """Post a send as `isend` does, and wait for it.
@@ -35,19 +36,20 @@ class Messages(Protocol):
         """
 
     def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
-        """Post a receive as `irecv` does, wait for it, and return the sender's rank. Raises as `send`."""
+        """Post a receive as `irecv` does, wait for it, and return the sender's rank. Raises the errors of `send`."""
 
     def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
-        """Post a send; the array belongs to it until it is complete.
+        """Post a send. The caller may not change the array until the send is complete.
 
-        It is complete when a receive has taken the message; to this rank, when the message is buffered. With NCCL a
-        message to this rank is complete when its receive is posted.
+        A send is complete when a receive has taken the message; a send to this rank itself, as soon as the message is
+        buffered, or with NCCL when its receive is posted.
         """
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         """Post a receive, from any rank if `src` is None; the Work's result is the sender's rank.
 
-        `status` is filled before the receive is complete; with one, the message may be shorter than the array.
+        If a `status` is given, it is filled before the receive is complete, and the message may be shorter than the
+        array.
         """
 
 
@@ -61,35 +63,38 @@ class HostMessages(Messages, Protocol):
     timeout: float
 
     def probe(self, src: int | None, tag: int) -> Status:
-        """Wait for a message that a receive would take; it is not received."""
+        """Wait for a message that a receive with these arguments would take, and do not receive it."""
 
     def iprobe(self, src: int | None, tag: int) -> Status | None:
         """Return what `probe` would find now, or None. Never waits."""
 
     def is_entered(self) -> bool:
-        """Whether messages wait for this thread: it is the progress thread, or a signal handler inside a call."""
+        """Whether messages cannot progress while the calling thread waits for them.
+
+        The calling thread is the progress thread, or runs a signal handler that has interrupted a call.
+        """
 
     def poll(self) -> None:
         """Progress messages as far as possible without waiting."""
 
     def is_in_vain(self, work: Any) -> bool:
-        """Whether no live rank can send the message that a posted operation needs."""
+        """Whether a posted operation needs a message that no live rank can send."""
 
     def abort(self) -> None:
-        """End what is under way, because the group has failed. From any thread; does not wait."""
+        """End the operations under way, because the group has failed. Any thread may call it; does not wait."""
 
 
 class SymmetricMemory(ABC):
-    """One array for each rank of a group, all mapped by every rank, at equal distances in this process's memory.
+    """Memory with one array for each rank of a group; every rank maps all arrays, at equal distances.
 
-    It is the base of the ndarrays that lie in it, so it lives as long as any of them.
+    Every ndarray in this memory refers to the SymmetricMemory as its `base`, so it lives as long as any of them.
 
     Attributes:
-        ranks: global ranks.
+        ranks: the group's global ranks.
         rank: this process's rank in the group.
-        address: of group rank 0's array.
+        address: the address of group rank 0's array in this process.
         stride: bytes from one rank's array to the next.
-        nbytes: of each array.
+        nbytes: the size of each array.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, address: int, stride: int, nbytes: int) -> None:
@@ -109,13 +114,15 @@ class SymmetricMemory(ABC):
         return np.ndarray(shape, dtype, np.asarray(self), self.rank * self.stride)
 
     def peer(self, x: Array, rank: int) -> Array:
-        """Return the part of group rank `rank`'s array at the offset that x has in its rank's array."""
+        """Return the ndarray in group rank `rank`'s array that corresponds to x: same offset, shape and dtype."""
         offset = (x.__array_interface__["data"][0] - self.address) % self.stride
         return np.ndarray(x.shape, x.dtype, np.asarray(self), offset + rank * self.stride, x.strides)
 
     @abstractmethod
     def copy(self, dst: Array, src: Array) -> None:
-        """Copy src to dst: both C-contiguous, of one dtype and size, without overlap. Does not wait for peers.
+        """Copy src to dst, without waiting for peers.
+
+        Both are C-contiguous, have the same dtype and size, and do not overlap.
 
         Raises:
             GroupError: the group has failed.
@@ -124,17 +131,21 @@ class SymmetricMemory(ABC):
 
     @abstractmethod
     def signal(self, rank: int, channel: int) -> None:
-        """Send one signal to group rank `rank`, which then sees all earlier writes of this rank. Raises as `copy`."""
+        """Send one signal to group rank `rank`, which then sees all earlier writes of this rank.
+
+        Raises the errors of `copy`.
+        """
 
     @abstractmethod
     def wait(self, rank: int, channel: int, timeout: float | None) -> None:
-        """Receive one signal of group rank `rank`; blocks until there is one.
+        """Receive one signal of group rank `rank`; block until there is one.
 
         Args:
             timeout: seconds; None for the group's own.
 
         Raises:
-            GroupError: the peer died, left, or sent none in time; the group has failed, as after a collective.
+            GroupError: the peer died, left, or sent no signal in time. The group has then failed, as after a collective
+                that raises GroupError.
             NotInitializedError: the group was destroyed.
             UsageError: another thread waits for the same signals.
         """
@@ -146,9 +157,9 @@ class SymmetricMemory(ABC):
 
 
 class RecoveryEndpoint(ABC):
-    """How the members of a failed group find one another: each can publish where it serves a store.
+    """Lets the members of a failed group find one another: a member publishes where it serves a key-value store.
 
-    Ranks are group ranks. It works until the group is closed, whatever has failed.
+    Ranks are group ranks. The endpoint works until the group is closed, even though the group has failed.
     """
 
     host: str
@@ -156,7 +167,7 @@ class RecoveryEndpoint(ABC):
 
     @abstractmethod
     def offer(self, port: int) -> None:
-        """Publish the port of `host` at which this member serves a store; 0: it serves none."""
+        """Publish the port on `host` at which this member serves a store; 0 if it serves none."""
 
     @abstractmethod
     def seek(self, rank: int) -> tuple[str, int] | None:
@@ -168,7 +179,7 @@ class RecoveryEndpoint(ABC):
 
 
 def memory_of(x: Array) -> SymmetricMemory | None:
-    """Return the symmetric memory in which an ndarray lies; None: it is an ordinary array."""
+    """Return the symmetric memory in which an ndarray lies, or None for an ordinary array."""
     base: Any = x
     while isinstance(base, np.ndarray):
         base = base.base
@@ -176,12 +187,12 @@ def memory_of(x: Array) -> SymmetricMemory | None:
 
 
 class NativeCalls(ABC):
-    """How compiled callers call a group's operations without Python: by native calls (kernels/c_entries.py).
+    """The native calls of a group: C functions (kernels/c_entries.py) for compiled callers that run no Python.
 
     Attributes:
-        context: the first argument of collectives.
-        mailbox: the first argument of messages.
-        memory: owns what both lead to.
+        context: a handle, the first argument of the native calls of collectives.
+        mailbox: a handle, the first argument of the native calls of messages.
+        memory: an object that keeps the memory behind both handles alive.
     """
 
     context: int
@@ -190,19 +201,22 @@ class NativeCalls(ABC):
 
     @abstractmethod
     def open(self, op: int, call: int, dtype: np.dtype[Any] | None, reduce_op: ReduceOp | None) -> int:
-        """Return the address of an operation's native call; 0: there is none.
+        """Return the address of an operation's native call, or 0 if it has none.
 
         Args:
-            call: the word that the caller passes for this call's dtype and reduction; it is valid from now on.
+            call: the number that the caller will pass to the native call for this dtype and reduction. The native call
+                accepts it once `open` has returned.
         """
 
     @abstractmethod
     def go_on(self, code: int, op: int, words: tuple[int, ...], x: Callable[[], Array]) -> int:
-        """Continue a native call that has returned `code`, neither DONE nor LATER. Blocks; raises as the method.
+        """Continue a native call that has returned a `code` other than DONE and LATER; block until it is complete.
+
+        Raises the errors of the ProcessGroup's method for the operation.
 
         Args:
-            words: the arguments of the native call behind the first one.
-            x: makes the array of its `data` argument.
+            words: the arguments of the native call after the first one.
+            x: returns the array at the native call's `data` argument.
 
         Returns:
             The sender's group rank for a receive; else 0.
@@ -210,18 +224,22 @@ class NativeCalls(ABC):
 
     @abstractmethod
     def take_over(self) -> None:
-        """Have the engine take over all requests of compiled callers that were not waited for.
+        """Have the engine (p2p/engine.py) continue all requests that compiled callers have posted and not waited for.
 
-        They are in p2p/handles.py afterwards. Blocks while another thread drives messages.
+        Afterwards p2p/handles.py has a Work for the number of each request. Blocks while another thread moves this
+        rank's messages.
         """
 
     @abstractmethod
     def stay_awake(self) -> None:
-        """Keep the progress thread awake after Python has posted a receive, so that the next ones need no Python."""
+        """Keep the progress thread awake after Python has posted a receive for a compiled caller.
+
+        So the caller's next receives need no Python to wake the thread.
+        """
 
     @abstractmethod
     def torn(self, op: int, error: BaseException) -> None:
-        """Fail a call that is half-done, because a signal handler has raised as `go_on` began or returned."""
+        """Fail a half-done call after a signal handler has raised an exception just before or after `go_on`."""
 
 
 class Backend(ABC):
@@ -229,8 +247,8 @@ class Backend(ABC):
 
     Attributes:
         name: as in `backend=`.
-        natively: the kinds of operations that it plans itself; the others are composed of these.
-        native_calls: for compiled callers; None: their calls go through Python.
+        natively: the kinds of operations that the backend plans itself; other kinds are composed of these.
+        native_calls: for compiled callers; None if their calls go through Python.
     """
 
     name: ClassVar[str]
@@ -242,22 +260,22 @@ class Backend(ABC):
 
     @abstractmethod
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        """Make the call that carries out an operation of a kind in `natively`.
+        """Return the call that carries out an operation whose kind is in `natively`: a function without arguments.
 
-        Does not block, and sends nothing. The call is run by the thread that holds `gate.lock`; it blocks, and raises
-        GroupError or MismatchError. The operation's arrays belong to it until it returns.
+        `plan` does not block, and sends nothing. The thread that holds `gate.lock` runs the call, which blocks, and may
+        raise GroupError or MismatchError. Nothing else may use the operation's arrays until the call returns.
 
         Args:
             timeout: seconds for this call; None for the group's own.
 
         Raises:
-            UsageError, ArrayError: this backend cannot carry it out; the caller informs the peers.
+            UsageError, ArrayError: this backend cannot carry out the operation; the caller informs the peers.
         """
 
     def fast(self, group: Any) -> Mapping[str, Callable[..., Any]]:
-        """Return, by name, functions that replace the methods of a ProcessGroup in `group.fast`.
+        """Return the functions that `group.fast` has instead of the ProcessGroup's methods, by the methods' names.
 
-        Each handles the plain case with one compiled call, and calls the method for all other cases.
+        Each function handles the plain case with one compiled call, and calls the method in all other cases.
         """
         return {}
 
@@ -266,17 +284,17 @@ class Backend(ABC):
         self.gate.timeout = self.messages.timeout = seconds
 
     def learn(self, dtype: np.dtype[Any]) -> None:  # noqa: B027 - most have no need
-        """Make a dtype known to short cuts of messages, if they have a table of dtypes."""
+        """Add a dtype to the table that the backend's compiled functions for messages use, if they have one."""
 
     def symmetric_memory(self, group: Any, nbytes: int, label: str) -> SymmetricMemory:
-        """Make memory of `nbytes` for each rank that all ranks map. Collective. See symmetric.py.
+        """Make a memory with `nbytes` for each rank, and map it on all ranks. Collective. See symmetric.py.
 
         Args:
             group: the ProcessGroup.
             label: the shape and dtype that the memory is for; the same on all ranks.
 
         Raises:
-            UnavailableError: this backend has none.
+            UnavailableError: this backend has no symmetric memory.
         """
         raise UnavailableError(
             f"the group {self.gate.name} runs on {self.name}, which has no symmetric arrays; make one of the ranks of "
@@ -297,11 +315,12 @@ class Backend(ABC):
     def begin_at_once(self) -> None:  # noqa: B027 - most have none
         """Let asynchronous operations begin on their callers' threads if the progress threads have no free cores.
 
-        For callers that compute meanwhile. The progress thread still does what has to wait for peers.
+        Called for programs that compute while operations are under way. The progress thread still does all work that
+        has to wait for peers.
         """
 
     def fail(self, error: GroupError) -> None:
-        """Fail the group with an error, and publish it. From any thread. The first reason stays."""
+        """Fail the group with an error, and publish it, unless the group has failed already. Any thread may call it."""
         self.monitor.fail(error)
         self.messages.abort()
 
@@ -314,19 +333,19 @@ class Backend(ABC):
         self.fail(error)
 
     def stop(self) -> None:  # noqa: B027 - most have nothing to do
-        """End calls under way, because the group has failed (`gate.failure`). From any thread; does not wait."""
+        """End calls under way, because the group has failed (`gate.failure`). Any thread may call it; does not wait."""
 
     @abstractmethod
     def close(self, reason: GroupError | None) -> None:
         """Leave the group and release everything. Called once.
 
         Args:
-            reason: why the group failed; None: the end is orderly.
+            reason: why the group failed; None if it has not failed.
         """
 
     @abstractmethod
     def disown(self, error: GroupError) -> None:
-        """Make every use raise `error`, in a child of fork. Sends and publishes nothing."""
+        """Make every later use in this process, a child of fork, raise `error`. Sends and publishes nothing."""
 
 
 class StreamCall(ABC):
@@ -334,19 +353,19 @@ class StreamCall(ABC):
 
     @abstractmethod
     def start(self, name: str, owners: Sequence[ImportedArray]) -> Work:
-        """Queue the work behind that of the arrays' streams, then `finish` the owners. Does not wait for a GPU.
+        """Queue the work after all work on the arrays' streams, then `finish` the owners. Does not wait for a GPU.
 
-        The Work's `wait` makes the current stream of the arrays' library wait, not the host; its `is_completed` queries
-        the GPU.
+        `wait` of the Work does not block the host: it makes the current stream of the arrays' library wait.
+        `is_completed` queries the GPU.
         """
 
     def __call__(self) -> None:
-        """Start, and make the stream wait, for callers that handle plain calls only."""
+        """Start the call and make the stream wait for it, for callers that expect a call without arguments."""
         self.start("a call on a GPU", ()).wait()
 
 
 class DeviceCarrier(ABC):
-    """Carries out the operations of one group on arrays in the memory of GPUs, and its messages."""
+    """Carries out the operations and messages of one group on arrays in GPU memory."""
 
     natively = WITH_ARRAYS
 
@@ -354,46 +373,48 @@ class DeviceCarrier(ABC):
 
     @abstractmethod
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        """Make the call that carries out an operation: one that blocks, or a StreamCall.
+        """Return the call that carries out an operation: a function that blocks, or a StreamCall.
 
-        Does not block, and sends nothing.
+        `plan` does not block, and sends nothing.
 
         Raises:
-            UsageError, ArrayError: what can be checked without the peers is wrong.
+            UsageError, ArrayError: the operation is wrong, as far as this rank can check without its peers.
         """
 
     @abstractmethod
     def import_array(self, x: Any, *, writable: bool, what: str) -> ImportedArray:
-        """Import an array on a GPU, as `arrays.import_array` imports host arrays; `array` is a dense DeviceArray.
+        """Import an array on a GPU, as `arrays.import_array` imports a host array.
 
-        Strided arrays are packed on their own stream.
+        `array` of the result is a contiguous DeviceArray. A strided array is packed on its own stream.
 
         Raises:
             ArrayError: the array cannot be used, or is read-only although the call writes.
-            UnavailableError: an extra is missing.
+            UnavailableError: a package of an optional dependency group ("extra") is not installed.
         """
 
     @property
     def splits(self) -> bool:
-        """Whether `split` can be called; the same on all ranks, between calls."""
+        """Whether `split` can be called. While no call is in progress, the answer is the same on all ranks."""
         return False
 
     def split(self, group: Any) -> DeviceCarrier | None:
-        """Make the carrier of a new group of some of this group's ranks from this carrier. Collective; blocks.
+        """Make a carrier for a new group, whose ranks are some of this group's. Collective in this group; blocks.
 
         Args:
-            group: the new ProcessGroup, with its ranks in this group's order; None on ranks that are not in it, for
-                which the result is None as well.
+            group: the new ProcessGroup, with its ranks in this group's order; None on ranks that are not in it.
+
+        Returns:
+            The new group's carrier; None on ranks that are not in it.
 
         Raises:
-            GroupError: it cannot be made; this carrier's group has failed.
+            GroupError: the carrier cannot be made. This carrier's group has then failed.
         """
         raise NotImplementedError
 
     @abstractmethod
     def abort(self) -> None:
-        """End what is under way, because the group has failed. From any thread; does not wait."""
+        """End the operations under way, because the group has failed. Any thread may call it; does not wait."""
 
     @abstractmethod
     def close(self, reason: GroupError | None) -> None:
-        """Release everything. Called once; `reason` says why the group failed, None: the end is orderly."""
+        """Release everything. Called once. `reason`: why the group failed; None if it has not failed."""

@@ -1,9 +1,10 @@
 """The gate of a group: which thread may run a collective call now.
 
-Calls of one group run one at a time and in the order in which they were made: on the caller's thread if no earlier call
-is under way, else on the group's progress thread. The thread holds `lock` while its call runs. If a thread enters the
-gate while it is inside already, the caller is a signal handler that has interrupted a call; it is refused, since it
-would wait for itself. Compiled calls do not take `lock`; their backend reports them through `also`.
+Calls of one group run one at a time and in the order in which they were made. A synchronous call runs on its caller's
+thread if no earlier call is queued, every other call on the group's progress thread. The thread holds `lock` while its
+call runs. If a thread makes a call while it is inside another one, the caller is a signal handler that has interrupted
+that call. The new call is refused, since it would wait for the interrupted one. Compiled calls do not take `lock`;
+their backend gives the gate tests for them (`also`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ class Gate:
     """The gate of one group, and the group's state that its backend needs.
 
     Attributes:
-        name, ranks, rank, timeout, failure: of the group.
+        name, ranks, rank, timeout, failure: those of the group.
         closed: the group was destroyed in this process.
         lock: held by the thread whose call runs.
-        refusal: the text that the peers read if that call was refused.
-        queue: asynchronous calls, and the calls behind them.
-        unobserved: asynchronous operations that no thread has waited for.
+        refusal: why this rank refused the current call, as its peers read it; "" if the call was not refused.
+        queue: the queue of asynchronous calls, and of synchronous calls made while it is not empty.
+        unobserved: asynchronous operations that are under way, or have failed without any thread checking.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -48,7 +49,12 @@ class Gate:
         return len(self.ranks)
 
     def also(self, inside: Callable[[], bool], busy: Callable[[], bool]) -> None:
-        """Add tests for compiled calls, which do not take `lock`: is this thread in one, is any thread in one."""
+        """Add tests for compiled calls, which do not take `lock`.
+
+        Args:
+            inside: returns whether this thread is in a compiled call.
+            busy: returns whether any thread is in a compiled call.
+        """
         self._also_inside, self._also_busy = inside, busy
 
     def name_of(self, what: str, number: int) -> str:
@@ -71,7 +77,7 @@ class Gate:
         return self.queue.pending > 0 or self.lock.locked() or self._also_busy()
 
     def may_wait(self) -> bool:
-        """Whether this thread may wait for operations under way: they progress without it."""
+        """Whether this thread may wait for operations under way, because they progress without this thread."""
         return not (self.closed or self.is_inside() or is_progressing())
 
     def in_turn(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -85,13 +91,13 @@ class Gate:
             self._inside.discard(thread)
 
     def is_clear(self) -> bool:
-        """Whether no call is ahead of a call of this thread, so that `in_turn` may run it now."""
+        """Whether no queued call comes before a call of this thread, so that `in_turn` may run it now."""
         return not self.queue.pending and threading.get_ident() not in self._inside
 
     def submit(self, name: str, job: Callable[[], Any], observed: bool = False) -> Work:
         """Queue a job behind all earlier ones on the progress thread, and return its Work.
 
         Args:
-            observed: no thread needs to observe the result.
+            observed: whether an error that no thread checks need not be reported at the end.
         """
         return self.unobserved.note(self.queue.submit(name, job), observed)

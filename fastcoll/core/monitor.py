@@ -1,8 +1,9 @@
 """The monitor of a group's peers: whether they live, and when a call that waits for them must fail.
 
-A kernel that cannot progress returns within 100 ms; `Wait.look` then either lets it be called again or raises. A peer's
-failure is declared only if the kernel, called once more after the evidence was seen, still cannot progress, because
-data that a peer published before it left or died is valid.
+A *kernel*, the compiled function that carries out an operation, returns within 100 ms if it cannot progress. Then
+`Wait.look` either raises, or returns so that the kernel is called again. `Wait.look` raises for a peer's failure only
+after it has seen the evidence twice, with one more call of the kernel in between: data that a peer published before it
+left or died is valid, and the kernel may need nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..record.recorder import GroupRecorder
 from ..system.processes import Member
 
 _log = logging.getLogger("fastcoll")
-# The state that a rank publishes. LEAVING: it starts no operation, and still receives messages sent to it.
+# The states that a rank publishes. A rank that is LEAVING starts no operation, but still receives messages.
 IN_ORDER, LEFT, FAILED, LEAVING = range(4)
 _MOST_CHARACTERS = 300  # of an exception's text
 
@@ -53,12 +54,12 @@ def describe_exit(error: BaseException | None, ended: bool = False) -> str:
 
 
 class Monitor(ABC):
-    """The states of a group's ranks: one rank's view, and what it publishes.
+    """The states of a group's ranks as one rank sees them, and the state that this rank publishes.
 
     Attributes:
         failure: why the group failed; set once.
-        on_failure: called when it is set.
-        record: the flight record, in which the waits of this rank are written.
+        on_failure: a function that is called when `failure` has been set.
+        record: the group's flight record (record/), in which this rank writes what it waits for.
         exit_reason: the text that the peers read when this rank leaves.
     """
 
@@ -85,19 +86,19 @@ class Monitor(ABC):
         """Return the reason that a rank has published: why it FAILED the group, or why it left."""
 
     def _blamed(self, rank: int) -> tuple[Sequence[int], bool]:
-        """Return the global ranks that a FAILED rank blames (none: itself), and whether they were late."""
+        """Return the global ranks that a FAILED rank blames, and whether they were late. If empty, it blames itself."""
         return (), False
 
     @abstractmethod
     def _dead(self, working: Sequence[Member]) -> list[Member]:
-        """Return the members that are proven dead, of some that have neither left nor failed."""
+        """Return those of the members `working` whose processes are proven dead."""
 
     def name(self, rank: int) -> str:
         """Name a rank for an error text: global rank, host and pid."""
         return str(self.members[rank])
 
     def fail(self, error: GroupError) -> None:
-        """Record and publish why the group failed. The first reason stays."""
+        """Record and publish why the group failed, unless it has failed already."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -110,7 +111,7 @@ class Monitor(ABC):
         self.on_failure()
 
     def start_to_leave(self) -> None:
-        """Publish that this rank starts no more operations in the group; it still receives messages."""
+        """Publish that this rank starts no more operations in the group, but still receives messages."""
         with self._lock:
             if self.failure is None and not self._retired:
                 self._leaving = True
@@ -140,7 +141,7 @@ class Monitor(ABC):
         if self.failure is not None:
             return self.failure
         states = self._states()
-        # A rank that failed or left has published the reason; the end of its process afterwards is no evidence.
+        # A rank that failed or left has published its reason, so the later end of its process is not checked.
         others = [rank for rank in range(len(states)) if rank != self.rank]
         working = [self.members[rank] for rank in others if states[rank] in (IN_ORDER, LEAVING)]
         if dead := self._dead(working):
@@ -163,8 +164,8 @@ class Monitor(ABC):
 
         Args:
             blamed: global ranks that the peer blames.
-            late: the peer's call has timed out waiting for them. Then it is a timeout here too, unless this rank is
-                one of them.
+            late: the peer's call has timed out waiting for the blamed ranks. Then this rank's error is a timeout too,
+                unless this rank is one of them.
         """
         text = f"{self.name(rank)} failed the group: {reason}; {doing}"
         waits = late and self.members[self.rank].rank not in blamed
@@ -178,11 +179,11 @@ class Wait:
     Args:
         doing: the call, for error texts: "all_reduce(float32, 4 elements, op=SUM), call 12".
         late: returns the group ranks that have not arrived.
-        started: by time.monotonic; None: now.
-        is_message: the operation is a message, whose wait the engine records (p2p/checks.py).
+        started: when the operation started, by time.monotonic; None: now.
+        is_message: whether the operation is a message. Then p2p/checks.py records the wait, and `look` does not.
 
     Attributes:
-        hint: returns another possible cause of the delay, behind a semicolon.
+        hint: a function that returns another possible cause of the delay, which begins with "; ", or "".
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class Wait:
                 [self._monitor.members[rank].rank for rank in late],
             )
         if found is not None and self._seen:
-            # Tracebacks of earlier raises would keep their frames and arrays alive.
+            # Without the tracebacks of earlier raises, which would keep their frames and arrays alive.
             raise found.with_traceback(None)
         self._seen = found is not None
         if waited >= self._warn_after:
@@ -224,12 +225,12 @@ class Wait:
             _log.warning("%s has waited %.0f s for %s%s", self._doing, waited, self._names(late), self.hint())
 
     def over(self) -> None:
-        """Record the end of a wait outside of a call; the record of a call has its end anyway."""
+        """Record the end of a wait outside of a call. Inside a call it is not needed: the call's end is recorded."""
         if self._monitor.record is not None:
             self._monitor.record.waits_no_more(0)
 
     def worked(self) -> None:
-        """Check an operation that is slow but progresses: raise only on a failure of the group or the deadline."""
+        """Check an operation that is slow but progresses: raise only if the group has failed or the time is over."""
         self._seen = False
         if self._monitor.failure is not None:
             raise self._monitor.failure.with_traceback(None)

@@ -1,13 +1,16 @@
-"""The signature of a collective call, which ranks compare before data moves, and the error if it differs.
+"""The signature of a collective call, which ranks compare before data moves, and the error if ranks differ in it.
+
+A signature is three words:
 
     call     bits 0-7 operation, 8-15 dtype, 16-31 reduce operation, 32-47 root, 48-60 detail, 61 COALESCED, 62 UNEVEN
-    shape    bytes that a rank contributes; ranks may differ in it when UNEVEN is set
-    balance  a hash of the sizes that the rank sends minus one of those that it expects; if all sizes match, the sum
-             over all ranks is 0
+    shape    the number of bytes that a rank contributes; ranks may differ in it if UNEVEN is set
+    balance  a hash of the sizes that the rank sends minus a hash of the sizes that it expects; if all sizes match, the
+             sum over all ranks is 0
 
-All fields but the detail can be decoded, so that an error can show what each rank called. The detail is a checksum of
-what has no field: a dtype that is not in the table, and the division of a coalesced call. The upper bits of a coalesced
-call's checksum are in the field that its operation does not use: the root's, or the reduce operation's.
+All fields but the detail can be decoded, so an error can show what each rank called. The detail is a checksum of values
+that do not fit in the other fields: a dtype that is not in the table `_DTYPES`, and the arrays of a coalesced call (one
+call on a list of arrays). The upper bits of a coalesced call's checksum are in the field that the operation does not
+use: the root's or the reduce operation's.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ def encode(
     """Return the call word without the root.
 
     Args:
-        parts: of a coalesced call, its arrays' sizes or other numbers in which ranks must agree.
+        parts: for a coalesced call, its arrays' sizes or other numbers in which ranks must agree.
     """
     kind, code = KINDS[operation], dtype_code(dtype)
     checksum = zlib.crc32(repr(list(parts)).encode()) if parts else 0
@@ -103,7 +106,7 @@ def dtype_code(dtype: np.dtype[Any] | None) -> int:
 
 
 def itemsize_of(code: int) -> int:
-    """Return the size of an element in bytes, from a dtype's code; 0: it is not in the table."""
+    """Return the size of an element in bytes, from a dtype's code; 0 if the dtype is not in the table."""
     name = _DTYPES[code & 0xFF] if 0 < code & 0xFF < len(_DTYPES) else ""
     return np.dtype(name.replace("bfloat16", "uint16")).itemsize if name else 0
 
@@ -118,7 +121,10 @@ _OBJECTS = {
 
 
 def describe(call: int, shape: int) -> str:
-    """Format a call for error texts, as in `all_reduce(float32, 12 bytes, op=SUM)`; 0, 0: not published yet."""
+    """Format a call for error texts, as in `all_reduce(float32, 3 elements, op=SUM)`.
+
+    A `call` of 0 means that the rank has not published its call yet.
+    """
     if not call:
         return "a call that is not published yet"
     name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
@@ -177,7 +183,7 @@ _WORD = (1 << 64) - 1
 
 
 def weigh(src: int, dst: int, nbytes: int) -> int:
-    """Hash "rank src sends rank dst so many bytes" to a signed 64-bit word; compiled in kernels/primitives.py."""
+    """Return a hash of the three numbers as a signed 64-bit word. kernels/primitives.py has the same, compiled."""
     mixed = ((nbytes + 1) * STEP + (src << 32) + dst) & _WORD
     mixed = (mixed ^ (mixed >> 30)) * FIRST & _WORD
     mixed = (mixed ^ (mixed >> 27)) * SECOND & _WORD
@@ -185,9 +191,10 @@ def weigh(src: int, dst: int, nbytes: int) -> int:
 
 
 def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
-    """Return the hashes of what a rank sends each peer minus those of what it expects, as a signed 64-bit word.
+    """Return the sum of hashes of the sizes that a rank sends minus those that it expects, as a signed 64-bit word.
 
-    The sum over all ranks is 0 modulo 2**64 if all sizes agree; if they differ, it is 0 once in 2**64 cases.
+    The sum of the balances of all ranks is 0 modulo 2**64 if all sizes agree. If sizes differ, it is 0 only in one of
+    2**64 cases.
     """
     given = sum(weigh(rank, peer, n) for peer, n in enumerate(gives) if peer != rank and n >= 0)
     taken = sum(weigh(peer, rank, n) for peer, n in enumerate(takes) if peer != rank and n >= 0)
@@ -195,7 +202,7 @@ def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
 
 
 def shape_of(sizes: Sequence[int]) -> int:
-    """Encode sizes that all ranks know in one number: their sum if they are equal, else a negative hash."""
+    """Encode sizes, all of which every rank knows, in one number: their sum if all are equal, else a negative hash."""
     if len(set(sizes)) == 1:
         return sum(sizes)
     return -1 - (sum(weigh(peer, peer, n) for peer, n in enumerate(sizes)) & (1 << 62) - 1)
@@ -214,7 +221,7 @@ Gather = Callable[[NDArray[Any], NDArray[Any]], object]
 """Gathers an array of each rank (second argument) into the rows of the first argument, on all ranks."""
 
 NOTE_BYTES = 1024
-_MOST_TABLES = 256  # ranks; the tables of sizes of more ranks are too large to gather
+_MOST_TABLES = 256  # ranks; in larger groups, the tables of sizes are too large to gather for an error
 
 
 def _from_all(own: NDArray[Any], size: int, gather: Gather) -> NDArray[Any]:
@@ -224,13 +231,13 @@ def _from_all(own: NDArray[Any], size: int, gather: Gather) -> NDArray[Any]:
 
 
 def write_note(text: str, note: NDArray[Any]) -> None:
-    """Write a text into NOTE_BYTES zeros; a longer text is cut off."""
+    """Write a text into `note`, an array of NOTE_BYTES zeros; cut off a longer text."""
     data = np.frombuffer(text.encode()[:NOTE_BYTES], np.uint8)
     note[: data.size] = data
 
 
 def gather_texts(text: str, size: int, gather: Gather) -> list[str]:
-    """Gather a text of each rank, of up to NOTE_BYTES. Collective."""
+    """Gather one text of at most NOTE_BYTES from each rank. Collective."""
     note = np.zeros(NOTE_BYTES, np.uint8)
     write_note(text, note)
     notes = _from_all(note, size, gather)
@@ -244,7 +251,7 @@ def comparable(heads: Sequence[Head]) -> list[Head]:
 
 
 def mismatch(text: str, number: int, group: str) -> MismatchError:
-    """Make the error that every rank raises; `text` has the calls of all ranks."""
+    """Make the error that every rank raises; `text` describes the calls of all ranks."""
     return MismatchError(
         f"the ranks' calls do not match (call {number} of group {group!r}): {text}; "
         "all ranks must make the same calls in the same order"
@@ -284,9 +291,12 @@ def describe_mismatch(
     tables: Callable[[], Sequence[Sizes]] = tuple,
     describe: Callable[[Sequence[Sizes], Sequence[int]], str] = describe_sizes,
 ) -> str:
-    """Format the calls of all ranks, or, if they are equal, the sizes that differ (`describe` of `tables`).
+    """Format the calls of all ranks, or, if they are equal, the sizes that differ.
 
-    `tables` is called on all ranks or on none.
+    Args:
+        heads: the call word and shape of each rank.
+        tables: returns the sizes of all ranks; called on all ranks or on none, since it may gather.
+        describe: formats the differences in what `tables` returns.
     """
     heads = comparable(heads)
     operation = OPERATIONS[heads[0][0] & 0xFF].rpartition(":")[2]
@@ -308,17 +318,18 @@ def difference(
     also: str = "",
     notes: Sequence[str] | None = None,
 ) -> MismatchError:
-    """Make the error of a call that does not match. Collective: all ranks have the same heads.
+    """Make the error for a call in which ranks differ. Collective: all ranks call this with the same heads.
 
-    If ranks have refused their calls, the error has their reasons, and the calls of the other ranks.
+    If some ranks have refused their calls, the error has their reasons, and the calls of the other ranks.
 
     Args:
-        gate: of the group; `gate.refusal` is this rank's reason, if it has refused its call.
-        number: of the call.
-        sizes: of this rank.
+        heads: the call word and shape of each rank.
+        gate: the group's; `gate.refusal` is this rank's reason, if it has refused its call.
+        number: the call's number in the group.
+        sizes: those of this rank.
         describe: formats the differences in the sizes of all ranks.
-        also: a difference besides the heads.
-        notes: the reasons of all ranks, if they are known; else they are gathered.
+        also: a text about a difference that the heads do not show.
+        notes: the reasons of all ranks for refusing, if the caller has them; else they are gathered.
     """
     size, ranks = gate.size, gate.ranks
 

@@ -1,7 +1,7 @@
 """Work, the handle of an asynchronous operation, and the queue that runs operations in order.
 
 A group has one ProgressQueue. Its thread starts with the first asynchronous call and ends after 5 s without one.
-Kernels release the GIL, so the caller computes meanwhile.
+Compiled functions release the GIL while they run, so the caller can compute meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("fastcoll")
 
 class _Here(threading.local):
     progress = (
-        False  # whether this thread runs operations; on the class, since getattr's default costs 0.4 us
+        False  # whether this thread runs operations; on the class, because a default in getattr costs 0.4 us
     )
 
 
@@ -42,7 +42,7 @@ ENDLESS = threading.TIMEOUT_MAX
 """Seconds to wait if there is no limit. If a library's handler of SIGINT has SA_RESTART set, as that of polars, Linux
 restarts a wait without a limit, and Ctrl-C would not end it."""
 
-_forks = 0  # between this process and the one that imported this file
+_forks = 0  # the number of forks between this process and the one that imported this file
 
 
 def _count_fork() -> None:
@@ -74,7 +74,7 @@ def seconds(timeout: Timeout, default: float) -> float:
 
 
 def is_progressing() -> bool:
-    """Whether this is a progress thread, so that the caller is a Work's callback."""
+    """Whether the calling thread is a progress thread. User code there is always a Work's callback."""
     return _here.progress
 
 
@@ -98,17 +98,17 @@ def refuse_to_block(what: str) -> None:
 class Work(Future[Any]):
     """The handle of an asynchronous operation.
 
-    The arrays of the call belong to the operation until it is complete. Several threads may wait for a Work, and more
-    than once. `concurrent.futures.wait` and `as_completed` take it. It cannot be cancelled, since the other ranks may
-    have begun the operation.
+    The program may not use the call's arrays until the operation is complete. Several threads may wait for a Work, and
+    each more than once. `concurrent.futures.wait` and `as_completed` accept Works. A Work cannot be cancelled, since
+    the other ranks may have begun the operation.
     """
 
     needs_message = False
     """Whether the operation ends only by a message that may never be sent."""
 
     # Most operations end before a thread blocks for them, so events, locks and lists of callbacks are made on first
-    # use. The thread that makes one sets `_awaited` before it checks `ended`; `complete` sets `ended` before it checks
-    # `_awaited`. So at least one of them sees the other.
+    # use. A thread that makes one sets `_awaited` before it checks `ended`; `complete` sets `ended` before it checks
+    # `_awaited`. So at least one of the two threads sees what the other has set.
     ended = _awaited = _observed = False  # _observed: a thread has read how the operation ended
     _result: Any = None
     error: BaseException | None = None
@@ -122,14 +122,15 @@ class Work(Future[Any]):
 
     @property
     def end_event(self) -> threading.Event:
-        """Set when the operation has ended."""
+        """The event that is set when the operation has ended."""
         self._awaited = True
         event: threading.Event = self.__dict__.setdefault("_end", threading.Event())
         if self.ended:
             event.set()
         return event
 
-    # What concurrent.futures uses of a Future. No thread waits on the condition, so a lock is enough.
+    # `_condition` and `_waiters` are the private attributes that concurrent.futures.wait and as_completed use. No
+    # thread waits on the condition, so a lock is enough.
     @property
     def _condition(self) -> Any:  # type: ignore[override]
         self._awaited = True
@@ -151,7 +152,7 @@ class Work(Future[Any]):
         return f"<Work {self.describe}: {how}>"
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Block until the operation is complete; True when it succeeded.
+        """Block until the operation is complete, then return True, or raise the error that ended it.
 
         Args:
             timeout: seconds or timedelta; None: until the group's own timeout ends the operation.
@@ -172,7 +173,7 @@ class Work(Future[Any]):
                 raise CollectiveTimeoutError(f"{self.describe} is not complete after {limit:g} s")
         self._observed = True
         if self.error is not None:
-            # Tracebacks of earlier waits would keep their frames and arrays alive.
+            # Without the tracebacks of earlier waits, which would keep their frames and arrays alive.
             raise self.error.with_traceback(None)
         return True
 
@@ -189,7 +190,10 @@ class Work(Future[Any]):
             )
 
     def join(self) -> None:
-        """Wait without a timeout, on any thread; one group's progress thread may wait for another group."""
+        """Wait as `wait` does, without a timeout and on any thread, for the package's own code.
+
+        For example, one group's progress thread may wait for an operation of another group.
+        """
         if not self.ended:
             self._await_end(ENDLESS)
         self._observed = True
@@ -197,15 +201,15 @@ class Work(Future[Any]):
             raise self.error.with_traceback(None)
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not. Never blocks."""
+        """Whether the operation has ended, with success or an error. Never blocks."""
         return self.ended
 
     def is_success(self) -> bool:
-        """Whether the operation has ended well. Never blocks."""
+        """Whether the operation has ended without an error. Never blocks."""
         return self.is_completed() and self.exception() is None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error that ended the operation, or None. Unlike a Future's, never blocks; ignores `timeout`."""
+        """Return the error that ended the operation, or None. Never blocks; ignores `timeout`, unlike a Future's."""
         if not self.ended:
             return None
         self._observed = True
@@ -214,14 +218,14 @@ class Work(Future[Any]):
     def result(self, timeout: Timeout = None) -> Any:
         """Wait as `wait` does, then return what the synchronous call would have returned.
 
-        That is the sender's rank for a receive, a new array for an operation in place on an immutable one (JAX's), and
-        None for all others.
+        That is the sender's rank for a receive, a new array for an in-place operation on an immutable array (JAX's),
+        and None for all other operations.
         """
         self.wait(timeout)
         return self._result
 
     def done(self) -> bool:
-        """`is_completed`, by the name that futures have for it."""
+        """Return `is_completed()`; futures have this name for it."""
         return self.is_completed()
 
     def running(self) -> bool:
@@ -229,14 +233,14 @@ class Work(Future[Any]):
         return self._state == RUNNING and not self.is_completed()
 
     def cancelled(self) -> bool:
-        """False."""
+        """Return False: a Work cannot be cancelled."""
         return False
 
     def cancel(self) -> bool:
-        """False: the other ranks may have begun the operation."""
+        """Return False without an effect, since the other ranks may have begun the operation."""
         return False
 
-    def source_rank(self) -> int | Any:  # Any, so that callers that have received need no check for None
+    def source_rank(self) -> int | Any:  # Any, so that callers of a receive need no check for None
         """Wait, then return the rank that a receive got its message from; None for all other operations."""
         result = self.result()
         return int(result) if isinstance(result, Integral) else None
@@ -244,7 +248,7 @@ class Work(Future[Any]):
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call `callback(work)` on the progress thread when the operation has ended, or now if it already has.
 
-        An exception of a callback is logged. A callback may not wait for other operations.
+        An exception that a callback raises is logged. A callback may not wait for other operations.
         """
         if self.ended:
             self._call(callback)
@@ -255,7 +259,7 @@ class Work(Future[Any]):
             self._call_back()
 
     def synchronize(self) -> None:
-        """`wait`, by torch's other name for it."""
+        """Call `wait()`; torch has both names."""
         self.wait()
 
     def get_future(self) -> WorkFuture:
@@ -313,8 +317,8 @@ class Work(Future[Any]):
 class WorkFuture(futures.Future[Any]):
     """The result of `Work.get_future`: a concurrent.futures.Future with torch's methods.
 
-    The value is the list of the operation's output arrays in host memory, as NumPy arrays; for a receive, it is a list
-    of the sender's rank.
+    The value is the list of the operation's output arrays in host memory, as NumPy arrays. For a receive, it is a list
+    with one item, the sender's rank.
     """
 
     __slots__ = ("_work",)
@@ -327,7 +331,7 @@ class WorkFuture(futures.Future[Any]):
         return f"the future of {self._work!r}"
 
     def _await(self, timeout: Timeout) -> None:
-        """Wait for the operation, then for a callback of `then`, which may still run on another thread."""
+        """Wait for the operation, and then until this future is set, which another thread may do a little later."""
         refuse_to_block("waiting for a Work's future")
         self._work.wait(timeout)
         self.block(ENDLESS)
@@ -342,7 +346,7 @@ _W = TypeVar("_W", bound=Work)
 class UnobservedWorks:
     """The asynchronous operations of a group that are under way, or have failed without any thread checking.
 
-    A rank that leaves completes the first, and reports the others (leaving.py).
+    When a rank leaves the group, job/leaving.py waits for the former, and reports the errors of the latter.
     """
 
     _MOST_FAILED = 16  # since each keeps its arrays alive
@@ -351,7 +355,7 @@ class UnobservedWorks:
         self._works: dict[Work, None] = {}
 
     def note(self, work: _W, observed: bool = False) -> _W:
-        """Add an operation and return it. `observed`: no thread needs to check its result."""
+        """Add an operation and return it. `observed`: do not report its error if no thread checks it."""
         self._works[work] = None
         work._noted_by = self
         if observed:
@@ -406,7 +410,7 @@ class ProgressQueue:
         self._count = word
 
     def submit(self, describe: str, job: Callable[[], Any]) -> Work:
-        """Queue `job` behind all earlier ones; its result or exception becomes the Work's.
+        """Queue `job` behind all earlier ones, and return a Work that gets its result or exception.
 
         Raises:
             AbortedError: the queue is closed.
@@ -425,7 +429,7 @@ class ProgressQueue:
         return work
 
     def close(self, timeout: float = 5.0) -> None:
-        """Fail queued operations, and end the thread. Closing twice is fine."""
+        """Fail the queued operations, and end the thread. A second call has no effect."""
         with self.changed:
             self._closed = True
             left, self._jobs = self._jobs, deque()
