@@ -1,4 +1,4 @@
-"""Checks of operations under way: the group's failure, deadlines, dead peers; and the record of the waits.
+"""Checks of the operations under way (the group's failure, deadlines, dead peers), and the record of their waits.
 
 Only the holder of the lock (lock.py) calls `check`. Any thread that has waited may call `record`.
 """
@@ -18,7 +18,7 @@ class Checks:
     """The checks of the operations under way.
 
     Attributes:
-        next: when the operations are to be checked again, by time.monotonic.
+        next: the time of the next check, by time.monotonic.
         recorded: how many waiting operations are in the group's record.
     """
 
@@ -34,7 +34,7 @@ class Checks:
         The other operations of that kind and peer wait for the same rank, with later deadlines.
 
         Raises:
-            GroupError: the group has failed, an operation is late, or no live peer can complete it.
+            GroupError: the group has failed, an operation is late, or no live peer can complete an operation.
         """
         now = time.monotonic()
         if self._monitor.failure is not None:
@@ -57,7 +57,7 @@ class Checks:
                     pipe.check(number)
 
     def record(self, before: float) -> None:
-        """Write the oldest operations that were posted before a time, and still wait, to the group's record."""
+        """Write to the group's flight record the oldest operations that were posted before a time and still wait."""
         record = self._monitor.record
         if record is None:
             return

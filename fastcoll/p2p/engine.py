@@ -1,11 +1,12 @@
 """The operations of messages: send, recv, isend, irecv and probe of one rank.
 
-The Engine makes a Transfer of each call. The Transfer begins either with one compiled call of the pipe, a short cut, or
-in the Exchange under the lock (progress.py). A short cut that returns before its message is complete keeps the pipe
-taken, so that no other thread can use the pipe until the Engine has given the message to the Exchange. A blocking call
-is a short cut, or a post and a wait.
+A *pipe* (pipe.py) moves bytes to and from peers; the Exchange (exchange.py) matches messages and receives. The Engine
+makes a Transfer (transfers.py) for each call. A Transfer begins in one of two ways: with a *short cut*, one compiled
+call of the pipe, or in the Exchange, under the lock (lock.py). A blocking call tries a short cut; otherwise it posts a
+Transfer and waits for it. A short cut that returns before its message is complete keeps the pipe locked, so no other
+thread can use the pipe until the Engine has given the message to the Exchange.
 
-An operation's callbacks run on the progress thread.
+The progress thread (thread.py) runs the callbacks of operations.
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ class Engine:
     `timeout` seconds after it was posted.
 
     Args:
-        routes: by rank, the pipe to it and its number in that pipe; any pipe for this rank.
+        routes: for each rank, the pipe to it and its number in that pipe. For this rank itself, any pipe.
         rank: this process's group rank.
-        monitor: of the group.
+        monitor: the group's.
         timeout: seconds that an operation may take.
 
     Attributes:
-        adopts: called with the number and the operation when the engine takes over a compiled caller's request.
-        inbox: posted operations that have not begun, in their order; a short cut may not post while there are any.
-        queued: by rank, sends that have been admitted and not begun; a short cut may not send past them.
+        adopts: a function that is called when the engine takes over a compiled caller's request, with the request's
+            number and its Transfer.
+        inbox: posted operations that have not begun, in order. Short cuts may not post while it is not empty.
+        queued: for each rank, the sends that the Exchange has accepted and not begun. A short cut may not overtake
+            them.
     """
 
     def __init__(self, routes: list[tuple[Pipe, int]], rank: int, monitor: Monitor, timeout: float) -> None:
@@ -72,7 +75,9 @@ class Engine:
     # ---- the four operations ----------------------------------------------------------------------
 
     def send(self, x: ImportedArray, dst: int, tag: int) -> None:
-        """Send, and block until a receive has taken the message; to this rank, until it is buffered.
+        """Send, and block until a receive has taken the message; return at once if `dst` is this rank.
+
+        A message to this rank itself is buffered.
 
         Raises:
             MismatchError: the receiver's array has another size or dtype.
@@ -94,7 +99,7 @@ class Engine:
             raise
 
     def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
-        """Receive from `src`, or from any rank; block, and return the sender.
+        """Receive from `src` (None: from any rank), block until the message is complete, and return the sender.
 
         If a `status` is given, it is filled, and the message may be shorter than the array.
 
@@ -121,7 +126,7 @@ class Engine:
         return -1 - code if src is None else src
 
     def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
-        """Post a send. The Work is complete when a receive has taken the message; to this rank, at once."""
+        """Post a send. Its Work is complete when a receive has taken the message, or at once if `dst` is this rank."""
         return self._post(Send(self._progress, x.array.copy() if dst == self.rank else x.array, dst, tag))
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
@@ -158,14 +163,17 @@ class Engine:
     def resume_receive(
         self, status: int, array: Array, src: int | None, tag: int, imported: ImportedArray | None = None
     ) -> int:
-        """Continue a blocking receive whose short cut has returned `status`, at least DONE; return the sender."""
+        """Continue a blocking receive whose short cut has not completed it; return the sender.
+
+        `status` is what the short cut has returned.
+        """
         return int(self._finish_blocking(Receive(self._progress, array, src, tag, imported), status))
 
     def _hand_over(self, transfer: Transfer, pipe: Pipe) -> None:
-        """Give an incomplete message of a short cut, which has kept its pipe taken, to the Exchange.
+        """Give the incomplete message of a short cut to the Exchange, and release the pipe.
 
-        Another thread may do so at the same time with another pipe, so `_handing_over` guards the Exchange. No thread
-        holds the lock meanwhile, because the lock takes every pipe.
+        Another thread may do this at the same time for another pipe, so `_handing_over` guards the Exchange. No thread
+        can hold the lock meanwhile, because the holder of the lock has taken every pipe.
         """
         try:
             if self._lock.is_closed:
@@ -197,7 +205,7 @@ class Engine:
             raise
 
     def _crossing(self, peer: int) -> str:
-        """Explain a send that no receive takes, when the peer may be blocked in a send to this rank."""
+        """Return a hint for the error of a send that no receive takes: the peer may be blocked in a send as well."""
         pipe, number = self._routes[peer]
         if not pipe.has_unread(number) and not self._exchange.peers[peer].kept_messages:
             return ""
@@ -207,20 +215,26 @@ class Engine:
         )
 
     def torn(self, error: BaseException, doing: str) -> None:
-        """After an exception around a short cut: fail the group if the short cut has left its message incomplete."""
+        """Fail the group if an exception has ended a short cut whose message is incomplete.
+
+        Such a short cut has kept its pipe.
+        """
         for pipe in self._pipes:
             if pipe.is_mine():
                 self._progress.blame(error, doing)
                 self._progress.let_go(pipe)
 
     def sent(self, number: int, array: Array, dst: int, tag: int) -> Work:
-        """Make the Work of a send whose short cut has put all of message `number` into its pipe, still taken."""
+        """Make the Work of a send whose short cut has put all of message `number` into its pipe; release the pipe."""
         send = Send(self._progress, array, dst, tag)
         self._progress.let_go(self._exchange.note_sent(send, number))
         return send
 
     def armed(self, array: Array, src: int, tag: int) -> Work:
-        """Make the Work of a receive that a short cut has armed in its pipe, still taken."""
+        """Make the Work of a receive that a short cut has armed, and release the pipe.
+
+        The pipe completes an armed receive by itself when the message arrives.
+        """
         receive = Receive(self._progress, array, src, tag)
         self._progress.let_go(self._exchange.note_armed(receive))
         return receive
@@ -234,7 +248,10 @@ class Engine:
     # ---- posting ----------------------------------------------------------------------------------
 
     def _post(self, transfer: _T) -> _T:
-        """Begin an operation: by a short cut, by this thread if the lock is free, or later by its holder."""
+        """Begin an operation by a short cut, or in the Exchange.
+
+        If another thread holds the lock, that thread begins the operation later.
+        """
         if self.monitor.failure is not None:
             raise self.monitor.failure
         if self._lock.is_closed:
@@ -286,7 +303,7 @@ class Engine:
             self.adopts(posted.number, transfer)
 
     def take_over(self) -> None:
-        """Take over all requests of compiled callers; blocks while another thread drives."""
+        """Take over all requests of compiled callers; block while another thread holds the lock."""
         while not self._lock.is_closed and not self.has_lock():
             if self._progress.acquire():
                 try:
@@ -309,17 +326,20 @@ class Engine:
         peers = range(len(self.monitor.members)) if work.peer is None else (work.peer,)
         if not all(peer == self.rank or self.monitor.has_left(peer) for peer in peers):
             return False
-        # The peers' state is read before the queues, because what the peers sent was matched before they left. Two
-        # operations of this rank may match each other, so the inbox must be empty. An operation that has matched needs
-        # no live peer, even if another thread is still copying its message.
+        # The peers' states are read before the queues, because all messages of the peers were matched before the peers
+        # left. Two operations of this rank may match each other, so the inbox must be empty. An operation that has
+        # matched needs no live peer, even if another thread is still copying its message.
         return not self.inbox and self._exchange.is_unmatched(work)
 
     def is_entered(self) -> bool:
-        """Whether messages wait for this thread: it is the progress thread, or a signal handler inside a call."""
+        """Whether messages cannot progress while the calling thread waits for them.
+
+        The calling thread is the progress thread, or runs a signal handler that has interrupted a call.
+        """
         return self._progress.thread.is_current() or self.has_lock()
 
     def has_lock(self) -> bool:
-        """Whether this thread holds a pipe: then the caller is a signal handler, or a callback of an ImportedArray."""
+        """Whether this thread holds a pipe, so the caller is a signal handler or a callback of an ImportedArray."""
         return self._lock.is_mine()
 
     def stay_awake(self) -> None:
@@ -327,11 +347,11 @@ class Engine:
         self._progress.thread.wake(anyway=True)
 
     def abort(self) -> None:
-        """Have everything under way check the group's state at once. From any thread."""
+        """Have all threads that move messages check the group's state at once. Any thread may call it."""
         self._progress.abort()
 
     def close(self, error: GroupError | None) -> None:
-        """End what is under way with `error`, and retire the pipes. Closing twice is fine."""
+        """End all operations with `error`, and release the pipes. A second call has no effect."""
         self._progress.close(error)
 
     def _refuse_nesting(self, name: str) -> None:

@@ -1,7 +1,7 @@
-"""The events of a rank's pipes, one after the other: taken from the pipes, handled by the Exchange.
+"""Takes the events of a rank's pipes (pipe.py), one at a time, and has the Exchange (exchange.py) handle them.
 
-A rank has one pipe, or two: to the ranks of its node and to the others. Two pipes are polled in turn, so that neither
-starves. Only the holder of the lock (lock.py) calls these methods.
+A rank has one pipe, or two: one to the ranks of its node and one to all others. Two pipes are polled in turn, so that
+neither starves. Only the holder of the lock (lock.py) calls these methods.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ BUDGET = 0.05
 POLL = 5e-5
 """Seconds between two polls of what cannot be waited for."""
 
-_CHECK_EVERY = 64  # events, when there is always one
+_CHECK_EVERY = 64  # events between two checks, if there is always an event
 
 
 class Events:
     """Takes events from the pipes and has the Exchange handle them.
 
     Args:
-        routes: as of the engine.
+        routes: as for the Engine.
         check: raises when the group has failed or a deadline has passed.
-        is_wanted: whether another thread needs this one to return from waiting.
+        is_wanted: returns whether another thread needs this thread to return from waiting.
 
     Attributes:
         handled: for each pipe, how many of its events were handled.
@@ -54,7 +54,7 @@ class Events:
         return self._ranks[self._lock.pipes.index(pipe)][number]
 
     def advance(self, wait: bool) -> bool:
-        """Move bytes and handle the next event; False: there was none, in the end after BUDGET seconds."""
+        """Move bytes and handle the next event; return False if there is none, with `wait` after BUDGET seconds."""
         if len(self.handled) == 1:
             return self._advance_one(0, wait)
         return self._advance_both() if wait else self._poll_both()
@@ -66,11 +66,11 @@ class Events:
         return self.handle(index, event, nested)
 
     def handle(self, index: int, event: int, nested: int) -> bool:
-        """Handle what `advance` of a pipe has returned; False: nothing.
+        """Handle the event that a pipe's `advance` has returned; return False if there was none.
 
         Args:
-            nested: `lock.nested` from before `advance`. If a signal handler has driven since, it has handled this
-                event, and the pipe returns the next one.
+            nested: `lock.nested` from before `advance`. If it has changed, a signal handler has driven meanwhile and
+                handled this event, so the event is ignored here.
         """
         lock = self._lock
         lock.is_consistent = False
@@ -96,7 +96,7 @@ class Events:
         return False
 
     def _advance_both(self) -> bool:
-        """Wait in the only pipe that operations need, or poll both, with naps in between."""
+        """Wait in the only pipe that operations need. If they need both, poll both, and sleep in between."""
         awaited = [any(self._needs(t, pipe) for t in self._exchange.live) for pipe in self._lock.pipes]
         if sum(awaited) == 1:
             return self._advance_one(awaited.index(True), True)

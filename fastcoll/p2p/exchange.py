@@ -1,16 +1,16 @@
-"""The state of all messages between one rank and the others, and what each event changes: no threads, no waiting.
+"""The state of all messages between one rank and the others, and how events change it. Nothing here waits.
 
 Pipes move bytes and report events; the Exchange handles one event at a time. An operation is *live* from its admission
-to its end:
+(`admit`) to its end. GO is the ack by which a receiver asks for the rest of a message:
 
     send      queued -> entering the pipe -> unacked (-> GO -> its rest entering -> unacked) -> done or refused
     receive   posted -> matched, its message arriving (-> GO sent, its rest arriving) -> acknowledged -> done
     probe     posted -> done, its message stored
 
-Eager and rendezvous: the first `eager` bytes of a message follow its header at once; the rest follows the receiver's
-GO, goes from array to array, and needs no buffer. The receiver buffers the eager bytes of messages that match no posted
-receive. It buffers at most `window` bytes of each peer, because a sender with that many eager bytes in flight attaches
-none to its next messages.
+Eager and rendezvous: the first `eager` bytes of a message are *attached*: they follow its header at once. The rest
+follows the receiver's GO, goes from array to array, and needs no buffer. The receiver buffers the attached bytes of
+messages that match no posted receive. It buffers at most `window` bytes of each peer, because a sender with that many
+attached bytes in flight attaches none to its next messages.
 
 The caller of these methods holds the lock (lock.py), unless a docstring says otherwise.
 """
@@ -37,19 +37,19 @@ class Peer:
     Attributes:
         pipe, number: the pipe to the peer, and the peer's number in it.
         queued: sends that have not begun.
-        rests: sends whose rest the peer has asked for: message number, send, bytes sent before.
+        rests: sends whose rest the peer has asked for, each as (message number, send, number of bytes attached).
         entering: the send whose message, or whose rest, is entering the pipe.
-        unacked: by message number, sends without an ack.
-        attached: by message number, how many bytes were attached.
+        unacked: the sends without an ack, by message number.
+        attached: the number of bytes attached to each message without an ack, by message number.
         credit: bytes that may still be attached to messages before the peer has acknowledged earlier ones.
         is_bounded: whether `credit` is counted.
         interest: the number of posted receives and probes that a message of the peer could match.
-        armed: the first posted of these receives, if the pipe completes it by itself. The pipe may already have its
-            message, and wait for space for the ack.
+        armed: the earliest of these receives, if a short cut has armed it: the pipe completes it by itself. The pipe
+            may already have the receive's message, and wait for space for the ack.
         arriving: the message whose bytes are arriving.
-        granted: by number, messages whose rest was asked for.
+        granted: the messages whose rest this rank has asked for, by message number.
         kept, kept_messages: bytes and number of the peer's messages that are buffered here.
-        owed: acks that wait for space in the pipe.
+        owed: acks to the peer that wait for space in the pipe.
     """
 
     def __init__(self, pipe: Pipe, number: int) -> None:
@@ -73,13 +73,13 @@ class Exchange:
     """The operations under way of one rank.
 
     Args:
-        routes: by rank, the pipe to it and its number there; the entry of this rank is never used.
+        routes: for each rank, the pipe to it and its number in that pipe. The entry of this rank is never used.
 
     Attributes:
-        peers: by rank.
+        peers: a Peer for each rank.
         live: operations that have not ended, oldest first.
-        ended: receives whose message has arrived, and whose arrays still need a copy-back.
-        on_event: by event, the method that handles it; it takes the peer's rank.
+        ended: receives whose messages have arrived, but must still be copied back to the callers' arrays.
+        on_event: for each event, the method that handles it; the method takes the peer's rank.
     """
 
     def __init__(self, routes: list[tuple[Pipe, int]], rank: int) -> None:
@@ -140,7 +140,7 @@ class Exchange:
                 self._begin_next(self.peers[transfer.peer])
 
     def may_begin(self, send: Send) -> bool:
-        """Whether a short cut may begin a send: no earlier operation holds it back. Any thread may call this."""
+        """Whether a short cut may begin a send, because no earlier operation delays it. Any thread may call this."""
         peer = self.peers[send.peer]
         free = peer.entering is None and not peer.queued and not peer.rests
         return free and send.nbytes <= peer.credit and len(peer.unacked) < peer.pipe.most_unacked
@@ -163,10 +163,9 @@ class Exchange:
         return peer.pipe
 
     def note_armed(self, receive: Receive) -> Pipe:
-        """Record a receive that a short cut has armed, the first that the peer's next message can match.
+        """Record a receive that a short cut has armed in its pipe; return the pipe.
 
-        Returns:
-            The pipe.
+        No earlier receive can match the peer's next message.
         """
         assert receive.peer is not None
         peer = self.peers[receive.peer]
@@ -177,7 +176,7 @@ class Exchange:
         return peer.pipe
 
     def resume_send(self, send: Send) -> None:
-        """Continue a blocking send that a short cut has begun; its pipe is taken."""
+        """Continue a blocking send that a short cut has begun. The caller holds the send's pipe."""
         peer = self.peers[send.peer]
         number, entering, resting = peer.pipe.leave_send(peer.number)
         self.live[send] = None
@@ -202,7 +201,7 @@ class Exchange:
             self.admit(transfer)
 
     def resume_receive(self, receive: Receive, pipe: Pipe) -> None:
-        """Continue a blocking receive of a short cut, whether or not its message has begun; the pipe is taken."""
+        """Continue a blocking receive of a short cut, whether or not its message has begun. The caller holds `pipe`."""
         source = events.ANY if receive.peer is None else self.peers[receive.peer].number
         begun = pipe.leave_receive(source)
         if begun is None:
@@ -274,7 +273,7 @@ class Exchange:
     def _on_acked(self, rank: int) -> None:
         peer = self.peers[rank]
         number = peer.pipe.taken(peer.number)
-        if number in peer.unacked:  # 0 is no message
+        if number in peer.unacked:  # no message has number 0, which `taken` returns for other acks
             if number in peer.attached:
                 peer.credit += peer.attached.pop(number)
             send = peer.unacked.pop(number)
@@ -300,7 +299,7 @@ class Exchange:
     # ---- receiving ---------------------------------------------------------------------------------
 
     def end_probe(self, probe: Probe, message: IncomingMessage | None = None) -> None:
-        """Complete a probe with `message`, or without one if the probe does not wait."""
+        """Complete a probe with `message`; with None, if the probe does not wait and there is no message."""
         self._probes.remove(probe)
         self._count(probe, -1)
         del self.live[probe]
@@ -371,7 +370,7 @@ class Exchange:
             self._ask(message, receive)
 
     def _keep(self, peer: Peer, nbytes: int, messages: int) -> None:
-        """Count bytes and messages that are buffered here for a peer; negative: no longer."""
+        """Add to the bytes and messages of a peer that are buffered here; negative numbers subtract."""
         peer.kept += nbytes
         peer.kept_messages += messages
         pipe = peer.pipe
@@ -388,7 +387,7 @@ class Exchange:
             self._settle(message, receive)
 
     def _ask(self, message: IncomingMessage, receive: Receive) -> None:
-        """Ask for the rest of a message, if there is one and the receive can hold it."""
+        """Ask for the rest of a message, if it has a rest and fits the receive's array."""
         if message.attached < message.nbytes and receive.fits(message.kind, message.nbytes):
             message.receive = receive
             self._grant(self.peers[message.source], message)
@@ -424,7 +423,7 @@ class Exchange:
             receive.put(message.address, message.attached)
             message.address, message.keep = 0, None
         if fits and message.attached < message.nbytes and not message.complete:
-            return  # the rest was asked for
+            return  # this rank has asked for the rest, which has not arrived yet
         if message.source != self.rank:
             self._send_ack(message, TAKEN if fits else MISFIT)
             return

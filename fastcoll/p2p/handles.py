@@ -1,7 +1,7 @@
 """Requests of compiled callers that Python carries out, by number.
 
-Compiled code holds a number where Python code holds a Work. An entry exists from the time when Python posts the
-request, or takes it over (`Pipe.take_posted`), until compiled code has waited for it.
+Compiled code holds a number where Python code holds a Work. This file has the Work of each number, from the time when
+Python posts the request, or takes it over (`Pipe.take_posted`), until compiled code has waited for it.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def release_by(address: int) -> None:
 
 
 def release(owner: int) -> None:
-    """Release an array's owner that was held for a request; 0: there is none."""
+    """Release the owner of an array, which was kept alive for a request; 0: there is no owner."""
     if owner and _release is not None:
         _release(owner)
 
 
 def memory(address: int, nbytes: int, owner: int) -> NDArray[np.uint8]:
-    """Return the bytes of a caller's array; when the last reference goes, the owner is released."""
+    """Return the bytes of a caller's array as an ndarray; the owner is released with the last reference to it."""
     buffer = (ctypes.c_char * nbytes).from_address(address) if nbytes else (ctypes.c_char * 1)()
     if owner:
         weakref.finalize(buffer, release, owner).atexit = False
@@ -72,18 +72,18 @@ def post(work: Work) -> int:
 
 
 def put(number: int, work: Work) -> None:
-    """Register an operation that was taken over."""
+    """Register an operation that the engine has taken over, under its request's number."""
     with _lock:
         _works[number] = work
 
 
 def find(number: int) -> Work | None:
-    """Return the operation with a number; None: there is none."""
+    """Return the operation with a number, or None."""
     return _works.get(number)
 
 
 def end(number: int, work: Any) -> int:
-    """Remove an operation that was waited for; return the rank that sent to it, or 0."""
+    """Wait for an operation and remove it; return the sender's rank for a receive, else 0."""
     source = work.source_rank() or 0
     with _lock:
         _works.pop(number, None)
@@ -94,5 +94,5 @@ def end(number: int, work: Any) -> int:
 
 
 def source_of(number: int) -> int:
-    """Return what `end` returned for this number if it is among the last 4096; else 0."""
+    """Return what `end` has returned for this number if the number is among its last 4096; else 0."""
     return _sources.get(number, 0)

@@ -1,22 +1,24 @@
-"""The lock of a rank's messages, which only the thread that moves messages holds.
+"""The lock of a rank's messages, held by the thread that moves messages.
 
 Rules:
 
-- A thread holds the lock when it has set the word BUSY of every pipe. A compiled short cut sets BUSY of one pipe, for
-  one call. Setting BUSY never blocks. If another thread has it, a poster leaves its operation in the inbox
-  (progress.py), and a thread that waits for an operation sleeps in `waiters`.
-- The holder drives the pipes and changes the Exchange (exchange.py). So does a thread whose short cut has kept its pipe
-  taken: it records that message, which changes the state of one peer and single entries of `Exchange.live`. If the
-  message must be matched, a second lock excludes the same step over the other pipe (`Engine._hand_over`).
+- A rank has one or two pipes (pipe.py), each with a word BUSY. A thread holds the lock when it has set BUSY of every
+  pipe. A compiled short cut sets BUSY of one pipe, for one call. Setting BUSY never blocks. If another thread has set
+  it, a thread that posts an operation leaves it in the inbox (progress.py), and a thread that waits for an operation
+  adds an event to `waiters` and sleeps.
+- The holder drives the pipes (moves bytes) and changes the Exchange (exchange.py). A thread whose short cut has kept
+  its pipe also changes the Exchange: it records that message, in the state of one peer and in single entries of
+  `Exchange.live`. If the message must be matched, a second lock keeps another thread from doing the same for the other
+  pipe at the same time (`Engine._hand_over`).
 - Any thread may append to the inbox and to `waiters`.
 - No post is lost. The poster appends to the inbox before it tries to take the lock; the holder releases the lock before
   it checks the inbox. So at least one of the two sees the other and begins the operation.
 - No short cut overtakes a posted operation, because short cuts return without effect while the word BEHIND is set. The
   poster sets BEHIND after it appends to the inbox. The holder clears BEHIND before it checks the inbox for the last
   time, and sets it again if it finds a post.
-- A signal handler may run, and raise, between any two bytecodes of the holder. Almost always that is when a pipe's
-  `advance` returns. `is_consistent` is True then: no event is half-handled, the pipe returns the same event again, and
-  the handler may itself wait for messages. An exception while `is_consistent` is False leaves the Exchange
+- A signal handler may run, and raise, between any two bytecodes of the holder. Almost always it runs when a pipe's
+  `advance` returns. `is_consistent` is True then: no event is half-handled, the pipe will return the same event again,
+  and the handler may itself wait for messages. An exception while `is_consistent` is False leaves the Exchange
   inconsistent, so it fails the group.
 """
 
@@ -37,10 +39,10 @@ class ProgressLock:
     Attributes:
         pipes: one or two.
         waiters: an event for each thread that waits for the lock.
-        is_driven: the holder is a thread that drives; False while a short cut holds a pipe.
-        is_consistent: no event is half-handled.
+        is_driven: whether a thread holds the lock; False while a short cut holds a pipe.
+        is_consistent: whether no event is half-handled.
         nested: how many times a signal handler has driven while its own thread held the lock.
-        is_closed: only the thread that closes the pipes may still take the lock.
+        is_closed: whether the lock is closed: only the thread that closes the pipes may still take it.
     """
 
     def __init__(self, pipes: list[Pipe]) -> None:
@@ -69,11 +71,11 @@ class ProgressLock:
             pipe.let_go()
 
     def is_mine(self) -> bool:
-        """Whether the calling thread holds a pipe: then this is a signal handler, or a callback of an array."""
+        """Whether the calling thread holds a pipe, so that the caller is a signal handler or an array's callback."""
         return any(pipe.is_mine() for pipe in self.pipes)
 
     def wait(self, end: float | None) -> None:
-        """Wait until the lock may be free, until `end` (time.monotonic) or for a millisecond."""
+        """Wait until the lock may be free, but not beyond `end` (time.monotonic), and at most a millisecond."""
         waiter = threading.Event()
         self.waiters.append(waiter)
         try:
@@ -83,7 +85,7 @@ class ProgressLock:
             self.waiters.remove(waiter)
 
     def wake_one(self) -> None:
-        """Wake the thread that has waited longest; it may leave meanwhile."""
+        """Wake the thread that has waited longest, if any."""
         for waiter in list(self.waiters)[:1]:
             waiter.set()
 

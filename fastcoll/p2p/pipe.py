@@ -1,13 +1,13 @@
-"""The contract of pipes, which move messages between one rank and its peers. A pipe moves bytes and never decides.
+"""The interface of pipes, which move messages between one rank and its peers. A pipe moves bytes and decides nothing.
 
 A message is a header and its bytes. The first `attached` bytes follow the header at once, the rest follows the
-receiver's ack GO. An ack TAKEN or MISFIT ends the message. One thread at a time drives a pipe; it holds the word BUSY.
-`advance` moves the bytes of all messages under way and returns an *event* when a decision is needed; the Exchange
-(exchange.py) decides, and calls the other methods.
+receiver's ack GO. An ack TAKEN or MISFIT ends the message. One thread at a time uses a pipe: the thread that has set
+the pipe's word BUSY. It drives the pipe by calling `advance`, which moves the bytes of all messages under way and
+returns an *event* when a decision is needed. The Exchange (exchange.py) decides, and calls the other methods.
 
-A pipe may have a compiled short cut for a blocking call (`send`, `receive`). The short cut takes BUSY. If it returns
-DONE, the message is complete and BUSY is free; otherwise BUSY stays taken, and the engine continues the message from
-where it is.
+A pipe may have *short cuts*: compiled calls that send or receive a message (`send`, `receive`, `post_send`,
+`post_receive`). A short cut sets BUSY. If it completes the message, or returns LATER because it has done nothing, it
+clears BUSY. Otherwise BUSY stays set, and the engine continues the message.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Header(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """The ack of message `number`; kind and nbytes are those of the receiver's array."""
+    """The ack of message `number`; `kind` and `nbytes` are those of the receiver's array."""
 
     number: int
     decision: int
@@ -75,10 +75,10 @@ class Begun(NamedTuple):
 
     Attributes:
         peer: the sender.
-        number: the message's, from its header.
-        arriving: bytes of the message are arriving in the array.
-        whole: no bytes are missing but these.
-        asking: GO has not been sent yet.
+        number: the message's number, from its header.
+        arriving: whether bytes of the message are arriving in the array.
+        whole: whether no bytes are missing except those that are arriving.
+        asking: whether GO must still be sent.
     """
 
     peer: int
@@ -94,12 +94,12 @@ class Posted(NamedTuple):
     Attributes:
         number: the request's number, by which the caller waits for it.
         sends: whether the request is a send.
-        peer, kind: of the message.
+        peer, kind: the message's peer, and its tag and dtype (`kind_of` in transfers.py).
         array: the bytes of the caller's array.
-        message: of a send, its number among the messages to the peer.
+        message: for a send, its number among the messages to the peer.
         under_way: whether the message is entering the pipe, or arriving.
         ended: whether the request has ended without an error.
-        refused: of a refused send, kind and bytes of the receiver's array.
+        refused: for a refused send, kind and bytes of the receiver's array; else None.
     """
 
     number: int
@@ -138,22 +138,22 @@ class Pipe(Protocol):
         """Whether the calling thread holds the pipe."""
 
     def ring_bell(self) -> None:
-        """Have compiled code that drives the pipe return at once. From any thread."""
+        """Have compiled code that drives the pipe return at once. Any thread may call this."""
 
     def silence_bell(self) -> None:
-        """Reset the bell. The caller checks afterwards, never before, why it may have been rung."""
+        """Reset the bell that `ring_bell` rings. Afterwards, not before, the caller looks for reasons to ring it."""
 
     def set_behind(self, behind: bool) -> None:
-        """Set whether short cuts return LATER, because earlier operations come first."""
+        """Set the word BEHIND: if true, short cuts return LATER, because earlier operations come first."""
 
     # ---- peers -----------------------------------------------------------------------------------
 
     def is_ready(self, peer: int) -> bool:
-        """Whether messages to a peer can begin without `prepare`. From any thread."""
+        """Whether messages to a peer can begin without `prepare`. Any thread may call this."""
         return True
 
     def prepare(self, peer: int) -> None:
-        """Connect to a peer; blocks. From any thread, which need not hold the pipe.
+        """Connect to a peer; blocks. Any thread may call this, also without the pipe.
 
         Raises:
             GroupError: the peer died, or could not be reached in time.
@@ -164,12 +164,12 @@ class Pipe(Protocol):
         """Check the connection to a peer (None: to all).
 
         Raises:
-            GroupError: it is broken, and no rank has published a reason.
+            GroupError: the connection is broken, and no rank has published a reason.
         """
         return None
 
     def garbled(self, peer: int) -> GroupError:
-        """Return the error for a peer that sent bytes that the protocol does not allow."""
+        """Return the error for a peer whose bytes violate the protocol."""
 
     def has_unread(self, peer: int) -> bool:
         """Whether a message of a peer has arrived that no receive has taken yet. Never blocks."""
@@ -183,8 +183,8 @@ class Pipe(Protocol):
         """Send a contiguous array, and block until a receive has taken it.
 
         Returns:
-            DONE; LATER: nothing has begun; AGAIN, WORKED or OTHER: the message has begun, BUSY stays taken; REFUSED:
-            the receiver's array does not fit (`last_ack`), BUSY stays taken.
+            DONE: the message is complete. LATER: nothing has begun. AGAIN, WORKED or OTHER: the message has begun, and
+            BUSY stays set. REFUSED: the receiver's array does not fit (`last_ack`), and BUSY stays set.
         """
         return LATER
 
@@ -192,7 +192,8 @@ class Pipe(Protocol):
         """Receive the next message of a peer or of ANY, and block until it has arrived.
 
         Returns:
-            -1 - peer; LATER: nothing has begun; AGAIN, WORKED or OTHER: the engine must continue, BUSY stays taken.
+            -1 - peer: the message is complete. LATER: nothing has begun. AGAIN, WORKED or OTHER: the engine must
+            continue, and BUSY stays set.
         """
         return LATER
 
@@ -200,7 +201,7 @@ class Pipe(Protocol):
         """Begin a small message with all its bytes attached, if no other message to the peer is waiting.
 
         Returns:
-            As `begin`, and BUSY stays taken; None: it has not begun.
+            What `begin` returns, and BUSY stays set; None if the message has not begun.
         """
         return None
 
@@ -208,31 +209,34 @@ class Pipe(Protocol):
         """Receive a small message of a peer, now or in a later `advance`.
 
         Returns:
-            DONE: its message was there; ARMED: `advance` will complete the receive, BUSY stays taken; LATER: neither.
+            DONE: the message had arrived, and the receive is complete. ARMED: `advance` will complete the receive, and
+            BUSY stays set. LATER: nothing has begun.
         """
         return LATER
 
     def complete(self, handled: int, peer: int, number: int) -> int:
-        """Take the pipe and `advance`, operations of short cuts with one peer first.
+        """Take the pipe and advance it, the operations of short cuts with `peer` first.
 
         Args:
-            number: of the send that the caller waits for; 0: the caller waits for the armed receive.
+            handled: as for `advance`.
+            number: the message number of the send that the caller waits for; 0 if it waits for the armed receive.
 
         Returns:
-            As `advance`; NOT_MINE: another thread holds the pipe, or has driven it since `handled` was read.
+            What `advance` returns; NOT_MINE: another thread holds the pipe, or has driven it since `handled` was read.
         """
         return NOT_MINE
 
     def leave_send(self, peer: int) -> tuple[int, bool, bool]:
-        """Leave a send that has begun to the engine.
+        """Hand over to the engine a send that a short cut has begun.
 
         Returns:
-            The message's number, whether the message is entering, and whether that is its rest.
+            The message's number, whether the message or its rest is entering the pipe, and whether GO has arrived, so
+            that only the rest is missing.
         """
         raise AssertionError("this pipe has none")
 
     def leave_receive(self, source: int) -> Begun | None:
-        """Leave a receive from a peer or ANY to the engine; None: no message of it has begun."""
+        """Hand over to the engine a receive from a peer or ANY; return None if its message has not begun to arrive."""
         raise AssertionError("this pipe has none")
 
     # ---- requests of compiled callers --------------------------------------------------------------
@@ -245,7 +249,7 @@ class Pipe(Protocol):
         """Return the requests of compiled callers, in order, and remove them from the pipe.
 
         Args:
-            ended: also those that have ended without an error.
+            ended: whether to include requests that have ended without an error.
         """
         return []
 
@@ -254,7 +258,7 @@ class Pipe(Protocol):
         return 0
 
     def stay_awake(self) -> None:
-        """Note that from now on the progress thread checks `has_posted` and `touched` every millisecond."""
+        """Record that from now on the progress thread checks `has_posted` and `touched` every millisecond."""
         return None
 
     def may_sleep(self) -> bool:
@@ -267,10 +271,10 @@ class Pipe(Protocol):
     # ---- steps -----------------------------------------------------------------------------------
 
     def advance(self, handled: int, wait: bool) -> int:
-        """Move bytes, and return the next event; NOTHING after 50 ms without one, or when the bell was rung.
+        """Move bytes, and return the next event; NOTHING after 50 ms without an event, or when the bell was rung.
 
-        A signal handler may raise when this returns, so that the caller never sees the event. So the pipe returns the
-        same event again until `handled` counts it.
+        A signal handler may raise when `advance` returns, and then the caller never sees the event. So the pipe returns
+        the same event again until `handled` counts it.
 
         Args:
             handled: how many events of this pipe the caller has handled.
@@ -278,10 +282,10 @@ class Pipe(Protocol):
         """
 
     def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
-        """Let a message with its first `attached` bytes enter the pipe; no other message to the peer is entering.
+        """Let a message with its first `attached` bytes enter the pipe, while no other message to the peer does so.
 
         Returns:
-            The message's number, and whether ENTERED will follow.
+            The message's number, and whether the event ENTERED will follow, because bytes are still missing.
         """
 
     def begin_rest(self, peer: int, send: Send, number: int, attached: int) -> None:
@@ -289,34 +293,34 @@ class Pipe(Protocol):
         raise AssertionError("this pipe has none")
 
     def taken(self, peer: int) -> int:
-        """Return the number of the message that ACKED was about if the ack was TAKEN; else 0."""
+        """Return the message number of the ack that the event ACKED reported if the ack is TAKEN; else 0."""
         ack = self.last_ack(peer)
         return ack.number if ack.decision == TAKEN else 0
 
     def last_ack(self, peer: int) -> Ack:
-        """Return the ack that ACKED was about."""
+        """Return the ack that the event ACKED reported."""
 
     def header(self, peer: int) -> Header:
-        """Return the header that HEADER was about."""
+        """Return the header that the event HEADER reported."""
 
     def rest(self, peer: int) -> tuple[int, int]:
-        """Return the message number and size of the rest that REST was about."""
+        """Return the message number and size of the rest that the event REST reported."""
         raise AssertionError("this pipe has none")
 
     def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
-        """Let the bytes that follow the header arrive at `address` (0: drop them); ARRIVED follows.
+        """Let the bytes that follow the header arrive at `address` (0: drop them); the event ARRIVED follows.
 
-        `keep` owns that memory. A pipe that may write there after `retire` (MPI's) holds a reference.
+        `keep` owns the memory at `address`. A pipe that may write there after `retire` (MPI's) holds a reference to it.
         """
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:
-        """Send an ack to a peer. False: no space; call again with the same ack after ACK_SPACE."""
+        """Send an ack to a peer. If there is no space, return False; call again after the event ACK_SPACE."""
 
     def watch(self, peer: int, count: int) -> None:
-        """Set how many receives a message of a peer could match. While there are none, headers need not be read."""
+        """Set how many receives a message of a peer could match. If it is 0, the pipe need not read headers."""
 
     def expect(self, peer: int, count: int) -> None:
-        """Set how many rests a peer was asked for and has not sent."""
+        """Set how many rests this rank has asked a peer for and not received."""
         return None
 
     def note_owed(self, peer: int, count: int) -> None:
@@ -324,11 +328,11 @@ class Pipe(Protocol):
         return None
 
     def note_stored(self, count: int) -> None:
-        """Set how many messages wait for a receive. Short cuts arm receives only while there are none."""
+        """Set how many messages wait for a receive. Short cuts arm receives only while it is 0."""
         return None
 
     def is_armed(self, peer: int) -> bool:
-        """Whether a receive is armed for a peer and `advance` has not begun to complete it. From any thread."""
+        """Whether a receive is armed for a peer and `advance` has not begun to complete it. Any thread may ask."""
         return False
 
     def disarm(self, peer: int) -> None:
@@ -344,7 +348,7 @@ class WordPipe(Pipe):
             and, from ACK_NUMBER on, the four words of an ack in a row.
 
     Attributes:
-        address: of the table, the first argument of the kernels.
+        address: the address of the table, which is the first argument of the kernels.
         words, cells: the words of the table, and those of all rows.
     """
 

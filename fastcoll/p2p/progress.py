@@ -1,9 +1,10 @@
 """Progress of messages: which thread drives the pipes, and for how long.
 
-A thread that posts an operation takes the lock (lock.py) if it is free, does all that can be done at once, and releases
-it. A thread that waits for an operation takes the lock and drives everything under way, its own operations and others,
-until that operation has ended. The progress thread (thread.py) drives only when operations are under way and no thread
-has driven for a millisecond; it gives the lock to a waiting thread at once.
+To *drive* is to move the bytes of all operations under way, which needs the lock (lock.py). A thread that posts an
+operation takes the lock if it is free, does all that can be done without waiting, and releases the lock. A thread that
+waits for an operation takes the lock and drives until that operation has ended. The progress thread (thread.py) drives
+only when operations are under way and no thread has driven for a millisecond; it gives the lock to a waiting thread at
+once.
 
 Any thread may append to the inbox; only the holder of the lock removes operations from it. All other state belongs to
 the holder. lock.py has the order in which the inbox and the words BUSY and BEHIND are written and read.
@@ -31,12 +32,12 @@ _CLOSE_SECONDS = 5.0  # kernels return within 0.1 s; longer: a thread was killed
 
 
 class Progress:
-    """Moves a rank's messages; the Driver of its transfers.
+    """Moves a rank's messages. It is the `Driver` (transfers.py) of the rank's transfers.
 
     Args:
-        routes: by rank, the pipe to it and its number there; any pipe for this rank.
+        routes: for each rank, the pipe to it and its number in that pipe. For this rank itself, any pipe.
         take_over: continues the requests that compiled callers have posted to a pipe; called by the holder of the lock.
-            Its second argument says whether requests that have ended without an error are included.
+            Its second argument is whether to include requests that have ended without an error.
 
     Attributes:
         exchange: the operations under way.
@@ -63,7 +64,7 @@ class Progress:
         self.drives = 0
         self._routes, self._take_over = routes, take_over
         self._pipes = self.lock.pipes
-        self._polled = False  # a thread has polled while the progress thread drove
+        self._polled = False  # whether a thread has called `poll` while another thread drove
         self._given_up: BaseException | None = None  # set if a signal handler closes inside a call
 
     def has_operations(self) -> bool:
@@ -73,7 +74,7 @@ class Progress:
     # ---- the lock ---------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
-        """Take the lock unless another thread holds it, and take over what compiled callers have posted."""
+        """Take the lock unless another thread holds it, and take over the requests of compiled callers."""
         if not self.lock.acquire():
             return False
         try:
@@ -86,12 +87,15 @@ class Progress:
         return True
 
     def take_over_posted(self, ended: bool) -> None:
-        """Continue the requests of compiled callers; needs the lock. An interrupt fails the group."""
+        """Continue the requests of compiled callers. The caller holds the lock. An interrupt fails the group."""
         for pipe in self._pipes:
             self.step(self._take_over, pipe, ended)
 
     def step(self, step: Callable[..., object], *args: Any) -> None:
-        """Do something with the lock. An error ends every operation, unless it is a signal handler's between events."""
+        """Call `step`, which needs the lock. The caller holds it.
+
+        An error fails the group and ends every operation, unless a signal handler has raised it between two events.
+        """
         try:
             step(*args)
         except BaseException as error:
@@ -103,7 +107,7 @@ class Progress:
                 raise
 
     def release(self) -> None:
-        """Release the lock, and begin what was posted meanwhile."""
+        """Release the lock, and begin the operations that were posted meanwhile."""
         if self.checks.recorded and not self.exchange.live:  # no thread may drive again
             self.checks.record(0.0)
         lock = self.lock
@@ -119,13 +123,13 @@ class Progress:
             self._after_release()
 
     def let_go(self, pipe: Pipe) -> None:
-        """As `release`, for the one pipe that a short cut has left taken."""
+        """Do what `release` does, for the one pipe that a short cut has kept."""
         pipe.let_go()
         if self.inbox or self.lock.waiters or self.thread.is_asleep:
             self._after_release()
 
     def _after_release(self) -> None:
-        """Begin what was posted while the lock was held, and wake the next thread that waits for the lock."""
+        """Begin operations posted while the lock was held, and wake the next thread that waits for the lock."""
         while self._next_is_ready() is True and not self.lock.is_closed and self.acquire():
             try:
                 self.step(self._admit_posts)
@@ -136,7 +140,10 @@ class Progress:
             self.thread.wake()
 
     def _finish_received(self) -> None:
-        """Complete received arrays that need a copy-back or the like. Without the lock, since it may take long."""
+        """Copy received messages back to the callers' arrays and complete the receives.
+
+        Called without the lock, since it may take long.
+        """
         ended = self.exchange.ended
         while ended:
             try:
@@ -165,14 +172,14 @@ class Progress:
         self.inbox.append(transfer)
         self.lock.set_behind(True)
         self.lock.ring_bells()
-        if self.lock.is_closed:  # meanwhile, perhaps after the inbox was emptied
+        if self.lock.is_closed:  # it was closed meanwhile, perhaps after `close` had emptied the inbox
             self.end_all(destroyed(transfer))
         self._after_release()
         if not self.is_ready(transfer):
             self.thread.wake()
 
     def _begin(self, transfer: Transfer) -> None:
-        """Admit an operation, and do what can be done at once."""
+        """Give an operation to the Exchange, and do what can be done without waiting."""
         self.drives += 1
         self.exchange.admit(transfer)
         self.lock.is_consistent = True
@@ -211,7 +218,10 @@ class Progress:
         return pipe.is_ready(number)
 
     def _next_is_ready(self) -> bool | None:
-        """Whether the first posted operation can begin; None: there is none. Other threads may take it meanwhile."""
+        """Whether the first posted operation can begin; None if there is none.
+
+        Other threads may take the operation meanwhile.
+        """
         first = list(self.inbox)[:1]
         return self.is_ready(first[0]) if first else None
 
@@ -232,7 +242,7 @@ class Progress:
             self._after_release()
 
     def _connect_all(self) -> None:
-        """Connect to what all posted sends need. If that fails, the group has failed, which ends what was posted."""
+        """Connect to the peers of all posted sends. If that fails, the group fails, and every operation ends."""
         for transfer in tuple(self.inbox):
             if isinstance(transfer, Send) and not self.is_ready(transfer) and self.monitor.failure is None:
                 try:
@@ -256,13 +266,13 @@ class Progress:
         return transfer.ended or self.drive_until(transfer, limit)
 
     def _complete_small(self, transfer: Transfer) -> None:
-        """Drive by one call of the pipe, for an operation of its short cut, which mostly ends at once."""
+        """Drive with one call of the pipe, which mostly completes an operation that a short cut has posted."""
         assert transfer.peer is not None
         lock, (pipe, number) = self.lock, self._routes[transfer.peer]
         nested = lock.nested
         try:
             event = pipe.complete(self.events.handled[0], number, transfer.number)
-        except BaseException:  # a signal handler's
+        except BaseException:  # raised by a signal handler
             if pipe.is_mine() and not lock.is_driven:
                 self.release()
             raise
@@ -298,7 +308,7 @@ class Progress:
         return True
 
     def _drive(self, transfer: Transfer, end: float | None) -> None:
-        """Drive until a transfer has ended, `end` has passed, or something needs to be done without the lock."""
+        """Drive until a transfer has ended, `end` has passed, or there is work that must be done without the lock."""
         self.drives += 1
         self.lock.is_consistent = True
         while not transfer.ended and not self.exchange.ended and not self.lock.is_closed:
@@ -350,7 +360,7 @@ class Progress:
             self.checks.check()
 
     def drive_unattended(self) -> bool:
-        """Drive until another thread wants the lock or nothing is left; False: another thread holds the lock."""
+        """Drive until another thread wants the lock or no operation is left; False: another thread holds the lock."""
         if not self.acquire():
             return False
         try:
@@ -388,7 +398,7 @@ class Progress:
     # ---- errors and the end -----------------------------------------------------------------------
 
     def blame(self, error: BaseException, doing: str) -> None:
-        """Fail the group after an error in the middle of a message, which leaves the streams of bytes torn."""
+        """Fail the group after an error in the middle of a message, because bytes of it may be missing."""
         if isinstance(error, UsageError):
             return
         if not isinstance(error, GroupError):
@@ -397,13 +407,13 @@ class Progress:
         self.abort()
 
     def end_all(self, error: BaseException) -> None:
-        """End every operation, under way or only posted, with an error."""
+        """End every operation, whether it is under way or only posted, with an error."""
         while self.inbox:
             self.exchange.live[self.inbox.popleft()] = None
         self.exchange.fail(error)
 
     def abort(self) -> None:
-        """Have everything under way check the group's state at once. From any thread."""
+        """Have all threads that move messages check the group's state at once. Any thread may call this."""
         self.lock.ring_bells()
         self.thread.wake()
 
@@ -412,7 +422,7 @@ class Progress:
         self.thread.call_back(transfer)
 
     def close(self, error: GroupError | None) -> None:
-        """End what is under way with `error`, and retire the pipes. Closing twice is fine."""
+        """End all operations with `error`, and release the pipes. A second call has no effect."""
         if not self.thread.close():
             return
         self.abort()
@@ -437,5 +447,5 @@ class Progress:
 
 
 def destroyed(transfer: Transfer) -> AbortedError:
-    """The error for an operation whose group was destroyed."""
+    """Return the error for an operation whose group was destroyed."""
     return AbortedError(f"{transfer.describe}: the group was destroyed before the operation was complete")

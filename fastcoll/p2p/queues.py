@@ -22,14 +22,16 @@ class IncomingMessage:
     """A message that has begun to arrive.
 
     Attributes:
-        source, tag, kind, nbytes: the sender, and the fields of the header.
-        number: of the message among those of the source, for the ack.
+        source: the sender's rank.
+        tag, kind, nbytes: the fields of the header; `kind` encodes tag and dtype (transfers.py).
+        number: the message's number among those of its source, for the ack.
         attached: how many of its bytes follow the header at once.
-        address: of the buffer that holds its bytes until a receive takes them; 0: they go to the receive's array.
-        keep: owns that buffer.
+        address: the address of the buffer that holds its bytes until a receive takes them; 0 if there is no buffer,
+            because the bytes go to the receive's array.
+        keep: the array that owns this buffer.
         receive: the receive that has matched it.
         arrived: all attached bytes have arrived.
-        complete: all bytes have arrived, or are arriving in the array.
+        complete: all bytes have arrived, or the last ones are arriving in the receive's array.
     """
 
     source: int
@@ -67,7 +69,7 @@ class MatchQueues:
         return any(receive is transfer for _, receive in self._receives.get(transfer.tag, ()))
 
     def post(self, receive: Receive) -> IncomingMessage | None:
-        """Return the message that a new receive matches; None: the receive is kept."""
+        """Return the message that a new receive matches. If there is none, keep the receive and return None."""
         message = self.find(receive.peer, receive.tag)
         if message is None:
             self._keep(self._receives, receive.tag, receive)
@@ -88,7 +90,7 @@ class MatchQueues:
         return found and found[1]
 
     def arrive(self, message: IncomingMessage) -> Receive | None:
-        """Return the receive that a new message matches; None: the message is kept."""
+        """Return the receive that a new message matches. If there is none, keep the message and return None."""
         tag, found = message.tag, None
         for each in {tag, wildcard_of(tag)}:
             for entry in self._receives.get(each, ()):

@@ -1,7 +1,8 @@
-"""The short cuts of messages: send, recv, isend and irecv of `group.fast`, of one compiled call each.
+"""The short cuts of messages: send, recv, isend and irecv of `group.fast`, each of which makes one compiled call.
 
-A pipe's entries check the arguments and return LATER if they cannot carry the message: the array is no plain ndarray,
-an argument is wrong, or earlier operations come first. Then the group's method carries it.
+The compiled functions (*entries*) belong to a pipe (pipe.py). An entry checks its arguments, and returns LATER if it
+cannot send or receive the message: the array is no plain ndarray, an argument is wrong, or earlier operations come
+first. Then the short cut calls the group's method.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .pipe import ANY, ARMED
 
 
 class Entries(NamedTuple):
-    """The entries of a pipe; each takes its address, a peer's number in it, an array, the tag and -1."""
+    """The entries of a pipe. Each takes the address of the pipe's table, a peer's number, an array, the tag and -1."""
 
     send: Entry
     receive: Entry
@@ -32,7 +33,7 @@ class Entries(NamedTuple):
 
 
 class ShortCuts(NamedTuple):
-    """Functions that replace the group's methods; they take a peer's number in the pipe."""
+    """Functions that replace the group's methods. They take a peer's number in the pipe instead of its group rank."""
 
     send: Callable[..., None]
     recv: Callable[..., int]
@@ -50,15 +51,18 @@ def short_cuts(
     """Make the short cuts of one group and one pipe.
 
     Args:
-        address: of the pipe's table.
-        rank_of: returns the group rank of a peer's number. If these differ, `recv` may return the number, and
-            `isend` and `irecv` do not work.
+        address: the address of the pipe's table.
+        rank_of: converts a peer's number in the pipe to its group rank. If the two differ, `recv` may return the
+            number, and `isend` and `irecv` do not work.
     """
     send_now, receive_now, post_send, post_receive = entries
     note = group.gate.unobserved.note
 
     def torn(error: BaseException, doing: str, *integers: Any) -> bool:
-        """Clean up after an exception; return whether to raise it, else the group's method raises a better one."""
+        """Clean up after an exception in a short cut; return whether to raise it.
+
+        If not, an argument is wrong, and the group's method raises a better error.
+        """
         messages.torn(error, doing)
         return not refuses(error, integers)
 

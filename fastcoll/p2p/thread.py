@@ -1,8 +1,8 @@
-"""The progress thread of a rank's messages: it drives when no other thread does, and calls the callbacks.
+"""The progress thread of a rank's messages: it moves messages when no other thread does, and calls the callbacks.
 
-It starts with the first operation that is not complete at once. While operations are under way it looks every
-millisecond; if no thread has driven since it last looked, it drives until another thread wants the lock. It sleeps
-without a limit after 50 ms without operations.
+The thread starts with the first operation that is not complete at once. While operations are under way it looks every
+millisecond. If no other thread has driven (moved messages) since it last looked, it drives until another thread wants
+the lock. After 50 ms without operations it sleeps until it is woken.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Unattended(Protocol):
         """Connect to the peer that the first posted send needs, if it is not connected yet; blocks."""
 
     def drive_unattended(self) -> bool:
-        """Drive until another thread wants the lock or nothing is left; False: another thread holds the lock."""
+        """Drive until another thread wants the lock or no operation is left; False: another thread holds the lock."""
 
 
 class ProgressThread:
     """The thread, and the callbacks that it has to call.
 
     Attributes:
-        is_asleep: the thread must be woken before it sees new operations.
-        callbacks: transfers that have ended and whose callbacks are not called yet.
+        is_asleep: whether the thread must be woken before it sees new operations.
+        callbacks: transfers that have ended, and whose callbacks have not been called yet.
     """
 
     def __init__(self, lock: ProgressLock, unattended: Unattended) -> None:
@@ -57,7 +57,10 @@ class ProgressThread:
         return self._thread is not None and threading.get_ident() == self._thread.ident
 
     def wake(self, anyway: bool = False) -> None:
-        """Have the thread look for new operations; it is started with the first ones, or `anyway`."""
+        """Have the thread look for new operations.
+
+        If the thread does not exist, start it if there are operations or callbacks, or if `anyway` is set.
+        """
         with self._changed:
             if self._thread is None and not self._lock.is_closed:
                 if not (anyway or self.callbacks or self._unattended.has_operations()):
@@ -83,7 +86,7 @@ class ProgressThread:
             transfer.call_back()
 
     def close(self) -> bool:
-        """Close the lock, so that no thread starts; False: it was closed before."""
+        """Close the lock, so that no progress thread starts; return False if it was closed before."""
         with self._changed:
             if self._lock.is_closed:
                 return False
@@ -106,7 +109,7 @@ class ProgressThread:
             self.run_callbacks()
             self._unattended.connect_posts()
             before, touched = touched, sum(pipe.touched() for pipe in pipes)
-            if touched != before:  # compiled callers drive themselves
+            if touched != before:  # compiled callers move their messages themselves
                 idle = 0
             elif not (self._unattended.has_operations() or any(pipe.has_posted() for pipe in pipes)):
                 idle += 1
@@ -125,7 +128,7 @@ class ProgressThread:
                     self._changed.wait(NAP)
 
     def _sleep(self) -> None:
-        """Sleep until woken, unless an operation came before `is_asleep` was set."""
+        """Sleep until woken, unless an operation was posted before `is_asleep` was set."""
         self.is_asleep = True
         if not self._unattended.has_operations():
             self._changed.wait(ENDLESS)

@@ -1,6 +1,7 @@
-"""Transfers: the Work of one send, receive or probe, with the state that the engine needs.
+"""Transfer: the Work of one send, receive or probe, with the state that the engine needs.
 
-Making one takes 0.3 us. What only a longer operation needs (its kind, its deadline) is made on first use.
+Making a Transfer takes 0.3 us, because the parts that only longer operations need (kind, deadline) are made on first
+use.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def contents(kind: int, nbytes: int) -> str:
     """Describe what a message or an array holds, for error texts: `(float32, 10 elements)`."""
     if _is_on_gpu(kind):
         return "an array on a GPU"
-    if tag_of(kind) == OBJECTS_TAG:  # of these only the number can mismatch
+    if tag_of(kind) == OBJECTS_TAG:  # only the number of objects can mismatch
         return f"{nbytes // 8} objects"
     return signature.describe((kind & 0xFF) << 8, nbytes).removeprefix("none")
 
@@ -69,7 +70,7 @@ def _is_on_gpu(kind: int) -> bool:
 
 
 def _dropped(kind: int, other: int) -> str:
-    """Return the end of the error about a message and an array of these kinds: the cure."""
+    """Return the end of the error text for a message and an array of these kinds: the cure."""
     if _is_on_gpu(kind) != _is_on_gpu(other):
         cure = "both must be on GPUs, or both in host memory"
     elif tag_of(kind) == OBJECTS_TAG:
@@ -84,7 +85,7 @@ Held = tuple[int, int]
 
 
 def fits(array: Held, message: Held, shorter: bool) -> bool:
-    """Whether an array can hold a message with its tag: same dtype, and same size or, if allowed, `shorter`."""
+    """Whether an array can hold a message: same dtype and same size or, if `shorter`, at least the message's size."""
     same = (array[0] ^ message[0]) & _DTYPE_MASK == 0
     return same and (array[1] >= message[1] if shorter else array[1] == message[1])
 
@@ -111,7 +112,7 @@ class Driver(Protocol):
     """The part of Progress (progress.py) that transfers use.
 
     Attributes:
-        forks: as in core/work.py, when it was made.
+        forks: what `forks` of core/work.py returned when the Driver was made.
         timeout: seconds that an operation may take.
     """
 
@@ -131,21 +132,21 @@ class Driver(Protocol):
 
 
 class Transfer(Work):
-    """A send, a receive or a probe under way. Equal only to itself.
+    """A send, a receive or a probe.
 
     Attributes:
         array: the caller's array, or its packed copy.
         peer: the other group rank; None for a receive from any rank.
-        is_plain: a short cut of the pipe may begin it.
+        is_plain: whether a short cut of the pipe may begin the operation.
         posted: the time of posting, by time.monotonic.
-        is_small: a short cut of the pipe has posted it.
-        number: of such a send, the message's number among those to its peer; else 0.
+        is_small: whether a short cut of the pipe has posted the operation.
+        number: for a send that a short cut has posted, the message's number among those to its peer; else 0.
     """
 
     is_plain = True
     is_small = False
     number = 0
-    outputs: list[Any] = []  # noqa: RUF012  (messages have none, and nobody adds any)
+    outputs: list[Any] = []  # noqa: RUF012  (a message has no outputs, so this list stays empty)
     _kind: int | None = None
     _watch: Wait | None = None
 
@@ -171,13 +172,13 @@ class Transfer(Work):
 
     @property
     def kind(self) -> int:
-        """Tag and dtype, encoded by `kind_of`."""
+        """The message's tag and dtype, encoded by `kind_of`."""
         if self._kind is None:
             self._kind = kind_of(self.tag, self.array.dtype)
         return self._kind
 
     def be_of(self, kind: int) -> None:
-        """Set the message's kind, because the array has its bytes and not its dtype."""
+        """Set the message's kind, if `array` has the message's bytes but not its dtype."""
         self._kind = kind
 
     @property
@@ -191,12 +192,12 @@ class Transfer(Work):
         return address_of(self.array)
 
     def needed(self) -> list[int]:
-        """The ranks that it waits for."""
+        """Return the ranks that the operation waits for."""
         return _needed(self._engine.monitor, self._engine.rank, self.peer, isinstance(self, Send))
 
     @property
     def watch(self) -> Wait:
-        """Its deadline, and the peers that it needs."""
+        """The check of the operation's deadline and of the peers that it needs."""
         if self._watch is None:
             monitor, timeout = self._engine.monitor, self._engine.timeout
             # Without a reference to this transfer: the cycle would keep its array until the garbage collector runs.
@@ -210,7 +211,7 @@ class Transfer(Work):
         return self._engine.await_end(self, limit)
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not; progresses messages. Never blocks."""
+        """Progress messages, and return whether the operation has ended, with success or an error. Never blocks."""
         if not self.ended:
             self._engine.poll()
         return self.ended
@@ -231,8 +232,8 @@ def _needed(monitor: Monitor, rank: int, peer: int | None, sends: bool) -> list[
         return []
     if peer is not None:
         return [peer]
-    # Hopeless only when all other ranks have left. Another thread of this rank could still send, but that is not
-    # waited for, since this rank would never be found stuck.
+    # A receive from any rank is hopeless when all other ranks have left. Another thread of this rank could still send,
+    # but that does not count, because then no check would ever find that this rank is stuck.
     others = [other for other in range(len(monitor.members)) if other != rank] or [rank]
     return [other for other in others if not monitor.has_left(other)] or others
 
@@ -258,7 +259,7 @@ class Receive(Transfer):
 
     Args:
         imported: the caller's array, if the message may have to be copied back to it at the end; else None.
-        status: filled at completion; with one, the message may be shorter than the array.
+        status: filled when the receive completes. If it is given, the message may be shorter than the array.
     """
 
     needs_message = True
@@ -287,7 +288,7 @@ class Receive(Transfer):
         return fits((self.kind, self.nbytes), (kind, nbytes), self._status is not None)
 
     def note(self, source: int, kind: int, nbytes: int) -> None:
-        """Fill the Status, if there is one, from the message that matches."""
+        """Fill the Status, if there is one, with the sender, tag and size of the message."""
         if self._status is not None:
             self._status.fill(source, tag_of(kind), nbytes // (self.array.itemsize or 1), nbytes)
             if self._imported is not None:
@@ -329,7 +330,7 @@ class Probe(Transfer):
     """A probe for a message from `peer`, or from any rank; the result is the message's Status.
 
     Attributes:
-        at_once: do not wait; the result is None if there is no message.
+        at_once: whether not to wait; then the result is None if there is no message.
     """
 
     is_plain = False
