@@ -1,4 +1,4 @@
-"""The arrays of a collective's arguments, where importing and checking them takes more than a line."""
+"""Functions that import and check the array arguments of collectives, for all checks of more than a line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .work import Work
 
 
 class Caller(Protocol):
-    """What checking the arguments of a call, planning and running it need of a group; see ProcessGroup."""
+    """The part of ProcessGroup (group.py) that this file and trees.py use to check, plan and run a call."""
 
     fast: Any
     ranks: tuple[int, ...]
@@ -81,7 +81,7 @@ def of_one_dtype(group: Caller, tensors: Any, *, writable: bool, what: str) -> l
 def gathered_lists(
     group: Caller, output_lists: Any, xs: Sequence[ImportedArray], given: str, taken: str
 ) -> list[ImportedArray]:
-    """Import, for each of the arrays `xs`, the list of arrays that it is gathered into, one for each rank."""
+    """Import `output_lists`, which has one list for each array of `xs`, with one array for each rank."""
     if not isinstance(output_lists, Sequence) or len(output_lists) != len(xs):
         raise UsageError(
             f"{taken} must be a list of {len(xs)} lists of arrays, one for each array of {given}"

@@ -1,8 +1,8 @@
-"""The collective that a backend is carrying out: its name in messages, its waits, its error where calls differ.
+"""The collective call that a backend is carrying out: its name in error texts, its wait, and its mismatch error.
 
-A backend's engine returns early with AGAIN (it could not go on for 50 ms) or WORKED (it moved data for as long).
-Python then looks at signals, the deadline and the peers, and calls the engine again. A call that is not delayed never
-gets here.
+The *engine*, the backend's compiled function that carries out the call, returns early with AGAIN if it could not
+progress for 50 ms, and with WORKED if it has moved data for that long. Python then checks signals, the deadline and the
+peers, and calls the engine again. A call that is complete earlier never gets here.
 """
 
 from __future__ import annotations
@@ -18,25 +18,22 @@ from .status import AGAIN, WORKED
 
 
 class CallWait:
-    """The wait of one call. It begins when the engine first comes back early."""
+    """The wait of one call. It begins when the engine first returns early."""
 
     def __init__(self, begin: Callable[[], Wait]) -> None:
         self._begin = begin
         self._wait: Wait | None = None
 
     def look(self, code: int = AGAIN) -> None:
-        """Raise GroupError if the call cannot go on.
-
-        If it returns, call the engine again.
-        """
+        """Raise GroupError if the call cannot be completed; if not, the caller calls the engine again."""
         if self._wait is None:
             self._wait = self._begin()
         self._wait.look() if code == AGAIN else self._wait.worked()
 
     def resume(self, code: int, again: Callable[[], int]) -> int:
-        """Call the engine until it returns neither AGAIN nor WORKED.
+        """Call the engine, by `again`, until it returns neither AGAIN nor WORKED; return that status.
 
-        `again` calls it. Returns that status.
+        `code` is what it has returned before.
         """
         while code in (AGAIN, WORKED):
             self.look(code)
@@ -48,10 +45,12 @@ class Collective:
     """The call in progress of one backend.
 
     Args:
-        head: returns the number of the call in progress, and this rank's call word and shape (core/signature.py); a
+        gate: the group's.
+        monitor: the group's.
+        head: returns the number of the call in progress, and this rank's call word and shape (core/signature.py). A
             call word of 0 means that this rank has not published them.
         late: returns the group ranks that the call waits for.
-        gather: does an all_gather among all ranks, for details of a mismatch that all of them have seen.
+        gather: does an all_gather among all ranks. It is called after all ranks have found the same mismatch.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Collective:
         self._gate, self._monitor, self._head, self._late, self._gather = gate, monitor, head, late, gather
 
     def doing(self) -> str:
-        """Return the name of the call in progress.
+        """Return the name of the call in progress, for error texts.
 
         For example, `all_reduce(float32, 4 elements, op=SUM), call 12 of group 'world'`.
         """
@@ -75,7 +74,8 @@ class Collective:
     def wait(self, timeout: float | None) -> CallWait:
         """Return the wait of the call that begins now.
 
-        `timeout` in seconds, None for the group's.
+        Args:
+            timeout: seconds; None for the group's.
         """
         limit = self._gate.timeout if timeout is None else timeout
         return CallWait(lambda: Wait(self._monitor, self.doing(), self._late, limit))
@@ -88,9 +88,9 @@ class Collective:
         also: str = "",
         notes: Sequence[str] | None = None,
     ) -> MismatchError:
-        """Return the error of call `number`, which differs between ranks.
+        """Return the error for call `number`, in which ranks differ.
 
-        All ranks call this, and it may gather. The arguments are those of `signature.difference`.
+        Collective: all ranks call this, since it may gather. The arguments are those of `signature.difference`.
         """
         gate, gather = self._gate, self._gather
         return dump.after(signature.difference(heads, gate, number, gather, sizes, also=also, notes=notes))

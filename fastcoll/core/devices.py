@@ -1,4 +1,4 @@
-"""What carries a group's operations on the arrays of GPUs: made with the first such array, or refused."""
+"""Devices: holds a group's DeviceCarrier, which is made when the group gets its first array on a GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Devices:
 
     Args:
         group: the ProcessGroup.
-        name: the group's.
+        name: the group's name.
 
     Attributes:
-        carrier: None until an array on a GPU has come.
+        carrier: the DeviceCarrier; None before the first array on a GPU.
     """
 
     def __init__(self, group: Any, name: str) -> None:
@@ -29,14 +29,14 @@ class Devices:
         self._making = threading.Lock()
 
     def serve(self, make: Callable[[Any], DeviceCarrier]) -> None:
-        """Have `make(group)` make the carrier when the first array on a GPU comes; without it they are refused."""
+        """Set the function `make(group)` that makes the carrier. Without it, arrays on GPUs are refused."""
         self._make = make
 
     def get(self, refused: OnDeviceError | None = None) -> DeviceCarrier:
-        """Return the carrier.
+        """Return the carrier; make it on the first call.
 
         Raises:
-            OnDeviceError, UsageError: the group serves no GPUs; `refused` if it is given.
+            OnDeviceError, UsageError: the group cannot use GPUs. The error is `refused` if that is given.
         """
         with self._making:
             if self.carrier is None:
@@ -46,11 +46,11 @@ class Devices:
             return self.carrier
 
     def splits(self) -> bool:
-        """Whether `split` can be called; the same on all ranks, between calls."""
+        """Whether `split` can be called. While no call is in progress, the answer is the same on all ranks."""
         return self.carrier is not None and self.carrier.splits
 
     def split(self, group: Any) -> None:
-        """Make the carrier of a new group of some of this group's ranks from this one. Collective.
+        """Make the carrier of a new group, whose ranks are some of this group's, from this group's carrier. Collective.
 
         Args:
             group: the new ProcessGroup; None on ranks that are not in it.

@@ -1,8 +1,8 @@
-"""Future: a result that comes later, with the methods of torch.futures.Future.
+"""Future: a result that will be set later, with the methods of torch.futures.Future.
 
-The thread that completes a future runs its callbacks. All fields change under the GIL alone: a waiter appends its lock
-before it checks `_is_done`, and the completing thread sets `_is_done` before it releases the locks. So at least one of
-them sees the other.
+The thread that completes a future runs its callbacks. Only the GIL protects the fields: a waiter appends its lock
+before it checks `_is_done`, and the completing thread sets `_is_done` before it releases the locks. So a waiter either
+sees that the future is done, or has its lock released.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Future(Generic[T]):
-    """A result that comes later. A subclass says how long to wait for it (`_await`)."""
+    """A result that will be set later. A subclass defines how to wait for it (`_await`)."""
 
     __slots__ = ("__weakref__", "_callbacks", "_error", "_is_done", "_once", "_value", "_waiters")
 
@@ -47,7 +47,7 @@ class Future(Generic[T]):
         """Wait until the future is done, then return its result or raise its exception.
 
         Args:
-            timeout: seconds or timedelta to wait here; None: as long as the operation or call itself may take.
+            timeout: seconds or timedelta to wait here; None: until the operation or call has ended by itself.
 
         Raises:
             TimeoutError: the future is not done after `timeout`; the operation or call goes on.
@@ -79,7 +79,7 @@ class Future(Generic[T]):
             raise UsageError(_TWICE)
 
     def set_exception(self, result: BaseException) -> None:
-        """Complete the future by an exception."""
+        """Complete the future with an exception."""
         if not isinstance(result, BaseException):
             raise UsageError(f"{result!r} is set as an exception, but is none")
         if not self.complete(None, result):
@@ -99,7 +99,9 @@ class Future(Generic[T]):
         return True
 
     def then(self: F, callback: Callable[[F], Any]) -> Any:
-        """Return a future of the result of `callback`, called with this future when it is done (now, if it is done).
+        """Return a future for the result of `callback`.
+
+        `callback` is called with this future when this future is done, or now if it is done already.
 
         Raises:
             ArgumentTypeError: `callback` is not callable.
@@ -120,7 +122,7 @@ class Future(Generic[T]):
         return following
 
     def add_done_callback(self: F, callback: Callable[[F], Any]) -> None:
-        """Call `callback` with this future when it is done (now, if it is done); print the exceptions it raises."""
+        """Call `callback` with this future when it is done, or now if it is; print an exception of `callback`."""
         self._callbacks.append(callback)
         if self._is_done:
             self._run_callbacks()
@@ -143,15 +145,15 @@ class Future(Generic[T]):
     # ---- for subclasses --------------------------------------------------------------------------------------
 
     def _await(self, timeout: float | timedelta | None) -> None:
-        """Block until the future is done; raise if that takes longer than `timeout`, which may be None."""
+        """Block until the future is done; raise TimeoutError after `timeout`, which may be None."""
         raise NotImplementedError
 
     def _following(self) -> Future[Any]:
-        """Return a new future, of the result of a callback of `then`."""
+        """Return the new future that `then` returns."""
         raise NotImplementedError
 
     def _of_callback(self, error: BaseException) -> BaseException:
-        """Return the exception of the future of `then` after its callback raised `error`."""
+        """Return the exception to set in the future that `then` has returned, after its callback raised `error`."""
         return error
 
     def block(self, seconds: float) -> bool:
@@ -163,14 +165,14 @@ class Future(Generic[T]):
 
 
 class Callbacks(Protocol):
-    """What calls back when it is done: a Future or a Work."""
+    """An object that calls callbacks when it is done: a Future or a Work."""
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None: ...
 
 
 def until_done(future: Callbacks) -> Generator[Any, None, None]:
     """Suspend the asyncio task that awaits `future` until it is done."""
-    import asyncio  # a quarter of the time of importing this package, and few await
+    import asyncio  # takes a quarter of the time of importing this package, and few programs await
 
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
@@ -188,13 +190,14 @@ def until_done(future: Callbacks) -> Generator[Any, None, None]:
 
 
 def anew(error: E) -> E:
-    """Return a copy of an exception that is kept, to be raised.
+    """Return a copy of an exception, so that the copy can be raised and the original kept.
 
-    An exception that is raised refers to the frames that it passes through, and so to the arguments of calls.
+    An exception that has been raised refers to the frames that it has passed through, and so keeps the arguments of
+    calls alive.
     """
     try:
         copied = copy.copy(error)
-    except Exception:  # its class takes other arguments than `args` has
+    except Exception:  # the constructor of its class takes other arguments than those in `args`
         return error.with_traceback(None)
     copied.__cause__ = error.__cause__
     return copied

@@ -1,10 +1,12 @@
 """The gate of a group: which thread may run a collective call now.
 
 Calls of one group run one at a time and in the order in which they were made. A synchronous call runs on its caller's
-thread if no earlier call is queued, every other call on the group's progress thread. The thread holds `lock` while its
-call runs. If a thread makes a call while it is inside another one, the caller is a signal handler that has interrupted
-that call. The new call is refused, since it would wait for the interrupted one. Compiled calls do not take `lock`;
-their backend gives the gate tests for them (`also`).
+thread if no earlier call is queued, every other call on the group's progress thread (but shm/inline_start.py may begin
+an asynchronous call on its caller's thread). The thread holds `lock` while its call runs.
+
+If a thread makes a call while it is inside another one, the caller is a signal handler that has interrupted that call.
+The new call is refused, since it would wait for the interrupted one. Compiled calls do not take `lock`; their backend
+gives the gate tests for them (`also`).
 """
 
 from __future__ import annotations

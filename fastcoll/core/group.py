@@ -1,7 +1,8 @@
 """ProcessGroup: a set of ranks that do collective operations together.
 
-A public method makes an Operation of its arguments or refuses them (`preparing`), has the backend plan it, and runs the
-plan through the gate (gate.py). Errors use the argument names of torch.distributed's functions: `root` is src or dst.
+A public method makes an Operation (operation.py) from its arguments or refuses them (`preparing`). The backend makes a
+*call* from the operation (`plan`), and the gate (gate.py) runs the call when its turn comes. Errors use the argument
+names of torch.distributed's functions: `root` is src or dst.
 
 All ranks in this file are group ranks, 0..size-1; fastcoll/api translates global ranks.
 """
@@ -40,8 +41,8 @@ class ProcessGroup:
 
     Every operation except for messages is collective: all ranks of the group call it, in the same order. Synchronous
     calls block until the operation is complete on this rank, return None, and raise within the group's timeout. With
-    `async_op=True` they return a Work at once, and the arrays belong to the operation until it is complete. An
-    operation in place on an immutable array (JAX's) returns a new array, as does the Work's `result`.
+    `async_op=True` they return a Work at once, and the program may not use the arrays until the operation is complete.
+    An in-place operation on an immutable array (JAX's) returns a new array, as does the Work's `result`.
 
     Raises (every operation):
         UsageError: the call is wrong; the group stays usable.
@@ -51,19 +52,19 @@ class ProcessGroup:
 
     Attributes:
         fast: the methods below for collectives and messages, under the same names. If the backend has a fast function
-            for one (`Backend.fast`: shm/fast.py, net/tcp/fast.py, ...), `fast` has that: it handles the plain case with
-            one compiled call, and calls the method for all others.
+            for a method (`Backend.fast`: shm/fast.py, net/tcp/fast.py, ...), `fast` has that function instead. It
+            handles the plain case with one compiled call, and calls the method in all other cases.
         name: unique in the job.
         ranks: global rank of each group rank.
         rank: this process's rank in the group.
         backend: carries out operations on arrays in host memory.
-        messages: carries out messages of such arrays.
+        messages: carries out messages of arrays in host memory.
         gpus: carries out operations and messages of arrays on GPUs.
-        p2p: the methods for messages, and more of them for other parts of the package.
+        p2p: the methods for messages, and further ones for other parts of the package.
         gate: decides which thread may run a call now.
         monitor: knows which peers live.
-        at_the_end: called first when the group ends in this process; they must not block.
-        before_leaving: called before the group is left in order; it may block.
+        at_the_end: functions that `close` calls before it closes anything; they must not block.
+        before_leaving: a function that is called before this rank leaves the group in order; it may block.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -88,7 +89,7 @@ class ProcessGroup:
         calls.update(backend.fast(self))
         if (record := self.monitor.record) is not None and record.keeps_sites:
             calls.update((name, located(calls[name], record)) for name in METHODS)
-        # For type checkers it is a ProcessGroup, since its methods have the same names and arguments.
+        # For type checkers, `fast` is a ProcessGroup, since its functions have the same names and arguments.
         self.fast: ProcessGroup = cast(ProcessGroup, _Calls())
         for name, call in calls.items():
             setattr(self.fast, name, call)
@@ -139,17 +140,20 @@ class ProcessGroup:
         return operands.checked_rank(what, rank, self.size, self.name)
 
     def preparing(self, name: str) -> Preparing:
-        """Return a block in which an exception refuses the collective call `name`: the peers are informed."""
+        """Return a context manager: an exception in its block refuses the collective call `name` on all ranks."""
         return Preparing(self.gate, self.planned, name)
 
     def devices(self, refused: OnDeviceError | None = None) -> DeviceCarrier:
-        """Return what carries arrays on GPUs, or raise `refused`."""
+        """Return the DeviceCarrier; if the group cannot use GPUs, raise `refused`."""
         return self.gpus.get(refused)
 
     # ---- calls -------------------------------------------------------------------------------------
 
     def rows_of_all(self, own: Array) -> Array:
-        """Gather every rank's `own`, of one size, into rows. Collective; inside a call of the group, or between two."""
+        """Gather every rank's array `own`, all of one size, into rows. Collective.
+
+        May be used inside a call of the group, or while no call is in progress.
+        """
         rows = np.empty((self.size, *own.shape), own.dtype)
         self.planned(Operation("all_gather", tuple(rows), (own,)))()
         return rows
@@ -167,7 +171,8 @@ class ProcessGroup:
         """Run a call behind all earlier ones, then copy packed arrays back to their owners.
 
         Returns:
-            The Work, or None; for an immutable array that was imported with `functional`, the array of the result.
+            With `async_op` a Work; else None, or the new array if an owner is an immutable array that was imported with
+            `functional`.
         """
         gate = self.gate
         gate.check_usable()
@@ -200,7 +205,10 @@ class ProcessGroup:
     # ---- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
-        """Reduce over all ranks, in place; the same bits on every rank. Also all arrays of a dict, list or tuple."""
+        """Reduce over all ranks, in place; every rank gets the same bits.
+
+        `tensor` may also be a dict, list or tuple of arrays.
+        """
         if isinstance(tensor, CONTAINERS):
             return trees.all_reduce(self, tensor, op, async_op)
         with self.preparing("all_reduce"):
@@ -212,7 +220,7 @@ class ProcessGroup:
         return self.run("all_reduce", call, (x,), async_op)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
-        """Reduce over all ranks into the root's array; the others' arrays stay as they are."""
+        """Reduce over all ranks into the root's array; the other ranks' arrays are not changed."""
         return self._reduced("reduce", tensor, op, async_op, root)
 
     def scan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
@@ -220,7 +228,7 @@ class ProcessGroup:
         return self._reduced("scan", tensor, op, async_op, self.rank)
 
     def exscan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:
-        """Exclusive prefix reduction in place: ranks 0..r-1; rank 0's array stays as it is."""
+        """Exclusive prefix reduction in place: rank r gets the reduction of ranks 0..r-1, rank 0 keeps its array."""
         return self._reduced("exscan", tensor, op, async_op, self.rank)
 
     def _reduced(self, kind: str, tensor: Any, op: ReduceOp, async_op: bool, root: int) -> Any:
@@ -274,9 +282,9 @@ class ProcessGroup:
         return self.planned(Operation("reduce_scatter", (out,), sources, pairs[0][1]))
 
     def broadcast(self, tensor: Any, root: int, async_op: bool = False) -> Any:
-        """Copy the root's array to all ranks' arrays; they have the same dtype and number of elements.
+        """Copy the root's array to all ranks' arrays, which have the same dtype and number of elements.
 
-        Also all arrays of a dict, list or tuple.
+        `tensor` may also be a dict, list or tuple of arrays.
         """
         if isinstance(tensor, CONTAINERS):
             return trees.broadcast(self, tensor, root, async_op)
@@ -303,7 +311,7 @@ class ProcessGroup:
         return self.run("all_gather", call, owners, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
-        """Concatenate the arrays of all ranks, which are equal in size, in `output`."""
+        """Concatenate the arrays of all ranks, which have equal sizes, in `output`."""
         with self.preparing("all_gather_single"):
             out = self.import_array(output, writable=True, what="output_tensor")
             x = self.import_array(input, writable=False, what="input_tensor")
@@ -318,7 +326,7 @@ class ProcessGroup:
         return self._gather("gather", tensor, output_list, root, async_op)
 
     def gather_single(self, tensor: Any, output: Any, root: int, async_op: bool = False) -> Work | None:
-        """Concatenate the arrays of all ranks, equal in size, in the root's `output`; it is None on other ranks."""
+        """Concatenate the arrays of all ranks, of equal sizes, in the root's `output`, which is None on other ranks."""
         return self._gather("gather_single", tensor, output, root, async_op)
 
     def _gather(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Work | None:
@@ -337,7 +345,7 @@ class ProcessGroup:
         return self._scatter("scatter", tensor, input_list, root, async_op)
 
     def scatter_single(self, tensor: Any, input: Any, root: int, async_op: bool = False) -> Any:
-        """Copy part r of the equal parts of the root's `input` to rank r's array; it is None on other ranks."""
+        """Divide the root's `input`, None on other ranks, into equal parts, and copy part r to rank r's array."""
         return self._scatter("scatter_single", tensor, input, root, async_op)
 
     def _scatter(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Any:
@@ -411,7 +419,7 @@ class ProcessGroup:
         return self.run("all_gather_coalesced", call, owners, async_op)
 
     def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work | None:
-        """Block until every rank has called it."""
+        """Block until every rank has called `barrier`."""
         return self.run("barrier", self.planned(Operation("barrier"), timeout), (), async_op)
 
     def monitored_barrier(self, timeout: float | None = None) -> None:
@@ -425,14 +433,14 @@ class ProcessGroup:
     # ---- point to point ----------------------------------------------------------------------------
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
-        """Send to `dst`; returns when the message has been received (to this rank: when it is buffered)."""
+        """Send to `dst`; return when the message has been received (a host array to this rank: when it is buffered)."""
         self.p2p.send(tensor, dst, tag)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
-        """Receive into `tensor` from `src`, or from the rank that sends first; returns the sender's rank.
+        """Receive into `tensor` from `src`, or from the rank that sends first; return the sender's rank.
 
-        The message must have the array's dtype and number of elements. With `status`, which is filled, it may have
-        fewer elements. Any other message is an error on both sides.
+        The message must have the array's dtype and number of elements. If a `status` is given, it is filled, and the
+        message may have fewer elements. Any other message is an error on both sides.
         """
         return self.p2p.recv(tensor, src, tag, status)
 
@@ -471,22 +479,23 @@ class ProcessGroup:
             self.fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
 
     def fail(self, error: GroupError) -> None:
-        """Fail the group with an error, and inform the peers. From any thread."""
+        """Fail the group with an error, and inform the peers. Any thread may call this."""
         self.backend.fail(error)
 
     def disown(self, error: GroupError) -> None:
-        """Make every use raise `error`, in a child of fork. Sends and publishes nothing."""
+        """Make every later use in this process, a child of fork, raise `error`. Sends and publishes nothing."""
         self.monitor.failure = self.gate.failure = error
         self.backend.disown(error)
 
     def may_wait(self) -> bool:
-        """Whether this thread may wait for operations under way: they progress without it."""
+        """Whether this thread may wait for operations under way, because they progress without this thread."""
         return self.gate.may_wait() and not self.messages.is_entered()
 
     def close(self, exit_reason: str = "") -> None:
-        """Leave the group and release its resources; operations under way and later calls raise. Twice is fine.
+        """Leave the group and release its resources. Operations under way and later calls raise.
 
-        The peers read the `exit_reason`; by default it is made of the exception that is being handled, if any.
+        The peers read the `exit_reason`. By default it describes the exception that is being handled, if any. A second
+        call has no effect.
         """
         if not self.gate.closed:
             self.monitor.exit_reason = exit_reason = exit_reason or describe_exit(sys.exc_info()[1])
@@ -507,4 +516,4 @@ _MESSAGES = ("send", "recv", "isend", "irecv")
 
 
 class _Calls:
-    """The functions of `ProcessGroup.fast`. Attributes that are set one by one are read in half the time."""
+    """The functions of `ProcessGroup.fast`, as attributes set one by one, which take half the time to read."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 
 class Status:
-    """Sender, tag and size of a message, filled by a receive or a probe; all fields are -1 before, as in MPI.
+    """Sender, tag and size of a message. A receive or a probe fills it; before, all fields are -1.
 
-    A `Status` that is given to `recv` or `irecv` is filled when the receive is complete, unless it failed. Such a
-    receive also takes a message that is shorter than its array.
+    A `Status` that is given to `recv` or `irecv` is filled when the receive is complete, unless the receive failed. A
+    receive with a `Status` also accepts a message that is shorter than its array.
 
     Attributes:
-        source: the sender: a global rank; a rank in the group if a group's method was called.
+        source: the sender's global rank, or its rank in the group if a method of a group was called.
         tag: the message's tag.
-        count: its number of elements, in the sender's dtype. A probe sets it for numeric dtypes; for other dtypes,
-            whose itemsize the header does not have, it is -1.
-        nbytes: its number of bytes; -1 if a probe has found an array on a GPU that NCCL sends.
+        count: the message's number of elements, in the sender's dtype. After a probe it is -1 if the dtype is not
+            numeric, because the header does not have the itemsize.
+        nbytes: the message's number of bytes; -1 if a probe has found an array on a GPU that NCCL sends.
     """
 
     __slots__ = ("count", "nbytes", "source", "tag")

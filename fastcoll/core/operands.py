@@ -1,6 +1,6 @@
-"""Checks of a call's arguments: plain arguments, arrays that must fit together, and how they are divided among ranks.
+"""Checks of a call's arguments: numbers, arrays that must fit together, and their division among ranks.
 
-Pure functions on imported arrays. They run before the call is published, so a refusal moves no data.
+These are pure functions on imported arrays. They run before the call is published, so no data moves if they refuse it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .work import Timeout, seconds
 
 Array = NDArray[Any]
 _FEW = 6  # arrays that are compared in pairs, at 0.2 us a pair; reading an address takes 0.8 us
-_MOST_WORK = 10_000  # candidates that NumPy tries to find out whether two strided arrays share memory
+_MOST_WORK = 10_000  # candidates that NumPy may try to find out whether two strided arrays share memory
 
 LARGEST_TAG = (1 << 31) - 1
 ANY_TAG = -1
@@ -45,7 +45,7 @@ WORLD_OF_ONE = "; this is a world of one: start it with -n 2, as in python -m fa
 
 
 def whole(name: str, value: Any) -> int:
-    """Return the argument `name` as an int, also NumPy's integers, or raise UsageError."""
+    """Return the argument `name`, which may be a NumPy integer, as an int, or raise UsageError."""
     try:
         return operator.index(value)
     except TypeError:
@@ -63,7 +63,7 @@ def wholes(name: str, values: Any) -> list[int]:
 
 
 def refuses(error: BaseException, integers: Sequence[Any]) -> bool:
-    """Whether a compiled entry raised the error because an argument is no 64-bit integer."""
+    """Whether a compiled function raised the error because one of its arguments `integers` is no 64-bit integer."""
     if not isinstance(error, TypeError | OverflowError):
         return False
     try:
@@ -73,7 +73,7 @@ def refuses(error: BaseException, integers: Sequence[Any]) -> bool:
 
 
 def check_unused(pg_options: Any, device_id: Any) -> None:
-    """Refuse any `pg_options`, and a `device_id` that is no index, "cpu", "cuda:0" or such a torch.device."""
+    """Refuse any `pg_options`, and a `device_id` other than an index, "cpu", "cuda:0" and the like."""
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
     if device_id is None or (
@@ -85,7 +85,7 @@ def check_unused(pg_options: Any, device_id: Any) -> None:
 
 
 def positive_seconds(timeout: Timeout, default: float) -> float:
-    """Convert a timeout, which must be greater than 0, to seconds; None is the default."""
+    """Convert a timeout, which must be greater than 0, to seconds; for None, return the default."""
     if timeout is None:
         return default
     if isinstance(timeout, Real | timedelta):
@@ -112,7 +112,7 @@ def checked_receive_tag(tag: Any) -> int:
 def wildcard_of(tag: int) -> int:
     """Return the wildcard tag whose receives accept messages with `tag`.
 
-    Objects, and control messages of arrays on GPUs, have no wildcard: the result is the tag itself.
+    Messages of objects, and control messages of arrays on GPUs, have no wildcard; for them, return the tag itself.
     """
     if tag <= LARGEST_TAG:
         return ANY_TAG
@@ -147,7 +147,7 @@ def is_plain(x: Any) -> bool:
 
 
 def is_message(tensor: Any, peer: Any, tag: Any, size: int) -> bool:
-    """Whether these are valid arguments of a message in a group of `size` ranks that need no further check."""
+    """Whether these arguments of a message are valid in a group of `size` ranks, without any further check."""
     return (
         is_plain(tensor)
         and tensor.dtype in _NUMBERS
@@ -160,7 +160,7 @@ def is_message(tensor: Any, peer: Any, tag: Any, size: int) -> bool:
 def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
     """Return the array and op to reduce: for PREMUL_SUM a scaled copy and SUM, else the arguments.
 
-    The DeviceCarrier scales arrays on GPUs.
+    Arrays on GPUs are returned unchanged, since the DeviceCarrier scales them.
     """
     if not isinstance(op, ReduceOp):
         raise UsageError(f"op is {op!r}; give a fastcoll.ReduceOp, e.g. ReduceOp.SUM")
@@ -189,10 +189,10 @@ def arrays_of(items: Sequence[ImportedArray]) -> tuple[Array, ...]:
 
 
 def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tuple[Array, ...]:
-    """Return the inputs; those that share memory with an output are copied.
+    """Return the inputs, and copies of those that share memory with an output.
 
-    A single input or output belongs to rank `own`, whose input and output may be the same memory. Arrays on a GPU are
-    never copied.
+    The input and the output of rank `own` may be the same memory; a single input or output is that rank's. Arrays on a
+    GPU are never copied.
     """
     if any(type(x) is not np.ndarray for x in (*inputs, *outs)):
         return tuple(inputs)
@@ -211,7 +211,7 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tupl
 
 
 def distinct(items: Sequence[ImportedArray]) -> list[ImportedArray]:
-    """Return each array once, in order; a caller may list an array several times if all get the same result."""
+    """Return each array once, in order. Callers may list an array twice if both items would get the same result."""
     first: dict[tuple[Any, ...], ImportedArray] = {}
     for k, item in enumerate(items):
         first.setdefault(_whole_place(item.target, k), item)
@@ -219,9 +219,9 @@ def distinct(items: Sequence[ImportedArray]) -> list[ImportedArray]:
 
 
 def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: bool = False) -> None:
-    """Refuse outputs that share memory, since which result stays there would be undefined.
+    """Refuse outputs that share memory, since it would be undefined which result stays there.
 
-    A packed copy is checked at its target, to which it is copied back. Strided arrays on GPUs are not checked.
+    For a packed copy, the array to which it is copied back is checked. Strided arrays on GPUs are not checked.
 
     Args:
         each: the length of each list if `name` is a list of lists.
@@ -232,7 +232,7 @@ def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: b
     if on_host and len(outs) <= _FEW and not any(starmap(np.may_share_memory, pairs)):
         return
     spans = sorted((*_extent(out.target), k) for k, out in enumerate(outs))
-    open_ones: list[tuple[int, int]] = []  # arrays that end behind the start of the next one
+    open_ones: list[tuple[int, int]] = []  # (end, index) of arrays that end after the start of the next one
     for low, high, k in spans:
         if low == high:
             continue
@@ -249,7 +249,7 @@ def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: b
 
 
 def _extent(x: Any) -> tuple[int, int]:
-    """Return the first and the end address of an array; both are equal if they are not known."""
+    """Return the first address of an array and the address after its end; two equal numbers if they are not known."""
     if isinstance(x, np.ndarray):
         if x.size == 0:
             return 0, 0
@@ -271,7 +271,7 @@ def _whole_place(x: Any, index: int) -> tuple[Any, ...]:
 
 
 def _share(x: Any, y: Any) -> bool:
-    """Whether two arrays whose extents overlap share memory; False if that is too hard to find out."""
+    """Whether two arrays share memory, whose address ranges overlap; False if that is too hard to find out."""
     if not isinstance(x, np.ndarray):
         return bool(x.overlaps(y))
     try:
@@ -281,7 +281,7 @@ def _share(x: Any, y: Any) -> bool:
 
 
 def check_fit(name: str, x: Array, other: str, y: Array) -> None:
-    """Check that two arrays of the same data agree in dtype and number of elements."""
+    """Check that two arrays that hold the same data agree in dtype and number of elements."""
     _check_place(name, x, other, y)
     if x.dtype != y.dtype or x.size != y.size:
         raise UsageError(
@@ -339,12 +339,12 @@ def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) 
 
 
 def sum_for(op: ReduceOp) -> ReduceOp:
-    """Return the op for partial results that are reduced again: for AVG a sum, which `divide` ends."""
+    """Return the op for partial results that are reduced again: for AVG it is SUM, followed by `divide`."""
     return ReduceOp.SUM if op.code == AVG else op
 
 
 def divide(x: Array, n: int) -> None:
-    """Divide x by n in place, as AVG does: integers towards zero, 16-bit floats in float32."""
+    """Divide x by n in place, as AVG does: round integers towards zero, divide 16-bit floats in float32."""
     if x.dtype.kind in "iu":
         quotient, rest = np.divmod(x, x.dtype.type(n))
         x[...] = quotient + ((x < 0) & (rest != 0)).astype(x.dtype)

@@ -1,11 +1,11 @@
-"""Operation: one call as data, made when its arguments are checked; and the operations composed of others.
+"""Operation: one call as data, made after its arguments are checked; and how some operations are composed of others.
 
-The form of its kind determines which outputs and inputs an operation has (operations.py). In a scan every rank has a
-result, in a reduce only the root; a gather has outputs, and a scatter inputs, only on the root.
+An operation has a *kind*, such as "all_reduce". The kind's form (operations.py) determines the outputs and inputs. In a
+scan every rank has a result, in a reduce only the root; a gather has outputs, and a scatter inputs, only on the root.
 
-Arrays are contiguous ndarrays, or DeviceArrays. Host inputs and outputs share memory only if the form says so, or if a
-rank's own block is its own output; device arrays may overlap anywhere. `parts` are further numbers in which all ranks
-must agree, such as the sizes of the arrays of a coalesced call.
+Arrays are contiguous ndarrays, or DeviceArrays. Inputs and outputs in host memory share memory only if the form says
+so, or if a rank's own block is its own output. Arrays on GPUs may overlap in any way. `parts` are further numbers in
+which all ranks must agree, such as the sizes of the arrays of a coalesced call, which is one call on a list of arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def flattened(xs: Sequence[Any]) -> Any:
 
 
 def then_split(call: Call, flat: Any, outs: Sequence[Any]) -> Call:
-    """Return a call that runs `call`, and then copies the parts of `flat` to arrays."""
+    """Return a call that runs `call`, and then copies consecutive parts of `flat` to the arrays `outs`."""
 
     def run() -> None:
         call()

@@ -14,12 +14,13 @@ A kind's *form* determines which arrays its Operation (operation.py) has:
     LIST_TO_BLOCKS    array k of rank r at          the arrays
                       k * size + r
 
-In a kind with a root only the root has the blocks, or the result if there are no blocks. Ranks must agree in kind and
-dtype, in the reduction if the kind reduces, in the root if it has one, and, unless it is uneven, in the bytes that each
-rank contributes.
+If a kind has a root, only the root has the blocks, or the result if there are no blocks. Ranks must agree in kind and
+dtype, in the reduction if the kind reduces, and in the root if it has one. Unless the kind is uneven, they must also
+agree in the number of bytes that each rank contributes.
 
-The position of a kind in the table is its number in call words (signature.py) and failpoints, so the order stays.
-Compositions are at the end. They have no number, since ranks compare the call of which they are made.
+The position of a kind in the table is its number in call words (signature.py) and failpoints, so the order must not
+change. *Compositions*, kinds that are carried out by calls of another kind, are at the end. They have no number, since
+ranks compare the calls that carry them out.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Kind(NamedTuple):
     Attributes:
         form: which arrays an operation has.
         root: the public function's name for the root, "src" or "dst"; "" for a kind without a root.
-        reduces: whether it takes a ReduceOp.
+        reduces: whether the kind takes a ReduceOp.
         uneven: whether ranks may differ in the bytes that they contribute.
-        made_of: of a composition, the kind of which it is made if the backend does not have it natively.
+        made_of: for a composition, the kind that carries it out if the backend does not have it natively; else "".
     """
 
     form: int
@@ -78,7 +79,7 @@ class Kind(NamedTuple):
 
     @property
     def is_by_pair(self) -> bool:
-        """Whether only the two ranks of a pair know how many bytes move between them."""
+        """Whether only the sender and the receiver know how many bytes move between them."""
         return self.form == BLOCKS_TO_BLOCKS or (self.has_blocks and self.root != "")
 
 
@@ -123,11 +124,11 @@ METHODS = {
 
 
 def call(group: Any, method: str, out: Any, given: Any, root: Any, op: Any) -> Any:
-    """Call one of METHODS of a group, with the arguments that its kind has.
+    """Call one of a group's METHODS, with those of the arguments that its kind has.
 
     Args:
-        out: the output, or the list of blocks; for a kind without blocks, the array.
-        given: the input, or the list of blocks; ignored for a kind without blocks.
+        out: the output, or the list of output blocks; for a kind without blocks, the array.
+        given: the input, or the list of input blocks; ignored for a kind without blocks.
     """
     kind = KINDS[METHODS[method]]
     arrays = (out, given) if kind.has_blocks else () if kind.form == NO_ARRAY else (out,)

@@ -20,16 +20,16 @@ class Span(NamedTuple):
 
 
 def even(total: int, parts: int, unit: int = 1) -> list[Span]:
-    """Divide an array into parts as even as units allow; the first parts are the longer ones."""
+    """Divide an array into parts of whole units that are as equal as possible; the first parts are the longer ones."""
     each, longer = divmod(total // unit, parts)
     borders = [(each * k + min(k, longer)) * unit for k in range(parts + 1)]
     return [Span(low, high - low) for low, high in pairwise(borders)]
 
 
 def start_of(total: int, parts: int, k: int, unit: int = 1) -> int:
-    """Return the start of part k if all parts but the last ones are equally long; the end for k = parts.
+    """Return the start of part k, where all parts are equally long except the last ones; return the end for k = parts.
 
-    `total` need not be a multiple of `unit`. kernels/primitives.py has this compiled.
+    `total` need not be a multiple of `unit`. kernels/primitives.py has the same function, compiled.
     """
     return min(total, k * -(-total // (parts * unit)) * unit)
 
@@ -56,7 +56,7 @@ def cut(x: X, most: int) -> list[X]:
 
 
 class Segments(NamedTuple):
-    """One division for several blocks, so that segment k of one block goes with segment k of another."""
+    """A division of several blocks into the same number of segments, so that segments of two blocks correspond."""
 
     number: int  # of segments of the longest block
     nbytes: int  # of a segment; the last one may be shorter, and those of shorter blocks may be empty

@@ -1,6 +1,6 @@
-"""The messages of a group, from the arguments of a call to what carries the message.
+"""The message methods of a group: they check the arguments, and pass the message to the backend or DeviceCarrier.
 
-Messages need no turn (gate.py): they are independent of the group's collective calls.
+Messages do not use the gate (gate.py), since they are independent of the group's collective calls.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class PointToPoint:
     """The messages of one group. Ranks are group ranks.
 
     Args:
-        checked_rank: of the group.
-        import_array: of the group.
-        device_messages: returns what carries messages of arrays on GPUs.
+        checked_rank: the method of the group.
+        import_array: the method of the group.
+        device_messages: returns the Messages object for arrays on GPUs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PointToPoint:
         return self.ready_irecv(tensor, self._checked_source(src), tag, status)()
 
     def ready_isend(self, tensor: Any, dst: int, tag: int) -> Callable[[], Work]:
-        """Do all of `isend` but the posting, which calling the result does; `dst` is already checked."""
+        """Check the arguments of `isend`, and return a function that posts it. `dst` is already checked."""
         x, messages = self._prepared(tensor, writable=False)
         post = self.post_send if messages is self._messages else messages.isend
         return partial(post, x, dst, checked_tag(tag))
@@ -69,7 +69,7 @@ class PointToPoint:
     def ready_irecv(
         self, tensor: Any, src: int | None, tag: int, status: Status | None = None
     ) -> Callable[[], Work]:
-        """Do all of `irecv` but the posting, which calling the result does; `src` is already checked."""
+        """Check the arguments of `irecv`, and return a function that posts it. `src` is already checked."""
         x, messages = self._prepared(tensor, writable=True)
         post = self.post_receive if messages is self._messages else messages.irecv
         return partial(post, x, src, checked_receive_tag(tag), _checked_status(status))
@@ -109,23 +109,23 @@ class PointToPoint:
         self.send_apart(data, self._checked_rank("dst", dst), OBJECTS_TAG)
 
     def recv_objects(self, data: Array, src: int | None) -> int:
-        """Receive what `send_objects` sends; returns the sender's rank."""
+        """Receive what `send_objects` sends; return the sender's rank."""
         return self.recv_apart(data, self._checked_source(src), OBJECTS_TAG)
 
     def send_apart(self, x: Array, dst: int, tag: int) -> None:
-        """Send a plain array with a tag above those of users, such as JAX_TAGS + 5; `dst` is already checked."""
+        """Send a plain array with a tag that users cannot use, such as JAX_TAGS + 5. `dst` is already checked."""
         self._gate.check_usable()
         self._messages.send(ImportedArray(x), dst, tag)
 
     def recv_apart(self, x: Array, src: int | None, tag: int, status: Status | None = None) -> int:
-        """Receive a message of `send_apart`; returns the sender's rank."""
+        """Receive a message of `send_apart`; return the sender's rank."""
         self._gate.check_usable()
         return self._messages.recv(ImportedArray(x), src, tag, status)
 
     # ---- arguments ---------------------------------------------------------------------------------
 
     def _prepared(self, tensor: Any, *, writable: bool) -> tuple[ImportedArray, Messages]:
-        """Import the array of a message, and find what carries the message."""
+        """Import the array of a message, and find the Messages object that carries the message out."""
         self._gate.check_usable()
         x = self._import_array(tensor, writable=writable)
         if type(x.array) is not np.ndarray:

@@ -1,8 +1,8 @@
 """Calls that a backend prepares once and reuses, and the fast methods that carry them out.
 
-Calls with the same `CallKey` share one preparation. A fast method makes the key as a plain tuple, which equals a
-`CallKey` and takes 25 ns instead of 250. It leaves every call that was not prepared, or whose arrays are not plain, to
-the group's method.
+Calls with the same `CallKey` share one preparation. A *fast method* replaces a ProcessGroup's method in `group.fast`.
+It makes the key as a plain tuple, which equals a `CallKey` but takes 25 ns instead of 250. If the call has not been
+prepared, or its arrays are not plain (operands.py), it calls the ProcessGroup's method.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _T = TypeVar("_T")
 
 
 class CallKey(NamedTuple):
-    """The properties that calls must share to use one preparation.
+    """The properties in which calls must agree to share one preparation.
 
     Attributes:
-        nbytes: bytes of each array whose size counts (core/sizes.py).
+        nbytes: the bytes of each array whose size ranks compare (core/sizes.py).
         parts: as in `Operation`.
         variant: a further property that the backend distinguishes.
     """
@@ -55,7 +55,7 @@ class PreparedCalls(dict[CallKey, _T]):
         self._adding = threading.Lock()
 
     def get_or_make(self, key: CallKey, make: Callable[[CallKey], _T]) -> _T:
-        """Return the prepared call of `key`; make it with `make` if there is none."""
+        """Return the prepared call of `key`; if there is none, make it with `make`."""
         found = self.get(key)
         if found is None:
             found = make(key)
@@ -83,8 +83,12 @@ def fast_methods(
     """Return `Backend.fast`'s functions for synchronous calls of some kinds.
 
     Args:
-        kinds: those with blocks are done by the method whose blocks are one array.
-        variant: of the keys.
+        group: the ProcessGroup.
+        kinds: names of kinds (operations.py). For a kind with blocks, the function replaces the method whose blocks are
+            one array (`_single`).
+        run: see `Run`.
+        folds: see `Folds`.
+        variant: the `variant` of the calls' keys.
 
     Returns:
         The functions, by the names of the group's methods.
@@ -126,7 +130,7 @@ def _all_reduce(
 def _broadcast(kind: str, method: Any, size: int, run: Run, folds: Folds, variant: Any) -> Callable[..., Any]:
     def fast(tensor: Any, root: int, async_op: bool = False) -> Any:
         x = header_of(tensor) if type(tensor) in plain_types else tensor
-        # Not structured dtypes: those are broadcasts of objects, which take several calls.
+        # Structured dtypes are left to the method: they may be broadcasts of objects, which take several calls.
         if not async_op and is_plain(x) and type(root) is int and x.dtype.names is None:
             key = (kind, x.dtype, None, root, (x.nbytes,), (), variant)
             if run(key, (x,)):
@@ -195,9 +199,9 @@ def _reduce_scatter(
 
 
 def _are_blocks(x: Any, block: Any, size: int) -> bool:
-    """Whether both are plain, and `x` has a block like `block` for each rank.
+    """Whether both arrays are plain, and `x` has a block like `block` for each rank.
 
-    They may overlap.
+    The two may overlap.
     """
     return is_plain(x) and is_plain(block) and x.dtype == block.dtype and x.size == block.size * size > 0
 

@@ -16,14 +16,14 @@ from ..errors import UsageError
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReduceOp:
-    """How arrays of several ranks become one, element by element and in rank order.
+    """An operation that combines the arrays of several ranks into one, element by element and in rank order.
 
     Predefined: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, LAND, LOR, LXOR. AVG divides the sum by
     the number of ranks (integers: truncated towards zero, as NCCL does). MIN and MAX propagate NaN, as
     `numpy.minimum` does. On bool, SUM and MAX are "or", PRODUCT and MIN are "and", as in NumPy.
-    LAND, LOR and LXOR are MPI's: every element but 0 is true, NaN too, and the result of two or more
-    ranks is 0 or 1 in the array's dtype. One rank's array alone (in a group of one, or rank 0's in a
-    scan) is not changed.
+    LAND, LOR and LXOR are MPI's: every element except 0 is true, also NaN. The result of two or more
+    ranks is 0 or 1 in the array's dtype. The result of one rank alone (in a group of one rank, or for
+    rank 0 in a scan) is that rank's array, unchanged.
 
     Attributes:
         name: "SUM", ..., "PREMUL_SUM", or a custom function's name.
@@ -59,7 +59,7 @@ class ReduceOp:
             factor: a number, or an array of one element; real for float dtypes.
 
         Raises:
-            UsageError: the factor is neither.
+            UsageError: the factor is neither a number nor an array of one element.
         """
         return ReduceOp("PREMUL_SUM", PREMUL_SUM, factor=_number(factor))
 
@@ -67,9 +67,9 @@ class ReduceOp:
     def custom(function: Callable[[Any, Any], Any], name: str | None = None) -> ReduceOp:
         """Make a reduction from an elementwise, associative `function(a, b)`, compiled by Numba.
 
-        It need not be commutative: ranks are combined in the order 0..n-1. It gets and returns
-        scalars of the array's dtype (records for structured dtypes). Make the ReduceOp once and
-        keep it, since each new one is compiled anew.
+        The function need not be commutative: ranks are combined in the order 0..n-1. It gets and
+        returns scalars of the array's dtype (records for structured dtypes). Make the ReduceOp once
+        and keep it, since each new ReduceOp is compiled anew.
 
         Raises:
             UsageError: `function` cannot be called with two arguments.
@@ -87,7 +87,7 @@ class ReduceOp:
                 with suppress(ValueError):  # the name that the function refers to is not bound yet
                     cells.append(cell.cell_contents)
             text += _describe_code(plain.__code__) + _describe_values([*(plain.__defaults__ or ()), *cells])
-        # 15 bits that are the same for the same function on every rank.
+        # The code has 15 bits of a checksum, which is the same on all ranks if the functions are the same.
         return ReduceOp(label, CUSTOM + (zlib.crc32(text.encode()) & 0x7FFF), function=function)
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ for _op in PREDEFINED.values():
 
 
 def _number(factor: Any) -> Any:
-    """Return PREMUL_SUM's factor as a number, also if it is given as an array of one element."""
+    """Return PREMUL_SUM's factor, which may be an array of one element, as a number."""
     value = factor
     if hasattr(factor, "item") and not isinstance(factor, Number):
         with suppress(RuntimeError, TypeError, ValueError):  # more than one element
@@ -120,7 +120,7 @@ def _describe_code(code: CodeType) -> str:
 
 
 def _describe_values(values: Iterable[Any]) -> str:
-    """Describe numbers, texts and nested code by value, others by type, since a repr may have an address."""
+    """Describe numbers, texts and nested code by value, other objects by type, since their repr may have an address."""
     return " ".join(
         _describe_code(value)
         if isinstance(value, CodeType)
@@ -132,7 +132,7 @@ def _describe_values(values: Iterable[Any]) -> str:
 
 
 class _DeprecatedReduceOp:
-    """`reduce_op.SUM` and others of torch's first releases; use ReduceOp."""
+    """The class of `reduce_op`, which has SUM, PRODUCT, MIN and MAX as in torch's first releases; use ReduceOp."""
 
     def __getattr__(self, name: str) -> ReduceOp:
         if name not in ("SUM", "PRODUCT", "MIN", "MAX"):

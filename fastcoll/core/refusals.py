@@ -1,4 +1,4 @@
-"""What happens when a rank refuses a collective call: the peers, whose calls then match nothing, are informed."""
+"""Refusals: if a rank refuses its collective call because of a wrong argument, its peers are informed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .operation import Call, Operation
 
 
 class Preparing:
-    """The block in which a call's arguments are checked. An exception there refuses the call.
+    """The context manager in whose block a call's arguments are checked. An exception there refuses the call.
 
-    A class rather than a generator, which would cost 1 us more.
+    It is a class, because a generator (contextlib.contextmanager) costs 1 us more.
     """
 
     __slots__ = ("_gate", "_name", "_planned")
@@ -32,11 +32,11 @@ class Preparing:
 
 
 def refuse(gate: Gate, planned: Callable[[Operation], Call], name: str, error: Exception) -> None:
-    """Inform the peers that this rank has refused its collective call `name`; does not wait for them.
+    """Inform the peers that this rank has refused its collective call `name`, without waiting for them.
 
-    The refusal is queued as a call that matches no other, so the peers' calls raise MismatchError with its text. If all
-    ranks refuse, the refusals match one another. A call that a signal handler makes in the middle of another one is
-    not announced, since it matches no call of the peers.
+    The refusal is queued as a call that matches no other call, so the peers' calls raise MismatchError with its text.
+    If all ranks refuse, the refusals match one another. If a signal handler makes the call in the middle of another
+    one, the peers are not informed, since no call of theirs corresponds to it.
     """
     if gate.size == 1 or gate.failure is not None or gate.closed or gate.is_inside():
         return

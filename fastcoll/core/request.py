@@ -12,8 +12,8 @@ from .work import Timeout, Work
 class Request:
     """A send or a receive that `start` posts, any number of times.
 
-    Each start posts one message. It must be complete before the next start. Between a start and its completion the
-    array belongs to the operation.
+    Each start posts one message, which must be complete before the next start. Do not use the array between a start and
+    the message's completion.
 
     Args:
         post: posts a message with the same arguments every time.
@@ -38,7 +38,7 @@ class Request:
         self.work = self.post()
 
     def check_startable(self) -> None:
-        """Refuse a start while the previous operation is pending."""
+        """Raise UsageError if the operation of the last start is pending."""
         if not self.is_completed():
             assert self.work is not None
             raise UsageError(

@@ -1,4 +1,4 @@
-"""The sizes of a call in bytes, which the ranks compare: what each rank sends to and expects from each other rank."""
+"""The sizes of a call, which the ranks compare: the bytes that each rank sends to and expects from each other rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ X = TypeVar("X")
 
 
 def sized(kind: str, outputs: Sequence[X], inputs: Sequence[X]) -> Sequence[X]:
-    """Return the arrays of a call (core/operation.py) whose sizes the ranks compare."""
+    """Return those arrays of a call (core/operation.py) whose sizes the ranks compare."""
     if KINDS[kind].form == BLOCKS_TO_BLOCKS:
         return (*outputs, *inputs)
     return outputs or inputs if KINDS[kind].takes_blocks else inputs or outputs
@@ -22,8 +22,8 @@ class Sizes(NamedTuple):
 
     Attributes:
         shape: bytes that this rank contributes; MIXED if its blocks for the ranks differ in size.
-        gives: bytes for each rank; zeros if `shape` is enough.
-        takes: bytes expected from each rank.
+        gives: the bytes that this rank sends to each rank; zeros if comparing `shape` is enough.
+        takes: the bytes that this rank expects from each rank.
     """
 
     shape: int

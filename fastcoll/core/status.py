@@ -1,6 +1,6 @@
 """The status codes that compiled code returns to Python, the same for every backend.
 
-Kernels and the synchronous path compare with plain ints: the names below the enum.
+Kernels and the synchronous path compare them as plain ints, which are the names below the enum.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from enum import IntEnum
 
 
 class CallStatus(IntEnum):
-    """The status of a compiled call. Calls that block also return results of their own below 0."""
+    """The status of a compiled call. A call that returns a result, such as the sender's rank, returns it below 0."""
 
     DONE = 0  # the call is complete
-    AGAIN = 1  # it waited, or its bell was rung: check signals, deadlines and peers, and call again
-    WORKED = 2  # it worked for a while without waiting: do the same
+    AGAIN = 1  # it waited, or another thread wants it to return: check signals, deadlines, peers; call again
+    WORKED = 2  # it worked for a while without waiting: check as for AGAIN, and call again
     LATER = 3  # nothing was done: the call needs Python, or another thread's call is under way
     MISMATCH = 4  # the ranks' calls differ; all ranks return this
-    MIXED = 5  # some ranks would read their peers' arrays and some would not: call again, through the slots
+    MIXED = 5  # some ranks would read peers' arrays in place, others not: call again, with slots (staging)
     GONE = 6  # the connection to a peer has ended
     GARBLED = 7  # a peer has sent bytes that the protocol does not allow
-    REFUSED = 8  # a message does not fit the receiver's array; the last ack has kind and size of that array
-    OTHER = 9  # a message has arrived that only the engine can handle
+    REFUSED = 8  # a message does not fit the receiver's array, whose kind and size are in the last ack
+    OTHER = 9  # a message has arrived that only the engine (p2p/engine.py) can handle
     NEEDS_FLUSHER = 10  # a send is complete, and deferred acks need a thread that flushes them
     UNREADABLE = 11  # a peer's array, which the call reads in place, cannot be read
     UNMAPPED = 12  # a peer's array is in an arena that is not mapped here yet: map it, then call again

@@ -1,6 +1,6 @@
-"""Trees: nested dicts, lists and tuples of arrays as the argument of one call; and all_gather of unknown shapes.
+"""Trees: nested dicts, lists and tuples of arrays as the argument of one call. Also all_gather of unknown shapes.
 
-All ranks use the arrays in the same order: lists and tuples in their own, dicts sorted by the keys' types and `repr`.
+All ranks use the arrays in the same order: lists and tuples by index, dicts sorted by the keys' types and `repr`.
 None means "no array". The *structure* encodes the nesting, and the dtype and shape of each array. Ranks compare it, so
 different trees raise MismatchError on all ranks. Small arrays are packed together, large ones are sent one by one.
 """
@@ -25,8 +25,9 @@ from .signature import SHAPES, dtype_code
 
 CONTAINERS = (dict, list, tuple)
 
-# Bytes. Packing copies an array twice; a separate call costs one synchronisation. 8 float32 arrays in one tree, 2 ranks
-# on 2 shared cores, packed : separate: 512 KiB each 12.2 : 16.6 ms, 1 MiB 22.1 : 19.4, 4 MiB 149 : 66.
+# Bytes. Packing copies an array twice; a separate call costs one synchronisation. Measured with 8 float32 arrays in one
+# tree and 2 ranks on 2 shared cores, packed against separate: 512 KiB each: 12.2 against 16.6 ms; 1 MiB: 22.1 against
+# 19.4 ms; 4 MiB: 149 against 66 ms.
 LARGE = 1 << 20
 _SHOWN = 1000  # characters of a structure in an error
 
@@ -36,7 +37,8 @@ class Tree(ImportedArray):
 
     Attributes:
         structure: the text that ranks compare.
-        leaves: the arrays in the common order; one empty array if the tree has none, since ranks must synchronise.
+        leaves: the arrays in the order that all ranks share; one empty array if the tree has none, since ranks must
+            synchronise.
     """
 
     __slots__ = ("_apart", "_given", "_tree", "leaves", "structure")
@@ -64,18 +66,21 @@ class Tree(ImportedArray):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Return the structure and its division into calls, for the signatures of the calls."""
+        """Return numbers for the calls' signatures: a checksum of the structure, and the leaves with own calls."""
         return zlib.crc32(self.structure.encode()), *self._apart
 
     def batches(self, kind: Callable[[Any], Any]) -> list[list[ImportedArray]]:
-        """Group the leaves by calls: those of one kind together; large ones that share no memory one by one."""
+        """Divide the leaves among calls: large leaves that share no memory get one each, others one a kind."""
         batches: dict[Any, list[ImportedArray]] = {}
         for index, leaf in enumerate(self.leaves):
             batches.setdefault(index if index in self._apart else str(kind(leaf.array)), []).append(leaf)
         return list(batches.values())
 
     def in_turn(self, calls: Sequence[Call]) -> Call:
-        """Return a call that runs `calls` in order. All have the same signature, so the first finds a mismatch."""
+        """Return a call that runs `calls` in order.
+
+        The signature of each has `parts`, so the first call finds a mismatch of the trees.
+        """
 
         def run() -> None:
             try:
@@ -88,7 +93,7 @@ class Tree(ImportedArray):
         return run
 
     def finish(self) -> Any:
-        """Finish the leaves; return a tree with new arrays for immutable ones, or None if there are none."""
+        """Finish the leaves; return a tree with new arrays for immutable ones, or None if no array is immutable."""
         done = [leaf.finish() for leaf in self.leaves]
         if all(new is None for new in done):
             return None
@@ -117,7 +122,7 @@ def _keys(x: dict[Any, Any]) -> list[Any]:
 
 
 def flat(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the leaves of a tree in the common order, each with the keys and indices that lead to it."""
+    """Yield the leaves of a tree in the order that all ranks share, each with the keys and indices that lead to it."""
     if isinstance(x, dict):
         for key in _keys(x):
             yield from flat(x[key], (*path, key))
@@ -129,7 +134,7 @@ def flat(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], 
 
 
 def rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
-    """Return a tree with the structure of x and these leaves."""
+    """Return a tree with the structure of x and the leaves `arrays`."""
     if x is None:
         return None
     if isinstance(x, dict):
@@ -143,7 +148,10 @@ def rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
 
 
 def _large_and_apart(arrays: Sequence[Any]) -> Iterator[int]:
-    """Yield the indices of large arrays that share no memory with others, which would be reduced twice."""
+    """Yield the indices of large arrays that share no memory with others.
+
+    If an array shared memory with another, separate calls would reduce that memory twice.
+    """
     if all(x.nbytes < LARGE for x in arrays):
         return
     spans = sorted(
@@ -206,7 +214,7 @@ def _run(
 
 # ---- arrays of unknown shape ---------------------------------------------------------------------------
 
-# A rank's dtype and shape, which the others need before they allocate its array.
+# The dtype and shape of a rank's array, which the other ranks need before they allocate memory for it.
 _SHAPE_NOTE = np.dtype([("code", "i8"), ("dtype", "S64"), ("ndim", "i8"), ("shape", "i8", 64)])
 
 

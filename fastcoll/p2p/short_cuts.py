@@ -24,7 +24,11 @@ from .pipe import ANY, ARMED
 
 
 class Entries(NamedTuple):
-    """The entries of a pipe. Each takes the address of the pipe's table, a peer's number, an array, the tag and -1."""
+    """The entries of a pipe.
+
+    Each takes the address of the pipe's table, a peer's number in the pipe, an array, the tag, and -1 for the size,
+    which means the array's own size.
+    """
 
     send: Entry
     receive: Entry
