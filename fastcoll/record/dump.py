@@ -1,10 +1,11 @@
 """Dumps: a rank's record, the reason for the dump, and the stacks of all its threads, in a file.
 
-Each rank has one file in FASTCOLL_TRACE_DIR, `rank-R-of-N.HOST.PID.json`. It is rewritten and atomically replaced on a
-group's failure, a mismatch, SIGQUIT, and `fastcoll.dump()`. If the variable is not set, only `dump(path)` writes. A
-rank that a failure blames may be stopped or stuck, so if it runs on the same machine, its record is read from outside
-and added to the file. On SIGQUIT Python's faulthandler also writes the stacks to a second file, which works even if the
-interpreter is stuck. `python -m fastcoll trace` reads these files.
+A *record* (record.py) is the list of a rank's last calls. Each rank has one file in FASTCOLL_TRACE_DIR,
+`rank-R-of-N.HOST.PID.json`. Each dump replaces it atomically: on a group's failure, a mismatch, SIGQUIT, and
+`fastcoll.dump()`. If the variable is not set, only `dump(path)` writes. A rank that a failure blames may be stopped or
+stuck. So if it runs on the same machine, this rank reads the blamed rank's record and adds it to its own file. On
+SIGQUIT Python's faulthandler also writes the stacks to a second file, which works even if the interpreter is stuck.
+`python -m fastcoll trace` reads these files.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _E = TypeVar("_E", bound=BaseException)
 FORMAT = 1
 SUFFIX, STACKS_SUFFIX = ".json", ".stacks"
 _MOST_SEEN = 16  # blamed ranks whose records are added
-_MOST_REASONS = 8  # the first ones, and the last one
-_STUCK_SECONDS = 0.5  # of running time without a dump, which takes 0.01 s
-_LONGEST_SECONDS = 10.0  # to wait for all dumps of an overloaded machine
+_MOST_REASONS = 8  # reasons that are kept: the first ones, and the last one
+_STUCK_SECONDS = 0.5  # a process that has had this time without dumping is stuck; a dump takes 0.01 s
+_LONGEST_SECONDS = 10.0  # to wait for all dumps, even if the machine is overloaded
 _LOOK_SECONDS = 0.01
 _TICKS = os.sysconf("SC_CLK_TCK")
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -49,7 +50,7 @@ _reasons: list[dict[str, Any]] = []
 def dump(path: str | os.PathLike[str] | None = None) -> str:
     """Write this process's calls and the stacks of its threads, for `python -m fastcoll trace`; return the path.
 
-    Does not wait for peers; can be called from any thread or signal handler.
+    Does not wait for peers. Any thread or signal handler may call it.
 
     Args:
         path: the file; None: this rank's file in FASTCOLL_TRACE_DIR.
@@ -91,7 +92,8 @@ def _write(why: str, path: str | os.PathLike[str] | None = None, blamed: Sequenc
         "record": None if found is None else found.as_dict(),
         "seen": [] if found is None else _seen(found, blamed),
     }
-    # Another thread, or the one that a signal has interrupted, may be writing too, so each writes its own draft.
+    # Another thread may be writing too, or a signal may have interrupted this thread's `_write`. So each call has its
+    # own draft.
     draft = f"{place}.{os.getpid()}.{next(_numbers)}.part"
     with os.fdopen(os.open(draft, _FLAGS, 0o600), "w") as file:
         try:
@@ -111,7 +113,7 @@ def _seen(mine: Record, blamed: Sequence[int]) -> list[dict[str, Any]]:
     found = []
     for peer in (peers[rank] for rank in blamed[:_MOST_SEEN] if rank in peers and rank != mine.rank):
         try:
-            # The pid is from the peer's own namespace; in this one it may be another process's.
+            # The pid is from the peer's own pid namespace; in this process's namespace it may be another process's.
             if peer.host != mine.host or (theirs := recorder.read(peer.pid)) is None:
                 continue
             if (theirs.job, theirs.rank) == (mine.job, peer.rank):
@@ -144,7 +146,10 @@ _stacks_file: Any = None
 
 
 def listen() -> None:
-    """Dump on SIGQUIT, if FASTCOLL_TRACE_DIR is set and the signal has no handler yet; on the main thread only."""
+    """Install a handler that dumps on SIGQUIT, if FASTCOLL_TRACE_DIR is set and SIGQUIT has no handler yet.
+
+    Does nothing on other threads than the main thread, where Python allows no handlers.
+    """
     global _stacks_file
     if not config.get("FASTCOLL_TRACE_DIR") or _stacks_file is not None:
         return
@@ -183,10 +188,10 @@ def listen_no_more() -> None:
 
 
 def ask(pids: Sequence[int]) -> None:
-    """Have processes of this machine that `listen` dump; return when each has dumped, has ended, or is stuck.
+    """Make processes of this machine dump by SIGQUIT; return when each has dumped, has ended, or is stuck.
 
-    A process is stuck if it has slept or computed for half a second without dumping. The time that it waits for a core
-    does not count.
+    The processes must have called `listen`. A process is stuck if it has slept or computed for half a second without
+    dumping; the time that it waits for a core does not count.
     """
     before, asked = _files(), {pid: Asked(pid) for pid in pids}
     for pid in pids:
@@ -205,16 +210,16 @@ def ask(pids: Sequence[int]) -> None:
 
 
 class Asked:
-    """A process that has to handle a signal, and the time that it had for that, without waits for a core."""
+    """A process that was sent a signal, and the time that it has had to handle it, without waits for a core."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._seconds = pid, 0.0
         self._at, self._computed = time.monotonic(), self._look()[1]
 
     def seconds(self) -> float:
-        """Return the time that the process had; inf: it has ended.
+        """Return the time that the process has had since it was sent the signal; inf if it has ended.
 
-        Call it often: the state now is taken for the state since the last call.
+        Call it often: it assumes that the process has been in its present state since the last call.
         """
         (state, computed), now = self._look(), time.monotonic()
         # A runnable thread, "R", may wait for a core; it has one only while the process's CPU time grows.
@@ -232,7 +237,7 @@ class Asked:
 
 
 def _files() -> dict[int, tuple[int, int]]:
-    """Return inode and time of each process's file in FASTCOLL_TRACE_DIR, which change with each dump."""
+    """Return the inode and mtime of each process's file in FASTCOLL_TRACE_DIR; a dump changes them."""
     found = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(config.get("FASTCOLL_TRACE_DIR")) as entries:
         for entry in entries:
@@ -250,7 +255,7 @@ def _on_quit(number: int, frame: Any) -> None:
 
 
 def _after_fork() -> None:
-    """Forget the parent's dumps in a child of fork; SIGQUIT ends the child, as is the default."""
+    """Forget the parent's dumps in a child of fork, and restore the default effect of SIGQUIT, which ends it."""
     global _stacks_file
     _reasons.clear()
     if _stacks_file is not None:

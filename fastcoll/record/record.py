@@ -7,12 +7,13 @@ it in /proc/PID/fd and can read it even if the process is stopped or its Python 
     header  the words below, then at TEXT the process in JSON
     table   from TABLE on, ROWS rows of serial number (0: free), offset and bytes of a group's block
     block   the words below; at FAILURE_AT why the group failed; at WAITS_AT the waits of its threads; at RING_AT the
-            last RING calls; then its members in JSON, and the private context of its backend
+            *ring*, a row for each of the last RING calls; then its members in JSON, and its backend's private context
 
-The writer does not wait for readers, so a reader must prove that what it has read is consistent. A block is valid if
-the table's row and the block's first word have the same serial number after the block was read. A text is valid if its
-checksum is. Call n is in row n % RING. The writer writes the group's count of calls first, then the other words of the
-row, then its NUMBER. So a row is valid if its NUMBER is n, and n + RING exceeds the count that is read after the row.
+The writer does not wait for readers, so a reader must prove that the data it has read are consistent. A block is valid
+if the table's row and the block's first word have the same serial number after the block was read. A text is valid if
+its checksum matches. Call n is in row n % RING of the ring. The writer writes the group's count of calls first, then
+the other words of the row, then the row's NUMBER. So a row is valid if its NUMBER is n, and n + RING exceeds the count
+that is read after the row.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from numpy.typing import NDArray
 from ..system.processes import living_thread, status_of
 
 NAME = "fastcoll-record"
-JOINING = "fastcoll-joining"  # an empty memfd, while a process without a group is in its rendezvous
+JOINING = "fastcoll-joining"  # an empty memfd of a process without a group, while it is in its rendezvous
 MAGIC, VERSION = 0x6661737463_52, 1
 
 # ---- the file --------------------------------------------------------------------------------------------
 (
     HEAD_MAGIC, HEAD_VERSION,
-    HEAD_PID, HEAD_START,  # the pid in the process's own namespace; its start, field 22 of /proc/PID/stat
+    HEAD_PID, HEAD_START,  # the process's pid in its own namespace, and its start time (field 22 of /proc/PID/stat)
     HEAD_STARTED,  # when the record was made, in ns of CLOCK_MONOTONIC
-    HEAD_EPOCH,  # added to that clock, it gives the time of day
+    HEAD_EPOCH,  # the number that converts that clock to the time of day when it is added
     HEAD_TEXT, HEAD_TEXT_CRC,  # length and checksum of the text
 ) = range(8)  # fmt: skip
 TEXT, TABLE, ROWS, ROW_WORDS = 512, 4096, 1024, 4
@@ -54,19 +55,19 @@ BLOCKS = TABLE + 8 * ROWS * ROW_WORDS
     CALLS_AT,  # number of the last call begun
     FINISHED_AT,  # number of the last call that is complete
     SINCE_AT,  # when the call under way began if it is timed, else when it began to wait; 0: it has not waited
-    LATE_AT,  # group rank for which it waits, at the backend's last check; -1: none
+    LATE_AT,  # group rank for which the call waited at the backend's last check; -1: none
     PENDING_AT,  # operations queued or under way on the progress thread
-    OWN_CALLS, OWN_FINISHED,  # these counts, for a backend that has none in its context
+    OWN_CALLS, OWN_FINISHED,  # both numbers, for a backend that does not have them in its context
     FAILURE,  # bytes of the text at FAILURE_AT
     SITES_AT, SITES,  # offset and number of the call sites, SITE_BYTES each; 0: they are not recorded
 ) = range(15)  # fmt: skip
 FAILURE_AT, WAITS_AT, RING_AT = 512, 2048, 8192
 FAILURE_BYTES = WAITS_AT - FAILURE_AT
 
-# A wait. Python has checked it, so it has lasted 50 ms.
+# A wait. It is written when Python checks it, so it has lasted at least 50 ms.
 WAITS, WAIT_WORDS, WAIT_RANKS = 4, 128, 32
-WAIT_CALL = 0  # number of the call; MESSAGE: a message, or a connection, waits; 0: none
-WAIT_SINCE, WAIT_COUNT, WAIT_TEXT = 1, 2, 3  # its start, the number of ranks, bytes of the text
+WAIT_CALL = 0  # number of the call that waits; MESSAGE: a message or a connection waits; 0: there is no wait
+WAIT_SINCE, WAIT_COUNT, WAIT_TEXT = 1, 2, 3  # start of the wait, number of ranks, bytes of the text
 WAIT_RANKS_AT = 4
 WAIT_TEXT_AT = WAIT_RANKS_AT + WAIT_RANKS
 MESSAGE = -1
@@ -74,9 +75,9 @@ MESSAGE = -1
 # A row of the ring: a cache line.
 RING, ENTRY_WORDS = 1024, 8
 NUMBER, CALL, SHAPE = 0, 1, 2  # the words that ranks compare (signature.py)
-# In ns; 0: not timed. The lowest bits of ENDED are an index of ENDS, 0 for a call that was complete
+# Times in ns; 0: not timed. The lowest bits of ENDED are an index into ENDS, which is 0 for a completed call.
 BEGAN, ENDED = 3, 4
-SITE = 5  # 65536 * the call's number, as the caller predicted it, + the index of the call site
+SITE = 5  # 65536 * the call's number (as predicted by its caller) + the index of the call site
 SITE_BYTES, MOST_SITES = 128, 512
 ENDS = "done", "mismatch", "failed", "made anew"
 MEMBERS_START = RING_AT + 8 * RING * ENTRY_WORDS
@@ -95,10 +96,10 @@ class CallRecord(NamedTuple):
 
     Attributes:
         number: counted from 1 in the group; the same call has the same number on all ranks.
-        call, shape: its signature (core/signature.py); 0, 0: not published yet.
+        call, shape: the call's signature (core/signature.py); 0, 0: not published yet.
         state: one of ENDS, or "under way".
         began, ended: in ns since 1970; 0: not timed.
-        site: the user's file and line, if the job records these; else "".
+        site: the user's file and line, if the job records call sites; else "".
     """
 
     number: int
@@ -111,7 +112,7 @@ class CallRecord(NamedTuple):
 
     @property
     def head(self) -> tuple[int, int]:
-        """The signature, as core/signature.py takes it."""
+        """The two words of the signature, as functions of core/signature.py take them."""
         return self.call, self.shape
 
 
@@ -119,11 +120,11 @@ class Waiting(NamedTuple):
     """A thread's wait, of at least 50 ms.
 
     Attributes:
-        number: of the call; 0: a message waits.
+        number: the number of the call that waits; 0: a message waits.
         doing: the operation, as in error texts.
         since: the start of the wait, in ns since 1970.
-        ranks: the global ranks for which it waits, at most the first WAIT_RANKS.
-        many: the number of these ranks.
+        ranks: the global ranks for which it waits; only the first WAIT_RANKS are listed.
+        many: the number of ranks for which it waits.
     """
 
     number: int
@@ -135,7 +136,7 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """A member of a group: its global rank, and the process."""
+    """A member of a group: its global rank, host and pid."""
 
     rank: int
     host: str
@@ -148,14 +149,14 @@ class GroupRecord:
 
     Attributes:
         name: the same on all ranks; WORLD for the default group.
-        serial: the number of groups that this process had made, including this one.
+        serial: the number of groups that this process had made when it made this one, including this one.
         rank: this process's rank in the group.
         calls, finished: numbers of the last call that began, and of the last one that is complete.
         pending: operations queued or under way on the progress thread.
         ring: the last calls, the oldest first.
         under_way: the call under way, or None.
-        since: when it began, or began to wait, in ns since 1970; 0: not known.
-        late: global rank for which it waits, at the backend's last check; -1: none or not known.
+        since: when this call began, or began to wait, in ns since 1970; 0: not known.
+        late: global rank for which this call waited at the backend's last check; -1: none or not known.
         waits: waits of its threads of at least 50 ms; for a failed group, those at the time of the failure.
         failure: why the group failed, or "".
     """
@@ -199,7 +200,7 @@ class Record:
 
 
 def record_of(data: dict[str, Any]) -> Record:
-    """Make a Record of the data of `as_dict`, also after JSON. Raises KeyError or TypeError for other data."""
+    """Make a Record from the result of `as_dict`, also after JSON. Raises KeyError or TypeError for other data."""
     groups = []
     for group in data["groups"]:
         under_way = group["under_way"]
@@ -220,7 +221,7 @@ Read = Callable[[int, int], bytes]
 
 
 def read(pid: int) -> Record | None:
-    """Return the record of a process of this user; None: it has no group of fastcoll, or has ended. Never blocks.
+    """Return the record of a process of this user; None if it has no fastcoll group, or has ended. Never blocks.
 
     Raises:
         PermissionError: the process belongs to another user.
@@ -232,14 +233,14 @@ def read(pid: int) -> Record | None:
                 found = parse(lambda nbytes, offset, fd=fd: os.pread(fd, nbytes, offset))  # type: ignore[misc]
             finally:
                 os.close(fd)
-            # A child of fork briefly has its parent's memfd.
+            # Just after a fork the child has its parent's memfd for a short time.
             if found is not None and found.start_time == int(status_of(pid)[19]):
                 return found
     return None
 
 
 def joining_since(pid: int) -> float | None:
-    """Return the time when a process of this user began its rendezvous, in seconds since 1970; None: it has none.
+    """Return when a process of this user began its rendezvous, in seconds since 1970; None if it is not in one.
 
     Raises:
         PermissionError: the process belongs to another user.
@@ -305,7 +306,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
     block, after = _words(data), _words(read(RING_AT, offset))
 
     def word(at: int, words: NDArray[np.int64] = block, missing: int = 0) -> int:
-        """Return the word at the offset that word `at` of the block has; `missing` if that is 0."""
+        """Return the word whose offset is in word `at` of the block; `missing` if that offset is 0."""
         place = int(block[at])
         if not place:
             return missing
@@ -362,8 +363,8 @@ def _calls(
     data: bytes, block: NDArray[np.int64], numbers: range, finished: int, time: Callable[[int], int]
 ) -> list[CallRecord]:
     """Return the calls of `numbers` that are in the ring; the last one may be under way."""
-    # NUMBER distinguishes the row of a call from that of an older one. `numbers` begins behind the calls that the
-    # writer may have overwritten, because the count of calls was read again after the rows.
+    # NUMBER distinguishes the row of a call from the row of an older call. `numbers` begins after the calls whose rows
+    # the writer may have overwritten, because its start was computed from a count of calls read after the rows.
     start = int(block[SITES_AT])
     places = range(start, start + SITE_BYTES * min(int(block[SITES]), MOST_SITES), SITE_BYTES)
     sites = [data[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace") for at in places]
@@ -382,7 +383,7 @@ def _calls(
 
 
 def _site(word: int, number: int, sites: Sequence[str]) -> str:
-    """Return the call site in a row's word, if the word is for this call."""
+    """Return the call site that a row's SITE word has, if the word belongs to this call; else ""."""
     which = word & 0xFFFF
     return sites[which] if word and word >> 16 == number and which < len(sites) else ""
 

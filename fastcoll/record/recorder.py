@@ -1,11 +1,12 @@
 """The flight recorder: the calls of each group of this process, in memory that other processes can read (record.py).
 
-Each process has one memfd, made with its first group and closed with its last one. Each group has a block in it that
-also holds the private context of its backend. So compiled code records a call with a few stores, and other processes
-can read the words of the context (number of the call, rank for which it waits) at no cost.
+Each process has one memfd, made with its first group and closed with its last one. Each group has a block in it, which
+also holds the private *context* of the group's backend: the words that its compiled code reads and writes. So compiled
+code records a call with a few stores, and other processes can read the context's words (number of the call, rank for
+which it waits) without any work by this process.
 
 Writers: the thread that makes or closes a group writes the file's header and table, under `_lock`. The thread whose
-call is running writes the ring. A thread that waits writes its own slot of the waits.
+call is running writes the ring, which has the last calls. A thread that waits writes its own slot of the waits.
 
 A child of fork replaces each block with private memory, so it shares nothing with its parent. The record has no
 secrets: only signatures, sizes, times, names of groups and hosts, and texts of errors.
@@ -44,13 +45,13 @@ __all__ = ["GroupRecorder", "Record", "read"]
 
 _log = logging.getLogger("fastcoll")
 _PAGE = 4096
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 class _File:
-    """The memfd of this process. `fd` is -1 if the system could not make one, and after `close`."""
+    """The memfd of this process. `fd` is -1 if the system could not make a memfd, and after `close`."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -91,7 +92,7 @@ class _File:
         self.fd = -1
 
     def block(self, nbytes: int) -> tuple[int, int]:
-        """Add a block; return its address and its offset in the file (0: it is not in the file)."""
+        """Add a block; return its address and its offset in the file, which is 0 if it is not in the file."""
         offset, self.end = self.end, self.end + nbytes
         try:
             if self.fd >= 0:
@@ -117,7 +118,7 @@ _blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
 
 
 class _Block:
-    """The memory of one group. It is the base of the arrays in it, so it lives as long as any of them."""
+    """The memory of one group's block. Arrays in it refer to it as their base, so it lives as long as any of them."""
 
     def __init__(self, file: _File, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -172,7 +173,7 @@ def has_groups() -> bool:
 
 
 def own() -> Record | None:
-    """Return the record of this process; None: it has none."""
+    """Return the record of this process, or None if it has no record."""
     fd = _file.fd
     return parse(lambda nbytes, offset: os.pread(fd, nbytes, offset)) if fd >= 0 else None
 
@@ -181,14 +182,14 @@ class GroupRecorder:
     """The writer of one group's block.
 
     Args:
-        name: of the group.
-        members: in the order of their group ranks.
-        rank: this process's.
+        name: the group's name.
+        members: the group's members, in the order of their group ranks.
+        rank: this process's group rank.
         backend: the name of the group's backend.
-        words: the size of the backend's context in the block.
+        words: the number of words of the backend's context.
 
     Attributes:
-        context: these words, zeros at first.
+        context: the words of the backend's context, zeros at first.
         ring: the address of the first row of the ring.
     """
 
@@ -244,7 +245,7 @@ class GroupRecorder:
         late: int | None = None,
         pending: int | None = None,
     ) -> None:
-        """Record which words of the context have these numbers; see record.py."""
+        """Record the indices of those words of the context that have these numbers; see record.py."""
         start = self._context_at // 8
         self._calls, self._finished = start + calls, start + finished
         places = ((r.CALLS_AT, calls), (r.FINISHED_AT, finished), (r.SINCE_AT, since), (r.LATE_AT, late))
@@ -273,7 +274,7 @@ class GroupRecorder:
             self._cells[self._finished] = number
 
     def called_from(self, file: str, line: int) -> None:
-        """Record the call site of this thread's next call, which runs behind those that are queued."""
+        """Record the call site of this thread's next call, which will run after all queued calls."""
         cells = self._cells
         which = self._sites.setdefault((file, line), len(self._sites))
         if which >= r.MOST_SITES:
@@ -294,20 +295,20 @@ class GroupRecorder:
         cells, number = self._cells, self._cells[self._calls]
         row = r.row_of(number)
         if number > cells[self._finished]:
-            if cells[row + r.NUMBER] != number:  # it had not been published
+            if cells[row + r.NUMBER] != number:  # the call had not been published
                 cells[row : row + r.ENTRY_WORDS] = memoryview(np.zeros(r.ENTRY_WORDS, np.int64))  # type: ignore[arg-type]
                 cells[row + r.NUMBER] = number
             if cells[row + r.ENDED] & 7 == 0:
                 self.end(number, how)
 
     def did_not_match(self, number: int) -> None:
-        """Record that a call, which may have ended, did not match those of the other ranks."""
+        """Record that a call did not match the calls of the other ranks. The call may have ended before."""
         row = r.row_of(number)
         if self._cells[row + r.NUMBER] == number:
             self._cells[row + r.ENDED] = self._cells[row + r.ENDED] & ~7 | r.ENDS.index("mismatch")
 
     def failed(self, why: str) -> None:
-        """Record that the group has failed, and the call under way with it."""
+        """Record that the group has failed, and that the call under way has failed with it."""
         text = why.encode()[: r.FAILURE_BYTES]
         self._bytes[r.FAILURE_AT : r.FAILURE_AT + len(text)] = np.frombuffer(text, np.uint8)
         self._words[r.FAILURE] = len(text)
@@ -317,10 +318,10 @@ class GroupRecorder:
         """Record a thread's wait for group ranks.
 
         Args:
-            slot: of the wait; one for each thread.
-            doing: the operation, for error texts.
-            since: by time.monotonic.
-            message: a message waits, not a call.
+            slot: the index of the wait in the block: 0 for a Wait (core/monitor.py), else for messages (p2p/checks.py).
+            doing: the operation, as in error texts.
+            since: the start of the wait, by time.monotonic.
+            message: whether a message waits, not a call.
         """
         start = r.WAITS_AT // 8 + slot * r.WAIT_WORDS
         text = doing.encode()[: 8 * (r.WAIT_WORDS - r.WAIT_TEXT_AT)]
@@ -340,11 +341,14 @@ class GroupRecorder:
         return self._cells[self._calls] > self._cells[self._finished]
 
     def waits_no_more(self, slot: int) -> None:
-        """Record the end of a slot's wait."""
+        """Record the end of the wait in a slot."""
         self._words[r.WAITS_AT // 8 + slot * r.WAIT_WORDS + r.WAIT_CALL] = 0
 
     def close(self) -> None:
-        """Remove the group from the record. Closing twice is fine. The context lives as long as it is referenced."""
+        """Remove the group from the record. A second call has no effect.
+
+        The memory of the context lives as long as any array refers to it.
+        """
         with _lock:
             if self._row >= 0 and self._file is _file:
                 self._file.publish(self._row, 0, 0, 0)
@@ -355,7 +359,7 @@ class GroupRecorder:
 
 
 def _about(name: str, members: Sequence[Member], rank: int, backend: str) -> dict[str, Any]:
-    """Describe a group, with the name of each host once."""
+    """Describe a group as data for JSON, which has the name of each host only once."""
     hosts = list(dict.fromkeys(member.host for member in members))
     places = {host: place for place, host in enumerate(hosts)}
     return {
