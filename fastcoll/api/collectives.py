@@ -4,11 +4,12 @@ An array is any object that can be used without a copy: NumPy's arrays, and arra
 Results are written into the arrays that are passed. All ranks of the group must make the same calls in the same order;
 if they do not, every rank raises MismatchError before data moves.
 
-`all_reduce` documents what all functions share: `op`, `group`, `async_op`, results and errors. The overloads give type
-checkers the result for each value of `async_op`; they ignore that a rank outside the group gets None instead of a Work.
+The docstring of `all_reduce` describes `op`, `group`, `async_op`, results and errors for all functions. The overloads
+give type checkers the result for each value of `async_op`; they ignore that a rank outside the group gets None instead
+of a Work.
 
-The functions do little work, because they add to the latency of the smallest messages: in the default group a rank
-equals its global rank, and is passed on unchecked.
+The functions do little work, because it adds to the latency of the smallest operations. For example, in the default
+group a rank equals its global rank, and is passed on unchecked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..job.groups import Group, group_rank, groups, member_of
 
 
 class _Immutable(Protocol):
-    """An array of JAX, for type checkers: calls that work in place on other arrays return a new one for it."""
+    """An array of JAX, for type checkers. Calls that change other arrays in place return a new array instead."""
 
     @property
     def sharding(self) -> Any: ...
@@ -52,18 +53,19 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
 
     Args:
         tensor: same dtype and number of elements on all ranks. Or a dict, list or tuple of arrays, nested to any depth,
-            with any dtypes, and with the same structure on all ranks; if it has immutable arrays (JAX's), a new one is
-            returned.
+            with any dtypes, and with the same structure on all ranks; if it has immutable arrays (JAX's), a new dict,
+            list or tuple is returned.
         op: a predefined ReduceOp, ReduceOp.PREMUL_SUM(factor) or ReduceOp.custom(function).
-        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
+        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
         async_op: return a Work at once; do not use the arrays until its `wait()` has returned.
 
     Returns:
         None, or a new array if `tensor` is immutable (JAX's); with `async_op` a Work.
 
     Raises:
-        UsageError: a wrong argument (ArrayError: array), or calls that differ (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        UsageError: an argument is wrong (ArrayError if it is an array), or the ranks' calls differ (MismatchError); the
+            group stays usable.
+        GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> x = np.full(3, dist.get_rank() + 1.0)
@@ -128,7 +130,7 @@ def reduce(
     async_op: bool = False,
     group_dst: Root = None,
 ) -> Any:
-    """Reduce an array over all ranks into that of rank `dst`; the arrays of other ranks do not change.
+    """Reduce an array over all ranks into the array of rank `dst`; the arrays of other ranks do not change.
 
     Args:
         tensor: same dtype and number of elements on all ranks.
@@ -176,7 +178,9 @@ def exscan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Async 
 @overload
 def exscan(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...) -> Any: ...
 def exscan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
-    """Compute the exclusive prefix reduction, in place: rank r gets that of ranks 0..r-1; rank 0's array is unchanged.
+    """Compute the exclusive prefix reduction, in place: rank r gets the reduction over ranks 0..r-1.
+
+    Rank 0's array is unchanged.
 
     Args:
         tensor: same dtype and number of elements on all ranks.
@@ -199,7 +203,7 @@ def all_gather(
 @overload
 def all_gather(tensor_list: Any, tensor: None = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
 def all_gather(tensor_list: Any, tensor: Any = None, group: Group = None, async_op: bool = False) -> Any:
-    """Gather the arrays of all ranks on every rank: that of rank r goes to `tensor_list[r]`.
+    """Gather the arrays of all ranks on every rank: the array of rank r goes to `tensor_list[r]`.
 
     `all_gather(tensor)` returns a list of new arrays of the same dtype and library (for most libraries NumPy's); the
     ranks exchange their shapes first. Dtypes and numbers of dimensions must agree, or all ranks raise MismatchError.
@@ -233,7 +237,8 @@ def all_gather_into_tensor(
     """Gather the arrays of all ranks on every rank, in one array in the order of the ranks.
 
     Args:
-        output_tensor: `input_tensor`'s dtype and world_size times its elements, concatenated or stacked.
+        output_tensor: an array of `input_tensor`'s dtype with world_size times its elements. The shape may be that of
+            the concatenated or of the stacked arrays.
         input_tensor: same number of elements on all ranks.
         group, async_op and errors: as for `all_reduce`.
     """
@@ -266,7 +271,7 @@ def gather(
     Args:
         tensor: this rank's array; any fixed-size dtype.
         gather_list: on `dst` one array for each rank, shapes may differ; None on other ranks.
-        dst, group_dst: the root, as a global rank or as a rank in the group; give one; none: global rank 0.
+        dst, group_dst: the root, as a global rank or as a rank in the group; give at most one; default: global rank 0.
         group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "gather")
@@ -300,7 +305,7 @@ def gather_single(
     Args:
         tensor: this rank's array; same size and any fixed-size dtype on all ranks.
         gather_tensor: on `dst` world_size times the elements of `tensor`, of its dtype; None on other ranks.
-        dst, group_dst: the root, as a global rank or as a rank in the group; give one; none: global rank 0.
+        dst, group_dst: the root, as a global rank or as a rank in the group; give at most one; default: global rank 0.
         group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "gather_single")
@@ -340,7 +345,7 @@ def scatter(
     Args:
         tensor: the array to receive into; any fixed-size dtype.
         scatter_list: on `src` one array for each rank, shapes may differ; None on other ranks.
-        src, group_src: the root, as a global rank or as a rank in the group; give one; none: global rank 0.
+        src, group_src: the root, as a global rank or as a rank in the group; give at most one; default: global rank 0.
         group, async_op, result and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "scatter")
@@ -377,7 +382,7 @@ def scatter_single(
     Args:
         tensor: the array to receive into; same size and any fixed-size dtype on all ranks.
         scatter_tensor: on `src` world_size times the elements of `tensor`, of its dtype; None on other ranks.
-        src, group_src: the root, as a global rank or as a rank in the group; give one; none: global rank 0.
+        src, group_src: the root, as a global rank or as a rank in the group; give at most one; default: global rank 0.
         group, async_op, result and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "scatter_single")
@@ -404,7 +409,7 @@ def reduce_scatter(
     """Reduce `input_list[r]` over all ranks into rank r's `output`.
 
     Args:
-        output: dtype and number of elements of `input_list[rank]`.
+        output: an array with the dtype and number of elements of `input_list[rank]`.
         input_list: one array for each rank; their shapes may differ.
         op, group, async_op and errors: as for `all_reduce`.
     """
@@ -432,11 +437,11 @@ def reduce_scatter_tensor(
     """Reduce `input` over all ranks, cut the result into parts, and write part r into rank r's `output`.
 
     Args:
-        output: of `input`'s dtype, with the elements of this rank's part.
+        output: an array of `input`'s dtype, with as many elements as this rank's part.
         input: same dtype and number of elements on all ranks.
         op, group, async_op and errors: as for `all_reduce`.
-        input_split_sizes: rows of each rank's part along `input`'s first dimension, the same on all ranks, as the
-            counts of MPI's Reduce_scatter; 0 is allowed. None: equal parts.
+        input_split_sizes: the number of rows of each rank's part along `input`'s first dimension, like the counts of
+            MPI's Reduce_scatter. The list is the same on all ranks, and may have zeros. None: equal parts.
 
     Example:
         >>> x, out = np.ones(5), np.empty([2, 3][dist.get_rank()])
@@ -490,7 +495,7 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Split `input` along its first dimension, send block p to rank p, and concatenate the received ones in `output`.
+    """Split `input` along its first dimension, send block p to rank p, and concatenate received blocks in `output`.
 
     Args:
         output, input: of one dtype.
@@ -571,7 +576,7 @@ def barrier(group: Group = ..., async_op: bool = ..., device_ids: Splits = ...,
 def barrier(
     group: Group = None, async_op: bool = False, device_ids: Splits = None, timeout: Timeout = None
 ) -> Work | None:
-    """Wait until every rank of the group has called.
+    """Wait until every rank of the group has called `barrier`.
 
     Args:
         group, async_op and errors: as for `all_reduce`.

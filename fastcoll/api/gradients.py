@@ -1,9 +1,9 @@
 """GradientReducer: averages gradients over the ranks, in buckets, during the backward pass.
 
-As in torch's DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", VLDB 2020): gradients are in buckets, those of the last parameters first, because they are computed first. A
-bucket is reduced as soon as all its gradients are ready, and all ranks start the buckets in the same order. Error
-feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
+It works like torch's DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training", VLDB 2020). The first bucket has the gradients of the last parameters, because these are computed
+first. All ranks start the buckets in the same order, each as soon as its gradients and all earlier buckets are ready.
+Error feedback (`travel`) is described by Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ class GradientReducer:
     """Average gradients over the ranks of a group, while the rest of the backward pass is computed.
 
     The program writes each gradient into `grads`, calls `ready` for it, and calls `wait` before it uses the averages.
-    All ranks construct it with the same parameters, and make the same steps.
+    All ranks construct it with the same parameters, and do the same steps.
 
     Args:
         params: arrays (NumPy's, or CuPy's on one GPU), in a list or a dict, in the order of the forward pass. Only
             their shapes and dtypes are used; a bucket has gradients of one dtype.
         bucket_bytes: the approximate size of a bucket; the first bucket to be reduced has a quarter of it.
-        average: divide by the number of ranks; False: sums.
-        travel: "float16" or "bfloat16": the dtype in which gradients of float32 and float64 are transmitted. The
-            rounding error is added to this rank's gradient of the next step (error feedback). bfloat16 needs ml_dtypes.
-            None: no conversion.
-        find_unused: gradients that are not ready in a step count as zeros; `unused` has those that no rank had.
+        average: whether to divide by the number of ranks; if False, compute sums.
+        travel: the dtype in which gradients of float32 and float64 are transmitted: "float16", or "bfloat16", which
+            needs ml_dtypes. The rounding error is added to this rank's gradient of the next step (error feedback). None: no
+            conversion.
+        find_unused: whether gradients that are not ready in a step count as zeros; if so, `unused` names those that no
+            rank had.
         group: None: the default group.
 
     Attributes:
@@ -102,7 +103,7 @@ class GradientReducer:
         Does not wait for other ranks. Do not write to a gradient from now on until `wait` has returned.
 
         Raises:
-            UsageError: there is no such gradient, or it was marked before in this step.
+            UsageError: there is no such gradient, or it has been marked before in this step.
         """
         for key in keys:
             bucket = self._place.get(key)
@@ -125,7 +126,7 @@ class GradientReducer:
 
         Raises:
             UsageError: a gradient was not ready on this rank, and `find_unused` is not set; the message names it.
-            GroupError: as all_reduce.
+            GroupError: as for all_reduce.
         """
         missing = [key for bucket in self._buckets for key in bucket.missing]
         if self._syncs and missing and not self._find_unused:
@@ -140,19 +141,19 @@ class GradientReducer:
         self._begun = 0
 
     def reduce(self, gradients: Any) -> Any:
-        """Average gradients in one call, for immutable arrays such as JAX's: a whole step.
+        """Average all gradients of a step in one call, for immutable arrays such as JAX's.
 
         The gradients are reduced one bucket after another, the last parameters first, while JAX may still be computing
         the others.
 
         Args:
-            gradients: as `params`.
+            gradients: a list or dict like `params`.
 
         Returns:
-            Like `gradients`, with new arrays of the same libraries.
+            A list or dict like `gradients`, with new arrays of the same libraries.
 
         Raises:
-            UsageError: its keys differ from those of `params`; or as `wait`.
+            UsageError: the keys differ from those of `params`; or as for `wait`.
         """
         named = _named(gradients)
         if named.keys() != self._place.keys():
@@ -166,7 +167,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not reduce the steps in this block: add to `grads` in them, and in the first step after the block."""
+        """Do not reduce the steps in this block. They add to `grads`, and so does the first step after the block."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -182,11 +183,10 @@ class GradientReducer:
     def join(self) -> Iterator[None]:
         """Support different numbers of batches: a rank that has left the block contributes zeros until all have left.
 
-        All ranks enter the block, with the loop over their batches in it. Averages are over the ranks that still have
-        batches.
+        Each rank puts the loop over its batches in the block. Averages are over the ranks that still have batches.
 
         Raises:
-            GroupError: as all_reduce.
+            GroupError: as for all_reduce.
         """
         self._active = _Active(self._group)
         try:
@@ -233,7 +233,8 @@ class _Bucket:
     """Gradients that are reduced together, in one array.
 
     Attributes:
-        flat: the gradients; `travels` is the array for all_reduce: the same one, or one of another dtype.
+        flat: the gradients.
+        travels: the array for all_reduce: `flat`, or an array of another dtype.
         missing: the gradients that are not ready in this step.
     """
 
@@ -247,7 +248,7 @@ class _Bucket:
             for (key, param), size, end in zip(params, sizes, ends, strict=True)
         }
         self.travels = self.flat if dtype is None else self.flat.astype(dtype)
-        self.lost = None if dtype is None else np.zeros_like(self.flat)  # rounding errors of all steps
+        self.lost = None if dtype is None else np.zeros_like(self.flat)  # rounding errors, summed over the steps
         self.missing: set[Key] = set(self.views)
         self.work: Work | None = None
 
@@ -271,7 +272,7 @@ class _Bucket:
 
 
 class _Active:
-    """The number of ranks that still have batches, in `join`: a small all_reduce before the buckets of each step."""
+    """The number of ranks that still have batches, in `join`. A small all_reduce before each step counts them."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -279,7 +280,7 @@ class _Active:
         self._count = np.zeros(1, np.int64)
 
     def begin(self, mine: int) -> int:
-        """Start to count the ranks with a batch for this step; `mine`: whether this rank has one."""
+        """Count the ranks that have a batch for this step, and return the number. `mine`: 1 if this rank has one."""
         self._count[0], self.begun = mine, True
         all_reduce(self._count, group=self._group)
         return int(self._count[0])
@@ -304,7 +305,7 @@ def _like(x: Any, view: Any) -> Any:
 
 
 def _cut(params: Mapping[Key, Any], bucket_bytes: int) -> Iterable[list[Key]]:
-    """Yield the keys of each bucket, the last parameters first; the first bucket is small, so that it starts early."""
+    """Yield the keys of each bucket, the last parameters first. The first bucket is small, so it is ready early."""
     bucket: list[Key] = []
     dtype, filled, most = None, 0, max(1, bucket_bytes // 4)
     for key in reversed(list(params)):
@@ -323,7 +324,7 @@ def _cut(params: Mapping[Key, Any], bucket_bytes: int) -> Iterable[list[Key]]:
 
 
 def _narrow(travel: str | None) -> Any:
-    """Return the dtype in which gradients of 32 and 64 bits are transmitted; None: their own."""
+    """Return the dtype in which gradients of 32 and 64 bits are transmitted; None if it is their own."""
     if travel not in (None, "float16", "bfloat16"):
         raise UsageError(f"travel is {travel!r}; give 'float16', 'bfloat16' or None")
     if travel != "bfloat16":

@@ -1,7 +1,7 @@
 """torch.distributed's functions for processes with several GPUs: each rank passes a list of arrays, one for each GPU.
 
-The lists have the same length on all ranks, and their arrays one dtype and number of elements. Several arrays may be on
-one GPU or in host memory. The GPU of the first array communicates with the other ranks.
+The lists have the same length on all ranks, and all their arrays have the same dtype and number of elements. Several
+arrays may be on one GPU or in host memory. The GPU of the first array communicates with the other ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def all_reduce_multigpu(
 ) -> Any:
     """Reduce over all arrays of all ranks; every array gets the result.
 
-    Arrays are combined in the order of the list, then in that of the ranks. AVG divides by the number of ranks, then by
-    the number of arrays.
+    Arrays are combined in the order of each rank's list, then in the order of the ranks. AVG divides by the number of
+    ranks, then by the number of arrays.
 
     Args:
-        tensor_list: one array for each GPU, of one dtype and number of elements; equally many on all ranks.
+        tensor_list: one array for each GPU, all of one dtype and number of elements; as many on every rank.
         op, group, async_op and errors: as for `all_reduce`.
 
     Example:
@@ -66,10 +66,10 @@ def reduce_multigpu(
     async_op: bool = False,
     dst_tensor: int = 0,
 ) -> Any:
-    """Reduce over all arrays of all ranks into `tensor_list[dst_tensor]` of rank `dst`; the others do not change.
+    """Reduce over all arrays of all ranks into `tensor_list[dst_tensor]` of rank `dst`; no other array changes.
 
     Args:
-        tensor_list: one array for each GPU, of one dtype and number of elements; equally many on all ranks.
+        tensor_list: one array for each GPU, all of one dtype and number of elements; as many on every rank.
         dst, dst_tensor: the root's global rank, and an index of its list.
         op, group, async_op and errors: as for `all_reduce`.
     """
@@ -94,7 +94,7 @@ def broadcast_multigpu(
     """Copy `tensor_list[src_tensor]` of rank `src` into all arrays of all ranks.
 
     Args:
-        tensor_list: one array for each GPU, of one dtype and number of elements; equally many on all ranks.
+        tensor_list: one array for each GPU, all of one dtype and number of elements; as many on every rank.
         src, src_tensor: the root's global rank, and an index of its list.
         group, async_op and errors: as for `all_reduce`.
     """
@@ -122,8 +122,8 @@ def all_gather_multigpu(
     """Gather the arrays of all ranks on each GPU of every rank.
 
     Args:
-        output_tensor_lists: for each input array a list of arrays on the same GPU. With n input arrays on each rank,
-            array j of rank r goes to item r * n + j of every list.
+        output_tensor_lists: for each input array, a list of arrays on the same GPU as that input array. With n input
+            arrays on each rank, array j of rank r goes to item r * n + j of every list.
         input_tensor_list: this rank's arrays.
         group, async_op and errors: as for `all_reduce`.
     """

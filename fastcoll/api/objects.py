@@ -1,12 +1,13 @@
 """Collectives of Python objects, by pickle.
 
 Unpickling runs code of the sender's choice. Peers have proven that they belong to the job before this file reads a byte
-from them: in shared memory because they have mapped a segment that only this user can open, over the network by the
-job's secret. In a job without a secret (FASTCOLL_INSECURE=1), objects are exchanged through shared memory only.
+from them: in shared memory because they have mapped a segment that only this user can open, over the network because
+they know the job's secret. In a job without a secret (FASTCOLL_INSECURE=1), objects are exchanged through shared memory
+only.
 
-Every operation first exchanges the sizes, then the bytes, with dtypes that no user's array has. A rank whose object
-cannot be pickled fails a collective before that; instead of a message it sends the size `_FAILED`, so that both sides
-raise. The group stays usable.
+Every operation first exchanges the sizes, then the bytes, with dtypes that no user's array has. If an object cannot be
+pickled, a collective fails on all ranks before it exchanges sizes; `send_object_list` sends the size `_FAILED` instead
+of the message, so that both sides raise. The group stays usable.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ Sizes = NDArray[np.int64]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
-    """Gather the objects of all ranks on every rank: that of rank r goes to `object_list[r]`.
+    """Gather the objects of all ranks on every rank: the object of rank r goes to `object_list[r]`.
 
     Args:
         object_list: a list of world_size items, which are replaced.
         obj: any object that can be pickled.
-        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
+        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
 
     Raises:
         UsageError: an object cannot be pickled, or an argument is not a list of the right length. The other ranks
             raise MismatchError with the reason; the receiver of a message raises UsageError.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> names = [None] * dist.get_world_size()
@@ -70,7 +71,7 @@ def gather_object(
     Args:
         obj: any object that can be pickled.
         object_gather_list: on `dst` a list of world_size items, which are replaced; None on other ranks.
-        dst, group_dst: the root, as a global rank or as a rank in the group; none: global rank 0.
+        dst, group_dst: the root, as a global rank or as a rank in the group; default: global rank 0.
         group and errors: as for `all_gather_object`.
     """
     g = _member(group, "gather_object")
@@ -99,7 +100,7 @@ def broadcast_object_list(
 
     Args:
         object_list: of the same length on all ranks (else MismatchError); its items are replaced except on `src`.
-        src, group_src: the root, as a global rank or as a rank in the group; none: global rank 0.
+        src, group_src: the root, as a global rank or as a rank in the group; default: global rank 0.
         group and errors: as for `all_gather_object`.
         device: None or "cpu".
     """
@@ -129,7 +130,7 @@ def scatter_object_list(
     Args:
         scatter_object_output_list: a list of at least one item; the first is replaced.
         scatter_object_input_list: on `src` one object for each rank; None on other ranks.
-        src, group_src: the root, as a global rank or as a rank in the group; none: global rank 0.
+        src, group_src: the root, as a global rank or as a rank in the group; default: global rank 0.
         group and errors: as for `all_gather_object`.
     """
     g = _member(group, "scatter_object_list")
@@ -194,7 +195,7 @@ def recv_object_list(
 
     Args:
         object_list: of the same length as the sender's (else UsageError); its items are replaced.
-        src, group_src: the sender, as a global rank or a rank in the group; none: the rank whose message arrives first.
+        src, group_src: the sender, as a global rank or a group rank; default: the rank whose message arrives first.
         group and errors: as for `all_gather_object`.
         device: None or "cpu".
         use_batch: has no effect, as for `send_object_list`.
@@ -218,7 +219,7 @@ def recv_object_list(
 
 
 def _member(group: Group, name: str) -> ProcessGroup | None:
-    """Return the group as `member_of` does; raise on all ranks if members need not prove that they belong."""
+    """Return the group as `member_of` does; raise on all ranks if members need not prove that they are in the job."""
     g = member_of(group, name)
     if g is not None and g.size > 1 and g.backend.name != "shm" and config.get("FASTCOLL_INSECURE"):
         from ..store.secret import check_unpickling
@@ -248,7 +249,7 @@ def _joined(parts: Sequence[Bytes]) -> Bytes:
 
 
 def _share_sizes(g: ProcessGroup, own: Bytes) -> Sizes:
-    """Return the size of every rank's part; collective."""
+    """Return the sizes of all ranks' parts. Collective."""
     sizes = np.empty(g.size, np.int64)
     g.fast.all_gather_single(sizes.view(OBJECT_SIZES), _sizes_of([own]).view(OBJECT_SIZES))
     return sizes
@@ -264,7 +265,7 @@ def _announce_sizes(g: ProcessGroup, parts: Sequence[Bytes] | None, count: int, 
 def _check_list(
     name: str, items: Any, kind: type[Any] = list, size: int | None = None, device: Any = None
 ) -> None:
-    """Raise before data moves if the argument is not a list: a tuple would fail only afterwards, when it is filled."""
+    """Raise before data moves if an argument is not a list. A tuple would fail only later, when it is filled."""
     if device is not None and str(device) != "cpu":
         raise UnavailableError(f"device is {device!r}; objects are sent as CPU arrays, so leave it out")
     if isinstance(items, kind) and size in (None, len(items)):

@@ -22,17 +22,17 @@ from ..job.groups import Group, group_rank, groups, member_of
 def send(
     tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
-    """Send an array to rank `dst`; return when it was received (a message to this rank: when it is buffered).
+    """Send an array to rank `dst`; return when it has been received (a message to this rank: when it is buffered).
 
     Args:
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
+        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
-        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        UsageError: an argument is wrong, or the array cannot hold the message (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
     """
     g = groups.world if group is None else member_of(group, "send")
     if g is None:
@@ -54,18 +54,18 @@ def recv(
 
     Args:
         tensor: dtype and number of elements of the message; with `status` it may have more elements than the message.
-        src, group_src: the sender, as a global rank or a rank in the group; none: the rank whose message arrives first.
-        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
-        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
-        status: filled with the message's sender, tag and size. With one, the message may be shorter than `tensor`;
-            the remaining elements keep their values.
+        src, group_src: the sender, as a global rank or a group rank; default: the rank whose message arrives first.
+        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
+        status: filled with the message's sender, tag and size. If it is given, the message may be shorter than
+            `tensor`; the remaining elements keep their values.
 
     Returns:
         The sender's global rank; -1 outside the group.
 
     Raises:
-        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        UsageError: an argument is wrong, or the array cannot hold the message (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> if dist.get_rank() == 0:
@@ -92,12 +92,12 @@ def isend(
     Args:
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
+        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
-        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        UsageError: an argument is wrong, or the array cannot hold the message (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
     """
     if group is None and group_dst is None and dst is not None:
         return groups.world.fast.isend(tensor, dst, tag)
@@ -117,15 +117,15 @@ def irecv(
 
     Args:
         tensor: dtype and number of elements of the message; do not use it until `work.wait()` has returned.
-        src, group_src: the sender, as a global rank or a rank in the group; none: the rank whose message arrives first.
-        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
-        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
-        status: filled with the message's sender, tag and size. With one, the message may be shorter than `tensor`;
-            the remaining elements keep their values.
+        src, group_src: the sender, as a global rank or a group rank; default: the rank whose message arrives first.
+        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
+        status: filled with the message's sender, tag and size. If it is given, the message may be shorter than
+            `tensor`; the remaining elements keep their values.
 
     Raises:
-        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        UsageError: an argument is wrong, or the array cannot hold the message (MismatchError); the group stays usable.
+        GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
     """
     if group is None and group_src is None and status is None:
         return groups.world.fast.irecv(tensor, src, tag)
@@ -145,11 +145,11 @@ def send_init(
     Args:
         tensor: any fixed-size dtype; each message has the values at the time of its start.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside it warns and gets None.
+        group: from `new_group`; None is the world. A rank outside the group warns and gets None.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
-        UsageError: a wrong argument; the group stays usable.
+        UsageError: an argument is wrong; the group stays usable.
         GroupError: the group has failed.
 
     Example:
@@ -175,12 +175,12 @@ def recv_init(
     Args:
         tensor: as for `irecv`.
         src, group_src: the sender, as a global rank or a group rank; none: the rank whose message arrives first.
-        group: from `new_group`; None is the world. A rank outside it warns and gets None.
-        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
+        group: from `new_group`; None is the world. A rank outside the group warns and gets None.
+        tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
         status: as for `recv`; every message overwrites it.
 
     Raises:
-        UsageError: a wrong argument; the group stays usable.
+        UsageError: an argument is wrong; the group stays usable.
         GroupError: the group has failed.
     """
     g = groups.world if group is None else member_of(group, "recv_init")
@@ -194,10 +194,10 @@ def startall(requests: Sequence[Request]) -> None:
     """Start several Requests in the given order.
 
     Args:
-        requests: from `send_init` and `recv_init`, all of them inactive.
+        requests: from `send_init` and `recv_init`. The previous start of each must be complete.
 
     Raises:
-        UsageError: one of them cannot be started; then none is started.
+        UsageError: a Request cannot be started; then none is started.
         GroupError: the group has failed.
     """
     start_all(requests)
@@ -209,16 +209,16 @@ def probe(
     """Wait for a message that no receive has taken, without receiving it: the next matching `recv` takes it.
 
     Args:
-        src, group_src: the sender, as a global rank or as a rank in the group; none: any.
-        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
-        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
+        src, group_src: the sender, as a global rank or as a rank in the group; default: any rank.
+        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
 
     Returns:
         The message's Status, with the sender's global rank. Outside the group, a Status whose fields are all -1.
 
     Raises:
-        UsageError: a wrong argument; the group stays usable.
-        GroupError: a rank died (PeerDiedError), or came too late (CollectiveTimeoutError); the group has failed.
+        UsageError: an argument is wrong; the group stays usable.
+        GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
     Example:
         >>> status = dist.probe()
@@ -238,12 +238,12 @@ def iprobe(
     """Return the Status that `probe` would return, or None if there is no such message now.
 
     Args:
-        src, group_src: the sender, as a global rank or as a rank in the group; none: any.
-        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
-        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
+        src, group_src: the sender, as a global rank or as a rank in the group; default: any rank.
+        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
 
     Raises:
-        UsageError: a wrong argument; the group stays usable.
+        UsageError: an argument is wrong; the group stays usable.
         GroupError: the group has failed.
     """
     g = groups.world if group is None else member_of(group, "iprobe")
@@ -254,7 +254,10 @@ def iprobe(
 
 
 def _worldwide(status: Status | None, g: ProcessGroup) -> Status | None:
-    """Wrap a caller's Status so that it is filled with a global rank; the group refuses other types."""
+    """Wrap a caller's Status so that it is filled with a global rank.
+
+    Objects of other types are returned as they are, and refused by the group.
+    """
     return _Worldwide(status, g.ranks) if isinstance(status, Status) else status
 
 
@@ -285,7 +288,7 @@ def sendrecv(
         input: is sent to rank `dst`, as by `isend`.
         output: receives from rank `src`, or from the rank whose message arrives first, as by `recv`.
         dst, src: global ranks; a `src` of None is any rank.
-        group: from `new_group`; None is the world. A rank outside it warns and does nothing.
+        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
         send_tag: 0 to 2**31 - 1.
         recv_tag: tag of the received message, 0 to 2**31 - 1, or ANY_TAG.
 
@@ -293,8 +296,8 @@ def sendrecv(
         The sender's global rank; -1 outside the group.
 
     Raises:
-        UsageError: a wrong argument, or a message that the array cannot hold (MismatchError); the group stays usable.
-        GroupError: a peer died, left or did not come in time.
+        UsageError: an argument is wrong, or the array cannot hold the message (MismatchError); the group stays usable.
+        GroupError: a peer died, left or did not call in time.
     """
     if group is not None and member_of(group, "sendrecv") is None:
         return -1
@@ -311,8 +314,7 @@ def waitall(works: Sequence[Work]) -> None:
         works: from `isend`, `irecv` and calls with async_op=True.
 
     Raises:
-        UsageError: raised by `wait` of the first failed operation in the list; later ones are not waited for.
-        GroupError: the same.
+        UsageError, GroupError: the error of the first failed operation in the list. Later ones are not waited for.
     """
     for work in works:
         work.wait()
@@ -439,13 +441,13 @@ def _sender(g: Any, src: int | None, group_src: int | None) -> int | None:
 
 
 class _Received(Work):
-    """The Work of a receive on a group: its result is the sender's global rank instead of its group rank."""
+    """The Work of a receive on a group. The result is the sender's global rank instead of its group rank."""
 
     def __init__(self, work: Work, ranks: Sequence[int]) -> None:
         super().__init__(work.describe)
         self._work = work
         self._ranks = ranks
-        # Not by `exception`, which is for whoever wants to know how it ended (UnobservedWorks, work.py).
+        # Not `work.exception()`, which would mark the error as checked by the program (UnobservedWorks, core/work.py).
         work.add_done_callback(lambda _: self.complete(error=work.error))
 
     def wait(self, timeout: Timeout = None) -> bool:
