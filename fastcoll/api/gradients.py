@@ -37,8 +37,8 @@ class GradientReducer:
         bucket_bytes: the approximate size of a bucket; the first bucket to be reduced has a quarter of it.
         average: whether to divide by the number of ranks; if False, compute sums.
         travel: the dtype in which gradients of float32 and float64 are transmitted: "float16", or "bfloat16", which
-            needs ml_dtypes. The rounding error is added to this rank's gradient of the next step (error feedback). None: no
-            conversion.
+            needs ml_dtypes. The rounding error is added to this rank's gradient of the next step (error feedback).
+            None: no conversion.
         find_unused: whether gradients that are not ready in a step count as zeros; if so, `unused` names those that no
             rank had.
         group: None: the default group.
@@ -248,7 +248,7 @@ class _Bucket:
             for (key, param), size, end in zip(params, sizes, ends, strict=True)
         }
         self.travels = self.flat if dtype is None else self.flat.astype(dtype)
-        self.lost = None if dtype is None else np.zeros_like(self.flat)  # rounding errors, summed over the steps
+        self.lost = None if dtype is None else np.zeros_like(self.flat)  # sum of the rounding errors
         self.missing: set[Key] = set(self.views)
         self.work: Work | None = None
 
