@@ -87,7 +87,7 @@ class HostMessages(Messages, Protocol):
 class SymmetricMemory(ABC):
     """Memory with one array for each rank of a group; every rank maps all arrays, at equal distances.
 
-    Every ndarray in this memory refers to the SymmetricMemory as its `base`, so it lives as long as any of them.
+    Every ndarray in this memory has the SymmetricMemory as its `base`, so the memory lives as long as any such ndarray.
 
     Attributes:
         ranks: the group's global ranks.
@@ -110,7 +110,7 @@ class SymmetricMemory(ABC):
         return {"version": 3, "typestr": "|u1", "shape": (length,), "data": (self.address, False)}
 
     def array(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """Return the beginning of this rank's array, with a shape and dtype."""
+        """Return the beginning of this rank's array, as an ndarray of the given shape and dtype."""
         return np.ndarray(shape, dtype, np.asarray(self), self.rank * self.stride)
 
     def peer(self, x: Array, rank: int) -> Array:
@@ -246,9 +246,9 @@ class Backend(ABC):
     """Carries out the operations of one group on contiguous ndarrays.
 
     Attributes:
-        name: as in `backend=`.
+        name: the backend's name, as in `backend=`.
         natively: the kinds of operations that the backend plans itself; other kinds are composed of these.
-        native_calls: for compiled callers; None if their calls go through Python.
+        native_calls: the native calls for compiled callers; None if all their calls go through Python.
     """
 
     name: ClassVar[str]
@@ -349,7 +349,7 @@ class Backend(ABC):
 
 
 class StreamCall(ABC):
-    """A call that only queues work on a GPU; `ProcessGroup.run` starts it on the caller's thread, in order."""
+    """A call that only queues work on a GPU; `ProcessGroup.run` starts it on its caller's thread."""
 
     @abstractmethod
     def start(self, name: str, owners: Sequence[ImportedArray]) -> Work:

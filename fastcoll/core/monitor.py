@@ -3,7 +3,7 @@
 A *kernel*, the compiled function that carries out an operation, returns within 100 ms if it cannot progress. Then
 `Wait.look` either raises, or returns so that the kernel is called again. `Wait.look` raises for a peer's failure only
 after it has seen the evidence twice, with one more call of the kernel in between: data that a peer published before it
-left or died is valid, and the kernel may need nothing else.
+left or died is valid, and may be all that the kernel needs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MOST_CHARACTERS = 300  # of an exception's text
 
 
 def describe_exit(error: BaseException | None, ended: bool = False) -> str:
-    """Return the exit reason of a rank, which its peers append to its name in their errors.
+    """Return a rank's exit reason, the text that its peers append to its name in their errors.
 
     Args:
         error: the exception that the rank handles while it leaves, or that has ended its program.
-        ended: the program has ended.
+        ended: whether the program has ended.
     """
     if isinstance(error, SystemExit):
         ended = True
@@ -86,7 +86,7 @@ class Monitor(ABC):
         """Return the reason that a rank has published: why it FAILED the group, or why it left."""
 
     def _blamed(self, rank: int) -> tuple[Sequence[int], bool]:
-        """Return the global ranks that a FAILED rank blames, and whether they were late. If empty, it blames itself."""
+        """Return the global ranks that a FAILED rank blames, and whether they were late. If none, it blames itself."""
         return (), False
 
     @abstractmethod
@@ -183,7 +183,8 @@ class Wait:
         is_message: whether the operation is a message. Then p2p/checks.py records the wait, and `look` does not.
 
     Attributes:
-        hint: a function that returns another possible cause of the delay, which begins with "; ", or "".
+        hint: a function that returns a text with another possible cause of the delay. The text begins with "; ", or is
+            empty.
     """
 
     def __init__(

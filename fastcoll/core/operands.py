@@ -25,7 +25,7 @@ from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 from .work import Timeout, seconds
 
 Array = NDArray[Any]
-_FEW = 6  # arrays that are compared in pairs, at 0.2 us a pair; reading an address takes 0.8 us
+_FEW = 6  # up to 6 arrays are compared in pairs (0.2 us a pair), because reading an address takes 0.8 us
 _MOST_WORK = 10_000  # candidates that NumPy may try to find out whether two strided arrays share memory
 
 LARGEST_TAG = (1 << 31) - 1

@@ -1,6 +1,6 @@
 """Divisions of arrays: into a part for each rank, and into segments for a pipeline.
 
-Numbers are elements or bytes. No border lies inside a `unit`.
+Sizes and offsets are numbers of elements, or numbers of bytes. A border between two parts is a multiple of `unit`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def start_of(total: int, parts: int, k: int, unit: int = 1) -> int:
 
 
 def segments(total: int, most: int) -> list[Span]:
-    """Divide an array into parts of `most`, the last one shorter; an empty array has none."""
+    """Divide an array into parts of size `most`, of which the last may be shorter; an empty array has no parts."""
     return [Span(start, min(most, total - start)) for start in range(0, total, most)]
 
 

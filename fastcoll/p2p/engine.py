@@ -189,7 +189,10 @@ class Engine:
             pipe.let_go()
 
     def _finish_blocking(self, transfer: Transfer, status: int) -> Any:
-        """Post a blocking operation (LATER) or continue it, wait until it has ended, and return its result."""
+        """Complete a blocking operation, and return its result.
+
+        `status` is LATER if the operation must be posted; otherwise a short cut has begun it.
+        """
         try:
             if status == LATER:
                 self._refuse_waiting(transfer)
@@ -217,7 +220,7 @@ class Engine:
     def torn(self, error: BaseException, doing: str) -> None:
         """Fail the group if an exception has ended a short cut whose message is incomplete.
 
-        Such a short cut has kept its pipe.
+        In that case the short cut has kept its pipe.
         """
         for pipe in self._pipes:
             if pipe.is_mine():
@@ -320,7 +323,7 @@ class Engine:
         self._progress.poll()
 
     def is_in_vain(self, work: Work) -> bool:
-        """Whether no live peer can complete this posted receive (or send to this rank)."""
+        """Whether a posted receive has matched no message, and no live peer can send one."""
         if not isinstance(work, Transfer):
             return False
         peers = range(len(self.monitor.members)) if work.peer is None else (work.peer,)

@@ -43,7 +43,8 @@ ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE, REST, RECEIVED, BOTH = range(2, 10)
 NOT_MINE = -2
 """What `complete` returns if it could not take the pipe."""
 
-# Verdicts of an ack. GO: the receiver wants the rest of the message.
+# The decisions of an ack. TAKEN: a receive has taken the message. MISFIT: the message does not fit the receive's array.
+# GO: the receiver wants the rest of the message.
 TAKEN, MISFIT, GO = 1, 2, 3
 
 ANY = -(1 << 62)
@@ -117,9 +118,9 @@ class Pipe(Protocol):
     """A rank's pipe to all peers that one transport reaches; peers are numbered from 0.
 
     Attributes:
-        eager: how many bytes of a message are attached at most.
-        window: how many attached bytes to one peer may be without an ack.
-        most_unacked: how many messages to one peer may be without an ack; later ones wait.
+        eager: the most bytes of a message that are attached.
+        window: the most attached bytes, of all messages to one peer, that may be without an ack.
+        most_unacked: the most messages to one peer that may be without an ack; later messages wait.
     """
 
     eager: int = ENDLESS_BYTES
@@ -349,7 +350,8 @@ class WordPipe(Pipe):
 
     Attributes:
         address: the address of the table, which is the first argument of the kernels.
-        words, cells: the words of the table, and those of all rows.
+        words: the words of the table.
+        cells: the words of all rows.
     """
 
     def __init__(self, words: ModuleType, table_words: int, row_words: int, size: int) -> None:

@@ -1,7 +1,8 @@
 """The match queues: which receive gets which message, by MPI's rules.
 
-A receive matches the earliest message from its source (or any) with its tag (or any user's tag). A message matches the
-earliest posted receive that accepts it. Receives and messages without a match are kept in the order in which they came.
+A receive matches the earliest message from its source (or from any rank) with its tag (or with any user's tag). A
+message matches the earliest posted receive that accepts it. Receives and messages without a match are kept in the order
+in which they were posted or arrived.
 """
 
 from __future__ import annotations
