@@ -100,6 +100,6 @@ class Gate:
         """Queue a job behind all earlier ones on the progress thread, and return its Work.
 
         Args:
-            observed: whether an error that no thread checks need not be reported at the end.
+            observed: if true, no thread needs to check the Work; its error is not reported when the rank leaves.
         """
         return self.unobserved.note(self.queue.submit(name, job), observed)

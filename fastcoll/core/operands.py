@@ -271,7 +271,7 @@ def _whole_place(x: Any, index: int) -> tuple[Any, ...]:
 
 
 def _share(x: Any, y: Any) -> bool:
-    """Whether two arrays share memory, whose address ranges overlap; False if that is too hard to find out."""
+    """Whether two arrays with overlapping address ranges share memory; False if that is too hard to find out."""
     if not isinstance(x, np.ndarray):
         return bool(x.overlaps(y))
     try:

@@ -66,11 +66,17 @@ class Tree(ImportedArray):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Return numbers for the calls' signatures: a checksum of the structure, and the leaves with own calls."""
+        """Return a checksum of the structure, and the indices of the leaves that have their own calls.
+
+        Both are part of the calls' signatures.
+        """
         return zlib.crc32(self.structure.encode()), *self._apart
 
     def batches(self, kind: Callable[[Any], Any]) -> list[list[ImportedArray]]:
-        """Divide the leaves among calls: large leaves that share no memory get one each, others one a kind."""
+        """Divide the leaves among calls; return the leaves of each call.
+
+        A large leaf that shares no memory has its own call. The other leaves share one call for each `kind`.
+        """
         batches: dict[Any, list[ImportedArray]] = {}
         for index, leaf in enumerate(self.leaves):
             batches.setdefault(index if index in self._apart else str(kind(leaf.array)), []).append(leaf)
@@ -79,7 +85,7 @@ class Tree(ImportedArray):
     def in_turn(self, calls: Sequence[Call]) -> Call:
         """Return a call that runs `calls` in order.
 
-        The signature of each has `parts`, so the first call finds a mismatch of the trees.
+        The signature of every call includes `parts`, so the first call finds a mismatch of the trees.
         """
 
         def run() -> None:

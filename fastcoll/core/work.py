@@ -301,7 +301,7 @@ class Work(Future[Any]):
             self._call_back()
 
     def _call_back(self) -> None:
-        """Call each callback once, even if two threads get here."""
+        """Call each callback once, even if two threads call this method."""
         callbacks = self.__dict__["_callbacks"]
         while callbacks:
             with suppress(IndexError):  # another thread was faster
@@ -410,7 +410,7 @@ class ProgressQueue:
         self._count = word
 
     def submit(self, describe: str, job: Callable[[], Any]) -> Work:
-        """Queue `job` behind all earlier ones, and return a Work that gets its result or exception.
+        """Queue `job` behind all earlier jobs, and return a Work that gets its result or exception.
 
         Raises:
             AbortedError: the queue is closed.

@@ -265,7 +265,8 @@ class Pipe(Protocol):
     def may_sleep(self) -> bool:
         """Whether the progress thread may sleep.
 
-        True if no request is pending; from then on compiled callers post no request that needs the thread.
+        If it returns True, no request is pending, and until the next `stay_awake` compiled callers post no request that
+        needs the thread.
         """
         return True
 

@@ -326,7 +326,10 @@ class Progress:
                     time.sleep(POLL)
 
     def _drive_nested(self, transfer: Transfer, end: float | None) -> None:
-        """Drive in a signal handler whose thread holds the lock, unless it interrupted an event or a blocking call."""
+        """Drive in a signal handler whose thread holds the lock.
+
+        Raises UsageError if the handler has interrupted the handling of an event, or a blocking call.
+        """
         if not self.lock.is_consistent:
             raise UsageError(
                 f"waiting for {transfer.describe}: a signal handler may not wait for messages while its thread does"

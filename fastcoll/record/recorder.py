@@ -118,7 +118,7 @@ _blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
 
 
 class _Block:
-    """The memory of one group's block. Arrays in it refer to it as their base, so it lives as long as any of them."""
+    """The memory of one group's block. It is the base of every array in it, so it lives as long as any of them."""
 
     def __init__(self, file: _File, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -245,7 +245,7 @@ class GroupRecorder:
         late: int | None = None,
         pending: int | None = None,
     ) -> None:
-        """Record the indices of those words of the context that have these numbers; see record.py."""
+        """Record which words of the context hold these numbers, by their indices; see record.py."""
         start = self._context_at // 8
         self._calls, self._finished = start + calls, start + finished
         places = ((r.CALLS_AT, calls), (r.FINISHED_AT, finished), (r.SINCE_AT, since), (r.LATE_AT, late))
