@@ -51,7 +51,7 @@ BLOCKS = TABLE + 8 * ROWS * ROW_WORDS
 (
     SERIAL, BYTES,
     MEMBERS_AT, MEMBERS, MEMBERS_CRC,  # offset, length and checksum of the text that describes the group
-    # Offsets of these words in the block, in bytes; 0: the block does not have the word.
+    # The words up to PENDING_AT are offsets in the block, in bytes, of the words with these values; 0: there is none.
     CALLS_AT,  # number of the last call begun
     FINISHED_AT,  # number of the last call that is complete
     SINCE_AT,  # when the call under way began if it is timed, else when it began to wait; 0: it has not waited
