@@ -1,4 +1,7 @@
-"""`python -m fastcoll.launch`: run what the options say (options.py), once or generation after generation."""
+"""`python -m fastcoll.launch`: run a program once, or in generations.
+
+A generation is a set of ranks that start together; if a rank fails, the next generation starts (generations.py).
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,10 @@ def _run_generations(
 def _meet(
     options: argparse.Namespace, job: NodeShare, rules: Rules, signals: list[int]
 ) -> tuple[HashStore | TCPStore, bool, str]:
-    """Return the store of the job's launchers, whether this one leads, and the address where its ranks listen."""
+    """Return the job's store, whether this launcher leads, and this node's address.
+
+    The store is for the job's launchers. If rank 0 runs on this node, it listens at the address.
+    """
     if rules.most == 1 and (rules.fixed or options.standalone):
         os.environ.update(job.secret(os.environ))
         return HashStore(), True, job.master_addr

@@ -1,7 +1,7 @@
 """The launcher's console: the signals that it receives, and its writes to stdout and stderr.
 
-A write waits for the reader, so a slow reader slows the job down. The wait ends when there is a signal or a failure to
-handle.
+A write waits for the reader, so a slow reader slows the job down. Once there is a signal or a failure to handle, the
+write waits for at most one second more.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _STANDSTILL_SECONDS = 1.0
 class Console:
     """Collects signals and writes output.
 
-    As a context manager it handles this process's signals, and takes what other code writes to `sys.stderr`, such as
-    warnings. A reader or a terminal that is gone counts as the signal SIGPIPE. While there is a signal or failure to
-    handle, a write waits for at most one second. Output that the reader has not taken by then is dropped, as is
-    later output until the reader reads again.
+    As a context manager it handles this process's signals, and replaces `sys.stderr`, so that the console also writes
+    what other code prints there, such as warnings. A reader or a terminal that is gone counts as the signal SIGPIPE.
+    While there is a signal or failure to handle, a write waits for at most one second. Output that the reader has not
+    taken by then is dropped, as is later output until the reader reads again.
 
     Args:
         handled: the signals to handle.
@@ -47,7 +47,7 @@ class Console:
     def __enter__(self) -> Console:
         for number in self._handled:
             before = signal.getsignal(number)
-            if before != signal.SIG_IGN:  # nohup has SIGHUP ignored
+            if before != signal.SIG_IGN:  # a signal that is ignored stays so, such as SIGHUP under nohup
                 signal.signal(number, lambda got, _: self.signals.append(got))
                 self._leaving.callback(signal.signal, number, before)
         self._leaving.enter_context(contextlib.redirect_stderr(_Stderr(self)))
@@ -69,9 +69,9 @@ class Console:
     ) -> None:
         """Write to the stdout or stderr of this process, unbuffered.
 
-        A buffer would block the exit of the process if it still held output that is not read.
+        A buffer that still held unread output would block the exit of the process.
         """
-        descriptor = -1 if stream is None else stream.fileno()  # None: it was closed
+        descriptor = -1 if stream is None else stream.fileno()  # None: the stream was closed
         while data and descriptor >= 0 and self._may_write(descriptor, has_to_act):
             try:
                 # A pipe that polls as writable takes PIPE_BUF bytes. A longer write could block, and Python would
@@ -87,7 +87,7 @@ class Console:
                 return
 
     def _may_write(self, descriptor: int, has_to_act: Callable[[], bool]) -> bool:
-        """Wait until the reader reads; False if that took too long."""
+        """Return True when the reader reads, or False if that took too long."""
         end = math.inf
         while not is_ready(
             descriptor, select.POLLOUT, 0 if descriptor in self._still else _LOOK_MILLISECONDS

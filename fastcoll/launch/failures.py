@@ -1,11 +1,14 @@
 """How the launchers of a job without generations publish failures, so that the ranks of all nodes end.
 
-The launchers connect to a store that node 0's launcher serves on a port of its own, with the job's secret. The first
-failure is set there as `failed`. A launcher that ends unexpectedly, as by SIGKILL, is a failure as well: each launcher
-leaves a will with the store, and the server carries it out when the connection is lost. If the store disappears before
-it holds the end of the job, node 0's launcher is lost. A launcher that cannot reach the store goes on without it; its
-ranks then end when their groups fail. Node 0 serves the store until its ranks have ended and, after a failure, for up
-to 5 s until the launchers of all nodes have read it, including those that start a little later.
+In a job without generations, failed ranks do not make the launchers start all ranks again (generations.py does that).
+Node 0's launcher serves a store on a separate port, and all launchers connect to it with the job's secret. The first
+failure is set there under the key `failed`. The unexpected end of a launcher, as by SIGKILL, is a failure as well: each
+launcher except node 0's leaves a will with the store, which is a value that the server sets when the launcher's
+connection is lost. If the store disappears before the end of the job is set in it, node 0's launcher is lost. A
+launcher that cannot reach the store goes on without it; its ranks then end only when their groups fail.
+
+Node 0 serves the store until its ranks have ended. After a failure, it goes on for up to 5 s until the launchers of all
+nodes have read the failure, including launchers that start a little later.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ if TYPE_CHECKING:
     from ..store import TCPStore
 
 _FAILED, _READERS = "failed", "readers"
-_OVER = "null"  # instead of a failure: node 0's ranks have ended successfully
+_OVER = "null"  # the value of `failed` after node 0's ranks have ended without a failure
 _GONE = "ended unexpectedly, or is unreachable"
 _CONNECT_SECONDS = 600.0  # for node 0's launcher to start
 _TRY_SECONDS = 2.0  # per attempt to connect, and so the longest delay before the thread sees that it must end
 _FIRST_SECONDS = 2.0  # ranks start after this time even if their launcher has not connected
-_LOOK_SECONDS = 5.0  # per request for the key; the server answers when this time is over
+_LOOK_SECONDS = 5.0  # how long the server holds one request for `failed`, if it is not set
 _LAST_SECONDS = 5.0  # for a failure to reach the other launchers while this one exits
 _POLL_SECONDS = 0.05
 
@@ -81,7 +84,7 @@ class NodeFailures:
         self._own: Failure | None = None
         self._first: Failure | None = None
         self._closed = False
-        self._has_met = threading.Event()  # set when the launcher has connected, or cannot
+        self._has_met = threading.Event()  # set when this launcher has connected, or has given up
         self._thread = threading.Thread(target=self._follow, name="fastcoll-nodes", daemon=True)
 
     def __enter__(self) -> NodeFailures:
@@ -97,7 +100,7 @@ class NodeFailures:
         if kind is not None:
             self.publish(self._end(f"was ended by {kind.__name__}"))
         if self._own is not None:
-            self._thread.join(_LAST_SECONDS)  # it ends when it has read the failure, or cannot
+            self._thread.join(_LAST_SECONDS)  # the thread ends when it has read the failure, or cannot
         with self._lock:
             self._closed, store, self._store = True, self._store, None
         if store is not None and self._rank == 0:
@@ -108,7 +111,7 @@ class NodeFailures:
         if store is not None:
             # Node 0's server waits for the others to disconnect.
             store.close(max(0.0, end - time.monotonic()))
-        self._thread.join(_LAST_SECONDS)  # it may still be resolving a host name, which takes longer
+        self._thread.join(_LAST_SECONDS)  # the thread may still be resolving a host name
 
     @property
     def address(self) -> str:
@@ -131,7 +134,7 @@ class NodeFailures:
             threading.Thread(target=self._write, args=(store, failure), daemon=True).start()
 
     def report(self, loss: Loss) -> Future[Standing | None]:
-        """Publish the loss of a process of this node to an elastic job. Never blocks.
+        """Publish that an elastic job has lost a process of this node. Never blocks.
 
         The future's result is the job's state after the loss; None if the store cannot be reached.
         """
@@ -149,9 +152,9 @@ class NodeFailures:
         return answer
 
     def _open(self) -> None:
-        """Connect to the store as soon as node 0 serves it, and publish what has failed here meanwhile.
+        """Serve the store or connect to it, then publish what has failed here meanwhile.
 
-        Give up when this launcher ends, or after 600 s.
+        Node 0's launcher serves it. The others try to connect until they end, but for at most 600 s.
         """
         # Imported here, because it imports sockets and jobs of one node need none.
         from ..store import TCPStore
@@ -191,16 +194,16 @@ class NodeFailures:
                 return
             try:
                 if self._rank != 0:
-                    leaving.callback(store.close)  # node 0's server waits for that
+                    leaving.callback(store.close)  # node 0's server waits for this launcher to disconnect
                     failpoints.reach("launch.before_will")
                     leaving.callback(store.bequeath(_FAILED, _text(self._end(_GONE))))
                 self._has_met.set()
                 store.add(_READERS, 1)
                 self._first = self._await_failure(store)
-            except ConnectionError:  # the store disappeared before it held the end of the job
+            except ConnectionError:  # the store disappeared before the end of the job was set
                 self._first = Failure(1, f"the launcher of node 0 ({self._address}) {_GONE}")
             except (StoreError, ValueError, TypeError):
-                pass  # the store was closed, or holds something else
+                pass  # the store was closed, or the value is not a failure
 
     def _await_failure(self, store: TCPStore) -> Failure | None:
         """Return the first failure, or None when the job ends without one."""
@@ -211,6 +214,6 @@ class NodeFailures:
         return None
 
     def _end(self, how: str) -> Failure:
-        """Return what the other launchers log if this one ends before its ranks."""
+        """Return the failure to publish if this launcher ends before its ranks."""
         where = f"node {self._rank} (pid {os.getpid()} on {os.uname().nodename})"
         return Failure(1, f"the launcher of {where} {how}")

@@ -5,12 +5,14 @@
     order/N       the leader's orders, from 0; every launcher reads all of them in this order
     gone/LAUNCHER the will of a launcher; the server sets it when the launcher disconnects unexpectedly
 
+A generation is a set of ranks that start together; if a rank fails, the next generation starts (generations.py).
+
 In a job of one node the store is in memory. If the leader ends, the others lose the store, and the job ends.
 
 Ranks of different generations cannot communicate. Each generation has its own secret, derived from the job's secret
-and the generation's number, and both ends of a connection prove the secret before anything else is read
-(store/opening.py). A rank has the secret of its own generation only. So a rank that was stopped, or whose host was
-unreachable, cannot connect to ranks of a later generation.
+and the generation's number, and both ends of a connection prove that they know it before anything else is
+read (store/opening.py). A rank knows the secret of its own generation only. So a rank that was stopped, or whose host
+was unreachable, cannot connect to ranks of a later generation.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 
 _KINDS = {kind.__name__: kind for kind in (Start, End, Over)}
 _TRY_SECONDS = 0.5  # per attempt to connect; signals are handled between attempts
-# Per request for an order; the server answers when this time is over. The kernel needs up to 16 s to notice that the
-# server's host is unreachable.
+# How long the server holds a request for an order that is not set. This is longer than the 16 s at most that the kernel
+# needs to notice that the server's host is unreachable.
 _LOOK_SECONDS = 20.0
 _SILENT_SECONDS = 30.0  # a leader that does not answer for longer is lost
 _LAST_SECONDS = 5.0  # for the last order to reach the others while the leader exits
@@ -55,7 +57,7 @@ def encode(order: Order) -> str:
 
 
 def decode(text: bytes) -> Order:
-    """Return the order that `encode` made a text of."""
+    """Return the order that `encode` has turned into this text."""
     name, fields = json.loads(text)
     if "members" in fields:
         fields["members"] = tuple(Node(**node) for node in fields["members"])
@@ -64,7 +66,10 @@ def decode(text: bytes) -> Order:
 
 
 def secret_of(generation: int, run_id: str) -> str:
-    """Return the secret of one generation; neither the job's nor another generation's can be derived from it."""
+    """Return the secret of one generation.
+
+    Neither the job's secret nor another generation's can be derived from it.
+    """
     text = f"fastcoll generation {generation} of {run_id}"
     return hmac.digest(job_secret(), text.encode(), hashlib.sha256).hex()
 
@@ -77,10 +82,10 @@ class Gathering:
     Args:
         store: the job's store; closed at the end.
         node: this launcher.
-        port: draws the port of rank 0 each time the launcher is ready.
+        port: returns the port on which rank 0 would listen; called each time this launcher is ready.
         rules: the job's rules, for the launcher that leads.
         leads: whether this launcher leads the job.
-        tick: seconds between two looks of the leader at wills and at the time.
+        tick: the longest time in seconds between two checks of wills and deadlines by the leader.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class Gathering:
             self.leave(Failure(1, f"{self._node} {how}"))
         end = time.monotonic() + _LAST_SECONDS
         self._outbox.put(None)
-        for thread in self._threads[:-1]:  # they end after the last event was sent and the last order given
+        for thread in self._threads[:-1]:  # `_send` and `_lead` end after the last event and order
             thread.join(max(0.0, end - time.monotonic()))
         self._closed.set()
         self._withdraw()
@@ -145,11 +150,14 @@ class Gathering:
         self._outbox.put(("done", generation))
 
     def leave(self, failure: Failure) -> None:
-        """Publish that this launcher ends with its ranks."""
+        """Publish that this launcher and its ranks end."""
         self._outbox.put(("left", failure.code, failure.text))
 
     def _send(self) -> None:
-        """Send the events in order. One that a stopped leader does not confirm is sent again, and is applied once."""
+        """Send the events in order, each until the store confirms it.
+
+        A stopped leader does not confirm. An event that arrives twice is applied once.
+        """
         number = 0
         with contextlib.suppress(StoreError):  # the leader is lost, which `_follow` reports
             while (event := self._outbox.get()) is not None:
@@ -168,7 +176,7 @@ class Gathering:
         return self._orders.popleft() if self._orders else None
 
     def failure(self) -> Failure | None:
-        """Return why the ranks here must end: the first order to end them, or None. Never blocks."""
+        """Return why the ranks here must end, or None if no order says so. Never blocks."""
         for order in tuple(self._orders):
             if isinstance(order, End) or (isinstance(order, Over) and order.only in ("", self.key)):
                 return Failure(order.code, order.text)
@@ -194,7 +202,7 @@ class Gathering:
             pass  # this launcher has closed the store
 
     def _check_leader(self) -> None:
-        """Return when the leader answers; ConnectionError if it does not for 30 s."""
+        """Wait until the leader answers; raise ConnectionError after 30 s without an answer."""
         end = time.monotonic() + _SILENT_SECONDS
         while not self._closed.wait(_TRY_SECONDS):
             with contextlib.suppress(StoreTimeoutError):
@@ -253,7 +261,7 @@ def open_store(
     """Serve the job's store or connect to it.
 
     Args:
-        leads: whether this launcher serves the store; None: if the address is of this machine and free.
+        leads: whether this launcher serves the store; None: it does if the address is this machine's and free.
         within: how many seconds to try to connect.
         waits: returns whether to go on trying, False after a signal.
 
@@ -281,7 +289,7 @@ def open_store(
 
 
 def agree(store: HashStore | TCPStore, what: str) -> None:
-    """Check that `what`, the options that must be equal, is the same on all launchers of the job.
+    """Check that `what`, a text with the options, is the same on all launchers of the job.
 
     Raises:
         FastcollError: the launcher that came first has other options.

@@ -1,16 +1,17 @@
 """The state machine of a job with generations: events of launchers go in, orders to launchers come out.
 
-A generation is one set of ranks that meet. A launcher is ready, runs its ranks of the current generation, or has run
-them successfully. Only the launcher that leads has a `Generations`, so the state exists once.
+A generation is one set of ranks that start together; its members are the launchers that run them. A launcher is ready,
+runs its ranks of the current generation, or has run them successfully. Only the launcher that leads has a
+`Generations`, so the state exists once.
 
-    GATHERING  until `most` launchers are ready, or `least` launchers are and the last call is over
+    GATHERING  until `most` launchers are ready, or `least` launchers are and the time for more to join is over
     RUNNING    until the ranks of all members have succeeded (the job is over), or an event ends the generation
     ENDING     until each member has ended its ranks and is ready again; a member that is late counts as lost
     OVER       final
 
-A failed rank ends its generation and uses one restart; without a restart left the job is over. A launcher that joins
-while there is room, or that is lost, also ends the generation, but uses no restart. Events of an earlier generation
-are ignored, so a late event cannot end a later generation.
+A failed rank ends its generation and uses one restart; if no restart is left, the job is over. A launcher that joins
+while there is room, or that is lost and may be replaced, also ends the generation, but uses no restart. Events of an
+earlier generation are ignored, so a late event cannot end a later generation.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class End:
 class Over:
     """Order the launchers to end their ranks and to exit with this code.
 
-    `only` is the key of the one launcher that the order is for, because it cannot join; empty: it is for all.
+    If one launcher cannot join, `only` is its key, and the order applies to it alone; empty: it applies to all.
     """
 
     code: int
@@ -105,7 +106,7 @@ class Phase(Enum):
 class Generations:
     """The state of a job.
 
-    The driver passes the time of one clock with each event, and takes the orders out of `orders` afterwards.
+    The caller passes the current time with each event, always of the same clock, and then empties `orders`.
     """
 
     rules: Rules
@@ -118,7 +119,8 @@ class Generations:
 
     def __post_init__(self) -> None:
         self._ready: dict[str, Node] = {}
-        # Launchers in the order in which they joined, so that ranks keep their order where they can.
+        # By launcher, how many had joined before it. Nodes are sorted by this, so that ranks keep their order if
+        # possible.
         self._seniority: dict[str, int] = {}
         self._done: set[str] = set()  # members whose ranks have succeeded
         self._pauses = Pauses()
@@ -164,7 +166,7 @@ class Generations:
                 self.over(0, "")
 
     def left(self, key: str, code: int, text: str, now: float) -> None:
-        """Handle the end of a launcher and its ranks: by a signal, or unexpected."""
+        """Handle the end of a launcher and its ranks, by a signal or unexpectedly."""
         is_member, was_ready = self._is_member(key), self._ready.pop(key, None) is not None
         is_spare = self.phase is Phase.RUNNING and (not is_member or key in self._done)
         if self.phase is Phase.OVER or not (is_member or was_ready) or is_spare:
@@ -186,7 +188,7 @@ class Generations:
             self._order(Over(code, text))
 
     def tick(self, now: float) -> None:
-        """Do what depends on the time alone. The driver calls this at least once per tick."""
+        """Handle deadlines that have passed. The caller calls this at least once per tick."""
         if self.phase is Phase.ENDING:
             late = [node for node in self.members if node.key not in self._ready]
             if late and now < self._end_by:
@@ -255,7 +257,7 @@ class RankRange:
 
 
 def range_of(members: Sequence[Node], key: str) -> RankRange | None:
-    """Return the share of the launcher with this key, or None if it is no member."""
+    """Return the ranks of the launcher with this key, or None if it is no member."""
     keys = [node.key for node in members]
     if key not in keys:
         return None

@@ -1,8 +1,10 @@
 """Tie a process to its parent, end a process with its descendants, and describe how a process ended.
 
+A process that is tied to its parent is killed when the parent ends.
+
 This file uses the standard library only, because the launcher also runs it as a script: `lifeline.py PARENT PROGRAM
-ARGS...` ties itself to the process PARENT and then executes PROGRAM. The tie survives execve (prctl(2)). A preexec
-function could deadlock in a process with threads.
+ARGS...` ties itself to the process PARENT and then executes PROGRAM. The tie survives execve (prctl(2)). A
+`preexec_fn` could tie the process too, but may deadlock if the launcher has threads.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _CANNOT_RUN = 127  # the shell's exit code for a program that cannot be started
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread of its parent that started it ends.
+    """Have the kernel kill this process when the parent's thread that started it ends.
 
     If the parent has ended already, this process exits.
 
@@ -37,12 +39,16 @@ def die_with_parent(parent: int) -> None:
 
 
 def reap_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that it can be ended; OSError if refused."""
+    """Become the parent of each descendant whose own parent ends, to end it later.
+
+    Raises:
+        OSError: the kernel refused.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process, including zombies."""
+    """Return the pids of a process's children, including zombies."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile

@@ -6,8 +6,8 @@
 | LOCAL_RANK, LOCAL_WORLD_SIZE | the same among the ranks of this node |
 | GROUP_RANK | the node's number |
 | MASTER_ADDR, MASTER_PORT | where rank 0 listens |
-| ROLE_*, GROUP_WORLD_SIZE, TORCHELASTIC_* | as torchrun sets them (command.py), for programs made for it |
-| FASTCOLL_SECRET | the job's secret; the launcher makes one for a job of one node that was given none |
+| ROLE_*, GROUP_WORLD_SIZE, TORCHELASTIC_* | as torchrun sets them (options.py, restarts.py), for its programs |
+| FASTCOLL_SECRET | the job's secret; if none is given for a job of one node, the launcher makes one |
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 if several ranks share the node, unless set already |
 | FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks, if ranks may fail while others go on |
 | FASTCOLL_NEWCOMER | 1 for a process that replaces a failed rank; it has no RANK and no WORLD_SIZE |
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _LOWEST = 10000
 _ATTEMPTS = 200
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# The launcher's own value would be wrong for its ranks.
+# Ranks do not inherit these variables, because the launcher's values would be wrong for them.
 _OF_LAUNCHERS = (
     "FASTCOLL_ELASTIC",
     "FASTCOLL_NEWCOMER",
@@ -63,16 +63,16 @@ class NodeShare:
 
     program: tuple[str, ...]  # the command that every rank runs
     local_size: int  # the number of ranks on this node
-    nodes: int  # the number of nodes, each with as many ranks unless `assigned` says otherwise
+    nodes: int  # the number of nodes; each has `local_size` ranks unless `assigned` is given
     node_rank: int  # this node's number
     master_addr: str  # where rank 0 listens
     master_port: int
-    arguments: tuple[str, ...] = ()  # the program's own
-    pass_local_rank: bool = False  # whether `--local_rank=N` precedes them
+    arguments: tuple[str, ...] = ()  # the program's arguments
+    pass_local_rank: bool = False  # whether `--local_rank=N` precedes the arguments
     descriptors: tuple[int, ...] = ()  # of files that the ranks inherit
     elastic: str = ""  # HOST:PORT of the store that outlives the ranks
     assigned: RankRange | None = (
-        None  # the ranks of this node in a generation; None: all nodes have as many ranks
+        None  # the ranks of this node in a generation; None: all nodes have `local_size`
     )
     variables: Mapping[str, str] = field(default_factory=dict)  # further variables, including torchrun's
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
@@ -102,10 +102,10 @@ class NodeShare:
         return [name for name in _THREADS if self.local_size > 1 and name not in inherited]
 
     def secret(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the variable with the secret that is made for the job, if one is.
+        """Return FASTCOLL_SECRET with a new secret for the job, or nothing.
 
-        Launchers of several nodes could not agree on a new secret. Without a given one, they and their ranks use the
-        secret of the user.
+        There is no new secret if one is given, or for several nodes, whose launchers could not agree on it. Without a
+        given secret, these launchers and their ranks use the user's secret.
         """
         has_one = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
         return {} if has_one or self.nodes > 1 else {"FASTCOLL_SECRET": self._secret}
@@ -147,19 +147,19 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return several ports as of `free_port`.
+    """Return several ports, each free as `free_port` describes.
 
     The ports are below the kernel's range for outgoing connections, so no connection takes one before rank 0 listens.
-    Two jobs may still draw the same port; the error of rank 0 then names the process that holds it.
+    Two jobs may still draw the same port; rank 0's error then names the process that uses the port.
 
     Raises:
         ResourceError: too few ports are free.
     """
-    from ..system.address import tcp_sockets  # with sockets
+    from ..system.address import tcp_sockets  # imported here, because it imports sockets
 
     used = {port for port, _, _ in tcp_sockets()}
     highest = _first_outgoing_port()
-    pick = random.SystemRandom()  # a `random` that the program has seeded would give every job the same port
+    pick = random.SystemRandom()  # the global generator, if seeded, would give every job the same port
     ports: list[int] = []
     for _ in range(_ATTEMPTS * count):
         port = pick.randrange(_LOWEST, highest)

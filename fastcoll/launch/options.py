@@ -42,7 +42,8 @@ _REFUSED = {
 def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, NodeShare]:
     """Return the options and this node's share of the job; exit with a usage error if options contradict each other.
 
-    Two options are derived: `has_generations`, whether a failure may restart all ranks, and `outputs`.
+    Two options are derived from others: `has_generations`, whether a failure may restart all ranks, and `outputs`,
+    where the ranks' output goes.
     """
     parser = _parser()
     options = parser.parse_args(argv)
@@ -297,7 +298,7 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
             "TORCHELASTIC_RUN_ID": options.rdzv_id,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-            "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 of torch serves its store itself
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0, not the launcher, serves torch's store
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in options.signals_to_handle),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         },

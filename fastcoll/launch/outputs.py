@@ -21,7 +21,7 @@ class OutputMode(NamedTuple):
 
 
 def parse(text: str) -> Mapping[int | None, int]:
-    """Parse `3` or `0:1,1:2`: bits (1: stdout, 2: stderr) by local rank; the key None stands for all ranks."""
+    """Parse `3` or `0:1,1:2` into bits (1: stdout, 2: stderr) by local rank; the key None stands for all ranks."""
     if _ONE.fullmatch(text):
         return {None: int(text)}
     if _SOME.fullmatch(text):

@@ -7,10 +7,13 @@ _LONG_LIFE = 60.0  # seconds; a failure after a longer life is not part of a cra
 
 
 class Pauses:
-    """The pauses after failures in a row: 0 s after the first, then 1, 2, 4 ... 30 s. A long life resets them."""
+    """The pauses after failures in a row: 0 s after the first, then 1, 2, 4 ... 30 s.
+
+    After a process has run for 60 s, its failure counts as the first again.
+    """
 
     def __init__(self) -> None:
-        self._quick = 0  # failures in a row, each after a short life
+        self._quick = 0  # failures in a row; all but the first came after a short life
 
     def after(self, lived: float) -> float:
         """Return the pause in seconds after a failure of a process that has run for `lived` seconds."""

@@ -36,7 +36,9 @@ Sink = Callable[[bytes], None]
 
 
 class Relay:
-    """Relays one stream of one rank line by line, with the rank in front, so that ranks never share a line.
+    """Relays one stream of one rank, line by line.
+
+    Each line begins with the rank, and no line has the output of two ranks.
 
     It owns `source`, the reading end of a pipe, and `log`, a file that gets the stream unchanged.
     """
@@ -49,13 +51,17 @@ class Relay:
         self._last: deque[bytes] = deque(maxlen=_REMEMBERED)
 
     def pump(self) -> bool:
-        """Relay the bytes that the pipe holds now; False when the stream has ended. BrokenPipeError: see `Sink`."""
+        """Relay up to 64 KiB that the pipe holds now; return False when the stream has ended.
+
+        Raises:
+            BrokenPipeError: the sink has raised it, because its reader is gone.
+        """
         try:
             data = os.read(self.source, _READ_BYTES)
         except BlockingIOError:
             return True
         self._keep(data)
-        # Progress bars end theirs with a carriage return.
+        # Progress bars end their lines with a carriage return, so that counts as a line end here.
         lines = (self._partial + data).splitlines(keepends=True)
         self._partial = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
         if len(self._partial) > _LONGEST_LINE:
@@ -65,13 +71,16 @@ class Relay:
         return bool(data)
 
     def pump_all(self) -> None:
-        """Relay what the pipe holds now, and no more: a process that outlives its rank may write for ever."""
+        """Relay what the pipe holds now, without waiting for the end of the stream.
+
+        A process that outlives its rank may keep the stream open and write for ever.
+        """
         for _ in range(_PIPE_BYTES // _READ_BYTES):
             if self.source < 0 or not is_ready(self.source, select.POLLIN, 0) or not self.pump():
                 return
 
     def finish(self) -> None:
-        """Relay the rest, including a last line without an end, and close. Twice is fine."""
+        """Relay the rest, including an unfinished last line, and close. May be called twice."""
         if self.source < 0:
             return
         try:
@@ -111,7 +120,7 @@ class RankProcess:
     """One rank: its process and its two streams.
 
     Args:
-        joiner: the number of the joiner that replaces a failed rank; 0: this is no joiner.
+        joiner: the number of this process among the joiners, which replace failed ranks; 0: it is no joiner.
     """
 
     def __init__(
@@ -133,7 +142,7 @@ class RankProcess:
         self._error_text = b""
         relays: list[Relay] = []
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
-            # A memory file, so that nothing is left if this process is killed.
+            # The error file is in memory, so that nothing is left if this process is killed.
             self._error = os.memfd_create("fastcoll-error")
             undo.callback(os.close, self._error)
             error = {"TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{self._error}"}
@@ -172,7 +181,10 @@ class RankProcess:
         return code
 
     def last_output(self) -> str:
-        """Return the traceback in the rank's error file, if torch's `record` has written one; else its last lines."""
+        """Return the traceback of a failed rank, or its last lines on stderr.
+
+        The traceback is in the rank's error file if the program uses torch's `record`.
+        """
         try:
             message = json.loads(self._error_text)["message"]
             return str(message if isinstance(message, str) else message["extraInfo"]["py_callstack"])
@@ -187,5 +199,8 @@ class RankProcess:
 
 
 def follows(lines: str) -> bool:
-    """Return whether a rank's last lines on stderr show a `GroupError`, which follows from another rank's failure."""
+    """Return whether a rank's last lines on stderr show a `GroupError`.
+
+    Such an error is a consequence of another rank's failure.
+    """
     return _FOLLOWED.search(lines) is not None

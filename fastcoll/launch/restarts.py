@@ -1,5 +1,7 @@
 """The main loop of a launcher in a job with generations: it carries out the leader's orders until the job is over.
 
+A generation is a set of ranks that start together; if a rank fails, the next generation starts (generations.py).
+
 Only the main thread starts ranks, because the kernel kills a rank when the thread that started it ends. A signal may
 arrive between any two steps.
 """
@@ -48,8 +50,8 @@ class Restarts:
 
     Args:
         job: the part of this node's share that is the same in all generations.
-        supervise: makes the supervisor of one generation, from its share, `logs` and `nodes`.
-        tick: seconds between looks at signals while no ranks run here.
+        supervise: makes the supervisor of one generation, from this node's share of it, `logs` and `nodes`.
+        tick: seconds between two checks for signals and orders while no ranks run here.
     """
 
     def __init__(
@@ -65,11 +67,11 @@ class Restarts:
         self._console, self._signals, self._tick = console, console.signals, tick
         self._say = partial(console.say, has_to_act=lambda: gathering.failure() is not None)
         self._last: Start | None = None  # the generation that ran here last
-        self._logged = ""  # why that one ended, if it was logged
+        self._logged = ""  # why that generation ended, if this was logged
         self._waits = False  # whether the current generation runs without this node
 
     def run(self) -> int:
-        """Return the exit code of the job: 0 when all ranks have succeeded."""
+        """Carry out orders until the job is over; return the exit code, 0 for success."""
         self._gathering.ready()
         while True:
             if self._signals:

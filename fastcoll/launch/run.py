@@ -43,8 +43,8 @@ def run(
     """Call `fn(*args, **kwargs)` in `ranks` new processes, each a rank of one world, and return their results.
 
     `fn` may be a lambda, a closure or a function of a notebook. The function, its arguments and its results are sent by
-    pickle. The ranks call `init_process_group` before it and leave the job when it returns. Their output goes to this
-    process's `sys.stdout` and `sys.stderr`.
+    pickle. Each rank calls `init_process_group` before `fn` and leaves the job when `fn` returns. The ranks' output
+    goes to this process's `sys.stdout` and `sys.stderr`.
 
     Args:
         backend, timeout: as for `init_process_group`.
@@ -56,8 +56,9 @@ def run(
     Raises:
         UsageError: an argument is wrong, or cannot be pickled.
         ProcessRaisedError: `fn` raised in a rank; the message has the traceback, and `__cause__` is the exception. If
-            several ranks failed, it names the rank whose failure caused the others. The other ranks have been ended.
-        ProcessExitedError: a rank ended by a signal or an exit.
+            several ranks failed, the error names the rank whose failure caused the others. The other ranks have been
+            ended.
+        ProcessExitedError: a signal ended a rank, or the rank exited by itself.
 
     Example:
         >>> def total(x):
@@ -71,7 +72,7 @@ def run(
         raise UsageError(f"run: ranks must be an int from 1 up, got {ranks!r}")
     check_args("run", args)
     cloudpickle = _cloudpickle()
-    # Notebooks and shells keep the source of their cells here, for tracebacks.
+    # Notebooks and shells keep the source of their cells in `linecache`, for tracebacks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     module = sys.modules.get(getattr(fn, "__module__", ""))
     lost = module is not None and hasattr(module, "__file__") and not _is_importable(module)
@@ -110,7 +111,10 @@ def run(
 
 
 def _is_importable(module: ModuleType) -> bool:
-    """Return whether a rank can import a module; pytest, for one, may have imported it from outside of sys.path."""
+    """Return whether a rank can import a module.
+
+    It cannot if the module is not on sys.path, as when pytest has imported it by its file name.
+    """
     spec = PathFinder.find_spec(module.__name__.partition(".")[0])
     paths = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     return any(path and str(module.__file__).startswith(path) for path in paths)
@@ -119,7 +123,7 @@ def _is_importable(module: ModuleType) -> bool:
 def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int | None) -> list[Any]:
     """Return every rank's result, or raise the error of the rank at fault.
 
-    It is the first rank that failed for a reason of its own, and not because of another rank.
+    The rank at fault is the first that failed for a reason of its own, and not because of another rank.
     """
     ends = [_read(outcome) for outcome in outcomes]
     order = sorted(range(len(ends)), key=lambda rank: (rank != first, rank))
@@ -129,7 +133,7 @@ def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int |
                 raise ProcessRaisedError(rank, ranks[rank].process.pid, outcome.text) from outcome.error
         for rank in order:
             process, outcome = ranks[rank].process, ends[rank]
-            # The others were ended because of the first, which may have failed after it wrote its result.
+            # `first` may have failed after it wrote its result. The other ranks were ended because of its failure.
             failed = rank == first and not isinstance(outcome, _Raised)
             if failed or (outcome is None and process.returncode == 0):
                 raise ProcessExitedError(rank, process.pid, process.returncode)
@@ -149,7 +153,7 @@ class _Raised:
     """An exception in a rank: its traceback, the exception if it can be pickled, and whether another rank caused it."""
 
     def __init__(self, error: Exception) -> None:
-        trace = error.__traceback__ and error.__traceback__.tb_next  # without `main`
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame of `main`
         self.text = "".join(traceback.format_exception(type(error), error, trace))
         self.follows = isinstance(error, GroupError)
         self._pickled = b""

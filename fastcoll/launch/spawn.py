@@ -1,7 +1,7 @@
 """`spawn`: run a function in several processes, as torch.multiprocessing.spawn does.
 
-Children do not outlive the parent: if `spawn` was called on its main thread, the kernel kills them when the parent
-ends. A rank that fails ends the others, and its traceback is part of the error in the parent.
+If `spawn` is called on the parent's main thread, the kernel kills the children when the parent ends, except with the
+start method `forkserver`. If a rank fails, the others are ended, and the error in the parent has its traceback.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SpawnContext:
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self.errors: list[Connection[Any, Any]] = []
-        self._texts: dict[int, bytes] = {}  # what was received; empty: the pipe has ended
+        self._texts: dict[int, bytes] = {}  # what was received, by rank; empty: the pipe has ended
 
     def pids(self) -> list[int]:
         """Return the process ids, by rank."""
@@ -70,7 +70,7 @@ class SpawnContext:
             timeout: seconds; None: no limit.
 
         Returns:
-            True if all have; False if some still run after `timeout`.
+            True if all have succeeded; False if some still run after `timeout`.
 
         Raises:
             ProcessRaisedError, ProcessExitedError: a rank failed; the others were ended.
@@ -111,14 +111,15 @@ class SpawnContext:
         raise ProcessExitedError(first, process.pid or 0, process.exitcode or 0)
 
     def _rank_at_fault(self) -> int:
-        """Return the rank to name: a rank whose failure is no GroupError, if one fails within a second.
+        """Return the rank to name in the error: one whose failure is no GroupError, if any.
 
-        A rank that has raised and not exited yet counts as failed.
+        A GroupError is the consequence of another rank's failure. If all failures are GroupErrors, wait for up to 1 s
+        for another failure. A rank that has raised but not exited yet counts as failed.
         """
         end = time.monotonic() + CAUSE_SECONDS
         while True:
             codes = [process.exitcode for process in self.processes]
-            # Complete for the processes that have exited.
+            # The texts of processes that have exited are complete, because the codes were read first.
             texts = [self._text(rank) for rank in range(len(codes))]
             failed = [rank for rank, code in enumerate(codes) if code or texts[rank]]
             first = min(failed, key=lambda rank: (texts[rank][:1] == b"G", rank))
@@ -130,11 +131,11 @@ class SpawnContext:
             wait(ends + [self.errors[rank] for rank in silent if rank not in self._texts], left)
 
     def _text(self, rank: int) -> bytes:
-        """Return the kind of a rank's failure and its traceback, if they have arrived."""
+        """Return a byte for the kind of a rank's failure and then its traceback, if they have arrived."""
         try:
             if rank not in self._texts and self.errors[rank].poll():
                 self._texts[rank] = self.errors[rank].recv_bytes()
-        except (EOFError, OSError):  # it sent nothing, or was killed while it sent
+        except (EOFError, OSError):  # the rank sent nothing, or was killed while it sent
             self._texts[rank] = b""
         return self._texts.get(rank, b"")
 
@@ -150,7 +151,7 @@ def spawn(
     """Run `fn(i, *args)` in `nprocs` processes, i being 0 .. nprocs-1.
 
     Args:
-        fn: a function of a module (a fresh interpreter imports it), unless `start_method` is "fork".
+        fn: a function that a fresh interpreter can import from a module; any function if `start_method` is "fork".
         args: further arguments, which must be picklable.
         join: wait for the processes and return None; otherwise return at once.
         daemon: whether the children are ended when the parent exits normally.

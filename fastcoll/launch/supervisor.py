@@ -1,8 +1,8 @@
 """The supervisor of one node's ranks: it starts them, relays their output, names the rank at fault and ends all.
 
-It runs on one thread with one selector, over the pipes of the ranks' output and over pidfds, which tell when a process
-has ended. Every rank leads its own session. The launcher is the subreaper of all descendants: it adopts processes that
-outlive their rank and kills them at the end.
+It runs on one thread. One selector waits for output in the ranks' pipes and for pidfds, which become readable when a
+process ends. Every rank leads its own session. The launcher is the subreaper of all descendants: it adopts processes
+that outlive their rank and kills them at the end.
 """
 
 from __future__ import annotations
@@ -83,10 +83,12 @@ class Supervisor:
         console: receives signals, and writes the output of the ranks and the log lines.
         tick: the longest time in seconds until a signal, or another node's failure, is handled.
         sinks: functions that take the ranks' stdout and stderr; None: the console writes them.
-        is_guest: the process belongs to the user (`run`): the supervisor logs nothing and leaves other children alone.
-        followed: whether a failed rank failed because of another one; None: decided by its last lines on stderr.
+        is_guest: whether this process is the user's program, as in `run`; the supervisor then logs no failure and ends
+            no child process that it has not started.
+        followed: returns whether a rank failed because of another one; None: its last lines on stderr decide.
         min_ranks: a failed rank ends the others only if fewer than this number are left; None: always.
-        max_restarts: how many failed ranks that did not end the others are replaced by joiners.
+        max_restarts: how many failed ranks are replaced by joiners, which are new processes; a rank whose failure ends
+            the others is not replaced.
         report: publishes the loss of a process of an elastic job; the result is the job's state after the loss.
 
     Attributes:
@@ -126,7 +128,7 @@ class Supervisor:
         self._max_restarts, self._pauses = max_restarts, Pauses()
         self._report = report
         self._lost: list[_Lost] = []  # losses whose reports are pending
-        self._missing: list[RankProcess] = []  # lost without a replacement before the ranks have met
+        self._missing: list[RankProcess] = []  # ranks that were lost before all had met, and are not replaced
         # Joiners to start: the time, the local rank, the joiner's number.
         self._joiners: list[tuple[float, int, int]] = []
         self._restarts = 0
@@ -201,7 +203,7 @@ class Supervisor:
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
 
     def _lose(self, rank: RankProcess) -> None:
-        """Publish the loss of a rank and choose its replacement; the report decides whether the job goes on."""
+        """Publish the loss of a rank and choose its replacement; the answer decides if the job goes on."""
         joiner = None
         if self._restarts < self._max_restarts:
             self._restarts += 1
@@ -294,7 +296,7 @@ class Supervisor:
         self._ask_to_end(signal.SIGTERM, exit_code)
 
     def _pass_on(self, number: int) -> None:
-        # Ctrl-C has ended the reader too, such as tee
+        # The same Ctrl-C has ended the reader of the output too, such as tee.
         if number == signal.SIGPIPE and self._kill_at is not None:
             return
         self.interrupted = number
@@ -306,7 +308,8 @@ class Supervisor:
         if self._hurries:  # the second request
             self._kill_at = 0.0
             return
-        # Another launcher may have asked the ranks to end before, because all launchers get the signal at once.
+        # This is the first request even if another launcher has asked the ranks to end already, because all launchers
+        # get the signal at once.
         self._hurries = True
         self._ask_to_end(number, 128 + number)
 
@@ -340,7 +343,7 @@ class Supervisor:
                 rank.reap()
             if not self._is_guest:
                 self._end_leftovers()
-            # A segment stays if all ranks ended while they were making it.
+            # A shared memory segment is left if all ranks ended while they were making it.
             if any(Path("/dev/shm").glob("fastcoll-*")):
                 from ..shm.segment import sweep  # imports NumPy, and is rarely needed
 
