@@ -1,6 +1,7 @@
-"""Training that survives the death of ranks: `run` calls a function again, with the ranks left and with joiners.
+"""Training that survives the death of ranks: `run` calls a function again, with the remaining ranks and with joiners.
 
-Each call continues from the last `State.commit()`. `Sampler` divides the data among the current number of ranks.
+A joiner is a new process that becomes a rank of a running job. Each call continues from the last `State.commit()`.
+`Sampler` divides the data among the current number of ranks.
 """
 
 from __future__ import annotations

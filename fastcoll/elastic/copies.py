@@ -1,8 +1,9 @@
-"""Copies of trees of values into existing memory, and trees in the form in which one rank sends them to the others.
+"""Copy trees of values into existing memory, and convert them to a form that one rank can send to the others.
 
-There are two kinds of leaves. Arrays of NumPy and torch are copied in place and sent separately. Other leaves are
-copied by `copy.deepcopy` and sent by pickle. An object that is in a tree twice is one object in the copy, and no
-existing array is used for two objects.
+A tree is a value, or a nesting of dicts, lists and tuples of values, which are its leaves. There are two kinds of
+leaves. Arrays of NumPy and torch are copied in place and sent separately. Other leaves are copied by `copy.deepcopy`
+and sent by pickle. If an object is in a tree twice, it is one object in the copy too. No existing array is used for two
+objects.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def is_array(x: Any) -> bool:
 
 
 def copied(tree: Tree, into: Tree = None) -> Tree:
-    """Return a copy of a tree; it uses the arrays at the same paths of `into` where they fit."""
+    """Return a copy of a tree, in the arrays at the same paths of `into` where these fit."""
     buffers, copies, memo = _Buffers(into), dict[int, Any](), dict[int, Any]()
 
     def copy_of(path: tuple[Any, ...], x: Any) -> Any:
@@ -56,7 +57,7 @@ class Slot:
 
 
 def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
-    """Return a tree with slots instead of its arrays, and the arrays in host memory."""
+    """Return a tree with a `Slot` instead of each array, and the arrays in host memory."""
     slots, arrays = dict[int, Slot](), list[Any]()
 
     def slot_for(x: Any) -> Any:
@@ -71,9 +72,9 @@ def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
 
 
 def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any]]:
-    """Return a tree of `without_arrays` with arrays to receive into, and these arrays.
+    """Return `skeleton` with arrays to receive into instead of its slots, and these arrays.
 
-    It uses the arrays at the same paths of `into` where they fit.
+    `skeleton` is a tree from `without_arrays`. The arrays at the same paths of `into` are used where they fit.
     """
     buffers, found = _Buffers(into), dict[int, Any]()
 

@@ -1,8 +1,8 @@
-"""How ranks admit joiners: they make the new world beside the old one, which stays in use if that fails.
+"""How ranks admit joiners (new ranks): they make the new world beside the old one, which stays in use if that fails.
 
-One key of the store decides whether the new world is in force (job/joining.py), so all ranks use the same world. Its
-ranks are those of the old world in their order, then the joiners. A rank raises if it cannot read that key while the
-new world may be in force already, because it must not go on in the old world alone.
+One key of the store decides whether the new world is in force (job/joining.py), so all ranks use the same world. The
+new world has the ranks of the old world in the same order, and then the joiners. A rank raises if it cannot read that
+key while the new world may be in force already, because it must not go on in the old world alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampler: which samples of an epoch each rank takes, while the number of ranks changes."""
+"""Sampler: choose each rank's samples of an epoch, even if the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Indices = NDArray[np.int64]
 class Sampler:
     """Divides each epoch into steps of `batch` samples, and each step into shares for the ranks.
 
-    The steps depend on `seed` and the epoch alone, and the shares of all ranks make up the step. So each sample is
-    taken once in an epoch, in the same steps, even if the number of ranks changes. Put the sampler into the `State`: a
+    The steps depend on `seed` and the epoch alone, and the shares of all ranks make up the step. So even if the number
+    of ranks changes, each sample is taken once in an epoch, and in the same step. Put the sampler into the `State`: a
     restart then continues after the last committed step.
 
     Args:
         n: the number of samples.
-        batch: the samples of a step, of all ranks together; the last step of an epoch may have fewer.
-        shuffle: whether each epoch has a new random order; False: 0 to n - 1.
+        batch: the number of samples in a step, over all ranks; the last step of an epoch may have fewer.
+        shuffle: whether each epoch has a new random order; False: the order is 0 to n - 1.
         seed: the seed of the orders, the same on all ranks.
 
     Attributes:
         epoch: the current epoch, from 0.
         position: how many samples of the epoch the steps have taken so far.
-        count: the samples of the current step, of all ranks together; divide sums over the step by it.
+        count: the number of samples in the current step, over all ranks; divide sums over the step by it.
 
     Raises:
         UsageError: `n` or `batch` is not positive.
@@ -54,8 +54,8 @@ class Sampler:
     def __iter__(self) -> Iterator[Indices]:
         """Yield this rank's indices in each remaining step of the epoch, then begin the next epoch.
 
-        A rank's share of a step may be empty. A step counts as taken as soon as it is yielded, so commit when its
-        result is in the state.
+        A rank's share of a step may be empty. A step counts as taken as soon as it is yielded, so commit only after
+        its result is in the state.
         """
         order = np.arange(self._n)
         if self._shuffle:
@@ -69,14 +69,14 @@ class Sampler:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the number of samples and the batch that it belongs to."""
+        """Return the epoch and the position, with the number of samples and the batch."""
         return {"n": self._n, "batch": self._batch, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a `state_dict`.
 
         Raises:
-            UsageError: the `state_dict` is of a sampler with another number of samples or another batch.
+            UsageError: the `state_dict` comes from a sampler with another number of samples or another batch.
         """
         if (state["n"], state["batch"]) != (self._n, self._batch):
             raise UsageError(

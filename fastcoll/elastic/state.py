@@ -1,4 +1,7 @@
-"""State: the values that training continues from, kept as of the last commit and synchronised after a change."""
+"""State: the values from which training continues after the ranks have changed.
+
+A commit keeps a copy of the values. After a change all ranks get the copy of one rank.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from .copies import Tree, copied, with_buffers, without_arrays
 
 
 class State:
-    """Values that survive the death of ranks, as attributes, which may be added and set at any time.
+    """Values that survive the death of ranks. They are attributes, which may be added and set at any time.
 
     A value is one of these, or a dict, list or tuple of the first two:
       - an array of NumPy or torch: copied in place, and broadcast;
@@ -51,7 +54,7 @@ class State:
         """Keep the current values: after a death, work is repeated from here.
 
         Arrays are copied into memory that is reused. Under `run` all ranks must call this at the same points of the
-        program. Joiners are admitted here, for which each commit broadcasts 16 bytes if the job can have joiners.
+        program. Joiners are admitted here: if the job can have joiners, each commit broadcasts 16 bytes.
 
         Raises:
             GroupError: a rank has died; the values are kept nevertheless.
@@ -71,7 +74,7 @@ class State:
             src: a rank of the default group.
 
         Raises:
-            UsageError: a value cannot be pickled; MismatchError on the other ranks.
+            UsageError: a value cannot be pickled; the other ranks raise MismatchError.
             GroupError: a rank has died. Arrays may be partly written; `restore` sets the values of the last commit.
         """
         mine, is_source = self._trees(), get_rank() == whole("src", src)
@@ -87,7 +90,7 @@ class State:
         self._kept = copied(self._trees(), self._kept)
 
     def at_commit(self, call: Callable[[], None] | None) -> None:
-        """Set the function that is called at the end of each commit; None: none."""
+        """Set the function that is called at the end of each commit; None: no function."""
         self._at_commit = call
 
     def _trees(self) -> dict[str, Tree]:

@@ -1,8 +1,9 @@
 """run: call a training function again, from the last commit, whenever ranks have died or joiners have arrived.
 
 All ranks execute the same rounds: they agree on which rank has the state, copy it, and call the function. A death ends
-the round of each rank by a GroupError; the ranks that are left then shrink. Joiners end the round at a commit, the same
-one on all ranks (`WorldChange`). No rank returns from the last round before all have finished it.
+the round of each rank by a GroupError; the remaining ranks then form a smaller group. When joiners (new ranks) wait,
+the round ends at the same commit on all ranks (`WorldChange`). No rank returns from the last round before all have
+finished it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Train = Callable[..., T]
 
 _LOOK_SECONDS = 1.0  # between two looks for joiners
 _ASKED_SECONDS = 0.05  # until the next look after joiners were asked whether they still run
-_STORE_SECONDS = 2.0  # timeout of the store's answers, because all ranks wait for rank 0
+_STORE_SECONDS = 2.0  # timeout of requests to the store; short, because all ranks wait for rank 0
 _MOST_AT_ONCE = 1000
 _numbers = itertools.count(1)  # numbers the calls of elastic functions in this process
 
@@ -90,20 +91,21 @@ def run(
 ) -> Any:
     """Make a training function survive the death of ranks and admit joiners. Also as a decorator.
 
-    The result takes a `State` and the function's further arguments, and returns what the function returns. It joins the
-    job, unless `init_process_group` was called. When a rank has died, the ranks that are left form the new default
-    group, copy the state of the longest-lived rank as of its last commit, and call the function again. All ranks do the
-    same when joiners are admitted, which happens in `state.commit()`. A change destroys the groups of `new_group` and
-    ends pending works, so make groups in the function.
+    The function that `run` returns takes a `State` and the further arguments of `train`, and returns what `train`
+    returns. It joins the job, unless `init_process_group` was called before. When a rank has died, the ranks that are
+    left form the new default group, copy the state of the longest-lived rank as of its last commit, and call the
+    function again. All ranks do the same when joiners are admitted, which happens in `state.commit()`. A change
+    destroys the groups that `new_group` made, and ends pending works, so make groups inside the function.
 
     A process with FASTCOLL_NEWCOMER=1 is a joiner: it runs the same program, and calls the function when the others
-    have admitted it. If the job has ended before, the joiner exits with SystemExit and code 0.
+    have admitted it. If the job ends before that, the joiner exits with SystemExit and code 0.
 
     Args:
         train: `train(state, *args, **kwargs)`, which continues from the state.
-        min_ranks: if fewer ranks are left after a death, the death is raised.
+        min_ranks: if fewer ranks are left after a death, its GroupError is raised.
         max_ranks: joiners wait while there are this many ranks; None: no limit.
-        max_restarts: after this many restarts because of deaths, the next death is raised; None: no limit.
+        max_restarts: after this many restarts because of deaths, the GroupError of the next one is raised; None: no
+            limit.
         on_change: called on all ranks with the old and the new number of ranks, when all ranks have the state.
         store: HOST:PORT of a store that outlives the ranks and holds the join queue, the same on all ranks; None:
             FASTCOLL_ELASTIC, which the launcher sets. Without a store there are no joiners.
@@ -167,7 +169,7 @@ class _Run:
         self._state, self._terms, self._number = state, terms, next(_numbers)
         self._address: str = config.get("FASTCOLL_ELASTIC") if terms.store is None else terms.store
         self._has_state, self._grows, self._is_joiner = False, False, False
-        self._size = self._restarts = 0  # the ranks at the last synchronisation; restarts so far
+        self._size = self._restarts = 0  # number of ranks at the last synchronisation; restarts so far
         self._found: JoinQueue | None = None
         self._next_look, self._at_once = 0.0, _MOST_AT_ONCE
 
@@ -222,7 +224,7 @@ class _Run:
         return result
 
     def _admits(self) -> bool:
-        """Whether this rank admits joiners."""
+        """Return whether this rank admits joiners."""
         return groups.world.rank == 0 and self._grows and bool(self._address)
 
     def _agree(self) -> None:
@@ -289,7 +291,10 @@ class _Run:
             raise WorldChange(Attempt(int(found[0]), int(found[1]), joiners))
 
     def _next_attempt(self) -> tuple[int, list[int]]:
-        """Return the number of an attempt and its joiners; mostly none, without asking the store."""
+        """Return the number of the next attempt to admit joiners, and these joiners.
+
+        Mostly there are no joiners; the result is then (0, []), in most cases without a request to the store.
+        """
         now, most = time.monotonic(), self._terms.max_ranks
         room = self._at_once if most is None else min(self._at_once, most - groups.world.size)
         if not self._address or now < self._next_look or room <= 0:
