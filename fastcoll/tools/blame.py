@@ -1,10 +1,10 @@
-"""Find the ranks that hold a job up, from their records; pure: running.py has read the records of the processes.
+"""Find the ranks that hold a job up, from the records of their calls, which running.py has read.
 
-A rank waits for the members of the group that have not begun its call; in a message, for the other rank. A rank is to
-blame if others wait for it and it waits for none itself, or if it cannot run. Ranks that wait for one another are to
-blame together. An operation on the progress thread does not count as a wait of its rank, unless the main thread sleeps
-as it does in `Work.wait`. The records are read one after the other while the ranks run, so waits
-shorter than MIN_WAIT_SECONDS are ignored.
+In a collective call, a rank waits for the members of the group that have not begun the call; in a message, it waits for
+the other rank. A rank is to blame if others wait for it and it waits for none itself, or if its process cannot run.
+Ranks that wait for one another are to blame together. An operation on the progress thread does not count as a wait of
+its rank, unless the rank's main thread sleeps as it does in `Work.wait`. The records are read one after the other while
+the ranks run, so waits shorter than MIN_WAIT_SECONDS are ignored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SLOW = "a large array, a slow network, or fewer cores than ranks: look again wh
 class Process(NamedTuple):
     """A process as the kernel shows it."""
 
-    pid: int  # in this process's pid namespace
+    pid: int  # in the pid namespace of the process that runs this code
     state: str  # of the main thread, as in /proc/PID/stat; of another thread if the main thread has ended
     kernel_function: str = ""  # in which the thread sleeps; "": unknown
     cores: float = 0.0  # how many cores it uses
@@ -91,7 +91,10 @@ class Diagnosis(NamedTuple):
 
 
 def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[RankWait]:
-    """Return the waits of all ranks at the time `now` (seconds since 1970): of each first messages, then a call."""
+    """Return the waits of all ranks at the time `now` (seconds since 1970).
+
+    For each group of a rank, waits in messages come first, then the wait in its call.
+    """
     records, found = {rank.rank: rank.record for rank in ranks.values()}, []
     for rank in ranks.values():
         for group in rank.record.groups:
@@ -118,7 +121,7 @@ def _late(ranks: Ranks, wait: RankWait, whereabouts: Whereabouts) -> tuple[int, 
 
 
 def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosis]:
-    """Return which ranks hold up which; empty if no rank has waited for long."""
+    """Return diagnoses of waits that have lasted, and of processes that cannot run."""
     lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= MIN_WAIT_SECONDS]
     own: dict[int, list[RankWait]] = {}
     for wait in lasting:
@@ -159,7 +162,11 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosi
 
 
 def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
-    """Return the waits that block a rank: those of its own threads; else, unless it runs code, all."""
+    """Return the waits that block a rank.
+
+    If it has waits that are not on the progress thread, these block it. Otherwise all its waits do, unless its main
+    thread runs code.
+    """
     direct = [wait for wait in own if not (wait.number and wait.group.pending)]
     process = rank.process
     # A rank that runs code is not in Work.wait.
@@ -184,9 +191,9 @@ def _seconds(held: Sequence[RankWait]) -> float:
 
 
 def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> Diagnosis:
-    """Describe a rank for which others wait and which waits for none, or cannot go on; the longest wait comes first.
+    """Describe a rank for which others wait, and which itself waits for none or cannot run.
 
-    `own` are the rank's own calls.
+    `waits` are the others' waits, of which the longest comes first in the text; `own` are the rank's own.
     """
     held, *others = sorted(_by_call(waits), key=_seconds, reverse=True)
     first, who = held[0], f"{_names(held)} waited in for {seconds_of(_seconds(held))}"

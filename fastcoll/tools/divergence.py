@@ -1,8 +1,8 @@
-"""Find where the ranks of a job diverged, from their dumps; pure.
+"""Find where the ranks of a job diverged, from dumps of their last calls, which dumps.py has read.
 
-All ranks number the calls of a group alike. So the divergence of a group is at the first number at which ranks called
-different things, or which some ranks wait in and others have not begun. If several groups diverged, the group whose
-ranks waited longest, or failed first, comes first; a mismatch comes before a wait.
+A call has the same number on all ranks of a group. So a group diverged at the first number with which ranks made
+different calls (a mismatch), or at the first call in which some ranks wait and which others have not begun. If several
+groups diverged, mismatches come before waits, and earlier calls before later ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_NAMED = 8
 
 
 class Edge(NamedTuple):
-    """A rank that waits for another one: in what, and since when in seconds since 1970 (0: unknown)."""
+    """A rank that waits for another one in a call or message, since a time (seconds since 1970; 0: unknown)."""
 
     waiter: int
     awaited: int
@@ -78,7 +78,8 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
     for number in numbers:
         calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
         parted = len({_comparable(call) for call in calls.values() if call.call}) > 1
-        # The group stays usable after a mismatch. If all ranks have finished later calls, the program has handled it.
+        # The group stays usable after a mismatch. If all ranks have finished later calls and some rank is stuck now,
+        # the program has handled the mismatch, so skip it.
         if parted and not (stuck and all(group.finished > number for group in records.values())):
             return _divergence_of(name, members, number, calls, records)
     # Else: the first call that some ranks are in and others have not begun.
@@ -241,7 +242,10 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
 
 
 def _awaited(edges: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
-    """Yield who waits for whom if no calls differ, as in messages; first waits for ranks that do not wait."""
+    """Yield which rank waits for which, for jobs whose calls do not differ, as when ranks wait in messages.
+
+    Waits for a rank that does not wait itself come first.
+    """
     waiting = {wait.waiter for wait in edges}
     here = {dump.rank: dump for dump in dumps}
     for wait in sorted(edges, key=lambda wait: (wait.awaited in waiting, wait.since))[:_MOST_NAMED]:

@@ -1,7 +1,7 @@
 """`python -m fastcoll doctor`: tests what fastcoll needs of this machine, and names the cure of each problem.
 
-A check is a function that takes the number of ranks on this machine and yields findings. It tests with the code that
-a group uses.
+A check is a function that takes the number of ranks on this machine and yields findings. It tests with the same code
+that a group uses.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def examine(ranks: int) -> Iterator[Finding]:
-    """Yield all findings; a check that fails itself is a problem, and the other checks still run."""
+    """Yield all findings; a check that raises is a problem, and the other checks still run."""
     reported = set()
     for room in _CHECKS:
         try:

@@ -1,4 +1,4 @@
-"""The files that ranks have written (record/dump.py), as plain data: one Dump for each rank."""
+"""The files that ranks have written (record/dump.py), as plain data: a Dump has one rank's calls and stacks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Dump:
     """The dump of one rank.
 
     Attributes:
-        record: its calls.
-        reasons: why it was written, oldest first.
+        record: the rank's calls.
+        reasons: why the dump was written, oldest first.
         threads: names of threads by their ids.
-        time: when it was written, in seconds since 1970.
-        seen_by: the rank that wrote it, if that is another rank, which waited for this one.
+        time: when the dump was written, in seconds since 1970.
+        seen_by: None if the rank wrote the dump itself; else the other rank that wrote it and waited for this one.
         state: with `seen_by`, the state of this rank's process, as in /proc/PID/stat.
     """
 
@@ -54,7 +54,7 @@ class Dump:
         return self.record.rank
 
     def group(self, name: str) -> GroupRecord | None:
-        """Return the last group of this rank that had a name, or None."""
+        """Return this rank's last group of this name, or None."""
         return next((group for group in reversed(self.record.groups) if group.name == name), None)
 
     def program_line(self, which: int = -1) -> str:
@@ -72,10 +72,10 @@ class Dump:
 
 
 def load(folder: Path, left_out: Callable[[Path], object] = lambda path: None) -> list[Dump]:
-    """Read the dumps in a folder, of the newest job there, by rank.
+    """Return the dumps of the newest job in a folder, ordered by rank.
 
-    Of each rank the newest dump counts; one that the rank wrote itself has precedence. Files of another version, or
-    that are no dumps, are left out.
+    Of each rank, the newest dump that the rank wrote itself counts, or else the newest that another rank wrote. Files
+    of another version and files that are no dumps are left out.
 
     Args:
         left_out: called with each file of a rank that is left out.

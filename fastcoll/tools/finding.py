@@ -1,7 +1,7 @@
 """The doctor's result for one thing that it checked.
 
-A `problem` will not work. A `warning` is slower, untested, or may fail later. `none` is an optional part that is not
-installed.
+A `problem` is a part that will not work. A `warning` is a part that is slower or untested, or may fail later. `none` is
+an optional part that is not installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The doctor's checks of the machine: memory, limits, permissions, cores. It tests what can be tested."""
+"""The doctor's checks of the machine: memory, limits, permissions, cores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .printing import bytes_of, counted
 
 _SHM = segment.DIRECTORY
 _LARGER = "docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; else: mount -o remount,size=1g /dev/shm"
-# Bytes: Numba that compiles, NumPy's threads, and what they reserve without using it.
+# Bytes that Numba needs to compile and NumPy for its threads, including address space that they only reserve.
 _ADDRESS_SPACE = 8 << 30
 _SECONDS = 20
 _ASK_PEER = """
@@ -103,7 +103,10 @@ def memory(ranks: int) -> Iterator[Finding]:
 
 
 def cgroup_limit(name: str) -> float | None:
-    """Return the lowest number in a file of this process's cgroup and the cgroups above it; None: no limit."""
+    """Return the lowest limit in a file of this process's cgroup and the cgroups above it; None: no limit.
+
+    A file `*.current` has a use, not a limit; return the number of the lowest cgroup that has it.
+    """
     lowest = None
     try:
         own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
@@ -116,7 +119,7 @@ def cgroup_limit(name: str) -> float | None:
         except OSError:
             continue
         if words and words[0] != "max":
-            # cpu.max has microseconds of a period.
+            # cpu.max has a quota and a period in microseconds; their ratio is a number of cores.
             value = int(words[0]) / (int(words[1]) if len(words) > 1 else 1)
             if name.endswith(".current"):
                 return value
@@ -156,7 +159,10 @@ def limits(ranks: int) -> Iterator[Finding]:
 
 
 def memory_of_peers(ranks: int) -> Iterator[Finding]:
-    """Check whether a process of this user that is no ancestor may read this one's memory, as ranks do."""
+    """Check whether another process of this user may read this one's memory, as ranks do.
+
+    The other process is not an ancestor of this one, because ancestors may have more rights than other ranks.
+    """
     if not allowed_algorithms() >> DIRECT & 1:
         yield Finding(
             "none", "peers' memory", "FASTCOLL_SHM_ALGORITHMS keeps ranks from reading it; they copy twice"

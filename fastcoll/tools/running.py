@@ -1,7 +1,7 @@
 """`python -m fastcoll status`: the jobs of this user on this machine, read from outside, even while they hang.
 
-Each process of a job keeps a record of its groups in memory that its user can read (record/record.py). Everything else
-is from /proc. Reading neither disturbs the processes nor waits for them.
+Each process of a job keeps a record of its groups in memory that other processes of the same user can read
+(record/record.py). Everything else is from /proc. Reading neither disturbs the processes nor waits for them.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _process_as_dict(process: Process) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outside:
-    """A process in no group that joins a job, or that a launcher has started."""
+    """A process that is in no group, and that joins a job or was started by a launcher."""
 
     rank: str  # its RANK
     since: float | None  # when it began to join, in seconds since 1970; None: it does not join
@@ -206,7 +206,7 @@ class Outside:
 
 
 def find_jobs() -> tuple[list[RunningJob], list[Outside]]:
-    """Return this user's jobs, oldest first, and the processes that join one or were launched and are in no group."""
+    """Return this user's jobs, oldest first, and the processes in no group (`Outside`)."""
     records: dict[int, Record] = {}
     outside: dict[int, tuple[str, float | None]] = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
@@ -247,7 +247,7 @@ def _named(text: str) -> Callable[[Process], bool]:
 
 
 def _line(pid: int) -> Iterator[int]:
-    """Yield a process and its ancestors, the nearest first."""
+    """Yield the pids of a process and its ancestors, the nearest first."""
     with suppress(OSError):  # one of them has ended
         while pid > 1:
             yield pid
@@ -255,7 +255,11 @@ def _line(pid: int) -> Iterator[int]:
 
 
 def _launched(pid: int) -> str | None:
-    """Return RANK of a process that a launcher of fastcoll has started itself, or None; OSError: it cannot be read."""
+    """Return RANK of a process that fastcoll's launcher has started itself, else None.
+
+    Raises:
+        OSError: the process's environment cannot be read.
+    """
     environ = _environ(pid)
     if not environ.keys() >= _OF_A_LAUNCHER:
         return None
@@ -371,7 +375,10 @@ def _rows(rank: Rank, waits: Sequence[RankWait]) -> list[tuple[str, ...]]:
 
 
 def _idle(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
-    """Return the end of the row of a rank that is in no call: its last call in the group that it has used most."""
+    """Return the last cells of the row of a rank that is in no call.
+
+    They show the rank's last call in the group that it has used most.
+    """
     used = max(groups, key=lambda group: group.calls, default=None)
     if used is None or not used.calls:
         return "", "", "", "", "no call yet"

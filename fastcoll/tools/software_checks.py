@@ -38,10 +38,12 @@ def versions(ranks: int) -> Iterator[Finding]:
 
 
 def judge(name: str, found: str, install: str = "") -> Finding:
-    """Judge a version of something in TESTED by the versions that tests have run with.
+    """Compare an installed version with the versions that tests have run with.
 
     Args:
-        install: how to install it if it is missing; empty: it is optional.
+        name: what is installed, a key of TESTED.
+        found: its version; empty: it is not installed.
+        install: how to install it; empty: it is optional.
     """
     oldest, newest = TESTED[name]
     tested = f"tests run with {_shown(oldest)}" + (f" to {_shown(newest)}" if oldest != newest else "")
@@ -135,7 +137,7 @@ def settings(ranks: int) -> Iterator[Finding]:
 
 
 def secret(ranks: int) -> Iterator[Finding]:
-    """Check the source of the job's secret; as a job would, make the user's secret if there is none."""
+    """Check the source of the job's secret; if there is none, make the user's secret, as a job would."""
     try:
         length = len(job_secret())
     except UsageError as error:

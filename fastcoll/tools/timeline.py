@@ -1,4 +1,4 @@
-"""Dumps as pictures: a timeline for Chrome's or Perfetto's viewer, and a drawing of who waited for whom; pure."""
+"""Dumps as pictures: a timeline for Chrome's or Perfetto's viewer, and a drawing of which rank waited for which."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ _MOST_DRAWN = 64
 def picture(waits: Sequence[Edge], world_size: int, silent: Sequence[int]) -> str:
     """Return an SVG with a circle for each rank and an arrow from each waiting rank to the ranks that it waits for.
 
-    A rank that is waited for and does not wait itself is red, a rank without a dump is grey. In large worlds only
-    ranks that wait, are waited for or have no dump are drawn.
+    A rank that is waited for and does not wait itself is red, a rank without a dump is grey. In a world of more
+    than 64 ranks, only ranks that wait, are waited for or have no dump are drawn, and 64 of them at most.
     """
     waiting, awaited = {wait.waiter for wait in waits}, {wait.awaited for wait in waits}
     ranks = sorted(waiting | awaited | {*silent}) if world_size > _MOST_DRAWN else list(range(world_size))

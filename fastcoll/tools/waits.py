@@ -1,7 +1,7 @@
-"""What ranks wait for, derived from their records: for `status` (running processes) and `trace` (dumps); pure.
+"""Derive what ranks wait for from the records of their calls.
 
-In a collective call a rank waits for the members of the group that have not begun the call. In a message it waits for
-the other rank.
+The command `status` reads the records from running processes, `trace` from dumps. In a collective call a rank waits for
+the members of the group that have not begun the call. In a message it waits for the other rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..core.signature import describe
 from ..record.record import CallRecord, GroupRecord, Record
 
 _STUCK = ("under way", "failed", "mismatch")
-_AFTERWARDS = 4  # calls that ranks make to exchange a mismatch, with that call itself
+_AFTERWARDS = 4  # a call that does not match, and the calls by which the ranks exchange this
 
 
 class ProcessState(NamedTuple):
@@ -80,14 +80,14 @@ class RankWait(NamedTuple):
 
 
 def side(record: Record | None, group: GroupRecord) -> GroupRecord | None:
-    """Return a rank's own record of a group that another rank has recorded."""
+    """Return a rank's own record of the group of which another rank has the record `group`."""
     same = (group.name, group.members)
     groups = record.groups if record is not None else ()
     return next((each for each in reversed(groups) if (each.name, each.members) == same), None)
 
 
 def stuck_in(group: GroupRecord) -> CallRecord | None:
-    """Return the call that a rank is in, or its last one if that failed or did not match."""
+    """Return the call that a rank is in, or one of its last calls that failed or did not match."""
     if group.under_way is not None:
         return group.under_way
     return next((call for call in group.ring[-_AFTERWARDS:] if call.state in _STUCK), None)
