@@ -1,6 +1,7 @@
-"""The arguments of `@pytest.mark.ranks(...)`, the messages between pytest and its rank workers, and a test's result.
+"""The arguments of `@pytest.mark.ranks(...)`, the messages between pytest and its workers, and a test's result.
 
-The report of a failed test begins with the root cause. Equal failures of several ranks are merged.
+A worker is a process that runs one rank of each test. The report of a failed test begins with the root cause. Equal
+failures of several ranks are merged.
 """
 
 from __future__ import annotations
@@ -128,10 +129,10 @@ def name_ranks(ranks: Sequence[int], world_size: int) -> str:
 
 
 def failure_text(results: Sequence[RankResult], world_size: int) -> str:
-    """Return the report of a failed test; empty: it has not failed.
+    """Return the report of a failed test; empty: the test has not failed.
 
     Primary failures come first and in full. Failures that follow from another rank's failure take one line each,
-    unless there are no others.
+    unless all failures are of this kind.
     """
     primary = [result for result in results if result.failed and not result.secondary]
     secondary = [result for result in results if result.failed and result.secondary]
@@ -152,7 +153,7 @@ def skip_reason(results: Sequence[RankResult]) -> str | None:
 
 
 def frames_of_the_test(stacks: str) -> str:
-    """Return faulthandler's stacks without addresses and without pytest's frames below the test."""
+    """Return faulthandler's stacks without addresses and without the frames that called the test."""
     lines: list[str] = []
     below = False
     for line in stacks.splitlines():
@@ -176,7 +177,7 @@ def _in_full(failures: Sequence[RankResult], world_size: int) -> list[str]:
 
 
 def _uneven(results: Sequence[RankResult], world_size: int) -> str:
-    """Return the complaint if no rank failed, but some skipped the test or all were killed; else an empty text."""
+    """Return an error text if no rank failed, but some skipped the test or all were killed; else an empty text."""
     outcomes = {result.outcome for result in results}
     if outcomes == {"killed"}:
         return "every rank died as the mark's may_die allows, so no rank has checked anything"

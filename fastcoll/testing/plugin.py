@@ -32,7 +32,7 @@ _HELP = (
     "processes, once for each n given, with fastcoll initialised; its arguments may be rank, world_size "
     "and one tmp_path for all"
 )
-# Options for the parent only: of output, files and debugging, and of plugins that spawn processes or repeat tests.
+# Options that workers do not get: for output, files and debugging, and of plugins that spawn processes or repeat tests.
 _PARENT_OPTIONS = """
     basetemp capture collectonly debug file_or_dir log_cli_level log_file log_file_mode maxfail pastebin
     plugins runxfail setuponly setupplan setupshow trace usepdb usepdb_cls xmlpath
@@ -112,7 +112,7 @@ class RanksRunner:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._pool: Pool | None = None
-        self._ports: list[int] = []  # each test gets a new one, because the last may still be in use
+        self._ports: list[int] = []  # each test gets a new port, because the last test's may still be in use
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -193,7 +193,7 @@ def _setup_of(config: pytest.Config) -> Setup:
     """Return the command line of a worker, with the configuration, conftest files and plugins of this session."""
     args = [f"--rootdir={config.rootpath}", "-s", "--runxfail", "-p", "no:terminal", "-p", "no:cacheprovider"]
     args += [f"--import-mode={config.getoption('importmode')}", "-o", "addopts="]
-    # A worker imports fastcoll before pytest, which warns of that if the package is installed.
+    # A worker imports fastcoll before it starts pytest. If fastcoll is installed, pytest warns of that.
     args += ["-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"]
     args += ["-c", str(config.inipath)] if config.inipath is not None else []
     args += ["--noconftest"] if config.getoption("noconftest") else []

@@ -1,8 +1,9 @@
 """The processes in which tests with the ranks mark run: worker i is rank i of every test at its place.
 
-They are started on demand and reused, because an interpreter with Numba takes about a second to start. After a failure
-the workers of the test are killed with their child processes. Each worker leads its own session, so Ctrl-C reaches only
-pytest, and the kernel kills a worker when pytest ends.
+A place is this machine or, for example, a network namespace on it (mark.py). Workers are started on demand and reused,
+because an interpreter with Numba takes about a second to start. After a failure the workers of the test are killed with
+their child processes. Each worker leads its own session, so Ctrl-C reaches only pytest. When pytest ends, the kernel
+kills the workers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _GRACE_SECONDS = 3.0  # for the other ranks to report after a rank has failed
 _STACKS_SECONDS = 1.0  # for a process to write its stacks; a stopped process writes none
 _WRITTEN_SECONDS = 0.05  # the stacks are complete if the process could run for this time and wrote no more
 _LONGEST_SECONDS = 10.0  # for the stacks of a process that gets no core
-_LOOK_SECONDS = 1.0  # per wait: Ctrl-C may arrive on another thread, or just before the wait
+_LOOK_SECONDS = 1.0  # per wait, because a Ctrl-C on another thread or just before the wait does not end it
 _OUTPUT_BYTES = 64 << 10  # how much of the end of a rank's output is shown
 
 
@@ -58,7 +59,7 @@ class Worker:
                 start_new_session=True,
             )
         self._pidfd = os.pidfd_open(self.process.pid)
-        with contextlib.suppress(BrokenPipeError):  # it has ended; `Pool._start` notices that
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended; `Pool._start` notices that
             self.connection.send(Setup([*setup.args, f"--basetemp={self._scratch}"], setup.options))
 
     def waitables(self) -> list[Connection[Any, Any] | int]:
@@ -66,7 +67,7 @@ class Worker:
         return [self.connection, self._pidfd]
 
     def receive(self) -> Any:
-        """Return the worker's answer, which has arrived; None: the worker is dead."""
+        """Return the worker's answer, after a waitable has become readable; None: it is dead."""
         try:
             return self.connection.recv() if self.connection.poll() else None
         except (EOFError, ConnectionResetError):

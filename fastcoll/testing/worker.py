@@ -1,7 +1,7 @@
 """A rank of the pytest plugin's pool: a pytest session that runs the tests that the parent sends.
 
-The worker collects the test itself, so fixtures, parameters, classes, conftest files and assertion rewriting work as in
-any test. Each rank sets up its own fixtures, but tmp_path is one directory for all. stdout and stderr go to a memory
+The worker collects each test itself, so fixtures, parameters, classes, conftest files and assertion rewriting work as
+in any test. Each rank sets up its own fixtures, but tmp_path is one directory for all. stdout and stderr go to a memory
 file of the parent, so the parent has the output even if this process is killed.
 
 A Footprint before and one after a test show the threads, file descriptors and child processes that the test leaves
@@ -42,7 +42,7 @@ class RankWorker:
     """The plugin that turns a pytest session into a worker."""
 
     def __init__(self, parent: Connection[Any, Any], setup: Setup) -> None:
-        self.__name__ = WORKER_PLUGIN  # pytest registers a plugin under this attribute
+        self.__name__ = WORKER_PLUGIN  # the name under which pytest registers a plugin
         self.parent = parent
         self.setup = setup
         self.task: Task | None = None
@@ -218,14 +218,14 @@ class Footprint:
         }
         files = {}
         arena = sys.modules.get("fastcoll.shm.arena")
-        kept = {str(arena.descriptor())} if arena else set()  # it stays open as long as the process runs
+        kept = {str(arena.descriptor())} if arena else set()  # open as long as the process runs
         for name in set(os.listdir("/proc/self/fd")) - kept:
-            with suppress(FileNotFoundError):  # the descriptor that listed the directory
+            with suppress(FileNotFoundError):  # the descriptor with which listdir has read the directory
                 files[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         return Footprint(threads, files, {pid: _command(pid) for pid in children_of(os.getpid())})
 
     def growth(self) -> list[str]:
-        """Return what the process has now and did not have then, one line each."""
+        """Return what the process has now and did not have when this was made, one line each."""
         now = Footprint.now()
         lines = [f"thread {name!r}" for ident, name in now.threads.items() if ident not in self.threads]
         lines += [f"descriptor {fd} ({to})" for fd, to in now.files.items() if self.files.get(fd) != to]
