@@ -1,4 +1,4 @@
-"""The measurements of a run, in order: pure data that every rank derives from the same options.
+"""The measurements of a run (cases), in order; every rank derives them from the same options.
 
 The second part parses the arguments of a command line into sizes, dtypes and names.
 """
@@ -29,7 +29,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
 class CaseShape(NamedTuple):
     """How the table of results treats an operation; sizes and factors are those of nccl-tests."""
 
-    rounds: int  # how often a link must carry all blocks except a rank's own; 0: it carries the size once
+    rounds: int  # how often a link carries all blocks except its rank's own; 0: it carries the array once
     per_rank: bool = False  # whether the size counts a block for each rank, not one array
     reduces: bool = False
     rooted: bool = False

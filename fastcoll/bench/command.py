@@ -23,7 +23,7 @@ from .cases import argument, listed, parse_operation, positive, writable
 from .rank import FAILED, MISUSED, OK, run
 from .results import PICTURES
 
-# Options that run other modules of the package.
+# Options for a study, which is another measurement, each with the module of this package that makes it.
 _STUDIES = {"--start": "start_times", "--first-calls": "first_calls", "--overlap": "overlap"}
 _EPILOG = f"""
 operations: {", ".join(cases.SHAPES)}
@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int, *arguments: Any) -> int:
     """Call `worker(local_rank, meeting, *arguments)` in this rank of a launcher, or in new processes.
 
-    `meeting` has the worker's arguments for `init_process_group`. Return the exit code, which is that of rank 0.
+    `meeting` has the worker's arguments for `init_process_group`. Return the exit code: under a launcher that
+    of this rank, else that of rank 0.
     """
     if launched.world_size is not None:
         return worker(launched.local_rank or 0, {}, *arguments) or OK
@@ -147,7 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class Study(NamedTuple):
-    """The command line of a study, and the ranks that it asks for."""
+    """The command line of a study, and the number of ranks that it asks for."""
 
     parser: argparse.ArgumentParser
     given: argparse.Namespace
@@ -158,12 +159,13 @@ class Study(NamedTuple):
 def read_study(
     words: Sequence[str], option: str, about: str = "this study", starts_ranks: bool = False, **defaults: Any
 ) -> Study:
-    """Read the command line of a study, which is asked for by an option; exit with a usage error if it cannot run.
+    """Read the command line of a study; exit with a usage error if the study cannot run.
 
     Args:
+        option: the option that asks for the study.
         about: the help on the option.
         starts_ranks: the study starts its own ranks, so it is refused under a launcher.
-        defaults: of the options where the study has others.
+        defaults: defaults of options, where the study has others than the benchmark.
     """
     parser = make_parser()
     parser.add_argument(option, action="store_true", help=about)

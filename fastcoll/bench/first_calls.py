@@ -1,10 +1,10 @@
 """`python -m fastcoll.bench --first-calls`: the first ten calls of new processes, compared with the converged median.
 
-Every cell, an operation of one size, has its own ranks in each of several starts. So its calls are the first in every
-respect: they load compiled code, touch slots and choose algorithms. One start before, which is as long and does not
-count, compiles missing code and fills the tuning cache. A time is that of the slowest rank. The median is of all calls
-after the first ten. The ten are summarised by their mean, so that one slow call counts; the mean of the second to the
-tenth is shown too, because the first call loads the code.
+A cell is an operation of one size. Each cell is measured in several starts, each with new ranks, so its calls are the
+first in every respect: they load compiled code, touch shared memory and choose algorithms. An additional start comes
+first and does not count; it compiles missing code and fills the tuning cache. Each time is that of the slowest rank.
+The median is over all calls after the first ten. The first ten calls are summarised by their mean, so that one slow
+call counts. The mean of the second to the tenth is shown too, because the first call loads the code.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def line(row: Row) -> str:
 
 
 def _start(case: Case, cores: Sequence[int], backend: str, seconds: float) -> tuple[float, ...]:
-    """Measure with new ranks; return seconds of the slowest rank.
+    """Measure with new ranks; return four times in seconds, each of the slowest rank.
 
-    They are those of the first call, the means of the second to the tenth and of all ten, and the later median.
+    They are the first call, the mean of calls 2 to 10, the mean of calls 1 to 10, and the median of the later calls.
     """
     with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
         spawn(_rank, (case, list(cores), backend, seconds, folder), case.ranks)

@@ -1,8 +1,9 @@
-"""The contents of arrays, and how a call is timed; needs NumPy only, because ranks of other libraries use it too.
+"""Fill and check arrays, and time calls; NumPy suffices, because ranks of other libraries use this module too.
 
 The inputs and expected results are formulas of the element's index and the rank. All values are small integers, so that
-every result is exact in every dtype (bfloat16 is exact up to 256). A pattern repeats after PERIOD elements, a prime, so
-that a misplaced chunk is noticed. Filling or checking 64 MiB is then two passes over memory, without the formula.
+every result is exact in every dtype (bfloat16 is exact up to 256). A pattern repeats after PERIOD elements, which is a
+prime, so that a misplaced chunk is noticed. Because of the repetition, filling or checking 64 MiB takes two passes over
+memory, and not the formula for each element.
 
 Calls are timed in batches of about 20 us, because reading the clock twice costs 0.1 us; a longer call is a batch of its
 own. The garbage collector is off during the timing.
@@ -31,7 +32,7 @@ _INDEX = np.arange(PERIOD, dtype=np.int64)
 
 def pin(cores: Sequence[int], rank: int) -> None:
     """Pin this process to its rank's core, if any cores are given."""
-    if cores:  # called before the ranks meet, because they choose then how to wait
+    if cores:  # called before the ranks meet, because they then choose how to wait, by their cores
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
@@ -45,12 +46,12 @@ _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
     "band": np.bitwise_and,
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
-    "custom": np.maximum,  # absmax, of numbers that are not negative
+    "custom": np.maximum,  # the same as absmax, because no value is negative
 }
 
 
 def _given(redop: str, rank: int, ranks: int) -> Array:
-    # One rank gives a multiple of their number, so that the average is exact in integers too.
+    # For each element one rank gives a multiple of the number of ranks, so that the average is exact in integers too.
     if redop == "avg":
         return np.where(_INDEX % ranks == rank, ranks * (1 + _INDEX % 3), 0)
     return 1 + ((_INDEX + rank) % 2 if redop in ("sum", "product") else (5 * _INDEX + 3 * rank) % 63)
@@ -109,7 +110,7 @@ class Schedule(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Seconds a call: the median over the batches, and their 99th percentile."""
+    """Seconds per call: the median and the 99th percentile over the batches."""
 
     median: float
     p99: float

@@ -1,9 +1,9 @@
 """`python -m fastcoll.bench --overlap`: four asynchronous all_reduces beside a computation that takes as long.
 
-It measures how much of the operations overlaps with the computation. There are two computations: one of a device or a
-disk, for which this process waits, and one on this rank's core. The second overlaps only if each rank has a core
-besides those that the operations use: with as many ranks as cores, both together take at least their sum minus the
-time that the operations wait.
+It measures how much of the operations overlaps with the computation. There are two computations. The first stands for
+the work of a device or a disk: this process only waits. The second runs on this rank's core. It overlaps with the
+operations only if each rank has a core besides those that the operations use. With as many ranks as cores, computation
+and operations together take at least the sum of their times, minus the time that the operations wait.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _multiply(block: np.ndarray, turns: int) -> None:
 
 
 def _slowest(do: Callable[[], object]) -> float:
-    """Return the median seconds over some rounds, which all ranks begin together, of the slowest rank."""
+    """Return the slowest rank's median time in seconds; all ranks begin each round together."""
     seconds = []
     for _ in range(_ROUNDS):
         dist.barrier()

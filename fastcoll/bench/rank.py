@@ -31,7 +31,7 @@ OK, FAILED, MISUSED = range(3)
 
 
 def run(local_rank: int, meeting: dict[str, Any], options: Namespace) -> int:
-    """Run all cases of a run on one rank; return the exit code, which is OK on all ranks but rank 0."""
+    """Run all cases of a run on one rank; return the exit code, which is always OK on ranks other than 0."""
     pin(options.cores, local_rank)
     dist.init_process_group(options.backend, **meeting)
     first = dist.get_rank() == 0
@@ -210,7 +210,7 @@ class Trial:
     place: Host
     call: Call  # calls the operation once
     given: Sequence[tuple[Any, Tile]] = ()  # arrays that the call reads, with their patterns
-    # Arrays that it writes, with the expected pattern and its start.
+    # Arrays that the call writes, with the expected pattern and its start.
     expected: Sequence[tuple[Any, Tile, int]] = ()
 
     def reset(self) -> None:
@@ -304,10 +304,10 @@ def _movement(case: Case, rank: int, place: Host) -> Trial:
             return Trial(place, dist.barrier)
 
 
-# A reduction like a user's: of two elements the one further from 0.
+# A reduction such as a user may define: of two elements, take the one further from 0.
 _ABSMAX = dist.ReduceOp.custom(lambda a, b: a if abs(a) >= abs(b) else b, "absmax")
 
 
 def reduce_op(name: str) -> dist.ReduceOp:
-    """Return the ReduceOp of a name of `cases.REDOPS`."""
+    """Return the ReduceOp for a name in `cases.REDOPS`."""
     return _ABSMAX if name == "custom" else getattr(dist.ReduceOp, name.upper())

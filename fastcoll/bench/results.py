@@ -70,7 +70,7 @@ class Run:
 
 
 def make_row(case: Case, plan: Schedule, timing: Timing, wrong: int | None) -> Row:
-    """Return the row of a case; `timing` and `wrong` are those of all ranks together."""
+    """Return the row of a case; `timing` is the slowest rank's, and `wrong` is the sum over all ranks."""
     shape, algbw = SHAPES[case.operation], case.size / timing.median / 1e9
     kind = case.dtype.name if shape.moves else "none"
     speeds, times = (algbw, algbw * shape.bus_factor(case.ranks)), (timing.median * 1e6, timing.p99 * 1e6)
@@ -97,7 +97,7 @@ def line(row: Row) -> str:
 
 
 def per_element(rows: Sequence[Row]) -> list[str]:
-    """Return lines on the cost of an element in each dtype and reduction, for operations with several of them.
+    """Return lines on the cost of an element, for operations with several dtypes or reductions.
 
     `per element` and `per byte` are ratios to the sum of float32, at the same size of the same operation.
     """

@@ -1,6 +1,7 @@
 """`python -m fastcoll.bench --start`: how long ranks take to start.
 
-It measures from the start of their interpreters to a group, and to their first all_reduce.
+It measures the start of the interpreter, the import, `init_process_group`, and these three together. The first and the
+second all_reduce are timed separately.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(ranks: int, times: int = 10) -> None:
-    """Start `ranks` processes `times` times, after a first start that fills the caches, and print medians."""
+    """Start `ranks` processes `times` times, after a first start that fills the caches, and print the medians."""
     _start(ranks)
     rows = [_start(ranks) for _ in range(times)]
     print(f"{ranks} ranks, {times} starts, milliseconds of the slowest rank")
@@ -58,7 +59,7 @@ def run(ranks: int, times: int = 10) -> None:
 
 
 def _start(ranks: int) -> list[float]:
-    """Return the seconds of each of STEPS, of the slowest rank."""
+    """Return the time of each of STEPS in seconds, of the slowest rank."""
     with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder, ExitStack() as started:
         meeting = str(Path(folder) / "meeting")
         processes = []
@@ -66,7 +67,7 @@ def _start(ranks: int) -> list[float]:
             given = json.dumps([time.monotonic(), rank, ranks, meeting])
             command = [sys.executable, "-c", _RANK, given]
             process = started.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            started.callback(process.kill)  # for a process that was not waited for, as after Ctrl-C
+            started.callback(process.kill)  # ends a process that was not waited for, as after Ctrl-C
             processes.append(process)
         texts = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):

@@ -1,7 +1,8 @@
 """`python -m fastcoll.bench --tune`: find the fastest algorithms on this machine, for all collectives and sizes.
 
-It chooses the algorithm of each call (shm/autotune.py) and, for 3 ranks and more, the size up to which one-shot beats
-two-shot. The results go into the file of shm/tuning_cache.py, with which all later groups of as many ranks begin.
+It chooses the algorithm of each call (shm/autotune.py) and, for 3 ranks and more, the size up to which one-shot
+(every rank reduces everything) beats two-shot. The results go into the file of shm/tuning_cache.py; later groups with
+the same number of ranks begin with them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from .measuring import pin
 from .rank import FAILED, OK, Host, prepare, timed
 
 SIZES = tuple(1 << k for k in range(10, 20))
-CLASSES = tuple(16 << 10 << 2 * k for k in range(7))  # a size of each class from 8 KiB to 128 MiB
+CLASSES = tuple(16 << 10 << 2 * k for k in range(7))  # one size of each class, from 8 KiB to 128 MiB
 OPERATIONS = tuple(name for name, shape in SHAPES.items() if shape.moves and name in KINDS)
 _ROUNDS = 7
 _SECONDS = 0.02  # per round of one size and algorithm
-_CALLS, _SECONDS_A_CLASS = 160, 0.3  # at least so many calls, so that slow algorithms are tried twice
+_CALLS, _SECONDS_A_CLASS = 160, 0.3  # warm-up calls, which try slow algorithms twice, and timing, per class
 _ALWAYS, _NEVER = 1 << 62, -1
 
 
@@ -84,7 +85,7 @@ def run(local_rank: int, meeting: dict[str, Any], cores: Sequence[int], command:
 
 
 def _one_shot(group: dist.ProcessGroup, tell: Callable[[str], None]) -> int:
-    """Return the number of bytes up to which one-shot is faster; the group uses this limit from now on."""
+    """Return the number of bytes up to which one-shot is faster, and set it in the group."""
     assert isinstance(group.backend, ShmBackend)
     rows = []
     for nbytes in SIZES:
@@ -105,7 +106,7 @@ def _one_shot(group: dist.ProcessGroup, tell: Callable[[str], None]) -> int:
 
 
 def best_limit(rows: Sequence[Measured]) -> int:
-    """Return the limit with which all sizes together lose least against the faster algorithm of each size."""
+    """Return the limit for which the sum of `time / time of the faster algorithm` over all sizes is smallest."""
 
     def loss(limit: int) -> float:
         return sum((row[1] if row.nbytes <= limit else row[2]) / min(row[1:]) for row in rows)
