@@ -38,9 +38,8 @@ Sink = Callable[[bytes], None]
 class Relay:
     """Relays one stream of one rank, line by line.
 
-    Each line begins with the rank, and no line has the output of two ranks.
-
-    It owns `source`, the reading end of a pipe, and `log`, a file that gets the stream unchanged.
+    A prefix that names the rank may begin each line. Lines are passed on whole, so that ranks never share a line. The
+    relay owns `source`, the reading end of a pipe, and `log`, a file that gets the stream unchanged.
     """
 
     def __init__(self, source: int, sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:

@@ -1,7 +1,7 @@
 """`run`: call a function in new ranks, from a notebook, a script or a shell.
 
 A function that a rank cannot import (a lambda, a closure, anything of `__main__`) is pickled by value, with the
-cloudpickle of Numba. So ranks are fresh interpreters that do not run the caller's main module again, and they are
+cloudpickle of Numba. So ranks can be fresh interpreters that do not run the caller's main module again. They are
 independent of the caller's threads, JAX and CUDA. Results and errors return through memory files, which leave nothing
 behind. The launcher's supervisor starts and watches the ranks.
 """

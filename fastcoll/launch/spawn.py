@@ -163,7 +163,7 @@ def spawn(
     Raises:
         UsageError: an argument is wrong.
         ProcessRaisedError: `fn` raised in a process; the message has its traceback.
-        ProcessExitedError: a process ended by a signal, or with an exit code other than 0.
+        ProcessExitedError: a signal ended a process, or it exited with a code other than 0.
 
     Example:
         >>> def main(rank, size): ...

@@ -1,8 +1,8 @@
-"""The supervisor of one node's ranks: it starts them, relays their output, names the rank at fault and ends all.
+"""The supervisor of one node's ranks: it starts and ends them, relays their output, and names the rank at fault.
 
-It runs on one thread. One selector waits for output in the ranks' pipes and for pidfds, which become readable when a
-process ends. Every rank leads its own session. The launcher is the subreaper of all descendants: it adopts processes
-that outlive their rank and kills them at the end.
+The supervisor runs on one thread. One selector waits for output in the ranks' pipes and for pidfds, which become
+readable when a process ends. Every rank leads its own session. The launcher is the subreaper of all descendants: it
+adopts processes that outlive their rank and kills them at the end.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Supervisor:
         is_guest: whether this process is the user's program, as in `run`; the supervisor then logs no failure and ends
             no child process that it has not started.
         followed: returns whether a rank failed because of another one; None: its last lines on stderr decide.
-        min_ranks: a failed rank ends the others only if fewer than this number are left; None: always.
+        min_ranks: a failed rank ends the others only if fewer than this number are left; None: it always does.
         max_restarts: how many failed ranks are replaced by joiners, which are new processes; a rank whose failure ends
             the others is not replaced.
         report: publishes the loss of a process of an elastic job; the result is the job's state after the loss.
@@ -136,7 +136,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._tick, self._outputs = tick, outputs or Outputs(to_files=logs is not None)
         self.interrupted = 0
-        self._others_failed: list[RankProcess] = []  # ranks that failed by themselves, besides the first
+        self._others_failed: list[RankProcess] = []  # ranks that failed before any was asked to end
         self._exit_code = 0
         self._failed: RankProcess | None = None  # the rank to name as the first, at _name_at at the latest
         self._name_at = 0.0
