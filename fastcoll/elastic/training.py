@@ -89,7 +89,7 @@ def run(
     on_change: OnChange | None = None,
     store: str | None = None,
 ) -> Any:
-    """Make a training function survive the death of ranks and admit joiners. Also as a decorator.
+    """Make a training function survive the death of ranks and admit joiners; also a decorator.
 
     The function that `run` returns takes a `State` and the further arguments of `train`, and returns what `train`
     returns. It joins the job, unless `init_process_group` was called before. When a rank has died, the ranks that are
