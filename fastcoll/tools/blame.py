@@ -44,10 +44,10 @@ class Process(NamedTuple):
 
     pid: int  # in the pid namespace of the process that runs this code
     state: str  # of the main thread, as in /proc/PID/stat; of another thread if the main thread has ended
-    kernel_function: str = ""  # in which the thread sleeps; "": unknown
+    kernel_function: str = ""  # the function in which the thread sleeps; "": unknown
     cores: float = 0.0  # how many cores it uses
     command: str = ""
-    dumps: bool = False  # whether it writes its stacks on SIGQUIT (record/dump.py)
+    dumps: bool = False  # whether the process writes its stacks on SIGQUIT (record/dump.py)
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Rank:
 
     @property
     def rank(self) -> int:
-        """Its global rank."""
+        """The global rank."""
         return self.record.rank
 
     @property
     def where(self) -> str:
-        """Its name in texts, as in `rank 2 (pid 123)`."""
+        """The rank's name in texts, as in `rank 2 (pid 123)`."""
         return f"rank {self.rank} (pid {self.process.pid})"
 
     @property
     def is_able(self) -> bool:
-        """Whether its process can run."""
+        """Whether the rank's process can run."""
         return not state_of(self.process.state).unable
 
 

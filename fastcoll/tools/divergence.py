@@ -71,7 +71,7 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
     members = next(iter(records.values())).members
     rows = {rank: {call.number: call for call in group.ring} for rank, group in records.items()}
     stuck = {rank: call for rank, group in records.items() if (call := stuck_in(group)) is not None}
-    for rank, call in stuck.items():  # a call that is not published yet is not in the ring
+    for rank, call in stuck.items():  # `ring` lacks a call that is not published yet
         rows[rank].setdefault(call.number, call)
     # First: the first call that is recorded on several ranks and differs between them.
     numbers = sorted(set().union(*rows.values()))
@@ -141,7 +141,7 @@ def ring(found: Sequence[Edge]) -> list[Edge]:
         paths = [[wait] for wait in leads[start]]
         seen = set()
         while paths:
-            path = paths.pop(0)  # the shortest ring
+            path = paths.pop(0)  # the shortest first
             last = path[-1].awaited
             if last == start:
                 return path

@@ -1,8 +1,7 @@
 """`python -m fastcoll env`: show what a program would find in its environment, if started like this command.
 
-The command starts no process and opens no connection. To see a job's environment, run the command instead
-of the program:
-`mpirun -n 2 python -m fastcoll env`. The secret is never shown.
+The command starts no process and opens no connection. To see a job's environment, run the command instead of
+the program: `mpirun -n 2 python -m fastcoll env`. The secret is never shown.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def memory(ranks: int) -> Iterator[Finding]:
 def cgroup_limit(name: str) -> float | None:
     """Return the lowest limit in a file of this process's cgroup and the cgroups above it; None: no limit.
 
-    A file `*.current` has a use, not a limit; return the number of the lowest cgroup that has it.
+    A file `*.current` has the use instead of a limit; return that of the nearest cgroup with this file.
     """
     lowest = None
     try:

@@ -189,7 +189,7 @@ def _process_as_dict(process: Process) -> dict[str, Any]:
 class Outside:
     """A process that is in no group, and that joins a job or was started by a launcher."""
 
-    rank: str  # its RANK
+    rank: str  # RANK of the process
     since: float | None  # when it began to join, in seconds since 1970; None: it does not join
     process: Process
 
@@ -230,7 +230,7 @@ def find_jobs() -> tuple[list[RunningJob], list[Outside]]:
 
 
 def _named(text: str) -> Callable[[Process], bool]:
-    """Return a test whether a process belongs to the job that the user's text names."""
+    """Return a predicate: whether a process belongs to the job that `text` names."""
 
     def is_named(process: Process) -> bool:
         if text.isdecimal():

@@ -13,15 +13,15 @@ from ..core.signature import describe
 from ..record.record import CallRecord, GroupRecord, Record
 
 _STUCK = ("under way", "failed", "mismatch")
-_AFTERWARDS = 4  # a call that does not match, and the calls by which the ranks exchange this
+_AFTERWARDS = 4  # calls: one that does not match, and those by which ranks exchange this
 
 
 class ProcessState(NamedTuple):
     """The texts for a process state of /proc/PID/stat.
 
     Attributes:
-        name: for a table.
-        past: for a text about a dump.
+        name: the state, for a table.
+        past: the state, for a sentence about a dump.
         unable: why a process in this state cannot run; empty: it can.
         cure: what to do about it.
     """
