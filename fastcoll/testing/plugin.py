@@ -46,7 +46,10 @@ class RanksHooks:
 
     @pytest.hookspec(firstresult=True)
     def pytest_ranks_places(self, config: pytest.Config, world_size: int) -> Sequence[Place] | None:
-        """Return where the ranks of a test run, one place for each; None: another plugin decides, else this machine."""
+        """Return a place for each rank of a test.
+
+        None leaves the decision to other plugins; if all return None, the ranks run on this machine.
+        """
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:

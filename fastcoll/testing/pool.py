@@ -63,7 +63,7 @@ class Worker:
             self.connection.send(Setup([*setup.args, f"--basetemp={self._scratch}"], setup.options))
 
     def waitables(self) -> list[Connection[Any, Any] | int]:
-        """Return what becomes readable when the worker has answered or is dead."""
+        """Return objects that become readable when the worker has answered or is dead."""
         return [self.connection, self._pidfd]
 
     def receive(self) -> Any:
