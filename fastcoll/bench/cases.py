@@ -63,7 +63,7 @@ class Case:
     dtype: np.dtype[Any]
     redop: str  # a name of REDOPS, or "none"
     root: int  # a rank, or -1
-    count: int  # elements of one block (see `Shape.per_rank`)
+    count: int  # elements of one block (see `CaseShape.per_rank`)
     ranks: int
 
     @property

@@ -32,7 +32,7 @@ _INDEX = np.arange(PERIOD, dtype=np.int64)
 
 def pin(cores: Sequence[int], rank: int) -> None:
     """Pin this process to its rank's core, if any cores are given."""
-    if cores:  # called before the ranks meet, because they then choose how to wait, by their cores
+    if cores:  # called before the ranks meet, because that is when they choose how to wait
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 

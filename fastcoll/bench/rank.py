@@ -268,7 +268,7 @@ def _movement(case: Case, rank: int, place: Host) -> Trial:
         return list(x.reshape(n, case.count))
 
     def trial(call: Call, given: dict[int, Any], expected: dict[int, Any]) -> Trial:
-        """Return a trial from arrays by the numbers of the blocks that they hold."""
+        """Return a trial; the keys are the numbers of the blocks that the arrays hold."""
         inputs = [(x, m.moved(i, case.dtype)) for i, x in given.items()]
         return Trial(place, call, inputs, [(x, m.moved(i, case.dtype), 0) for i, x in expected.items()])
 
