@@ -163,7 +163,7 @@ class RecoveryEndpoint(ABC):
     """
 
     host: str
-    """The address at which this process can be reached by the members."""
+    """The address at which the members can reach this process."""
 
     @abstractmethod
     def offer(self, port: int) -> None:

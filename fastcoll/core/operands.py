@@ -41,7 +41,7 @@ JAX_TAGS = 1 << 32
 _NUMBERS = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
 
 WORLD_OF_ONE = "; this is a world of one: start it with -n 2, as in python -m fastcoll.launch -n 2 script.py"
-"""The end of the error about another rank in a world of one."""
+"""The end of the error for a call that names another rank in a world of one rank."""
 
 
 def whole(name: str, value: Any) -> int:

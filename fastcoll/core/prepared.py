@@ -69,12 +69,13 @@ class PreparedCalls(dict[CallKey, _T]):
 # ---- fast methods ------------------------------------------------------------------------------------------
 
 Run = Callable[[Any, tuple[Any, ...]], bool]
-"""Carries out the call that is prepared for a key, on plain arrays: the output, then the input if that is another.
+"""Carries out the call that was prepared for a key, on a tuple of plain arrays; returns whether it did.
 
-Without arrays it gets one None. Returns False where the group's method has to do it.
+The tuple has the output, then the input if that is another array; for a call without arrays it is (None,). If the
+result is False, the caller calls the group's method.
 """
 Folds = Callable[[ReduceOp], bool] | None
-"""Whether the backend's result of a reduction is final; None: of every reduction."""
+"""Whether the backend's result of a reduction is final; None: it is for every reduction."""
 
 
 def fast_methods(

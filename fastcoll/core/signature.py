@@ -37,7 +37,7 @@ _OTHER_BITS = 0x3FFF
 _DETAIL = 0x1FFF
 
 REFUSED = _CODES["refused"]
-"""The call word of a call that its own rank has refused; it matches no other."""
+"""The call word that a rank publishes for a call that it has refused; it matches no operation's call word."""
 
 _COALESCED = 1 << 61
 UNEVEN = 1 << 62
@@ -46,7 +46,7 @@ ROOT_SHIFT = 32
 _DETAIL_SHIFT = 48
 
 SHAPES = (-1,)
-"""The `parts` of the all_gather of int64 in which ranks exchange the shapes of what they gather next."""
+"""The `parts` of the all_gather of int64 in which ranks exchange the shapes of the arrays that they gather next."""
 
 
 class Signature(NamedTuple):
@@ -113,7 +113,8 @@ def itemsize_of(code: int) -> int:
 
 OBJECT_SIZES = np.dtype([("fastcoll: sizes of objects", np.int64)])
 OBJECT_BYTES = np.dtype([("fastcoll: bytes of objects", np.uint8)])
-"""The dtypes that collectives of objects move. No user's array matches them; error texts call them objects."""
+"""The dtypes of the arrays that collectives of objects move. No user's array matches them, so a call on arrays and a
+call on objects differ. Error texts speak of objects."""
 
 _OBJECTS = {
     dtype_code(dtype) & (_DETAIL << 8 | 0xFF): dtype.itemsize for dtype in (OBJECT_SIZES, OBJECT_BYTES)
@@ -175,7 +176,7 @@ def describe_differences(calls: Sequence[tuple[int, int]], ranks: Sequence[int])
 # ---- sizes ---------------------------------------------------------------------------------------------
 
 Sizes = tuple[Sequence[int], Sequence[int]]
-"""Bytes that a rank sends to each rank, and bytes that it expects from each; -1: there is no message."""
+"""The bytes that a rank sends to each rank, and the bytes that it expects from each rank; -1: nothing is sent."""
 
 # Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014 (splitmix64).
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -215,10 +216,10 @@ def _signed(word: int) -> int:
 # ---- comparing, and the error ----------------------------------------------------------------------------
 
 Head = tuple[int, int]
-"""Call word and shape of one rank."""
+"""The call word and the shape of one rank."""
 
 Gather = Callable[[NDArray[Any], NDArray[Any]], object]
-"""Gathers an array of each rank (second argument) into the rows of the first argument, on all ranks."""
+"""Does an all_gather: every rank's array (second argument) becomes a row of the first argument, on all ranks."""
 
 NOTE_BYTES = 1024
 _MOST_TABLES = 256  # ranks; in larger groups, the tables of sizes are too large to gather for an error

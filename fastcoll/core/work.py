@@ -39,8 +39,8 @@ Sync: TypeAlias = Literal[False]  # `async_op` in overloads
 Async: TypeAlias = Literal[True]
 
 ENDLESS = threading.TIMEOUT_MAX
-"""Seconds to wait if there is no limit. If a library's handler of SIGINT has SA_RESTART set, as that of polars, Linux
-restarts a wait without a limit, and Ctrl-C would not end it."""
+"""Seconds to wait if there is no limit. A wait without any timeout can ignore Ctrl-C: if a library (polars) installs a
+SIGINT handler with SA_RESTART, Linux restarts that wait after the handler."""
 
 _forks = 0  # the number of forks between this process and the one that imported this file
 
@@ -104,7 +104,7 @@ class Work(Future[Any]):
     """
 
     needs_message = False
-    """Whether the operation ends only by a message that may never be sent."""
+    """Whether the operation ends only when a message arrives, which may never be sent."""
 
     # Most operations end before a thread blocks for them, so events, locks and lists of callbacks are made on first
     # use. A thread that makes one sets `_awaited` before it checks `ended`; `complete` sets `ended` before it checks

@@ -17,7 +17,7 @@ from .transfers import Transfer
 BUDGET = 0.05
 """Seconds that a pipe waits before it returns, so that signals, deadlines and peers are checked."""
 POLL = 5e-5
-"""Seconds between two polls of what cannot be waited for."""
+"""Seconds between two polls, where a thread cannot wait for an event."""
 
 _CHECK_EVERY = 64  # events between two checks, if there is always an event
 

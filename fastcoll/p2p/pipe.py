@@ -25,7 +25,7 @@ from ..kernels.primitives import address_of, cells_of
 from .transfers import Held, Send
 
 ARMED = 16
-"""What `post_receive` returns, besides a status: `advance` will complete the receive."""
+"""The result of `post_receive` if `advance` will complete the receive; all its other results are statuses."""
 
 # The events of `advance`, which returns peer * EVENTS + event, or NOTHING.
 #   ENTERED    the bytes of a message, or its rest, have all entered the pipe

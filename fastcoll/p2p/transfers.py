@@ -31,7 +31,8 @@ _DTYPE_MASK = (1 << DTYPE_BITS) - 1
 _NO_ARRAY = np.empty(0, np.uint8)
 
 CONTROL_MESSAGE = np.dtype([("fastcoll: control message of a GPU array", np.uint8, (192,))])
-"""The dtype of messages that announce an array on a GPU, which NCCL carries (gpu/nccl/messages.py). No user has it."""
+"""The dtype of the messages that announce an array on a GPU; NCCL sends the array itself (gpu/nccl/messages.py). No
+user's array has this dtype."""
 
 
 @lru_cache(maxsize=1024)
