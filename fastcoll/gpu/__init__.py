@@ -4,7 +4,7 @@
     runtime              memory, streams and events through CuPy, imported when the first GPU array is passed
     auto                 the choice of a group's carrier, and the carrier that makes this choice
     staged, staging
-                         the group's CPU backend, through pinned host memory
+                         GPU arrays over the group's CPU backend, copied through pinned host memory
     streams, stream_work shared code of the carriers that queue work on streams
     nccl/                NCCL
     ipc/                 kernels that read the memory of the node's other ranks
@@ -12,8 +12,8 @@
     several              several arrays of one process, on one GPU or on several
 
 A *carrier* executes a group's operations on GPU arrays. A group creates its carrier when it gets its first GPU array.
-Nothing in this room is imported before.
+Nothing in this package is imported before that.
 
-No code in this room has run on a GPU yet. The tests run it on fakes of CUDA's runtime, of CuPy and of NCCL, and run the
-kernels in Numba's CUDA simulator.
+No code in this package has run on a GPU yet. The tests run it on fakes of CUDA's runtime, of CuPy and of NCCL, and run
+the kernels in Numba's CUDA simulator.
 """

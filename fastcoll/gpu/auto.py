@@ -1,4 +1,6 @@
-"""The choice between the carriers of GPU arrays, and AutoCarrier, which makes it.
+"""AutoCarrier, and the rules by which it chooses the carrier of GPU arrays.
+
+A carrier executes a group's operations on GPU arrays:
 
 | backend       | the ranks                                                      | carrier |
 |---------------|----------------------------------------------------------------|---------|
@@ -10,9 +12,9 @@
 | mpi, others   | otherwise                                                      | staging |
 
 A rank knows its GPU only when it has an array. So with shm and auto the first collective call on GPU arrays begins with
-an exchange over the CPU backend. This call, and calls made before it has ended, block the host until the result is on
-the GPU; later calls behave as the chosen carrier's. Messages are always staged through the host: a message does not
-involve all ranks, so a sender cannot know whether its peer has chosen a carrier yet.
+an exchange over the CPU backend. This call, and any call made before this one has ended, blocks the host until its
+result is on the GPU. Later calls behave as the chosen carrier's calls do. Messages are always staged through the host:
+a message does not involve all ranks, so a sender cannot know whether its peer has chosen a carrier yet.
 """
 
 from __future__ import annotations
@@ -105,12 +107,12 @@ def has_kernels() -> bool:
 
 
 class AutoCarrier(DeviceCarrier):
-    """The carrier that chooses another one at the first call; see the module docstring."""
+    """The carrier that chooses another carrier at the first call; see the module docstring."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._staged = StagedCarrier(group)
-        self._carriers: list[DeviceCarrier] = [self._staged]  # a carrier precedes the ones it uses
+        self._carriers: list[DeviceCarrier] = [self._staged]  # each carrier precedes those that it uses
         self.messages = self._staged.messages
         self.chosen: DeviceCarrier | None = None
         self._lock = threading.Lock()

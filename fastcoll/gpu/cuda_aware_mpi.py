@@ -1,14 +1,14 @@
 """MpiCarrier: passes GPU arrays to a CUDA-aware MPI library, for groups of the backend mpi.
 
-The group's own backend meets the other ranks, and passes MPI addresses in GPU memory instead of host memory. A call
+The group's own backend executes the operation, and passes MPI addresses in GPU memory instead of host memory. A call
 waits until the arrays' streams have done the work that they held when the call was made, and returns when its result is
-on the GPU, as a staged call does. fastcoll's kernels do the reductions, in rank order. Some calls are staged, on all
-ranks alike: scan and exscan, reductions by a user's function, reductions among more than MOST_SOURCES ranks, and
-reductions where a rank has no kernels.
+on the GPU, as a staged call does. fastcoll's kernels do the reductions, in rank order. These calls are staged (copied
+through host memory, staged.py), on all ranks: scan and exscan, reductions by a user's function, reductions among more
+than MOST_SOURCES ranks, and reductions where a rank has no kernels.
 
-MPI also gets the address of a message's array, unless the message is small: small messages travel inside the control
-messages of net/mpi/pipe.py, which the host writes. These, and messages of a rank to itself, are staged. The other side
-sees no difference: a message may be sent from a GPU and received into host memory.
+For a large message, MPI gets the address of the array in GPU memory. A small message travels inside the control
+messages of net/mpi/pipe.py, which the host writes; so it is staged, and so is a message of a rank to itself. The other
+side sees no difference: a message may be sent from a GPU and received into host memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TakesGpus(Protocol):
 
 
 class MpiCarrier(StagedCarrier):
-    """The carrier of the module docstring; the backend is a TakesGpus with a CUDA-aware library."""
+    """The carrier that the module docstring describes; needs a TakesGpus with a CUDA-aware library."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
@@ -88,7 +88,7 @@ class MpiCarrier(StagedCarrier):
         return call
 
     def _carry_out(self, operation: Operation, outputs: Arrays, plain: ReduceOp | None) -> bool:
-        """Execute the operation by the group's backend; False, on all ranks, if one of them cannot.
+        """Execute the operation by the group's backend; return False on all ranks if one cannot.
 
         Args:
             plain: the reduction that remains once the inputs are scaled.
@@ -157,9 +157,9 @@ class MpiMessages:
             return self._group.p2p.post_receive(self._landing(x), src, tag)
 
     def _ready(self, x: Any, name: str) -> Array:
-        """Return an ndarray that has the array's GPU address, once its stream has reached this call.
+        """Wait for the array's stream; return an ndarray that has the array's GPU address.
 
-        Nobody may access its elements on the host.
+        The host must not access the elements of this ndarray.
         """
         self.device = x.device
         self._staging.await_marks(self._staging.mark([x]), name)
@@ -175,8 +175,8 @@ class _Landing(ImportedArray):
     """A GPU array that receives a message.
 
     MPI writes to it; the host, which drives the receive, must not. A message that arrived before its receive was
-    posted, or that this rank sent to itself, is in host memory already. It is kept, and copied to the GPU when the
-    receive is finished, by a thread that may wait for a GPU.
+    posted, or that this rank sent to itself, is in host memory already. `put` keeps it there, and `finish`, which runs
+    in a thread that may wait for a GPU, copies it to the GPU.
     """
 
     __slots__ = ("_message", "_of", "_staging")

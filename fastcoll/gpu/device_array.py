@@ -1,9 +1,9 @@
 """DeviceArray, an array in GPU memory as the carriers use it, and its import.
 
-In core, a DeviceArray replaces an ndarray: it has dtype, shape, size, nbytes, reshape(-1), and slices if it is flat.
-Views keep the caller's array alive. `import_array` converts an array of any library without a copy, or raises an error
-that says what to do. A kernel packs a strided array on the array's stream into memory of CuPy's pool; `finish` copies
-it back if the call writes into the array.
+In core, a DeviceArray replaces an ndarray: it has dtype, shape, size, nbytes and reshape(-1), and can be sliced if it
+is flat. Views keep the caller's array alive. `import_array` converts a dense array of any library without a copy, or
+raises an error that says what to do. A strided array is *packed*: a kernel on the array's stream copies it densely into
+memory of CuPy's pool, and `finish` copies it back if the call writes into the array.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DeviceArray:
 
     Attributes:
         device: the GPU's number in this process.
-        stream: the handle of the stream that the caller's library uses on the GPU. Work that wrote the array precedes
-            on this stream.
+        stream: the handle of the stream that the caller's library uses on the GPU. Work that writes the array is
+            already queued on this stream.
         owner: the object that keeps the memory alive: the caller's array, or memory of the runtime.
     """
 
@@ -170,7 +170,7 @@ class OnDevice(ImportedArray):
 
     __slots__ = ("_strided",)
 
-    array: Any  # a dense DeviceArray; a host array has an ndarray here
+    array: Any  # a dense DeviceArray; in the base class, an ndarray
 
     def __init__(self, array: DeviceArray, strided: Any = None) -> None:
         super().__init__(array)  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ class OnDevice(ImportedArray):
         Does nothing for any other array.
 
         Args:
-            stream: of the array's GPU.
+            stream: a stream of the array's GPU.
         """
         if self._strided is not None:
             from ..kernels.cuda.packing import pack
@@ -236,7 +236,7 @@ def scratch(size: int, dtype: np.dtype[Any], device: int, stream: int, owner: An
     """Return a flat array in GPU memory, for use on a stream.
 
     Args:
-        owner: an array of the library whose current stream the StreamWork orders.
+        owner: an array of the caller's library; `StreamWork.wait` makes this library's current stream wait.
     """
     memory = runtime().allocate(size * dtype.itemsize, device, stream)
     return DeviceArray(memory.ptr, dtype, (size,), device, stream, (memory, owner))

@@ -57,7 +57,7 @@ class _Foreign(NamedTuple):
 
 
 class Runtime:
-    """CUDA's runtime. Its errors are raised as FastcollError and name the failed action."""
+    """CUDA's runtime. CUDA's errors are raised as FastcollError, and name the failed action."""
 
     def __init__(self) -> None:
         self._cupy = cupy()

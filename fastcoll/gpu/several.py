@@ -55,7 +55,7 @@ def _reduced(
 ) -> Any:
     mine = Several(group, tensors, "tensor_list", written)
     total, outputs = mine.room(mine.arrays[0].size), mine.written
-    left = scaled(np.empty(0, total.dtype), op)[1] if mine.on_host else op  # the rest, after `Mover.fold`
+    left = scaled(np.empty(0, total.dtype), op)[1] if mine.on_host else op  # what remains after `Mover.fold`
 
     def after(mover: Mover) -> None:
         if op.code == AVG and outputs:
@@ -139,7 +139,7 @@ def _index(name: str, index: int, length: int) -> int:
     return index
 
 
-# ---- what a rank does with arrays of its own -------------------------------------------------------------
+# ---- the local parts of a call ---------------------------------------------------------------------------
 
 
 class OnHost:
@@ -148,11 +148,11 @@ class OnHost:
     def fold(self, out: Array, xs: Sequence[Array], op: ReduceOp) -> None:
         """Reduce `xs`, in their order, into `out`: this rank's contribution to the ranks' reduction.
 
-        For an average this is a sum, divided later. PREMUL_SUM's factor is applied here; on a GPU the carrier applies
-        it.
+        For an average this is the sum, which is divided by the number of arrays after the group's call. PREMUL_SUM's
+        factor is applied here; on a GPU the carrier applies it.
 
         Args:
-            out: shares no memory with `xs`.
+            out: must share no memory with `xs`.
         """
         from ..kernels.reduce import reducer
 
@@ -173,7 +173,7 @@ class OnHost:
 
 
 class OnStream(StreamScope):
-    """The local parts of a call on a GPU, which is current.
+    """The local parts of a call on one GPU, which must be the current one.
 
     Later work on the stream may reuse the scratch memory.
     """
@@ -207,7 +207,8 @@ class Several:
     """The imported arrays that one rank passes to a call.
 
     Args:
-        indices: indices of the arrays that the call writes, `written`; None: all of them, which must not overlap then.
+        indices: indices of the arrays that the call writes (`written`); None: the call writes all arrays, which must
+            not overlap then.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class Several:
         """Execute a call.
 
         Args:
-            before, after: the local parts; only `after` writes `outputs`.
+            before, after: the local parts before and after the group's call; only `after` writes `outputs`.
         """
         first = self.arrays[0]
         if not self.on_host:
@@ -283,7 +284,7 @@ def check_alike(what: str, items: Sequence[ImportedArray], y: Any, other: str) -
 
 
 class _Ends(OnDevice):
-    """The local part after the call, as an output that a carrier unpacks on its stream."""
+    """Runs the local part after the call: a carrier treats it as an output, and unpacks it on its stream."""
 
     __slots__ = ("_after", "_targets")
 
@@ -308,7 +309,7 @@ class _Ends(OnDevice):
 def _follow(x: DeviceArray, stream: int, other: DeviceArray, other_stream: int) -> None:
     """Make one array's stream wait for another's.
 
-    Work queued on the first stream from now on waits for the work that the other one holds.
+    Work queued on the first stream from now on waits for the work that the other stream holds now.
     """
     if (x.device, stream) != (other.device, other_stream):
         event = runtime().new_event(other.device)

@@ -15,7 +15,7 @@ their calls, because a rank with an array of another size would have other segme
 
 The send of a message waits for the array's stream and copies the array to the host. The message is sent from there, and
 the caller may reuse the array when the send is complete, as with host arrays. A receive is posted with host memory. The
-thread that completes it waits for the array's stream and copies the message to the GPU before the receive is complete.
+thread that completes the receive first waits for the array's stream and copies the message to the GPU.
 """
 
 from __future__ import annotations
@@ -98,10 +98,7 @@ class StagedCarrier(DeviceCarrier):
 
     @contextmanager
     def all_or_nothing(self, name: str, arrays: Sequence[DeviceArray]) -> Iterator[None]:
-        """Execute a call, and fail the group if it ends half-way.
-
-        The peers wait for this rank.
-        """
+        """Execute a call, and fail the group if the call ends half-way, because the peers wait for it."""
         with self.staging.in_use(arrays):
             try:
                 yield
@@ -219,7 +216,7 @@ class _Pipeline:
     def _parts(self, arrays: Arrays, k: int) -> Iterator[tuple[int, Array]]:
         """Yield the GPU addresses of segment k's elements, each with its slice of the buffer.
 
-        The arrays count as one, each after the one before.
+        The arrays are treated as one long array, in their order.
         """
         (start, length), begin = self._spans[k], 0
         for x in arrays:
@@ -259,11 +256,11 @@ def _scale(host: Array, op: ReduceOp | None) -> None:
 
 
 class StagedMessages:
-    """The messages of one group; arguments, results and errors are those of the group's own.
+    """Messages of GPU arrays; arguments, results and errors are those for host arrays.
 
     Args of isend and irecv:
-        marks: events behind the work that the array's stream held earlier; None: the stream is marked now. With marks,
-            a receive waits for them when it is posted.
+        marks: events that were recorded earlier behind the work that the array's stream held then; None: record them
+            now. With marks, a receive waits for them when it is posted.
     """
 
     def __init__(self, group: ProcessGroup, staging: Staging) -> None:
@@ -287,7 +284,7 @@ class StagedMessages:
         return work
 
     def _fetched(self, imported: ImportedArray, name: str, marks: Marks | None) -> tuple[Array, Array]:
-        """Return a buffer, and in it the content of an array once its stream has reached this call."""
+        """Wait for an array's stream, and copy the array to the host; return the buffer and the copy in it."""
         x = array_of(imported)
         with self._staging.in_use([x]):
             buffer = self._staging.pool.take(x.nbytes)

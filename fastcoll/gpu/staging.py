@@ -2,8 +2,8 @@
 
 Pinned memory and events are reused, because pinning costs more than a copy of the same size.
 
-Before the host queues a copy it waits for the array's stream. It gives up like any other wait: at the group's timeout,
-or when the group fails. So queued copies end by themselves, and their memory can be reused.
+Before the host queues a copy, it waits for the array's stream; this wait ends with an error at the group's timeout, or
+when the group fails. So a queued copy waits for no other work: it ends by itself, and its memory can be reused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CudaEvents:
             return event
 
     def give(self, device: int, events: Sequence[int]) -> None:
-        """Take events back."""
+        """Accept events that are no longer in use."""
         self._free[device].extend(events)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class PinnedPool:
     def lent(self, nbytes: int) -> Iterator[Array]:
         """Lend a buffer for a `with` block; after an error the buffer is dropped.
 
-        The block waits for its copies itself.
+        The block must wait for the copies that it queues.
         """
         buffer = self.take(nbytes)
         yield buffer
@@ -125,7 +125,7 @@ class Staging:
     def mark(self, arrays: Sequence[DeviceArray]) -> Marks:
         """Record events behind the work that the arrays' streams hold now; for `await_marks`.
 
-        Runs in the thread that uses these streams.
+        Must run in the thread that uses these streams.
         """
         marks: Marks = []
         with self.in_use(arrays):
@@ -147,7 +147,7 @@ class Staging:
             self.events.give(device, [event])
 
     def until(self, event: int, doing: str) -> None:
-        """Block until an event is complete; raises as `await_marks`."""
+        """Block until an event is complete; raise the errors of `await_marks`."""
         limit = self._group.timeout
         deadline, nap, looks = time.monotonic() + limit, _NAPS[0], 0
         while not runtime().is_past(event):
@@ -172,7 +172,10 @@ class Staging:
             return self._streams[device, direction]
 
     def copy(self, direction: str, arrays: Sequence[DeviceArray], hosts: Sequence[Array]) -> None:
-        """Copy arrays that are ready to pinned host memory ("down"), or from there ("up"); blocks."""
+        """Copy arrays to pinned host memory ("down") or from it ("up"), and block until this is done.
+
+        The caller must have waited for earlier work on the arrays.
+        """
         for device in {x.device for x in arrays if x.size}:
             stream = self.stream(device, direction)
             for x, host in zip(arrays, hosts, strict=True):
@@ -213,7 +216,7 @@ class Staging:
         """Release everything once the calls in progress have ended. Closing twice is fine."""
         with self._changed:
             self._closed = True
-            own = getattr(self._here, "depth", 0)  # waiting for these would block a signal handler
+            own = getattr(self._here, "depth", 0)  # a signal handler must not wait for its own thread's calls
             unused = self._changed.wait_for(lambda: self._users <= own, _CLOSE_SECONDS) and not own
         self.pool.close()
         if unused:

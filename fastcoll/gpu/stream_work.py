@@ -1,9 +1,9 @@
-"""StreamWork, the handle of work on a GPU; Own, a stream; Watcher, a thread.
+"""StreamWork, the handle of work on a GPU; OwnStream, a stream; Watcher, a thread.
 
 A StreamWork ends when its event is complete. Until then it keeps alive the memory that the GPU uses. Any thread may
-query the event, but only the Watcher's thread completes a StreamWork and runs its callbacks. It also checks whether the
-outstanding Works can still end: dead peers, errors, the deadline. The thread starts with the first Work and ends some
-seconds after the last one.
+query the event, but only the Watcher's thread completes a StreamWork and runs its callbacks; if the group fails, the
+thread that fails it does so. The Watcher also checks whether the outstanding Works can still end: it looks for dead
+peers, errors and a passed deadline. Its thread starts with the first Work and ends some seconds after the last one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _YOUNG = 0.1
 _LOOK = 0.05
 """Seconds between two checks for dead peers and errors, as elsewhere (core/monitor.py)."""
 _MOST = 64
-"""Outstanding Works from which a call waits.
+"""While this many Works are outstanding, a new call waits.
 
 The driver's queue holds some 1024 launches. A thread that finds it full blocks inside CUDA, and the watcher may block
 behind it. The number is an estimate: a small call queues about ten launches.
@@ -36,12 +36,12 @@ _IDLE = 5.0
 _GIVE_UP = 5.0
 """Seconds for the GPU to end cancelled work.
 
-After that its memory is kept until the group is closed.
+After that, the memory of this work is kept until the group is closed.
 """
 
 
 class OwnStream:
-    """The carrier's own stream on one GPU. It reuses events."""
+    """The carrier's own stream on one GPU, and events that are reused."""
 
     def __init__(self, runtime: Any, device: int) -> None:
         self.runtime = runtime
@@ -68,7 +68,7 @@ class OwnStream:
             event = self.event()
             self.runtime.record(event, stream)
             self.runtime.order(self.stream, event)
-            self.put_back(event)  # a wait refers to the record that the event had at that moment
+            self.put_back(event)  # can be recorded anew: `order` refers to the latest record before it
 
     def end(self, failed: bool = False) -> None:
         """Destroy the stream and the events; the GPU completes queued work first.
@@ -86,10 +86,10 @@ class OwnStream:
 class StreamWork(Work):
     """A Work that ends on a GPU.
 
-    `wait()` orders the libraries' current streams behind it; the host does not wait.
+    `wait()` makes the libraries' current streams wait for the result; the host does not wait.
 
     Args:
-        judge: called once the GPU has finished the work, before the Work reports completion; it may fail the group.
+        judge: is called when the GPU has finished the work, before the Work reports completion; it may fail the group.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StreamWork(Work):
         self._arrays: Sequence[DeviceArray] = arrays
         self._kept: Any = None
         self.event: int | None = None
-        self._users = 0  # users of the event, the Work among them
+        self._users = 0  # the number of users of the event, including the Work
         self._settled = False
         self._judge = judge
         self._result: Any = None
@@ -115,12 +115,12 @@ class StreamWork(Work):
         """Make the libraries' current streams wait for the result; with a timeout, block the host.
 
         Args:
-            timeout: seconds or timedelta; None: the host does not wait, and the next call on the group raises a failure
-                that happens later.
+            timeout: seconds or timedelta; None: the host does not wait. If the operation fails later, the next call on
+                the group raises the error.
 
         Raises:
             CollectiveTimeoutError: not complete within `timeout` (the operation goes on).
-            UsageError: with a timeout, in a Work's callback before this operation is complete.
+            UsageError: called with a timeout in a Work's callback, before this operation is complete.
             FastcollError: the error that ended the operation.
         """
         if timeout is None:
@@ -139,11 +139,11 @@ class StreamWork(Work):
         return True
 
     def _order(self) -> None:
-        """Order the streams on which the arrays' libraries may use the arrays next."""
+        """Make the streams wait on which the arrays' libraries may use the arrays next."""
         with self._event_in_use() as event:
             if event is not None:
-                # The owner of a packed copy is a tuple: its memory and the caller's array. For an unknown library, the
-                # best guess is the stream that the array was passed with.
+                # A packed copy's owner is a tuple: the copy's memory and the caller's array. If the library is unknown,
+                # the best guess is the stream that the array was passed with.
                 owners = [
                     (x.owner[1] if isinstance(x.owner, tuple) else x.owner, x.stream) for x in self._arrays
                 ]
@@ -164,7 +164,7 @@ class StreamWork(Work):
         return self.is_completed() and self.error is None
 
     def queued(self, own: OwnStream, event: int, kept: Any, error: BaseException | None) -> None:
-        """Record the event behind the queued work, or behind a part of it after an error.
+        """Store the event that was recorded behind the queued work, or, after an error, behind a part of it.
 
         `kept` stays alive until the event is complete.
         """
@@ -174,8 +174,8 @@ class StreamWork(Work):
     def _event_in_use(self) -> Iterator[int | None]:
         """Yield the event with its GPU current, and keep it from being reused meanwhile.
 
-        Yields None if there is no event yet, or no longer. Calls of CUDA may block, so they run without the lock, which
-        the watcher needs.
+        Yields None if the event is not recorded yet, or has been given back. Calls of CUDA may block, so they run
+        without the lock, which the watcher needs.
         """
         with self._condition:
             event = self.event
@@ -206,7 +206,7 @@ class StreamWork(Work):
         return past
 
     def let_go(self) -> None:
-        """Release the memory and the event: the GPU has finished the work."""
+        """Release the memory and the event, after the GPU has finished the work or the Work was given up."""
         with self._condition:
             event, self.event = self.event, None
         if event is not None:
@@ -227,9 +227,9 @@ class Watcher:
     """Watches the Works of one carrier, oldest first, because the stream completes them in order.
 
     Args:
-        timeout: returns the seconds that a Work may take once those before it have ended.
-        look: returns why waiting is useless, or None; gets the oldest Work's description. An error counts only if a
-            second check returns one too, because the Work may end in between.
+        timeout: returns the seconds that a Work may take after the Works before it have ended.
+        look: gets the oldest Work's description, and returns the error that makes waiting useless, or None. An error
+            counts only if a second check returns one too, because the Work may end in between.
         fail: fails the group, and by `break_off` all outstanding Works.
     """
 
@@ -249,7 +249,7 @@ class Watcher:
 
     @property
     def outstanding(self) -> int:
-        """How many Works have not ended on the GPU."""
+        """The number of Works that have not ended on the GPU."""
         return len(self._works)
 
     def add(self, work: StreamWork) -> None:
@@ -355,7 +355,8 @@ class Watcher:
         """Fail the group if the oldest Work cannot end.
 
         Returns:
-            the Work if it looks so for the first time; the next check fails the group if it still does.
+            the Work, if `look` reports an error for the first time: the next check fails the group if it reports one
+            again. Otherwise None.
         """
         found = self._look(work.describe)
         if found is None and now - work.began >= (limit := self._timeout()):

@@ -1,17 +1,18 @@
 """StreamCarrier: the base of the carriers that only queue work on a GPU.
 
-NCCL's carrier and that of CUDA IPC derive from it. A carrier works on one GPU, that of its group's first array, and has
-its own stream there. It queues a call so:
+The carriers of NCCL and of CUDA IPC derive from it. A carrier works on one GPU, that of its group's first array, and
+has its own stream there. It queues a call in these steps:
 
     prepare()     may block: the first call meets the peers here; nothing is queued yet
     own stream    waits for the work that the streams of the call's arrays hold
     work(scope)   queues the call on `scope.stream`
-    outputs       if packed, are unpacked there
-    event         recorded last: the StreamWork, and through it the arrays' streams, wait for it
+    outputs       packed ones are unpacked on this stream
+    event         is recorded last; the StreamWork ends with it, and makes the arrays' streams wait for it
 
-An error of `work` or `prepare` fails the group, because the peers wait for this rank. Only a UsageError does not; all
-ranks must raise it alike. The watcher fails the group (`fail`, which notifies the peers) when a peer is dead, when a
-call takes longer than the group's timeout, or when `trouble` returns an error; then `break_off` is called.
+An error of `work` fails the group, because the peers wait for this rank; `prepare` fails it for errors that the peers
+do not see themselves. Only a UsageError does not fail the group: all ranks must raise the same one. The watcher, a
+thread (stream_work.py), fails the group (`fail`, which notifies the peers) when a peer is dead, when a call takes
+longer than the group's timeout, or when `trouble` returns an error; then `break_off` is called.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .device_array import DeviceArray, OnDevice, import_array, parts, scratch
 from .runtime import Runtime, runtime
 from .stream_work import OwnStream, StreamWork, Watcher
 
-_name = cache(str)  # the name of a dtype, which takes NumPy 5 us
+_name = cache(str)  # the name of a dtype; NumPy takes 5 us to make it
 
 
 class Compared(NamedTuple):
@@ -91,7 +92,7 @@ class StreamScope:
     """Scratch memory and copies of one call, on a stream.
 
     Attributes:
-        runtime, device, stream: the runtime; the GPU, which is current; a stream there, which is not the caller's.
+        runtime, device, stream: the runtime; the GPU, which must be the current one; a stream of this GPU.
         kept: objects that must stay alive until the GPU has finished the call.
     """
 
@@ -110,7 +111,7 @@ class StreamScope:
         return self.scratch(sum(x.size for x in arrays), arrays[0].dtype)
 
     def copied(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        """Return copies of arrays, one after the other."""
+        """Copy arrays into one flat array, one after the other, and return it."""
         copies = self.scratch_like(arrays)
         self.copy_each(parts(copies, arrays), arrays)
         return copies
@@ -118,9 +119,10 @@ class StreamScope:
     def apart(
         self, ins: Sequence[DeviceArray], outs: Sequence[DeviceArray], rank: int = 0
     ) -> list[DeviceArray]:
-        """Return the inputs; copies of those that share memory with an output.
+        """Return the inputs, with copies in place of those that share memory with an output.
 
-        A rank's own input may be its own output, or the only input the only output.
+        An input may stay in place where an output begins at the same address, if each of the two is either the only one
+        or this rank's own.
         """
 
         def extent(arrays: Sequence[DeviceArray]) -> tuple[int, int]:
@@ -140,7 +142,7 @@ class StreamScope:
         return [self.copied([x]) if clashes(k, x) else x for k, x in enumerate(ins)]
 
     def as_one(self, operation: Operation, size: int) -> tuple[Operation, Callable[[], None]]:
-        """Merge an all_reduce or a coalesced operation into an operation on single arrays, scaled.
+        """Turn an all_reduce or a coalesced operation into one on single arrays, with scaled input.
 
         Returns:
             the operation, and a function that copies its results to the original outputs.
@@ -184,10 +186,10 @@ class StreamScope:
 
 
 class QueuedCall(StreamCall):
-    """A call that is queued.
+    """A call whose work is queued on a stream.
 
     Args:
-        arrays: all arrays that it reads or writes, at least one.
+        arrays: all arrays that the call reads or writes, at least one.
     """
 
     def __init__(self, carrier: StreamCarrier, arrays: Sequence[DeviceArray]) -> None:
@@ -220,7 +222,7 @@ class QueuedCall(StreamCall):
 
 
 class StreamCarrier(DeviceCarrier):
-    """The base class of the module docstring; the group's CPU backend detects dead peers."""
+    """The base class that the module docstring describes; the group's CPU backend detects dead peers."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -282,14 +284,14 @@ class StreamCarrier(DeviceCarrier):
             return self.own_stream
 
     def describe(self, name: str, arrays: Sequence[DeviceArray]) -> str:
-        """Count a call, and return its description for messages."""
+        """Count a call, and return its description for error messages."""
         self._count += 1
         x = arrays[0]
         return f"{name}({_name(x.dtype)}, {x.size} elements) on GPU {self._device_of(arrays)}, call {self._count}"
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """Queue calls one after the other, and keep signal handlers from calling in between."""
+        """Let one thread at a time queue a call; raise an error if a signal handler calls meanwhile."""
         self.watcher.await_room()
         self.group.gate.check_usable()  # the group may have failed during the wait
         with self._queue_lock:
@@ -305,7 +307,10 @@ class StreamCarrier(DeviceCarrier):
     def queueing(
         self, works: Sequence[StreamWork], own: OwnStream, watcher: Watcher, kept: Sequence[Any] = ()
     ) -> Iterator[StreamScope]:
-        """Queue the work that completes `works` on a stream; an error fails the group."""
+        """Yield a scope for the queueing of a call; then record the events that complete `works`.
+
+        An error in the `with` block fails the group, except a UsageError.
+        """
         scope, error = StreamScope(own.runtime, own.device, own.stream, kept), None
         with own.runtime.on(own.device):
             try:
@@ -353,7 +358,7 @@ class StreamCarrier(DeviceCarrier):
         self.abort()
 
     def fail_with(self, name: str, error: BaseException) -> None:
-        """Fail the group with any error of an operation."""
+        """Fail the group because of an operation's error, which may be of any type."""
         here = self.group.ranks[self.group.rank]
         self.fail(AbortedError(f"{name} failed on rank {here}: {type(error).__name__}: {error}", [here]))
 

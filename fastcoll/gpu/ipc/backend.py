@@ -1,14 +1,15 @@
 """IpcCarrier: GPU arrays of ranks on one node, by kernels over shared memory (CUDA IPC).
 
 All ranks map each other's memory. They may share a GPU, or have GPUs that can reach each other. A call is queued
-according to its schedule (schedules.py): copies into this rank's slots, kernels that publish progress and wait for the
-peers (kernels/cuda/steps.py), and reductions that read the peers' slots directly, in rank order. The host waits for
-nobody. So a mismatch is found after the host has returned from the call, and fails the group.
+according to its schedule (schedules.py): copies into this rank's slots (buffers that the peers read), kernels that
+publish progress and wait for the peers (kernels/cuda/steps.py), and reductions that read the peers' slots directly, in
+rank order. The host does not wait for the peers. So the kernels may find a mismatch of the ranks' calls after the call
+has returned on the host; the mismatch then fails the group.
 
 On a GPU that ranks share, only one of their processes runs at a time, and a kernel that polls uses up its process's
-time slice. There, if the driver supports it, the stream waits for the peer's word before the kernel starts: nothing
-runs meanwhile, and the GPU can switch to another process. The kernel then finds the word at its first poll. The kernel
-is still needed: only its acquire orders memory.
+time slice. On such a GPU, if the driver supports it, the stream itself waits for the word that a peer publishes, before
+the kernel starts: no kernel of this process runs meanwhile, and the GPU can switch to another process. The kernel then
+finds the word at its first poll. The kernel is still needed, because only its acquire load orders memory.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ This is vLLM's default (max_size of CustomAllreduce, vllm/distributed/device_com
 SLOT = 16 << 20
 """Bytes of a slot; each rank has four in a group.
 
-Each filled slot costs an exchange. By estimate that takes some 10 us where ranks have a GPU each, and a switch of
-processes where they share one, 50 us to a time slice of about 2 ms.
+Each filled slot costs an exchange. By estimate, an exchange takes some 10 us if each rank has a GPU of its own. If
+ranks share a GPU, it takes a switch of processes: 50 us to a time slice of about 2 ms.
 """
 
 _HANDED_OVER = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
@@ -90,11 +91,11 @@ _SCHEDULES: dict[str, Callable[[_Facts, int], schedules.Schedule]] = {
     "scatter": lambda f, slot: schedules.scatter(f.rank, f.size, f.given or f.taken, slot, f.root),
     "all_to_all": lambda f, slot: schedules.all_to_all(f.rank, f.size, f.given, f.taken, slot),
 }
-"""The schedule of each kind, for slots of a given size in bytes."""
+"""For each kind, a function that returns the schedule for slots of a given size in bytes."""
 
 
 class IpcCarrier(StreamCarrier):
-    """The carrier of the module docstring, for at most MOST_RANKS ranks on one node.
+    """The carrier that the module docstring describes, for at most MOST_RANKS ranks on one node.
 
     The slot size is the smallest `slot` of any rank. The `fallback` carries messages, and also large calls if it queues
     on streams too (NCCL).
@@ -109,10 +110,10 @@ class IpcCarrier(StreamCarrier):
         self.calls = 0  # queued
 
     def meet(self, device: int) -> str:
-        """Map the peers' memory; collective. The first call does it otherwise.
+        """Map the peers' memory; collective. If this was not called, the group's first call does it.
 
         Returns:
-            why this fails, the same on all ranks; empty: it has succeeded.
+            the reason if this failed, the same on all ranks; an empty text if it succeeded.
         """
         if self.group.size > at.MOST_RANKS:
             return f"{self.group.size} ranks are more than {at.MOST_RANKS}"
@@ -138,7 +139,7 @@ class IpcCarrier(StreamCarrier):
         return IpcCall(self, operation, facts)
 
     def slot(self, arrays: Arrays) -> int:
-        """Return the bytes of a slot; the first call meets the peers here."""
+        """Return the bytes of a slot; the first call maps the peers' memory here."""
         if self.shared is not None:
             return self.shared.slot
         with self.failing("mapping the memory of the peers' GPUs"):
@@ -155,8 +156,8 @@ class IpcCarrier(StreamCarrier):
     def judge(self, number: int) -> None:
         """Fail the group if a call that the GPU has finished has gone wrong.
 
-        A rank that fails the group notifies its peers before its streams continue (`abort`). So if it has overwritten a
-        slot that this call read, this rank sees the failure here.
+        A rank that fails the group notifies its peers before its streams continue (`abort`). So if a failed rank has
+        overwritten a slot that this call read, this rank sees the failure here.
         """
         monitor = self.group.monitor
         error = self.group.failure or self._stopped(number)
@@ -236,7 +237,7 @@ class IpcCall(QueuedCall):
 
     def prepare(self, name: str) -> None:
         self._schedule = _SCHEDULES[self._facts.kind](self._facts, self._ipc.slot(self.arrays))
-        # Compile before anything is queued: a function that cannot be compiled is rejected, on all ranks alike.
+        # Compile before anything is queued: all ranks reject a function that cannot be compiled.
         if self._reducer is not None:
             sources = {len(item.srcs) for item in self._schedule if isinstance(item, schedules.ReduceStep)}
             with self._ipc.runtime.on(self._ipc.own(self.arrays).device):

@@ -2,7 +2,8 @@
 
 Each rank's region is a page of words (kernels/cuda/page.py) and SLOTS slots. Freeing memory that a peer still maps is
 undefined (CUDA Runtime API, cudaIpcOpenMemHandle), and a peer cannot report in this memory that it has unmapped it. So
-a region is never freed. Once all ranks have set BYE, the process's next group on this GPU reuses it.
+a region is never freed. A rank sets BYE in its peers' pages when it no longer uses their memory. Once all ranks have
+set BYE in a region, a later group of the process reuses it on the same GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _BLOCK = 2 << 20
 _BYE_SECONDS, _BYE_NAP = 5.0, 0.001
 _HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 _NOTE = np.dtype([("handle", f"V{_HANDLE}"), ("gpu", "V16"), ("slot", "i8"), ("error", "S256")])
-_POISON_EVERY = 0.005  # seconds: a slow peer may overwrite the poison, so it is written repeatedly
+# Seconds between two writes of the poison, the word that ends a stream's wait: a slow peer may overwrite it.
+_POISON_EVERY = 0.005
 _POISON_SECONDS = 60.0
 
 
@@ -76,7 +78,8 @@ class SharedRegions:
 
     Args:
         slot: bytes of a slot.
-        wait: makes a stream wait for a word, if the driver can; used only if ranks share a GPU. Otherwise kernels poll.
+        wait: makes a stream wait for a word; None if the driver cannot. It is used only if ranks share a GPU; otherwise
+            kernels poll.
     """
 
     def __init__(
@@ -103,10 +106,10 @@ class SharedRegions:
     ) -> tuple[SharedRegions | None, str]:
         """Allocate a region, and map those of all ranks; collective.
 
-        The slot size is the smallest of the ranks'.
+        The slot size is the smallest `slot` of any rank.
 
         Returns:
-            the regions, or None and why they cannot be had; the same on all ranks.
+            the regions and an empty text, or None and the reason for the failure, which is the same on all ranks.
         """
         wait, lacking = ready(device)
         note = np.zeros(1, _NOTE)
@@ -125,7 +128,7 @@ class SharedRegions:
             shares_gpu = len(set(notes["gpu"].tolist())) < group.size
             with runtime.on(device):
                 shared = cls(runtime, group.rank, int(notes["slot"].min()), region, shares_gpu, wait)
-                # A peer writes to this rank's page only after this exchange. So the page is initialised before.
+                # Peers write to this rank's page only after this exchange; `_mapped` initialises the page before it.
                 _, reason = _exchanged(group, shared._mapped(notes["handle"]))
                 if not reason:
                     return shared, ""
@@ -157,8 +160,8 @@ class SharedRegions:
     def close(self, is_vain: Callable[[], bool]) -> None:
         """Unmap the peers' regions. This rank has set BYE, and none of its kernels uses them.
 
-        Waits some seconds for the peers' BYE, unless `is_vain` returns True: this process may exit next, and with it
-        the memory ends that the peers use.
+        Waits up to 5 s for the peers' BYE, but not once `is_vain` returns True: this process may exit next, which frees
+        the memory that the peers use.
         """
         end = time.monotonic() + _BYE_SECONDS
         while not (self._region.is_free(self._runtime) or is_vain() or time.monotonic() > end):
@@ -190,12 +193,13 @@ class SharedRegions:
         outs: Sequence[DeviceArray],
         reducer: CudaReducer | None,
     ) -> None:
-        """Queue the work of a schedule, for call `number` (from 1); the GPU is the current one.
+        """Queue the work of a schedule for call `number`; the GPU must be the current one.
 
         Args:
-            signature: the values that the ranks compare at the meeting.
+            number: calls are counted from 1.
+            signature: the values that the ranks compare in step 0.
             ins, outs: the arrays that the schedule refers to.
-            reducer: for the schedule's folds.
+            reducer: executes the schedule's ReduceSteps.
         """
 
         def address(location: BlockLocation) -> int:
@@ -254,13 +258,13 @@ class SharedRegions:
         """End all waits on this rank's streams, without blocking; from any thread.
 
         Args:
-            is_over: returns whether no work is left on the streams; until then waits are ended.
+            is_over: returns whether no work is left on the streams; until then, new waits are ended too.
         """
         self.control[at.STOP // 8] = 1
         if self._wait is None:
             return
 
-        def poison() -> None:  # a stream that waits looks at its word only
+        def poison() -> None:  # a waiting stream looks only at its word, not at STOP
             end = time.monotonic() + _POISON_SECONDS
             with self._runtime.on(self._region.device):
                 while not is_over() and time.monotonic() < end:
@@ -281,7 +285,7 @@ def _keep(region: Region) -> None:
 
 
 def _exchanged(group: ProcessGroup, note: Array) -> tuple[Array, str]:
-    """Exchange the ranks' notes.
+    """Exchange the ranks' notes, records of the type _NOTE.
 
     Returns:
         all notes, and the error of the first rank that reports one, or an empty text.
@@ -297,7 +301,7 @@ def ready(device: int) -> tuple[WaitValue | None, str]:
     """Compile the kernels before any rank depends on this one.
 
     Returns:
-        the result of `waits_of_streams`, and why there are no kernels; empty: there are.
+        the result of `waits_of_streams`, and the reason if the kernels cannot be compiled, or an empty text.
     """
     try:
         for kernel in (kernels.meet, kernels.announce, kernels.step, kernels.publish):

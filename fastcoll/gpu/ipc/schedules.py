@@ -1,31 +1,32 @@
-"""Schedules: a rank's moves, folds and waits in a collective over shared GPU memory, as data.
+"""Schedules: a rank's copies, reductions and waits in a collective over shared GPU memory, as data.
 
-A call is a sequence of *steps*. Before step k a rank writes its slot of step k. At the step it publishes that, and
-waits until every rank has done so. After the step it reads its peers' slots of step k. Step 0 is the meeting, where the
-calls are compared.
+A call is a sequence of *steps*. Before step k a rank writes its slot (a buffer that the peers read) of step k. In step
+k it publishes this, and waits until every rank has published step k. After the step it reads its peers' slots of step
+k. Step 0 is also called the meeting: in it, the ranks compare their calls.
 
-Slots. A rank has four: for step 0 of calls with an even number and with an odd number, and for later steps with an even
-number and with an odd number.
+Slots. A rank has two slots for step 0, of calls with an even and with an odd number, and two slots for later steps,
+with an even and with an odd number.
 
 Invariant: no rank writes a slot that a peer still reads. A rank publishes step k only after it has read the slots of
 step k - 1. After step k all ranks have published step k, so peers read only slots of step k until they publish step k +
-1. The slot of step k + 1, which is written meanwhile, is another one. After its last step, a rank writes the slot of
-step 0 of the next call. Peers may still read any slot of the current call, but its step 0 has the other parity. The
-slot that is written was last read in the call before, and all ranks have left that call, because they have met in the
-current one.
+1. Meanwhile ranks write the slot of step k + 1, which is a different one. After its last step, a rank writes the slot
+of step 0 of the next call. Peers may still read any slot of the current call, but the current call's step 0 uses the
+slot of the other parity. The slot that is now written was last read in the call before the current one, and all ranks
+have left that call, because they have met in the current one.
 
 If ranks take different numbers of steps, a rank that has taken its last step publishes LAST, which counts as every
 later step. `tests/gpu/simulated_ipc_model.py` runs schedules in every order of steps, and
 `tests/gpu/test_ipc_schedules.py` runs every schedule.
 
-A BlockLocation is (kind, which, offset in bytes): of input or output array `which`, or of the slot of step kind - SLOT
-of rank `which`. Addresses are filled in when a schedule is queued. Sizes and offsets are in bytes.
+A BlockLocation (kind, which, offset) is a place in an array or a slot. If `kind` is IN or OUT, `which` is the index of
+the input or output array. If `kind` is SLOT + k, the place is in the slot of step k of rank `which`. Addresses are
+filled in when a schedule is queued. Sizes and offsets are in bytes.
 
-One-shot: every rank reads all inputs; one exchange. Two-shot: each rank reduces its block, then all gather the blocks;
-two exchanges, 2/size of the bytes. None of these sizes was measured by fastcoll on hardware. vLLM
-(csrc/custom_all_reduce.cuh, for GPUs that all reach one another) uses one-shot always with 2 ranks, below 512 KiB with
-up to 4, and below 256 KiB with up to 8; TensorRT-LLM's customAllReduceKernels choose alike. They do not support more
-than 8 ranks; 128 KiB continues their series.
+One-shot: every rank reads all inputs, in one exchange. Two-shot: each rank reduces its block, then all ranks gather the
+blocks. This takes two exchanges, but a rank reads only 2/size as many bytes. The choice between them (ONE_SHOT_BELOW)
+was not measured on hardware; it follows other projects. vLLM (csrc/custom_all_reduce.cuh, for GPUs that all reach one
+another) uses one-shot always with 2 ranks, below 512 KiB with up to 4, and below 256 KiB with up to 8; TensorRT-LLM's
+customAllReduceKernels choose in a similar way. Both support at most 8 ranks; for more, 128 KiB continues their series.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ IN, OUT, SLOT = 0, 1, 2
 SLOTS = 4
 
 ONE_SHOT_BELOW = ((4, 512 << 10), (8, 256 << 10), (64, 128 << 10))
-"""Pairs of the most ranks and a number of bytes: the limit of one-shot."""
+"""Pairs of a number of ranks and of bytes: with at most so many ranks, calls of fewer bytes are one-shot."""
 
 ALIGNMENT = 128
-"""Alignment of blocks in a slot, if elements allow it: cache lines, and the kernels' 16-byte accesses."""
+"""Alignment of blocks in a slot, if the element size allows it: suits cache lines and 16-byte accesses."""
 
 
 class BlockLocation(NamedTuple):
@@ -103,17 +104,17 @@ def is_one_shot(size: int, nbytes: int) -> bool:
 
 
 def _chunks(nbytes: int, most: int) -> list[Span]:
-    """Split `nbytes` into segments; at least one, because a call without data meets too."""
+    """Split `nbytes` into segments; at least one, because a call without data takes step 0 too."""
     return segments(nbytes, most) or [Span(0, 0)]
 
 
 class _Part(NamedTuple):
-    """An input that this rank puts into its slot, or data of ranks' slots for an output.
+    """An input that this rank puts into its slot, or data in ranks' slots that goes to an output.
 
     Data from slots is moved, or reduced with the rank's own input.
     """
 
-    # Index of the input or output; in a reduction, of the rank's own input; the result goes to output 0.
+    # The index of the input or output. In a reduction: the index of the rank's own input; output 0 gets the result.
     array: int
     offset: int  # offset in the slots
     nbytes: int  # bytes of the complete array
@@ -148,7 +149,7 @@ def _sources(
 
 
 def _filled(items: Sequence[Move | ReduceStep | Step]) -> Schedule:
-    """Drop moves and folds of no data."""
+    """Drop moves and reductions of no data."""
     return tuple(
         x for x in items if isinstance(x, Step) or (x.nbytes > 0 and (isinstance(x, Move) or x.srcs))
     )
