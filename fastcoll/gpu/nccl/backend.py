@@ -1,13 +1,14 @@
-"""NcclCarrier: GPU arrays by NCCL, one GPU per rank.
+"""NcclCarrier: operations on GPU arrays by NCCL, one GPU per rank.
 
-The first collective call creates the communicator, over the group's CPU backend. Calls are queued (streams.py), and the
-host does not wait. Operations that NCCL lacks are composed of those that it has (blocks.py). The CPU backend matches
-messages; they use communicators of their own (messages.py).
+The first collective call creates the communicator; for this, the ranks exchange an id over the group's CPU backend.
+Calls are queued (streams.py), and the host does not wait. Operations that NCCL lacks are composed of those that it has
+(blocks.py). The CPU backend matches messages; they use communicators of their own (messages.py).
 
-NCCL compares nothing: calls that do not match hang, or end with wrong data. A comparison makes all ranks meet on the
-host, which a call on GPUs does not do otherwise. So a rank compares a call only if it is the first of its kind:
-operation, dtype, sizes, reduction and root. If the ranks' calls match, all ranks see the same call as new. In gather,
-scatter and all_to_all a rank does not know the others' sizes, so there a kind does not include sizes.
+NCCL compares nothing: calls that do not match hang, or end with wrong data. A comparison makes every rank wait for all
+others on the host, which a call on GPUs does not do otherwise. So a rank compares a call only if it is the first of its
+kind; a kind consists of operation, dtype, sizes, reduction and root. If the ranks' calls match, all ranks see the same
+call as new. In gather, scatter and all_to_all a rank does not know the others' sizes, so for these operations a kind
+does not include sizes.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ _QUEUES: dict[str, Callable[[Moves, Operation, Any], None]] = {
     "scatter": lambda moves, o, how: moves.scatter(o.outputs[0], o.inputs or None, o.root),
     "all_to_all": lambda moves, o, how: moves.all_to_all(o.outputs, o.inputs),
 }
-"""The function that queues an operation on flat arrays, for each kind that is no composition.
+"""For each operation that is not coalesced, the function that queues it on flat arrays.
 
-Its last argument does the reduction. A composition of all_reduce or all_gather is queued by the function of that kind,
-for each of its arrays.
+The function's last argument does the reduction. The functions of all_reduce and all_gather also queue the coalesced
+operations, array by array.
 """
 
 
 class NcclCarrier(StreamCarrier):
-    """The carrier of the module docstring.
+    """The carrier that the module docstring describes.
 
     Raises:
         UnavailableError: there is no NCCL, or no GPU.
@@ -100,7 +101,7 @@ class NcclCarrier(StreamCarrier):
         return self._hows[key]
 
     def compare(self, operation: Operation, compared: Compared) -> None:
-        """Compare the ranks' calls if this call is the first of its kind; blocks then.
+        """Compare the ranks' calls, and block until this is done, if this call is the first of its kind.
 
         Raises:
             MismatchError: on all ranks, if the calls differ.
@@ -196,7 +197,7 @@ class NcclCarrier(StreamCarrier):
 
 
 class _NcclCall(QueuedCall):
-    """An operation on flat arrays."""
+    """A call of an operation on flat arrays."""
 
     def __init__(self, carrier: NcclCarrier, operation: Operation, how: Native | Kernels | None) -> None:
         outs, ins = operation.outputs, operation.inputs

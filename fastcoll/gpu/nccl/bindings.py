@@ -1,8 +1,8 @@
 """NCCL's library, libnccl.so.2, through ctypes.
 
-This file finds it, and has its functions and results. CuPy's binding and nccl4py lack calls that are needed here (a
-scaled sum, the text of the last error, the end of a communicator in two steps), and differ between their versions.
-nccl.h has kept these signatures since NCCL 2.18.
+This file finds the library, and declares its functions and result codes. CuPy's binding and nccl4py lack calls that are
+needed here (a scaled sum, the text of the last error, the end of a communicator in two steps), and differ between their
+versions. nccl.h has kept the signatures below since NCCL 2.18.
 
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
 """
@@ -153,10 +153,10 @@ def dtype_code(dtype: np.dtype[Any]) -> int | None:
 
 
 def reduction(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[int, int, int] | None:
-    """Return NCCL's datatype and operation of a reduction, and the numbers in an element.
+    """Return NCCL's datatype and operation of a reduction, and how many numbers an element has.
 
-    None if NCCL cannot do it. NCCL's MIN and MAX of floats are not used, because they ignore a NaN that numpy.minimum
-    would return (fminf in its reduce_kernel.h). PREMUL_SUM is SUM here.
+    None if NCCL cannot do the reduction. NCCL's MIN and MAX of floats are not used, because they ignore a NaN that
+    numpy.minimum would return (fminf in NCCL's reduce_kernel.h). PREMUL_SUM is SUM here.
     """
     if op.function is not None:
         return None

@@ -5,11 +5,12 @@ sizes, which all ranks know, and never on the addresses of this rank's arrays: a
 are copied through scratch memory. Arrays are flat; inputs and outputs may overlap. Empty blocks are left out on both
 sides. Reductions are done by
 
-    Native    NCCL's own: its order of additions differs, and float16 and bfloat16 are rounded at each step
+    Native    NCCL's own: not added in rank order, and float16 and bfloat16 are rounded at each step
     Kernels   every operation and dtype, in rank order: all ranks' arrays are gathered, and reduced on each GPU
 
-Kernels splits large arrays, so that scratch memory stays bounded; each rank reduces its block of a segment, and the
-blocks are gathered. Both are created when a call is planned, and reject undefined reductions there.
+`Kernels` splits a large array into segments, so that scratch memory stays bounded. In a large all_reduce, each rank
+reduces only its block of a segment, and then the blocks are gathered. Objects of both classes are created when a call
+is planned; an undefined reduction is rejected then.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from .communicator import Communicator
 Arrays = Sequence[DeviceArray]
 
 SCRATCH = 64 << 20
-"""Bytes that are gathered at a time, over all ranks. Not measured."""
+"""The most bytes that are gathered at a time, of all ranks together. Not measured."""
 DIVIDED = 256 << 10
-"""Bytes from which each rank reduces a block, in groups of more than two.
+"""From this many bytes on, in groups of more than two ranks, each rank of an all_reduce reduces only its block.
 
-That moves 2/n of the bytes, in two rounds instead of one. Not measured.
+With n ranks this moves 2/n of the bytes, in two rounds instead of one. Not measured.
 """
 
 
 class Moves:
-    """The moves of one call.
+    """Queues the data movement of one call.
 
     Args:
-        doing: the description of the call in messages.
+        doing: the description of the call in error messages.
     """
 
     def __init__(self, comm: Communicator, scope: StreamScope, rank: int, size: int, doing: str) -> None:
@@ -82,7 +83,7 @@ class Moves:
             with self.comm.group(self.doing):
                 self._send(x, root)
             return
-        self.scope.copy(outs[root], x)  # before the others' blocks arrive, which may overlap x
+        self.scope.copy(outs[root], x)  # before the other blocks arrive: they may overwrite x
         with self.comm.group(self.doing):
             for peer in self._peers():
                 self._recv(outs[peer], peer)
@@ -96,7 +97,7 @@ class Moves:
                 for peer in self._peers():
                     self._send(blocks[peer], peer)
         if blocks is not None:
-            self.scope.copy(out, blocks[root])  # after all blocks are sent, which may overlap out
+            self.scope.copy(out, blocks[root])  # after all blocks are sent: out may overlap them
 
     def all_to_all(self, outs: Arrays, blocks: Arrays) -> None:
         """Copy rank r's blocks[rank] to outs[r], of any sizes."""
@@ -128,7 +129,7 @@ class Moves:
 
 
 def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernels:
-    """Return how `size` ranks reduce arrays of a dtype; takes some 30 us, so keep it.
+    """Return the object that does a reduction among `size` ranks; takes some 30 us, so keep it.
 
     Raises:
         ArrayError: the reduction is not defined for this dtype.
@@ -187,7 +188,7 @@ class Native:
 
     @contextmanager
     def _group(self, moves: Moves) -> Iterator[tuple[int, int]]:
-        """Group calls into one operation of NCCL; yields its datatype and operation."""
+        """Group the calls of a `with` block into one; yield NCCL's datatype and reduction."""
         with ExitStack() as ends:
             code = self._code
             if self._op.code == PREMUL_SUM:
@@ -253,7 +254,7 @@ class Kernels:
         self._exchange(moves, out, [moves.scope.scaled(block, self._op) for block in blocks])
 
     def _exchange(self, moves: Moves, out: DeviceArray, blocks: Arrays) -> None:
-        """Reduce all ranks' blocks[rank], which are scaled, into out."""
+        """Reduce all ranks' blocks[rank], which must be scaled already, into out."""
         room = self._room(moves, [out] * moves.size)
         moves.all_to_all(room, blocks)
         self._fold(moves.scope, out, room)
@@ -286,7 +287,7 @@ def _segments(x: DeviceArray, size: int) -> list[DeviceArray]:
 def _apart(moves: Moves, out: DeviceArray, inputs: Arrays, in_place_at: int) -> Iterator[DeviceArray]:
     """Yield the array to write a result to: `out`, or scratch memory that is copied to it.
 
-    Scratch memory is used where `out` overlaps inputs, unless it lies exactly at `in_place_at`.
+    Scratch memory is used if `out` overlaps inputs and does not begin exactly at `in_place_at`.
     """
     if out.address == in_place_at or not any(out.overlaps(x) for x in inputs):
         yield out

@@ -31,7 +31,8 @@ from .bindings import SUCCESS, UNIQUE_ID_BYTES, Config, NcclError, NcclLibrary, 
 _ASKED = 100
 """Polls of a call in progress before the first nap.
 
-A thread of NCCL queues a group, within tens of microseconds once all ranks are connected; a poll takes about two.
+A thread of NCCL queues a group of calls: if all ranks are connected, within tens of microseconds. A poll takes about
+two microseconds.
 """
 _NAPS = (0.00002, 0.002)
 """Seconds between two later polls: the first nap, and the longest."""
@@ -61,7 +62,7 @@ class RankInfo(NamedTuple):
     gpu: bytes  # UUID of its GPU
     host: bytes  # hash of NCCL_HOSTID; NCCL lets ranks share a GPU if they seem to be on two hosts
     version: int  # NCCL_VERSION_CODE
-    shares: bool  # NCCL_MULTI_RANK_GPU_ENABLE lets it share a GPU
+    shares: bool  # NCCL_MULTI_RANK_GPU_ENABLE lets the rank share its GPU
     identity: bytes  # id of the communicator, from group rank 0
 
     @classmethod
@@ -82,7 +83,7 @@ class RankInfo(NamedTuple):
 
 
 def check_ranks(infos: Sequence[RankInfo], ranks: Sequence[int], group: str) -> None:
-    """Reject ranks with which NCCL would hang or fail; all ranks decide alike.
+    """Reject ranks with which NCCL would hang or fail; all ranks make the same decision.
 
     Raises:
         UnavailableError: versions differ, or two ranks share a GPU.
@@ -115,7 +116,7 @@ class Communicator:
         self._library, self._calls, self._handle, self._look = library, library.calls, handle, look
         self._lock = threading.RLock()
         self._ended = False
-        # NCCL may write to it even after the wait for the split has ended.
+        # NCCL may write to this handle even after the wait for the split has ended.
         self._splitting = ctypes.c_void_p()
 
     @classmethod
@@ -130,7 +131,7 @@ class Communicator:
         return cls._begun(library, handle, look, status, "creating a communicator")
 
     def split(self, rank: int | None) -> Communicator | None:
-        """Create a communicator of the ranks that pass their `rank` in it; None on the other ranks.
+        """Create a communicator of the ranks that pass their new `rank`; return None if `rank` is None.
 
         Collective over all ranks. No work may be outstanding on the GPU. The new communicator uses this one's `look`
         until `ask` replaces it.
@@ -215,7 +216,7 @@ class Communicator:
         return None
 
     def abort(self) -> None:
-        """Cancel the work on the GPU and end the communicator. Twice is fine."""
+        """Cancel the work on the GPU and end the communicator. A second call does nothing."""
         held = self._lock.acquire(timeout=_ABORT_SECONDS)
         try:
             first, self._ended = not self._ended, True
@@ -226,7 +227,10 @@ class Communicator:
                 self._lock.release()
 
     def close(self) -> None:
-        """End the communicator in order; this rank must have no work outstanding. Twice is fine."""
+        """End the communicator in order; this rank must have no work outstanding.
+
+        A second call does nothing.
+        """
         try:
             with self._lock:
                 if self._ended:
@@ -274,7 +278,10 @@ class Communicator:
 
 
 class Backoff:
-    """The `look` of a group: raises an error that its check has returned twice in a row."""
+    """The `look` of a group's communicators.
+
+    It raises the group's failure, an error at the group's timeout, or an error that `look` has returned twice in a row.
+    """
 
     def __init__(self, group: ProcessGroup, look: Callable[[str], GroupError | None]) -> None:
         self._group, self._look = group, look

@@ -1,10 +1,10 @@
 """Direction: this rank's end of the messages from one rank to another.
 
 A direction has a communicator, a stream and a thread of its own. The thread runs the direction's jobs one after the
-other. A job may block, because only this direction waits for it. Message is the Work of one message:
+other. A job may block, because only this direction waits for it. NcclMessage is the Work of one message:
 
-    posted -> claimed by the code that carries it on -> queued on a GPU -> over
-                                                     -> over (an error, empty, or moved through the host)
+    posted -> claimed by the job that moves it -> queued on a GPU -> over
+                                               -> over (an error, empty, or moved through the host)
 
 A posted message can be claimed once (messages.py), and only its claimer queues or ends it.
 """
@@ -38,10 +38,10 @@ class NcclMessage(StreamWork):
         own: a stream on the array's GPU.
         item: the imported array; released when the message is over.
         kind: tag and dtype, as in p2p/.
-        marks: events behind the work that its stream held when the message was posted.
+        marks: events behind the work that the array's stream held when the message was posted.
 
     Attributes:
-        status: filled at completion, if the receive has one.
+        status: of a receive: filled when the message is matched; None if the caller wants no status.
         nbytes: bytes that are moved.
     """
 
@@ -64,16 +64,16 @@ class NcclMessage(StreamWork):
 
     @property
     def held(self) -> tuple[int, int]:
-        """Kind and bytes of the array."""
+        """The kind (tag and dtype) and the bytes of the array."""
         return self.kind, self.array.nbytes
 
     @property
     def has_begun(self) -> bool:
-        """The message is queued, or over."""
+        """Whether the message is queued, or over."""
         return self._begun.is_set() or self.ended
 
     def set_source(self, source: int, tag: int, nbytes: int) -> None:
-        """Record the message that a receive gets; called before it is queued or ends."""
+        """Record which message a receive gets; called before the receive is queued or ends."""
         self._result, self.nbytes = source, nbytes
         if self.status is not None:
             self.status.fill(source, tag, nbytes // (self.array.dtype.itemsize or 1), nbytes)
@@ -106,7 +106,7 @@ class NcclMessage(StreamWork):
 
 
 class Direction:
-    """One direction of one peer; see the module docstring.
+    """The messages to one peer, or from it; see the module docstring.
 
     The peer may be this rank; then no communicator is needed.
     """
@@ -137,7 +137,7 @@ class Direction:
         return self._comm is not None
 
     def move(self, message: NcclMessage, identity: bytes) -> None:
-        """Queue a message that its peer has agreed to.
+        """Queue a message that both ranks have agreed to move by NCCL.
 
         The first call creates the communicator, and blocks.
         """
@@ -171,17 +171,17 @@ class Direction:
     def buffer(self, message: NcclMessage, take: Callable[[DeviceArray], None]) -> None:
         """Queue a copy of an array to scratch memory.
 
-        `take` gets the copy before the message counts as queued.
+        `take` is called with the copy before the message counts as queued.
         """
         self._queue([message], lambda scope: take(scope.copied([message.array])))
 
     def _queue(self, messages: Sequence[NcclMessage], work: Callable[[StreamScope], None]) -> None:
         """Queue work behind the work that the arrays' streams held when the messages were posted.
 
-        Its end completes the messages.
+        The messages are complete when this work has ended.
         """
         if self._own_stream is None:
-            # On this thread, because its creation may wait for the GPU.
+            # The stream is created on this thread, because that may wait for the GPU.
             self._own_stream = OwnStream(self._carrier.runtime, self._device)
         own = self._own_stream
         with self._carrier.queueing(messages, own, self._watcher) as scope:
@@ -214,7 +214,7 @@ class Direction:
     def disconnect(self) -> None:
         """Begin to end the communicator.
 
-        That waits some seconds at most for the peer, which does the same.
+        This waits at most some seconds for the peer, which also ends it.
         """
         if self._comm is not None:
             self._ending = self._jobs.submit("the end", self._comm.close)

@@ -1,14 +1,14 @@
 """NcclMessages: messages between GPUs by NCCL's send and recv.
 
-The messages of the group's CPU backend match them. NCCL has neither tags nor "any source", and pairs the operations of
-two ranks on a communicator in the order in which they are queued: two ranks that both queue a send first wait forever.
-Hence a protocol of control messages on the host:
+The group's CPU backend matches them. NCCL has neither tags nor "any source", and pairs the operations of two ranks on a
+communicator in the order in which they are queued: two ranks that both queue a send first wait forever. So the ranks
+first exchange control messages on the host:
 
     sender                                          receiver
     a header with the user's tag            ->      matches it, like any message
                                                     compares sizes and dtypes
     takes the next answer                   <-      answers, with a tag of the library's own
-    ncclSend of the message it names                ncclRecv
+    ncclSend of the message named there             ncclRecv
 
 Only matched messages are queued, so the CPU backend defines tags, order and "any source". A *direction* is a pair of a
 sending and a receiving rank. Each has a communicator of two ranks, created with its first message, and on both sides a
@@ -25,8 +25,9 @@ it was posted. A thread that makes a stream wait for a message (`wait()`) first 
 queued. So work behind this wait is queued later, on every rank and in every direction, and queued work waits only for
 earlier work. tests/gpu/test_nccl_messages_model.py runs this code under every schedule of small programs.
 
-Messages go through the host where NCCL rejects the two GPUs (ranks that share one); the receiver decides it for each
-message. Empty messages end with the answer. Messages of a rank to itself are copied on the GPU.
+A message goes through the host if NCCL would reject its two ranks (they share a GPU, or have different versions of
+NCCL); the receiver decides this for each message. An empty message ends with its answer. A message of a rank to itself
+is copied on the GPU.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class ControlMessage(NamedTuple):
 
     number: int  # number of the message at its sender
     kind: int  # tag and dtype of the array on this side, as in p2p/
-    nbytes: int  # of the array on this side
-    info: RankInfo  # this side's; the first answer NCCL also has the communicator's id
+    nbytes: int  # bytes of the array on this side
+    info: RankInfo  # of this side; the first answer that decides for NCCL also has the communicator's id
     decision: int = 0  # the decision, in an answer
 
     def to_array(self) -> Array:
@@ -94,7 +95,7 @@ def blank() -> Array:
 
 
 class NcclMessages:
-    """The messages of one group; arguments, results and errors are those of the CPU backend's."""
+    """Messages of GPU arrays; arguments, results and errors are those for host arrays."""
 
     def __init__(self, carrier: StreamCarrier, library: NcclLibrary) -> None:
         self._group = carrier.group
@@ -142,7 +143,7 @@ class NcclMessages:
         return message
 
     def send(self, x: ImportedArray, dst: int, tag: int) -> None:
-        """Return once the message is matched and queued; to this rank itself, once a copy is queued."""
+        """Return once the message is matched and queued; if this rank is `dst`, once a copy is queued."""
         if dst != self._group.rank:
             refuse_to_block("send")
             self._await(self.isend(x, dst, tag))
@@ -198,7 +199,7 @@ class NcclMessages:
 
     @contextmanager
     def _posting(self, message: NcclMessage) -> Iterator[None]:
-        """End a message that cannot be posted; a partial post fails the group."""
+        """End a message if posting it raises an error; any error but a UsageError fails the group."""
         try:
             with self._carrier.failing(message.describe):
                 yield
@@ -220,7 +221,7 @@ class NcclMessages:
     def _submit(
         self, message: NcclMessage, peer: int, sending: bool, job: Callable[[Direction], None]
     ) -> None:
-        """Let the thread of a direction carry a message on."""
+        """Run a job for a message on the thread of a direction."""
         try:
             with self._lock:
                 if self._closed:
@@ -372,7 +373,7 @@ class NcclMessages:
             directions = list(self._directions.values())
         for direction in directions:
             direction.finish()
-        # All directions disconnect at once: each waits for its peer, which may be busy with another one.
+        # All directions disconnect at once: each waits for its peer, which may be busy with another direction.
         for direction in directions:
             direction.disconnect()
         for direction in directions:
