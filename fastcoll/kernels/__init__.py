@@ -1,1 +1,1 @@
-"""Compiled code that several rooms share."""
+"""Compiled code that several packages share."""

@@ -6,18 +6,19 @@
 Blocks of SMALLEST bytes and more come from an arena in shared memory. All others, and those for which the arena has no
 room, come from NumPy's previous functions (BEFORE). Sizes are counted in pages of PAGE bytes. A block is USED, DIRTY
 (free, with old data), CLEAN (free, all zeros), or a HOLE (free, without memory behind its pages; touching them would
-allocate it). A block's first and last page have a word in the table of pages: pages * KINDS + kind. Adjacent free
-blocks become one if both are holes or neither is. Free blocks are kept in lists by size, the last freed one first.
+allocate it). The table of pages has a word for each page; the words of a block's first and last page are the block's
+number of pages * KINDS + kind. Adjacent free blocks become one if both are holes or neither is. Free blocks are kept in
+lists by size, the last freed one first.
 
 posix_fallocate allocates the memory of a hole before it is used, so that a full file system is an error here and never
 a SIGBUS. Memory is given back when more than KEEP pages are free, or when the file system has only RESERVE bytes left.
 
-Concurrency: any thread calls these functions; it holds the GIL, which NumPy's own functions need. The holder of LOCK, a
-spin lock, reads and writes the table. It holds LOCK for microseconds, but it may lose the processor, or be forking. So
-no thread waits for LOCK without limit: it allocates from BEFORE instead, and puts a block to be freed on DEFERRED, a
-list to which any thread adds by compare-and-swap. The next holder of LOCK takes the complete list, so a block that is
-deferred again cannot be mistaken for an older entry (no ABA problem). A process forked in a way that Python does not
-see is not OWNER: it allocates and frees nothing.
+Concurrency: any thread may call these functions; it holds the GIL, which NumPy's own functions need. Only the holder of
+LOCK, a spin lock, reads and writes the table. It holds LOCK for microseconds, but it may lose the processor, or be
+forking. So a thread waits for LOCK only for a limited time. Then it allocates by NumPy's previous functions instead,
+and puts a block to be freed on DEFERRED, a list to which any thread adds by compare-and-swap. The next holder of LOCK
+takes the complete list, so a block that is deferred again cannot be mistaken for an older entry (no ABA problem). A
+process forked in a way that Python does not see is not OWNER: it allocates and frees nothing in the arena.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .waiting import yield_core
 PAGE = 4096
 SMALLEST = 64 << 10
 _LEAST = SMALLEST // PAGE  # pages of the smallest block
-# Pages allocated at once: posix_fallocate of 16 pages takes 5 us, of 1024 takes 120.
+# Pages allocated at once: posix_fallocate takes 5 us for 16 pages, and 120 us for 1024.
 _STEP = (4 << 20) // PAGE
 _AT_ONCE = (64 << 20) // PAGE  # most pages in one call; a signal interrupts and undoes it
 _TRIES = 100
@@ -56,7 +57,7 @@ FD = 2  # file descriptor of the arena
 NONCE = 3  # content of its first page, which proves its identity
 OWNER = 4  # pid of the process that may allocate and free
 LOCK = 5
-DEFERRED = 6  # first page of a block to be freed, 0 for none; the word of its second page has the next one
+DEFERRED = 6  # first page of a block to be freed, 0: none; the word of its second page has the next block's
 PAGES = 7  # address of the table of pages
 IN_USE = 8  # pages
 IDLE = 9  # free pages that have memory
@@ -65,12 +66,12 @@ RESERVE = 11  # bytes of the file system to leave free for others
 SHUT = 12  # not 0: the arena allocates nothing new
 REFUSED = 13  # times that the file system was full
 REPORTED = 14  # not 0: REFUSED has been reported
-REPORT = 15  # address of Py_AddPendingCall; word 16: of the function that it schedules
+REPORT = 15  # address of Py_AddPendingCall; word 16 has the address of the function that it schedules
 RANGE = 17  # bytes of the arena's address range, also if peers cannot map it
 BEFORE = 18  # NumPy's previous functions: 18 malloc, 19 calloc, 20 realloc, 21 free, 22 their context
 _STATVFS = 24  # 112 bytes, as fstatvfs writes them
 _LISTS = 48
-_SIZES = 8 * 30  # lists of one state: eight between two powers of two
+_SIZES = 8 * 30  # number of lists of holes, and of other free blocks: eight between two powers of two
 TABLE_WORDS = _LISTS + 2 * _SIZES
 
 # Kinds of block.
@@ -142,7 +143,7 @@ def _defer(s, page):
 
 @kernel
 def _size_class(count):
-    """Return the list for free blocks of `count` pages: the largest class that is no larger."""
+    """Return the size class of a free block of `count` pages: the largest that is not above `count`."""
     power = 4
     while count >> (power + 1) != 0:
         power += 1
@@ -151,7 +152,7 @@ def _size_class(count):
 
 @kernel
 def _round_up(count):
-    """Round a number of pages up to a class, so that every block of the class's list has room."""
+    """Round a number of pages up to a size class: every block in its list is then large enough."""
     count = max(count, _LEAST)
     step = 1
     while count >> 4 >= step:
@@ -173,7 +174,7 @@ def _mark(s, page, count, kind):
 
 @kernel
 def _add(s, page, count, kind):
-    """Add a free block to its list; its second and third word link it to its neighbours there."""
+    """Add a free block to its list; the words of its second and third page link it to its neighbours."""
     pages, head = load_word(s, PAGES), _list_of(s, count, kind)
     _mark(s, page, count, kind)
     first = load_word(head, 0)
@@ -207,7 +208,7 @@ def _remove(s, page):
 def _find(s, count, kind):
     """Return a free block of a kind with at least `count` pages, or 0.
 
-    `count` is a class.
+    `count` must be a size class, as `_round_up` returns it.
     """
     head = _list_of(s, count, kind)
     for k in range(_SIZES - _size_class(count)):
@@ -218,9 +219,9 @@ def _find(s, count, kind):
 
 @kernel
 def _join(s, page, count, kind):
-    """Add a free block, merged with adjacent blocks of the same state; return its first page.
+    """Add a free block, merged with the adjacent free blocks; return its first page.
 
-    Two blocks can be merged if both are holes or neither is.
+    Two blocks are merged only if both are holes or neither is.
     """
     pages = load_word(s, PAGES)
     before, after = load_word(pages, page - 1), load_word(pages, page + count)
@@ -286,7 +287,7 @@ def _take_pages(s, page, count):
 
 @kernel
 def _fill_hole(s, count):
-    """Return a block with memory of at least `count` pages, made of a hole; 0 if there is none."""
+    """Turn a hole into a block with memory of at least `count` pages; return it, or 0 if that fails."""
     hole = _find(s, max(count, _STEP), HOLE)
     if hole == 0:
         hole = _find(s, count, HOLE)
@@ -348,9 +349,9 @@ def _give_back(s, page):
 
 
 def begin(table: np.ndarray[Any, Any], pages: np.ndarray[Any, Any]) -> None:
-    """Make one hole of all pages but the first. Python calls it before all else.
+    """Make one hole of all pages but the first. Python calls this before any function below.
 
-    The word after the last page ends the hole.
+    The words of the first page and after the last page are USED, so that no block is merged across these bounds.
     """
     count = len(pages) - 2
     pages[0] = pages[-1] = KINDS + USED
@@ -473,7 +474,7 @@ class Functions(NamedTuple):
     realloc: int
     free: int
     hold: int
-    """int64 hold(table, on): take the lock and give free memory back, 0 if it cannot be taken; or release the lock."""
+    """int64 hold(table, on): if `on` is not 0, take the lock and give free memory back, or return 0; else unlock."""
 
 
 @functools.cache

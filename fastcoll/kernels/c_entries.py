@@ -4,27 +4,27 @@ Compiled callers have addresses and numbers, no Python objects. A group has a *d
 address, which is never reused for another group:
 
     word           content
-    CONTEXT        handle of the native calls of collectives (shm: the context, rounds.py), 0: none
-    MAILBOX        handle of the native calls of messages (shm: the mailbox, rings.py), 0: none
+    CONTEXT        first argument of the native calls of collectives (shm: the context, rounds.py), 0: none
+    MAILBOX        first argument of the native calls of messages (shm: the mailbox, rings.py), 0: none
     RANK, SIZE     this process's rank in the group and the number of ranks; SIZE is 0 before the first use and after
                    the end of the group; both are -1 if this process is not in the group
-    RANKS          address of a word for each rank, its global rank; 0: they are the same
+    RANKS          address of a table of the ranks' global ranks; 0: they equal the ranks in the group
     NUMBER         number of the descriptor (callers/descriptors.py)
     C_ENTRY        address of `c_entry`, the entry point
     ASK, TORN      Python's functions: ASK executes what no native call can, TORN handles an exception
-    ERRORS         a dict of their exceptions, by thread
-    AGAIN          an object whose truth value raises the exceptions in ERRORS that no handler of compiled code may end
+    ERRORS         a dict of the exceptions of these functions, by thread
+    AGAIN          an object; testing its truth raises the exceptions in ERRORS that compiled code must not suppress
     NATIVE_CALLS + op
-                   address of an operation's *native call*, a C function that does only its plain case; 0: none
+                   address of an operation's *native call*, a C function for only its plain case; 0: none
 
     int64 c_entry(int64 descriptor, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
     int64 native_call(int64 handle, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
-A native call returns a status (core/status.py). One that has a result, such as a receive (the sender's rank), returns
--1 - result on success. For every status except DONE, Python executes the operation.
+A native call returns a status (core/status.py). A native call that has a result, as a receive has the sender's rank,
+returns -1 - result on success. For every status except DONE, Python executes the operation.
 
 Threads write descriptors with the GIL, and compiled callers read them without it. Invariant: every value of a word is
-harmless beside every earlier or later value of the other words.
+harmless in combination with every earlier or later value of the other words.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, C_ENTRY, ASK, TORN, ERRORS, AGAIN, 
 # Operations in addition to those of core/signature.py.
 REDUCE_SCATTER_SPLIT, SPLIT, SEND, RECV, POST_SEND, POST_RECV, WAIT, TEST, WAIT_ANY = range(28, 37)
 DESCRIPTOR_WORDS = NATIVE_CALLS + WAIT_ANY + 1
-RAISED = -1  # result of the entry point for an exception, which is kept
+RAISED = -1  # result of the entry point after an exception, which is kept in ERRORS
 
-# The words of a request to Python: the entry point's arguments, the status so far, room for the three of an exception.
+# The words of a request to Python: the entry point's seven arguments, and the status so far.
 QUESTION_WORDS = 8
 
 assert len(OPERATIONS) <= REDUCE_SCATTER_SPLIT
@@ -69,7 +69,7 @@ _set_item = external("PyDict_SetItem", "int32(int64, int64, int64)")
 
 @instruction("int64")
 def own_words(builder):
-    """Return the address of words on the caller's stack: room for a request, or for an exception."""
+    """Return the address of words on the caller's stack: a request, then three words for an exception."""
     with builder.goto_entry_block():
         room = builder.alloca(llvm.ir.ArrayType(llvm.WORD, QUESTION_WORDS + 3))
     return builder.ptrtoint(room, llvm.WORD)
@@ -117,20 +117,20 @@ def keep_error(errors, words):
 
 @instruction("int64")
 def _truth(builder):
-    """Return the address of PyObject_IsTrue, as a pending call: -1 if it raises an exception."""
+    """Return the address of PyObject_IsTrue, which like a pending call returns -1 after an exception."""
     function = llvm.function(builder, "PyObject_IsTrue", llvm.HALF_WORD, llvm.BYTE.as_pointer())
     return builder.ptrtoint(function, llvm.WORD)
 
 
 @kernel
 def _ask(descriptor, question):
-    """Let Python's function execute a request; return a number from 0 on, or RAISED.
+    """Let Python's function execute a request; return its result, which is at least 0, or RAISED.
 
     A signal handler may raise before the function's first line or after its last one. So the exception is taken here,
     and a second call (TORN) reports it to the group and raises the right exception for the caller.
 
-    The caller may catch that one, and Numba knows no handler but `except Exception`. So Python's main thread checks
-    again (AGAIN) when it next runs Python code, at the latest when the caller returns.
+    The caller may suppress even a KeyboardInterrupt: the only handler in Numba is `except Exception`. So Python's main
+    thread checks again (AGAIN) when it next runs Python code, at the latest when the caller returns.
     """
     state = ensure()
     given = new_integer(question)
@@ -153,7 +153,7 @@ def _ask(descriptor, question):
 
 
 def c_entry(descriptor, op, data, out, nbytes, call, peer):
-    """Execute an operation; see callers/descriptors.py for the callers."""
+    """Execute an operation; callers/descriptors.py describes the arguments and the result."""
     code = LATER
     native_call, handle = (
         load_acquire(descriptor + 8 * (NATIVE_CALLS + op)),

@@ -6,11 +6,11 @@ once it has executed the call itself:
 
     DESCRIPTOR        address of the group descriptor (c_entries.py); 0: Python executes the call
     OP, CALL, PEER    arguments of the C entry point
-    ITEM              bytes of an element, divided by the number of blocks, BLOCKS
-    FORM              the arrays of the frame that the entry point gets: one of the forms below
+    ITEM, BLOCKS      bytes of an element, and a number: `nbytes` is the array's size in bytes divided by BLOCKS
+    FORM              which arrays of the frame the entry point gets: one of the forms below
 
-A call without a line goes to Python's function ASK, which gets the frame. KEPT gets the frame if the entry point has
-kept an exception, TORN if one of these functions has raised. Offsets are in bytes:
+If a call has no line, Python's function ASK gets the frame and executes the call. KEPT gets the frame if the entry
+point has kept an exception, and TORN if one of these Python functions has raised one. Offsets are in bytes:
 
     XLA_FFI_CallFrame   size, extension, api, context, stage, args (5 words), rets (5 words), attrs (6 words), future
     args, rets          size, extension, count, types, pointers to buffers
@@ -50,10 +50,10 @@ SCALAR = 8  # in a value
 
 DESCRIPTOR, OP, CALL, PEER, ITEM, BLOCKS, FORM, _SPARE = range(8)
 IN_PLACE, APART, GIVEN, TAKEN, NO_ARRAY = range(5)
-"""What comes out, after a copy of what goes in; both; what goes in; what comes out; none."""
+"""The result, after a copy of the argument to it; argument and result; the argument; the result; no array."""
 
 MOST = 1 << 14
-"""Calls that get lines; Python executes those with larger numbers. The pages of unused lines take no memory."""
+"""The number of lines. Python executes the calls with larger numbers. Unused lines' pages take no memory."""
 LINES = np.zeros((1 + MOST, 8), np.int64)
 """The line of call k is LINES[1 + k]. LINES[0] has Python's functions ASK, KEPT and TORN, and a dict, ERRORS."""
 ASK, KEPT, TORN, ERRORS = range(4)
@@ -77,7 +77,7 @@ def _ask(lines, which, frame):
     """Call one of Python's functions with a frame; return 0, or the address of an error.
 
     A signal handler may raise before the function's first line or after its last one. Then there is no answer, and XLA
-    would take the result as it is. So TORN makes an error of this exception, and of any that interrupts TORN.
+    would take the result as it is. So TORN turns this exception into an error, and also any that interrupts TORN.
     """
     state, room = ensure(), own_words()
     given = new_integer(frame)
@@ -94,7 +94,7 @@ def _ask(lines, which, frame):
 
 @inlined
 def _buffer(arguments):
-    """Return the first buffer."""
+    """Return the first buffer of args or rets."""
     return word_at(word_at(arguments + POINTERS))
 
 
@@ -105,7 +105,7 @@ def _number(frame):
 
 
 def handle(frame):
-    """Execute a call. The frame and the result are defined by XLA: 0, or the address of an error."""
+    """Execute the call of an XLA frame; return 0, or the address of an XLA error."""
     lines = _lines()
     if word_at(frame + EXTENSION) != 0:
         return _ask(lines, ASK, frame)

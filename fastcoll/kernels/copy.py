@@ -1,8 +1,8 @@
 """Moving bytes between addresses: through the caches, or past them.
 
-`copy` is libc's memcpy, which loops over elements cannot match (up to 4 times slower). `stream` writes with
-non-temporal stores, which leave nothing in this core's caches. That helps where another core reads the data next and
-reading another core's dirty lines is slow, and for arrays larger than the last-level cache.
+`copy` is libc's memcpy; loops over elements are up to 4 times slower. `stream` writes with non-temporal stores, which
+leave nothing in this core's caches. That helps if another core reads the data next and reads of another core's dirty
+lines are slow, and for arrays larger than the last-level cache.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def _emit_prefetch(builder, address, write):
 
 @instruction("void")
 def prefetch(builder, address):
-    """Start to fetch the cache line at an address, any address, for a read."""
+    """Start to fetch the cache line at an address, which may be invalid, for a read."""
     _emit_prefetch(builder, address, 0)
 
 
 @instruction("void")
 def prefetch_to_write(builder, address):
-    """Start to fetch the cache line at an address, any address, for exclusive use: a write."""
+    """Start to fetch the cache line at an address, which may be invalid, for a write."""
     _emit_prefetch(builder, address, 1)
 
 

@@ -77,7 +77,7 @@ def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
 def _fold_by(typing_context, function, dst, srcs, n, count):
     """Reduce `n` arrays of `count` elements into `dst` by a jitted function.
 
-    Their addresses are at `srcs`.
+    The arrays' addresses are at `srcs`.
     """
     kind = dst.dtype
     operand = computed_as(kind)
@@ -106,7 +106,7 @@ class _OneByOne(Registers):
     """Registers that are combined element by element.
 
     LLVM vectorises the loop, which has a fixed length. The loop accesses two private arrays and nothing else, so there
-    is no overlap to check. If the function is simple, LLVM keeps them in registers.
+    is no overlap to check. If the function is simple, LLVM keeps the two arrays in registers.
     """
 
     def __init__(

@@ -40,8 +40,8 @@ def _table(builder):
 def failing(function: Callable[..., Any]) -> Any:
     """Return a kernel that is compiled only if there are failpoints.
 
-    Otherwise its calls generate no code. Numba's first use of the kernel decides it, because importing reads no
-    environment.
+    Otherwise its calls generate no code. This is decided when Numba first uses the kernel, because the import of
+    fastcoll reads no environment variables.
     """
 
     def nothing(builder: Any, *values: Any) -> None:

@@ -1,14 +1,16 @@
 """The loops of a reduction.
 
-A tile of every source is combined in registers, in rank order, then written. All sources' elements of a tile are read
-before any is written, so `dst` may be one of the sources. Each source is read once, however many there are. The
-instructions are vectors from the start: LLVM's run-time check for overlap fails for a loop over elements that writes
-through one pointer and reads through several others if two of them are equal, and the loop would need a scratch. An
-element's computation depends only on its position in the array, never on `dst`. So even the sign and payload of a wide
-float's NaN are the same; LLVM leaves those to the processor.
+A loop processes a tile, some successive elements, at a time: it combines the tile of every source in registers, in rank
+order, then writes the result. All sources' elements of a tile are read before any is written, so `dst` may be one of
+the sources. Each source is read once, however many there are. The code has vector instructions from the start. A loop
+over elements would write through one pointer and read through several others; if two of these pointers are equal,
+LLVM's run-time check for overlap fails, and the loop would need scratch memory. An element's computation depends only
+on its position in the array, never on `dst`. So the result does not depend on `dst`, not even the sign and payload of a
+wide float's NaN, which LLVM leaves to the processor.
 
-There is a loop nest for each operation of a dtype, chosen by its code. No fastmath: each lane is rounded as IEEE 754
-says, and nothing is contracted. Functions that add LLVM instructions to a `builder` return the resulting value.
+There is a loop nest for each operation of a dtype, chosen by the operation's code. No fastmath: each lane is rounded as
+IEEE 754 says, and no operations are fused. Functions that add LLVM instructions to a `builder` return the resulting
+value.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ Divide = Callable[..., Any]
 TILE = 256
 """Bytes of a source's largest tile.
 
-On a 2-core Zen 4 EPYC 128, 256 and 512 were within 10 % of one another (float32 and halves, 2 and 4 sources, 64 KiB to
-1 MiB), and 256 leaves half of AVX2's registers to the sources.
+On a 2-core Zen 4 EPYC, tiles of 128, 256 and 512 bytes were within 10 % of one another (float32 and halves, 2 and 4
+sources, 64 KiB to 1 MiB), and 256 bytes leave half of AVX2's registers to the sources.
 """
 
 FEW = 16
@@ -78,9 +80,9 @@ class Operands(NamedTuple):
 
 
 def stream(builder: ir.IRBuilder, tiles: Sequence[Tile], operands: Operands) -> None:
-    """Reduce complete arrays: with the first tile as far as possible, the rest with the next ones.
+    """Reduce complete arrays: by the first tile as often as it fits, then the rest by the next tiles.
 
-    The last tile is one element.
+    The last of `tiles` is one element.
     """
     done = WORD(0)
     for tile in tiles:
@@ -228,9 +230,9 @@ def division_of(element: types.Type) -> Divide | None:
 
 
 def _first_float_if(relation: str) -> Combine:
-    """Choose as `numpy.minimum` and `maximum`.
+    """Return a function that chooses as `numpy.minimum` or `numpy.maximum` does.
 
-    Of equal numbers the first, and a NaN rather than a number.
+    Of two equal numbers it returns the first, of a number and a NaN the NaN.
     """
 
     def choose(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
@@ -246,7 +248,7 @@ def _first_if(relation: str, signed: bool) -> Combine:
 
 
 def _logical(combine: Combine) -> Combine:
-    """Return a function of two lanes' truth values, with 0 or 1 in each lane; not 0 is true."""
+    """Return a function that combines truth values (not 0 is true) to 0 or 1 in each lane."""
 
     def choose(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
         zero = constant(0, a)
@@ -274,8 +276,9 @@ def _by_reciprocal(wide: ir.Type, signed: bool) -> Divide:
     """Return a division of small integers, truncated towards zero.
 
     Processors have no vector instruction for it. The product with a reciprocal that is too large by a relative 2**-22
-    (2**-50 in float64) is exact after truncation. It is never below a whole quotient. A quotient that is not whole is
-    at least 1/n below the next integer, which |value| * 2**-21 / n for 16 bits (2**-49 for 32) does not reach.
+    (2**-50 in float64) is exact after truncation. The product is never below a whole quotient. A quotient that is not
+    whole is at least 1/n below the next integer; the product's error is less than that, at most |value| * 2**-21 / n
+    for 16 bits (2**-49 for 32).
     """
     excess = 1 + 2.0 ** (-22 if isinstance(wide, ir.FloatType) else -50)
     widen, truncate = (_B.sitofp, _B.fptosi) if signed else (_B.uitofp, _B.fptoui)
