@@ -11,7 +11,7 @@ from .primitives import load_word
 
 NUMBER = 0  # number of the call
 HEAD_CALL, HEAD_SHAPE = 1, 2  # the fingerprint (core/signature.py)
-HEAD_BALANCE = 3  # balance of the sizes
+HEAD_BALANCE = 3  # a sum over sizes; over all ranks it is 0 if the sizes match (core/signature.py)
 
 
 @kernel

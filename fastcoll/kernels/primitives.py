@@ -1,7 +1,7 @@
 """The building blocks of kernels.
 
-These are private and shared words, calls by address, and the processor's clock. Also the compiled versions of functions
-on sizes in core/signature.py and core/partition.py.
+These are private and shared words, calls by address, and the processor's clock. This file also has the compiled
+versions of functions on sizes in core/signature.py and core/partition.py.
 
 Kernels take addresses only, so one compiled kernel works for every dtype. LLVM hoists plain loads out of spin loops, so
 a word that another process writes is read with `load_acquire`, and a word that publishes data is written with
@@ -69,7 +69,7 @@ def cells_of(table: np.ndarray) -> memoryview:
 
 @instruction("int64")
 def load_acquire(builder, address):
-    """Return the word at `address`; stores of its writer before it are visible afterwards."""
+    """Return the word at `address`; the stores that its writer did before it are then visible."""
     return builder.load_atomic(pointer(builder, address), "acquire", 8)
 
 
@@ -83,7 +83,7 @@ def store_release(builder, address, value):
 def swap_if_equal(builder, address, expected, value):
     """Write `value` to the word at `address` if it holds `expected`; return whether it did.
 
-    Acquires the writes before the value that it replaces.
+    On success, this thread sees all writes that were done before the replaced value was written.
     """
     found = builder.cmpxchg(pointer(builder, address), expected, value, "acq_rel", "monotonic")
     return builder.extract_value(found, 1)
@@ -132,7 +132,7 @@ def call_reducer(builder, function, op, dst, srcs, n, count):
 def call_foreign(builder, function, a, b, c):
     """Call `int function(void *a, void *b, void *c)` of a C library.
 
-    An address and an int64 are passed alike.
+    C functions get an int64 in the same way as an address.
     """
     kind = llvm.ir.FunctionType(llvm.HALF_WORD, [llvm.WORD] * 3)
     return builder.sext(builder.call(pointer(builder, function, kind), [a, b, c]), llvm.WORD)
@@ -146,7 +146,7 @@ _30, _27, _31, _32 = map(np.uint64, (30, 27, 31, 32))
 
 @inlined
 def weigh(src, dst, nbytes):
-    """Return a pseudo-random number for "rank src gives rank dst so many bytes"."""
+    """Return a pseudo-random number for "rank `src` gives rank `dst` `nbytes` bytes"."""
     mixed = np.uint64(nbytes + 1) * _STEP + (np.uint64(src) << _32) + np.uint64(dst)
     mixed = (mixed ^ (mixed >> _30)) * _FIRST
     mixed = (mixed ^ (mixed >> _27)) * _SECOND
@@ -193,6 +193,6 @@ def shape_of(sizes, size):
 def start_of(total, parts, k, unit):
     """Return the start of part k of `total`.
 
-    All parts but the last ones are equally long, in whole units.
+    All parts but the last ones have the same length, a multiple of `unit`.
     """
     return min(total, k * -(-total // (parts * unit)) * unit)

@@ -1,12 +1,12 @@
-"""Python objects as arguments of entries: their addresses, and the fields that kernels read.
+"""Python objects as arguments of entries (compiled functions for Python): addresses and fields.
 
 An array is read through CPython's PyArrayObject and a tuple through PyTupleObject, both stable since the first release
 of NumPy and of Python 3 (numpy/core/include/numpy/ndarraytypes.h, cpython/tupleobject.h). A self-test at import
 compares the fields with Python's attributes. Passing an object like this costs nothing; `x.ctypes.data` costs 795 ns
 (2-core AMD EPYC, Python 3.11).
 
-Another thread may assign an array's `shape`, `dtype` or `strides` meanwhile. For a moment the array then has the new
-dtype and the old shape, or its shape is in freed memory. So the fields that determine its size (DESCR, FLAGS, NDIM,
+Another thread may assign an array's `shape`, `dtype` or `strides` during a call. For a moment the array then has the
+new dtype and the old shape, or its shape is in freed memory. So the fields that determine its size (DESCR, FLAGS, NDIM,
 SHAPE) are read with the GIL (`locked_entry`, jit.py), or from a view that no other thread has (`kept`, shm/context.py).
 These assignments change neither the first address nor the number of bytes. So the values stay right after the GIL is
 released, and DATA may be read at any time. The caller's frame keeps the objects alive; therefore `resize` refuses to
@@ -58,7 +58,7 @@ def integer(builder, value):
 
 @instruction("int64")
 def release_gil(builder):
-    """Release the GIL; no object may be accessed before `take_gil`, which takes the result."""
+    """Release the GIL; no object may be accessed before `take_gil`, which gets the result."""
     return builder.call(llvm.function(builder, "PyEval_SaveThread", llvm.WORD), [])
 
 

@@ -83,7 +83,7 @@ def _compile(dtype: str) -> int:
 def reducer_signature(dtype: str) -> str:
     """Return the signature of the reducer of a dtype of numbers.
 
-    In C, a pointer and an int64 are passed alike.
+    In C, a pointer is passed in the same way as an int64.
     """
     element = f"Half({dtype!r})" if dtype in HALVES else dtype.replace("bool", "boolean")
     return f"void(int64, CPointer({element}), int64, int64, int64)"

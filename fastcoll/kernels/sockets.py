@@ -52,7 +52,7 @@ def send_both(fd, vector, first, size, second, more):
     """Send `size` bytes at `first` and then `more` bytes at `second`, without waiting.
 
     Args:
-        vector: address of VECTOR_BYTES of the caller's.
+        vector: address of VECTOR_BYTES bytes that belong to the caller, zeros at first.
     """
     vectors = vector + 8 * _FIRST
     store_word(vector, _VECTORS, vectors)

@@ -1,9 +1,9 @@
 """How a kernel waits for shared words; and a lock.
 
-It spins, then yields, then sleeps, and returns to Python in time. The back-off table (`backoff`) is in a group's
-private context, so that the mode (dedicated cores or oversubscribed) is the same for all ranks of the group. A wait
-that has used up its budget returns False, and its entry returns AGAIN: Python checks signals, deadlines and dead peers,
-and calls the entry again, which resumes where it stopped.
+It spins, then yields, then sleeps, and returns to Python when its budget is used up. The back-off table
+(`backoff`) is in a group's private context, so that the mode (dedicated cores or oversubscribed) is the same for all
+ranks of the group. A wait that has used up its budget returns False, and the compiled entry that waits returns AGAIN:
+Python checks signals, deadlines and dead peers, and calls the entry again, which resumes where it stopped.
 
 `wait_for` waits for one word. Code that polls several words needs one more word in the table, and calls `rest` between
 two polls:
@@ -29,7 +29,7 @@ IDLE = 2  # budgets used up since the last success; if not 0, sleep at once
 BUDGET = 3  # nanoseconds of sleep before the wait returns to Python
 CLOCK = 4  # 4: seconds, 5: nanoseconds, as clock_gettime writes them
 NAP = 6  # 6: seconds, 7: nanoseconds, as nanosleep reads them
-# When the current call began, if it is timed, else when it stopped spinning and yielding; 0: it has not.
+# When the current call began, if it is timed; else when it stopped spinning and yielding, or 0 before that.
 TIMED = 8
 BACKOFF_WORDS = 9
 
@@ -88,7 +88,7 @@ def wait_slowly(backoff, word, want):
 
 @inlined
 def wait_for(backoff, word, want):
-    """Wait until the shared word at address `word` is at least `want`; False: call again."""
+    """Wait until the shared word at address `word` is at least `want`; if False, call again."""
     if load_acquire(word) >= want:
         return True
     if load_word(backoff, IDLE) == 0:
@@ -122,7 +122,7 @@ def doze(table, first):
 
 @kernel
 def _is_early(table, polls):
-    """Return whether the budget is not used up; here it begins with the first yields."""
+    """Return whether the budget, which here begins with the first yields, is not used up."""
     if polls <= load_word(table, SPINS) + _CLOCK_EVERY:
         store_word(table, END, now(table) + load_word(table, BUDGET))
     if now(table) < load_word(table, END):
@@ -133,7 +133,7 @@ def _is_early(table, polls):
 
 @inlined
 def rest(table, polls):
-    """Wait briefly, for the `polls`-th time since something moved; False: return to Python."""
+    """Wait briefly, for the `polls`-th time since something moved; if False, return to Python."""
     awake = 0 if load_word(table, IDLE) else load_word(table, SPINS) + load_word(table, YIELDS)
     if polls >= awake:
         return doze(table, polls == awake)
@@ -155,7 +155,7 @@ def moved(table):
 
 @locked_entry
 def seize(address: Index) -> int:
-    """Take the lock at an address: DONE, or LATER if another thread holds it."""
+    """Take the lock at an address; return DONE, or LATER if another thread holds it."""
     return DONE if swap_if_equal(integer(address), 0, this_thread()) else LATER
 
 

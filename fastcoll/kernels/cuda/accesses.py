@@ -4,11 +4,11 @@
 
 `accesses` makes them for a lane's type. An access of 16 bytes is one instruction, `ld.global.v4.u32` or `v2.u64`, and
 needs an address that is a multiple of 16. It is written in PTX, because LLVM splits vectors of small integers. The
-compiler may move and merge the loads, because no kernel reads what it has written; so they cannot wait for a peer's
-word.
+compiler may move and merge the loads, because no kernel reads what it has written. So these loads cannot be used to
+wait for a peer's word.
 
-The processor converts float16, integer instructions convert bfloat16; products are not fused. Every NaN is rounded to
-one quiet NaN, as on the CPU (compiler/elements.py).
+The processor has an instruction for float16; integer instructions convert bfloat16. Products are not fused with
+additions. In float16 and bfloat16, every NaN is rounded to one quiet NaN, as on the CPU (compiler/elements.py).
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ else:
         return libdevice.dmul_rn(a, b)
 
     def lane_of(kind):
-        """A function that makes a number of a Numba type, uint16 or a float, of the low bits of a word."""
+        """Return a function that converts the low bits of a word to a Numba type: uint16 or a float."""
         if kind == types.float64:
             return device(lambda word: libdevice.longlong_as_double(word))
         if kind == types.float32:

@@ -7,9 +7,9 @@
 | bool              | a uint8              | 0 or 1                |
 | float16, bfloat16 | a uint16             | float32, rounded once |
 
-A *group* is the tuple of an element's lanes. Every function here takes and returns groups, so that reducers.py can
-build operations on one lane and on two alike. Operations may be users' functions. Structured dtypes have a kernel of
-their own.
+A *group* is the tuple of an element's lanes. Every function here takes and returns groups, so that reducers.py builds
+operations on one lane in the same way as on two. An operation may be a user's function. Structured dtypes have a kernel
+of their own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DeviceElement(NamedTuple):
 
 
 def element_of(dtype: np.dtype[Any]) -> DeviceElement:
-    """Return the lanes of a numeric dtype."""
+    """Return the DeviceElement of a numeric dtype."""
     if dtype.name in _HALVES:
         widen, narrow = (_each(function) for function in _HALVES[dtype.name])
         return DeviceElement(types.uint16, types.float32, 1, widen, narrow)
@@ -106,7 +106,7 @@ def _both(a, b):
     return a & b
 
 
-# MIN and MAX are as `numpy.minimum`: of equal numbers the first; a NaN rather than a number.
+# MIN and MAX choose as `numpy.minimum` does: of two equal numbers the first, of a number and a NaN the NaN.
 _NUMBERS: dict[int, Callable[..., Any]] = {
     SUM: lambda a, b: a + b,
     PRODUCT: lambda a, b: a * b,
@@ -127,7 +127,7 @@ _BOOL: dict[int, Callable[..., Any]] = {
 
 
 def ending(code: int, element: DeviceElement, n: int) -> Any:
-    """Return the last step, applied to the combined group: AVG divides by n; None for others."""
+    """Return the function to apply to the combined group: for AVG a division by n, else None."""
     if code != AVG:
         return None
     kind = element.computed
@@ -143,7 +143,7 @@ def ending(code: int, element: DeviceElement, n: int) -> Any:
     return device(lambda a: (kind((wide(a[0]) + (up if a[0] < 0 else none)) // number),))
 
 
-# ---- users' own ------------------------------------------------------------------------------------------
+# ---- users' functions ------------------------------------------------------------------------------------
 
 
 def combination_by(function: Callable[[Any, Any], Any], element: DeviceElement, kind: str) -> Any:
@@ -166,7 +166,7 @@ def combination_by(function: Callable[[Any, Any], Any], element: DeviceElement, 
     else:
         combine = device(lambda a, b: (part(scalar(a[0], b[0])),))
     if not SIMULATED:
-        # Compile it before it is nested: on an error Numba tries twice at each level, and reports it after a minute.
+        # Compile it before it is nested: after an error Numba tries twice at each level, which takes a minute.
         combine.compile_device((types.UniTuple(part, element.lanes),) * 2)
     return combine
 

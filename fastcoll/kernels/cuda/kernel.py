@@ -1,7 +1,8 @@
 """Kernels that can be launched: compiled for the driver, or run by the simulator.
 
-This is the only file that imports `numba.cuda` and distinguishes the simulator. On a GPU it must be numba-cuda's,
-because the target inside Numba is deprecated. Both have a simulator, which needs no extra.
+This file imports `numba.cuda`, and finds out whether it is a simulator (SIMULATED). On a GPU, `numba.cuda` must come
+from the package numba-cuda, because the CUDA target inside Numba is deprecated. Both have a simulator; Numba's needs no
+extra.
 
 A kernel's parameters are int64 words, followed by tuples of words; a launch passes all words one after the other.
 """
@@ -139,7 +140,7 @@ class _Compiled:
 
 
 Kernel: Any = _Simulated if SIMULATED else _Compiled
-"""Kernel(function, words, tuples)(items, stream, *words): a thread for each item, as many as the device holds."""
+"""Kernel(function, words, tuples)(items, stream, *words) launches a thread per item, at most what a device holds."""
 
 
 def compile_ptx(

@@ -31,7 +31,7 @@ def pack(dense: int, x: Strided, stream: int, back: bool = False) -> None:
     """Copy a strided array to contiguous memory at `dense`, in C order; does not wait.
 
     Args:
-        stream: of the current device.
+        stream: a stream of the current device.
         back: copy in the other direction; the array's elements must not overlap.
     """
     nbytes = x.itemsize * prod(x.shape)

@@ -3,18 +3,19 @@
 A page of words comes first, then the slots.
 
     offset in the page       bytes   writer      reader
-    LINES + 384 * r          128     rank r      this rank   line of r's calls of even number
-    LINES + 384 * r + 128    128     rank r      this rank   line of r's calls of odd number
+    LINES + 384 * r          128     rank r      this rank   r's line, for its calls with an even number
+    LINES + 384 * r + 128    128     rank r      this rank   r's line, for its calls with an odd number
     LINES + 384 * r + 256    8       rank r      this rank   STEP: r's progress in its call
     LINES + 384 * r + 264    8       rank r      this rank   BYE: r no longer uses this memory
     DEAD                     8       this rank   this rank   a wait was given up, or a mismatch was found
     SIZE, RANK, CONTROL      8       the host    this rank   written once, before the first call
     PEERS + 8 * r            8       the host    this rank   address of r's page in this rank's mappings
 
-A rank writes its own state into every rank's page, so that each rank waits on memory of its own GPU. A line is
+A rank writes its own state into every rank's page, so that each rank waits on memory of its own GPU. A line describes
+the call that a rank has begun:
 
     SEQUENCE  the call's number, written last        CALL, SHAPE  of core/signature.py
-    BALANCE   a sum over what the rank gives less one over what it expects; over all ranks it is 0 if these match
+    BALANCE   a sum over what the rank gives minus a sum over what it expects; if these match, all ranks' sum is 0
 
 CONTROL is the address of pinned host memory, through which one rank's kernels and host communicate:
 
@@ -55,9 +56,9 @@ CONTROL_BYTES = REPORTED + 8 * LINE_WORDS * MOST_RANKS
 GAVE_UP, MISMATCH = 1, 2
 
 STEP_BITS = 16
-"""Bits of a STEP word for the step in its call. The other 46 bits have the call's number, enough for ten years."""
+"""Bits of a STEP word that have the step. The call's number has 46 bits more, enough for ten years."""
 LAST_STEP = (1 << STEP_BITS) - 1
-"""The step of a rank that takes no more steps in its call, where ranks may take different numbers of steps."""
+"""The step that a rank publishes if it takes no more steps in its call, and other ranks may take more."""
 
 
 def rank_words(rank: int) -> int:

@@ -59,8 +59,8 @@ class CudaReducer:
         Args:
             dst: device address; equal to a source, or not overlapping any.
             srcs: device addresses, in rank order.
-            stream: the handle of a CUDA stream of the current device; the work that writes the sources must precede on
-                it.
+            stream: the handle of a CUDA stream of the current device; the work that writes the sources must be queued
+                there already.
 
         Raises:
             ArrayError: an array is not aligned to its elements.
@@ -71,7 +71,7 @@ class CudaReducer:
         if count * self.itemsize == 0:
             return
         kernel = self._kernels.get(len(srcs)) or self.prepare(len(srcs))
-        # `head`: elements before all arrays are at multiples of 16 bytes; all of them, if they never are at once.
+        # `head` elements precede the first index at which all addresses are multiples of 16; `count` if there is none.
         bits, head = dst, 0
         for src in srcs:
             bits |= src
@@ -149,7 +149,7 @@ class Fold(NamedTuple):
 def unroll(n: int) -> int:
     """Return how many packs of every source a thread loads at once.
 
-    Unmeasured: a thread has 64 bytes of loads in flight.
+    A thread then has at least 48 bytes of loads in flight. Not measured.
     """
     return max(1, 4 // n)
 

@@ -3,21 +3,24 @@
 They run between the kernels that move and reduce data. Every rank runs the same ones, each on a stream of its own:
 
     meet(page, number, call, shape, balance)      begin a call: publish its signature, wait for all ranks, compare
-    announce(page, number, call, shape, balance)  only the first part of `meet`
+    announce(page, number, call, shape, balance)  publish the signature, as `meet` does
     step(page, word)                              publish that the next slot is written, wait for all ranks
     publish(page, offset, value)                  write a word into every rank's page, without waiting
 
 `word` is call number << STEP_BITS | step. Each thread serves a peer; with more peers than threads, a thread serves
 several in turn. page.py describes the words.
 
-Invariant: after a wait was given up (STOP), and after a mismatch, which all ranks find alike, a rank publishes nothing.
-So no peer takes incomplete data for complete.
+Invariant: after a rank has given up a wait (STOP) or found a mismatch, which all ranks find in the same call, it
+publishes nothing. So no peer takes incomplete data for complete.
 
-Memory written before a kernel in its stream is visible to work that follows a peer's kernel which has waited for the
-kernel's word. PTX's memory model (PTX ISA, "Memory Consistency Model") guarantees it: writes before a release of system
-scope, in the thread or earlier in its stream, happen before reads that follow an acquire of system scope of the same
-word, in the thread or later in its stream. NVVM and ptxas move neither instruction: both are volatile and clobber
-memory. Addresses are of device memory, also of a peer's mapped here, or of pinned host memory; multiples of 8.
+Suppose that work in one rank's stream writes memory, a later kernel in this stream publishes a word, and a kernel in a
+peer's stream waits for the word. Then the peer's work behind its kernel sees the memory. PTX's memory model (PTX ISA,
+"Memory Consistency Model") guarantees it: writes before a release of system scope, in the thread or earlier in its
+stream, happen before reads that follow an acquire of system scope of the same word, in the thread or later in its
+stream. NVVM and ptxas move neither the release nor the acquire: both are volatile and clobber memory.
+
+An address is a multiple of 8. It is in device memory of this rank, in a peer's device memory that is mapped here, or in
+pinned host memory.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ POISON = 1 << 62
 """More than any published value; the host writes it to words to end the waits for them."""
 
 _SPINS = 64
-"""Polls of a word before one of the stop word, which is in host memory and takes a microsecond or two."""
+"""Polls of a word between two polls of the stop word, which takes a microsecond or two: it is in host memory."""
 
 _NAP_NANOSECONDS = 100
 """Sleep between two polls of a word in the GPU's own memory."""
