@@ -3,7 +3,8 @@
 A rank reduces its arrays, in the order of the list, into scratch memory, makes one ordinary call of its group with the
 result, and distributes the outcome to its arrays. On the host, these local parts run inside the call. On GPUs, the part
 before the group's call is queued on the first array's stream when the call is made. The part after it is queued on the
-carrier's stream, or, if the carrier works synchronously, on a stream that the host waits for.
+stream of the group's carrier, which executes its operations on GPU arrays, or, if the carrier works synchronously, on a
+stream that the host waits for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """StreamCarrier: the base of the carriers that only queue work on a GPU.
 
-The carriers of NCCL and of CUDA IPC derive from it. A carrier works on one GPU, that of its group's first array, and
-has its own stream there. It queues a call in these steps:
+A carrier executes a group's operations on GPU arrays. The carriers of NCCL and of CUDA IPC derive from StreamCarrier. A
+StreamCarrier works on one GPU, that of its group's first array, and has its own stream there. It queues a call in these
+steps:
 
-    prepare()     may block: the first call meets the peers here; nothing is queued yet
+    prepare()     may block: the first call waits for the peers here; nothing is queued yet
     own stream    waits for the work that the streams of the call's arrays hold
     work(scope)   queues the call on `scope.stream`
     outputs       packed ones are unpacked on this stream

@@ -1,7 +1,8 @@
 """Failpoints in kernels: `reached(NUMBER)`, compiled only if FASTCOLL_FAILPOINT is set.
 
-failpoints.py has the table of actions, which compiled code finds by the name TABLE_SYMBOL. This code calls only libc
-and CPython, and needs neither the GIL nor Python, so a failpoint may be in code without the GIL.
+A failpoint is a place where a test can kill, stop or delay a rank, or raise an exception in it. failpoints.py has the
+table of actions, which compiled code finds by the name TABLE_SYMBOL. This code calls only libc and CPython, and needs
+neither the GIL nor Python, so a failpoint may be in code without the GIL.
 """
 
 from __future__ import annotations

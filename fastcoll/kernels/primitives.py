@@ -69,7 +69,7 @@ def cells_of(table: np.ndarray) -> memoryview:
 
 @instruction("int64")
 def load_acquire(builder, address):
-    """Return the word at `address`; the stores that its writer did before it are then visible."""
+    """Return the word at `address`; all earlier stores of the word's writer are then visible."""
     return builder.load_atomic(pointer(builder, address), "acquire", 8)
 
 

@@ -1,7 +1,7 @@
 """Writing a call into its group's flight record, the ring whose layout is in record/record.py.
 
 Only the thread that executes a call with the group's context writes. Other threads and processes read at any time, so
-an entry's NUMBER is written last. An entry is a cache line: to write it adds 1 to 2 ns to a call of 8 bytes in shared
+an entry's NUMBER is written last. An entry is a cache line: writing it adds 1 to 2 ns to a call of 8 bytes in shared
 memory. Reading the clock takes 25 ns, so each backend decides whether it records times.
 """
 

@@ -1,9 +1,9 @@
 """How a kernel waits for shared words; and a lock.
 
-It spins, then yields, then sleeps, and returns to Python when its budget is used up. The back-off table
-(`backoff`) is in a group's private context, so that the mode (dedicated cores or oversubscribed) is the same for all
-ranks of the group. A wait that has used up its budget returns False, and the compiled entry that waits returns AGAIN:
-Python checks signals, deadlines and dead peers, and calls the entry again, which resumes where it stopped.
+A wait spins, then yields, then sleeps, and returns to Python when its budget is used up. The back-off table (`backoff`)
+is in a group's private context, so that the mode (dedicated cores or oversubscribed) is the same for all ranks of the
+group. A wait that has used up its budget returns False, and the compiled entry that waits returns AGAIN: Python checks
+signals, deadlines and dead peers, and calls the entry again, which resumes where it stopped.
 
 `wait_for` waits for one word. Code that polls several words needs one more word in the table, and calls `rest` between
 two polls:
