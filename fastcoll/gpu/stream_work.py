@@ -139,7 +139,7 @@ class StreamWork(Work):
         return True
 
     def _order(self) -> None:
-        """Make the streams wait on which the arrays' libraries may use the arrays next."""
+        """Make those streams wait on which the arrays' libraries may use the arrays next."""
         with self._event_in_use() as event:
             if event is not None:
                 # A packed copy's owner is a tuple: the copy's memory and the caller's array. If the library is unknown,

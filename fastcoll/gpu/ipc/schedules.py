@@ -42,7 +42,7 @@ IN, OUT, SLOT = 0, 1, 2
 SLOTS = 4
 
 ONE_SHOT_BELOW = ((4, 512 << 10), (8, 256 << 10), (64, 128 << 10))
-"""Pairs of a number of ranks and of bytes: with at most so many ranks, calls of fewer bytes are one-shot."""
+"""Pairs (ranks, bytes): with at most `ranks` ranks, an all_reduce of fewer than `bytes` bytes is one-shot."""
 
 ALIGNMENT = 128
 """Alignment of blocks in a slot, if the element size allows it: suits cache lines and 16-byte accesses."""
@@ -91,7 +91,7 @@ def slot_of(call: int, step: int) -> int:
 def share_of(slot: int, parts: int, itemsize: int) -> int:
     """Return the bytes of each of `parts` equal blocks of a slot.
 
-    A block holds complete elements; 0 if not even one fits.
+    A block holds complete elements. The result is 0 if not even one fits.
     """
     most = slot // parts
     unit = lcm(itemsize, ALIGNMENT)
@@ -167,7 +167,7 @@ def _peers(rank: int, size: int) -> list[int]:
 def one_shot(
     rank: int, size: int, nbytes: int, itemsize: int, slot: int, readers: Sequence[int] | None = None
 ) -> Schedule:
-    """Return the schedule of an all_reduce or reduce: every rank, or `readers`, folds all slots."""
+    """Return the schedule of an all_reduce or reduce: every rank, or `readers`, reduces all slots."""
     readers = range(size) if readers is None else readers
     puts = [_Part(0, 0, nbytes)] * any(reader != rank for reader in readers)
     reduced = [_Part(0, 0, nbytes, range(size))] * (rank in readers)
@@ -177,7 +177,7 @@ def one_shot(
 def two_shot(rank: int, size: int, nbytes: int, itemsize: int, slot: int) -> Schedule:
     """Return the schedule of an all_reduce in two exchanges.
 
-    Each rank folds its block of every segment into its slot; all ranks copy it from there.
+    Each rank reduces its block of every segment into its slot; all ranks copy the block from there.
     """
     items: list[Move | ReduceStep | Step] = []
     unit = lcm(itemsize, ALIGNMENT)
@@ -200,7 +200,7 @@ def two_shot(rank: int, size: int, nbytes: int, itemsize: int, slot: int) -> Sch
 
 
 def reduce_scatter(rank: int, size: int, sizes: Sequence[int], itemsize: int, slot: int) -> Schedule:
-    """Return the schedule: rank r folds block r of all ranks' slots.
+    """Return the schedule: rank r reduces block r of all ranks' slots.
 
     Args:
         sizes: bytes of the blocks.
@@ -211,7 +211,7 @@ def reduce_scatter(rank: int, size: int, sizes: Sequence[int], itemsize: int, sl
 
 
 def scan(rank: int, size: int, nbytes: int, itemsize: int, slot: int, exclusive: bool) -> Schedule:
-    """Return the schedule: rank r folds the slots of ranks 0..r, or 0..r-1."""
+    """Return the schedule: rank r reduces the slots of ranks 0..r, or 0..r-1."""
     puts = [_Part(0, 0, nbytes)] * (rank < size - 1)
     reduced = [_Part(0, 0, nbytes, range(rank if exclusive else rank + 1))]
     return _in_chunks(rank, share_of(slot, 1, itemsize), puts, (), reduced)

@@ -169,7 +169,7 @@ class NcclMessages:
         return int(self._await(self.irecv(x, src, tag, status)))
 
     def _await(self, work: Work) -> Any:
-        """Wait on the host until a message is queued, and make the stream wait for it.
+        """Wait on the host until a message is queued, and make the library's stream wait for it.
 
         Returns:
             the message's result.
