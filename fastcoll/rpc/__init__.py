@@ -1,6 +1,7 @@
-"""Remote procedure calls between the processes of a job, as torch.distributed.rpc: `import fastcoll.rpc as rpc`.
+"""Remote procedure calls between the processes of a job, with the API of torch.distributed.rpc.
 
-Each process that has called `init_rpc` is a worker with a name, and serves calls of all others until `shutdown`.
+Use it by `import fastcoll.rpc as rpc`. Each process that has called `init_rpc` is a worker with a name, and serves the
+calls of all other workers until `shutdown`.
 `autograd` and `DistributedOptimizer` need torch; they are imported on first use.
 """
 

@@ -1,13 +1,14 @@
-"""Agent: this process as a worker: the workers it can call, its calls that are under way, and its links.
+"""Agent: this process's part in rpc: the workers that it can call, its calls under way, and its links.
 
-A worker dials another one when it first calls it; its calls go over that connection, and their answers come back on it.
-Calls in the other direction have a connection of their own. A call stays in its link's table until the answer, the
-deadline or the peer's disconnect removes it; whatever removes it completes the future, so it is completed exactly once.
+A *link* is one connection to another worker (link.py). A worker dials another one on its first call to that worker;
+this connection carries all such calls and their answers. Calls in the other direction have a connection of their own. A
+call stays in its link's table (`Link.pending`) until the answer, the deadline or the peer's disconnect removes it.
+Whatever removes the call completes its future, so each future is completed exactly once.
 
-The walk of a call: `Agent.call` pickles it and `Link.send` sends it. On the other worker a thread of the readers
-receives it (`Link.receive`), `Agent._received` makes a task of it, and `Handlers.serve` runs its handler and answers.
-Here the thread that waits for the future receives the answer (`Readers.read_answer`), and `Agent._answered` completes
-the future.
+The path of a call: `Agent.call` pickles it and `Link.send` sends it. On the other worker a thread of the readers
+(readers.py) receives the call by `Link.receive`, `Agent._received` makes a task of it, and `Handlers.serve` runs the
+handler and answers. On the caller, the thread that waits for the future receives the answer (`Readers.read_answer`),
+and `Agent._answered` completes the future.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Agent:
 
     Args:
         members: the processes of the workers.
-        dial: connects to a worker until a time, or raises RendezvousError, PeerDiedError or RpcTimeoutError.
+        dial: called with a worker's id and a time; returns a connection to that worker, or raises RpcTimeoutError at
+            that time, or RendezvousError or PeerDiedError.
         timeout: default timeout of calls in seconds.
         spare: how many threads stay when there is nothing to do.
     """
@@ -90,7 +92,7 @@ class Agent:
         self._out: dict[int, Link] = {}  # dialed by this worker
         self._in: set[Link] = set()  # dialed by others
         self._gone: dict[int, FastcollError] = {}
-        self._announced: set[int] = set()  # the workers in `_gone` whose end the callbacks have got
+        self._announced: set[int] = set()  # the workers in `_gone` that the death callbacks were called with
         self._own: dict[int, PendingCall] = {}  # calls of this worker to itself
         self._closed: FastcollError | None = None
         self._exit_reason = ""  # set by `close`
@@ -103,7 +105,7 @@ class Agent:
     # ---- for the rest of rpc --------------------------------------------------------------------------------
 
     def on(self, kind: int, handler: Handler, with_contexts: bool = False) -> None:
-        """Handle calls and notifications of a kind (1 to 255) by `handler(caller, payload)`.
+        """Run `handler(caller, payload)` for the calls and notifications of a kind (1 to 255).
 
         The answer of a call is the handler's result, the result of the Future that it returns, or its exception. Calls
         are handled concurrently, on threads that may block. A notification (`notify`) is handled before the next
@@ -112,15 +114,18 @@ class Agent:
         self.handlers.add(kind, handler, with_contexts)
 
     def on_death(self, callback: Callable[[int, FastcollError], None]) -> None:
-        """Call `callback(worker id, error)` once for each worker that dies or leaves; calls to it fail before that."""
+        """Call `callback(worker id, error)` once for each worker that dies or leaves.
+
+        The calls to that worker that are under way fail on other threads, before or after that.
+        """
         self._death_callbacks.append(callback)
 
     def on_shutdown(self, callback: Callable[[float], None]) -> None:
-        """Call `callback(until)` in `shutdown`, after all workers have called it, while calls can still be made."""
+        """Have `shutdown` call `callback(until)` when all workers have called it, but can still make calls."""
         self._shutdown_callbacks.append(callback)
 
     def find(self, worker: Worker) -> WorkerInfo:
-        """Return the worker of a name, an id or a WorkerInfo.
+        """Return the worker with a name, an id or a WorkerInfo.
 
         Raises:
             UsageError: there is no such worker.
@@ -144,8 +149,8 @@ class Agent:
     ) -> Future[Any]:
         """Have another worker, or this one, handle `payload`; return a future of the answer.
 
-        The buffers of arrays must not change until the future is done. If the call times out before all of them are
-        sent, the other worker gets whatever the rest holds when it is sent; its answer is ignored.
+        The memory of arrays in `payload` must not change until the future is done. If the call times out before all of
+        that memory is sent, the rest is sent later, with its contents at that time, and the answer is ignored.
 
         Args:
             timeout: seconds; 0: without limit; None or negative: the default.
@@ -165,7 +170,7 @@ class Agent:
         try:  # before pickling, so that every message that is pickled is sent
             link = None if to is self.me else self._link_to(to, deadline)
         except FastcollError as error:  # the worker cannot be reached, or is gone
-            future.complete(None, error.with_traceback(None))  # the traceback refers to the arguments
+            future.complete(None, error.with_traceback(None))  # a traceback would keep the arguments
             return future
         context = pickling.context_for(to) if self.handlers.takes_contexts(kind) else b""
         pickled, buffers = pickling.dumps(payload, to)
@@ -194,7 +199,10 @@ class Agent:
         return future
 
     def notify(self, worker: Worker, kind: int, payload: object) -> None:
-        """Call without an answer, in order with the other messages to that worker; lost if the worker is gone."""
+        """Send a notification, which is a call without an answer; it is lost if the worker is gone.
+
+        The worker reads it in order with the other messages from here.
+        """
         to = self.find(worker)
         try:
             link = None if to is self.me else self._link_to(to)
@@ -215,7 +223,7 @@ class Agent:
         return [call.future for _, call in self._under_way() if call.kind != except_kind]
 
     def waits_for(self) -> str:
-        """Return which calls of this worker are under way, for messages."""
+        """Describe the calls of this worker that are under way, for error messages."""
         calls = [(to, call) for to, call in self._under_way() if call.kind != UNCOUNTED]
         return ", ".join(f"{described(call.kind, call.doing)} on {to.name}" for to, call in calls)
 
@@ -224,7 +232,7 @@ class Agent:
         return [(to, call) for to, table in tables for call in list(table.values())]
 
     def death(self) -> FastcollError | None:
-        """Return the error of a worker that died without leaving in order, if there is one."""
+        """Return the error of a worker that died instead of leaving; None: no worker did."""
         return next((anew(error) for error in self._gone.values() if isinstance(error, PeerDiedError)), None)
 
     def connect(self, worker: WorkerInfo, until: float = ENDLESS) -> None:
@@ -284,7 +292,10 @@ class Agent:
     # ---- messages -------------------------------------------------------------------------------------------
 
     def _received(self, link: Link, message: RpcMessage) -> Task | None:
-        """Return the task for a message. The reading thread itself does what needs the order and cannot block."""
+        """Return the task that handles a message; None: it was handled here.
+
+        The reading thread itself handles messages whose order matters: all except calls and answers.
+        """
         match message.type:
             case MessageType.CALL:
                 return partial(self.handlers.serve, link, message)
@@ -304,11 +315,12 @@ class Agent:
         return None
 
     def _answered_here(self, answer: RpcMessage) -> None:
-        """Take the answer of a call to this worker itself. The answer may hold RRefs even if the call has timed out."""
+        """Handle the answer of a call of this worker to itself."""
+        # Also if the call has timed out: the answer may hold RRefs, which must be dropped.
         self._answered(self._own.pop(answer.call, None), self.me, answer)
 
     def _answered(self, call: PendingCall | None, worker: WorkerInfo, answer: RpcMessage) -> None:
-        """Complete a call's future; None: the call has timed out."""
+        """Complete a call's future with its answer. If `call` is None, it has timed out: drop the answer."""
         if call is None:
             with suppress(FastcollError), pickling.receiving(worker):
                 pickling.discard(answer)
@@ -317,12 +329,12 @@ class Agent:
             with pickling.receiving(worker), pickling.entered(call.context, worker):
                 result = pickling.loads(answer)
                 if answer.type is not MessageType.RAISED:
-                    call.future.complete(result, None)  # its callbacks run in the contexts, too
+                    call.future.complete(result, None)  # the future's callbacks run in the contexts, too
                     return
         except BaseException as error:
-            # The traceback refers to frames that wait for the future: a circle, which would keep the call's arguments.
+            # The traceback refers to frames that wait for the future; that cycle would keep the call's arguments.
             call.future.complete(None, error.with_traceback(None))
-            if isinstance(error, KeyboardInterrupt):  # it may have come in another call's answer
+            if isinstance(error, KeyboardInterrupt):  # this thread may be waiting for another call's answer
                 raise
             return
         call.future.complete(None, exceptions.unpack(worker, result))
@@ -330,7 +342,7 @@ class Agent:
     # ---- ends -----------------------------------------------------------------------------------------------
 
     def _fail(self, call: PendingCall, error: FastcollError) -> None:
-        """Fail a call's future on a thread that its callbacks may block."""
+        """Fail a call's future on a thread of the readers, which the future's callbacks may block."""
         self.readers.run(partial(call.future.complete, None, error))
 
     def _lost(self, link: Link) -> None:
@@ -354,15 +366,14 @@ class Agent:
                 self._fail(call, type(error)(f"{error}; {doing} is lost", [worker.id]))
         if is_first:
             out = self._out.get(worker.id)
-            if (
-                out is not None and link.exit_reason is None
-            ):  # after a GOODBYE, its last answers may still arrive
+            # After a GOODBYE, the worker's last answers may still arrive.
+            if out is not None and link.exit_reason is None:
                 out.shut()
             for callback in self._death_callbacks:
                 callback(worker.id, error)
 
     def _reason(self, link: Link) -> FastcollError:
-        """Return why a link has ended, after it was shut; the same error for all links of a worker."""
+        """Return why a link that was shut has ended; all links of a worker have the same error."""
         # A sending thread may notice the end before a reader has received the GOODBYE.
         if self._closed is None and link.exit_reason is None:
             for task in link.receive_rest():
@@ -424,13 +435,12 @@ class Agent:
             (self._own, set[int]()),
             *((each.pending, each.abandoned) for each in links),
         ]:
-            for number, call in pending.copy().items():  # other threads change it
+            for number, call in pending.copy().items():  # other threads change the table
                 if call.deadline > now:
                     due = min(due, call.deadline)
                     continue
-                abandoned.add(
-                    number
-                )  # first: the thread that receives the answer looks there if it finds no call
+                # Before `pop`: a thread that receives the answer and finds no call looks into `abandoned`.
+                abandoned.add(number)
                 if pending.pop(number, None):
                     # The error includes torch's wording: callers match on it.
                     text = "RPC ran for more than its timeout: {} was not answered within {:g} s"
@@ -439,7 +449,7 @@ class Agent:
                 else:
                     abandoned.discard(number)
         for link in links:
-            if link.abandoned:  # no thread may be waiting for an answer on it
+            if link.abandoned:  # perhaps no thread waits for an answer on this link
                 self.readers.rearm(link)
         return due
 

@@ -1,9 +1,9 @@
 """Calls of users' functions: `rpc_sync` and `rpc_async`, how functions are run, and how their errors return.
 
-`contexts` holds values that are sent with calls of users' functions. On the caller, the calling thread runs
-`encode(to)`; the bytes that it returns are sent with the call, None is not. On the callee, `enter(value, sender)` is a
-context manager around the unpickling of the arguments, the function, and the pickling of its result; on the caller,
-around the unpickling of the result.
+`contexts` holds objects that send a value with each call of a user's function (pickling.CallContext). The calling
+thread runs their `encode(to)`. If that returns bytes, and not None, they are sent with the call. `enter(value, sender)`
+returns a context manager. On the callee it encloses the unpickling of the arguments, the function, and the pickling of
+the result; on the caller it encloses the unpickling of the result.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def run_user_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
         if not (getattr(func, "__module__", None) or "").startswith(
             _PACKAGE
         ):  # the errors of this package's functions are meant for the caller
-            # As text: a log handler may keep the record, and a traceback would keep the arguments alive.
+            # Log the traceback as text: a log handler may keep the record, and a traceback would keep the arguments.
             name = getattr(func, "__qualname__", func)
             _log.error("%s raised an exception, which its caller gets:\n%s", name, traceback.format_exc())
         raise

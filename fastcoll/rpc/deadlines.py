@@ -15,8 +15,9 @@ class Deadlines:
     """A thread that sleeps until the earliest deadline.
 
     Args:
-        fail_late: fails the calls whose deadline is before the time it gets; returns the earliest deadline of the rest.
-        look: called once a second; None: the thread sleeps until a deadline.
+        fail_late: called with the time; fails the calls whose deadline has passed, and returns the earliest deadline of
+            the other calls.
+        look: looks for hosts that vanished, once a second or more often; None: the thread sleeps until a deadline.
     """
 
     def __init__(self, fail_late: Callable[[float], float], look: Callable[[], None] | None) -> None:
@@ -27,9 +28,10 @@ class Deadlines:
         threading.Thread(target=self._run, name="fastcoll-rpc-clock", daemon=True).start()
 
     def watch(self, deadline: float) -> None:
-        """Respect the deadline of a call, which is in its table by now.
+        """Have the thread respect the deadline of a call, which the caller has put into its table before.
 
-        The thread reads the tables after it has reset `_due`, so it sees the call, or it is woken here.
+        The thread resets `_due` before it reads the tables. So if it does not find the call there, `_due` was reset
+        before this method compares it, and this method wakes the thread unless another deadline is earlier.
         """
         if deadline < self._due:
             self._wake(deadline)

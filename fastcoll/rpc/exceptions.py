@@ -8,11 +8,11 @@ from ..errors import RemoteError
 from . import pickling
 from .worker_info import WorkerInfo
 
-Packed = tuple[bytes | None, str, str, str]  # the pickle; name of the class, message and traceback
+Packed = tuple[bytes | None, str, str, str]  # the pickle; texts: name of the class, message, traceback
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception on another worker, as its cause."""
+    """The text of a traceback on another worker. It becomes the `__cause__` of the exception."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -23,13 +23,13 @@ class RemoteTraceback(Exception):
 
 
 def traceback_text(error: BaseException, worker: WorkerInfo) -> str:
-    """Return the traceback of an exception on `worker`, this one, as text."""
+    """Return the traceback of an exception on this worker, which is `worker`, as text."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return f"On {worker}:\n{text}"
 
 
 def pack(error: BaseException, worker: WorkerInfo) -> Packed:
-    """Return what `unpack` needs to raise an exception of `worker`, this one, on another worker."""
+    """Return what `unpack` needs to build an exception of this worker, which is `worker`, on another one."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     return pickling.pickled_error(error), name, str(error), traceback_text(error, worker)
 

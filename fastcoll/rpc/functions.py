@@ -12,9 +12,9 @@ ASYNC = "returns_future_of_its_result"
 
 
 def async_execution(fn: F) -> F:
-    """Mark a function that returns a Future: its caller gets the future's result, and no thread waits for it.
+    """Mark a function that returns a Future: its caller gets the future's result.
 
-    Apply `staticmethod` and `classmethod` outside it.
+    No thread waits for that result. Put `@staticmethod` or `@classmethod` above this decorator.
 
     Example:
         >>> @rpc.functions.async_execution

@@ -1,4 +1,4 @@
-"""Future: the result of a call that may still be under way, as torch.futures.Future (core/future.py)."""
+"""Future: the result of a call that may still be under way, with the API of torch.futures.Future."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Future(core.Future[T]):
 
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__()
-        # Of the answer that has the result: the readers, the link, its number, the deadline; None: of no other worker.
+        # Where the result's message arrives: readers, link, number of the call, deadline. None: from no other worker.
         self.answer: tuple[Readers, Link, int, float] | None = None
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """Return a future of the result of `callback`, called with this future when it is done (now, if it is done).
+        """Return a future of the result of `callback(self)`, which runs when this future is done (now, if it is).
 
         Raises:
             ArgumentTypeError: `callback` is not callable.
@@ -59,7 +59,10 @@ class Future(core.Future[T]):
         return Future()
 
     def _of_callback(self, error: BaseException) -> BaseException:
-        """Return the exception of the future of `then` whose callback raised `error`: a RuntimeError, as in torch."""
+        """Return the exception of a future of `then` whose callback raised `error`.
+
+        As in torch, it is a RuntimeError, except for Ctrl-C and the like.
+        """
         if isinstance(error, RuntimeError) or not isinstance(error, Exception):
             return error
         failed = RpcError(f"a callback raised {type(error).__name__}: {error}")
@@ -74,24 +77,24 @@ class Future(core.Future[T]):
 
 
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """Return a future of this list, done when all of them are; the first exception completes it at once."""
+    """Return a future of the list `futures`, done when all of them are; the first exception fails it at once."""
     return _collected(futures, ends_early=True)
 
 
 def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Return the results of all; raise the first exception as soon as it arrives, as torch does."""
+    """Return the results of all futures; raise the first exception as soon as it arrives, as torch does."""
     return [future.value() for future in collect_all(futures).wait()]
 
 
 def all_done(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """Return a future of this list, done when all of them have results or exceptions."""
+    """Return a future of the list `futures`, done when all of them have results or exceptions."""
     return _collected(futures, ends_early=False)
 
 
 def _collected(futures: Sequence[Future[Any]], ends_early: bool) -> Future[list[Future[Any]]]:
     listed: list[Future[Any]] = list(futures)
     combined: Future[list[Future[Any]]] = Future()
-    left = [None] * len(listed)  # each that is done pops one; popping is atomic
+    left = [None] * len(listed)  # each future that is done pops one item; popping is atomic
 
     def count(done: Future[Any]) -> None:
         left.pop()
@@ -108,7 +111,7 @@ def _collected(futures: Sequence[Future[Any]], ends_early: bool) -> Future[list[
 
 
 def as_future(future: Any) -> Future[Any]:
-    """Return a future of rpc that ends like `future`, which may be one of torch."""
+    """Return a future of rpc that gets the result or exception of `future`, which may be one of torch."""
     if isinstance(future, Future):
         return future
     ours: Future[Any] = Future()

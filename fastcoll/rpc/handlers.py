@@ -33,14 +33,14 @@ class Counts:
         self._made = self._served = 0
 
     def add(self, kind: int, made: int = 0, served: int = 0) -> None:
-        """Count a call, unless it belongs to the shutdown itself."""
+        """Add to the numbers, except for calls of the shutdown protocol (UNCOUNTED)."""
         with self._lock:
             if kind != UNCOUNTED:
                 self._made += made
                 self._served += served
 
     def read(self) -> tuple[int, int]:
-        """Return both numbers, as of one time."""
+        """Return both numbers, made and served, as they were at the same moment."""
         with self._lock:
             return self._made, self._served
 
@@ -71,11 +71,11 @@ class Handlers:
         self._handlers[kind] = (handler, with_contexts)
 
     def takes_contexts(self, kind: int) -> bool:
-        """Return whether contexts (pickling.contexts) travel with calls of a kind."""
+        """Return whether contexts (pickling.contexts) are sent with calls of a kind."""
         return self._handlers[kind][1]
 
     def under_way(self) -> list[str]:
-        """Return which calls are under way here, for messages."""
+        """Describe the calls that this worker has not answered yet, for error messages."""
         return [
             f"{self._me.name} is in {described(kind, doing)} by {caller.name}"
             for caller, kind, doing in list(self._under_way.values())
@@ -114,9 +114,11 @@ class Handlers:
         except BaseException as error:
             self._answer(link, message, MessageType.RAISED, exceptions.pack(error, self._me))
             return
-        # The message may be large; it is not kept until the future is done.
+        # Until the future is done, keep the message without its pickle and buffers, which may be large.
         answer = partial(self._answer_later, link, replace(message, pickled=b"", buffers=()))
-        if link is None:  # a callback of the caller may wait for other callbacks of `result`
+        if link is None:
+            # Use another thread: the answer runs callbacks of the caller's future, which may wait for other callbacks of
+            # `result`; those run on this thread.
             result.add_done_callback(lambda done: self._readers.run(partial(answer, done)))
         else:
             result.add_done_callback(answer)
@@ -145,7 +147,7 @@ class Handlers:
 
 
 def described(kind: int, doing: object) -> str:
-    """Return what a call is, for messages. `doing`: a text, or the function that is called."""
+    """Describe a call in error messages. `doing`: a text, or the function that is called."""
     if isinstance(doing, str):
         return doing
     return f"the call of {getattr(doing, '__qualname__', None) or f'kind {kind}'}"

@@ -1,10 +1,11 @@
-"""Poller: the epoll for which all threads of an agent wait, with an eventfd that wakes a thread, and a timer.
+"""Poller: the epoll on which all threads of an agent wait, with an eventfd that wakes a thread, and a timer.
 
-Every registration is one-shot: the kernel wakes one thread for an event, and disarms the descriptor. `link.armed` has
-the events for which a link is armed: READ, HANG_UP, or 0 after an event. The thread that gets the event resets it, and
-then reads the link. If another thread arms the link between the event and the reset, the kernel is armed for more than
-`armed` says, which costs one event. The kernel is never armed for less, except while the thread that got the event
-reads.
+Every registration is one-shot: for an event, the kernel wakes one thread and disarms the descriptor. A disarmed
+descriptor reports no event until it is armed again. `link.armed` holds the events for which a link (one connection) is
+armed: READ, HANG_UP, or 0. The thread that gets an event first sets `link.armed` to 0, and then reads the link. If
+another thread arms the link between the event and that reset, the kernel is armed for more events than `link.armed`
+holds, which costs one extra event. The kernel is armed for fewer events only between the event and the reset. Then the
+thread that got the event reads the link next, so nothing is missed.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Signal(Enum):
 
 
 class Poller:
-    """Reports events of links; each to one thread.
+    """Report events of links, each to one thread.
 
-    `timer_nanoseconds`: the time from `start_timer` to its event.
+    `timer_nanoseconds`: the time from `start_timer` to the timer's event.
     """
 
     def __init__(self, timer_nanoseconds: int) -> None:
@@ -41,20 +42,20 @@ class Poller:
         self._links: dict[int, Link] = {}
         self._arming = threading.Lock()
         self._timer_runs = False
-        self._after = (ctypes.c_long * 4)(0, 0, 0, timer_nanoseconds)  # struct itimerspec: once
+        self._after = (ctypes.c_long * 4)(0, 0, 0, timer_nanoseconds)  # struct itimerspec: fires once
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timer: int = _libc.timerfd_create(1, os.O_NONBLOCK | os.O_CLOEXEC)
         for descriptor in (self._wake, self._timer):
             self._epoll.register(descriptor, READ)
 
     def watch(self, link: Link, events: int) -> None:
-        """Add a link: READ reports what arrives, HANG_UP only that the peer has ended."""
+        """Add a link: READ reports messages and the peer's end, HANG_UP only the peer's end."""
         self._links[link.fileno()] = link
         link.armed = events
         self._epoll.register(link.fileno(), events)
 
     def arm(self, link: Link, events: int) -> None:
-        """Arm a link for `events` unless it is armed for as much already."""
+        """Arm a link for `events` unless it is armed for them already."""
         with self._arming:
             if link.armed < events:
                 self._modify(link, events)
@@ -67,7 +68,7 @@ class Poller:
 
     def _modify(self, link: Link, events: int) -> None:
         descriptor = link.fileno()
-        if self._links.get(descriptor) is link:  # else the number may be another link's by now
+        if self._links.get(descriptor) is link:  # else another link may have this number by now
             with suppress(OSError, ValueError):  # closed meanwhile
                 link.armed = events
                 self._epoll.modify(descriptor, events)
@@ -92,13 +93,13 @@ class Poller:
             _libc.timerfd_settime(self._timer, 0, self._after, None)
 
     def wait(self) -> Link | Signal | None:
-        """Block until there is an event, and return where it comes from; None: from a link that was removed."""
+        """Block until there is an event, and return its source; None: a link that was removed."""
         ((descriptor, _),) = self._epoll.poll(maxevents=1)
         if descriptor == self._wake:
             self.clear(self._wake)
             return Signal.WAKE
         if descriptor == self._timer:
-            # In this order: a timer that is started after the flag is reset must be reported.
+            # Reset the flag last: another thread may then start the timer, and that event must not be cleared here.
             self.clear(self._timer)
             self._timer_runs = False
             return Signal.TIMER

@@ -2,13 +2,13 @@
 
 The sender copies into a slot and increments the count of written slots; the receiver copies out of the slot and
 increments the count of read slots. Each count has one writer, and a slot is written again only after it was read; x86
-keeps the order of the stores. Both sides copy at the same time: 16 MiB in both directions take 1.2 ms, by
-process_vm_readv 3.8 ms (two cores of an AMD EPYC of family 26). Eight slots of 256 KiB keep the data in the L3
-(docs/architecture-shm.md, "Where the data lies").
+keeps the order of the stores. Both sides copy at the same time. 16 MiB in both directions take 1.2 ms; by
+process_vm_readv they take 3.8 ms (two cores of an AMD EPYC of family 26). Eight slots of 256 KiB keep the data in the
+L3 cache (docs/architecture-shm.md, "Where the data lies").
 
-The worker that dials makes the memory, a memfd, of which nothing can be left over, and offers its descriptor and a
-nonce. The other worker opens it by /proc/PID/fd, which needs the same user and pid namespace, checks the nonce, and
-answers whether that succeeded.
+The worker that dials creates the memory as a memfd, which the kernel frees when no process has it open. It offers
+the other worker the number of its descriptor, and a nonce. The other worker opens the memory by /proc/PID/fd, which
+needs the same user and pid namespace, checks the nonce, and answers whether it has mapped the memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 _SLOT, _SLOTS = 256 << 10, 8
-# Bytes in front of the slots: the nonce, then for each direction the count of slots written (at byte 64, 192) and read
-# (at byte 128, 256).
+# Bytes in front of the slots: the nonce, then the counts of written and read slots. Those of the first direction are at
+# bytes 64 and 128, those of the second direction at bytes 192 and 256.
 _WORDS = 4096
 _NBYTES = _WORDS + 2 * _SLOT * _SLOTS
 _SPIN_SECONDS, _LOOK_SECONDS = 100e-6, 0.05
 
 
 class Ring:
-    """Both directions, as one side sees them."""
+    """One side's mapping of the memory: the slots that it writes, and the slots that it reads."""
 
     @classmethod
     def offer(cls) -> tuple[Ring, bytes]:
@@ -46,7 +46,7 @@ class Ring:
         """Return the ring that process `pid` offers.
 
         Raises:
-            OSError: it cannot be opened here.
+            OSError: the memory cannot be opened or mapped here, or its nonce differs.
         """
         number, nonce = int.from_bytes(offer[:4], "little"), offer[4:]
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -68,7 +68,10 @@ class Ring:
         self._out, self._in = directions if first else directions[::-1]
 
     def close(self) -> None:
-        """Unmap the memory as soon as no traceback refers to a frame of `put` or `take`. No thread may be copying."""
+        """Drop the memory, and close its descriptor. No thread may be copying.
+
+        The memory stays mapped as long as a traceback refers to a frame of `put` or `take`.
+        """
         self._out = self._in = (0, 0, [])
         self._words.release()
         if self._descriptor >= 0:
@@ -76,7 +79,7 @@ class Ring:
             self._descriptor = -1
 
     def put(self, buffer: memoryview) -> Iterator[None]:
-        """Send a buffer; yields every 50 ms while all slots are full, so that the caller may give up."""
+        """Send a buffer; yield every 50 ms while all slots are full, so that the caller may give up."""
         words, (written, read, slots) = self._words, self._out
         source = np.frombuffer(buffer, np.uint8)
         count = words[written]
@@ -89,7 +92,7 @@ class Ring:
             words[written] = count
 
     def take(self, buffer: memoryview) -> Iterator[None]:
-        """Fill a buffer with the data that the other side puts; yields every 50 ms while no slot is filled."""
+        """Fill a buffer with the data that the other side puts; yield every 50 ms while no slot is filled."""
         words, (written, read, slots) = self._words, self._in
         target = np.frombuffer(buffer, np.uint8)
         count = words[read]
