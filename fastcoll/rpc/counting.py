@@ -1,8 +1,9 @@
 """Ledger: one worker's part of the protocol that counts references to remote values; no sockets, threads or locks.
 
-A *reference* stands for one RRef object on one worker. It has the id of the value, which all references to the value
-share, an id of its own (torch's fork id), and the owner of the value. A reference is *known* once the owner counts it.
-The owner frees a value when it counts no reference. Messages may arrive in any order, even between two workers.
+A *reference* stands for one RRef object on one worker. It consists of the *owner*, which is the worker that has the
+value; the id of the value, which all references to the value share; and an id of its own (torch's fork id). A reference
+is *known* once the owner counts it. The owner frees a value when it counts no reference to it. Messages may arrive in
+any order, even between two workers.
 
 | message | from, to | meaning |
 |---|---|---|
@@ -14,12 +15,13 @@ The owner frees a value when it counts no reference. Messages may arrive in any 
 | SWEPT | all, owner | they are known, and I accept no more references from the dead workers |
 
 1. A holder sends DELETE only after its reference and all references that were passed on from it, its *children*, are
-   known. So for each unknown reference, the owner knows a reference nearer to the root of the tree in which they were
-   passed on. A reference that the owner itself passes on is known at once.
-2. The owner keeps the references of dead workers until no living worker can hold an unknown reference that came from
-   a dead one: until all have answered a SWEEP that names all dead workers. A worker that gave a reference to a dead
-   worker sends FORK in its name, because the dead worker may have passed it on. Another death restarts the sweep: the
-   newly dead worker may have passed on references that it got from the other dead workers.
+   known. So for each unknown reference, the owner knows a reference from which the unknown one was passed on, directly
+   or through other workers. A reference that the owner itself passes on is known at once.
+2. The owner keeps counting the references of dead workers as long as a living worker may hold an unknown reference that
+   came from a dead worker. None does once all living workers have answered a SWEEP that names all dead workers. A
+   worker that gave a reference to a worker that died sends FORK in the dead worker's name, because the dead worker may
+   have passed that reference on. Another death restarts the sweep: the newly dead worker may have passed on references
+   that it got from the other dead workers.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Reference(NamedTuple):
 
 
 class CountingMessage(NamedTuple):
-    """A message of the protocol: see the table."""
+    """A message of the protocol: see the table at the top."""
 
     kind: int
     ref: Reference | None = None
@@ -71,21 +73,22 @@ class Child:
 
 @dataclass
 class Ledger:
-    """One worker's references. After each call of a method, send `outbox` and drop the values in `freed`."""
+    """One worker's references.
+
+    After each call of a method, the caller sends the messages in `outbox`, and drops the values in `freed`.
+    """
 
     me: int
     others: set[int]  # the other living workers
-    forks: dict[Id, dict[Id, int]] = field(
-        default_factory=dict
-    )  # of each own value: the holder of each known reference
+    # For each value of this worker: the holder of each known reference.
+    forks: dict[Id, dict[Id, int]] = field(default_factory=dict)
     held: dict[Id, Held] = field(default_factory=dict)
     children: dict[Id, Child] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
     sweep: int = 0  # number of this worker's last sweep
-    awaited: set[int] = field(default_factory=set)  # the workers that have not answered it
-    unanswered: dict[int, int] = field(
-        default_factory=dict
-    )  # of each owner: the sweep that this worker must answer
+    awaited: set[int] = field(default_factory=set)  # the workers that have not answered this sweep
+    # For each owner: the number of the sweep that this worker must answer.
+    unanswered: dict[int, int] = field(default_factory=dict)
     ids: int = 0
     outbox: list[tuple[int, CountingMessage]] = field(default_factory=list)
     freed: list[Id] = field(default_factory=list)
@@ -93,7 +96,10 @@ class Ledger:
     # ---- RRef objects of this worker ---------------------------------------------------------------------------------
 
     def make(self, owner: int) -> Reference:
-        """Return the first reference to a new value. If another worker owns it, the call of `remote` implies a FORK."""
+        """Return the first reference to a new value.
+
+        If another worker owns the value, that worker handles the call of `remote` as a FORK, too.
+        """
         ref = Reference(owner, self._new_id(), self._new_id())
         if owner == self.me:
             self.forks[ref.rref] = {ref.fork: owner}
@@ -104,7 +110,7 @@ class Ledger:
     def pass_on(self, ref: Reference, to: int) -> Reference:
         """Return a child of a reference, to be sent to worker `to`."""
         child = Reference(ref.owner, ref.rref, self._new_id())
-        if not {to, ref.owner} & self.dead:  # else it does not arrive, or no owner counts it
+        if not {to, ref.owner} & self.dead:  # else it does not arrive, or its owner is gone
             if ref.owner == self.me:
                 self.forks[ref.rref][child.fork] = to
             else:
@@ -152,7 +158,10 @@ class Ledger:
             self.release(held.ref)
 
     def is_settled(self) -> bool:
-        """Return whether no worker holds references to own values, and this worker holds none and awaits no message."""
+        """Return whether no references are left that concern this worker.
+
+        Then no worker holds a reference to its values, it holds none, and all that it passed on are known.
+        """
         return not (self.forks or self.held or self.children)
 
     # ---- messages --------------------------------------------------------------------------------------------------
@@ -163,7 +172,7 @@ class Ledger:
             return
         kind, ref, number, dead = message
         if kind == SWEEP:
-            # An older one may arrive later.
+            # The message of an older sweep may arrive later.
             self.unanswered[sender] = max(number, self.unanswered.get(sender, 0))
             for worker in dead:
                 self.died(worker)
@@ -200,7 +209,7 @@ class Ledger:
         self.forks.setdefault(ref.rref, {})[ref.fork] = holder
         self._send(sender, CONFIRMED, ref)
         if holder != sender:
-            self.died(holder)  # this worker may have no connection that reports the death
+            self.died(holder)  # `sender` has noticed the death; this worker may have no link that reports it
         if holder in self.dead and not self.awaited:
             self._begin_sweep()
 
@@ -256,7 +265,8 @@ class Ledger:
     def _answer(self) -> None:
         """Answer the sweeps whose owners know all references that this worker got from dead workers or gave them.
 
-        While a sweep waits there are no new such references unless more workers die: `take_in` refuses the dead.
+        While an answer is delayed, no such references are added unless more workers die, because `take_in` refuses
+        references from dead workers.
         """
         if self.unanswered:
             unknown = {h.ref.owner for h in self.held.values() if not h.known and h.parent in self.dead}

@@ -117,8 +117,8 @@ class Handlers:
         # Until the future is done, keep the message without its pickle and buffers, which may be large.
         answer = partial(self._answer_later, link, replace(message, pickled=b"", buffers=()))
         if link is None:
-            # Use another thread: the answer runs callbacks of the caller's future, which may wait for other callbacks of
-            # `result`; those run on this thread.
+            # Use another thread: the answer runs callbacks of the caller's future, which may wait for other callbacks
+            # of `result`; those run on this thread.
             result.add_done_callback(lambda done: self._readers.run(partial(answer, done)))
         else:
             result.add_done_callback(answer)

@@ -1,7 +1,7 @@
 """Link: one connection to another worker. The side that dialed makes calls, and the other side answers.
 
-Any thread may send; a lock keeps each message in one piece. Only the holder of `reading` reads; readers.py says which
-thread that is. Messages of one connection are handled in the order in which they were sent.
+Any thread may send; a lock keeps each message in one piece. Only the thread that holds `Link.reading` reads; readers.py
+describes which thread that is. Messages of one connection are read in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _log = logging.getLogger("fastcoll")
 Task = Callable[[], object]
 LOOK_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
-_SILENT_MILLISECONDS = 8000  # as long as the kernel probes a connection that has no data under way
-_RETRANSMITS = 3  # these take 1.4 s: after a long silence, new data may not be acknowledged yet
+_SILENT_MILLISECONDS = 8000  # the kernel gives up an idle connection after the same time
+# Three take 1.4 s. Fewer prove nothing: after a long silence, data that was just sent is not acknowledged yet either.
+_RETRANSMITS = 3
 _INFO = struct.Struct("@2xB21xI28xI")  # struct tcp_info: retransmits, unacked, last_ack_recv
 
 
@@ -43,7 +44,7 @@ class Link:
         pending: the calls over this link that are not answered yet, by number.
         abandoned: the numbers of calls that timed out; their answers are still read.
         exit_reason: why the peer left, once its GOODBYE has arrived.
-        armed: see polling.py.
+        armed: the events for which the poller is armed (polling.py).
         ring: shared memory for large buffers, once both sides have mapped it.
     """
 
@@ -79,16 +80,16 @@ class Link:
     # ---- sending -------------------------------------------------------------------------------------------
 
     def send(self, message: RpcMessage, until: float = ENDLESS) -> None:
-        """Send a message, and wait until the kernel has taken all of it.
+        """Send a message, and wait until the kernel or the ring has taken all of it.
 
-        If that lasts beyond the time `until`, another thread sends the rest: no other message can be sent before.
+        If that lasts beyond the time `until`, another thread sends the rest; later messages wait until it has done so.
 
         Raises:
             OSError: the peer is gone.
         """
         is_left, held = False, list[bool]()
         try:
-            # C code alone acquires the lock and notes that in `held`: Ctrl-C is raised before both or after both.
+            # C code alone acquires the lock and records that in `held`, so Ctrl-C is raised before both or after both.
             held.extend(map(self._sending.acquire, (True,), (max(until - monotonic(), 0.0),)))
             if not held[0]:
                 self._send_on_thread(partial(self.send, message))
@@ -96,7 +97,7 @@ class Link:
             ring = self.ring
             start, large = encode(message, ring is not None)
             try:
-                try:  # `suppress` takes 0.4 us
+                try:  # faster than `suppress`, which takes 0.4 us
                     sent = self._socket.send(start)
                 except BlockingIOError:
                     sent = 0
@@ -141,14 +142,14 @@ class Link:
         return True
 
     def _steps(self, start: memoryview, large: Sequence[memoryview], ring: Ring | None) -> Iterator[None]:
-        """Send the rest of a message; yields each time it has waited for a while."""
+        """Send the rest of a message; yield each time that the peer has taken nothing for a while."""
         yield from self._write(start)
         for buffer in large:
             yield from self._write(buffer) if ring is None else ring.put(buffer)
 
     def send_goodbye(self, exit_reason: str) -> None:
         """Send the peer a GOODBYE with the exit reason, unless another message is stuck on the connection."""
-        end = monotonic() + _CLOSE_SECONDS  # the thread that sends may just lack a core
+        end = monotonic() + _CLOSE_SECONDS  # the thread that holds the lock may only lack a core
         while not (has := self._sending.acquire(timeout=LOOK_SECONDS)) and monotonic() < end:
             if self._is_stuck:
                 break
@@ -180,7 +181,7 @@ class Link:
         """Return whether the peer's host has stopped acknowledging data.
 
         The kernel probes an idle connection and gives it up after 8 s, but it retransmits data for 15 minutes.
-        TCP_USER_TIMEOUT would also end a connection whose reader is stopped, although that host's kernel answers.
+        TCP_USER_TIMEOUT would also end a connection whose reader is stopped, although the reader's kernel answers.
         """
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
@@ -195,7 +196,7 @@ class Link:
         self.send(RpcMessage(MessageType.RING, 0, 0, offer))
 
     def answer_offer(self, pid: int, offer: bytes) -> None:
-        """Map the shared memory that process `pid` offers, if it can be opened here, and say whether it was."""
+        """Map the shared memory that process `pid` offers, if possible; send the peer whether it was mapped."""
         ring = None
         with suppress(OSError):
             ring = Ring.accept(pid, offer)
@@ -214,17 +215,17 @@ class Link:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def poll(self, milliseconds: float = 0) -> bool:
-        """Return whether there is something to read, or arrives within a time. The caller holds `reading`."""
+        """Return whether there is something to read, now or within a time. The caller holds `reading`."""
         return bool(self._poller.poll(milliseconds))
 
     def expects_answers(self) -> bool:
-        """Return whether answers are to arrive, of calls that wait or of calls whose time is up."""
+        """Return whether answers are expected, including those of calls that timed out."""
         return bool(self.pending or self.abandoned)
 
     def receive(self) -> list[Task] | None:
         """Return the tasks of the messages that have arrived, without waiting for more. The caller holds `reading`.
 
-        None: the peer has ended, or its messages cannot be read any longer.
+        None: the peer has ended, or a message of it could not be read.
         """
         tasks: list[Task] = []
         if self._is_broken:
@@ -283,7 +284,7 @@ class Link:
     def close(self) -> None:
         """Shut the connection, and close it when no thread reads or sends."""
         self.shut()
-        # A Ctrl-C between two statements may have left a lock locked.
+        # Ctrl-C between two statements may have left a lock locked; then the descriptors stay open.
         acquired = [lock for lock in (self._sending, self.reading) if lock.acquire(timeout=_CLOSE_SECONDS)]
         if len(acquired) == 2:
             self.close_inherited()

@@ -1,7 +1,7 @@
-"""Pickles of the values in messages: reducers of types, contexts of calls, and what unpickling code can ask for.
+"""Pickles of the values in messages: reducers of types, contexts of calls, and the sender of a message.
 
 Unpickling code can ask for the sender (`sender`); reducers get the receiver (`reduce_type`). The memory of arrays and
-tensors is not copied into a pickle: it is sent beside it (wire.py).
+tensors is not copied into a pickle; it is sent beside the pickle (wire.py).
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _PREFIX = struct.Struct("<BI")  # a zero, which no pickle begins with, and the l
 
 
 def reduce_type(cls: type, reducer: Reducer, undo: Undo | None = None) -> None:
-    """Pickle instances of `cls` and its subclasses, in messages to `to`, by the reduce tuple `reducer(value, to)`.
+    """Pickle instances of `cls` and its subclasses, in messages to worker `to`, as `reducer(value, to)`.
 
-    With `undo`, instances are sent in a prefix that is unpickled even if the rest fails or arrives after the timeout.
+    The reducer returns a reduce tuple, as `__reduce__` does. With `undo`, instances are sent in a prefix of the pickle,
+    which is unpickled even if the rest of the message cannot be, or arrives after the timeout.
     `undo(reduced)` is called for each of them if the message cannot be pickled.
     """
     _reducers[cls] = reducer, undo
@@ -139,7 +140,7 @@ def dumps(value: Any, to: WorkerInfo) -> tuple[bytes, list[memoryview]]:
     def keep_beside(buffer: pickle.PickleBuffer) -> bool:
         try:
             buffers.append(buffer.raw())
-        except BufferError:  # not contiguous
+        except BufferError:  # not contiguous: becomes a part of the pickle
             return True
         return False
 
@@ -191,7 +192,7 @@ def _all_entered(context: bytes, worker: WorkerInfo) -> Iterator[None]:
 
 
 def loads(message: RpcMessage) -> Any:
-    """Unpickle a message; raises whatever unpickling raises. Only inside `receiving`."""
+    """Unpickle a message, inside `receiving`; raise whatever unpickling raises."""
     if message.pickled[0]:
         return pickle.loads(message.pickled, buffers=message.buffers)
     before = getattr(_this_thread, "loaded_prefix", None)
@@ -204,7 +205,7 @@ def loads(message: RpcMessage) -> Any:
 
 
 def discard(message: RpcMessage) -> None:
-    """Unpickle and drop the prefix of a message that no call waits for. Only inside `receiving`."""
+    """Unpickle the prefix of a message for which no call waits, inside `receiving`, and drop it."""
     if not message.pickled[0]:
         _load_prefix(message)
 
@@ -217,7 +218,10 @@ def _load_prefix(message: RpcMessage) -> tuple[list[Any], memoryview]:
 
 
 class receiving:
-    """Set `sender` while this thread unpickles. A class, because a generator takes 1 us more, twice per call."""
+    """Set `sender` while this thread unpickles.
+
+    It is a class, because a context manager made from a generator takes 1 us more, twice per call.
+    """
 
     __slots__ = ("_before", "_worker")
 

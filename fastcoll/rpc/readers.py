@@ -2,13 +2,15 @@
 
 All threads wait for one epoll (polling.py). Two kinds of links are read in two ways:
 
-1. A link that the other worker dialed carries calls. The thread that gets its event takes a *lease*: it reads what has
-   arrived and handles one call after the other, while the link stays unarmed. So calls that follow fast need no wake-up
-   and no thread switch. After its handlers it polls the link for SPIN_SECONDS, arms it and waits with the others.
-2. A link that this worker dialed carries answers. A thread that waits for an answer reads the link itself
-   (`read_answer`), so that no other thread is woken. If no thread waits, the readers' threads read it, once it is armed
-   (`rearm`). Arming costs a system call and wakes a thread, so `rearm_later` puts it off: until the thread that made
-   the call blocks or ends its task, or the timer fires.
+1. A link that the other worker dialed carries that worker's calls. The thread that gets the link's event takes a
+   *lease* on it: the thread reads what has arrived and handles one call after the other, while the link stays unarmed,
+   so that epoll reports no event of it. So calls in quick succession need no wake-up and no thread switch. After the
+   last handler the thread polls the link for SPIN_SECONDS. If nothing arrives, it arms the link and waits with the
+   other threads.
+2. A link that this worker dialed carries the answers to its calls. A thread that waits for an answer reads the link
+   itself (`read_answer`), so that no other thread is woken. If no thread waits, the readers' threads read the link,
+   once it is armed (`rearm`). Arming costs a system call and wakes a thread, so `rearm_later` defers it until the
+   thread that made the call blocks or ends its task, or the timer fires.
 
 No answer stays unread: a caller adds to `link.pending` before it checks `link.reading`; a reader releases `reading`
 before it checks `pending` (`rearm`). So at least one of them sees the other and arms the link. Only the next reader
@@ -16,9 +18,9 @@ disarms it.
 
 A handler may block, and so may a callback of a future. Before a thread waits for a future, its lease ends
 (`before_blocking`): the link is armed, and other threads take the tasks that are left. A 1 ms timer detects any other
-slow handler: if a lease has handled nothing between two timer events, the timer's thread ends the lease; if no task
-was begun, other threads take those that are left. A thread that finds no other thread waiting starts one first, so any
-number of handlers may block.
+slow handler. If a lease has handled nothing between two timer events, the thread that gets the second event ends the
+lease. If no thread has begun a task between two timer events, other threads take the tasks that are left. A thread that
+gets an event while no other thread waits starts a thread first, so any number of handlers may block.
 """
 
 from __future__ import annotations
@@ -35,33 +37,36 @@ from .link import LOOK_SECONDS, Link, Task
 from .polling import HANG_UP, READ, Poller, Signal
 
 _log = logging.getLogger("fastcoll")
-# A wake-up takes 15 us here, a round of this loop 0.6 (virtual machine on an AMD EPYC of family 26).
+# A wake-up takes 15 us, a poll of a link 0.6 us (virtual machine on an AMD EPYC of family 26).
 SPIN_SECONDS = 50e-6
 _LEASE_NANOSECONDS = 1_000_000
 
 
 class Lease:
-    """One thread reads one link. `is_over`: another thread may read it; changed under `link.reading`."""
+    """The right of one thread to read one link.
+
+    `is_over`: other threads may read the link, too; only a holder of `link.reading` sets it.
+    """
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.handled, self.seen = 0, -1  # calls; as the timer has last seen it
+        self.handled, self.seen = 0, -1  # number of calls; that number when the timer last fired
         self.is_over = False
 
 
 class _Thread(threading.local):
-    """The part of this thread in a Readers."""
+    """This thread's state in a Readers."""
 
-    readers: Readers | None = None  # whose thread it is, or whose tasks it runs
+    readers: Readers | None = None  # the one that started this thread, or whose tasks it runs
     lease: Lease | None = None
-    deferred_in: Readers | None = None  # where it has put off arming a link
+    deferred_in: Readers | None = None  # the one in which this thread has deferred arming a link
 
 
 _this_thread = _Thread()
 
 
 def before_blocking(reads: Link | None = None) -> None:
-    """Prepare this thread for waiting: arm the links it put off, and end its lease or hand its tasks on.
+    """Prepare this thread for waiting: arm the deferred links, and end its lease or hand over its tasks.
 
     The thread will read the link `reads` itself, so that one is not armed.
     """
@@ -88,14 +93,14 @@ class Readers:
         self.poller = Poller(_LEASE_NANOSECONDS)
         self._spin_seconds = SPIN_SECONDS if spins else 0.0
         self._tasks: deque[Task] = deque()
-        self._left: deque[Task] = deque()  # of the threads in `run_here`
+        self._left: deque[Task] = deque()  # tasks of the threads in `run_here`
         self._deferred: set[Link] = set()
         self._leases: set[Lease] = set()
         self._spare = max(spare, 2)
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
-        self._begun = self._seen = 0  # tasks; as the timer has last seen it
+        self._begun = self._seen = 0  # number of tasks; that number when the timer last fired
         self._is_closed = self._is_eager = False
         for _ in range(2):
             self._start()
@@ -105,7 +110,7 @@ class Readers:
     def run(self, task: Task) -> None:
         """Have a thread run a task."""
         self._tasks.append(task)
-        if not self._wake_one() or self._is_closed:  # the threads that are left may all be in handlers
+        if not self._wake_one() or self._is_closed:  # after `close`, all remaining threads may be in handlers
             self._work_off(None)
 
     def run_here(self, tasks: Sequence[Task]) -> None:
@@ -124,7 +129,7 @@ class Readers:
             _this_thread.readers = before
 
     def hand_over(self) -> None:
-        """Have other threads run the tasks that are left, at the same time."""
+        """Have other threads run the tasks that are left, concurrently."""
         while self._left:
             with suppress(IndexError):
                 self._tasks.append(self._left.popleft())
@@ -158,7 +163,7 @@ class Readers:
     # ---- links with answers --------------------------------------------------------------------------------
 
     def read_answer(self, link: Link, number: int, until: float) -> None:
-        """Read a link until the answer of a call was received, or until a time; return if another thread reads."""
+        """Read a link until a call's answer was received, or until a time; return if another thread reads it."""
         try:
             while monotonic() < until and link.reading.acquire(blocking=False):
                 try:
@@ -181,7 +186,7 @@ class Readers:
             self.rearm(link)
 
     def _await_data(self, link: Link, until: float) -> bool:
-        """Wait until there is something to read; return False after LOOK_SECONDS, or at a time."""
+        """Wait until there is something to read; return False after LOOK_SECONDS, or at the time `until`."""
         if self._spin_seconds > 0:
             end = perf_counter() + self._spin_seconds
             while perf_counter() < end:
@@ -202,10 +207,9 @@ class Readers:
         self.poller.start_timer()
 
     def rearm_deferred(self, but: Link | None = None) -> None:
-        """Arm all links that `rearm_later` has put off, except one."""
-        for link in list(
-            self._deferred
-        ):  # other threads may add to it meanwhile; they start the timer for that
+        """Arm all links that `rearm_later` has deferred, except one."""
+        # A copy: other threads may add links meanwhile, and start the timer for them.
+        for link in list(self._deferred):
             if link is not but:
                 self._deferred.discard(link)
                 self.rearm(link)
@@ -263,8 +267,8 @@ class Readers:
         return True
 
     def end(self, lease: Lease) -> None:
-        """End a lease: any thread may read the link, and take the tasks that it has brought."""
-        if lease.link.reading.acquire(blocking=False):  # else its thread reads, and is not stuck
+        """End a lease: any thread may read the link, and take the tasks that were read from it."""
+        if lease.link.reading.acquire(blocking=False):  # else its thread is reading, not stuck
             try:
                 if lease.is_over:
                     return
@@ -316,10 +320,10 @@ class Readers:
                 self.poller.close()
                 self._work_off(None)  # the tasks that were queued since
             elif self._is_closed:
-                self._wake_one()  # the next one ends, too
+                self._wake_one()  # the thread that wakes up ends, too
 
     def _wait(self) -> bool:
-        """Wait for an event and handle it; return False if this thread is one more than needed."""
+        """Wait for an event and handle it; return False if enough other threads are waiting."""
         with self._lock:
             if self._idle >= self._spare:
                 return False

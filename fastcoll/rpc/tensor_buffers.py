@@ -21,14 +21,14 @@ _DTYPES = (
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
-# Storages of up to this size are part of the pickle. Beside the pickle, they are copied four times less but cost 5 us.
+# Storages of up to this size are part of the pickle. Beside the pickle, each would save four copies but cost 5 us.
 _IN_PICKLE = 4 << 10
 # In storages of at least this size, a tensor of at most half of the storage is a small part.
 _PART_NBYTES, _PART = 8 << 10, 2
 
 
 def reduced(tensor: Any, to: object = None) -> Any:
-    """Return the reduce tuple of a tensor. It includes whether the tensor needs a gradient, but not its graph."""
+    """Return the reduce tuple of a tensor. It includes whether the tensor needs a gradient, but no graph."""
     is_plain = (
         type(tensor) in _KINDS
         and tensor.is_cpu
@@ -55,7 +55,7 @@ def _memory(storage: Any, nbytes: int) -> Any:
     memory_of, address = pickling.in_message(), storage.data_ptr()
     if (found := memory_of.get(address)) is not None:
         return found[0]
-    # By address, because any call of torch's dispatcher takes longer than everything else here.
+    # Read the memory by address, because any call of torch's dispatcher takes longer than everything else here.
     block = (ctypes.c_ubyte * nbytes).from_address(address)
     block.storage = storage  # type: ignore[attr-defined]  # so the address is not reused while the block exists
     found = bytearray(block) if nbytes <= _IN_PICKLE else pickling.SharedBuffer(pickle.PickleBuffer(block))
@@ -64,7 +64,7 @@ def _memory(storage: Any, nbytes: int) -> Any:
 
 
 def _built(memory: Any, dtype: int, shape: tuple[int, ...], layout: Any, kind: int) -> Any:
-    # Without views, so that autograd allows changes of the result in place.
+    # Make no views, so that autograd allows changes of the result in place.
     if layout is None:
         tensor = torch.frombuffer(memory, dtype=_DTYPES[dtype])
         if len(shape) != 1:

@@ -2,7 +2,7 @@
 
     offset  bytes  field (little-endian)
     0       8      length of the body
-    8       8      number of the call; the caller counts its calls
+    8       8      number of the call, counted by the caller
     16      8      length of the pickle
     24      4      length of the context
     28      4      number of buffers
@@ -11,8 +11,8 @@
     34      1      1: large buffers are sent through shared memory (slots.py)
     35      5      zero
 
-The body is a table of buffer lengths (8 bytes each), the context, the pickle, and the small buffers, each at a multiple
-of 64. Buffers of more than INLINE bytes follow the body, in order.
+The body is a table of buffer lengths (8 bytes each), the context, the pickle, and the small buffers. Each small buffer
+begins at a multiple of 64 bytes from the body's start. Buffers of more than INLINE bytes follow the body, in order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MessageType(IntEnum):
 _TYPES = {each.value: each for each in MessageType}
 
 
-@dataclass(slots=True)  # built in 0.28 us, a NamedTuple in 0.42
+@dataclass(slots=True)  # takes 0.28 us to build, a NamedTuple 0.42 us
 class RpcMessage:
     """A message before it is sent, or after it was received and before it is unpickled."""
 
@@ -81,12 +81,12 @@ def encode(message: RpcMessage, by_ring: bool = False) -> tuple[bytes, list[memo
 
 
 def copied(message: RpcMessage) -> RpcMessage:
-    """Return a message of this worker to itself with copies of its buffers, as its receiver gets other objects."""
+    """Return a message of this worker to itself, with copies of its buffers: a receiver owns what it gets."""
     return replace(message, buffers=[bytearray(buffer) for buffer in message.buffers])
 
 
 class Assembler:
-    """Makes messages of received bytes: the connection writes into `space`, then calls `add` with their number.
+    """Parse received bytes into messages: the link writes bytes into `space`, then calls `add` with their number.
 
     Many small messages may be received into one buffer, and are copied out of it. The rest of a larger body, and each
     large buffer, are received at their final address. `take` fills a buffer from shared memory. A message is not parsed
@@ -101,7 +101,7 @@ class Assembler:
         self.space = cast(memoryview, next(self._steps))
 
     def add(self, nbytes: int) -> Iterator[RpcMessage]:
-        """Parse `nbytes` new bytes in `space`; yields the complete messages. The caller consumes all of them."""
+        """Parse `nbytes` new bytes in `space`; yield the complete messages. The caller consumes all of them."""
         found = self._steps.send(nbytes)
         while isinstance(found, RpcMessage):
             yield found
@@ -124,7 +124,7 @@ class Assembler:
             yield from self._fill(body)
             if not nbuffers and not ncontext:
                 yield RpcMessage(_TYPES[message_type], kind, call, body)
-                del body  # nothing here refers to a consumed message
+                del body  # so that nothing here refers to a consumed message
                 continue
             sizes = struct.unpack_from(f"<{nbuffers}Q", body)
             at = 8 * nbuffers + ncontext
