@@ -45,8 +45,9 @@ class DistributedOptimizer:
         )
 
     def step(self, context_id: int) -> None:
-        """Step all optimizers by the gradients of a context; return when all have finished; raise the first failure.
+        """Step all optimizers by the gradients of a context.
 
+        When all have finished, return, or raise the error of the first one that failed.
         Parameters without a gradient in the context do not change, and no `.grad` changes.
 
         Raises:

@@ -1,8 +1,9 @@
 """References: the values that a worker owns, the references that it holds, and the calls that make and fetch values.
 
-counting.py has the protocol. A lock guards its ledger here, and one thread sends the ledger's messages, so that no
-thread that reads a connection blocks in a send. An RRef's `__del__` may run on any thread at any time, also on a
-thread that holds the lock. So it only puts the reference into a SimpleQueue, whose `put` is reentrant.
+counting.py has the protocol that counts references; its Ledger is this worker's part in it. Here a lock guards the
+ledger, and one thread sends the ledger's messages, so that no thread that reads a connection blocks in a send. The
+`__del__` of an RRef may run on any thread at any time, also on a thread that holds the lock. So it only puts the
+reference into a SimpleQueue, whose `put` is reentrant.
 """
 
 from __future__ import annotations
@@ -34,10 +35,9 @@ from .worker_info import WorkerInfo
 
 T = TypeVar("T")
 _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
-_MOMENT_SECONDS = (
-    0.004  # to collect messages: waking a thread for the end of each RRef takes as long as a call
-)
-_SETTLE_SECONDS = 30.0  # that `shutdown` waits for the last messages of other workers
+# The time to collect messages in: waking a thread for the end of each RRef would take as long as a call.
+_MOMENT_SECONDS = 0.004
+_SETTLE_SECONDS = 30.0  # the time that `shutdown` waits for the last messages of other workers
 _log = logging.getLogger("fastcoll")
 
 
@@ -49,17 +49,15 @@ class References:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.is_closed = False
-        self.todo: SimpleQueue[Any] = (
-            SimpleQueue()
-        )  # destroyed references; (to, kind, payload) to send; None: stop
+        # Its items: a destroyed reference; a message (to, kind, payload) to send; None, which ends the thread.
+        self.todo: SimpleQueue[Any] = SimpleQueue()
         self._me = agent.me.id
         self._ledger = Ledger(self._me, {worker.id for worker in agent.workers} - {self._me})
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         self._values: dict[Id, Future[Any]] = {}
-        self._expected: dict[
-            Id, Future[Any]
-        ] = {}  # values that were asked for before the call that makes them arrived
+        # The values that were requested before the call that makes them has arrived.
+        self._expected: dict[Id, Future[Any]] = {}
         self._gone: dict[int, FastcollError] = {}
         self._thread = threading.Thread(target=self._run, name="fastcoll-rpc-references", daemon=True)
         agent.on(_COUNTING, lambda sender, messages: self._step(self._handle, sender.id, messages))
@@ -92,7 +90,7 @@ class References:
         return ref
 
     def make(self, to: WorkerInfo, call: tuple[Any, ...], timeout: Timeout) -> tuple[Reference, Future[None]]:
-        """Call a function (with arguments and keyword arguments) on a worker, which keeps the result.
+        """Make a call (function, arguments, keyword arguments) on a worker, which keeps the result.
 
         Returns a reference to the result, and the future of the call.
         """
@@ -129,7 +127,7 @@ class References:
             return found
 
     def confirm(self, ref: Reference) -> None:
-        """Note that the owner knows a reference, as its answer implies."""
+        """Record that the owner knows a reference, because it has answered a call about it."""
         self._step(self._ledger.handle, ref.owner, CountingMessage(CONFIRMED, ref))
 
     def is_known(self, ref: Reference) -> bool:
@@ -176,7 +174,7 @@ class References:
         return result.then(end)
 
     def _begin(self, caller: WorkerInfo, ref: Reference) -> Future[Any]:
-        """Return the future of a value whose call has arrived."""
+        """Return the future of a value, after the call that makes it has arrived."""
         if caller.id != self._me:
             self._step(self._ledger.handle, caller.id, CountingMessage(FORK, ref, caller.id))
         with self._lock:
@@ -186,7 +184,7 @@ class References:
         return value
 
     def _was_made(self, ref: Reference, made: Future[None]) -> None:
-        """After the call: if the owner could not unpickle it, send it the error, because others may wait there."""
+        """If the owner could not unpickle the call, send it the error, for calls that wait there for the value."""
         error = made.exception()
         if error is not None and not isinstance(error, (RpcTimeoutError, GroupError)):
             self.todo.put((ref.owner, _FAILED, (tuple(ref), pickling.pickled_error(error), str(error))))
@@ -220,7 +218,7 @@ class References:
             self._ledger.handle(sender, CountingMessage(kind, ref and Reference(*ref), number, dead))
 
     def _run(self) -> None:
-        """Send messages; counting messages that arrive within 4 ms of each other are sent together."""
+        """Send messages; the ledger's messages that are queued within 4 ms of each other are sent together."""
         counting: dict[int, list[Any]] = {}
         item = self.todo.get()
         while item is not None:
@@ -239,9 +237,8 @@ class References:
 
     def _notify(self, to: int, kind: int, payload: Any) -> None:
         try:
-            self.agent.connect(
-                self.agent.workers[to]
-            )  # raises if the worker is gone, which `notify` does not
+            # `connect` raises if the worker is gone; `notify` does not.
+            self.agent.connect(self.agent.workers[to])
             self.agent.notify(to, kind, payload)
         except FastcollError as error:
             self._died(to, error)

@@ -28,8 +28,9 @@ def _references() -> References:
 
 
 class RRef(Generic[T]):
-    """A reference to a value on this or another worker, the owner, which keeps the value while there are RRefs to it.
+    """A reference to a value on this or another worker, which is the value's owner.
 
+    The owner keeps the value as long as there are RRefs to it.
     An RRef can be an argument or result of a call, also inside containers; the receiver gets an RRef of its own.
     `RRef(value)` makes this worker the owner of a value, `remote` makes another worker the owner.
 
@@ -47,7 +48,7 @@ class RRef(Generic[T]):
 
     __slots__ = ("__weakref__", "_made", "_methods", "_ref", "_references")
     _made: Future[None] | None  # the call that makes the value, if `remote` made this RRef
-    _methods: tuple[str, ...]  # methods that the value has; others are unknown
+    _methods: tuple[str, ...]  # methods that the value is known to have
     _ref: Reference
     _references: References
 
@@ -57,7 +58,7 @@ class RRef(Generic[T]):
 
     def _bind(self, references: References, ref: Reference, made: Future[None] | None = None) -> RRef[T]:
         self._ref, self._made, self._methods = ref, made, ()
-        self._references = references  # last: from now on __del__ releases it
+        self._references = references  # set last: from now on __del__ releases `ref`
         return self
 
     def to_here(self, timeout: Timeout = None) -> T:
@@ -71,13 +72,12 @@ class RRef(Generic[T]):
             PeerDiedError: the owner died.
             NotInitializedError: rpc was shut down, and all RRefs ended with it.
 
-        If the function that makes the value raised an exception, it is raised here.
+        An exception of the function that makes the value is raised here.
         """
         self._check("to_here")
         value: T = self._references.fetch(self._ref, timeout)
-        if (
-            not self.confirmed_by_owner() and self._made is not None
-        ):  # the owner's CONFIRMED arrives after the value
+        # The owner's CONFIRMED arrives after the value, which shows already that the owner knows this RRef.
+        if not self.confirmed_by_owner() and self._made is not None:
             self._references.confirm(self._ref)
         return value
 
@@ -88,7 +88,7 @@ class RRef(Generic[T]):
             UsageError: this worker is not the owner.
             NotInitializedError: rpc was shut down.
 
-        If the function that makes the value raised an exception, it is raised here.
+        An exception of the function that makes the value is raised here.
         """
         self._check("local_value")
         if not self.is_owner():
@@ -111,7 +111,7 @@ class RRef(Generic[T]):
         return self._references.agent.me.id == self._ref.owner
 
     def confirmed_by_owner(self) -> bool:
-        """Return whether the owner counts this RRef. An RRef of `remote` is counted once the call has arrived there."""
+        """Return whether the owner counts this RRef. It counts an RRef of `remote` once the call has arrived."""
         return self._references.is_known(self._ref)
 
     def rpc_sync(self, timeout: Timeout = None) -> Any:
@@ -134,12 +134,12 @@ class RRef(Generic[T]):
         """Run a backward pass from the value, a tensor of one element, on its owner; return when it has finished.
 
         Args:
-            dist_autograd_ctx_id: the context of `rpc.autograd` that collects the gradients on all workers; -1: the
-                owner's leaves get them in `.grad`, if the graph is on this worker alone.
+            dist_autograd_ctx_id: the context of `rpc.autograd` that collects the gradients on all workers; -1, on the
+                owner alone: the leaves get the gradients in `.grad`, if the whole graph is on this worker.
             retain_graph: keep the graph for another backward pass.
 
         Raises:
-            UsageError: -1 on a worker that is not the owner, no such context, or the value is no such tensor.
+            UsageError: the id is -1 on another worker than the owner, there is no such context, or the value is wrong.
 
         Also raises what `rpc.autograd.backward` raises.
 
@@ -260,9 +260,9 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: Timeout = None,
 ) -> RRef[T]:
-    """Call `func(*args, **kwargs)` on another worker (or this one), which keeps the result, and return an RRef to it.
+    """Call `func(*args, **kwargs)` on another worker (or this one), which keeps the result; return an RRef to it.
 
-    Returns at once. Arrays and tensors among the arguments must not change until `confirmed_by_owner()`.
+    Returns at once. Arrays and tensors among the arguments must not change until `confirmed_by_owner()` is True.
 
     Args:
         to: a worker's name, its id (rank), or its WorkerInfo.

@@ -1,8 +1,9 @@
 """`init_rpc` and `shutdown`: how a process becomes a worker, and how it leaves.
 
-If there is a default group of the same size, its ranks meet in its store; else they meet as for `init_process_group`.
-They exchange their names and the addresses at which they listen (rendezvous/listener.py); the job's secret opens
-every connection. A worker dials another one on its first call. termination.py has the end.
+If there is a default group of the same size, its ranks are the workers and meet in the group's store. Otherwise the
+workers meet as for `init_process_group`. They exchange their names and the addresses at which they listen
+(rendezvous/listener.py); the job's secret authenticates every connection. A worker connects to another one on its first
+call to that worker. termination.py describes the graceful shutdown.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from .references import References
 from .termination import Termination
 from .worker_info import WorkerInfo
 
-_DEFAULT_SECONDS = 60.0  # of torch
-_LISTEN_SECONDS = 2.0  # a worker whose address refuses connections for so long is gone
-_DIALED_SECONDS = 2.0  # to finish connections that other workers have opened while this one leaves
+_DEFAULT_SECONDS = 60.0  # torch's default
+_LISTEN_SECONDS = 2.0  # a worker whose address refuses connections for this long is gone
+_DIALED_SECONDS = 2.0  # the time to finish connections that other workers open while this one leaves
 _EXIT_SECONDS = 10.0
 
 
@@ -147,9 +148,9 @@ def shutdown(graceful: bool = True, timeout: Timeout = None) -> None:
     """Stop being a worker.
 
     Args:
-        graceful: wait until all workers have called this and all calls are answered, including calls that timed out at
-            their callers, for up to the timeout of `init_rpc`. False: leave now; calls of and to this worker that are
-            under way raise AbortedError.
+        graceful: wait until all workers have called this and all calls are answered. For calls that timed out at their
+            callers, wait up to the timeout of `init_rpc`. False: leave now; calls of and to this worker that are under
+            way raise AbortedError.
         timeout: seconds or timedelta to wait for the others; None or 0: until all have called this.
 
     Raises:
@@ -180,7 +181,7 @@ class _Found(NamedTuple):
     members: Sequence[Member]
     rank: int
     limit: float
-    lease: StoreLease | None  # to leave in the end, if rpc has a store of its own
+    lease: StoreLease | None  # of the store, if rpc has one of its own; to leave in the end
 
 
 class _Running:
@@ -208,7 +209,7 @@ class _Running:
             steps.callback(self._roster.leave, _DIALED_SECONDS)
             steps.callback(self.references.close)
             steps.callback(set_current, None)
-            # First, so that late calls of others do not reach a half-closed worker.
+            # The last callback runs first, so that late calls of others do not reach a half-closed worker.
             steps.callback(self.agent.close, exit_reason, AbortedError("rpc was shut down"))
 
 
@@ -290,7 +291,7 @@ def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo, until: fl
 
     Raises:
         PeerDiedError: it is gone.
-        RpcTimeoutError: it was not reached until `until`.
+        RpcTimeoutError: it was not reached by the time `until`.
     """
     place, member = roster.places[to.id], members[to.id]
     dial = Dial(

@@ -2,9 +2,10 @@
 
 F. Mattern, "Algorithms for distributed termination detection", 1987: the four-counter method. In each round a worker
 waits until its own calls are answered or timed out, and then reports to worker 0 how many calls it has made and served,
-and which it still serves. When two rounds in a row have the same sums, and as many calls served as made, no call is
-under way, and worker 0 lets all workers leave. While the sums stay the same and more calls were made than served, the
-callers of the rest have timed out; worker 0 fails the shutdown when that lasts longer than a call may take.
+and which calls it still serves. When two rounds in a row have the same sums, and as many calls served as made, no call
+is under way, and worker 0 lets all workers leave. If two rounds have the same sums, but more calls were made than
+served, the calls that are not served have timed out at their callers. Worker 0 fails the shutdown when that lasts
+longer than a call may take.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .futures import Future, all_done
 from .handlers import UNCOUNTED as ROUND
 from .worker_info import WorkerInfo
 
-_PAUSE_SECONDS, _LONGEST_PAUSE = 0.001, 0.05  # between two rounds; it doubles
+_PAUSE_SECONDS, _LONGEST_PAUSE = 0.001, 0.05  # between two rounds; the pause doubles up to the longest
 _ASK_SECONDS = 2.0  # for worker 0 to name the late workers
 
 
@@ -33,11 +34,11 @@ class CallCounts(NamedTuple):
 
 
 class Termination:
-    """The graceful end, as each worker and worker 0 see it."""
+    """This worker's part in a graceful shutdown; on worker 0, the collection of the reports, too."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        # At worker 0: the reports of this round; the sums of the round before, and since when they have been so.
+        # At worker 0: the reports of this round; the sums of the round before, and since when they have not changed.
         self._lock = threading.Lock()
         self._reports: dict[int, tuple[CallCounts, Future[bool]]] = {}
         self._sums, self._since = (-1, -1), 0.0
@@ -59,7 +60,7 @@ class Termination:
             while self._agent.handlers.serves(ROUND) and time.monotonic() < end:
                 time.sleep(_PAUSE_SECONDS)  # worker 0 leaves after it has answered all others
         except AbortedError as error:
-            # The worker that saw a death first may have left already; the death is the cause.
+            # A worker has left, perhaps because it noticed a death first; then raise the death, which is the cause.
             raise self._agent.death() or error from None
         except RpcTimeoutError as error:
             if time.monotonic() < until:
@@ -74,7 +75,7 @@ class Termination:
             report = CallCounts(*agent.counts.read(), agent.handlers.under_way())
             if agent.call(0, ROUND, report, max(until - time.monotonic(), 0.001)).wait():
                 return
-            if time.monotonic() > until:  # a round may be faster than any time that is left for it
+            if time.monotonic() > until:  # a round has 1 ms at least, so rounds may go on after `until`
                 raise RpcTimeoutError("calls are still under way")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -90,7 +91,10 @@ class Termination:
     # ---- at worker 0 -----------------------------------------------------------------------------------------
 
     def _receive(self, worker: WorkerInfo, report: CallCounts | None) -> Future[bool] | str:
-        """Take a worker's report; return a future of whether the rounds are over. None: return who is late."""
+        """Take a worker's report; return a future of whether the rounds are over.
+
+        If `report` is None, return a text that names the late workers and calls.
+        """
         with self._lock:
             if report is None:
                 return self._name_late()
@@ -107,7 +111,7 @@ class Termination:
         return answer
 
     def _is_over(self, reports: list[CallCounts]) -> bool:
-        """Compare the sums of a round with those of the round before."""
+        """Return whether the rounds are over, by the sums of this round and the round before."""
         sums = sum(each.made for each in reports), sum(each.served for each in reports)
         before, self._sums = self._sums, sums
         if sums != before:

@@ -1,7 +1,7 @@
 """Gradients across workers, as torch.distributed.autograd: `import fastcoll.rpc.autograd`. Needs the extra `torch`.
 
-Inside a `context`, tensors that are sent by rpc remain parts of one graph. `backward` runs through it all, and stores
-the gradients for the context, not in `.grad`.
+Inside a `context`, tensors that are sent by rpc remain parts of one graph. `backward` runs the whole graph backward,
+and stores the gradients for the context, not in `.grad`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ __all__ = ["backward", "context", "get_gradients"]
 
 
 class context:
-    """A forward pass and the backward passes through it; `with` returns its id, which is valid on all workers.
+    """A forward pass and the backward passes through it.
 
-    Tensors that need gradients and are sent by rpc inside, as arguments or results, also in containers, arrive as parts
-    of the graph. Leaving the context, also by an exception, frees the record on all workers.
+    `with` returns the context's id, which is valid on all workers. Tensors that need gradients and that are sent by rpc
+    inside the context, as arguments or results, also in containers, arrive as parts of the graph. Leaving the context,
+    also by an exception, frees the record on all workers.
 
     Raises:
-        UsageError: this thread is in a context.
+        UsageError: this thread is in a context already.
         NotInitializedError: `init_rpc` was not called.
 
     Example:
@@ -56,7 +57,9 @@ class context:
 
 
 def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) -> None:
-    """Add the gradients of the sum of `roots` to those of the context, on each worker for its own leaves.
+    """Add the gradients of the sum of `roots` to those of the context.
+
+    Each worker stores the gradients of its own leaves.
 
     Args:
         context_id: the id of the context in which the roots were computed.
@@ -79,7 +82,7 @@ def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) 
 
 
 def get_gradients(context_id: int) -> dict[Any, Any]:
-    """Return the gradients of a context for the leaves of this worker, by leaf.
+    """Return the gradients of a context for the leaves of this worker: a dictionary by leaf.
 
     Raises:
         UsageError: there is no such context here.

@@ -1,14 +1,15 @@
 """Contexts: each worker's record of a forward pass, for its backward passes.
 
-A context's id has the worker that made it, its *maker*, in the upper bits, and a number. The id is sent with calls. A
-worker that receives a new id makes a context of that id, which lasts until the maker leaves the context or dies. The
-maker keeps a list of the workers that have the context, and sends them its end: it adds the workers that it calls; a
-worker that another one called announces itself. A call of a finished context may arrive late, so each worker remembers
-the finished contexts of a maker: all before the maker's oldest open one, and single later ones.
+A context's id consists of the worker that made it, its *maker*, in the upper bits, and a number. The id is sent with
+calls. A worker that receives a new id makes a context of that id, which lasts until the maker leaves the context or
+dies. The maker keeps a list of the workers that have the context, to send them its end. The maker adds the workers that
+it calls; a worker that another one called announces itself to the maker. A call of a finished context may arrive late,
+so each worker remembers the finished contexts of each maker: all before the maker's oldest open context, and individual
+later ones.
 
-A context's *clock* is Lamport's: a tensor that leaves carries the time, and its receiver's clock is set to that time at
-least; each departure increments the clock. So if two tensors left a worker, the earlier one cannot depend on anything
-that was computed elsewhere from the later one.
+Each worker's part of a context has a Lamport *clock*. Each departure of a tensor increments the clock, and the time is
+sent with the tensor. The receiver sets its clock to that time, unless its clock is ahead. So if two tensors left a
+worker, the earlier one cannot depend on anything that was computed elsewhere from the later one.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from ...errors import AbortedError, FastcollError, UsageError
 from .edges import Origin, arrived, departed
 from .passes import Pass
 
-_SHIFT = 48  # of the worker's number in ids
+_SHIFT = 48  # the number of bits below the worker's number in an id
 
 
-_OWN_REFERENCES = 2  # of an object in one local variable, by sys.getrefcount
+_OWN_REFERENCES = 2  # sys.getrefcount of an object to which only one local variable refers
 
 
 def _is_exclusive(gradient: Any) -> bool:
@@ -53,9 +54,9 @@ class Context:
 
     def __init__(self, id: int) -> None:
         self.id = id
-        self.workers: set[int] = set()  # at its maker: the other workers that have it
+        self.workers: set[int] = set()  # on the maker: the other workers that have this context
         self.passes: dict[int, Pass] = {}
-        self.error: FastcollError | None = None  # set when it is over
+        self.error: FastcollError | None = None  # set when the context is over
         self._lock = threading.Lock()
         self._clock = 0
         self._tokens: dict[int, Any] = {}
@@ -76,14 +77,14 @@ class Context:
             return self.passes.setdefault(part.id, part)
 
     def depart(self, tensor: Any, message: int) -> int:
-        """Record that a tensor leaves as `message`; return the time."""
+        """Record that a tensor leaves as `message`; return the clock's time."""
         with self._lock:
             self._clock += 1
             self._tokens[message] = departed(tensor, message, self._clock)
             return self._clock
 
     def arrive(self, data: Any, origin: Origin, time: int) -> Any:
-        """Return a tensor that arrived, as part of the local graph. `time`: of its departure."""
+        """Return a tensor that arrived, as part of the local graph. `time`: when it left."""
         with self._lock:
             self._clock = max(self._clock, time)
         return arrived(data, origin)
@@ -94,7 +95,7 @@ class Context:
             return [self._tokens[message] for message in messages]
 
     def accumulate(self, leaves: Sequence[Any], gradients: list[Any]) -> None:
-        """Add gradients to those of the leaves, and remove them from the list.
+        """Add `gradients` to those of the leaves, and remove them from the list.
 
         A gradient that nothing else refers to is stored as it is; any other gradient is copied.
         """
@@ -133,7 +134,7 @@ class Contexts:
         self._contexts: dict[int, Context] = {}
         self._numbers = itertools.count(1)
         self._made = itertools.count(1)
-        # Of each maker: its oldest open context, and the contexts from there on that are over.
+        # For each maker: the id of its oldest open context, and the later ids of contexts that are over.
         self._finished: dict[int, tuple[int, set[int]]] = {}
 
     def new_id(self) -> int:
@@ -160,7 +161,7 @@ class Contexts:
         return context
 
     def join(self, id: int) -> tuple[Context | None, bool]:
-        """Return the context whose id arrived with a call, None if it is over; and whether it is new here."""
+        """Return the context whose id arrived with a call (None: it is over), and whether it is new here."""
         with self._lock:
             context = self._contexts.get(id)
             oldest, finished = self._finished.get(maker(id), (0, ()))
@@ -170,13 +171,13 @@ class Contexts:
             return context, True
 
     def oldest(self) -> int:
-        """Return the oldest context that this worker made and that is not over."""
+        """Return the id of the oldest context that this worker made and that is not over."""
         with self._lock:
             own = [id for id in self._contexts if maker(id) == self._me]
             return min(own, default=self._me << _SHIFT)
 
     def end(self, id: int, oldest: int, error: FastcollError) -> Context | None:
-        """Note that a context and those of its maker before `oldest` are over; return the context, if it was here."""
+        """End a context, and record that its maker's contexts before `oldest` are over; return the ended context."""
         with self._lock:
             context = self._contexts.pop(id, None)
             if maker(id) != self._me:

@@ -1,13 +1,13 @@
 """The ends of this worker's part of an autograd graph: where tensors left for other workers, and where they arrived.
 
-A tensor that leaves is the input of a `Departure`. Its output, a *token*, is used by no other node: it is a root of the
-local graph. A tensor that arrives is the output of an `ArrivalNode`. In a backward pass torch's engine runs both like
-any other node: a departure blocks until the gradient arrives from the worker to which the tensor went; an arrival sends
-its gradient to the worker that the tensor came from (passes.py).
+A tensor that leaves is the input of a `Departure`. No other node uses that node's output, a *token*, so the token is a
+root of the local graph. A tensor that arrives is the output of an `ArrivalNode`. In a backward pass torch's engine runs
+both like any other node: a departure blocks until the gradient arrives from the worker to which the tensor went; an
+arrival sends its gradient to the worker that the tensor came from (passes.py).
 
-Departures must run in descending order of their numbers, and each only when no other node can run. Among the nodes that
-are ready, torch's engine runs the one with the highest sequence number. So a departure's sequence number is its number
-in the context, and those of all other nodes are above RESERVED.
+Departures must run in descending order of the times at which their tensors left (the context's clock, contexts.py), and
+each only when no other node can run. Among the nodes that are ready, torch's engine runs the one with the highest
+sequence number. So a departure's sequence number is its time, and those of all other nodes are at least RESERVED.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAF = torch._C._functions.AccumulateGrad
 
 
 class GradientExchange(Protocol):
-    """Gradients of the backward pass that runs on this thread."""
+    """What sends and receives gradients for the backward pass that runs on this thread."""
 
     def send(self, worker: int, message: int, gradient: Any) -> None:
         """Send the gradient of the tensor that came from `worker` as `message`."""
@@ -76,7 +76,7 @@ class ArrivalNode(Function):  # type: ignore[misc]
 
 
 def departed(tensor: Any, message: int, number: int) -> Any:
-    """Return the token of a tensor that leaves."""
+    """Return the token of a tensor that leaves; `number`: its time."""
     with torch.enable_grad():
         token = Departure.apply(tensor, message)
     token.grad_fn._set_sequence_nr(number)

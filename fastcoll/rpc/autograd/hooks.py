@@ -18,16 +18,17 @@ of_grad = threading.Lock()
 
 
 def averaged(leaves: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """Return the gradients of leaves, None for zero, after DDP has averaged them; without a group of torch, unchanged.
+    """Return the gradients of leaves (None for zero) after DDP has averaged them.
 
-    It takes 0.1 ms.
+    Without a process group of torch, the gradients are returned unchanged. This function takes 0.1 ms.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return list(gradients)
     with of_grad:
         found = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
         with _set_aside(found):
-            if found:  # starts at the leaves: a view would reshape, and sparse gradients cannot be reshaped
+            # Start at the leaves: views of them would reshape gradients, and sparse gradients cannot be reshaped.
+            if found:
                 torch.autograd.backward(found, [each for each in gradients if each is not None])
             after = iter([_own(leaf.grad) for leaf in found])
     return [None if gradient is None else next(after) for gradient in gradients]
@@ -52,7 +53,7 @@ def _set_aside(leaves: Sequence[Any]) -> Iterator[None]:
 
 
 def _own(gradient: Any) -> Any:
-    """Return a gradient in memory of its own: with `gradient_as_bucket_view` it is a view of a reused bucket."""
+    """Return a gradient in memory of its own: DDP's `gradient_as_bucket_view` makes it a view of a reused bucket."""
     if gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
         return gradient.clone()
     return gradient

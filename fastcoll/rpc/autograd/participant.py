@@ -1,4 +1,4 @@
-"""This worker in autograd: its contexts, the current context of each thread, and the calls of a backward pass.
+"""This worker's part in autograd: its contexts, each thread's current context, and the calls of a backward pass.
 
 The functions that workers call are at the end of this file. They are pickled by name, so a worker imports this file,
 and takes part, when it receives the first call in a context.
@@ -69,7 +69,7 @@ class Participant:
         return context
 
     def end(self, id: int, oldest: int) -> Context | None:
-        """End a context, and those of its maker before `oldest`, on this worker."""
+        """End a context on this worker, and record that its maker's contexts before `oldest` are over."""
         return self.contexts.end(id, oldest, AbortedError("the autograd context was left"))
 
     def leave(self, id: int) -> None:
@@ -84,7 +84,7 @@ class Participant:
             self.call(worker, end, id, oldest)
 
     def begin(self, context: Context, id: int, roots: Sequence[Any] = ()) -> Pass:
-        """Return this worker's part of a pass, which may have begun before."""
+        """Return this worker's part of a pass; it is new unless the pass has reached this worker before."""
 
         def deliver(worker: int, message: int, gradient: Any) -> Future[None]:
             return self.call(worker, take, context.id, id, message, gradient)
@@ -173,7 +173,7 @@ class _Carried:
 
 
 def _reduced(tensor: Any, _: WorkerInfo) -> Any:
-    """Return the reduce tuple of a tensor. In a context, a tensor that needs a gradient leaves a departure here."""
+    """Return the reduce tuple of a tensor. In a context, record the departure of a tensor that needs a gradient."""
     context = current()
     if context is None or not tensor.requires_grad:
         return reduced(tensor)
@@ -185,7 +185,7 @@ def _reduced(tensor: Any, _: WorkerInfo) -> Any:
 
 
 def _rebuild(id: int, message: int, time: int, data: Any) -> Any:
-    """Return a tensor that arrived in a message. If its context is over, it needs no gradient."""
+    """Return a tensor that arrived in a message. If its context is over, the tensor needs no gradient."""
     context = current()
     if context is None or context.id != id:
         return data
@@ -215,7 +215,7 @@ def run(context: int, id: int, retain_graph: bool) -> None:
 
 
 def take(context: int, id: int, message: int, gradient: Any) -> None:
-    """Take a gradient."""
+    """Take the gradient of the tensor that left this worker as `message`."""
     part = participant().contexts.get(context).passes.get(id)
     if part is None:
         raise AbortedError("the backward pass is over here")
@@ -231,7 +231,7 @@ def fail(context: int, id: int, error: BaseException) -> None:
 
 
 def announce(id: int, worker: int) -> None:
-    """Note that a worker has a context of this worker, whose id it got from a third worker."""
+    """Record that `worker` has a context that this worker made; it got the id from a third worker."""
     me = participant()
     context, _ = me.contexts.join(id)
     if context is None or not context.admit(worker):

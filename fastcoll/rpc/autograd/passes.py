@@ -3,16 +3,17 @@
 The *initiator*, which has the roots, first discovers the workers that take part: each worker explores its graph from
 the tensors that left it, and returns the arrivals that it reaches, until nothing new is found. Then all workers run
 their parts at the same time, each by one run of torch's engine, so that every node and hook runs once, on the complete
-gradient (edges.py). A departure waits for the gradient of its tensor; the arrival of that tensor sends it. The pass
-ends when all parts have ended.
+gradient. A *departure* is the node of a tensor that left a worker, an *arrival* that of a tensor that arrived
+(edges.py). A departure waits for the gradient of its tensor; the tensor's arrival sends that gradient. The pass ends
+when all parts have ended.
 
-No deadlock. Suppose that all workers wait in departures, and take the departure whose tensor left at the latest time t.
+There is no deadlock. Suppose that all workers wait in departures. Take the one whose tensor left at the latest time t.
 Its gradient is sent by an arrival on another worker. That worker waits in a departure of a time of at most t, so it has
 run all its departures after t, and every node that only those and the roots reach. The arrival is such a node: a tensor
-that depends on it left after it had arrived, so later than t. So the gradient was sent, which contradicts the wait.
+that depends on it left after it, so later than t. So the gradient was sent, which contradicts the wait.
 
-A worker that fails reports that to the initiator, which makes all others fail (participant.py). That ends every wait,
-because the initiator's calls have a deadline, and all workers notice its death.
+A worker that fails reports that to the initiator, which makes all others fail (participant.py). No wait is endless,
+because the initiator's calls have a deadline, and all workers notice the initiator's death.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ class Pass:
     """This worker's part of a backward pass.
 
     Args:
-        deliver: sends a gradient to a worker, for the message as which the tensor left it.
+        deliver: called with a worker, a message and a gradient; sends that worker the gradient of the tensor that left
+            it as that message.
         roots: tensors of one element, where the gradient is 1.
     """
 
     def __init__(self, context: Recorded, id: int, deliver: Deliver, roots: Sequence[Any] = ()) -> None:
         self.id = id
         self._context, self._deliver, self._roots = context, deliver, list(roots)
-        self._seen: set[Any] = (
-            set()
-        )  # keeps the nodes' Python objects alive, whose identity distinguishes nodes
+        # Nodes are distinguished by the identity of their Python objects, which this set keeps alive.
+        self._seen: set[Any] = set()
         self._leaves: list[Any] = []
         self._messages: list[int] = []  # of the tensors that left this worker and take part
         self._gradients: dict[int, Any] = {}
