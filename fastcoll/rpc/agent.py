@@ -121,7 +121,7 @@ class Agent:
         self._death_callbacks.append(callback)
 
     def on_shutdown(self, callback: Callable[[float], None]) -> None:
-        """Have `shutdown` call `callback(until)` when all workers have called it, but can still make calls."""
+        """Have `shutdown` call `callback(until)` when all workers have called it and calls are still possible."""
         self._shutdown_callbacks.append(callback)
 
     def find(self, worker: Worker) -> WorkerInfo:
@@ -170,7 +170,7 @@ class Agent:
         try:  # before pickling, so that every message that is pickled is sent
             link = None if to is self.me else self._link_to(to, deadline)
         except FastcollError as error:  # the worker cannot be reached, or is gone
-            future.complete(None, error.with_traceback(None))  # a traceback would keep the arguments
+            future.complete(None, error.with_traceback(None))  # which would keep the arguments alive
             return future
         context = pickling.context_for(to) if self.handlers.takes_contexts(kind) else b""
         pickled, buffers = pickling.dumps(payload, to)
@@ -332,7 +332,7 @@ class Agent:
                     call.future.complete(result, None)  # the future's callbacks run in the contexts, too
                     return
         except BaseException as error:
-            # The traceback refers to frames that wait for the future; that cycle would keep the call's arguments.
+            # The traceback refers to frames that wait for the future; that cycle would keep the arguments alive.
             call.future.complete(None, error.with_traceback(None))
             if isinstance(error, KeyboardInterrupt):  # this thread may be waiting for another call's answer
                 raise

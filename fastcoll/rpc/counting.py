@@ -16,7 +16,7 @@ any order, even between two workers.
 
 1. A holder sends DELETE only after its reference and all references that were passed on from it, its *children*, are
    known. So for each unknown reference, the owner knows a reference from which the unknown one was passed on, directly
-   or through other workers. A reference that the owner itself passes on is known at once.
+   or by way of other workers. A reference that the owner itself passes on is known at once.
 2. The owner keeps counting the references of dead workers as long as a living worker may hold an unknown reference that
    came from a dead worker. None does once all living workers have answered a SWEEP that names all dead workers. A
    worker that gave a reference to a worker that died sends FORK in the dead worker's name, because the dead worker may
@@ -160,7 +160,7 @@ class Ledger:
     def is_settled(self) -> bool:
         """Return whether no references are left that concern this worker.
 
-        Then no worker holds a reference to its values, it holds none, and all that it passed on are known.
+        Then no worker holds a reference to this one's values, this one holds none, and all its children are known.
         """
         return not (self.forks or self.held or self.children)
 

@@ -28,7 +28,7 @@ class Deadlines:
         threading.Thread(target=self._run, name="fastcoll-rpc-clock", daemon=True).start()
 
     def watch(self, deadline: float) -> None:
-        """Have the thread respect the deadline of a call, which the caller has put into its table before.
+        """Have the thread respect the deadline of a call, which the caller has already put into a table.
 
         The thread resets `_due` before it reads the tables. So if it does not find the call there, `_due` was reset
         before this method compares it, and this method wakes the thread unless another deadline is earlier.

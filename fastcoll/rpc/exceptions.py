@@ -29,7 +29,7 @@ def traceback_text(error: BaseException, worker: WorkerInfo) -> str:
 
 
 def pack(error: BaseException, worker: WorkerInfo) -> Packed:
-    """Return what `unpack` needs to build an exception of this worker, which is `worker`, on another one."""
+    """Return what `unpack` needs to build this worker's exception on another one. `worker`: this one."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     return pickling.pickled_error(error), name, str(error), traceback_text(error, worker)
 

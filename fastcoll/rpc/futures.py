@@ -33,7 +33,7 @@ class Future(core.Future[T]):
         self.answer: tuple[Readers, Link, int, float] | None = None
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """Return a future of the result of `callback(self)`, which runs when this future is done (now, if it is).
+        """Return a future of the result of `callback(self)`, which runs when this future is done (now, if it is done).
 
         Raises:
             ArgumentTypeError: `callback` is not callable.

@@ -27,7 +27,7 @@ Task = Callable[[], object]
 LOOK_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
 _SILENT_MILLISECONDS = 8000  # the kernel gives up an idle connection after the same time
-# Three take 1.4 s. Fewer prove nothing: after a long silence, data that was just sent is not acknowledged yet either.
+# Three retransmits take 1.4 s. Fewer prove nothing: after a long silence, new data is not acknowledged at once either.
 _RETRANSMITS = 3
 _INFO = struct.Struct("@2xB21xI28xI")  # struct tcp_info: retransmits, unacked, last_ack_recv
 

@@ -47,7 +47,7 @@ class DistributedOptimizer:
     def step(self, context_id: int) -> None:
         """Step all optimizers by the gradients of a context.
 
-        When all have finished, return, or raise the error of the first one that failed.
+        Wait until all have finished; then raise the error of the first one that failed, if there is one.
         Parameters without a gradient in the context do not change, and no `.grad` changes.
 
         Raises:

@@ -4,8 +4,8 @@ Every registration is one-shot: for an event, the kernel wakes one thread and di
 descriptor reports no event until it is armed again. `link.armed` holds the events for which a link (one connection) is
 armed: READ, HANG_UP, or 0. The thread that gets an event first sets `link.armed` to 0, and then reads the link. If
 another thread arms the link between the event and that reset, the kernel is armed for more events than `link.armed`
-holds, which costs one extra event. The kernel is armed for fewer events only between the event and the reset. Then the
-thread that got the event reads the link next, so nothing is missed.
+holds, which costs one extra event. The kernel is armed for fewer events only between the event and the reset. Nothing
+is missed, because that thread, or the thread that holds `link.reading`, reads the link next.
 """
 
 from __future__ import annotations

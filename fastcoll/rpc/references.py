@@ -35,7 +35,7 @@ from .worker_info import WorkerInfo
 
 T = TypeVar("T")
 _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
-# The time to collect messages in: waking a thread for the end of each RRef would take as long as a call.
+# How long messages are collected: waking a thread for the end of each RRef would take as long as a call.
 _MOMENT_SECONDS = 0.004
 _SETTLE_SECONDS = 30.0  # the time that `shutdown` waits for the last messages of other workers
 _log = logging.getLogger("fastcoll")
@@ -127,7 +127,7 @@ class References:
             return found
 
     def confirm(self, ref: Reference) -> None:
-        """Record that the owner knows a reference, because it has answered a call about it."""
+        """Record that the owner knows a reference, because the owner has answered a call about it."""
         self._step(self._ledger.handle, ref.owner, CountingMessage(CONFIRMED, ref))
 
     def is_known(self, ref: Reference) -> bool:

@@ -181,7 +181,7 @@ class _Found(NamedTuple):
     members: Sequence[Member]
     rank: int
     limit: float
-    lease: StoreLease | None  # of the store, if rpc has one of its own; to leave in the end
+    lease: StoreLease | None  # of rpc's own store; None: the store is the group's
 
 
 class _Running:
