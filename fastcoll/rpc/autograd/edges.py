@@ -3,7 +3,7 @@
 A tensor that leaves is the input of a `Departure`. No other node uses that node's output, a *token*, so the token is a
 root of the local graph. A tensor that arrives is the output of an `ArrivalNode`. In a backward pass torch's engine runs
 both like any other node: a departure blocks until the gradient arrives from the worker to which the tensor went; an
-arrival sends its gradient to the worker that the tensor came from (passes.py).
+arrival sends the tensor's gradient to the worker from which the tensor came (passes.py).
 
 Departures must run in descending order of the times at which their tensors left (the context's clock, contexts.py), and
 each only when no other node can run. Among the nodes that are ready, torch's engine runs the one with the highest
@@ -28,7 +28,7 @@ _LEAF = torch._C._functions.AccumulateGrad
 
 
 class GradientExchange(Protocol):
-    """What sends and receives gradients for the backward pass that runs on this thread."""
+    """The exchange of gradients in the backward pass that runs on this thread."""
 
     def send(self, worker: int, message: int, gradient: Any) -> None:
         """Send the gradient of the tensor that came from `worker` as `message`."""

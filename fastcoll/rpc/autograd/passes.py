@@ -7,10 +7,11 @@ gradient. A *departure* is the node of a tensor that left a worker, an *arrival*
 (edges.py). A departure waits for the gradient of its tensor; the tensor's arrival sends that gradient. The pass ends
 when all parts have ended.
 
-There is no deadlock. Suppose that all workers wait in departures. Take the one whose tensor left at the latest time t.
-Its gradient is sent by an arrival on another worker. That worker waits in a departure of a time of at most t, so it has
-run all its departures after t, and every node that only those and the roots reach. The arrival is such a node: a tensor
-that depends on it left after it, so later than t. So the gradient was sent, which contradicts the wait.
+There is no deadlock. Suppose that all workers wait in departures, and take the departure whose tensor left at the
+latest time t. An arrival on another worker sends that tensor's gradient. That worker waits in a departure of time t or
+earlier, so it has run all its departures after t, and every node that is reached only from those and the roots. The
+arrival is such a node: a tensor that depends on it left after it, so later than t. So the gradient was sent, which
+contradicts the wait.
 
 A worker that fails reports that to the initiator, which makes all others fail (participant.py). No wait is endless,
 because the initiator's calls have a deadline, and all workers notice the initiator's death.
