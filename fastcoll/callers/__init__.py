@@ -1,1 +1,1 @@
-"""What callers in compiled code of every kind share: rows of groups and the door; and fastcoll inside numba.njit."""
+"""Calls from compiled code: group descriptors, which JAX and Numba share, and fastcoll's functions in numba.njit."""

@@ -7,39 +7,43 @@ out. It calls the C function whose address is in the word C_ENTRY:
 
     op               a number from `code_of` (core/signature.py), or one of kernels/c_entries.py
     data, out        addresses of contiguous, aligned memory, which belongs to the call until it returns; `nbytes` is
-                     the size of what a rank contributes or gets: of one block where there is a block for each rank:
+                     the size of the array that a rank contributes or gets; if an array has a block for each rank, the
+                     size of one block:
 
         all_reduce, scan, exscan, reduce, broadcast   in place at `data`
         all_gather, gather       data: a block      out: a block for each rank (gather: on the root alone)
         reduce_scatter, scatter  data: a block for each rank (scatter: on the root alone)      out: a block
         all_to_all               data and out: a block for each rank; they share no memory
-        SPLIT                    the same with blocks of any sizes; nbytes: address of a table with the bytes of each
-                                 block in data, then of each block in out
-        REDUCE_SCATTER_SPLIT     reduce_scatter with blocks of any sizes; nbytes: address of a table with the bytes of
-                                 each block in data, then of out
+        SPLIT                    the same with blocks of any sizes; nbytes: address of a table of sizes in bytes: of
+                                 each block in data, then of each block in out
+        REDUCE_SCATTER_SPLIT     reduce_scatter with blocks of any sizes; nbytes: address of a table of sizes in
+                                 bytes: of each block in data, then of out
         SEND, RECV               data: the message
-        POST_SEND, POST_RECV     the same; out: the array's owner, which the request holds; 0: the caller holds it
+        POST_SEND, POST_RECV     the same; out: the array's owner, which the request keeps alive; 0: the caller
+                                 keeps it alive
         WAIT, TEST               data: the number of a request
-        WAIT_ANY                 data: address of `nbytes` request numbers, then the descriptors of their groups
+        WAIT_ANY                 data: address of `nbytes` request numbers, then of as many descriptors, each of
+                                 the request's group
         barrier                  nothing
 
     call             from `call_word`; for messages from `message_word`
-    peer             group rank of the root or of the other side; ANY: the first sender; FOREIGN + global rank: a rank
-                     that is not in the group
+    peer             group rank of the root or of the other side; ANY: receive from any rank; FOREIGN + a global
+                     rank: this rank is not in the group
 
 It returns 0 when the operation is complete. RECV, and WAIT for a receive, return the sender's group rank; POST_SEND and
 POST_RECV the number of a request; TEST whether the request has ended; WAIT_ANY the index of a request that has ended.
-RAISED stands for an exception, which the same thread gets from `take_error`: the error that a call from Python raises,
-with the same effect on peers. The call blocks as the operation does, within the group's timeout; meanwhile Python's
-signal handlers run in the main thread. The caller may hold the GIL or not; a thread that holds it releases it while it
-waits. If the backend has no native call for the operation, or the native call returns early, `_call_in_python` wraps
-the memory in arrays and calls the group's method.
+RAISED stands for an exception, which the same thread gets from `take_error`. It is the error that the same call from
+Python would raise, and has the same effect on peers. The call blocks as the operation does, within the group's timeout;
+meanwhile Python's signal handlers run in the main thread. The caller may hold the GIL or not; a thread that holds it
+releases it while the call waits. If the backend has no native call for the operation, or the native call returns early,
+`_call_in_python` wraps the memory in arrays and calls the group's method.
 
 A descriptor keeps nothing alive but its own words, which stay for the life of the process (384 bytes per group that
-compiled callers have used). It is zeroed when its group ends; a later call gets the error that the method raises.
+compiled callers have used). When its group ends, the group's words are zeroed, and a later call raises
+NotInitializedError.
 
-After RAISED the operation may still be running, queued behind asynchronous operations. So the caller must not free the
-memory then.
+After RAISED the operation may still be queued behind asynchronous operations, and run later. So the caller must not
+free the memory then.
 """
 
 from __future__ import annotations
@@ -91,7 +95,7 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.RLock()  # the thread that held it is not in this process
     for world in _descriptors[:1]:
-        world.clear()  # this process may initialise a world of its own
+        world.clear()  # the child may initialise a world of its own
 
 
 at_fork("group descriptors", _after_fork)
@@ -104,7 +108,7 @@ def call_word(operation: str, dtype: np.dtype[Any], op: ReduceOp | None = None) 
     """Return the `call` word of a collective; the same in all processes, except for custom operations.
 
     Raises:
-        UsageError: PREMUL_SUM, too many custom operations, or a dtype whose code another dtype has.
+        UsageError: PREMUL_SUM, too many custom operations, or another dtype has the same code.
     """
     word = signature.encode(operation, dtype)
     _keep(_dtypes, _dtype_in(word), dtype)
@@ -112,9 +116,9 @@ def call_word(operation: str, dtype: np.dtype[Any], op: ReduceOp | None = None) 
 
 
 def op_word(op: ReduceOp) -> int:
-    """Return the bits of a reduce operation in a call word: its code, and above it a custom one's number.
+    """Return the bits of a reduce operation in a call word.
 
-    A custom operation's number holds in this process only.
+    They are its code and, above the code, the number of a custom operation, which is valid in this process only.
 
     Raises:
         UsageError: PREMUL_SUM, whose factor does not fit into a word, or too many custom operations.
@@ -158,7 +162,8 @@ def _keep(known: dict[int, Any], code: int, value: Any) -> None:
 def _dtype_in(word: int) -> int:
     """Return the dtype's code in a call word.
 
-    It is that of messages, except for one bit of dtypes outside the table, for which a call word has no room.
+    It is the code that messages use, except that one bit is missing for dtypes outside the table of dtypes: a call word
+    has no room for it.
     """
     return word >> 8 & 0xFF | (word >> 48 & 0x1FFF) << 8
 
@@ -179,7 +184,7 @@ def _op_in(word: int) -> ReduceOp:
 
 
 class _Descriptor:
-    """The descriptor of one group, or of the current world; `memory` keeps alive what its words point to."""
+    """The descriptor of one group, or of the current world; `memory` is the memory to which its words point."""
 
     def __init__(self, number: int, c_entry: int) -> None:
         self.words = np.zeros(d.DESCRIPTOR_WORDS, np.int64)
@@ -235,7 +240,10 @@ WORLD, NOBODY = 0, 1
 
 
 def group_descriptor(group: Group) -> int:
-    """Return the address of a group's descriptor; for None, of the descriptor of the current world, now and later.
+    """Return the address of a group's descriptor.
+
+    None means the world; its descriptor stays the same when one world follows another.
+
 
     The caller keeps the group alive while compiled code uses the descriptor.
     """
@@ -268,9 +276,11 @@ def take_error() -> BaseException | None:
 
 
 class _Again:
-    """An object whose truth value raises this thread's error if `except Exception` must not end it, such as Ctrl-C.
+    """An object whose truth value raises this thread's error if it is no Exception, such as Ctrl-C.
 
-    The error is raised once: here or by the caller of `take_error`, whichever comes first.
+    An `except Exception` in compiled code must not end such an error.
+
+    It is raised once: here or by the caller of `take_error`, whichever comes first.
     """
 
     def __bool__(self) -> bool:
@@ -286,7 +296,7 @@ _again = _Again()
 
 
 class _CallWords(NamedTuple):
-    """The arguments of the C entry point, and the status of the native call (LATER: there was none)."""
+    """The arguments of the C entry point, and the status of the native call (LATER: none has begun)."""
 
     descriptor: int
     op: int
@@ -330,7 +340,7 @@ class _DecodedCall:
 
     @property
     def held(self) -> Array:
-        """Return a message's array; its owner is released with it."""
+        """Return a message's array; when it is freed, its owner is released."""
         q = self._words
         return handles.memory(q.data, q.nbytes, q.out).view(self.dtype)
 
@@ -383,7 +393,7 @@ class _DecodedCall:
 
 
 def _collective(method: str) -> Callable[[ProcessGroup, _DecodedCall], Any]:
-    """Return a function that calls a group's method of a collective operation; all blocks are one array."""
+    """Return a function that calls this method of a group; the blocks of all ranks are one array."""
     kind = KINDS[METHODS[method]]
 
     def call(group: ProcessGroup, decoded: _DecodedCall) -> Any:
@@ -428,7 +438,7 @@ def _post_receive(group: ProcessGroup, decoded: _DecodedCall) -> int:
 
 
 def _refuse(group: ProcessGroup, decoded: _DecodedCall) -> None:
-    """Refuse an operation whose second array, or whose split sizes, do not fit; the peers are told."""
+    """Refuse an operation whose second array or split sizes do not fit; the peers get an error too."""
     name = OPERATIONS[decoded.call & 0xFF]
     with group.preparing(name):
         if decoded.call & SPLITS:
@@ -452,13 +462,13 @@ _ROOTS = {name: kind.root for name, kind in KINDS.items()} | {
 def _group_of(words: _CallWords, number: int) -> ProcessGroup | None:
     """Return the group of a call.
 
-    For the world this is the current one, unless a native call has begun: then it is the group whose call that was.
+    For the world's descriptor this is the current world; if a native call has begun, the world in which it began.
     """
     return groups.world if number == WORLD and words.code == LATER else _descriptors[number].group()
 
 
 def _call_in_python(address: int) -> int:
-    """Return the result of the C entry point, for the call whose words are at an address."""
+    """Carry out the call whose words are at an address; return the C entry point's result."""
     words = _CallWords(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
     number = ctypes.c_int64.from_address(words.descriptor + 8 * d.NUMBER).value
     if words.op in _OF_REQUESTS:
@@ -507,7 +517,7 @@ def _open(
 
 
 def _work_of(descriptor: int, number: int) -> Work | None:
-    """Have the engine take a request over and return its operation; None: the request was waited for."""
+    """Move a request to the message engine; return its Work, or None if it was waited for already."""
     work = handles.find(number)
     group = _descriptors[ctypes.c_int64.from_address(descriptor + 8 * d.NUMBER).value].group()
     if work is None and number < handles.OWN and group is not None and group.backend.native_calls is not None:

@@ -1,8 +1,9 @@
-"""Keyword arguments inside `try`: refuse functions in which this Numba would drop their names.
+"""Refuse functions in which this Numba would drop the names of keyword arguments inside `try`.
 
-`fastcoll_autoload.keep_keywords` repairs the one table of Numba that is known to lose the names. This module tests any
-Numba on a function of a few instructions. If the names are lost, functions with such a call are refused, because an
-overload cannot distinguish `broadcast(x, group_src=1, group=g)` without names from `broadcast(x, 1, g)`.
+`fastcoll_autoload.keep_keywords` repairs the one table of Numba that is known to lose the names. This module tests on a
+function of a few instructions whether the installed Numba loses names. If so, it refuses every function that has a call
+with keyword arguments inside `try`, because an overload cannot distinguish `broadcast(x, group_src=1, group=g)` without
+names from `broadcast(x, 1, g)`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def refuse_lost(code: CodeType) -> None:
     """Refuse a function with keyword arguments in a call inside `try`, if Numba drops their names.
 
     Raises:
-        TypingError: the function has such a call, of any function, because the bytecode does not show which calls are
-            fastcoll's.
+        TypingError: the function has such a call. It may be a call of any function, because the bytecode does not show
+            which calls are fastcoll's.
     """
     if are_lost() and _names_inside_try(code):
         raise TypingError(

@@ -3,10 +3,10 @@
 Each overload checks the arguments' types, refuses wrong ones by TypingError, and returns the function that is compiled.
 That function packs arrays that are not contiguous, calls the C entry point (kernels/c_entries.py), and raises the error
 that the call has left behind. Errors that depend on values, such as sizes that do not fit, also go through the C entry
-point (REFUSED), so that the peers are told.
+point (REFUSED), so that the peers get an error too.
 
-Importing this module registers the overloads. Numba imports it by an entry point when it first compiles a use of
-fastcoll (fastcoll_autoload.py), so neither `import numba` nor `import fastcoll` takes longer for it.
+Importing this module registers the overloads. Numba imports the module through an entry point when it first compiles a
+use of fastcoll (fastcoll_autoload.py), so neither `import numba` nor `import fastcoll` takes longer for it.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def _size(descriptor):
 
 @register_jitable
 def _expect(descriptor, code, count, expected):
-    """Refuse the call if its second array has not the `expected` number of elements."""
+    """Refuse the call if its second array does not have the `expected` number of elements."""
     if count != expected and word(descriptor, _SIZE) > 0:
         _done(call_c_entry(descriptor, _REFUSED, None, None, count, code, expected))
 
 
 @register_jitable
 def _to_group_rank(descriptor, rank):
-    """Return the group rank of a global rank; _FOREIGN + rank if it is not in the group."""
+    """Return the group rank of a global rank, or _FOREIGN + rank if that is not in the group."""
     ranks = word(descriptor, _RANKS)
     if ranks == 0:
         return rank
@@ -142,9 +142,10 @@ def _put(to, x):
 def _packing(x: types.Array) -> tuple[Any, Any]:
     """Return a function that makes an array's memory contiguous and aligned, and one that writes results back.
 
-    The first function returns the memory for the C entry point, its bytes, and the array to write back to. After it an
-    overload must not use the array itself: then Numba leaves out the two atomic instructions that hold a reference to
-    it, which are half of the time of a call in a world of one rank. The overload's caller holds a reference.
+    The first function returns the memory for the C entry point, its size in bytes, and the array to write back to.
+    After calling it an overload must not use the array itself. Then Numba omits the two atomic instructions that count
+    a reference to the array, which take half of the time of a call in a world of one rank. No reference is needed,
+    because the overload's caller holds one.
     """
     if x.layout == "C":
         return (_in_place_memory, _leave) if x.aligned else (_copied, _put)
@@ -152,7 +153,7 @@ def _packing(x: types.Array) -> tuple[Any, Any]:
 
 
 def _array(x: Any, name: str, writes: bool) -> Any:
-    """Return the NumPy dtype of an argument, or refuse one that is not an array, or not writable where it must be."""
+    """Return an array argument's NumPy dtype; refuse other types, and read-only arrays that the call writes."""
     if not isinstance(x, types.Array):
         raise TypingError(f"{name} is of type {x}; inside njit fastcoll takes arrays")
     if writes and not x.mutable:
@@ -182,7 +183,7 @@ def _check_synchronous(async_op: Any) -> None:
 
 
 def _callable_here() -> None:
-    """Refuse calls whose keywords Numba would lose, and calls in bodies of parallel loops (functions to Numba)."""
+    """Refuse calls whose keywords Numba would lose, and calls in a parallel loop (Numba makes its body a function)."""
     frames = cpu_target.typing_context.callstack
     if len(frames) > 0:
         refuse_lost(frames[0].func_id.code)  # the calling function
@@ -194,7 +195,7 @@ def _callable_here() -> None:
 
 
 def _one_of(what: str, rank: Any, group_rank: Any, default: bool = False) -> bool:
-    """Whether the group rank is given, in torch's pair of arguments `what` and `group_what`."""
+    """Whether `group_what` is given, of torch's pair of arguments `what` (a global rank) and `group_what`."""
     if not is_none(rank) and not is_none(group_rank):
         raise TypingError(f"{what} and group_{what} are both given; give one of them")
     if is_none(rank) and is_none(group_rank) and not default:
@@ -239,7 +240,7 @@ def _split_equally(descriptor, code, table, sizes, rows, nbytes):
 
 
 def _splitting(sizes: Any, name: str, *arrays: Any) -> Any:
-    """Return the function that writes split sizes of this type into a table; the call cuts these arrays."""
+    """Return the function that writes split sizes of this type into a table; `arrays` are to be divided."""
     if any(array.ndim == 0 for array in arrays):
         raise TypingError(f"{name} divides arrays along their first dimension; give arrays that have one")
     if is_none(sizes):
@@ -511,7 +512,10 @@ def _message(tensor: Any, writes: bool) -> int:
 
 @register_jitable
 def _kind(kind, tag):
-    """Return a message's kind; an invalid tag becomes one that is refused, as tags above users' are the library's."""
+    """Return a message's `call` word with this tag.
+
+    An invalid tag becomes ANY_TAG - 1, which is refused: tags above LARGEST_TAG are the library's own.
+    """
     return kind | (tag if ANY_TAG <= tag <= LARGEST_TAG else ANY_TAG - 1) << DTYPE_BITS
 
 
@@ -563,7 +567,7 @@ def _copy_of(x):
 
 @register_jitable
 def _sent(descriptor, x, kind, peer):
-    """Post a message; return the number of its request, which holds the array."""
+    """Post a message; return the number of its request, which keeps the array alive."""
     nbytes = x.size * x.itemsize
     data, owner = held(x)
     return _done(call_c_entry(descriptor, _POST_SEND, data, owner, nbytes, kind, peer))

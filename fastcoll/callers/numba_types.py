@@ -1,13 +1,14 @@
 """The Numba types of groups, reduce operations and requests, and the code that calls a descriptor's C entry point.
 
     value                 in compiled code
-    group, GroupMember    the address of its descriptor (descriptors.py)
+    group, NonMember      the address of its descriptor (descriptors.py)
     None for a group      the address of the world's descriptor; each library of compiled code asks Python for it once
                           (`world_descriptor`)
-    ReduceOp              its `op_word`
+    ReduceOp              the result of `op_word`
 
 Numba may keep compiled code on disk, where another process runs it, perhaps with another version of fastcoll. So the
-code holds no address of a process. It asks for descriptors by LAYOUT, a checksum of what it assumes about them.
+code holds no address of a process. When it asks for a descriptor it passes LAYOUT, a checksum of what it assumes about
+descriptors.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Raised(Exception):
 
 
 def descriptor_for(group: Any, layout: int) -> int:
-    """Return the address of a group's descriptor, to code that was compiled for descriptors of this layout."""
+    """Return the address of a group's descriptor; refuse code that was compiled for another layout."""
     if layout != LAYOUT:
         raise UsageError(
             "this code was compiled with another version of fastcoll; delete Numba's cache (__pycache__)"
@@ -97,7 +98,7 @@ class _ReduceOp(types.Type):
 
 
 class _ReduceOpClass(types.Dummy):
-    """The type of the class ReduceOp, whose attributes SUM and so on compiled code reads."""
+    """The type of the class ReduceOp itself; compiled code reads its attributes, such as SUM."""
 
 
 reduce_op = _ReduceOp()
@@ -142,7 +143,10 @@ def _call_python(c: Any, function: Any, values: Sequence[Any]) -> NativeValue:
 
 
 def _constant_word(op: ReduceOp) -> Any:
-    """Return an operation's code as a constant, without the number of a custom one, which holds in one process only."""
+    """Return an operation's code as a constant.
+
+    The number of a custom operation is left out, because it is valid in one process only.
+    """
     return WORD(descriptors.op_word(op) & 0xFFFF)
 
 
@@ -272,7 +276,7 @@ handles.release_by(_nrt_python.c_helpers["MemInfo_release"])
 
 
 def _word_of_library(module: ir.Module, name: str) -> ir.GlobalVariable:
-    """Return a variable of a library of code: one word, which is 0 until the library's first call in a process."""
+    """Return a variable of a compiled library: a word that is 0 until the library sets it in this process."""
     if name in module.globals:
         return module.globals[name]
     variable = ir.GlobalVariable(module, WORD, name)
@@ -286,9 +290,9 @@ def _world_descriptor(module: ir.Module) -> ir.GlobalVariable:
 
 
 def _finder(module: ir.Module) -> ir.Function:
-    """Emit a function that calls `world_descriptor`, and imports fastcoll first where the process has not.
+    """Emit a function that imports fastcoll, if necessary, and calls `world_descriptor`.
 
-    It prints an exception, and returns 0 then.
+    If that raises, the function prints the exception and returns 0.
     """
     name = "fastcoll.find_world_descriptor"
     if name in module.globals:
@@ -324,7 +328,7 @@ def _finder(module: ir.Module) -> ir.Function:
 
 @intrinsic
 def descriptor_of(typing_context, given):
-    """Return the address of a group's descriptor, for None of the world's; 0: an error was printed."""
+    """Return the address of a group's descriptor (None: the world's); 0 if an error was printed."""
 
     def emit(context, builder, made, args):
         if made.args[0] is group:
@@ -374,9 +378,9 @@ def _hold(builder: Any, owner: Any) -> None:
 def call_c_entry(typing_context, descriptor, op, data, out, nbytes, call, peer):
     """Call the C entry point of a descriptor.
 
-    `data` and `out` are arrays, which then live until the call returns, pairs of `data_and_owner`, or None. `nbytes` is
-    a number or an array. If the call raises, the operation may still be running: so the owners of the pairs are never
-    freed. Numba does the same with arrays that a function holds when it raises.
+    `data` and `out` each are an array, which Numba keeps alive until the call returns, a pair from `data_and_owner`, a
+    number, or None. `nbytes` is a number or an array. If the call returns RAISED, the operation may still run, so the
+    owners in the pairs are never freed. Numba never frees the arrays that a function holds when it raises, either.
     """
 
     def emit(context, builder, made, args):
@@ -430,9 +434,10 @@ def integer_of(typing_context, value):
 
 @intrinsic
 def know_dtype(typing_context, array):
-    """Register an array's dtype in this process, if it is not NumPy's own, such as that of records.
+    """Register an array's dtype in this process, unless it is one of NumPy's numeric dtypes.
 
-    Code that is loaded from disk was compiled by another process, which registered the dtype there only.
+    This registers the dtypes of records, for example. Code that is loaded from disk was compiled by another process,
+    which registered the dtype only there.
     """
     numpys = as_dtype(array.dtype)
 

@@ -38,10 +38,10 @@ def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, toke
     Args:
         x: same dtype and number of elements on all ranks; bool, integers, floats or complex.
         op: a predefined ReduceOp, ReduceOp.PREMUL_SUM(factor) or ReduceOp.custom(function).
-        group: from `new_group`; None is the world at the time when the program runs. The first call on a group, traced
-            or not, is collective among its ranks: it makes a second group for JAX.
-        token: None: JAX orders this call among all other calls without a token. Else the token that `create_token` or
-            the previous call has returned: that is faster, and tokens alone order such calls.
+        group: from `new_group`; None is the world at the time when the program runs. The first collective of this
+            module on a group, traced or not, makes a second group for JAX, so all ranks of the group must take part.
+        token: the token that `create_token` or the previous call returned; None: JAX orders this call among all other
+            calls without a token. Calls with tokens are faster, and only their tokens order them.
 
     Returns:
         A new array like `x`; with a token `(array, token)`.
@@ -49,9 +49,9 @@ def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, toke
     Raises:
         UsageError: a wrong argument; raised while JAX traces the call, because shapes are known then.
         NotInitializedError: there is no world, or the group was destroyed.
-        jax.errors.JaxRuntimeError: an error of the running program, with the text of fastcoll's error; raised where the
-            program waits for its results: calls that differ between ranks, a dead rank, a timeout. It is a ValueError
-            if JAX runs the program at once.
+        jax.errors.JaxRuntimeError: an error of the running program (calls that differ between ranks, a dead rank, a
+            timeout), with the text of fastcoll's error. It is raised where the caller waits for the program's results.
+            If JAX runs the program at once, it is a ValueError.
 
     Example:
         >>> jax.jit(fj.all_reduce)(jnp.ones(3))  # two ranks: Array([2., 2., 2.])
@@ -63,28 +63,28 @@ def reduce(x: Any, dst: int, op: ReduceOp = ReduceOp.SUM, *, group: Group = None
     """Reduce an array over all ranks to rank `dst`; the others get their `x` back.
 
     Args:
-        x, op, group, token, and what it returns and raises: as for `all_reduce`.
+        x, op, group, token, the result and the errors: as for `all_reduce`.
         dst: a global rank.
     """
     return _called(_site("reduce", group, token, op=_checked(op), dst=dst), [x], token)
 
 
 def scan(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
-    """Inclusive prefix reduction: rank r gets the reduction over ranks 0..r.
+    """Compute the inclusive prefix reduction: rank r gets the reduction over ranks 0..r.
 
     Args:
-        x, op, group, token, and what it returns and raises: as for `all_reduce`.
+        x, op, group, token, the result and the errors: as for `all_reduce`.
     """
     return _called(_site("scan", group, token, op=_checked(op)), [x], token)
 
 
 def broadcast(x: Any, src: int, *, group: Group = None, token: Any = None) -> Any:
-    """Every rank gets the array of rank `src`.
+    """Return the array of rank `src` on every rank.
 
     Args:
         x: same dtype and number of elements on all ranks; its values are used on `src` only.
         src: a global rank.
-        group, token, and what it returns and raises: as for `all_reduce`.
+        group, token, the result and the errors: as for `all_reduce`.
     """
     return _called(_site("broadcast", group, token, src=src), [x], token)
 
@@ -94,7 +94,7 @@ def all_gather(x: Any, *, group: Group = None, token: Any = None) -> Any:
 
     Args:
         x: same dtype and shape on all ranks.
-        group, token, and what it raises: as for `all_reduce`.
+        group, token, the errors: as for `all_reduce`.
 
     Returns:
         An array of shape `(world_size, *x.shape)`; with a token `(array, token)`.
@@ -108,7 +108,7 @@ def gather(x: Any, dst: int, *, group: Group = None, token: Any = None) -> Any:
     Args:
         x: same dtype and shape on all ranks.
         dst: a global rank, the same on all ranks.
-        group, token, and what it raises: as for `all_reduce`.
+        group, token, the errors: as for `all_reduce`.
 
     Returns:
         An array of shape `(world_size, *x.shape)` on `dst`, of `x.shape` elsewhere; with a token `(array, token)`.
@@ -122,7 +122,7 @@ def scatter(x: Any, src: int, *, group: Group = None, token: Any = None) -> Any:
     Args:
         x: on `src` of shape `(world_size, ...)`; on other ranks an array like the result, whose values are ignored.
         src: a global rank, the same on all ranks.
-        group, token, and what it raises: as for `all_reduce`.
+        group, token, the errors: as for `all_reduce`.
 
     Returns:
         An array of the shape and dtype of `x[r]`; with a token `(array, token)`.
@@ -136,7 +136,7 @@ def reduce_scatter(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, 
 
     Args:
         x: of shape `(world_size, ...)`, the same on all ranks.
-        op, group, token, and what it raises: as for `all_reduce`.
+        op, group, token, the errors: as for `all_reduce`.
 
     Returns:
         An array of shape `x.shape[1:]`; with a token `(array, token)`.
@@ -149,7 +149,7 @@ def all_to_all(x: Any, *, group: Group = None, token: Any = None) -> Any:
 
     Args:
         x: of shape `(world_size, ...)`, the same on all ranks.
-        group, token, and what it returns and raises: as for `all_reduce`.
+        group, token, the result and the errors: as for `all_reduce`.
     """
     return _called(_site("all_to_all", group, token), [_rows(x, group)], token)
 
@@ -161,7 +161,7 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None, token: Any = No
         x: any shape; the receiver's array has the same dtype and number of elements.
         dst: a global rank.
         tag: 0 to 2**31 - 1; only a receive with this tag, or with ANY_TAG, takes the message.
-        group, token, and what it raises: as for `all_reduce`.
+        group, token, the errors: as for `all_reduce`.
 
     Returns:
         None; with a token the token.
@@ -184,9 +184,9 @@ def recv(
         like: has the result's shape and dtype. Its values are used only for elements beyond a shorter message.
         src: a global rank; None: any rank.
         tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
-        status: filled on each run of the program, before the result is ready, with sender, tag and count. With one, the
+        status: filled with sender, tag and count on each run of the program, before the result is ready. If given, the
             message may be shorter than the array.
-        group, token, and what it returns and raises: as for `all_reduce`.
+        group, token, the result and the errors: as for `all_reduce`.
     """
     how = {"recv_tag": checked_receive_tag(tag), "status": status}
     return _called(_site("recv", group, token, src=src, **how), [like], token)
@@ -212,7 +212,7 @@ def sendrecv(
         src: a global rank.
         tag: tag of the message that is sent.
         recv_tag: tag of the message that is received, or ANY_TAG; None: the same as `tag`.
-        group, token, and what it returns and raises: as for `all_reduce`.
+        group, token, the result and the errors: as for `all_reduce`.
     """
     tags = {"tag": checked_tag(tag), "recv_tag": checked_receive_tag(tag if recv_tag is None else recv_tag)}
     site = _site("sendrecv", group, token, dst=dst, src=src, status=status, **tags)
@@ -223,7 +223,7 @@ def barrier(*, group: Group = None, token: Any = None) -> Any:
     """Wait until the programs of all ranks have called this.
 
     Args:
-        group, token, and what it raises: as for `all_reduce`.
+        group, token, the errors: as for `all_reduce`.
 
     Returns:
         None; with a token the token.
@@ -234,8 +234,8 @@ def barrier(*, group: Group = None, token: Any = None) -> Any:
 def create_token() -> Any:
     """Return a token, which begins a chain of calls: each call runs after the call that returned its token.
 
-    A token is an array, and an argument and result of programs and loops like any other. Calls of one program in
-    different chains run in different orders on different ranks. So begin one chain in a program, and give each call the
+    A token is an array; programs and loops take and return it like any other array. If a program has several chains,
+    their calls may run in different orders on different ranks. So begin one chain in a program, and give each call the
     token that the previous call returned.
     """
     return jnp.zeros((), jnp.uint32)
@@ -244,7 +244,7 @@ def create_token() -> Any:
 def clear_errors() -> None:
     """Forget the errors of calls without a token, after waiting for all such calls of this thread.
 
-    JAX orders the calls of a thread. Once a call has failed, all later ones on the thread do not run, and raise its
+    JAX orders the calls of a thread. After a call has failed, no later call of the thread runs: each raises the first
     error. After a MismatchError, which leaves the group usable, call this function on all ranks, between two programs.
     """
     wait_for_effects()

@@ -1,10 +1,10 @@
 """The groups of JAX's calls: the user's own group for messages, a copy of it for collectives.
 
-JAX runs programs later than they are called, so the order of JAX's calls among Python's differs between ranks. Messages
-match by tag: JAX's messages have their own range of tags (`JAX_TAGS`), and involve two ranks only. Collectives match by
-order, so they need a group of their own. The calling thread makes the copy when JAX first traces a collective on the
-group; each new world gets a new copy. A rank that leaves the group also leaves the copy. It first waits for running
-programs, as it does for asynchronous calls.
+JAX runs a program some time after Python has called it, so the order of the program's calls relative to Python's calls
+differs between ranks. Messages match by tag: JAX's messages have their own range of tags (`JAX_TAGS`), and involve two
+ranks only. Collectives match by order, so they need a group of their own. The calling thread makes the copy when JAX
+first traces a collective on the group; each new world gets a new copy. A rank that leaves the group also leaves the
+copy. It first waits for running programs, as it does for asynchronous calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _making = threading.Lock()
 
 
 def group_for(group: Group, is_message: bool) -> ProcessGroup:
-    """Return the group that a call on this one uses; for a collective, collective at the first use (`copy_of`)."""
+    """Return the group that a call on this group uses: the group itself for messages, else `copy_of`."""
     if not is_message:
         return copy_of(group)
     original = entered(group)
@@ -45,11 +45,11 @@ def copy_of(group: Group) -> ProcessGroup:
     """Return the copy of a group for JAX's collectives; the first use is collective among its ranks.
 
     Raises:
-        UsageError: this process is not in the group, or it is a group without a world.
+        UsageError: this process is not in the group, or the group was made without a world.
         NotInitializedError: there is no world, or the group was destroyed.
     """
     job, original = current_job(), entered(group)
-    # Without the lock, because its holder may wait for ranks that in turn wait for the program which runs this line.
+    # Look without the lock, because its holder may wait for ranks that in turn wait for the program at this line.
     if original in _copies:
         return _copies[original]
     with _making:
@@ -79,12 +79,12 @@ _fences: list[Callable[[], None]] = []
 
 
 def settle_by(fence: Callable[[], None]) -> None:
-    """Set the function that runs a program, which JAX queues after all earlier ones, and waits for it."""
+    """Set the function that `settle` calls: it runs a program after all earlier ones, and waits for it."""
     _fences[:] = [fence]
 
 
 def wait_for_effects() -> None:
-    """Wait for this thread's programs with effects; unlike `jax.effects_barrier`, for all of them even if one fails."""
+    """Wait for this thread's programs with effects; unlike `jax.effects_barrier`, for all even if one fails."""
     last = dispatch.runtime_tokens
     for token in (*last.current_tokens.values(), *last.output_runtime_tokens.values()):
         with suppress(Exception):
@@ -92,7 +92,7 @@ def wait_for_effects() -> None:
 
 
 def settle() -> None:
-    """Wait for all programs that this process has given to JAX; ignore their errors, which their results raise."""
+    """Wait for all programs that this process has given to JAX; ignore errors, which the results raise."""
     wait_for_effects()
     for fence in _fences:
         with suppress(Exception):
@@ -103,7 +103,8 @@ def settle() -> None:
 def _leave_at_exit() -> None:
     """Set the exit hook, once in a process.
 
-    It runs before JAX clears its backends, because exit hooks run in reverse order and JAX was imported before.
+    The hook runs before JAX's own, which clears the backends: exit hooks run in reverse order, and JAX was imported
+    earlier.
     """
 
     def at_exit(error: BaseException | None) -> GroupError | None:

@@ -1,14 +1,14 @@
 """The primitive of JAX behind all calls, and its rules for JAX's transformations.
 
-Without a token a call has an *ordered effect*: JAX runs all calls of a thread's programs in the order in which Python
-made them, by tokens of its own. With a token, which is an input and an output of the call, the data dependence orders
-the calls. XLA must neither drop nor merge such calls. But for JAX they have no effect, so it dispatches their programs
-by its fast path.
+Without a token a call has an *ordered effect*: JAX uses tokens of its own to run all calls of a thread's programs in
+the order in which Python made them. With a token, which is an input and an output of the call, the data dependence
+orders the calls. For JAX such calls have no effect, so it starts their programs by its fast path. For XLA they have a
+side effect, so it neither drops nor merges them.
 
-Derivatives follow mpi4jax: the transpose of an all_reduce by SUM is the identity, and the transpose of that is the
-all_reduce. This is right if all ranks compute one loss from the sum: each rank then has the complete derivative of the
-loss with respect to its own input. The transposes of all_to_all and sendrecv send back; other calls have derivatives
-in forward mode only.
+Derivatives follow mpi4jax: the transpose of an all_reduce by SUM is the identity, and the transpose of this identity is
+the all_reduce. This is right if all ranks compute one loss from the sum: each rank then has the complete derivative of
+the loss with respect to its own input. The transposes of all_to_all and sendrecv send the cotangents back. The other
+linear calls have derivatives in forward mode only.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ partial_eval.dce_rules[call_p] = _keep
 
 
 def _batch(ins: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[list[Any], list[int | None]]:
-    """Make one call for the complete batch; its dimension is the first, or the second after the rank's dimension."""
+    """Make one call for the complete batch; its dimension comes first, or second if the first is the rank's."""
     kind = site.traits
     batch_axis_in, batch_axis_out = map(int, kind.rows)
     arrays, sizes = list(ins), {x.shape[d] for x, d in zip(ins, dims, strict=True) if d is not None}
@@ -190,7 +190,7 @@ def _transpose(cotangents: Sequence[Any], *ins: Any, site: Site) -> list[Any]:
     zeros = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in ins]
     if type(ct) is ad.Zero:
         return zeros
-    if site.kind == "sendrecv":  # the second array has only the shape and dtype of the message received
+    if site.kind == "sendrecv":  # the second array only gives the shape and dtype of the message received
         like = ins[0].aval
         return [*call_p.bind(ct, jnp.zeros(like.shape, like.dtype), site=back), *zeros[1:]]
     results: list[Any] = call_p.bind(ct, site=back)

@@ -38,9 +38,9 @@ class Site:
         off_root: marks a gather or scatter on a rank that is not its root.
         tag, recv_tag: a message is sent with `tag`, and received with `recv_tag`, which may be ANY_TAG.
         status: filled by a receive.
-        token: the last input and the last output are tokens, which order the call; else a JAX effect orders it.
+        token: whether the last input and the last output are tokens, which order the call; if not, a JAX effect does.
         tangent: marks a call that never runs; only its transpose does.
-        transposed: marks an all_reduce that does nothing.
+        transposed: marks the transpose of an all_reduce, which returns its input.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class CallKind(NamedTuple):
         rows: whether the first dimension of the input, and of the output, is the rank.
         form: which arrays the C entry point gets (kernels/call_frames.py); None: the handler calls Python instead.
         is_message: the call involves two ranks and uses the user's group; other calls use a copy of it (own_groups.py).
-        linear: whether the output is a linear function of the input (among reductions: of SUM only).
+        linear: whether the output is a linear function of the input (reductions: with SUM or AVG only).
     """
 
     run: Callable[[ProcessGroup, Any, list[Array], Any], object]

@@ -1,9 +1,10 @@
-"""The Python side of the XLA handler (kernels/call_frames.py): calls that it cannot make itself, and errors.
+"""The Python side of the XLA handler: errors, and the calls that the handler cannot make itself.
 
-An exception becomes an XLA error with a code for its kind and its text; JAX raises it where the program waits for its
-results. After Python has carried a call out once, it writes a line for the handler, which then calls the group's C
-entry point directly. `ready` runs a program on known arrays, and compares the call frame that it gets with the layout
-that this file assumes.
+The handler (kernels/call_frames.py) is the compiled function that XLA runs for each call of a program. An exception
+becomes an XLA error that has the exception's text and a code for its class; JAX raises it where the caller waits for
+the program's results. After Python has carried out a call once, it writes a *line*: the arguments with which the
+handler from then on calls the group's C entry point directly. `ready` runs a program on known arrays, and compares the
+call frame that it gets with the layout that this file assumes.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _call_in_python(frame: int) -> int:
 
 
 def _error_of_c_entry(frame: int) -> int:
-    """Return the address of the error that the C entry point has raised."""
+    """Return the address of the error for the exception of the C entry point."""
     error = take_error()
     assert error is not None
     return _failed(frame, error)
@@ -105,7 +106,7 @@ _errors: dict[int, BaseException] = {}
 
 
 def _error_of_exception(frame: int) -> int:
-    """Return the address of the error with which one of the functions above has ended."""
+    """Return the address of the error for the exception that a function above has raised."""
     return _failed(frame, _errors.pop(threading.get_ident()))
 
 
@@ -139,7 +140,7 @@ def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any,
 
 
 def carry_out(group: ProcessGroup, site: Site, ins: list[Array], out: Array | None) -> None:
-    """Make the call of a site, after copying the input to the output of a call in place."""
+    """Make the call of a site; for a call in place, first copy the input to the output."""
     kind = site.traits
     if kind.form == f.IN_PLACE and out is not None and out.ctypes.data != ins[0].ctypes.data:
         np.copyto(out, ins[0])
@@ -159,7 +160,7 @@ def _array(buffer: int, dtype: Any) -> Array:
 
 
 def _is_query(frame: int) -> bool:
-    """Whether XLA asks for the version of its interface that the handler implements; answer with XLA's own version.
+    """Return whether XLA asks which version of its interface the handler implements; answer XLA's own.
 
     The handler uses only parts of the interface that all versions have.
     """
@@ -185,7 +186,7 @@ class _ErrorArguments(ctypes.Structure):
 
 
 def _failed(frame: int, error: BaseException) -> int:
-    """Make an XLA error of an exception; return its address."""
+    """Make an XLA error from an exception; return the error's address."""
     code = next(_CODES[kind] for kind in type(error).__mro__ if kind in _CODES)
     text = f"{type(error).__module__}.{type(error).__name__}: {error}".encode()
     arguments = _ErrorArguments(28, None, text, code)
