@@ -1,4 +1,4 @@
-"""fastcoll as a backend of torch.distributed, for CPU tensors. Importing this registers it.
+"""fastcoll as a backend of torch.distributed, for CPU tensors. Importing this module registers it.
 
 >>> import fastcoll.torch
 >>> torch.distributed.init_process_group("fastcoll")

@@ -24,7 +24,7 @@ _OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp(getattr(dist.ReduceOp, name)): getattr(ReduceOp, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
-_UNSET = timedelta()  # a timeout up to this one means the group's timeout; torch uses negative ones
+_UNSET = timedelta()  # zero or less means the group's timeout; torch uses negative values
 
 
 def options(
@@ -36,7 +36,10 @@ def options(
     root: Any = None,
     timeout: Any = None,
 ) -> Any:
-    """Return a call's options as torch's type `kind`; short forms give op, root and timeout, by type or by name."""
+    """Return a call's options as torch's type `kind`.
+
+    A short form of a call has op, root and timeout instead of options, by name or recognised by their types.
+    """
     values = {"reduceOp": op, "rootRank": root, "timeout": timeout}
     for value in (*short, opts):
         if isinstance(value, kind):
@@ -55,7 +58,7 @@ def options(
 
 
 class _Collective:
-    """A stand-in for an operation of torch.ops.c10d, for dispatch modes that count; calling it does nothing."""
+    """A stand-in for an operation of torch.ops.c10d, for modes that count calls; calling it does nothing."""
 
     def __init__(self, name: str) -> None:
         self._overloadpacket = getattr(torch.ops.c10d, name)
@@ -157,7 +160,7 @@ def root(opts: Any) -> int:
 
 
 def only(what: str, items: Any) -> Any:
-    """Return the only item of a list, in which torch gives one for each device of a rank; or the item itself."""
+    """Return the only item of a list (torch gives one per device of a rank), or an item given without a list."""
     if isinstance(items, torch.Tensor):
         return items
     if len(items) != 1:
@@ -166,7 +169,7 @@ def only(what: str, items: Any) -> Any:
 
 
 def only_list(what: str, items: Any) -> Any:
-    """Return the only list of tensors of a list, in which torch gives one for each device; or the list itself."""
+    """Return the only list in a list of lists (torch gives one per device), or a list given directly."""
     return items if items and isinstance(items[0], torch.Tensor) else only(what, items)
 
 

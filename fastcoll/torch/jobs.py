@@ -32,7 +32,7 @@ from .work import completions
 
 _log = logging.getLogger("fastcoll")
 _SETTLE_SECONDS = 5.0
-# For each group the name of this start, on which its members have agreed; torchrun only.
+# For each group the name of the current start (`meet_anew`); empty if torchrun has not started the ranks.
 _starts: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
@@ -51,9 +51,10 @@ def make_group(
     Args:
         rank, size: this process's group rank, and the number of members.
         timeout: seconds for this call and for every call on the group.
-        global_ranks: the members' global ranks, in the order of group ranks; empty: both are the same.
+        global_ranks: the members' global ranks, in the order of group ranks; empty: global and
+            group ranks are the same.
         world_size: the number of ranks of the job.
-        parent: a group that contains all members, whose addresses then need no exchange; or None.
+        parent: a group that contains all members, so that they need not exchange addresses; or None.
     """
     config.check()
     _watch_ends()
@@ -84,7 +85,7 @@ def make_group(
         ) from error
     _starts[group] = start
     group.gpus.serve(refuse_gpus)
-    group.backend.begin_at_once()  # because the computation beside collectives of CPU tensors needs the CPU
+    group.backend.begin_at_once()  # because computation that overlaps with the calls needs the cores
     return group
 
 
@@ -105,7 +106,8 @@ def refuse_options(pg_options: Any) -> None:
 def leave_group(group: ProcessGroup) -> None:
     """Leave a group; a second call does nothing.
 
-    An error of an operation that was not waited for is logged: an exception would leave torch's group half destroyed.
+    An error of an operation that was not waited for is logged, not raised: an exception would leave torch's group half
+    destroyed.
     """
     if (lost := standalone.leave_groups([group], sys.exc_info()[1])) is not None:
         _log.error("%s", lost)
@@ -114,7 +116,7 @@ def leave_group(group: ProcessGroup) -> None:
 def _prefixed_store(
     store: Any, rank: int, size: int, timeout: float, global_ranks: Sequence[int], parent: ProcessGroup | None
 ) -> tuple[Store, str]:
-    """Return torch's store with a prefix that is new for each group, and the start's name.
+    """Return torch's store with a prefix that is new for each group, and the start's name (`meet_anew`).
 
     torch itself uses the same keys again after destroy_process_group.
     """
@@ -122,7 +124,8 @@ def _prefixed_store(
         return HashStore(), ""
     prefixed, start = PrefixStore("fastcoll", TorchStore(store)), ""
     if parent is not None:
-        # Members of `parent` skip the join, which would detect a second group of the same name: so each has own keys.
+        # Members of `parent` skip the join, which would detect a second group of the same name. So the keys contain
+        # the group's ranks.
         prefixed = PrefixStore(hashlib.sha256(repr(list(global_ranks)).encode()).hexdigest()[:16], prefixed)
         start = _starts[parent]
     if dist.is_torchelastic_launched():
@@ -136,19 +139,19 @@ def _prefixed_store(
 
 
 def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
-    """Return a name that all ranks of this start share, and no earlier start had; collective.
+    """Return a name that all ranks of this start share and that no earlier start had; collective.
 
     torchrun restarts all ranks after a failure or a change of members, and its store keeps the keys of earlier starts.
     No variable that it sets is both new and the same on all ranks, because the agents of several nodes count restarts
-    separately. So rank 0 publishes the name of a meeting, and waits until all other ranks have joined it; these then
-    use its name. A group whose members are in such a group uses that group's name and needs no meeting.
+    separately. So for each start rank 0 makes a *meeting*: it publishes a new name, and waits until all other ranks
+    have joined under this name. A group with a parent uses the parent's name and needs no meeting.
 
         meeting             the name of the latest meeting; rank 0 sets it
         <name>/here/<rank>  a counter: the process that makes it 1 joins the meeting as this rank
         <name>/met          set when all ranks have joined
 
     Raises:
-        StoreTimeoutError: not all ranks joined within `timeout` seconds; on rank 0 it names them.
+        StoreTimeoutError: not all ranks joined within `timeout` seconds; on rank 0 the error names those that did not.
         StoreError: the store is gone.
     """
     late, doing = LateWarning(), f"joining as rank {rank} of {size}"
@@ -175,7 +178,7 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
         latest = (store.peek(["meeting"])[0] or b"").decode()
         if latest != seen:
             seen = latest
-            # A meeting of another size, or that this rank has joined already, is of an earlier start.
+            # A meeting of another size, or one that this rank has joined before, belongs to an earlier start.
             is_new = latest.startswith(f"{size}/") and store.add(f"{latest}/here/{rank}", 1) == 1
             mine = latest if is_new else ""
         late.look(doing, missing)

@@ -1,6 +1,7 @@
 """torch's env:// under mpiexec and srun, whose variables torch itself does not read.
 
-The ranks meet by fastcoll's own rendezvous. Its store then has the address of torch's store, which rank 0 serves.
+The ranks meet by fastcoll's own rendezvous. Rank 0 serves torch's store, and publishes its address in the store of that
+rendezvous.
 """
 
 from __future__ import annotations

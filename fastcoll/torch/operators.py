@@ -2,9 +2,9 @@
 
 Dynamo traces the functions at the end of this file instead of the public ones (traced.py). Each operator takes the
 tensors that its call writes, and those that it only reads. It returns new tensors, which are copied back, so that
-Inductor and the functionalization before it see every read and write. If the old content is not read, Inductor replaces
-the operator by its in-place variant, which writes into the tensors. All operators have one ordered effect. So no pass
-removes an operator or reorders two of them, which would be a deadlock if the ranks' graphs differ.
+torch's functionalization and Inductor see every read and write. If a tensor's old content is not read, Inductor
+replaces the operator by its in-place variant, which writes into the tensor. All operators have one ordered effect. So
+no pass removes an operator or reorders two operators; otherwise ranks whose graphs differ could deadlock.
 
 Derivatives are those of torch's functional collectives: the derivative of a sum over ranks is the sum of the ranks'
 derivatives. torch has them for SUM only; these operators have them for SUM and AVG.
@@ -39,7 +39,7 @@ def _splits(n: Sequence[int]) -> Sequence[Any]:
 
 
 def _collective(method: str) -> _Call:
-    """Return the function of a collective's operator; it passes None where only the root has a tensor."""
+    """Return the function of a collective's operator; off the root it passes None for the root's tensors."""
     kind, is_list = KINDS[METHODS[method]], not method.endswith("_single")
 
     def call(g: ProcessGroup, outs: Any, given: Any, op: Any, n: Any) -> object:
@@ -55,12 +55,12 @@ def _collective(method: str) -> _Call:
     return call
 
 
-# Each operator's function of the group, the tensors that it writes, those that it reads, a ReduceOp, and numbers: a
-# root, a peer and a tag, or the sizes of parts.
+# For each operator, the function that makes the call. Its arguments are the group, the tensors that the call writes,
+# those that it reads, a ReduceOp, and a list of numbers: a root, a peer and a tag, or the sizes of parts.
 _CALLS: dict[str, _Call] = {
     method: _collective(method)
     for method in METHODS
-    if method not in ("all_gather_coalesced", "monitored_barrier")  # which end a graph
+    if method not in ("all_gather_coalesced", "monitored_barrier")  # which break the graph
 } | {
     "all_to_all_single": lambda g, outs, given, op, n: g.fast.all_to_all_single(
         outs[0], given[0], *_splits(n)
@@ -121,7 +121,7 @@ def _define(library: torch.library.Library, kind: str, call: _Call) -> None:
             of_outs = _derive_in_place(kind, grads, ctx.op, ctx.n, ctx.group)
         else:
             of_given = _derive_moved(kind, of_given, grads, ctx.op, ctx.n, ctx.group)
-        return of_outs, of_given, None, None if ctx.n else [], None  # []: an empty list is a tree to torch
+        return of_outs, of_given, None, None if ctx.n else [], None  # []: for torch an empty list is a tree
 
     library.define(kind + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(kind, run, "CompositeExplicitAutograd")

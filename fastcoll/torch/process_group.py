@@ -1,13 +1,15 @@
 """The process group that torch uses; a group of fastcoll carries out its operations.
 
 It subclasses torch's ProcessGroup, not its Backend. Up to 2.13 Python cannot subclass Backend. In later releases C++
-wraps the Works of a Python Backend in its own, whose `is_completed` is always False and which have no source rank. A
-ProcessGroup replaces all backends that were asked for together, so no other backend serves CUDA tensors in its group.
+wraps the Works of a Python Backend in Works of its own, whose `is_completed` is always False and which have no source
+rank. A ProcessGroup replaces all backends that were asked for together, so no other backend serves CUDA tensors in its
+group.
 
-The methods have torch's names since 2.13, and take the arguments of groups in C++: torch's options, or `op`, `root` and
-`timeout` instead, also by position; a tensor is then allowed instead of a list of one. A call with opts.asyncOp runs on
-the group's progress thread and overlaps with the caller's computation; C++ (DDP's reducer, functional collectives)
-always sets it. Without it, as in `dist.all_reduce(x)`, the operation is complete when the call returns.
+The methods have the names that torch uses since 2.13, and take the same arguments as the methods of groups in C++.
+These are torch's options or, in the short form, `op`, `root` and `timeout`, also by position; the short form takes a
+tensor instead of a list of one tensor. A call with opts.asyncOp may run on the group's progress thread, and overlaps
+with the caller's computation; C++ (DDP's reducer, functional collectives) always sets asyncOp. In a call without it,
+such as `dist.all_reduce(x)`, the operation is complete when the call returns.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def gloos_sentence(rank: int, missing: Sequence[int], limit: float, all_of_them:
 
 
 def _lacks(name: str, cure: str) -> Any:
-    """Return a method that refuses the call; torch's own backends have it."""
+    """Return a method that refuses the call, in place of a method that torch's own backends have."""
 
     def refuse(self: FastcollProcessGroup, *args: Any, **options: Any) -> NoReturn:
         raise UnavailableError(f"{name}: a group of fastcoll does not have it; {cure}")
@@ -55,10 +57,10 @@ def _lacks(name: str, cure: str) -> Any:
 
 
 class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch over the group `fastcoll`, whose errors it raises; operations return a Work.
+    """A process group of torch over a group of fastcoll, the attribute `fastcoll`.
 
-    `opts` are torch's options of each operation, None for the defaults; ranks are group ranks. `store` is torch's store
-    for this group.
+    Operations return a Work, and raise fastcoll's errors. `opts` are torch's options of each operation, None for the
+    defaults; ranks are group ranks. `store` is torch's store for this group.
     """
 
     def __init__(self, group: ProcessGroup, store: Any) -> None:
@@ -126,7 +128,8 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 f"outputs has lists of {[len(outs) for outs in outputs]} tensors; there are {len(inputs)} inputs, so "
                 "give a list of as many for each rank"
             )
-        lists = [list(outs) for outs in zip(*outputs, strict=True)]  # torch has a list for each rank
+        # torch has a list for each rank, fastcoll one for each input.
+        lists = [list(outs) for outs in zip(*outputs, strict=True)]
         flat = [out for outs in outputs for out in outs]
         gather = self.fastcoll.fast.all_gather_coalesced
         return c.run("allgather_coalesced_", opts, flat, gather, lists, inputs)
@@ -174,7 +177,8 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Synchronise all ranks; the error names every missing rank, after Gloo's text, which callers match on.
 
-        torch.distributed.monitored_barrier calls it only if the backend is named gloo; otherwise call it on the group.
+        torch.distributed.monitored_barrier calls this method only if the backend is named gloo; otherwise call it on
+        the group.
         """
         limit = self.fastcoll.timeout if timeout in (None, _GROUPS_OWN) else timeout.total_seconds()
         try:
@@ -214,7 +218,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> FastcollProcessGroup | None:
         """Make a group of these members, ranked by their order in the list; None on other ranks, which need not call.
 
-        torch.distributed.split_group calls it, from 2.15 on also without an accelerator.
+        torch.distributed.split_group calls this method; before torch 2.15, only with an accelerator.
         """
         whole, name = self.fastcoll, group_name or f"{self._name}:split:{list(new_ranks)}"
         refuse_options(opts)
@@ -292,8 +296,9 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # From 2.15 on, torch may give a group that has devices during its creation a flight recorder, which needs a
-        # group in C++. A group made by split_group must have devices then; registration.py excludes it from recorders.
+        # From 2.15 on, if a group has devices while torch creates it, torch may attach a flight recorder, which needs a
+        # group in C++. So a group has no devices until it is created. A group made by split_group must have them at
+        # once; registration.py excludes it from recorders.
         is_made = self._is_split or self in dist.distributed_c10d._world.pg_map
         return [torch.device("cpu")] if is_made else []
 

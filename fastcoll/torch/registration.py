@@ -37,11 +37,11 @@ def register() -> None:
     """
     if not dist.is_available():
         raise UnavailableError("this torch was built without torch.distributed; install another build of it")
-    if not hasattr(dist, "gather_single"):  # the release that added it also looks up the method in Python
+    if not hasattr(dist, "gather_single"):  # releases that have it find our method themselves
         _kept.append(torch.library.Library("_c10d_functional", "IMPL", "CPU"))
         _kept[0].impl("all_gather_into_tensor_out", _all_gather_into_tensor_out)
-    # torch 2.15 attaches its flight recorder, which needs groups in C++, to all backends except these; fastcoll has its
-    # own recorder.
+    # torch 2.15 attaches its flight recorder, which needs groups in C++, to all backends except those in this set;
+    # fastcoll has its own recorder.
     record_themselves: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     record_themselves.add("fastcoll")
     run_uncompiled(_methods_of_groups())
@@ -59,8 +59,8 @@ def register() -> None:
 def is_alone_under_accelerate(environ: Mapping[str, str]) -> bool:
     """Whether `accelerate launch` was asked for several processes but started one, which silently trains alone.
 
-    Accelerate sets MASTER_ADDR only if it was asked for several processes, and sets no ranks. If it starts the
-    processes with mpirun, that sets ranks.
+    Accelerate sets MASTER_ADDR only if it was asked for several processes, and does not set their ranks. If it starts
+    the processes with mpirun, mpirun sets the ranks.
     """
     ranks = ("RANK", *(source.rank for source in (*MPI_SOURCES, SLURM)))
     is_asked = "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ
@@ -68,9 +68,10 @@ def is_alone_under_accelerate(environ: Mapping[str, str]) -> bool:
 
 
 def says_more_ranks(environ: Mapping[str, str]) -> str:
-    """Return the variable by which an MPI launcher announces several ranks, or "".
+    """Return the variable in which an MPI launcher has set a size of more than one, or "".
 
-    Under torchrun it is "": an MPI launcher may start torchrun's agents, and then torchrun sets the ranks.
+    Under torchrun the result is "": an MPI launcher may have started torchrun's agents, and then torchrun sets the
+    ranks.
     """
     if TORCH.local_size in environ:
         return ""
@@ -136,8 +137,8 @@ def _all_gather_into_tensor_out(
 def run_uncompiled(methods: Iterable[object]) -> None:
     """Make Dynamo skip these functions, and all functions that they call.
 
-    Without this Dynamo compiles them too when a call breaks the graph, and fails at the members of a process group.
-    This does not import Dynamo, which takes seconds. It does nothing under a torch that has no such switch.
+    Otherwise Dynamo compiles them too when a call breaks the graph, and fails at the members of a process group. Dynamo
+    is not imported here, because that takes seconds. If torch has no such switch, this function does nothing.
     """
     try:
         from torch._C._dynamo import eval_frame
@@ -145,7 +146,7 @@ def run_uncompiled(methods: Iterable[object]) -> None:
         skip = eval_frame._FrameAction.SKIP
         skip_all = eval_frame._FrameExecStrategy(skip, skip)
         set_strategy = eval_frame.set_code_exec_strategy
-    except (ImportError, AttributeError):  # up to 2.6, or changed by then
+    except (ImportError, AttributeError):  # torch up to 2.6, or one that has changed this
         return
     for method in methods:
         if isinstance(method, FunctionType):

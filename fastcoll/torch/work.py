@@ -1,7 +1,7 @@
-"""torch's Work over fastcoll's.
+"""torch's Work, implemented by fastcoll's Works.
 
 C++ (DDP, functional collectives) calls only `wait` and `get_future`. An error must reach a future by a callback that
-raises, because Future.set_exception makes DDP crash, and lets other C++ code take the failure for success.
+raises it, because Future.set_exception makes DDP crash, and other C++ code then takes the failure for a success.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class DoneWork(TorchWork):  # type: ignore[misc]
         return self._tensors
 
     def get_future(self) -> Any:
-        """Return a future of the tensors, or of the error of an operation."""
+        """Return a future that gives the tensors, or raises the error of an operation."""
         base: Any = torch.futures.Future()
         if not self._works:
             base.set_result(self._tensors)
             return base
         if self._future is None:
-            # Not `self`: a future that held this Work would keep itself alive.
+            # `outcome` does not use `self`: a future that held this Work would keep itself alive.
             works, tensors = self._works, self._tensors
 
             def outcome(_: Any) -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ class DoneWork(TorchWork):  # type: ignore[misc]
 
 
 class PendingWork(DoneWork):
-    """Operations of fastcoll, in the order of their start, that are one operation of torch.
+    """One operation of torch that consists of fastcoll's operations `works`, in the order of their start.
 
     `wait` takes at most `limit` seconds; None: the group's timeout applies.
     """
@@ -129,8 +129,8 @@ class Completions:
     """Threads that complete futures, one for each completion in progress; idle threads end after a while.
 
     A future's callbacks run on the thread that completes it, and may wait for other operations of the same group
-    (PowerSGD's do). The progress thread carries these operations out, so a callback on it would wait for ever. So an
-    idle thread, or a new one, completes the future.
+    (PowerSGD's do). The progress thread carries these operations out, so a callback on that thread would wait for ever.
+    So an idle thread of this class, or a new thread, completes the future.
     """
 
     def __init__(self) -> None:
@@ -146,8 +146,8 @@ class Completions:
     def submit(self, job: Job) -> None:
         """Run `job` on another thread. Never blocks.
 
-        If Python starts no more threads, as at its exit, this thread runs the job. If this is a group's progress
-        thread, a wait for the group in the job raises.
+        If Python can start no more threads, as at its exit, the calling thread runs the job. If that is a group's
+        progress thread, a job that waits for an operation of the group gets an error.
         """
         with self._changed:
             self._jobs.append(job)
@@ -167,7 +167,7 @@ class Completions:
                 self._changed.notify_all()
 
     def settle(self, timeout: float) -> bool:
-        """Wait until no job is running, for at most `timeout` seconds; return whether none is."""
+        """Wait until no job is running, for at most `timeout` seconds; return whether that succeeded."""
         with self._changed:
             return self._changed.wait_for(self._is_settled, timeout)
 
