@@ -1,5 +1,6 @@
-"""Arrays of other libraries as ndarrays over the same memory, or rejected with the cure.
+"""Import of arrays of other libraries, as ndarrays over the same memory.
 
-Each file handles one kind of library. None of these libraries is imported here: a caller that has such an array has
-imported its library. `arrays.py` chooses by the array's type.
+An array that cannot be used is rejected by an error that names the cure. Each file handles one kind of library. None of
+these libraries is imported here: a caller that has such an array has already imported its library. `arrays.py` chooses
+by the array's type.
 """

@@ -1,9 +1,8 @@
 """Input validation of arrays: any CPU array becomes a C-contiguous ndarray over its memory.
 
-An array that cannot be used is rejected with the cure. An array that cannot be used in place is packed: a strided or
-unaligned array is sent as a contiguous copy, which `finish` copies back if the call writes. After validation every
-array is an exact `numpy.ndarray`, C-contiguous, without objects, and writable if the call writes. Nothing is converted
-to another dtype.
+An array that cannot be used is rejected by an error that names the cure. A strided or unaligned array is *packed*: the
+call uses a contiguous copy, which `finish` copies back if the call writes. After validation every array is an exact
+`numpy.ndarray`, C-contiguous, without objects, and writable if the call writes. Nothing is converted to another dtype.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ def import_array(x: Any, *, writable: bool, what: str = "tensor", functional: bo
         functional: the call may return a new array in place of an immutable one; `finish` then makes it.
 
     Raises:
-        ArrayError: it is no array, has objects, is not in host memory, or cannot be written to.
+        ArrayError: x is no array, has objects as elements, is not in host memory, or is read-only although the call
+            writes into it.
     """
     array = x if type(x) is np.ndarray else _as_ndarray(x, what, writable, functional)
     if isinstance(array, ImportedArray):
@@ -104,9 +104,9 @@ def import_list(
 
 
 def room_like(x: Any, imported: Array, shape: Sequence[int]) -> FunctionalResult:
-    """Allocate host memory for an array like x, imported as `imported`.
+    """Allocate host memory for a result like x, which was imported as `imported`.
 
-    `finish` makes an array of x's library; for most libraries, a NumPy array.
+    `finish` returns the result as a torch or JAX array if x is one, else as a NumPy array.
     """
     library = set(_libraries(x))
     if "torch" in library:
@@ -123,7 +123,7 @@ def _libraries(x: Any) -> list[str]:
 
 
 def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | ImportedArray:
-    """Return any array that is not exactly an ndarray as one over the same memory, or imported."""
+    """Return an array of another type as an ndarray over the same memory, or as an ImportedArray."""
     if isinstance(x, np.ma.MaskedArray):
         raise ArrayError(
             f"{what} is a masked array, whose mask would be ignored; give x.filled(value) or x.data"
@@ -145,7 +145,7 @@ def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | 
         kind, index = x.__dlpack_device__()
         if kind not in _DLPACK_HOST:
             raise OnDeviceError(what, f"DLPack device type {int(kind)}, number {index}")
-    # The array interface and buffers come first, because they always report whether the memory may be written to.
+    # The array interface comes before DLPack, because it always reports whether the memory may be written to.
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__"):

@@ -1,7 +1,7 @@
-"""Columns of pandas, Arrow and polars, read in place.
+"""Import of columns of pandas, Arrow and polars, which are read in place.
 
-Their elements have a fixed size, and none is missing. Arrays of Arrow and polars are immutable. A column of pandas is
-writable only if pandas makes the result of `to_numpy` writable, which pandas 3 never does.
+A column is rejected if its elements have no fixed size, or if one is missing. Arrays of Arrow and polars are immutable.
+A column of pandas is writable only if pandas makes the result of `to_numpy` writable, which pandas 3 never does.
 """
 
 from __future__ import annotations

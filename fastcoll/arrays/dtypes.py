@@ -1,7 +1,8 @@
 """NumPy dtypes for elements for which NumPy has none: bfloat16, float8, complex32, ...
 
-If the package ml_dtypes is installed, its dtypes are used. Otherwise such elements are opaque records of their size.
-These can be moved, and compared by dtype; bfloat16 can also be reduced, because kernels recognise it by name.
+For bfloat16 and float8 the dtypes of the package ml_dtypes are used, if that is installed. Otherwise such elements are
+opaque records of the same size. Records can be moved, and their dtypes compared; bfloat16 can also be reduced, because
+kernels recognise it by name.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "char": 
 
 
 class bfloat(np.void):  # type: ignore[misc]  # final for type checkers only
-    """A 16-bit element without ml_dtypes.
+    """The type of a bfloat16 element if ml_dtypes is not installed.
 
-    NumPy appends the bits to the name, so its dtype is called bfloat16.
+    NumPy appends the number of bits to this name, so the dtype is called bfloat16.
     """
 
 
@@ -47,9 +48,9 @@ def dtype_of(name: str, itemsize: int) -> np.dtype[Any]:
 
 
 def parse_dtype(text: str) -> np.dtype[Any]:
-    """Return the dtype of numbers that `text` names.
+    """Return the numeric dtype that `text` names.
 
-    These are NumPy's names, half, float, double and, through ml_dtypes, bfloat16.
+    Valid names are NumPy's, half, float, double, char, uint and, if ml_dtypes is installed, bfloat16.
     """
     name = _ALIASES.get(text.lower(), text.lower())
     kind: Any = name
@@ -79,7 +80,7 @@ def widened(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def rounded(x: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Round float32 to float16 or bfloat16, to nearest, ties to even.
 
-    NaNs of bfloat16 become the positive quiet one.
+    If the result is bfloat16, every NaN becomes the positive quiet NaN.
     """
     if dtype.name != "bfloat16":
         return x.astype(dtype)

@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 
 class OnDeviceError(ArrayError):
-    """The array is not in host memory; a group that supports GPUs imports it with its carrier."""
+    """The array is not in host memory; a group that supports GPUs imports it by its GPU code (gpu/)."""
 
     def __init__(self, what: str, where: str) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ class ImportedArray:
 
     @property
     def needs_copy_back(self) -> bool:
-        """`finish` has work to do."""
+        """Whether `finish` has work to do."""
         return self._owner is not None
 
     def put(self, address: int, nbytes: int) -> None:
@@ -54,9 +54,9 @@ class ImportedArray:
         ctypes.memmove(self.array.ctypes.data, address, nbytes)
 
     def received(self, nbytes: int) -> None:
-        """Make `finish` write only the first `nbytes` bytes of the caller's array.
+        """Make `finish` change only the first `nbytes` bytes of the caller's array.
 
-        A packed copy contains the caller's elements from the start, so it needs nothing.
+        Here nothing needs to be done, because a packed copy also contains the caller's other elements.
         """
 
     def finish(self) -> Any:

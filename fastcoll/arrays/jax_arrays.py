@@ -18,8 +18,8 @@ from .imported import Array, FunctionalResult
 def import_array(x: Any, what: str, writable: bool, functional: bool) -> FunctionalResult | Array | None:
     """Import a JAX array in host memory; return None for other objects and other devices.
 
-    An array without elements here is rejected. So is an array that the call writes, unless the call can `renew` it:
-    return a new array.
+    An array that has no elements in this process (traced or deleted), or is on several devices, is rejected. So is an
+    array that the call writes, unless the call is `functional`: it can return a new array.
     """
     jax = sys.modules["jax"]
     if not isinstance(x, jax.Array):
@@ -45,7 +45,7 @@ def import_array(x: Any, what: str, writable: bool, functional: bool) -> Functio
             f"{what} is a JAX array, which is immutable, and the result goes there; give a NumPy array, "
             "e.g. numpy.empty(x.shape, x.dtype), and make jax.numpy.asarray of it afterwards"
         )
-    # Waits for the computation. No copy on the CPU, for any dtype; DLPack supports fewer.
+    # This waits for the computation. On the CPU it makes no copy, for any dtype; DLPack supports fewer dtypes.
     array = np.asarray(x)
     if not functional:
         return array
@@ -55,9 +55,9 @@ def import_array(x: Any, what: str, writable: bool, functional: bool) -> Functio
 
 
 def from_numpy(array: Array, sharding: Any, dtype: Any) -> Any:
-    """Return a JAX array with these elements, placed like another one."""
+    """Return a JAX array with these elements, placed as `sharding` says."""
     jax = sys.modules["jax"]
-    # Asynchronous calls end on another thread, where 64 bits may not be enabled as they were for the caller.
+    # Asynchronous calls end on another thread, where 64-bit dtypes may be disabled although the caller enabled them.
     if dtype.itemsize < 8:
         return jax.device_put(array, sharding)
     with jax.enable_x64(True):

@@ -1,9 +1,9 @@
 """NumPy's memory handlers (NEP 49) from Python.
 
-A handler has the C functions that allocate and free array memory. The handler is a context variable of NumPy: each
-thread and each asyncio task has its own, and a new thread starts with the default handler. An array keeps the handler
-that it was made with. The default handler is a struct of addresses in NumPy's data, so a change of this struct affects
-every thread that has no other handler.
+A handler has the C functions that allocate and free array memory. NumPy keeps the current handler in a context
+variable: each thread and each asyncio task has its own, and a new thread starts with the default handler. An array
+keeps the handler that it was made with. The default handler is a struct of addresses in NumPy's data, so a change of
+this struct affects every thread that has set no other handler.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Handler(ctypes.Structure):
 def capsule_of(name: bytes, context: int, functions: Sequence[int]) -> Any:
     """Return a new handler for `set_handler`.
 
-    Its struct is never freed, because arrays may live until the very end.
+    Its struct is never freed, because arrays may live until the process ends.
     """
     handler = Handler(name, 1, context, *functions)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))

@@ -1,8 +1,8 @@
 """PyTorch tensors in host memory, as ndarrays over the same memory.
 
 `Tensor.numpy` is not used. It rejects tensors that require grad, views that conjugate or negate, and a third of torch's
-dtypes. It also pins the storage for good: `untyped_storage().resize_`, with which FSDP frees memory, raises from then
-on. Instead NumPy gets the address of the memory.
+dtypes. It also pins the storage for good: from then on `untyped_storage().resize_`, with which FSDP frees memory,
+raises an error. Instead, NumPy gets the address of the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CURES = {
 def import_array(x: Any, what: str, writable: bool, functional: bool) -> ImportedArray | Array | None:
     """Import a tensor in host memory; return None for other objects.
 
-    A tensor without array-like elements in memory is rejected.
+    A tensor that has no ordinary elements in memory (`_oddity`) is rejected.
     """
     torch = sys.modules["torch"]
     if not isinstance(x, torch.Tensor):
@@ -55,7 +55,7 @@ def import_array(x: Any, what: str, writable: bool, functional: bool) -> Importe
 def _oddity(torch: Any, x: Any) -> tuple[str, str] | None:
     """Return why a tensor cannot be used, and the cure; or None.
 
-    It has no elements in memory, or none that mean something alone.
+    Such a tensor has no elements in memory, or elements that mean nothing alone, such as quantized ones.
     """
     kind = type(x)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind.__name__ in _CURES:
@@ -123,7 +123,7 @@ def _at(
 
 @lru_cache(maxsize=256)
 def _typestr(dtype: np.dtype[Any]) -> str:
-    """Return the array interface's name of a dtype, or of as many bytes if it has none."""
+    """Return a dtype's name in the array interface; if it has none, the name of as many raw bytes."""
     known = dtype.type.__module__ == "numpy" and dtype.names is None
     return dtype.str if known else f"|V{dtype.itemsize}"
 
@@ -143,11 +143,12 @@ def _dtype_of(x: Any) -> np.dtype[Any]:
 
 # ---- the short path ---------------------------------------------------------------------------------
 #
-# A *header* is an ndarray that points to a tensor's elements and owns nothing. A header is reused for tensors at the
-# same address, so that nothing has to be made: 0.5 us, where x.numpy() takes 0.65 and x.detach().numpy() 1.0 (2-core
-# AMD EPYC, torch 2.13). That is safe for three reasons. The key of a header is everything that it contains (address,
-# shape and dtype, asked of the tensor in each call). It is used only during a call that holds the tensor. It is never
-# handed out. A cache keyed by tensors would not be safe: `set_`, `resize_` and `data` move a tensor's elements.
+# A *header* is an ndarray that points to a tensor's elements and owns nothing. It is reused for tensors at the same
+# address, so that no ndarray has to be made. That takes 0.5 us; x.numpy() takes 0.65, and x.detach().numpy() 1.0
+# (2-core AMD EPYC, torch 2.13). Reusing a header is safe for three reasons. The key of a header is everything that the
+# header contains (address, shape and dtype, read from the tensor in each call). A header is used only during a call
+# that holds the tensor. A header is never given to the user. A cache keyed by tensors would not be safe: `set_`,
+# `resize_` and `data` move a tensor's elements.
 
 _LARGEST_MEMO = 4096
 

@@ -31,7 +31,7 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, SockAddr]]:
     """Return the TCP addresses of `host`, IPv4 first; OSError if there is none.
 
-    IPv4 comes first so that both ends of `localhost` choose alike.
+    IPv4 comes first, so that the server and the clients of `localhost` choose the same address.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     pairs = {(family, address): None for family, _, _, _, address in found}
@@ -94,18 +94,15 @@ def no_port(what: str) -> ResourceError:
     )
 
 
-# A connection that finds no free port is retried for so long: other connections end meanwhile.
+# A connection that finds no free port is retried for this long, because other connections end meanwhile.
 PORTLESS_SECONDS = 2.0
 
 
 def portless(error: OSError, where: str) -> ResourceError | None:
-    """Return the error of a connection that failed for lack of a port.
-
-    None: it had another reason.
-    """
+    """Return the error to raise if a connection failed because no port was free; else None."""
     if error.errno != errno.EADDRNOTAVAIL:
         return None
-    # A family without an address fails with the same errno, but then a port for any address is still free.
+    # The errno is the same if this machine has no address of that family; but then a port can still be bound.
     with socket.socket() as other:
         try:
             other.bind(("", 0))
@@ -115,10 +112,10 @@ def portless(error: OSError, where: str) -> ResourceError | None:
 
 
 def probe(connection: socket.socket, after: int) -> None:
-    """Send small messages at once, and probe a silent host.
+    """Make a connection send small messages at once, and probe a silent host.
 
-    A host that answers none of three probes, 2 s apart, is given up. The kernel sends the first probe after `after`
-    silent seconds. The kernel of a stopped process answers.
+    The kernel sends the first probe after `after` silent seconds, and breaks the connection if the host answers none
+    of three probes, 2 s apart. A stopped process does not break it, because its kernel answers.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -146,7 +143,7 @@ def inherit_listener(descriptor: int) -> socket.socket:
 
 
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address that `host` is, with or without an interface after %; None for a name."""
+    """Parse `host` as an IP address, ignoring an interface after %; return None for a name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -160,9 +157,9 @@ def is_loopback(host: str) -> bool:
 
 
 def place_of(address: str, port: int) -> bytes:
-    """Return a digest of an address and port for openings.
+    """Return a digest of an address and port, for the first message of a connection.
 
-    It is equal at both ends unless the address is translated.
+    The digest is equal at both ends of the connection unless the address is translated.
     """
     ip = ip_of(address)
     mapped = getattr(ip, "ipv4_mapped", None)  # from a dual-stack socket
@@ -175,9 +172,9 @@ def name_of(host: str, port: int) -> bytes:
 
 
 def _digest(host: str, port: int, size: int) -> bytes:
-    """Hash host and port; for loopback also the network namespace.
+    """Hash host and port; for loopback addresses also the network namespace.
 
-    Each machine has the same loopback addresses.
+    Without the namespace all machines would have the same digest, because their loopback addresses are equal.
     """
     ip = ip_of(host)
     is_own = is_loopback(host) or (ip is not None and ip.is_unspecified)
@@ -185,7 +182,7 @@ def _digest(host: str, port: int, size: int) -> bytes:
 
 
 def _bindable(host: str) -> str:
-    """Return `host`, or every address if only this machine resolves its own name to loopback.
+    """Return `host`, or the address of all interfaces if `host` is a name that means loopback here.
 
     Debian writes 127.0.1.1 for the machine's name into /etc/hosts; other machines resolve this name to an address of
     the network and connect there.
@@ -212,7 +209,7 @@ def own_address(towards: str | None = None) -> str:
 def tcp_sockets() -> Iterator[tuple[int, str, str]]:
     """Yield local port, state and inode of each TCP socket of this network namespace.
 
-    That takes 10 ms with much memory.
+    That takes 10 ms on a machine with much memory.
     """
     for name in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError), open(name, encoding="ascii") as file:  # no IPv6 in this kernel
@@ -252,7 +249,7 @@ MORE_DESCRIPTORS = 1024
 def no_descriptor(error: BaseException, what: str) -> ResourceError | None:
     """Return the error for `what` if `error` means that no descriptor is free.
 
-    None: it has another cause.
+    Return None if `error` has another cause.
     """
     number = error.errno if isinstance(error, OSError) and not isinstance(error, ResourceError) else None
     if number not in (errno.EMFILE, errno.ENFILE):
@@ -281,7 +278,7 @@ def make_room(connections: int, what: str) -> None:
 
 
 def raise_limit(by: int, what: str) -> bool:
-    """Raise the process's soft limit by `by`, as far as the hard limit allows.
+    """Raise the soft limit of file descriptors by `by`, as far as the hard limit allows.
 
     Returns:
         whether it was raised.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 ORDER = (
     "works",  # before all actions that ask whether a Work belongs to this process
     "processes",  # a lock, and descriptors of watched processes
-    "record",  # this process gets its own memory for the blocks that groups write, before groups change them
+    "record",  # the child gets memory of its own for the blocks that groups write, before groups change them
     "dump",
     "groups",  # makes groups unusable
     "world",

@@ -1,8 +1,8 @@
 """The choice of the network interfaces and addresses for a group's connections.
 
 FASTCOLL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, names them: "eth0", "eth0,eth1" for both in turn, "^docker0,lo" for any
-interface but these. Without either, the address is the one by which this process reaches the store, which is the route
-to the master. Ranks that share one network namespace use loopback.
+interface but these. If neither is set, the address is that by which this process reaches the store, and so the master
+(`outward`). Ranks that share one network namespace use loopback.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Interface:
 class Wanted:
     """The interfaces that the variable `source` selects.
 
-    They are `names`, in order, or with `excluding` any but these.
+    These are `names`, in this order; with `excluding`, any interfaces but `names`.
     """
 
     names: tuple[str, ...] = ()
@@ -84,11 +84,11 @@ def parse(text: str, source: str = "FASTCOLL_SOCKET_IFNAME") -> Wanted:
 
 
 def choose(wanted: Wanted, there: Sequence[Interface], by_route: str, family: int | None) -> list[Interface]:
-    """Choose the addresses to use, in order, from those that are `there`.
+    """Choose the addresses to use, in order, from the interfaces in `there`.
 
     Args:
         by_route: the address that is used if the variable selects none.
-        family: 4 or 6, if the group has settled on one; None prefers that of `by_route`, then IPv4.
+        family: 4 or 6, if the group has settled on one; None: the family of `by_route` is preferred, then IPv4.
 
     Raises:
         UsageError: a named interface does not exist, or none has an address of the family.
@@ -164,8 +164,8 @@ def address_for_others() -> str:
 def outward(there: Sequence[Interface], towards_store: str = "") -> str:
     """Return the address that faces the network.
 
-    It is the local address of the route to the store's server. On the server's own machine it is that of the default
-    route. Without a default route, as on many compute nodes, it is the first interface's.
+    It is the local address of the route to the store's server. On the server's own machine it is the local address of
+    the default route. If there is no default route, as on many compute nodes, it is the address of the first interface.
     """
     by_route = next((each.address for each in there if not each.is_loopback), "127.0.0.1")
     for text in (own_address(), towards_store):
@@ -218,9 +218,9 @@ def tune(connection: socket.socket) -> None:
 def watch(connection: socket.socket) -> None:
     """Give up a control connection 8 s after the last sign of life of the peer's host.
 
-    That holds with or without unacknowledged data. Not for other connections: TCP_USER_TIMEOUT also ends a connection
-    whose reader leaves its buffer full for so long, although the reader is alive and only busy (Linux 6.18, 3 s:
-    ETIMEDOUT after 3.5 s). Two notices never fill a buffer.
+    The limit holds whether or not data is unacknowledged. Do not use it for other connections: TCP_USER_TIMEOUT also
+    ends a connection whose reader leaves its buffer full for that long, although the reader is alive and only busy (on
+    Linux 6.18 with a limit of 3 s: ETIMEDOUT after 3.5 s). The two notices of a control connection never fill a buffer.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MILLISECONDS)
 

@@ -21,12 +21,12 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 def map_memory(
     nbytes: int, fd: int = -1, *, offset: int = 0, at: int = 0, private: bool = False, populate: bool = False
 ) -> int:
-    """Map a file descriptor, or without one private memory; return the address.
+    """Map a file descriptor, or private memory if there is none; return the address.
 
     Only `unmap_memory` unmaps it.
 
     Args:
-        at: the address, whose mapping is replaced; 0: any.
+        at: the address; a mapping there is replaced; 0: the kernel chooses one.
         populate: allocate all pages at once.
     """
     flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _NORESERVE | (_FIXED if at else 0)
@@ -48,7 +48,7 @@ def unmap_memory(address: int, nbytes: int) -> None:
 def aside(fd: int) -> int:
     """Move a descriptor to a high number.
 
-    Code that closes a descriptor it does not own, and whose number is then reused, rarely hits a high number.
+    Faulty code may close a number that has been reused for a descriptor of this library; it rarely hits a high number.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -4,7 +4,8 @@ This file identifies processes and nodes, and proves that a process is dead. A p
 clock tick at which it started, within a boot and a pid namespace, so that a recycled pid is never taken for a living
 peer. Death is detected with a pidfd, which becomes readable when the process has ended (a zombie has ended). The pidfds
 are kept in one table, because groups check every few milliseconds while they wait. Processes on other machines or in
-other containers are out of sight; for those, witnesses report lost connections.
+other containers are *out of sight*: they cannot be checked. For those, *witnesses*, the objects that hold connections,
+report lost connections.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def session() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessId:
-    """One process, for as long as the machine is up."""
+    """The identity of one process, unique until the machine reboots."""
 
     called: ClassVar[str] = "a process"
 
@@ -134,7 +135,7 @@ def cores_of(processes: Iterable[ProcessId]) -> set[int]:
 def dead_among(processes: Iterable[P]) -> list[P]:
     """Return the processes that are proven dead; one that is out of sight counts as alive.
 
-    One poll(2) without waiting, cheap enough for every 50 ms. Never blocks.
+    This is one poll(2) without waiting, cheap enough to run every 50 ms. It never blocks.
     """
     with _lock:
         watched = [(process, _watch(process)) for process in processes if in_sight(process)]
@@ -245,10 +246,10 @@ def status_of(pid: int) -> list[bytes]:
 
 
 def living_thread(pid: int) -> int:
-    """Return the pid, or the id of a thread that runs on if the process's first thread alone has ended.
+    """Return the pid, or the id of another living thread if only the process's first thread has ended.
 
-    /proc/PID shows no files, command, environment or state once the first thread has ended; /proc/ID of another
-    thread does. OSError: the process cannot be read.
+    /proc/PID shows no files, command, environment or state once the first thread has ended; /proc/ID of another thread
+    does. OSError is raised if the process cannot be read.
     """
     status = status_of(pid)
     if status[0] in (b"Z", b"X") and not has_ended(status):
@@ -283,8 +284,8 @@ class Member(ProcessId):
 
     rank: int
     world_size: int
-    backend: str  # the backend that it was asked for
-    # The number of /dev/shm (0: there is none): ranks that can share memory see the same number.
+    backend: str  # the backend that the rank was asked to use
+    # The device number of /dev/shm (0: there is none): ranks that can share memory see the same number.
     shm_device: int
     network: str
     version: str  # version of this library
@@ -356,7 +357,7 @@ class Topology:
         # The ranks, one per node, with which this rank exchanges data; None for the surplus ranks of larger nodes.
         self.rail = tuple(node[place] for node in nodes) if place < self.rails else None
         self.even = len(set(map(len, nodes))) == 1
-        # The ranks of all nodes, one node after the other, are 0..n-1.
+        # Whether the ranks of all nodes, listed node by node, are 0..n-1.
         self.in_order = [rank for node in nodes for rank in node] == list(range(len(members)))
 
     def home_of(self, rank: int) -> tuple[int, int]:
