@@ -1,17 +1,17 @@
 """Machine code on disk, compiled by one process and loaded by the others.
 
 No process runs code that another user may have written. A file has a function's code for one Python, Numba and
-processor, which are part of its name. It begins with a stamp of everything that the code depends on, including the
-state of the sources, and with a hash of the code:
+processor; the file's name has a digest of these. The file begins with a stamp of everything that the code depends on,
+including the state of the sources, and with a hash of the code:
 
     bytes 0 to 15    digest of the function, the sources and the platform (`KernelCache._stamp`)
     bytes 16 to 31   digest of the rest
     the rest         an object file (machine_code.py)
 
-If the stamp or the hash differs, the code is compiled anew and the file is replaced atomically. A file is read from
-NUMBA_CACHE_DIR only, if that is set; otherwise from `__pycache__` beside the source and from the user's cache
-directory. It is written to the first of these that is writable (cache_files.py). Code that cannot be written is used
-all the same.
+If the stamp or the hash differs, the code is compiled anew and the file is replaced atomically. If NUMBA_CACHE_DIR is
+set, files are read from that directory only; otherwise from `__pycache__` beside the source and from the user's cache
+directory. A file is written to the first of these directories that is writable (cache_files.py). Code that cannot be
+written is used nevertheless.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .machine_code import processor
 from .undisturbed import undisturbed
 
 _log = logging.getLogger("fastcoll")
-_LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation; on a laptop it takes one or two
+_LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation, which takes 1 or 2 s on a laptop
 _FIRST_LOG = 1.0  # s of compilation before the first log line
 _NEXT_LOG = 5.0  # s until the next log line about the same kernel
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -61,8 +61,8 @@ _OTHER_ROOMS = {
 def _hash_sources() -> str | None:
     """Return a hash of all sources whose values a kernel can contain; None if there are no files.
 
-    There are none in an archive. The hash is of the content, because builds and package managers set modification times
-    as they like. It takes 7 ms.
+    A package in an archive has no files. The content is hashed, and not the modification times, because builds and
+    package managers set those as they like. Hashing takes 7 ms.
     """
     found, state = False, hashlib.blake2b(digest_size=16)
     for folder, rooms, names in os.walk(_PACKAGE):
@@ -77,14 +77,14 @@ def _hash_sources() -> str | None:
     return state.hexdigest() if found else None
 
 
-# At import, not at the first kernel: by then the files may have changed.
+# Hashed at import, because the files may have changed when the first kernel is compiled.
 _SOURCES = _hash_sources()
 
 
 class ProgressLog:
-    """Logs which kernel is compiled, once compilations take more than a second.
+    """A log of which kernel is being compiled, if compilations take more than a second.
 
-    Short compilations count together: after every second without a log line the next line is due.
+    Short compilations are added up: a line is due when they have taken a second together since the last line.
     """
 
     _unlogged: ClassVar[float] = 0.0
@@ -97,7 +97,7 @@ class ProgressLog:
         self._logged = False
         self._done = threading.Event()
         self._began = time.perf_counter()
-        # A thread, because Numba does not return in between.
+        # A thread logs, because Numba does not return in between.
         self._thread = threading.Thread(target=self._log_progress, name="fastcoll-progress-log", daemon=True)
         self._thread.start()
 
@@ -117,7 +117,7 @@ class ProgressLog:
         cls._unlogged = 0.0 if self._logged else cls._unlogged + took
 
     def _log_progress(self) -> None:
-        # Ranks may compile at the same time, a user's reduction even all of them. Only the holder of this lock logs.
+        # Several ranks may compile at once; for a user's reduction, even all. Only the holder of this lock logs.
         folder = os.open(_PACKAGE if _SOURCES else "/", os.O_RDONLY)
         pause = _FIRST_LOG - self._unlogged
         while not self._done.wait(pause):
@@ -134,12 +134,12 @@ class ProgressLog:
 
 
 class KernelCache:
-    """The file of one function.
+    """The cache file of one function.
 
     Args:
-        what: its name for people.
-        signature: its signature or variant, if it has several.
-        option: the option of `python -m fastcoll.warmup` that compiles it ahead.
+        what: the function's name in log lines.
+        signature: the function's signature or variant, if there are several.
+        option: the option of `python -m fastcoll.warmup` that compiles the function in advance.
 
     Attributes:
         source: the file that defines the function.
@@ -170,7 +170,7 @@ class KernelCache:
         return self._kept and self._found() is not None
 
     def code(self, compile: Callable[[], bytes]) -> bytes:
-        """Return the code on disk, or the result of `compile`; other processes wait for it."""
+        """Return the code on disk, or the result of `compile`; other processes wait meanwhile."""
         if not self._kept:
             return undisturbed(partial(self._compiled, compile, ""))
         found = self._found()
@@ -238,7 +238,7 @@ class KernelCache:
 def _platform() -> bytes:
     """Return a digest of the platform for which code is compiled, and of the compilers' versions.
 
-    Numba and llvmlite are not imported; the file with their version is read.
+    To get the versions, the files `_version.py` of Numba and llvmlite are read; neither is imported.
     """
     parts = [sys.implementation.cache_tag or "", hex(sys.hexversion)]
     parts += [os.environ.get(f"NUMBA_CPU_{what}", "") for what in ("NAME", "FEATURES")]
@@ -284,7 +284,7 @@ def _acquire(path: str) -> int | None:
 
 
 def _try_lock(lock: int) -> bool:
-    """Return whether the lock was taken, or the file system has no locks."""
+    """Try to take the lock; return False if another process holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

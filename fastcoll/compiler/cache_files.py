@@ -1,9 +1,9 @@
-"""Folders of compiled code, and the check whether a file in them may be run.
+"""The folders of compiled code, and the check whether the code in a file may be run.
 
 The files are machine code: another user who can write to one, or add one to its folder, can run code as this user. So
-only this user, root, and users who can change the source beside it (which is run anyway) may have write access to file
-and folder. The check uses the descriptors that the code is read through, so neither can be replaced between check and
-read.
+the only users who may have write access to the file and the folder are this user, root, and users who can change the
+source file, which is run anyway. The check uses the same file descriptors as the read, so neither file nor folder can
+be replaced in between.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def writable(source: str) -> str:
 
 
 def read(folder: str, name: str, source: str) -> bytes | None:
-    """Return the content of a file in one of the `folders`; None: it is missing or not trusted."""
+    """Return the content of a file in one of the `folders`, or None if it is missing or not trusted."""
     with suppress(OSError):
         inside = os.open(folder, _FOLDER)
         try:
@@ -83,7 +83,7 @@ def read(folder: str, name: str, source: str) -> bytes | None:
 
 
 def openness(state: os.stat_result, source: str) -> str:
-    """Return why a file or folder with code of `source` is not trusted; empty: it is."""
+    """Return why a file or folder with code of `source` is not trusted, or an empty string if it is."""
     try:
         also = os.stat(source)
     except OSError:  # the source is in an archive

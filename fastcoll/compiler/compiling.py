@@ -1,12 +1,13 @@
 """Compilation of entries, kernels, helpers and C functions to machine code.
 
-This is the only file with Numba's flags. It is imported only when something has to be compiled, because it imports
-Numba. No fastmath: the same inputs give the same bits. Kernels release the GIL, never raise, and divide as NumPy does.
+jit.py has the decorators that declare them. This is the only file with Numba's flags. It is imported only when
+something has to be compiled, because it imports Numba. Fastmath is off, so that the same inputs give the same bits.
+Kernels release the GIL, never raise, and divide as NumPy does.
 
-All parts are typed once, linked, and optimised by LLVM where they are used. By default Numba optimises each part by
-itself, generates machine code and a Python wrapper for it, and repeats that for every literal argument. With this
-default the entries took 22 s to compile; now they take 9 s (all of fastcoll.shm and one reducer, 2-core AMD EPYC, Numba
-0.68).
+Each part is typed once, and linked into the code that uses it; LLVM optimises them together. By default Numba optimises
+each part by itself, generates machine code and a Python wrapper for it, and repeats that for every literal argument.
+With this default the entries took 22 s to compile; now they take 9 s (all of fastcoll.shm and one reducer, 2-core AMD
+EPYC, Numba 0.68).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ check_version("Numba", numba.__version__)
 
 
 class _Codegen:
-    """A library's code generator that ignores helpers' environments.
+    """A library's code generator that ignores the environments which Numba makes for helpers.
 
     No code here needs them at run time.
     """
@@ -58,7 +59,7 @@ _libraries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget_modules() -> None:
-    """Leave LLVM's modules to the end of the process.
+    """Keep LLVM's modules until the process ends.
 
     llvmlite cannot free them while Python shuts down.
     """
@@ -150,7 +151,7 @@ _WORDS_ONLY = {**FLAGS, "_nrt": False, "nogil": True}
 
 
 def linked(function: Callable[..., Any], **flags: bool) -> Linked:
-    """Return a part of compiled code, with fastcoll's flags and `flags`."""
+    """Return a function as a part of compiled code, with fastcoll's flags and `flags`."""
     return Linked(function, {**_WORDS_ONLY, **flags})
 
 
@@ -173,7 +174,7 @@ def instruction(
 
         return made, generate
 
-    define.__signature__ = signature  # type: ignore[attr-defined]  # Numba folds a call's arguments by it
+    define.__signature__ = signature  # type: ignore[attr-defined]  # Numba matches a call's arguments with it
     return by(define)
 
 
@@ -225,7 +226,7 @@ def entry(function: Callable[..., Any], locked: bool) -> bytes:
     It has the function `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
 
     Args:
-        locked: the function runs with the GIL.
+        locked: whether the function runs with the GIL held.
     """
     parameters = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
     data = llvm.BYTE.as_pointer()
@@ -311,7 +312,7 @@ def link_complete(
 def no_collection() -> Iterator[None]:
     """Disable the garbage collector during a compilation.
 
-    Numba keeps millions of objects, which the collector would scan for 8 % of the time.
+    Numba keeps millions of objects; the collector would spend 8 % of the time on scanning them.
     """
     was_on = gc.isenabled()
     gc.disable()

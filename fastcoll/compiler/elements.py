@@ -6,17 +6,18 @@
 | complex                        | two float lanes         |
 | bool                           | a byte of 0 or 1        |
 | float16, bfloat16 (a `Half`)   | float32, rounded once   |
-| structured                     | has no lanes: custom.py |
+| structured                     | see kernels/custom.py   |
 
-An `Element` describes it in LLVM's types. Loads and stores assume no alignment: an array may start anywhere, and x86
-and Arm vectors do not require it.
+A *lane* is a number in a vector register. An `Element` describes the layout in LLVM's types. Loads and stores assume no
+alignment: an array may start anywhere, and x86 and Arm vectors do not require it.
 
-Halves are widened to float32 exactly and rounded back to nearest-even, every NaN to one quiet NaN. Otherwise the ranks'
-bits could differ: LLVM may swap an addition's operands in one loop and not in another, and x86 returns the first NaN's
-sign and payload. If the processor converts float16 itself (F16C on x86, every 64-bit Arm), LLVM uses that; otherwise
-integer instructions do the same, after F. Giesen, https://gist.github.com/rygorous/2156668. bfloat16 always uses
-integer instructions, because x86's vcvtneps2bf16 flushes subnormals. A vector of bfloat16 is widened to its even lanes
-followed by its odd ones: a shift and a mask are cheaper than keeping the order, and rounding reverses it.
+Halves are widened to float32 exactly and rounded back to nearest, ties to even. Every NaN is rounded to the same quiet
+NaN, because otherwise the ranks' bits could differ: LLVM may swap an addition's operands in one loop and not in
+another, and x86 returns the first NaN's sign and payload. If the processor converts float16 itself (F16C on x86, every
+64-bit Arm), LLVM uses that; otherwise integer instructions do the same, after F. Giesen,
+https://gist.github.com/rygorous/2156668. bfloat16 always uses integer instructions, because x86's vcvtneps2bf16 flushes
+subnormals. A vector of bfloat16 is widened to its even lanes followed by its odd ones: a shift and a mask are cheaper
+than keeping the order, and rounding restores it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def shaped(lane: ir.Type, width: int) -> ir.Type:
 
 
 def like(lane: ir.Type, value: ir.Value) -> ir.Type:
-    """Return the type of as many lanes as `value` has."""
+    """Return the type of as many lanes `lane` as `value` has."""
     return ir.VectorType(lane, value.type.count) if isinstance(value.type, ir.VectorType) else lane
 
 
@@ -107,8 +108,8 @@ def round_float16_in_hardware(builder: ir.IRBuilder, value: ir.Value) -> Any:
 
 _REBIAS = (127 - 15) << 23
 _SMALLEST_NORMAL = (127 - 14) << 23  # 2**-14 as float32 bits; below it float16 is subnormal
-_OVERFLOW = (127 + 16) << 23  # 2**16: from here on it is infinity
-_HALF = 126 << 23  # 0.5: added to a tiny float32 it rounds at float16's last subnormal bit
+_OVERFLOW = (127 + 16) << 23  # 2**16: from here on float16 is infinity
+_HALF = 126 << 23  # 0.5: adding it to a tiny float32 rounds that at float16's last subnormal bit
 _INFINITY = 0x7F800000
 
 
@@ -212,7 +213,7 @@ class _HalfModel(models.PrimitiveModel):
 
 
 def computed_as(element: types.Type) -> types.Type:
-    """Return the type in which elements of a type in memory are combined."""
+    """Return the type in which elements of type `element` are combined."""
     return types.float32 if isinstance(element, Half) else element
 
 
@@ -247,7 +248,7 @@ class Element:
 
 
 def element_of(element: types.Type) -> Element:
-    """Return the lanes of a numeric type in memory."""
+    """Return the `Element` of a numeric type."""
     if isinstance(element, Half):
         return Element(_U16, _FLOAT, 2, WIDTHS[element.format], 1, *CONVERSIONS[element.format])
     if isinstance(element, types.Boolean):

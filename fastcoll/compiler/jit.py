@@ -1,8 +1,9 @@
 """Decorators that declare entries, kernels, helpers and C functions without importing Numba.
 
-A decorator returns a placeholder. When Numba meets it in code that it compiles, it asks for the placeholder's
-`_numba_type_`, and compiling.py makes Numba's own object. Functions that Python or C calls are kept on disk as machine
-code (cache.py) and loaded without Numba (machine_code.py), whose import takes almost a second on some processors.
+Python calls an *entry*; entries call *kernels*; a *helper* becomes part of each of its callers. A decorator returns a
+placeholder. When Numba compiles code that uses the placeholder, it reads its `_numba_type_`, and compiling.py makes
+Numba's own object. Functions that Python or C calls are kept on disk as machine code (cache.py) and loaded without
+Numba (machine_code.py), whose import takes almost a second on some processors.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def instruction(returns: str, *kinds: str) -> Callable[[Callable[..., Any]], Any
     """Declare a helper whose LLVM instructions the decorated `emit(builder, *values)` adds.
 
     Args:
-        returns, kinds: Numba's names of its result type and argument types, if they are not all int64.
+        returns: Numba's name of the result type.
+        kinds: Numba's names of the argument types, if these are not all int64.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -101,7 +103,7 @@ def instruction(returns: str, *kinds: str) -> Callable[[Callable[..., Any]], Any
 def external(name: str, signature: str) -> Any:
     """Declare a function of libc, with Numba's names of types.
 
-    An address and an int64 are passed alike.
+    An address can be declared as int64, because C passes both in the same way.
     """
 
     def make() -> Any:
@@ -137,10 +139,10 @@ at_fork("compiling", _after_fork)
 class Entry:
     """A compiled function that Python calls; compiled or loaded at its first call, kept on disk.
 
-    Its parameters are a `PyObject` or an `Index` each (kernels/pyobjects.py), as annotated; it returns an integer.
+    Each parameter is annotated as a `PyObject` or an `Index` (kernels/pyobjects.py). The function returns an integer.
 
     Attributes:
-        call: the function, a builtin of CPython's fastest convention.
+        call: the function, a builtin with CPython's fastest calling convention.
         name: the function's name.
     """
 
@@ -198,11 +200,11 @@ def c_function(
     """Compile or load a function for C; return its address, valid until the process ends.
 
     Args:
-        function: of a module, without a closure.
-        signature: with Numba's names of types.
-        what: its name for people.
-        option: as of `KernelCache`.
-        failing: it contains failpoints.
+        function: a function of a module, without a closure.
+        signature: its signature, with Numba's names of types.
+        what: its name in log lines.
+        option: as for `KernelCache`.
+        failing: whether it contains failpoints.
     """
     variant = f"{signature} with failpoints" if failing and has_failpoints() else signature
 

@@ -1,7 +1,7 @@
-"""LLVM's types for functions that add instructions; llvmlite is imported at the first access.
+"""LLVM's types for functions that emit instructions; llvmlite is imported at the first access.
 
 WORD, HALF_WORD, BYTE   integers of 64, 32 and 8 bits
-VOID                    of functions that return nothing
+VOID                    the result type of functions that return nothing
 ir                      the module llvmlite.ir
 """
 
@@ -34,7 +34,7 @@ def pointer(builder: Any, address: Any, lane: Any = None) -> Any:
 
 
 def function(builder: Any, name: str, returns: Any, *kinds: Any) -> Any:
-    """Return one of LLVM's own functions, or a function that every process with CPython has."""
+    """Declare, and return, a function of LLVM, or one that every process with CPython has."""
     there = builder.module.globals.get(name)
     ir = __getattr__("ir")
     return there if there is not None else ir.Function(builder.module, ir.FunctionType(returns, kinds), name)

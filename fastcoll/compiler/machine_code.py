@@ -1,11 +1,12 @@
-"""Loads machine code into memory, on x86-64 without LLVM: an object file of one function.
+"""Load machine code, an object file of one function, into memory; on x86-64 without LLVM.
 
-compiling.py lets LLVM write the file. It is ELF, position independent, of the small code model: its sections are put
-into one mapping, one after the other. Functions of CPython and libc may be further away than a call reaches, so each
-has a slot with its address, and a stub that jumps there. The loader knows the relocations that LLVM writes for such
-code. It rejects any other already when the code is compiled, because freshly compiled code is loaded from the same
-bytes. Importing llvmlite, whose linker supports other processors too, takes 30 ms. Code stays mapped until the process
-ends, because threads may be running it until then.
+compiling.py lets LLVM write the file. It is an ELF file of position-independent code for the small code model, so its
+sections are put into one mapping, one after the other. Functions of CPython and libc may be further away than a call
+reaches. So the mapping has for each a *slot*, which holds the function's address, and a *stub*, which jumps to it. The
+loader knows the relocations that LLVM writes for such code, and rejects any other. That happens already when the code
+is compiled, because freshly compiled code is loaded from the same bytes. llvmlite's linker supports other processors
+too, but importing llvmlite takes 30 ms. Code stays mapped until the process ends, because threads may be running it
+until then.
 """
 
 from __future__ import annotations
@@ -158,9 +159,9 @@ def _link(found: _Object) -> int:
 
 
 class _Addresses(NamedTuple):
-    """Addresses of a relocation.
+    """The addresses that a relocation uses.
 
-    They are those of the relocated bytes, of the symbol, of the target of calls, and of the symbol's slot.
+    They are the addresses of the relocated bytes, the symbol, the target of calls, and the symbol's slot.
     """
 
     relocated: int
@@ -239,7 +240,7 @@ _new.argtypes = [ctypes.c_void_p] * 3
 def python_function(address: int, name: str, doc: str) -> Callable[..., Any]:
     """Return a builtin for a function in machine code.
 
-    Its type is `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
+    The function's type is `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
     """
     method = _MethodDef(name.encode(), address, _METH_FASTCALL, doc.encode())
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(method))  # never freed, like the code
@@ -262,7 +263,7 @@ _LEAVES += [(1 << 31, 0), ((1 << 31) + 1, 0), ((1 << 31) + 8, 0)]
 def processor() -> bytes:
     """Return the facts from which LLVM derives this processor's name and features.
 
-    On processors other than x86-64, an equivalent.
+    On processors other than x86-64, they are lines of /proc/cpuinfo.
     """
     if os.uname().machine != "x86_64":
         with open("/proc/cpuinfo", "rb") as file:
