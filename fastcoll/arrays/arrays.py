@@ -177,7 +177,7 @@ def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | 
 def _view_of_dlpack(x: Any) -> Array:
     try:
         return np.from_dlpack(x, **_NEVER_COPY)
-    except TypeError:  # DLPack before 1.0 has only `stream`, and never copies
+    except TypeError:  # before DLPack 1.0 the only argument is `stream`, and nothing is copied
         return np.from_dlpack(x)
 
 

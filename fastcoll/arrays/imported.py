@@ -41,7 +41,7 @@ class ImportedArray:
 
     @property
     def target(self) -> Any:
-        """The array that gets the result: the caller's."""
+        """The caller's array, which gets the result."""
         return self.array if self._owner is None else self._owner
 
     @property

@@ -1,6 +1,6 @@
-"""JAX arrays in host memory: read in place, never written.
+"""Import of JAX arrays in host memory, which are read in place and never written.
 
-An in-place operation returns a new array.
+An operation that writes other arrays in place returns a new JAX array.
 """
 
 from __future__ import annotations

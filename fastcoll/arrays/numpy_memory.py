@@ -1,4 +1,4 @@
-"""NumPy's memory handlers (NEP 49) from Python.
+"""Access to NumPy's memory handlers (NEP 49) from Python.
 
 A handler has the C functions that allocate and free array memory. NumPy keeps the current handler in a context
 variable: each thread and each asyncio task has its own, and a new thread starts with the default handler. An array

@@ -81,7 +81,7 @@ def _refusal(what: str, x: Any, why: str, cure: str) -> ArrayError:
 
 
 class _Back:
-    """`[...] =` for tensors that NumPy cannot write to."""
+    """A wrapper that supports `x[...] = array` for a tensor that NumPy cannot write to."""
 
     def __init__(self, x: Any) -> None:
         self._x = x

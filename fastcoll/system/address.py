@@ -167,7 +167,7 @@ def place_of(address: str, port: int) -> bytes:
 
 
 def name_of(host: str, port: int) -> bytes:
-    """Return a digest of a store's name, as this process was given it, and its port."""
+    """Return a digest of a store's port and of its name as this process was given it."""
     return _digest(host.lower(), port, NAME_SIZE)
 
 
@@ -194,7 +194,7 @@ def _bindable(host: str) -> str:
 
 
 def own_address(towards: str | None = None) -> str:
-    """Return this machine's address that faces `towards` (None: the network), or loopback."""
+    """Return the local address of the route to `towards` (None: to the network), or loopback."""
     for target in (towards,) if towards is not None else _ELSEWHERE:
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         try:

@@ -1,8 +1,8 @@
 """The choice of the network interfaces and addresses for a group's connections.
 
 FASTCOLL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, names them: "eth0", "eth0,eth1" for both in turn, "^docker0,lo" for any
-interface but these. If neither is set, the address is that by which this process reaches the store, and so the master
-(`outward`). Ranks that share one network namespace use loopback.
+interface but these. If neither is set, connections use the local address of the route to the store, and so to the
+master (`outward`). Ranks that share one network namespace use loopback.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def address_for_others() -> str:
 
 
 def outward(there: Sequence[Interface], towards_store: str = "") -> str:
-    """Return the address that faces the network.
+    """Return the address by which other machines reach this process.
 
     It is the local address of the route to the store's server. On the server's own machine it is the local address of
     the default route. If there is no default route, as on many compute nodes, it is the address of the first interface.

@@ -232,7 +232,7 @@ def _recycled(process: ProcessId) -> bool:
 
 
 def has_ended(status: list[bytes]) -> bool:
-    """Return whether a process with this status is a zombie, and not only its first thread."""
+    """Return whether a process with this status is a zombie: all threads have ended, not only the first."""
     return status[0] in (b"Z", b"X") and int(status[17]) <= 1
 
 

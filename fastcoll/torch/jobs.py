@@ -51,8 +51,8 @@ def make_group(
     Args:
         rank, size: this process's group rank, and the number of members.
         timeout: seconds for this call and for every call on the group.
-        global_ranks: the members' global ranks, in the order of group ranks; empty: global and
-            group ranks are the same.
+        global_ranks: the members' global ranks, in the order of group ranks; empty: global and group ranks are
+            the same.
         world_size: the number of ranks of the job.
         parent: a group that contains all members, so that they need not exchange addresses; or None.
     """
