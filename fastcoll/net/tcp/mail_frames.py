@@ -1,7 +1,7 @@
-"""Messages on connections: the words of a rank's table, the frames, and the steps of sending and receiving.
+"""Messages over TCP: the words of a rank's table, the frames on a connection, and the steps of sending and receiving.
 
 Two ranks have one connection for messages in both directions. It carries frames of four words each, some followed by
-bytes. Words are little-endian, which the opening of the connection has checked.
+bytes. Words are little-endian; ranks check this when they open the connection.
 
     word        MESSAGE                      REST                  an ack
     TYPE        MESSAGE | number << 8        REST | number << 8    decision | number << 8
@@ -10,14 +10,14 @@ bytes. Words are little-endian, which the opening of the connection has checked.
     ATTACHED    bytes that follow            0                     0
 
 A message of up to EAGER bytes travels with its header. Of a longer message, the first EAGER bytes travel with the
-header, and the rest when the receiver has acknowledged with GO. The receiver does so as soon as it has an array for the
-message, so the rest moves from array to array without a buffer. The receiver stores attached bytes for which it has no
-array: at most WINDOW bytes of each peer, since a sender with so many unacknowledged bytes attaches none. An ack with
-TAKEN or MISFIT ends a message. The number of a message counts the messages of its direction, from 1.
+header, and the rest when the receiver has acknowledged with GO. The receiver sends GO as soon as it has an array for
+the message, so the rest moves from array to array without a buffer. If it has no array yet, it stores the attached
+bytes: at most WINDOW bytes of each peer, since a sender with WINDOW unacknowledged bytes attaches none. An ack with
+TAKEN or MISFIT ends a message. Messages are numbered from 1, separately in each direction.
 
-There is one connection for both directions because a packet then carries TCP's acknowledgement for the other direction.
-72 bytes from one process to another and back take 3.7 us each way on one connection, and 5.5 us with one for each
-direction; 32 KiB take 4.8 and 7.4 us (Intel Xeon, Sapphire Rapids, Linux 6.18).
+There is one connection for both directions because a packet with data then also carries TCP's acknowledgement for the
+other direction. When 72 bytes travel to another process and back, each way takes 3.7 us with one connection, and 5.5 us
+with one connection for each direction; for 32 KiB it takes 4.8 and 7.4 us (Intel Xeon, Sapphire Rapids, Linux 6.18).
 
 Why neither side waits for ever. A rank that waits for an ack reads all frames that arrive, and stores messages that no
 receive matches, within the window. An ack cannot be sent in the middle of another frame: `send_ack` returns False and
@@ -43,19 +43,17 @@ MESSAGE, REST = 8, 9
 
 EAGER = 64 << 10
 WINDOW = 1 << 20
-STAGED = (
-    8 << 10
-)  # payloads up to so many bytes are copied behind their header; larger ones are sent from the array
+STAGED = 8 << 10  # larger payloads are sent from the array, others copied behind their header
 IO_BYTES = 256 << 10  # bytes that one system call moves at most: half of a core's second-level cache
-BUFFER = 2 * FRAME + STAGED  # of each direction
+BUFFER = 2 * FRAME + STAGED  # bytes of the buffer for each direction
 VECTOR = VECTOR_BYTES
 
 GARBLED = -(1 << 21)  # the peer has sent an invalid frame; below every error of kernels/sockets.py
 
-# ---- words of the table, behind the back-off table (CLOCK and BUDGET of it are used) -------------------
-BELL = BACKOFF_WORDS  # not 0: another thread wants the kernel to return
+# ---- words of the table, behind the back-off table, of which CLOCK and BUDGET are used -----------------
+BELL = BACKOFF_WORDS  # not 0: another thread wants the running kernel to return
 BELL_FD = BELL + 1  # an eventfd that wakes a thread in poll(2); written before BELL is set
-CHANNELS = BELL + 2  # address of the row of rank 0
+CHANNELS = BELL + 2  # address of the rows (see below), one for each rank
 SIZE = BELL + 3
 RANK = BELL + 4
 NEXT_PEER = BELL + 5  # the rank to serve first, so that none starves
@@ -64,27 +62,26 @@ BUSY = BELL + 7  # not 0: a thread drives the connections
 SPIN = BELL + 8  # ns that a waiting thread polls before it sleeps
 SINCE = BELL + 9  # when the current wait began, in ns
 POLLFDS = BELL + 10  # address: the argument of poll(2)
-OWNERS = BELL + 11  # address: of each pollfd, the peer
-BEHIND = (
-    BELL + 12
-)  # not 0: operations are pending or the pipe is closing, so blocking calls may not take the short cut
+OWNERS = BELL + 11  # address: the peer of each pollfd
+# Not 0: operations are pending or the pipe is closing, so a blocking call must not take its compiled short cut.
+BEHIND = BELL + 12
 DEFERRED = BELL + 13  # the rank whose message was received and has no ack yet, plus 1; 0: none
 DEFERRALS = BELL + 14  # how many acks have been deferred
 FLUSHER_RUNS = BELL + 15  # not 0: the ack flusher runs, so acks may be deferred
 STOP = BELL + 16  # not 0: the ack flusher has to end
 LAST_TAKEN = BELL + 17  # the sender of the message that the last blocking receive got, plus 1; 0 after a send
 TAKEN_AT = BELL + 18  # when that receive ended, in ns
-RETURNED = BELL + 19  # events that `advance` has returned
-EVENT = BELL + 20  # the last of them
-STORED = BELL + 21  # stored messages, which wait for a receive; set from Python
+RETURNED = BELL + 19  # how many events `advance` has returned
+EVENT = BELL + 20  # the last of these events
+STORED = BELL + 21  # how many stored messages wait for a receive; set from Python
 MAIL_WORDS = BELL + 22
 
 _PIECE_SENT, _PIECE_READ = number_of("tcp.message.piece_sent"), number_of("tcp.message.piece_read")
 _BEFORE_ACK = number_of("tcp.message.before_ack")
 
-# ---- words of a row, one a peer ----------------------------------------------------------------------------
+# ---- words of a row; there is one row for each peer --------------------------------------------------------
 FD = 0  # -1: there is no connection yet
-# Not 0: sending, or receiving, is over; an error as in kernels/sockets.py, or GARBLED.
+# Not 0: this rank can no longer send, or receive; the value is an error of kernels/sockets.py, or GARBLED.
 OUT_GONE, IN_GONE = 1, 2
 IN_BUFFER = 3  # address: headers and small payloads received
 IN_HAVE, IN_USED = 4, 5  # bytes received into the buffer, and consumed
@@ -92,37 +89,35 @@ IN_HAVE, IN_USED = 4, 5  # bytes received into the buffer, and consumed
 OUT_BUFFER = 6  # address: the header of the frame being sent, and a small payload
 OUT_POSITION = 7  # bytes of the frame sent
 OUT_END = 8  # bytes of the frame; equal to OUT_POSITION when none is being sent
-OUT_STAGED = 9  # how many of them are in the buffer
+OUT_STAGED = 9  # how many bytes of the frame are in the buffer
 OUT_FROM = 10  # address of the payload
 OUT_VECTOR = 11  # address: the vector for `send_both`
-SENDING = 12  # the state of a blocking send: 1 with its first bytes, 2 with its REST, 0 without
+SENDING = 12  # 1: a blocking send sends its message, 2: it sends the REST; 0: there is no blocking send
 SENT = 13  # number of the last message begun
 UNACKED = 14  # how many messages have neither TAKEN nor MISFIT yet
 ACK_NUMBER, ACK_DECISION, ACK_NBYTES, ACK_KIND = range(15, 19)  # the last ack read
 
 IN_STAGE = 19  # see below
 IN_TO = 20  # address for the next byte of the payload; 0: it is discarded
-IN_LEFT = 21  # bytes of it that have not arrived
-IN_NUMBER, IN_KIND, IN_NBYTES, IN_ATTACHED = range(22, 26)  # the header read last
-REST_NUMBER, REST_NBYTES = 26, 27  # and of the REST read last
+IN_LEFT = 21  # bytes of the payload that have not arrived
+IN_NUMBER, IN_KIND, IN_NBYTES, IN_ATTACHED = range(22, 26)  # from the header of the message read last
+REST_NUMBER, REST_NBYTES = 26, 27  # from the header of the REST read last
 ASKING = 28  # not 0: a blocking receive has yet to send its GO
 ACK_FRAME = 29  # address: the ack being sent
-ACK_LEFT = 30  # its unsent bytes
+ACK_LEFT = 30  # bytes of it that are not sent yet
 ACK_BEGUN = 42  # not 0: the caller that began this ack has not yet seen that it is sent
 WATCHED = 31  # how many posted receives may match a message of this peer; set from Python
 EXPECTED = 32  # how many RESTs have been requested; set from Python
 OWED = 33  # acks that wait for space; set from Python
 TAKING = 34  # number of the message that a blocking receive takes
 ALTERNATIONS = 35  # how many blocking receives in a row were at once followed by a send to the same peer
-ALTERNATIONS_NEEDED = 36  # from so many on, acks are deferred
-ARMED_KIND = (
-    37  # of the receive that `advance` completes by itself; -1: none, or its message has begun to arrive
-)
-ARMED_TO, ARMED_NBYTES = 38, 39  # its array
-ARMED_NUMBER, ARMED_TAKEN = (
-    40,
-    41,
-)  # number and kind of its message, which has arrived and has no ack yet; 0: none
+ALTERNATIONS_NEEDED = 36  # acks are deferred once ALTERNATIONS has reached this number
+# An armed receive is a posted one that `advance` completes without the engine. ARMED_KIND is its tag and dtype; -1:
+# there is none, or its message has begun to arrive.
+ARMED_KIND = 37
+ARMED_TO, ARMED_NBYTES = 38, 39  # the array of the armed receive
+# Number and kind of the message for the armed receive, if it has arrived and has no ack yet; number 0: there is none.
+ARMED_NUMBER, ARMED_TAKEN = 40, 41
 ROW_WORDS = 48
 
 # IN_STAGE. The engine uses IDLE and ARRIVING, a blocking receive the first five, an armed receive IDLE and
@@ -153,9 +148,9 @@ def _write_ack(frame, number, decision, nbytes, kind):
 
 @kernel
 def _begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahead):
-    """Begin to send a frame behind `ahead` bytes.
+    """Begin to send the first `ahead` bytes of the buffer, and a frame behind them.
 
-    `payload` bytes at `address` follow its header.
+    `payload` bytes at `address` follow the frame's header.
     """
     frame = load_word(row, OUT_BUFFER) + ahead
     store_word(frame, TYPE, kind_of_frame | number << TYPE_BITS)
@@ -199,7 +194,7 @@ def is_entering(row):
 
 @kernel
 def push(row):
-    """Send some bytes of the current frame, after the remainder of an ack.
+    """Send some bytes of the current frame, after the rest of any unfinished ack.
 
     Returns whether bytes moved.
     """
@@ -232,7 +227,7 @@ def send_ack(row, number, decision, nbytes, kind):
     it: `push` may already have sent the remainder ahead of a frame.
     """
     if load_word(row, OUT_GONE) != 0:
-        return True  # the peer has gone and needs no ack; the message that it sent before counts
+        return True  # the peer has gone and needs no ack; its message is received all the same
     frame = load_word(row, ACK_FRAME)
     if load_word(row, ACK_BEGUN) == 0:
         if is_entering(row):
@@ -271,9 +266,9 @@ def has_frame(row):
 
 @kernel
 def _fill(row):
-    """Receive into the buffer unless it holds a complete frame.
+    """Receive into the buffer unless it already holds the header of a frame.
 
-    Returns whether it does now.
+    Returns whether it holds one afterwards.
     """
     if has_frame(row):
         return True
@@ -298,8 +293,8 @@ def _fill(row):
 def read_frame(row):
     """Read the header of the next frame into the row.
 
-    Returns its type, 0 if none has arrived. Must not be called while a payload arrives. An ack is consumed; a MESSAGE
-    or REST is read again by the next call, until `accept_payload` consumes its header.
+    Returns its type, or 0 if none has arrived. Must not be called while a payload arrives. An ack is consumed; a
+    MESSAGE or REST is read again by the next call, until `accept_payload` consumes its header.
     """
     if not _fill(row):
         return 0
@@ -333,7 +328,7 @@ def read_frame(row):
 def accept_payload(row, address, nbytes):
     """Consume the header that was read, and begin to receive its payload.
 
-    The `nbytes` behind it go to `address` (0: they are discarded).
+    The `nbytes` bytes behind the header go to `address`; if that is 0, they are discarded.
     """
     used = load_word(row, IN_USED) + FRAME
     there = min(nbytes, load_word(row, IN_HAVE) - used)
@@ -372,7 +367,7 @@ def pull(row):
 def is_for_armed(row):
     """Whether the header that was read matches the armed receive.
 
-    False also while an earlier ack waits for space.
+    Also false while an earlier ack waits for space in the socket.
     """
     if load_word(row, IN_KIND) != load_word(row, ARMED_KIND) or load_word(row, OWED) != 0:
         return False
@@ -385,7 +380,7 @@ def is_for_armed(row):
 def take_armed(row):
     """Continue to receive the message of the armed receive.
 
-    Returns whether it has arrived and is acknowledged.
+    Returns whether the message has arrived and its ack is sent.
     """
     if load_word(row, IN_STAGE) == IDLE:
         store_word(row, ARMED_KIND, -1)  # before the ack: the peer may leave once it has that

@@ -1,15 +1,16 @@
 """The compiled functions by which Python moves messages over connections. They run without the GIL.
 
-`m` is the address of a rank's table (mail_frames.py). `send` and `receive` carry out one blocking call, and keep BUSY
-unless they return DONE. `post_send` and `post_receive` begin a posted operation. `begin`, `rest`, `accept` and
-`acknowledge` start transfers that `advance` then carries on for all peers at once. All return within 0.1 s.
+`m` is the address of a rank's table (mail_frames.py). Its word BUSY is the lock of the connections. `send` and
+`receive` carry out one blocking call; if the engine has to continue the call, they return with BUSY held. `post_send`
+and `post_receive` begin a posted operation. `begin`, `rest`, `accept` and `acknowledge` start transfers that `advance`
+then continues, for all peers at once. All return within 0.1 s.
 
 Deferred acks. Where two ranks alternate (receive, then send to the same peer), a message follows each ack (TAKEN)
 within a microsecond. After many alternations in a row, a blocking receive *defers* its ack, and the next send to that
-peer sends the ack ahead of its own frame: one system call and one packet instead of two. Any other use of messages
-sends the deferred ack first. If the rank does nothing, the ack flusher, a thread (`flush_deferred`), sends it within 2
-ms; then many more alternations must be seen before an ack is deferred again, so that this wait costs less than those
-alternations have gained. (The thread naps for 1 ms; with 0.1 ms, its wake-ups cost more than the acks.)
+peer sends the ack ahead of its own frame: one system call and one packet instead of two. Any other operation on
+messages sends the deferred ack first. If the rank does nothing, the ack flusher, a thread (`flush_deferred`), sends it
+within 2 ms; then many more alternations must be seen before an ack is deferred again, so that this wait costs less than
+those alternations have gained. (The thread naps for 1 ms; with 0.1 ms, its wake-ups cost more than the acks.)
 
 A blocking send waits for its ack. While ranks alternate, no message arrives before that ack. If one does, the peer has
 posted a message of its own, and the engine takes over, since it can store messages that no receive matches yet.
@@ -41,9 +42,10 @@ from .mail_sweep import IO_CALLS, idle, read_next, sweep
 _SEND, _SENT = number_of("tcp.send.enter"), number_of("tcp.send.after_done")
 _RECEIVE, _RECEIVED = number_of("tcp.recv.enter"), number_of("tcp.recv.after_done")
 _POSTED_SEND, _POSTED_RECEIVE = number_of("tcp.isend.after_post"), number_of("tcp.irecv.after_post")
-_SOON = 20_000  # ns from a receive to the send that follows it, at most, in an alternation
-_FEWEST_ALTERNATIONS, _MOST_ALTERNATIONS, _GROWTH = 64, 1024, 4  # before acks are deferred
-_IDLE_NAPS = 20  # of 1 ms without a deferred ack, before the flusher ends
+_SOON = 20_000  # maximum ns from a receive to the next send for the two to count as an alternation
+# How many alternations are needed before an ack is deferred; the number grows each time the flusher had to send an ack.
+_FEWEST_ALTERNATIONS, _MOST_ALTERNATIONS, _GROWTH = 64, 1024, 4
+_IDLE_NAPS = 20  # naps of 1 ms without a deferred ack after which the flusher ends
 
 
 @inlined
@@ -70,7 +72,7 @@ def _alternates(row):
 def _note_alternation(m, row, peer):
     """Count an alternation, as a blocking send to `peer` begins.
 
-    It is one if the send follows a receive from this peer at once.
+    The send completes an alternation if it follows a receive from this peer at once.
     """
     alternations = 0
     if load_word(m, f.LAST_TAKEN) == peer + 1:
@@ -87,7 +89,7 @@ def _note_alternation(m, row, peer):
 def _defer(m, row, peer):
     """Defer the ack of the message that was read last, which is from `peer`.
 
-    False: no send to this peer is expected soon, or no ack flusher runs; the ack is not deferred.
+    Returns False, and does not defer it, if no send to this peer is expected soon or no ack flusher runs.
     """
     if not _alternates(row) or load_word(m, f.FLUSHER_RUNS) == 0:
         return False
@@ -117,7 +119,7 @@ def _send_deferred(m):
 
 @entry
 def flush(mail: Index) -> int:
-    """Send the deferred ack while holding BUSY: DONE, or AGAIN."""
+    """Send the deferred ack, if any; the caller holds BUSY. Return AGAIN if it is not all sent, else DONE."""
     return DONE if _send_deferred(integer(mail)) else AGAIN
 
 
@@ -125,7 +127,7 @@ def flush(mail: Index) -> int:
 def flush_deferred(mail: Index, backoff: Index) -> int:
     """Flush acks that stay deferred, until there was none for 20 ms or STOP is set.
 
-    `backoff` has the time of a nap.
+    `backoff` is the address of a back-off table, which holds the duration of a nap.
     """
     m, own = integer(mail), integer(backoff)
     store_release(m + 8 * f.FLUSHER_RUNS, 1)
@@ -156,7 +158,8 @@ def flush_deferred(mail: Index, backoff: Index) -> int:
 def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
     """Send a contiguous array of `size` bytes, and wait for its ack.
 
-    Returns DONE, AGAIN, WORKED, OTHER, REFUSED or LATER; or NEEDS_FLUSHER, which is DONE and asks for the ack flusher.
+    Returns DONE, AGAIN, WORKED, OTHER, REFUSED or LATER; or NEEDS_FLUSHER: it is done, and the caller should start the
+    ack flusher.
     Must be called only while no other message to this peer is being sent or has no ack.
     """
     m, peer = integer(mail), integer(dst)
@@ -171,7 +174,7 @@ def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) ->
     status = _send(m, row, peer, word_at(object_at(tensor) + DATA), integer(size), integer(word))
     if status != DONE:
         return status
-    # Acks could be deferred, but no thread is running to flush them.
+    # NEEDS_FLUSHER: acks could be deferred, but the ack flusher is not running.
     return _let_go(m, NEEDS_FLUSHER if load_word(m, f.FLUSHER_RUNS) == 0 and _alternates(row) else DONE)
 
 
@@ -221,8 +224,9 @@ def _send(m, row, peer, data, nbytes, kind):
 def receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index) -> int:
     """Receive the next message into an array of `size` bytes, and acknowledge it.
 
-    Its source is a rank, or ANY. Returns -1 - rank when done, else AGAIN, WORKED, OTHER or LATER; then word SOURCE
-    holds the sender plus 1, if it is known. Must be called only while no other message of that rank is arriving.
+    The source is a rank, or ANY. Returns -1 - sender when done, else AGAIN, WORKED, OTHER or LATER. If a receive from
+    ANY has found a sender but is not done, the word SOURCE holds this rank plus 1. Must be called only while no other
+    message of the source is arriving.
     """
     m, peer = integer(mail), integer(src)
     if not seize_unless(m + 8 * f.BUSY, m + 8 * f.BEHIND):
@@ -321,8 +325,8 @@ def _receive(m, row, peer, data, nbytes, kind):
 def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
     """Begin to send a small message of `size` bytes.
 
-    Returns twice its number and keeps BUSY, or returns -LATER. The result is 1 more if the event ENTERED is yet to
-    come. Must be called only while no other operation for this peer is queued.
+    Returns twice the message's number, plus 1 if the event ENTERED is yet to come, and keeps BUSY; or returns -LATER.
+    Must be called only while no other operation for this peer is queued.
     """
     m, nbytes = integer(mail), integer(size)
     if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -363,8 +367,10 @@ def post_receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: I
 def complete(mail: Index, handled: Index, peer: Index, number: Index) -> int:
     """Take BUSY and `advance`, beginning with `peer`.
 
-    For a send to and a receive from this peer that short cuts have posted. As in shm/ring_kernels.py, first the peer's
-    message arrives, then the ack of this rank's message.
+    Completes a receive from this peer that `post_receive` has armed and, if `number` is not 0, a send to it that
+    `post_send` has begun. As in shm/ring_kernels.py, the peer's message arrives first, then the ack of this rank's
+    message. Returns the event, or NOT_MINE if another thread holds BUSY or has driven the connections since `handled`
+    was read.
     """
     m = integer(mail)
     if not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -434,7 +440,7 @@ def accept(mail: Index, peer: Index, address: Index, nbytes: Index) -> int:
 def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index) -> int:
     """Acknowledge a message of `peer` with the kind and size of its receive.
 
-    Returns DONE, or AGAIN if it is not all sent.
+    Returns DONE, or AGAIN if the ack is not all sent.
     """
     row = row_of(integer(mail), integer(peer))
     sent = f.send_ack(row, integer(number), integer(decision), integer(nbytes), integer(kind))

@@ -1,7 +1,7 @@
-"""Waiting for connections, and moving all pending messages at once, for mail_kernels.py.
+"""Functions that wait for connections, and that move the pending messages of all peers; mail_kernels.py calls them.
 
-A sweep goes over all peers, beginning with NEXT_PEER. A frame that has been received already is handled at once; for
-all other connections, one poll(2) returns those that are ready.
+A sweep goes over all peers, beginning with NEXT_PEER. If it finds a frame that is already in a buffer, it handles this
+frame without a system call. Otherwise, one poll(2) returns the connections that are ready.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from ...p2p import pipe as events
 from . import mail_frames as f
 from .mail_frames import row_of
 
-NOTHING, MOVED = 0, 1  # no event of p2p/pipe.py; MOVED: bytes moved
+NOTHING, MOVED = 0, 1  # results that are not events of p2p/pipe.py; MOVED: bytes moved, but there is no event
 
-IO_CALLS = 512  # at most 128 MiB, 30 ms, until Python looks at signals
-_EVENTS_AT, _REVENTS_AT = 32, 48  # bits of a pollfd
+# I/O calls after which a kernel returns, so that Python looks at signals: they move at most 128 MiB, in 30 ms.
+IO_CALLS = 512
+_EVENTS_AT, _REVENTS_AT = 32, 48  # the bits at which the fields `events` and `revents` of a pollfd begin
 
 
 @inlined
@@ -27,10 +28,11 @@ def _pollfd(m, index, fd, wishes):
 
 @inlined
 def _wait(m, count, attempts):
-    """Poll the `count` listed pollfds, and the bell behind them.
+    """Poll the first `count` pollfds, and the bell, with which other threads wake this one.
 
-    `attempts` is the number of polls since bytes last moved. Returns how many pollfds are ready, or -1 when Python has
-    to look at signals, deadline and peers.
+    `attempts` is the number of polls since bytes last moved. For SPIN ns the poll returns at once; after that it sleeps
+    for at most BUDGET ns. Returns how many pollfds are ready, or -1 if the bell has rung or Python has to look at
+    signals, the deadline and the peers.
     """
     time = now(m)
     if attempts == 0:
@@ -48,7 +50,7 @@ def _wait(m, count, attempts):
 def idle(m, fd, wishes, gone, attempts):
     """Wait as `_wait` does, for a blocking call on one connection.
 
-    False: return to Python.
+    `gone` is not 0 if the connection is lost. Returns False if the caller has to return to Python.
     """
     if load_acquire(m + 8 * f.BELL) != 0:
         return False
@@ -60,7 +62,7 @@ def idle(m, fd, wishes, gone, attempts):
             return True
         _pollfd(m, 0, fd, wishes)
         return _wait(m, 1, attempts + 1) >= 0
-    # The connection is gone: sleep until the bell rings.
+    # The connection is gone: sleep until the bell rings, for at most BUDGET ns.
     store_word(m, f.SINCE, now(m) - load_word(m, f.SPIN))
     _wait(m, 0, 1)
     return False
@@ -73,7 +75,7 @@ def idle(m, fd, wishes, gone, attempts):
 def _wants_frame(row, watch_all):
     """Whether to read the next frame of a peer.
 
-    Yes if a receive may match a message, or a REST or an ack is expected.
+    True if a posted receive may match a message, or a REST or an ack is expected; with `watch_all` always.
     """
     wanted = load_word(row, f.WATCHED) + load_word(row, f.EXPECTED) + load_word(row, f.UNACKED)
     return watch_all or wanted > 0
@@ -99,7 +101,7 @@ def _take_armed(row):
 
 @kernel
 def read_next(row):
-    """Read the next frame of a peer, or continue its armed receive.
+    """Read the next frame of a peer, or continue the armed receive from it (mail_frames.py).
 
     Returns the event, or events.NOTHING.
     """
@@ -146,7 +148,7 @@ def _list(m, peer, count, watch_all):
 
 @kernel
 def _serve_out(row):
-    """Send to a peer as far as possible, acks between frames.
+    """Send as many bytes to a peer as its socket accepts; an ack only between two frames.
 
     Returns the event, MOVED or NOTHING.
     """
@@ -180,7 +182,7 @@ def _serve_in(row, watch_all):
 def _serve(row, ready, watch_all):
     """Serve both directions of a ready connection.
 
-    Bytes that an event leaves unserved are ready at the next poll.
+    If sending gives an event, this does not receive; the next poll finds the connection ready again.
     """
     sent = NOTHING
     if ready & ~READABLE and _wants_space(row):
@@ -193,7 +195,7 @@ def _serve(row, ready, watch_all):
 
 @kernel
 def _serve_buffered(row):
-    """Return the event that `_has_buffered_event` has found."""
+    """Handle the frame or payload that `_has_buffered_event` has found, and return its event."""
     if load_word(row, f.IN_STAGE) != f.IDLE:
         store_word(row, f.IN_STAGE, f.IDLE)
         return events.ARRIVED
@@ -205,9 +207,9 @@ def _serve_buffered(row):
 
 @inlined
 def _return_event(m, peer, event):
-    """Return the event of a peer as `advance` does.
+    """Return the number by which `advance` reports an event of a peer.
 
-    The next peer is served first from now on.
+    The next sweep begins with the peer after this one.
     """
     store_word(m, f.NEXT_PEER, peer + 1)
     return peer * events.EVENTS + event
@@ -217,7 +219,7 @@ def _return_event(m, peer, event):
 def _serve_ready(m, count, watch_all):
     """Serve the ready connections.
 
-    Returns the first event, as `advance` does, MOVED or NOTHING.
+    Returns the first event as `_return_event` does, or MOVED or NOTHING.
     """
     result = NOTHING
     for index in range(count):
@@ -237,7 +239,7 @@ def _serve_ready(m, count, watch_all):
 def sweep(m, watch_all, wait):
     """Move all messages until there is an event.
 
-    Returns that as `advance` does, or events.NOTHING.
+    Returns the event as `_return_event` does, or events.NOTHING.
     """
     size = load_word(m, f.SIZE)
     attempts = 0
@@ -258,7 +260,8 @@ def sweep(m, watch_all, wait):
             if ready <= 0:
                 return events.NOTHING
         elif count > 0:
-            # Peers before that one are served first, if their connections are ready.
+            # A frame of the peer `buffered` can be handled at once. Serve the ready connections of the peers listed
+            # before it first.
             wait_ready(load_word(m, f.POLLFDS), count, 0)
         event = _serve_ready(m, count, watch_all)
         if event > MOVED:

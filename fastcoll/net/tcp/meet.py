@@ -1,21 +1,21 @@
 """The meeting: each rank sends every other rank a header with its call, and small data behind the header.
 
-    word            a header
+    word            in a header
     NUMBER          number of the call in the group, from 1
     HEAD_CALL       call word (core/signature.py)
     HEAD_SHAPE      bytes that this rank contributes
-    HEAD_BALANCE    sums to 0 over all ranks if what each gives is what the others expect (core/signature.py)
+    HEAD_BALANCE    hash of the sizes sent minus hash of those expected; if all match, the sum over all ranks is 0
     HEAD_ATTACHED   bytes that follow this header
-    HEAD_DIFFERS    not 0: combines headers that differ (combine.py, for more than 16 ranks)
+    HEAD_DIFFERS    not 0 if this header combines others that differ (combine.py, for more than 16 ranks)
 
 A *synchronising* call waits for the headers of all ranks. All ranks compare the same headers, so either all of them go
 on or all raise, before any result is written. An *early-return* call waits only for the headers that carry data for it:
 the root of a small broadcast and the senders of a small reduce need none. The ranks that receive data synchronise. A
-call that is part of a larger operation always synchronises, because the rest is not made if it raises.
+call that is part of a larger operation always synchronises, because the calls after it are not made if it raises.
 
-Each rank records what it called in every call. It reads skipped headers later and compares them with the record. The
-first later call that has the headers of all ranks for a call that differed reports the mismatch when it ends. That
-later call itself is carried out, so all ranks have always made the same number of calls. In a group of two, the
+Each rank records what it called in every call. It reads skipped headers later and compares them with the record. If a
+call differed, and the headers of all ranks for it have been read, the next call to end reports the mismatch. That later
+call itself is carried out, so all ranks have always made the same number of calls. In a group of two, the
 receiver may return early as well, which only allows it to delay its header (below). If the headers differ, it
 synchronises.
 
@@ -28,25 +28,27 @@ up.
 Why no rank waits for ever. Consider a rank in the lowest call in progress. Ranks in later calls have passed all frames
 of that call to the kernel, except delayed headers (below), which no rank needs. A rank that waits keeps sending to all
 peers, and reads from each peer up to the frame of its own call, needed or not. So frames for a waiting rank are
-received, and frames from a waiting rank are sent as far as they are needed. Every wait is the engine's, with its
-deadline and its checks of the peers.
+received, and frames from a waiting rank are sent as far as they are needed. All waiting is done in the engine, which
+checks the deadline and the peers.
 
 Piggybacked headers. In a group of two, the receiver of an early-return call delays its header, which has no data, and
-sends it together with those of later calls. It does so when another call is near: the beginning of one is already
-behind the frame that it needed, or many calls have followed each other at once. Delayed headers are sent when the rank
-waits (after some 5 us), when PIGGYBACK_BYTES have accumulated, in a synchronising call, and in `settle`. So two ranks
-that broadcast in a row exchange one message a call, not two. When the series ends, the last headers stay until the next
-call. Only a peer that closes the group waits for them, for a limited time: they confirm that the calls matched, and a
-rank whose calls do not match synchronises, which sends them.
+sends it together with those of later calls. It does so if the next call is likely to follow soon: bytes of the
+peer's next frame have already arrived, or many calls have followed one another at once. Delayed headers are sent when
+the rank waits (after about 5 us), when PIGGYBACK_BYTES have accumulated, in a synchronising call, and in `settle`. So
+two ranks that broadcast in a row exchange one message a call, not two. When the series ends, the last headers stay
+until the next call. Only a peer that closes the group waits for them, and only for a limited time. It may miss them,
+because they only confirm that the calls matched: a rank that sees a mismatch synchronises, which sends its delayed
+headers.
 
 A peer that ends while this rank is ahead. If the peer dies or leaves, its connection breaks, and the next read or write
 fails. If the headers read by then differ, the mismatch is raised instead. A rank that closes the group first reads the
 headers that it skipped (`settle`): closing a connection with unread bytes discards bytes on their way to the peer.
 
-How bytes are assigned. A peer's frames arrive in the order of its calls. NEXT is the call number of the first frame
-that has not been consumed, and HAVE the number of bytes received from its beginning on. The raw bytes of a plan follow
-a header only after the peer has received this rank's header of the same call. So while this rank's call has a plan to
-run, it receives no bytes beyond the headers up to its own call; otherwise it receives several small frames at once.
+How received bytes are assigned to calls. A peer's frames arrive in the order of its calls. NEXT is the call number of
+the first frame that has not been consumed, and HAVE the number of bytes received of this frame and those behind it.
+After the meeting, a plan (plans/plan.py) moves bytes without headers. A peer sends these only once it has received
+this rank's header of the same call. So if this rank's call has a plan to run, the meeting receives no bytes beyond the
+headers up to that call; otherwise it receives several small frames at once.
 """
 
 from __future__ import annotations
@@ -64,17 +66,16 @@ from . import engine_layout as w
 from .plans import plan as t
 from .plans.shape import HEADER_BYTES
 
-PENDING = -1  # neither complete nor failed; PENDING - 1: and nothing moved
+PENDING = -1  # neither complete nor failed; PENDING - 1 means the same, and that nothing moved
 _PUBLISHED = number_of("tcp.OPERATION.after_publish")
 AHEAD = 64
-"""How many calls are recorded: enough for the time slice of a rank that shares its core."""
-_SPARE = 1024  # bytes received beyond a frame, where further frames may follow
-PIGGYBACK_BYTES = 15 * HEADER_BYTES  # of delayed headers for each peer, at most
+"""How many calls are recorded: enough for those that a rank makes while a peer on a shared core has no time slice."""
+_SPARE = 1024  # bytes that may be received beyond a frame where only further frames can follow
+PIGGYBACK_BYTES = 15 * HEADER_BYTES  # maximum of delayed headers for each peer
 SEEN_EVERY = 16  # idle sweeps between two reads of headers that the call does not need
-SOON, _STREAK = (
-    20_000,
-    32,
-)  # calls that begin within so many ns of the one before; as many in a row are a streak
+# A call follows the one before at once if it begins within SOON ns of it. After _STREAK such calls in a row, the rank
+# expects another.
+SOON, _STREAK = 20_000, 32
 
 
 @inlined
@@ -92,7 +93,7 @@ def _outbox(c, peer):
 
 @inlined
 def _outgoing(c, peer):
-    """The frame of the current call in a peer's outbox, behind the delayed headers."""
+    """Return where the current call's frame is in a peer's outbox: behind the delayed headers."""
     return _outbox(c, peer) + load_word(load_word(c, w.BEGINS), peer)
 
 
@@ -113,7 +114,7 @@ def _socket(c, peer):
 
 @inlined
 def _record(c, number):
-    """The record of a call: the call word and shape of each rank."""
+    """Return the address of a call's record: the call word and shape of each rank."""
     return load_word(c, w.RECORDS) + number % AHEAD * (16 * load_word(c, w.SIZE))
 
 
@@ -121,7 +122,7 @@ def _record(c, number):
 def write_headers(c, d, returns_early):
     """Write this rank's header and attached data for each peer.
 
-    Writes the record of the call too, if ranks exchange headers directly.
+    If ranks exchange headers directly, this also writes the record of the call.
     """
     size, rank, keeps = load_word(c, w.SIZE), load_word(c, w.RANK), load_word(c, w.MEETING) == 0
     record = _record(c, load_word(c, w.CALLS))
@@ -194,7 +195,7 @@ def _has_arrived(c, peer, number):
 
 @kernel
 def _consume_frame(c, peer):
-    """Proceed to a peer's next frame, whose beginning may have been received."""
+    """Discard a peer's current frame, and move received bytes of the next one to its place."""
     length = _length_to_come(c, peer)
     rest = load_word(load_word(c, w.HAVE), peer) - length
     store_word(load_word(c, w.HAVE), peer, rest)
@@ -236,7 +237,7 @@ def _check(c, peer):
 
 @inlined
 def _receive_limit(c, d, peer, call):
-    """How many bytes a peer's inbox may hold now."""
+    """Return how many bytes a peer's inbox may hold now."""
     end, before = _length_to_come(c, peer), call - _next_call(c, peer)
     if d != 0 and before == 0:
         end = max(end, HEADER_BYTES + load_word(load_word(d, w.ATTACHED), peer))
@@ -281,7 +282,8 @@ def _is_needed(c, d, peer):
 def _is_missing(c, d, peer):
     """Whether the call waits for a frame of a peer.
 
-    That is the frame of this call, or one so old that its record is about to be reused.
+    If the call needs the peer's frame, it waits for that; otherwise only for a frame whose record is about to be
+    reused.
     """
     call = load_word(c, w.CALLS)
     if _is_needed(c, d, peer):
@@ -298,7 +300,7 @@ def _has_unsent(c, peer):
 def _may_piggyback(c, peer):
     """Whether the call may delay all unsent bytes for the only peer.
 
-    They are headers then, and the call returns early.
+    It may if it returns early and these bytes are headers without data.
     """
     if load_word(c, w.SYNCHRONISING) != 0 or load_word(c, w.SIZE) != 2:
         return False
@@ -339,9 +341,9 @@ def _send_frames(c, peer):
 def exchange(c, d, idle):
     """Do one sweep over all peers.
 
-    Returns DONE when every frame is sent, and received if the call needs it; PENDING, PENDING - 1 (nothing moved), GONE
-    or GARBLED. `idle` is the number of sweeps in which nothing moved. A waiting rank also reads headers that it does
-    not need, so that the peers can go on.
+    Returns DONE when every frame is sent or may be delayed, and every frame that the call needs has been received; else
+    PENDING, PENDING - 1 (nothing moved), GONE or GARBLED. `idle` is the number of sweeps in which nothing moved. A
+    waiting rank also reads headers that it does not need, so that the peers can go on.
     """
     rank, size, call = load_word(c, w.RANK), load_word(c, w.SIZE), load_word(c, w.CALLS)
     more = load_word(c, w.STREAK) >= _STREAK
@@ -377,15 +379,15 @@ def exchange(c, d, idle):
                 any_left |= _has_unsent(c, peer)
     if not any_left:
         return DONE
-    # Delayed headers are sent in the next sweep.
+    # With delayed headers, the sweep counts as idle: after some idle sweeps they are sent.
     return PENDING if any_moved and not any_delayed else PENDING - 1
 
 
 @inlined
 def _agrees(c, peer):
-    """Whether a peer's header has the call word and shape of this rank's.
+    """Whether a peer's header has the same call word and shape as this rank's.
 
-    In an early-return call all headers must.
+    In an early-return call, all headers must have the same.
     """
     mine, theirs = _header(c, load_word(c, w.RANK)), _header(c, peer)
     return load_word(mine, w.HEAD_CALL) == load_word(theirs, w.HEAD_CALL) and load_word(
@@ -397,7 +399,7 @@ def _agrees(c, peer):
 def compare(c, d):
     """Compare the headers that the call needs.
 
-    Returns DONE, MISMATCH, GARBLED, or PENDING if it needs all headers now.
+    Returns DONE, MISMATCH, GARBLED, or PENDING if the call has to wait for all headers because some differ.
     """
     size, rank, synchronising = load_word(c, w.SIZE), load_word(c, w.RANK), load_word(c, w.SYNCHRONISING) != 0
     for peer in range(size):
@@ -420,7 +422,7 @@ def compare(c, d):
 def finish(c):
     """Consume the frames of the call, which is complete.
 
-    Returns DONE, GARBLED, or MISMATCH to report an earlier call.
+    Returns DONE, GARBLED, or MISMATCH if an earlier call did not match and all its headers have arrived.
     """
     differs = load_word(c, w.DIFFERS)
     for peer in range(load_word(c, w.SIZE)):
@@ -448,7 +450,8 @@ def skip_frames(c):
 def read_unread_headers(c):
     """Send delayed headers, and read the headers that calls have skipped.
 
-    Lists the connections with more to come: DONE when there are none, PENDING, GONE or GARBLED.
+    Lists the pollfds of the connections from which headers are missing. Returns DONE when there are none, else PENDING,
+    GONE or GARBLED.
     """
     following = load_word(c, w.CALLS) + 1
     left, failed = 0, DONE
@@ -473,7 +476,7 @@ def read_unread_headers(c):
 def list_missing(c, d):
     """List the pollfds of the connections that the meeting waits for.
 
-    Behind them are those on which a peer may wait for this rank to read.
+    Behind them, lists the connections of peers that may be waiting for this rank to read.
     """
     count = 0
     for needed in range(2):
