@@ -1,17 +1,19 @@
-"""How each kind of operation is carried out after all ranks have agreed on it: EXECUTED has the function of each kind.
+"""The functions that carry out an operation after its meeting. EXECUTED has the function for each kind of operation.
 
 MPI's collective operations move blocks, each an address and a number of bytes. Their counts and displacements have 31
 bits, so a rank's blocks must be *near* one another, within 2 GiB of address space; otherwise all ranks exchange
-messages of at most 1 GiB. All ranks must choose alike, so each publishes in the meeting whether its blocks are near.
+messages of at most 1 GiB. All ranks must choose the same of the two. So each rank publishes whether its blocks are near
+in the meeting (agreement.py), in which all ranks compare their calls.
+
 Blocks on GPUs (gpu/cuda_aware_mpi.py) always travel in messages: all CUDA-aware libraries accept them in MPI_Isend and
 MPI_Irecv, but Open MPI's non-blocking collective operations access GPU memory like host memory and crash
 (https://github.com/open-mpi/ompi/issues/9845), and the blocking ones have no deadline.
 
 MPI's reductions guarantee neither an order nor the same bits on all ranks, and lack dtypes and operations. So MPI only
 moves data, and our compiled reducers combine it in rank order. A small array is sent to all ranks, which all reduce the
-same data. A larger one is cut into a slice for each rank, which receives it from all ranks, reduces it and sends it to
-all (the direct algorithm of Rabenseifner 2004 for large arrays): each rank sends and receives 2 (n - 1) / n times the
-array, as in a ring. Longer arrays are divided into segments.
+same data. A larger array is cut into a slice for each rank; each rank receives its slice from all ranks, reduces it and
+sends the result to all (the direct algorithm of Rabenseifner 2004 for large arrays). So each rank sends and receives
+2 (n - 1) / n times the array, as in a ring. Longer arrays are divided into segments.
 """
 
 from __future__ import annotations
@@ -35,14 +37,15 @@ LARGEST = 1 << 30
 """Most bytes of a message; MPI counts to 2**31 - 1."""
 REACH = (1 << 31) - 1
 """Most bytes from the beginning of the first near block to the end of the last."""
-# On a 2-core AMD EPYC (MPICH 5.0.2, Open MPI 5.0.11, one node): two ranks take 56 us for 128 KiB gathered and 58 to 65
-# sliced, 20 and 30 us for 4 KiB; with four ranks gathering is faster for both. 64 MiB take 7.4 ms in segments of
-# 4 MiB, 7.9 in those of 2 or 8, 9.0 to 9.5 in those of 1 or 16.
+# Measured on a 2-core AMD EPYC (MPICH 5.0.2, Open MPI 5.0.11, one node). For 128 KiB, two ranks take 56 us if they
+# gather whole arrays, and 58 to 65 us if each reduces a slice; for 4 KiB, 20 and 30 us. With four ranks, gathering is
+# faster for both sizes. 64 MiB take 7.4 ms in segments of 4 MiB, 7.9 ms in segments of 2 or 8 MiB, and 9.0 to 9.5 ms in
+# segments of 1 or 16 MiB.
 GATHERED = 256 << 10
-"""Bytes of all ranks' arrays together up to which every rank receives and reduces all of them."""
+"""If all ranks' arrays together have at most this many bytes, every rank receives and reduces all of them."""
 SEGMENT = 4 << 20
 """Bytes of an array that are reduced at one time."""
-_STEP = 1 << 20  # bytes that one compiled call reduces: in between Python handles signals
+_STEP = 1 << 20  # bytes that one compiled call reduces; Python handles signals between two such calls
 
 Block = tuple[int, int]
 """Address and bytes."""
@@ -57,27 +60,27 @@ class Memory(Protocol):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is a GPU's.
+        """Whether this is the memory of GPUs.
 
-        Then only MPI's messages may use its addresses, not functions of the host.
+        If it is, only MPI's messages may use its addresses, not functions of the host.
         """
 
     def blocks(self, arrays: Sequence[Any]) -> list[Block]:
         """Return the blocks of arrays, which must be contiguous."""
 
     def copy(self, source: Block, target: Block) -> None:
-        """Copy a block; the two are the same, or do not overlap."""
+        """Copy `source` to `target`, which is the same block or does not overlap it."""
 
     def scratch(self, nbytes: int) -> tuple[int, Any]:
-        """Return the address of so many bytes, and the object that owns them.
+        """Return the address of `nbytes` bytes, and the object that owns them.
 
         The next call may overwrite them.
         """
 
     def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Any:
-        """Return the reducer of such blocks, with an attribute `itemsize`.
+        """Return the reducer for blocks like these, with an attribute `itemsize`.
 
-        None: they cannot be reduced here. Raises an error if `op` cannot reduce `dtype`.
+        None: such blocks cannot be reduced here. Raises an error if `op` cannot reduce `dtype`.
         """
 
     def fold(self, how: Any, target: int, sources: Sequence[int], nbytes: int) -> None:
@@ -88,7 +91,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """The host's memory, for reductions of the arrays of so many ranks."""
+    """The host's memory, for reductions of the arrays of at most `ranks` ranks."""
 
     on_gpu = False
 
@@ -158,8 +161,8 @@ class Execution:
     def run(self, call: Addressed, near: bool, keep: Any) -> None:
         """Carry out a call of any kind in EXECUTED.
 
-        `near`: whether the blocks of all ranks are near. If the call is interrupted, MPI may use the arrays, `keep`,
-        until it is finalized.
+        `near`: whether each rank's blocks are near one another. `keep`: the arrays; if the call is interrupted, they
+        are kept until MPI is finalized, since MPI may still use them.
         """
         self._keep = keep
         try:
@@ -168,9 +171,9 @@ class Execution:
             self._keep = None
 
     def run_attached(self, call: Addressed, attached: Sequence[int]) -> None:
-        """Carry out a call whose data has arrived with the rows.
+        """Carry out a call whose data has arrived, in the meeting or gathered.
 
-        `attached` has the addresses.
+        `attached` has the address of each rank's data.
         """
         if call.how is not None:
             last = self._sources.get(call.kind, self.size if self.rank == call.root else 0)
@@ -186,9 +189,9 @@ class Execution:
     # ---- moves ---------------------------------------------------------------------------------------
 
     def broadcast(self, call: Addressed, near: bool) -> None:
-        """Send the root's block to all.
+        """Send the root's block to all ranks.
 
-        On GPUs it goes along a binomial tree, in which ranks send on complete blocks.
+        On GPUs, the block moves along a binomial tree: a rank receives it completely before it sends it on.
         """
         block, root = call.takes[0], call.root
         if not self.memory.on_gpu:
@@ -210,7 +213,7 @@ class Execution:
     def all_to_all(self, gives: Sequence[Block], takes: Sequence[Block], near: bool) -> None:
         """Send `gives[r]` to each rank r, and receive `takes[r]`.
 
-        Only this rank's own two blocks may be the same.
+        Of all these blocks, only this rank's own two, `gives[rank]` and `takes[rank]`, may be the same.
         """
         own = self.rank
         if gives[own][0] and takes[own][0]:
@@ -223,7 +226,7 @@ class Execution:
             self._post([(peer, gives[peer]) for peer in peers], [(peer, takes[peer]) for peer in peers])
 
     def gather(self, x: Block, takes: Sequence[Block], root: int | None, near: bool) -> None:
-        """Send each rank's x to `takes` of the root, or of all ranks (None).
+        """Send each rank's x to the root's `takes`, or to those of all ranks if `root` is None.
 
         `x` may be `takes[rank]`.
         """
@@ -250,7 +253,7 @@ class Execution:
         self._finish([posted])
 
     def _post(self, gives: Sequence[tuple[int, Block]], takes: Sequence[tuple[int, Block]]) -> None:
-        """Send and receive blocks; each comes with its peer."""
+        """Send `gives` and receive `takes`, which are pairs of a peer and a block."""
         comm, tag = self._comm, self._tag
         posted = []
         with self._library.lock:
@@ -275,7 +278,7 @@ class Execution:
     # ---- reductions ----------------------------------------------------------------------------------
 
     def all_reduce(self, call: Addressed, near: bool) -> None:
-        """Reduce x into the output of every rank, or in a `reduce` of the root.
+        """Reduce x into the output of every rank; in a `reduce`, only of the root.
 
         The output may be x.
         """
@@ -349,7 +352,7 @@ class Execution:
         return [address for address, _ in takes]
 
     def _room(self, nbytes: int) -> int:
-        """Return the address of so much scratch memory; the next call may overwrite it."""
+        """Return the address of `nbytes` bytes of scratch memory; the next call may overwrite them."""
         room, self._scratch = self.memory.scratch(nbytes)
         return room
 
@@ -392,7 +395,7 @@ def messages_of(block: Block) -> list[Block]:
 def segments(nbytes: int, ranks: int, itemsize: int) -> list[tuple[int, list[Block]]]:
     """Return each segment's offset, and each rank's slice of it.
 
-    A slice has its offset in the segment, and bytes.
+    A slice is its offset in the segment and its number of bytes.
     """
     step = max(SEGMENT // itemsize, 1) * itemsize
     return [

@@ -1,15 +1,17 @@
 """The engine: one compiled call carries out a collective over nonblocking sockets, first the meeting, then the plan.
 
-    IDLE --begin--> MEET --the headers that it needs agree--> RUN --the last phase is complete--> IDLE
-                    MEET --they differ, and Python has read all of them--> IDLE
-                    MEET --combined they differ--> GATHER --all headers have arrived, and Python has read them--> IDLE
+    IDLE --begin--> MEET --the headers that the call needs agree--> RUN --the last phase is complete--> IDLE
+                    MEET --headers differ, and Python has read all of them--> IDLE
+                    MEET --combined headers differ--> GATHER --all headers have arrived and Python has read them--> IDLE
 
-The engine returns within 50 ms if it cannot go on or has worked for so long, and keeps its state in the context.
+The engine returns to Python when it has waited for 50 ms without progress, or worked for 50 ms. It keeps its state in
+the context (engine_layout.py), and the next call of it continues from there.
 
-A plan runs one phase after the other, all rows of a phase concurrently. A sweep goes over the rows of the phase and
-moves what can be moved without waiting; rows of one connection and direction move one after the other. Received bytes
-are reduced as they arrive, IO_BYTES at a time, while they are in the cache. Large rows are divided among the streams to
-the peer, in the same way on both sides.
+A plan (plans/plan.py) is a table of rows, such as a send or a receive, in phases. Phases run one after the other, and
+the rows of a phase concurrently. A sweep goes over the rows of the phase and moves what can be moved without waiting;
+rows of one connection and direction move one after the other. Received bytes are reduced as they arrive, IO_BYTES at a
+time, while they are in the cache. Large rows are divided among the streams, the connections to the peer, in the same
+way on both sides.
 """
 
 from __future__ import annotations
@@ -42,11 +44,10 @@ from .meet import (
 from .plans import plan as t
 
 IO_BYTES = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
-DIVIDED = (
-    128 << 10
-)  # rows of at least so many bytes are divided among the streams; rows of segments have up to 256 KiB
+# Rows of at least DIVIDED bytes are divided among the streams. Rows that move segments have up to 256 KiB.
+DIVIDED = 128 << 10
 _POLL_MS = 50
-# Failpoints: the number of the operation is added.
+# Failpoints, each the first of several numbers: the number of the operation is added.
 _ENTER, _MET = number_of("tcp.OPERATION.enter"), number_of("tcp.OPERATION.after_meeting")
 _MID_CHUNK, _BEFORE_DONE = number_of("tcp.OPERATION.mid_chunk"), number_of("tcp.OPERATION.before_done")
 _AFTER_DONE = number_of("tcp.OPERATION.after_done")
@@ -60,7 +61,7 @@ def _hit_failpoint(d, failpoint):
 
 @inlined
 def _row_at(d, row):
-    """The address of a row of the plan."""
+    """Return the address of a row of the plan."""
     return load_word(d, w.TABLE) + 8 * t.COLUMNS * row
 
 
@@ -71,9 +72,9 @@ def _address_of(c, row, buffer, offset):
 
 @inlined
 def _bound(d, nbytes, stream, streams):
-    """Return where the bytes of a row for a stream begin.
+    """Return the offset in a row at which a stream's part of it begins.
 
-    It is at an item, if the row consists of items.
+    If the row consists of whole items, the part begins with a whole item.
     """
     if nbytes < DIVIDED:
         return 0 if stream == 0 else nbytes
@@ -94,9 +95,9 @@ def _reduce(c, d, target, count, items):
 
 @kernel
 def begin_phase(c, d, row):
-    """Begin the phase that begins at a row.
+    """Begin the phase whose first row is `row`.
 
-    Finds its end, does its local rows, and resets the progress of all its rows.
+    Finds its last row, carries out its local rows, and resets the progress of all its rows.
     """
     end = row
     phase = load_word(_row_at(d, row), t.PHASE)
@@ -130,7 +131,7 @@ def begin_phase(c, d, row):
 def _receive_and_reduce(c, d, row, progress, slot, fd, address, nbytes):
     """Receive into the staging area, and reduce complete items into the array.
 
-    Returns the bytes, or an error.
+    Returns how many bytes were received, or an error.
     """
     item = load_word(d, w.ITEMSIZE)
     done, reduced = load_word(progress, 0), load_word(progress, 1)
@@ -166,7 +167,7 @@ def _transfer(c, d, row, progress, slot, fd, start, nbytes):
 def _may_move(c, row, stream):
     """Reserve the connection in the row's direction for this sweep.
 
-    False: an earlier row has it.
+    Returns False if an earlier row has reserved it.
     """
     direction = 0 if load_word(row, t.KIND) == t.SEND else 1
     connection = (2 * load_word(row, t.PEER) + direction) * load_word(c, w.STREAMS) + stream
@@ -180,8 +181,8 @@ def _may_move(c, row, stream):
 def sweep(c, d, listing):
     """Do one sweep over the rows of the phase.
 
-    Returns DONE when all are complete, PENDING, PENDING - 1 (nothing moved) or GONE. With `listing` it moves nothing,
-    but lists the pollfds of the connections that the phase waits for.
+    Returns DONE when all rows are complete, else PENDING, PENDING - 1 (nothing moved) or GONE. With `listing`, this
+    moves nothing but lists the pollfds of the connections that the phase waits for.
     """
     first, streams = load_word(c, w.PHASE), load_word(c, w.STREAMS)
     store_word(c, w.SWEEP, load_word(c, w.SWEEP) + 1)
@@ -241,8 +242,8 @@ def _begin_plan(c, row):
 def _run(c, d, exchanges, idle):
     """Continue the plan of a prepared call, or the meeting.
 
-    With `exchanges` it continues the meeting in which each rank sends to every other. Returns DONE, AGAIN, WORKED, GONE
-    or GARBLED. `idle` is the number of sweeps in which nothing moved.
+    With `exchanges`, this continues the meeting in which each rank sends to every other. Returns DONE, AGAIN, WORKED,
+    GONE or GARBLED. `idle` is the number of sweeps in which nothing moved.
     """
     while True:
         if exchanges:
@@ -276,7 +277,7 @@ def _run(c, d, exchanges, idle):
 def _meet(c, d, idle):
     """Continue the meeting.
 
-    Returns DONE when all headers that the call needs agree, MISMATCH, or as `_run`.
+    Returns DONE when all headers that the call needs agree, else MISMATCH or a status of `_run`.
     """
     status = PENDING
     if load_word(c, w.MEETING) == 0:
@@ -301,7 +302,7 @@ def _meet(c, d, idle):
 def _note_arrays(c, d, table):
     """Note the addresses of the arrays.
 
-    False: the array with the blocks of all ranks and the other one overlap.
+    Returns False if one of the two arrays holds the blocks of all ranks and overlaps the other.
     """
     buffers, given = load_word(c, w.BUFFERS) + 8 * t.FIRST_ARRAY, word_at(table + LENGTH)
     for k in range(given):
@@ -322,15 +323,16 @@ def _note_arrays(c, d, table):
 def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
     """Carry out a prepared call on a tuple of arrays.
 
-    Returns DONE, AGAIN, WORKED, MISMATCH, GONE, GARBLED or LATER. After MISMATCH the call is in progress until
-    `after_mismatch`; or it is complete, and an earlier one did not match.
+    Returns DONE, AGAIN, WORKED, MISMATCH, GONE, GARBLED or LATER. After MISMATCH, either this call did not
+    match and is in progress until `after_mismatch`, or it is complete and an earlier call did not match.
 
     Args:
         context: the address of the group's context; tagged with RESUMED to continue the current call, and with
             MAY_RETURN_EARLY if the call may return before all ranks have made it.
         prepared: the address of the prepared call.
-        arrays: contiguous ndarrays, as the plan numbers them; the caller keeps them until the call is complete. If the
-            plan numbers more than the two given, one of the two holds the blocks of all ranks. LATER if they overlap.
+        arrays: contiguous ndarrays in the plan's order, which the caller keeps until the call is complete. If there
+            are two and the plan has more, one of the two holds the blocks of all ranks; the call then returns LATER if
+            the two overlap.
     """
     tagged, d = integer(context), integer(prepared)
     c = tagged & ~(w.RESUMED | w.MAY_RETURN_EARLY)
@@ -389,7 +391,7 @@ def after_mismatch(context: Index) -> int:
 def settle(context: Index, milliseconds: Index) -> int:
     """Between two calls, read the headers that calls have skipped.
 
-    Returns DONE when there are none left, GONE, GARBLED, or AGAIN after waiting for more.
+    Returns DONE when none are left, GONE, GARBLED, or AGAIN after it has waited for more of them.
     """
     c = integer(context)
     status = read_unread_headers(c)

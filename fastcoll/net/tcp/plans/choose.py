@@ -1,15 +1,18 @@
-"""All algorithms, what each costs, and which one a call takes.
+"""All algorithms, their costs, and the choice of the algorithm for a call.
 
     data that fits behind the headers        attached
-    two ranks                                one exchange: of the complete array up to EXCHANGED, of halves beyond
-    up to MEET_RANKS                         direct: each rank with every other
-    more                                     the cheapest on a LAN, among those that keep the order if they must
+    gather, scatter, all_to_all              direct: each rank exchanges data with every other
+    two ranks, all_reduce                    recursive doubling up to EXCHANGED bytes, direct beyond
+    two ranks, reduce, scan, exscan          complete arrays
+    up to MEET_RANKS ranks                   direct
+    more ranks                               the cheapest on a LAN; if operands must be combined in rank order, the
+                                             cheapest of the algorithms that do so
 
 The choice uses only values that all ranks share; for gather, scatter and all_to_all, values that both ranks of a pair
 share.
 
-A cost adds up, over the phases of a plan without segments, the work of the rank that has most to do. With n ranks, L =
-ceil(log2 n), and N bytes (of all ranks' blocks together, where ranks have blocks):
+A cost counts the work of a plan without segments. It is the sum over all phases, and in each phase the work of the
+rank that has most to do:
 
     steps      phases in which something is sent
     messages   sent and received
@@ -17,8 +20,12 @@ ceil(log2 n), and N bytes (of all ranks' blocks together, where ranks have block
     handled    bytes sent plus bytes received
     touched    bytes that are read to be reduced or copied
 
-Some segments travel while others are reduced, which adds messages but no steps. Segments of a chain do add steps, which
-its formula has.
+In the formulas, c (`Scale`) has n, the number of ranks; log, which is ceil(log2 n); and b, the bytes of the array, or
+of all ranks' blocks together.
+
+Plans divide data into segments, so that some travel while others are reduced. This adds messages, which the formulas
+leave out, but no steps. Only the formulas of `chain` and `direct_broadcast` count them, because there
+ranks forward segment after segment.
 """
 
 from __future__ import annotations
@@ -46,7 +53,7 @@ class Cost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time on the network whose prices are in `LAN`."""
+        """The time that this takes on a network whose prices are those of `LAN`."""
         return sum(count * price for count, price in zip(self, LAN, strict=True))
 
     def then(self, other: Cost) -> Cost:
@@ -55,13 +62,13 @@ class Cost(NamedTuple):
 
 
 LAN = Cost(steps=25e-6, messages=2e-6, wire=0.8e-9, handled=0.1e-9, touched=0.1e-9)
-"""Seconds of each on 10 Gbit/s Ethernet: a step over TCP usually takes 15 to 30 µs; a system call with its share of the
-kernel's TCP takes about 2 µs, and copying a byte into or out of the kernel 0.1 ns, as measured over loopback; memory
-has 10 GB/s a core. Used beyond MEET_RANKS only."""
+"""Seconds of one step, message or byte on 10 Gbit/s Ethernet. A step over TCP usually takes 15 to 30 µs. A system call
+with its share of the kernel's TCP takes about 2 µs, and copying a byte into or out of the kernel 0.1 ns (measured over
+loopback). A core reads or writes memory at 10 GB/s. Used for more than MEET_RANKS ranks only."""
 
 
 class Scale(NamedTuple):
-    """The size of a call: n ranks, at least 2, and b bytes; and the plans' limits."""
+    """The size of a call, n ranks (at least 2) and b bytes, and the limits of its plans."""
 
     n: int
     b: int
@@ -78,7 +85,7 @@ class Scale(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Steps in which a rank exchanges data with all others."""
+        """The steps that a rank needs to exchange data with all others."""
         return -(-(self.n - 1) // self.limits.peers)
 
 
@@ -93,9 +100,10 @@ def one_way(steps: float, messages: float, wire: float, touched: float) -> Cost:
 
 
 def in_pairs(c: Scale, rounds: int, wire: float) -> Cost:
-    """Return the cost of so many rounds of log2 n steps with partners.
+    """Return the cost of `rounds` rounds, each of log2 n steps between partners.
 
-    A power of two of the ranks take part, and act for the others too.
+    Only 2**k of the ranks take part, the most that there are. If there are others, each sends its array to one of these
+    at the beginning and receives the result at the end, in two more steps.
     """
     steps = rounds * (c.n.bit_length() - 1)
     extra = 0 if c.n & (c.n - 1) == 0 else 2
@@ -126,9 +134,9 @@ def direct_scan(c: Scale) -> Cost:
 
 
 def doubling_scan(c: Scale, passes: int) -> Cost:
-    """Return the cost of log2 n steps of a scan.
+    """Return the cost of a scan in log2 n steps.
 
-    In the last of them, a rank either sends or receives.
+    In the last step, a rank either sends or receives. Reducing and copying read the array `passes` times.
     """
     return Cost(c.log, 2 * c.log, c.log * c.b, (2 * c.log - 1) * c.b, passes * c.b)
 
@@ -160,17 +168,20 @@ def scattered(c: Scale, steps: int, messages: int) -> Cost:
 
 
 Algorithm = tuple[Callable[[CallShape], Plan], Callable[[Scale], Cost], int]
-"""Makes a rank's plan; returns its cost; and in which calls of more than MEET_RANKS ranks it is considered."""
-NEVER, FREE, ORDERED = 0, 1, 2  # FREE: operands may be combined in any order; ORDERED: in rank order
+"""The function that makes a rank's plan, the function that returns its cost, and in which calls of more than MEET_RANKS
+ranks the algorithm is considered: NEVER, FREE, ORDERED or ALWAYS."""
+# FREE: in calls that may combine operands in any order; ORDERED: in calls that must combine them in rank order.
+NEVER, FREE, ORDERED = 0, 1, 2
 ALWAYS = FREE | ORDERED
 
 EXCHANGED = 256 << 10
-"""Bytes up to which two ranks exchange the complete array: one step instead of two for the same bytes, but each
-reduces all of it instead of half. Over loopback between two cores of an AMD EPYC, float32: 96 KiB 82 µs
-against 113, 256 KiB 108 against 127, 1 MiB 341 against 359, which is within the noise."""
+"""In an all_reduce of at most this many bytes, two ranks exchange the complete array: one step instead of two for the
+same bytes, but each rank reduces all of it instead of half. In one step and in two, 96 KiB of float32 take 82 and
+113 µs, 256 KiB 108 and 127, and 1 MiB 341 and 359, a difference within the noise (loopback, two cores of an AMD
+EPYC)."""
 
 NEIGHBOURLY = 0.8
-"""Factor on the cost of algorithms in which ranks exchange data only with their neighbours; the formulas ignore
+"""Factor on the cost of algorithms in which ranks exchange data only with their neighbours, because the formulas ignore
 congestion. In the other algorithms for large arrays, half of the bytes go half-way round the circle, over links between
 switches that many ranks share. A guess: no network with switches was available."""
 
@@ -184,7 +195,7 @@ def plan_for(shape: CallShape) -> Plan:
     if name == "nothing":
         return nothing(shape)
     if name == "attached" or (name == "alone" and not KINDS[shape.operation].is_by_pair):
-        return attached(shape)  # in which a rank alone copies its own contribution
+        return attached(shape)  # this plan copies the contribution of a rank that is alone
     return ALGORITHMS[shape.operation]["direct" if name == "alone" else name][0](shape)
 
 
