@@ -2,7 +2,7 @@
 
 plan       the format that the engine runs
 shape      a call as plans see it, and the limits of plans
-direct     each rank with every other; and small calls, whose data travels with the headers of the meeting
+direct     each rank exchanges data with every other; and small calls, whose data travels with the meeting's headers
 doubling, circulant, ring, binomial   for more ranks than can usefully exchange data with each other at once
-choose     all algorithms, and which one a call takes, by cost
+choose     all algorithms, and the choice of one for a call, by cost
 """

@@ -1,8 +1,9 @@
 """Rooted operations among many ranks: binomial trees for small data, and broadcasts of large arrays.
 
-Ranks are numbered from the root. In step k of a reduction, a rank whose number is an odd multiple of 2**k sends the
-combination of the 2**k ranks from itself on to the rank 2**k before it. In step k of a broadcast, the first 2**k ranks
-send to the ranks 2**k after them. Scattering runs the steps of a reduction backwards.
+Ranks are numbered from the root on. In step k of a reduction, a rank whose number is an odd multiple of 2**k has
+combined the arrays of itself and the 2**k - 1 ranks after it; it sends the result to the rank 2**k before it. In step k
+of a broadcast, the first 2**k ranks send to the ranks 2**k after them. Scattering runs the steps of a reduction
+backwards.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def broadcast(shape: CallShape) -> Plan:
 def reduce(shape: CallShape) -> Plan:
     """Move the complete array in each step.
 
-    Adjacent ranks are combined, in the order around the circle from the root. In an ordered call they are combined in
-    rank order: rank 0 heads the tree, and sends the result to the root.
+    Arrays of adjacent ranks are combined, in the order around the circle from the root on. In an ordered call they are
+    combined in rank order: rank 0 is the root of the tree, and sends the result to the root of the call.
     """
     rows, x, total = Rows(), (array(1), 0), shape.total
     head = 0 if shape.ordered else shape.root
@@ -66,7 +67,7 @@ def reduce(shape: CallShape) -> Plan:
 def chain(shape: CallShape) -> Plan:
     """Send segments from rank to rank.
 
-    Each link carries the array once; the last rank is n - 2 segments behind.
+    Each link carries the array once. The last rank of the chain receives a segment n - 2 steps after the second one.
     """
     rows, number, complete = Rows(), _number(shape), Span(0, shape.total)
     segments = shape.segments([complete], 1)
@@ -83,7 +84,8 @@ def chain(shape: CallShape) -> Plan:
 def scatter_ring(shape: CallShape) -> Plan:
     """Scatter blocks down a binomial tree, then gather around the ring.
 
-    log2 n + n/2 steps, the array twice. Van de Geijn and others: see Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
+    Takes log2 n + n/2 steps, and moves the array twice. By van de Geijn and others: see Thakur, Rabenseifner, Gropp,
+    IJHPCA 19 (2005).
     """
     rows, blocks = _scattered(shape)
     locations = [(array(0), block.offset) for block in blocks]
@@ -94,7 +96,7 @@ def scatter_ring(shape: CallShape) -> Plan:
 def scatter_circulant(shape: CallShape) -> Plan:
     """Scatter blocks down a binomial tree, then gather as in circulant.py.
 
-    2 log2 n steps, the array twice.
+    Takes 2 log2 n steps, and moves the array twice.
     """
     rows, blocks = _scattered(shape)
     gather_spans(rows, shape.rank, blocks, array(0), _steps(shape.size))

@@ -24,8 +24,8 @@ In the formulas, c (`Scale`) has n, the number of ranks; log, which is ceil(log2
 of all ranks' blocks together.
 
 Plans divide data into segments, so that some travel while others are reduced. This adds messages, which the formulas
-leave out, but no steps. Only the formulas of `chain` and `direct_broadcast` count them, because there
-ranks forward segment after segment.
+leave out, but no steps. Only the formulas of `chain` and `direct_broadcast` count segments, because in these
+algorithms ranks forward one segment after the other.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Reductions and gathering in log2 n rounds for any n, with the least traffic.
 
-Ranks form a circle. To gather, a rank that has the blocks of the h ranks from itself on receives those of the next h
-from the rank h further. To reduce and scatter, the same rounds run backwards: partial results of h blocks go to the
-rank h further. A block's operands are combined around the circle, ending with its own rank: the order differs between
-blocks, but all ranks get the same bits.
+Ranks form a circle. In a round of gathering, a rank has h blocks: its own and those of the h - 1 ranks after it. It
+receives the next h blocks from the rank h further. To reduce and scatter, the same rounds run backwards: a rank sends
+partial results of h blocks to the rank h further. A block's operands are combined around the circle, with the operand
+of the rank that gets the block at the end. So the order differs between blocks, but all ranks get the same bits.
 
-Headers of calls are combined in as many rounds, each of the same few bytes. A rank keeps two combinations: of the h
-ranks from itself on, and of the same ranks without itself. In a round it receives that of the next h, or h - 1, ranks,
-so that the number of ranks reaches n exactly and no header is combined twice, since their balances are added up.
+The headers of a call are combined in as many rounds; each message has the size of one header. A rank keeps two
+combinations: that of the headers of h ranks, itself and those after it, and that of the same headers without its own.
+In a round it receives the combination of the next h, or h - 1, headers. So the number of headers reaches n exactly, and
+no header is combined twice, which matters because their balances are added up.
 
 Bar-Noy, Kipnis, Schieber: An optimal algorithm for computing census functions in message-passing systems, Parallel
 Processing Letters 3 (1993); Bruck and others: Efficient algorithms for all-to-all communications in multiport
@@ -33,7 +34,7 @@ def _rounds(size: int) -> list[tuple[int, int]]:
 def all_reduce(shape: CallShape) -> Plan:
     """Do a reduce_scatter, then an all_gather, in place.
 
-    2 log2 n rounds, 2 (n - 1)/n of the array in and out.
+    Takes 2 log2 n rounds; each rank sends and receives 2 (n - 1)/n of the array.
     """
     rows, x, size, rank = Rows(), array(0), shape.size, shape.rank
     blocks = even(shape.total, size, shape.itemsize)
@@ -50,7 +51,7 @@ def all_reduce(shape: CallShape) -> Plan:
 def _growth(size: int) -> list[tuple[int, int]]:
     """For each round, return how many headers a rank has before and after it.
 
-    It has twice as many afterwards, or one less.
+    A rank has twice as many headers after the round, or one less than that.
     """
     known = [size]
     while known[0] > 1:
@@ -61,7 +62,7 @@ def _growth(size: int) -> list[tuple[int, int]]:
 def known_before(size: int) -> list[int]:
     """Return how many headers a rank has before each phase of `combine_headers`.
 
-    They are those of adjacent ranks, beginning with itself.
+    They are those of adjacent ranks, beginning with its own.
     """
     return [before for before, _ in _growth(size)]
 
@@ -73,7 +74,7 @@ COMBINED = 0
 def combine_headers(size: int, rank: int, header: int) -> Plan:
     """Give all ranks the combination of all headers, of `header` bytes each.
 
-    A rank has its own in FRAMES.
+    At the beginning, a rank has its own header in FRAMES.
     """
     rows = Rows()
     total, others, *landing = ((SCRATCH, COMBINED + slot * header) for slot in range(4))
@@ -89,9 +90,9 @@ def combine_headers(size: int, rank: int, header: int) -> Plan:
 
 
 def gather_headers(size: int, rank: int, header: int) -> Plan:
-    """Give all ranks all headers, one after the other in FRAMES.
+    """Give all ranks all headers, which are one after the other in FRAMES.
 
-    Uses the connections of `combine_headers`.
+    Uses the same connections as `combine_headers`.
     """
     rows, blocks = Rows(), [Span(each * header, header) for each in range(size)]
     for phase, (before, after) in enumerate(_growth(size)):
@@ -106,7 +107,7 @@ def gather_headers(size: int, rank: int, header: int) -> Plan:
 def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, first: int) -> None:
     """From phase `first` on, give all ranks all blocks of a buffer.
 
-    Each begins with its own.
+    At the beginning, each rank has only its own block.
     """
     size = len(blocks)
     for phase, (step, count) in enumerate(_rounds(size), first):
@@ -117,9 +118,9 @@ def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, fir
 
 
 def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
-    """Return the bytes of some blocks on the circle, with adjacent ones merged.
+    """Return the spans of `count` blocks on the circle, with adjacent spans merged.
 
-    There are at most three spans.
+    There are at most three of them.
     """
     found: list[Span] = []
     for index in range(first, first + count):
@@ -133,7 +134,7 @@ def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
 def reduce_scatter(shape: CallShape) -> Plan:
     """Reduce and scatter in log2 n rounds, through a copy of all blocks.
 
-    n - 1 blocks in and out.
+    Each rank sends and receives n - 1 blocks.
     """
     rows, size, rank = Rows(), shape.size, shape.rank
     borders = _borders(shape)
@@ -150,7 +151,7 @@ def reduce_scatter(shape: CallShape) -> Plan:
 
 
 def all_gather(shape: CallShape) -> Plan:
-    """Gather in log2 n rounds, n - 1 blocks in and out, through scratch."""
+    """Gather in log2 n rounds through scratch; each rank sends and receives n - 1 blocks."""
     rows, size, rank = Rows(), shape.size, shape.rank
     borders, rounds = _borders(shape), _rounds(size)
     rows.copy(0, (SCRATCH, 0), (array(size), 0), shape.nbytes[rank])

@@ -1,13 +1,13 @@
 """Plans in which each rank exchanges data with every other; and small calls, whose data travels with the headers.
 
-A small call is complete after the meeting: all its data is attached to the headers. In kinds that only move data, each
-pair of ranks decides for itself whether to attach it, because a rank may not know what others receive; both ranks of a
-pair know how many bytes move between them. Ranks take their peers in rotated order, `Limits.peers` at a time, so that
-not all ranks send to the same one.
+A small call is complete after the meeting: all its data is attached to the headers. In calls that only move blocks,
+each pair of ranks decides for itself whether to attach them: both ranks of a pair know how many bytes move between
+them, but may not know how many move between others. Each rank begins with another peer, and exchanges data with
+`Limits.peers` peers at a time, so that not all ranks send to the same one.
 
-A reduction combines its operands in the order 0..n-1 in one pass, so every rank gets the same bits as ranks that share
-memory. Blocks travel in segments. While segment k travels, segment k-1 is reduced, and then sent on in the same phase,
-while it is in the cache.
+A reduction combines its operands in the order 0..n-1 in one pass, so every rank gets the same bits as over shared
+memory. Blocks travel in segments. While segment k travels, segment k-1 is reduced, and its result is sent in the same
+phase, while it is in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .shape import CallShape, array
 def attached(shape: CallShape) -> Plan:
     """Plan a call whose data fits behind the headers.
 
-    Reductions combine the ranks in order, in one pass.
+    Reductions combine the operands in rank order, in one pass.
     """
     if shape.operation == "all_gather":
         return exchange(shape)
@@ -45,12 +45,12 @@ def exchange(shape: CallShape) -> Plan:
     """Plan an all_gather, gather, scatter or all_to_all: send each block to its rank."""
     rows, size, payload = Rows(), shape.size, shape.limits.payload
     _, gives, takes = shape.sizes()
-    # Outputs, and inputs, are either one array or one for each rank.
+    # The output is either one array or one for each rank, and so is the input.
     outs = {"scatter": 1, "gather": size if shape.is_root else 0}.get(shape.operation, size)
     several = shape.operation == "all_to_all" or (shape.operation == "scatter" and shape.is_root)
 
     def phase(step: int) -> int:
-        """Return the phase in which a rank sends to the rank `step` further."""
+        """Return the phase in which a rank sends to the rank that is `step` ranks further."""
         return (step % size - 1) // shape.limits.peers
 
     for peer in (shape.rank, *shape.others):
@@ -80,8 +80,8 @@ def _reduce_segment(
 ) -> Span:
     """Send segment k of each block to its rank, and reduce it there.
 
-    It is sent in phase k and reduced in phase k + 1. `sources` are the arrays that hold the blocks. The result goes to
-    `goal`, or to the same span of array 0. Returns this rank's span.
+    The segment is sent in phase k and reduced in phase k + 1. `sources` are the arrays that hold the blocks. The result
+    goes to `goal`, or to the same span of array 0. Returns this rank's span.
     """
     own = segments.of(blocks[shape.rank], k)
     for peer in shape.others:
@@ -96,7 +96,7 @@ def _reduce_segment(
 def reduce_scatter(shape: CallShape) -> Plan:
     """Let each rank receive its block from all ranks and reduce it.
 
-    n - 1 blocks in and out.
+    Each rank sends and receives n - 1 blocks.
     """
     rows, size = Rows(), shape.size
     blocks = [Span(0, nbytes) for nbytes in shape.nbytes]
@@ -109,7 +109,7 @@ def reduce_scatter(shape: CallShape) -> Plan:
 def all_reduce(shape: CallShape) -> Plan:
     """Reduce and scatter, then send each result to all ranks.
 
-    2 (n - 1)/n of the array in and out.
+    Each rank sends and receives 2 (n - 1)/n of the array.
     """
     rows, size, x = Rows(), shape.size, array(0)
     blocks = even(shape.total, size, shape.itemsize)
@@ -135,7 +135,7 @@ def all_reduce(shape: CallShape) -> Plan:
 def reduce(shape: CallShape) -> Plan:
     """Reduce and scatter, then send each result to the root.
 
-    2 (n - 1)/n of the array into the root.
+    The root receives 2 (n - 1)/n of the array.
     """
     rows, size = Rows(), shape.size
     blocks = even(shape.total, size, shape.itemsize)
@@ -156,7 +156,7 @@ def reduce(shape: CallShape) -> Plan:
 def complete_arrays(shape: CallShape) -> Plan:
     """Send complete arrays to the ranks that combine them, in one pass.
 
-    For two ranks, where no other plan moves less.
+    Chosen for two ranks, for which no other plan moves less.
     """
     rows, complete = Rows(), Span(0, shape.total)
     takers, givers = shape.takers_and_givers()
@@ -177,9 +177,10 @@ def complete_arrays(shape: CallShape) -> Plan:
 def scan(shape: CallShape) -> Plan:
     """Let rank j reduce all prefixes of block j, and send each rank its prefix.
 
-    At most 2 (n - 1)/n of the array in and out. Prefixes combine ranks in order. In an ordered call each prefix is made
-    in one pass over its operands, so that it is rounded once; otherwise from the prefix before it. Rank r gets the
-    reduction of ranks 0..r; in exscan that of 0..r-1, and rank 0 nothing.
+    Each rank sends and receives at most 2 (n - 1)/n of the array. Prefixes are combined in rank order. In an ordered
+    call, each prefix is made in one pass over its operands, so that it is rounded once; in other calls, it is made from
+    the prefix before it. Rank r gets the reduction of ranks 0..r; in an exscan it gets that of 0..r-1, and rank 0 gets
+    nothing.
     """
     rows, size, rank, inclusive = Rows(), shape.size, shape.rank, shape.operation == "scan"
     # The first rank that has a result, and the number of ranks whose arrays are needed:
@@ -212,9 +213,9 @@ def scan(shape: CallShape) -> Plan:
 
 
 def broadcast(shape: CallShape) -> Plan:
-    """Send each rank a block from the root, which it sends on to the others.
+    """Send each rank a block from the root; each rank sends its block on to the others.
 
-    No link carries more than the array.
+    No rank's link carries more than the array in one direction.
     """
     rows = Rows()
     takers = [rank for rank in range(shape.size) if rank != shape.root]

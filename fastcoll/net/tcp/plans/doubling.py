@@ -1,7 +1,7 @@
 """Recursive doubling and halving: log2 n steps with partners at distances 1, 2, 4, ... .
 
-Where n is no power of two, the first ranks form pairs: the even rank sends its array to the odd one, and receives the
-result at the end. So every partial result covers adjacent ranks, and operands are combined in rank order; which ones
+If n is not a power of two, the first ranks form pairs: the even rank sends its array to the odd one, and receives the
+result at the end. So every partial result covers adjacent ranks, and operands are combined in rank order; which of them
 are combined first depends on n. Both partners combine the same operands in the same order, so all ranks get the same
 bits.
 
@@ -18,7 +18,8 @@ from .shape import CallShape, array
 def _partners(size: int, rank: int) -> tuple[list[int], bool] | None:
     """Return a rank's partner in each step, and whether it acts for another rank.
 
-    A power of two of the ranks take part. Returns None for another rank, for which the rank after it acts.
+    The number of ranks that take part is a power of two. Returns None for a rank that does not; the rank after it acts
+    for it.
     """
     steps = size.bit_length() - 1
     joined = size - (1 << steps)
@@ -37,7 +38,7 @@ def _leave_to_next(shape: CallShape, last: int) -> Plan:
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """Do recursive doubling: the complete array in each of log2 n steps."""
+    """Do recursive doubling, which moves the complete array in each of log2 n steps."""
     rows, rank, x, last = Rows(), shape.rank, (array(0), 0), shape.size.bit_length()
     if (partners := _partners(shape.size, rank)) is None:
         return _leave_to_next(shape, last)
@@ -57,8 +58,8 @@ def all_reduce(shape: CallShape) -> Plan:
 def halving(shape: CallShape) -> Plan:
     """Do recursive halving, then doubling.
 
-    Steps move 1/2, 1/4, ... of the array: 2 log2 n steps, and 2 (n - 1)/n of the array in all. Where n is no power of
-    two, a rank that acts for two also receives and sends the complete array once.
+    Steps move 1/2, 1/4, ... of the array, and the same backwards: 2 (n - 1)/n of the array in 2 log2 n steps. If n is
+    not a power of two, a rank that acts for another one also receives and sends the complete array once.
     """
     rows, rank, x, last = Rows(), shape.rank, array(0), 2 * shape.size.bit_length() - 1
     if (partners := _partners(shape.size, rank)) is None:
@@ -82,9 +83,9 @@ def halving(shape: CallShape) -> Plan:
 def scan(shape: CallShape) -> Plan:
     """Reduce prefixes by recursive doubling.
 
-    In step k, each rank sends its partial result to the rank 2**k further; the array log2 n times. Operands are
-    combined in rank order; which ones first depends on the rank. Hillis and Steele: Data Parallel Algorithms, CACM 29
-    (1986).
+    In step k, each rank sends its partial result to the rank 2**k further, so a rank sends the array up to log2 n
+    times. Operands are combined in rank order; which of them are combined first depends on the rank. Hillis and Steele:
+    Data Parallel Algorithms, CACM 29 (1986).
     """
     rows, inclusive = Rows(), shape.operation == "scan"
     out, x, total = (array(0), 0), (array(1), 0), shape.total

@@ -5,25 +5,25 @@
                the previous phase are complete on this rank
     KIND       one of the kinds below
     PEER       the other rank; for FOLD the number of SOURCE rows that follow
-    BUFFER     the buffer that the row writes, or for SEND, SOURCE and PAYLOAD reads (see below)
+    BUFFER     the buffer that the row writes; the one that it reads for SEND, SOURCE and PAYLOAD (see below)
     OFFSET     bytes into BUFFER
-    NBYTES     size
-    BUFFER2    COPY: the buffer that it reads
-    OFFSET2    COPY: bytes into BUFFER2; REDUCE: 1 if the received operand is the left one
+    NBYTES     how many bytes
+    BUFFER2    COPY: the buffer that the row reads
+    OFFSET2    COPY: bytes into BUFFER2; REDUCE: 1 if the received operand is the left one, else 0
 
     kind       meaning
-    SEND       send to PEER; complete when the kernel has the bytes, so that the buffer may be changed
+    SEND       send to PEER; complete when the kernel has taken the bytes, so the buffer may be changed then
     RECV       receive from PEER
     REDUCE     receive from PEER, and reduce into the buffer as bytes arrive
-    FOLD       local: reduce the SOURCE rows that follow, in row order, into the buffer, which may be one of them
+    FOLD       local: reduce the SOURCE rows that follow, in row order, into the buffer, which may be a source
     SOURCE     an operand of the FOLD above
     COPY       local copy; both locations may be the same
-    PAYLOAD    PHASE -1: send to PEER with the header of the meeting; PEER reads it in its FRAMES, at this
-               rank times the stride
+    PAYLOAD    PHASE -1: send to PEER with the header of the meeting; PEER reads the bytes in its FRAMES, at
+               offset (this rank) * `Limits.stride`
 
-A SEND has its RECV or REDUCE in the same phase of the peer's plan, with the same size; the rows of one pair and
+For each SEND, the peer's plan has a RECV or REDUCE of the same size in the same phase; the rows of one pair and
 direction match in row order. So the ranks in the lowest phase can always go on, and no plan blocks, however little the
-connections buffer. Local rows are the first of their phase, and run in row order before its communication begins. No
+connections buffer. Local rows come first in their phase, and run in row order before its communication begins. No
 receive of a phase writes bytes that the same phase sends or reads locally.
 
 Buffers: SCRATCH belongs to the group and has `Plan.scratch` bytes; FRAMES holds the data attached to the headers; the
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 
 
 class Rows:
-    """Collects the rows of a plan. Rows of no bytes are left out, on the peer as well."""
+    """Collects the rows of a plan, without those of no bytes, which the peer leaves out as well."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
@@ -79,7 +79,7 @@ class Rows:
         self._add(phase, RECV, peer, location, nbytes)
 
     def reduce(self, phase: int, peer: int, location: Location, nbytes: int, left: bool) -> None:
-        """Receive and reduce; `left`: the received operand is the left one."""
+        """Receive and reduce; `left` is whether the received operand is the left one."""
         self._add(phase, REDUCE, peer, location, nbytes, (0, int(left)))
 
     def fold(self, phase: int, location: Location, nbytes: int, sources: Sequence[Location]) -> None:
@@ -101,7 +101,7 @@ class Rows:
     def plan(self, scratch: int = 0) -> Plan:
         """Return all rows, sorted by phase with local rows first.
 
-        Otherwise they keep the order in which they were added.
+        Apart from that, rows keep the order in which they were added.
         """
         rows = sorted(self._rows, key=lambda row: (row[PHASE], row[KIND] not in LOCAL))
         table = np.array(rows, np.int64).reshape(len(rows), COLUMNS)

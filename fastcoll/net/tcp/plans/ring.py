@@ -1,7 +1,9 @@
-"""Algorithms around the ring: each rank exchanges data only with its neighbours, n - 1 steps a round, the fewest bytes.
+"""Algorithms around the ring: each rank exchanges data only with its neighbours, in n - 1 steps a round.
 
-The reduction of a block begins with the rank after the one that gets it, and goes around the ring, so operands are
-combined in another order for each block; all ranks get the same bits.
+They move the fewest bytes.
+
+The reduction of a block goes around the ring and ends with the rank that gets the block, so each block's operands are
+combined in another order. All ranks get the same bits.
 
 Patarasuk and Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
 """
@@ -18,7 +20,7 @@ from .shape import CallShape, array
 def all_reduce(shape: CallShape) -> Plan:
     """Reduce, then gather; one half of the array goes in each direction.
 
-    2 (n - 1) steps, 2 (n - 1)/n of the array in and out.
+    Takes 2 (n - 1) steps; each rank sends and receives 2 (n - 1)/n of the array.
     """
     rows, size, rank, x = Rows(), shape.size, shape.rank, array(0)
     for half, direction in zip(even(shape.total, 2, shape.itemsize), (1, -1), strict=True):
@@ -39,9 +41,9 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def reduce_scatter(shape: CallShape) -> Plan:
-    """Reduce and scatter in n - 1 steps, n - 1 blocks in and out.
+    """Reduce and scatter in n - 1 steps.
 
-    Partial results use two blocks of scratch.
+    Each rank sends and receives n - 1 blocks. Partial results use two blocks of scratch.
     """
     rows = Rows()
     sources = [(array(1 + rank), 0) for rank in range(shape.size)]
@@ -52,7 +54,7 @@ def reduce_scatter(shape: CallShape) -> Plan:
 def reduce(shape: CallShape) -> Plan:
     """Reduce and scatter, then send the blocks to the root.
 
-    n - 1 steps, and n - 1 receives on the root.
+    Takes n - 1 steps, and then n - 1 receives on the root.
     """
     rows, size, rank = Rows(), shape.size, shape.rank
     blocks = even(shape.total, size, shape.itemsize)
@@ -74,9 +76,9 @@ def reduce(shape: CallShape) -> Plan:
 def _reduce_through(
     shape: CallShape, rows: Rows, sources: Sequence[Location], nbytes: Sequence[int], result: Location
 ) -> None:
-    """Reduce in phases 0 to n - 1 without writing into the sources.
+    """Reduce in phases 0 to n - 1, without writing into `sources`.
 
-    The result is block `rank`.
+    Block `rank` of the result is written to `result`.
     """
     size, rank = shape.size, shape.rank
     stride = max(nbytes)
@@ -94,7 +96,7 @@ def _reduce_through(
 def all_gather(shape: CallShape) -> Plan:
     """Gather complete blocks in both directions at once.
 
-    n/2 steps, n - 1 blocks in and out.
+    Takes n/2 steps; each rank sends and receives n - 1 blocks.
     """
     rows, rank = Rows(), shape.rank
     rows.copy(0, (array(rank), 0), (array(shape.size), 0), shape.nbytes[rank])
@@ -105,9 +107,9 @@ def all_gather(shape: CallShape) -> Plan:
 def gather_around(
     rows: Rows, rank: int, locations: Sequence[Location], nbytes: Sequence[int], first: int = 0
 ) -> None:
-    """From phase `first` on, give all ranks the contents of all locations.
+    """From phase `first` on, send the contents of all locations to all ranks.
 
-    Each rank begins with its own.
+    At the beginning, each rank has only the contents of its own location.
     """
     size = len(locations)
     for direction, steps in ((1, size // 2), (-1, (size - 1) // 2)):

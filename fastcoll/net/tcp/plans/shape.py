@@ -1,4 +1,4 @@
-"""A call as plans see it: ranks and sizes, but no arrays; and the limits of plans."""
+"""The ranks and sizes of a call, from which plans are made, and the limits of plans."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from ....core.partition import Segments, Span
 from ....core.sizes import Sizes, sizes_of
 from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Location
 
-HEADER_BYTES = 64  # of the meeting: a cache line, so that the data behind a header is aligned
+HEADER_BYTES = 64  # of a header in the meeting: a cache line, so that the data behind it is aligned
 MEET_RANKS = 16
-"""Up to so many ranks each sends its header, and small data with it, to every other; more ranks meet in rounds."""
+"""In a group of at most this many ranks, each rank sends its header, and small data with it, to every other. More ranks
+meet in rounds."""
 
 
 class Limits(NamedTuple):
     """Limits of a group's plans, in bytes."""
 
-    payload: int  # most that may be attached to a header; 0: nothing
-    segment: int = 256 << 10  # most that travels between two ranks before it is reduced
-    at_once: int = 8 << 20  # of all segments that a rank receives in one phase; segments shrink to fit
-    peers: int = 16  # ranks with which a rank exchanges data in one phase
+    payload: int  # maximum that may be attached to a header; 0: nothing
+    segment: int = 256 << 10  # maximum that travels between two ranks before it is reduced
+    at_once: int = 8 << 20  # maximum of all segments received in one phase; segments shrink to fit
+    peers: int = 16  # no bytes: maximum of ranks with which a rank exchanges data in one phase
 
     @property
     def stride(self) -> int:
@@ -46,7 +47,7 @@ class CallShape(NamedTuple):
             all_gather: of each out; gather and scatter: of each out or block on the root, (bytes of the own
             array,) elsewhere; all_to_all: of each out, then of each block; barrier: ().
         limits: of the group. These and all attributes below are the same on all ranks.
-        itemsize: bytes of a reduced element; 1 where nothing is reduced.
+        itemsize: bytes of an element; 1 if nothing is reduced.
         root: of broadcast, reduce, gather and scatter.
         ordered: whether the reduction must combine the ranks in rank order (it does not commute, or rounds so
             coarsely that the order matters).
@@ -74,18 +75,18 @@ class CallShape(NamedTuple):
     def others(self) -> list[int]:
         """All other ranks, beginning with the next one.
 
-        So not all ranks begin with the same one.
+        Since each rank begins with another peer, not all of them send to the same rank at once.
         """
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def sizes(self) -> Sizes:
-        """Return the sizes that ranks compare."""
+        """Return the sizes that the meeting compares."""
         return sizes_of(self.operation, self.size, self.rank, self.nbytes, self.root)
 
     def takers_and_givers(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ranks that need this rank's array, and those whose arrays it needs.
+        """Return the ranks that need this rank's array, and those whose arrays this rank needs.
 
-        The latter may include this rank.
+        The latter may include this rank itself.
         """
         rank, size = self.rank, self.size
         found: dict[str, tuple[Sequence[int], Sequence[int]]] = {
@@ -98,9 +99,9 @@ class CallShape(NamedTuple):
         return found.get(self.operation, (self.others, range(size)))
 
     def segments(self, blocks: Sequence[Span], at_once: int) -> Segments:
-        """Return equal segments of blocks.
+        """Return the blocks divided into equal segments.
 
-        A rank receives `at_once` of them at the same time.
+        A rank receives `at_once` segments at the same time.
         """
         most = min(self.limits.segment, self.limits.at_once // max(at_once, 1))
         return Segments.of_blocks(blocks, most, self.itemsize)
@@ -108,7 +109,7 @@ class CallShape(NamedTuple):
     def landing(self, k: int, peer: int, segments: Segments) -> Location:
         """Return where to receive segment k of a peer.
 
-        There are two sets in SCRATCH, which alternate.
+        SCRATCH has space for two segments of each peer, used alternately.
         """
         return SCRATCH, (k % 2 * self.size + peer) * segments.nbytes
 
