@@ -1,7 +1,7 @@
 """The backend of ranks on any hosts, over TCP connections between them.
 
-Each call is prepared once for its operation, dtype and sizes: a plan, and the words that the engine compares with the
-peers'. The engine (executor.py) carries a call out over the sockets; this file has what comes before and after.
+Each call is prepared once for its operation, dtype and sizes: this makes a plan, and the words that ranks compare. The
+engine (executor.py) carries out the call over the sockets; this file has the steps before and after it.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from .recovery_endpoint import TcpRecoveryEndpoint
 
 logger = logging.getLogger("fastcoll")
 _CLOSE_SECONDS, _SETTLE_MS = 5.0, 50
-# Idle sweeps before a thread sleeps: some 50 us where every rank has a core of its own.
+# Idle sweeps before a thread sleeps: about 50 us if every rank has a core of its own.
 _DEDICATED, _OVERSUBSCRIBED = 50, 1
-_TRY = 1000  # ns that an idle sweep of messages takes, about
-# How long a rank whose peer has closed the connection waits for the reason, which arrives on another connection.
+_TRY = 1000  # ns that an idle sweep of messages takes
+# When a peer has closed a connection, how long this rank waits for the reason, which arrives on another connection.
 _REASON_SECONDS = 2.0
 
 
 class TcpBackend(Backend):
-    """Collectives and point-to-point between ranks on any hosts, through TCP."""
+    """Collectives and point-to-point messages between ranks on any hosts, over TCP."""
 
     name = "tcp"
     monitor: NetMonitor
@@ -78,7 +78,7 @@ class TcpBackend(Backend):
             crowd: ranks that share the hosts' cores; None: the members.
 
         Raises:
-            RendezvousError: two members cannot reach each other; names both, and the address.
+            RendezvousError: two members cannot reach each other; the error names both, and the address.
             PeerDiedError, StoreTimeoutError: a member died or did not arrive.
         """
         mesh = Mesh.make(store, name, members, rank, timeout)
@@ -112,7 +112,7 @@ class TcpBackend(Backend):
         Must be called before the first message.
 
         Args:
-            near: for such a group rank, the pipe and the rank's number in it.
+            near: by group rank, the other pipe and the rank's number in it.
         """
         routes = [near.get(rank, (self.pipe, rank)) for rank in range(self.gate.size)]
         self.messages = Engine(routes, self.gate.rank, self.monitor, self.gate.timeout)
@@ -125,9 +125,9 @@ class TcpBackend(Backend):
     def _carry_out(
         self, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None = None, tags: int = 0
     ) -> int:
-        """Carry out a call, holding the turn.
+        """Carry out a call. The caller holds the turn (`Gate.in_turn`).
 
-        Returns DONE, or LATER if the array of all blocks and the other one overlap.
+        Returns DONE, or LATER if the array with all ranks' blocks overlaps the other array.
         """
         self.gate.check_usable()
         try:
@@ -140,7 +140,7 @@ class TcpBackend(Backend):
         except BaseException as error:
             if isinstance(error, GroupError) or self.context.in_progress:
                 self.interrupted(error, self.doing())
-                # If an earlier call did not match, in which this rank returned early, a peer has left because of that.
+                # If this rank returned early from a call that did not match, a peer may have left because of that.
                 if isinstance(error, GroupError) and self.context[words.DIFFERS]:
                     engine.settle.call(self.context.address, _SETTLE_MS)
                     if cause := self._earlier_mismatch():
@@ -153,7 +153,7 @@ class TcpBackend(Backend):
                 self._release()
 
     def _prepare(self, key: CallKey) -> PreparedPlan:
-        """Prepare a call. The variant of the key is the function that chooses the plan."""
+        """Prepare a call. The key's variant, its last field, is the function that chooses the plan."""
         operation, dtype, op, root, nbytes, _, choose = key
         itemsize = dtype.itemsize if dtype is not None else 1
         if op is not None and itemsize > engine.IO_BYTES:
@@ -172,7 +172,7 @@ class TcpBackend(Backend):
     def _connect(self, prepared: PreparedPlan, timeout: float | None) -> None:
         """Allocate memory, and connect to all peers of the plan.
 
-        Once before the first call, by the thread that holds the turn.
+        Done once, before the first call, by the thread that holds the turn.
         """
         self.context.make_room(prepared)
         limit = self.gate.timeout if timeout is None else timeout
@@ -181,7 +181,7 @@ class TcpBackend(Backend):
         peers = {*self.context.met, *prepared.peers}
         missing = [peer for peer in sorted(peers) if (self.context.fds[peer] < 0).any()]
         self._mesh.dial_data(missing, limit)
-        # First the peers that this rank dials: otherwise they could time out, waiting for it to dial.
+        # First the peers that this rank dials: otherwise they could time out while they wait for its connection.
         for peer in sorted(peers, key=lambda peer: (peer < self.gate.rank, peer)):
             for stream in range(self.context.streams):
                 if self.context.fds[peer, stream] >= 0:
@@ -191,7 +191,7 @@ class TcpBackend(Backend):
                     self.context.fds[peer, stream] = self._mesh.data(peer, stream, left)
                 except CollectiveTimeoutError:
                     if peer > self.gate.rank:
-                        raise  # the peer could not be reached, and the error says how that failed
+                        raise  # the peer could not be reached; the error has the reason
                     late.add(peer)
         if late:
             what = signature.describe(prepared.call, prepared.shape)
@@ -207,7 +207,7 @@ class TcpBackend(Backend):
     def _resume(
         self, code: int, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None
     ) -> None:
-        """Continue a call whose engine has returned early, to its end.
+        """Continue a call to its end after the engine has returned before that.
 
         Raises if it cannot complete.
         """
@@ -232,7 +232,8 @@ class TcpBackend(Backend):
                 "differ",
                 [self.gate.ranks[peer]],
             )
-        # Or the connection is lost: raise the reason that the peer or another rank publishes, or that the peer is gone.
+        # GONE: the connection is lost. Raise the reason that the peer or another rank publishes. If none arrives, raise
+        # that the peer is lost.
         waiting = f"{doing}, waiting for {self.monitor.name(peer)}"
         deadline = time.monotonic() + _REASON_SECONDS
         while code == GONE:
@@ -246,7 +247,7 @@ class TcpBackend(Backend):
     def _earlier_mismatch(self) -> MismatchError | None:
         """Return the error of an earlier call in which this rank returned early.
 
-        None: no such call has a mismatch, or not all its headers have arrived.
+        Returns None if no such call has a mismatch, or if not all its headers have arrived.
         """
         if (found := self.context.take_earlier_heads()) is None:
             return None
@@ -255,15 +256,15 @@ class TcpBackend(Backend):
         return self._collective.mismatch(number, heads, notes=notes)
 
     def doing(self) -> str:
-        """Return the name of the current call, for messages."""
+        """Return the name of the current call, for error messages."""
         return self._collective.doing()
 
     def _late(self) -> list[int]:
         """Return the group ranks whose headers have not arrived.
 
-        If all have, return those for which the plan waits. Leaves out a rank that has left and whose header arrives
-        through others: either it completed the call before, or the rank that waits for it directly reports that it did
-        not.
+        If all have arrived, returns the ranks for which the plan waits. Leaves out a rank that has left, if its header
+        arrives through other ranks: either that rank had completed the call, or the rank that waits for it directly
+        reports that it had not.
         """
         waited_for = self.context.waited_for
         late = self.context.late_ranks()
@@ -271,7 +272,7 @@ class TcpBackend(Backend):
         return here or waited_for
 
     def _gather(self, everybody: Array, own: Array) -> None:
-        """Do an all_gather between two calls, holding the turn."""
+        """Do an all_gather between two calls. The caller holds the turn."""
         self.plan(Operation("all_gather", tuple(everybody), (own,)))()
 
     # ---- the operations ------------------------------------------------------------------------------
@@ -282,14 +283,15 @@ class TcpBackend(Backend):
         timeout: float | None = None,
         choose: Callable[[CallShape], Plan] = plan_for,
     ) -> Call:
-        """See Backend; `choose` makes the plan.
+        """See Backend. `choose` is the function that makes the plan.
 
-        With `nothing`, the call is a meeting only.
+        If it is `plans.choose.nothing`, the call consists of the meeting only.
         """
         kind, outputs, inputs, op, root, parts = operation
         arrays = outputs if KINDS[kind].is_in_place else (*outputs, *inputs)  # in the order of plans/plan.py
         if kind == "refused" and self.gate.size <= MEET_RANKS:
-            # Ranks that returned early would not take part in another call for the text, so headers carry it.
+            # Ranks that returned early would not take part in another call that sends the text of the refusal, so
+            # headers carry it.
             outputs = arrays = (np.zeros(signature.NOTE_BYTES, np.uint8),)
             choose = plan_for
         dtype = arrays[0].dtype if arrays and kind != "refused" else None
@@ -317,10 +319,10 @@ class TcpBackend(Backend):
         return divided
 
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
-        """Carry out a call that was prepared before, unless others are queued.
+        """Carry out a call that was prepared before, unless other calls are queued.
 
-        False: take the general path. Only such a call may return early (meet.py): others may be parts of a larger
-        operation.
+        Returns False if the caller has to take the general path. Only calls on this path may return early (meet.py):
+        others may be parts of a larger operation.
         """
         prepared = self._prepared.get(key)
         if prepared is None or not self.gate.is_clear():
@@ -352,7 +354,7 @@ class TcpBackend(Backend):
     def _settle(self) -> None:
         """Wait until the peers have begun the calls in which this rank returned early.
 
-        Until then they need its data, which is on its way.
+        Until then they need this rank's data, which is on its way.
         """
         wait, deadline = AGAIN, time.monotonic() + _CLOSE_SECONDS
         while wait == AGAIN and self.context.is_ahead and time.monotonic() < deadline:

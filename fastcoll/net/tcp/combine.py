@@ -1,9 +1,10 @@
 """The meeting of more than 16 ranks: headers are combined on their way, so each rank sends and receives few bytes.
 
-A combination is a header: the call word and shape of one of the ranks, the sum of their balances, and whether any two
-headers differ. plans/circulant.py has the exchanges, ceil(log2 n) rounds of one header each, after which every rank has
-the same combination. If it shows that the calls do not match, ranks then exchange all headers unchanged, so each rank
-learns what all have called. Such calls synchronise, and nothing is attached to their headers.
+A combination is a header with the call word and shape of one of the ranks, the sum of all balances (core/signature.py;
+0 if all sizes match), and whether any two headers differ. The plan of the exchange is in plans/circulant.py:
+ceil(log2 n) rounds of one header each, after which every rank has a combination of all headers. If it shows that the
+calls do not match, ranks then exchange all headers unchanged, so that each rank can name the calls of all. In such
+groups, every call waits for all ranks, and nothing is attached to headers.
 """
 
 from __future__ import annotations

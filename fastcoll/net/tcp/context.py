@@ -1,4 +1,4 @@
-"""The engine's tables of a TCP group: the context, and the prepared calls."""
+"""The tables that the engine reads and writes for a TCP group: the context, and the prepared calls."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PreparedPlan:
     Attributes:
         address: of the words of engine_layout.py; valid while this object lives.
         call, shape: the call word and shape (core/signature.py).
-        sizes: bytes that this rank gives to and expects from each rank.
-        peers: the ranks with which its plan exchanges data.
-        ready: whether this rank has connections to all of them, and memory for the plan.
+        sizes: bytes that this rank sends to each rank, and those that it expects from each.
+        peers: the ranks with which the plan exchanges data.
+        ready: whether this rank has connections with all these peers, and memory for the plan.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PreparedPlan:
         self.rows_of_a_phase = _longest_run(table[:, t.PHASE])
         self.reduces_of_a_phase = _longest_run(table[kinds == t.REDUCE][:, t.PHASE])
         self.sources = int(table[kinds == t.FOLD][:, t.PEER].max(initial=2))
-        # Bytes that each peer attaches to its header, as far as the local rows of the plan use them.
+        # How many bytes each peer attaches to its header, of those that local rows of the plan read.
         operands = table[kinds == t.SOURCE][:, [t.BUFFER, t.OFFSET, t.NBYTES]]
         reads = np.concatenate([operands, table[kinds == t.COPY][:, [t.BUFFER2, t.OFFSET2, t.NBYTES]]])
         _, offsets, nbytes = reads[reads[:, 0] == t.FRAMES].T
@@ -124,8 +124,8 @@ class NetContext:
             self._meeting = PreparedPlan(0, meeting, combine_headers(size, rank, HEADER_BYTES))
             self._gathering = PreparedPlan(0, meeting, gather_headers(size, rank, HEADER_BYTES))
             self.words[[w.MEETING, w.GATHERING]] = self._meeting.address, self._gathering.address
-            # And the ranks at the distances 1, 2, 4, ..., with which plans exchange data. So ranks whose calls differ
-            # still ask for the same connections; a connection that one side alone asks for would time out.
+            # `met` also has the ranks at the distances 1, 2, 4, ..., with which plans exchange data. So even ranks
+            # whose calls differ ask for the same connections; a connection for which only one side asks would time out.
             steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
             self.met = sorted({*self._meeting.peers, *((rank + step) % size for step in steps)} - {rank})
             for prepared in (self._meeting, self._gathering):
@@ -137,7 +137,7 @@ class NetContext:
     def _keep(self, word: int, table: Array) -> Array:
         """Store a table's address in a word.
 
-        The table lives until another replaces it.
+        The table is kept alive until another one is stored there.
         """
         self._kept[word] = table
         self.words[word] = address_of(table)
@@ -157,17 +157,14 @@ class NetContext:
             self._buffers[t.SCRATCH] = address_of(self._scratch)
 
     def head(self) -> tuple[int, int, int]:
-        """Return number, call word and shape of the current call.
-
-        They are those of this rank's header.
-        """
+        """Return number, call word and shape of the current call, from this rank's header."""
         header = self.headers()[self.rank]
         return self[w.CALLS], int(header[w.HEAD_CALL]), int(header[w.HEAD_SHAPE])
 
     def headers(self) -> Array:
         """The headers of the current call, a row for each rank.
 
-        One that has not arrived is of an earlier call.
+        If a header has not arrived, its row is from an earlier call.
         """
         return self._inbox.reshape(self.size, -1)[:, : HEADER_BYTES // 8]
 
@@ -191,15 +188,15 @@ class NetContext:
         return self.size <= MEET_RANKS and bool((self._next[others] <= self[w.CALLS]).any())
 
     def heads(self) -> tuple[int, list[tuple[int, int]], list[str]]:
-        """Return the number of the current call, all heads, and the texts of refusals."""
+        """Return the current call's number, all ranks' call words and shapes, and the texts of refusals."""
         heads = [tuple(head) for head in self.headers()[:, [w.HEAD_CALL, w.HEAD_SHAPE]].tolist()]
         frames = self._inbox.view(np.uint8).reshape(self.size, -1)[:, HEADER_BYTES:]
         return self[w.CALLS], heads, [_text(frame) for frame in frames]
 
     def take_earlier_heads(self) -> tuple[int, list[tuple[int, int]], list[str]] | None:
-        """Return the `heads` of the first mismatch that is not reported yet.
+        """Return what `heads` returns, for the first call with a mismatch that is not reported yet.
 
-        Marks it as reported. Returns None if there is none, or not all ranks' headers of that call have arrived.
+        Marks the mismatch as reported. Returns None if there is none, or if not all headers of its call have arrived.
         """
         number, others = self[w.DIFFERS], np.arange(self.size) != self.rank
         if number == 0 or (self._next[others] <= number).any():

@@ -1,6 +1,6 @@
 """The words of a TCP group's private context and of a prepared call: int64 tables that the engine reads and writes.
 
-Only the thread whose call is in progress accesses them.
+Only the thread whose call is in progress accesses them. The engine is executor.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ STREAMS = 2  # connections to each peer
 FDS = 3  # address: file descriptor of (peer, stream)
 CALLS = 4  # number of the last call begun
 STAGE = 5  # stage of the current call, see below
-FRAME = 6  # bytes from one frame to the next: a header and the most that may be attached to it
-OUTBOX = 7  # address of the frames to send, one for each peer
-INBOX = 8  # address of the frames received, one for each peer
-STAGING = 9  # address: bytes received for a reduction, 2 * IO_BYTES for each REDUCE row of a phase and stream
+FRAME = 6  # bytes from one frame (a header and its attached data) to the next, in the inbox
+OUTBOX = 7  # address of the frames to send, one for each rank
+INBOX = 8  # address of the frames received, one for each rank
+STAGING = 9  # address: bytes to be reduced, 2 * IO_BYTES for each stream of each REDUCE row of a phase
 BUFFERS = 10  # address: the address of each buffer of the plan
 POLLFDS = 11  # address: the argument of poll(2)
 PROGRESS = 12  # address: bytes moved and bytes reduced, for (row of the phase, stream)
@@ -29,46 +29,42 @@ BUSY = 13  # address: for (peer, direction, stream), the last sweep in which a r
 SOURCES = 14  # address: operands of a reduction
 PHASE, PHASE_END = 15, 16  # first row of the current phase, and of the next one
 PEER = 17  # the peer whose connection is lost, or that sent invalid data
-ERROR = 18  # why it is lost; an error of kernels/sockets.py
+ERROR = 18  # why the connection is lost; an error of kernels/sockets.py
 BACKOFF_SWEEPS = 19  # idle sweeps before the thread sleeps in poll(2)
 SWEEP = 20  # number of the last sweep
 SINCE = 21  # when this call of the engine began, in ns
-SENT, HAVE = 22, 23  # addresses: bytes of each peer's outbox sent, and of its inbox received
+SENT, HAVE = 22, 23  # addresses: for each peer, bytes sent of its outbox, and bytes received into its inbox
 MEETING = 24  # address of the prepared call that combines all headers; 0: each rank sends to every other
-WAITING = 25  # how many of the first pollfds are connections that the call waits for
+WAITING = 25  # how many pollfds, the first ones, are connections that the call waits for
 BACKOFF = 26  # the table of kernels/waiting.py
 # Calls that did not wait for all headers (meet.py):
-NEXT = (
-    BACKOFF + BACKOFF_WORDS
-)  # address: for each peer, the number of the first call whose frame is not consumed
+# Address: for each peer, the number of the first call whose frame is not consumed.
+NEXT = BACKOFF + BACKOFF_WORDS
 RECORDS = NEXT + 1  # address: for each of the last calls, the call word and shape of each rank
 SYNCHRONISING = NEXT + 2  # 0: the current call returns early, and needs only the frames that have data for it
 DIFFERS = NEXT + 3  # number of the first call with a mismatch that is not yet reported; 0: none
 NOTES = NEXT + 4  # address: for each peer, the number of a refused call and the text of the refusal
 LISTED = NEXT + 5  # how many pollfds there are
-BEGINS, ENDS = (
-    NEXT + 6,
-    NEXT + 7,
-)  # addresses: where in each peer's outbox the call's frame begins and ends
+# Addresses: where in each peer's outbox the call's frame begins and ends.
+BEGINS, ENDS = NEXT + 6, NEXT + 7
 STREAK = NEXT + 8  # how many calls in a row began within SOON after the one before
 RING = NEXT + 9  # address of the ring of the group's record (kernels/recording.py); 0: none
 FINISHED = NEXT + 10  # number of the last complete call
 BEGAN = NEXT + 11  # when the current call began, in ns
-GATHERING = (
-    NEXT + 12
-)  # address of the prepared call that gives all headers to all ranks when the combined ones differ
+# Address of the prepared call that sends all headers to all ranks if the combined headers show a mismatch.
+GATHERING = NEXT + 12
 CONTEXT_WORDS = NEXT + 13
 
 # ---- a prepared call ----------------------------------------------------------------------------------
 CALL, SHAPE = 0, 1  # see core/signature.py
 TABLE, ROWS = 2, 3  # address and length of the plan
-PAYLOADS = 4  # how many of the first rows are PAYLOAD
+PAYLOADS = 4  # how many rows are PAYLOAD; they are the first ones
 REDUCER, CODE, ITEMSIZE = 5, 6, 7
 ATTACHED = 8  # address: bytes that each peer attaches to its header
-BALANCE = 9  # of the bytes given to and expected from each peer (core/signature.py)
+BALANCE = 9  # a hash of the sizes that this rank sends minus one of those that it expects (core/signature.py)
 SPLIT_ARRAY = 10  # which of two arrays may hold the blocks of all ranks; -1: neither
-BLOCK_BYTES = 11  # bytes of such a block
-CAN_RETURN_EARLY = 12  # whether it may return early (meet.py)
+BLOCK_BYTES = 11  # bytes of each of these blocks
+CAN_RETURN_EARLY = 12  # whether the call may return before all headers have arrived (meet.py)
 MOVES = 13  # whether anything is sent or received after the meeting
 PREPARED_WORDS = 14
 
@@ -81,4 +77,4 @@ IDLE, MEET, RUN, GATHER = range(4)
 
 # Tags of the context's address:
 RESUMED = 1  # continue the current call
-MAY_RETURN_EARLY = 2  # the call may return early, if CAN_RETURN_EARLY (meet.py)
+MAY_RETURN_EARLY = 2  # the call may return early if its CAN_RETURN_EARLY is set, too

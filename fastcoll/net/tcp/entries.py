@@ -1,4 +1,4 @@
-"""Every compiled entry of this room, for ahead-of-time compilation. A test finds those that are missing here."""
+"""Every compiled entry of net/tcp, for ahead-of-time compilation. A test finds entries that are missing here."""
 
 from __future__ import annotations
 

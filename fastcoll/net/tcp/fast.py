@@ -1,7 +1,7 @@
 """The synchronous path of plain arrays over TCP: calls of sizes that were prepared before skip validation and planning.
 
 Between two ranks, an all_reduce of 8 bytes takes 7.8 us on this path and 9.1 us on the general one (AMD EPYC). Messages
-of numbers have such a path, too.
+of plain arrays of numbers have such a path, too.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def fast_calls(
 ) -> dict[str, Callable[..., Any]]:
     """Return the fast functions of a group's methods over TCP.
 
-    They leave all other calls to the method. `run` carries out the call that is prepared for a key, if there is one.
+    A fast function passes calls that it cannot carry out to the group's method. `run` carries out the call that is
+    prepared for a key; it returns False if it has not done so.
     """
     gate, size = group.gate, group.size
 
     def is_ready(tensor: Any, peer: Any, tag: Any) -> bool:
-        """Whether a message needs no validation, and the group is usable."""
+        """Return whether a message needs no further validation and the group is usable."""
         return is_message(tensor, peer, tag, size) and gate.failure is None and not gate.closed
 
     def send(tensor: Any, dst: int, tag: int = 0) -> None:
@@ -75,7 +76,7 @@ def fast_calls(
             return gate.unobserved.note(messages.irecv(ImportedArray(tensor), src, tag))
         return group.irecv(tensor, src, tag, status)
 
-    # Only among many ranks do some reductions need a division (`folded`).
+    # Above MEET_RANKS, some reductions need a division at the end (`folded`), which the fast path does not do.
     folds_once = None if size <= MEET_RANKS else lambda op: folded(op, size) is op
     collectives = fast_methods(group, _KINDS, run, folds_once, plan_for)
     return {**collectives, "send": send, "recv": recv, "isend": isend, "irecv": irecv}
@@ -84,6 +85,6 @@ def fast_calls(
 def folded(op: ReduceOp, size: int) -> ReduceOp:
     """Return the operation that the engine applies.
 
-    Among many ranks it reduces partial results again: SUM, not AVG.
+    For more than MEET_RANKS ranks it is SUM instead of AVG, because partial results are reduced again.
     """
     return sum_for(op) if size > MEET_RANKS else op

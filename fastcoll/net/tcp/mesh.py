@@ -1,14 +1,15 @@
 """Mesh: the connections of one rank with the other ranks of a group, made when they are needed.
 
-There are three kinds, each with TCP sockets of its own: CONTROL for notices, with every peer that this rank exchanges
-anything with; DATA for the bytes of collectives, one per stream; MAIL for messages. (recovery_endpoint.py uses a
-fourth, RECOVERY.) `make` connects CONTROL with all peers; in groups of more than 32 ranks, only with those at the
-distances 1, 2, 4, ... in both directions, along which failures spread.
+There are three kinds of connection, each a TCP socket: CONTROL for notices that a rank leaves or fails; DATA for the
+bytes of collectives, one for each stream; MAIL for messages. (recovery_endpoint.py uses a fourth kind, RECOVERY.) A
+rank has a CONTROL connection with every peer with which it has any other. `make` makes those with all peers; in groups
+of more than 32 ranks, only those with the ranks at the distances 1, 2, 4, ... in both directions, along which failures
+spread.
 
 Of two ranks, the lower one dials DATA. MAIL carries both directions, and is dialed by the rank that sends first. If
 both dial, the connection of the lower rank is used: while the lower rank dials, and once it has a connection, it closes
 any that the higher rank has dialed. Otherwise it confirms the higher rank's connection with one byte, and the higher
-rank does not use the connection before that byte.
+rank does not use the connection before that byte arrives.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from ...store.opening import ConnectionKind, Opening
 from ...system.processes import Member, witnesses
 
 ALL_CONTROL = 32
-# A rank listens from before it publishes its address until it leaves the group, which it announces as well. So one
-# whose address refuses connections for so long has died.
+# A rank begins to listen before it publishes its address, and listens until it leaves the group, which it announces. So
+# a rank whose address refuses connections for this long without such a notice has died.
 _REFUSED_SECONDS = 2.0
 
-# How long a leaving rank waits for TCP's acknowledgements: that of a lost packet takes 0.2 s or more, and a stopped
+# How long a leaving rank waits for TCP's acknowledgements. A lost packet delays them by 0.2 s or more, and a stopped
 # peer with full buffers sends none.
 _ARRIVE_SECONDS, _ARRIVE_LOOK_SECONDS = 5.0, 0.001
 
 Key = tuple[ConnectionKind, int, int]
-"""A connection by its kind, peer and stream."""
+"""The kind, peer and stream of a connection."""
 OnMail = Callable[[int, socket.socket], None]
-"""Takes a group rank and the connection for messages with it; on the listener's thread, so it must not block."""
+"""Called with a group rank and the connection for messages with it, on the listener's thread; must not block."""
 _CONFIRMATION = b"\1"  # sent by the lower rank on a connection for messages that the higher one has dialed
 
 
@@ -70,8 +71,8 @@ def control_peers(rank: int, size: int) -> list[int]:
 class Mesh:
     """The sockets of one group, which `close` closes.
 
-    All ranks here are group ranks. Thread-safe. A method that blocks ends at its timeout, when the group fails, or when
-    the peer dies; Ctrl-C takes at most 50 ms.
+    All ranks here are group ranks. Methods are thread-safe. One that blocks ends at its timeout, when the group
+    fails, or when the peer dies, and at most 50 ms after Ctrl-C.
     """
 
     @classmethod
@@ -79,7 +80,7 @@ class Mesh:
         """Meet the other members of a group and connect with them; collective.
 
         Args:
-            store: the group's own (prefixed) store.
+            store: the store with the prefix of this group.
 
         Raises:
             UsageError: an interface does not exist, or the ranks name different numbers of them.
@@ -112,17 +113,17 @@ class Mesh:
 
     @property
     def streams(self) -> int:
-        """How many data connections with each peer large messages use.
+        """How many data connections with each peer large transfers use.
 
-        It is FASTCOLL_TCP_STREAMS of group rank 0.
+        The number is FASTCOLL_TCP_STREAMS of group rank 0.
         """
         return 1 if self._roster is None else self._roster.streams
 
     def data(self, peer: int, stream: int = 0, timeout: float | None = None) -> int:
         """Return the descriptor of a data connection.
 
-        It is nonblocking and carries both directions. It is made at its first use, for which both ranks must ask within
-        the timeout. Each stream is a connection of its own, on the interfaces in turn.
+        The connection is nonblocking and carries both directions. It is made at its first use: both ranks must ask for
+        it within the timeout. Each stream is a connection of its own; streams use the interfaces in turn.
 
         Raises:
             GroupError: the peer died, left or did not arrive in time, or another program answers at its address.
@@ -132,7 +133,7 @@ class Mesh:
     def dial_data(self, peers: Sequence[int], timeout: float) -> None:
         """Make the data connections with these peers that this rank dials, all at once.
 
-        Blocks and raises as `data`.
+        Blocks and raises errors as `data` does.
         """
         streams = range(self.streams)
         keys = [
@@ -156,15 +157,12 @@ class Mesh:
     def mail(self, peer: int) -> socket.socket:
         """Return the connection for messages with `peer`; make it unless it exists.
 
-        The peer need not ask for it.
+        The peer does not have to ask for it too.
         """
         return self._connection(ConnectionKind.MAIL, peer, 0, None)
 
     def on_mail(self, callback: OnMail) -> None:
-        """Give `callback` every connection for messages that peers make.
-
-        It gets those that they have made already, too.
-        """
+        """Call `callback` with every connection for messages that a peer makes, or has already made."""
         with self._changed:
             self._on_mail = callback
             existing = [
@@ -178,19 +176,19 @@ class Mesh:
         return "127.0.0.1" if self._roster is None else self._roster.places[rank].addresses[0]
 
     def on_seek(self, callback: Callable[[socket.socket], None]) -> None:
-        """Give `callback` the connections of ranks that `seek` this one.
+        """Call `callback` with every connection of a rank that calls `seek` for this one.
 
-        On the listener's thread, must not block.
+        The call is made on the listener's thread, so it must not block.
         """
         self._on_seek = callback
 
     def seek(self, peer: int, deadline: float) -> socket.socket:
         """Return a connection on which `peer` publishes its recovery endpoint.
 
-        It can be made after the group has failed.
+        This connection can be made after the group has failed.
 
         Raises:
-            TimeoutError: it is not made by the deadline; the next call continues to make it.
+            TimeoutError: the connection is not made by the deadline; the next call continues to make it.
             ConnectionRefusedError: the peer's process has ended.
             RendezvousError: the peer has closed the group.
         """
@@ -208,9 +206,9 @@ class Mesh:
         return dial.connection
 
     def close(self) -> None:
-        """Close all connections. Peers can still read what was sent.
+        """Close all connections. Peers can still read the bytes that were sent.
 
-        Closing twice is fine. Peers are not notified: call `monitor.leave` or `monitor.fail` before.
+        May be called twice. Does not notify peers: call `monitor.leave` or `monitor.fail` before.
         """
         with self._changed:
             if self._closed:
@@ -235,9 +233,9 @@ class Mesh:
     def _await_delivery(self) -> None:
         """Wait until the peers' hosts have acknowledged all bytes that this rank has sent.
 
-        On a slow or lossy network, the notice that this rank leaves, on another connection, may overtake its data. A
-        peer would then miss data that is in flight. Peers on the same network are skipped: there nothing is lost, and
-        an acknowledgement may take 40 ms.
+        The notice that this rank leaves travels on another connection. On a slow or lossy network it may overtake data,
+        and the peer would then miss the data that is in flight. Peers on the same network are skipped: nothing is lost
+        there, and an acknowledgement may take 40 ms.
         """
         end, me = time.monotonic() + _ARRIVE_SECONDS, self._members[self.rank]
         waiting = list(self._made.copy().items()) if self.monitor.failure is None else []
@@ -287,7 +285,7 @@ class Mesh:
             raise
 
     def _dial_control(self, peers: Sequence[int], wait: Wait) -> None:
-        # The monitor watches each connection as soon as it is made, so a peer that dies meanwhile is noticed.
+        # The monitor watches each connection as soon as it is made, so it notices a peer that dies meanwhile.
         self._make_connections(
             [self._new_dial(peer, ConnectionKind.CONTROL, 0) for peer in peers],
             wait,
@@ -303,7 +301,7 @@ class Mesh:
         return Dial(self._roster.endpoint, peer, kind, stream, source, target)
 
     def _make_connections(self, dials: Sequence[Dial], wait: Wait, enter: Callable[[Dial], object]) -> None:
-        """Make connections, and pass each to `enter`, unless the mesh is closed meanwhile."""
+        """Make connections, and call `enter` for each, unless the mesh is closed meanwhile."""
 
         def made(dial: Dial) -> None:
             with self._changed:
@@ -332,7 +330,7 @@ class Mesh:
             peer = next((dial.peer for dial in dials if dial.does_not_fit), None)
             if (
                 peer is None or not self._is_made
-            ):  # raise it unchanged; the meeting passes it on to the other ranks
+            ):  # raise the error unchanged; the meeting passes it on to the other ranks
                 raise
             raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
 
@@ -341,7 +339,7 @@ class Mesh:
     ) -> socket.socket:
         """Return the connection of this kind with a peer.
 
-        Makes it unless the peer or another thread has.
+        Makes the connection unless the peer or another thread has made it.
         """
         key = (kind, peer, stream)
         if key in self._made:
@@ -358,7 +356,7 @@ class Mesh:
         with self._sole_dialer(wait):
             if key not in self._made:
                 if peer not in self._control.peers:
-                    self._dial_control([peer], wait)  # on which the monitor notices the peer's end
+                    self._dial_control([peer], wait)  # the monitor needs it to notice the peer's end
                 if kind is ConnectionKind.DATA:
                     self._dial([key], wait)
                 elif self.rank < peer:
@@ -369,7 +367,7 @@ class Mesh:
 
     @contextmanager
     def _sole_dialer(self, wait: Wait) -> Iterator[None]:
-        """Let no other thread dial meanwhile."""
+        """Return a context manager in which no other thread dials."""
         while not self._dialing.acquire(timeout=LOOK_SECONDS):
             self._look(wait)
         try:
@@ -383,9 +381,9 @@ class Mesh:
         self._make_connections([*dials], wait, lambda dial: self._made.update({dials[dial]: dial.connection}))
 
     def _dial_mail_up(self, key: Key, wait: Wait) -> None:
-        """Dial a higher rank, and close connections that it dials meanwhile.
+        """Dial a higher rank, and close any connection that it dials meanwhile.
 
-        Does nothing if one has been made.
+        Does nothing if there is a connection already.
         """
         peer = key[1]
         with self._changed:
@@ -400,7 +398,7 @@ class Mesh:
     def _dial_mail_down(self, key: Key, wait: Wait) -> None:
         """Dial a lower rank until there is a connection for messages.
 
-        That is the dialed one once the lower rank confirms it, or one that the lower rank has made.
+        This is either the dialed connection, once the lower rank confirms it, or one that the lower rank has dialed.
         """
         pause = RETRY_FIRST
         while key not in self._made:
@@ -423,10 +421,7 @@ class Mesh:
             self._look(wait)
 
     def _is_confirmed(self, connection: socket.socket, key: Key, wait: Wait) -> bool:
-        """Wait until the lower rank confirms or closes the connection.
-
-        Returns whether it has confirmed it.
-        """
+        """Wait until the lower rank confirms or closes the connection; return whether it has confirmed."""
         poller = select.poll()
         poller.register(connection, select.POLLIN)
         while not poller.poll(1000 * LOOK_SECONDS):

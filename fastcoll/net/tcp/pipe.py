@@ -28,10 +28,11 @@ from . import mail_kernels as kernels
 from .mesh import Mesh
 
 _BUDGET = 50_000_000  # ns that a kernel waits before Python looks at signals, deadlines and peers
-# How long a rank whose peer has closed a connection waits for the reason, which arrives on another connection.
+# When a peer has closed a connection, how long this rank waits for the reason, which arrives on another connection.
 _REASON_SECONDS = 2.0
-# With this size, bytes in flight between processes of one host stay in the caches: 64 MiB take 12.8 ms instead of 16 to
-# 18, and smaller messages as long as before (2-core AMD EPYC, Linux 6.18). For other hosts the kernel tunes it.
+# With a send buffer of this size, bytes in flight between processes of one host stay in the caches: 64 MiB take 12.8 ms
+# instead of 16 to 18, and smaller messages as long as before (2-core AMD EPYC, Linux 6.18). For connections to other
+# hosts, the kernel tunes the size.
 _LOCAL_SNDBUF = 256 << 10
 
 
@@ -53,7 +54,8 @@ class TcpPipe(WordPipe):
         self._pollfds = np.zeros((2, size + 1), np.int64)
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
         self._lost: dict[int, float] = {}
-        # Guards the bell's descriptor, and new connections. Reentrant: a signal handler may interrupt the holder.
+        # Guards new connections, and the descriptor of the bell, with which other threads wake the one that drives this
+        # pipe. Reentrant: a signal handler may interrupt the holder.
         self._lock = threading.RLock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.table[waiting.BUDGET] = _BUDGET
@@ -136,8 +138,8 @@ class TcpPipe(WordPipe):
     def ring_bell(self) -> None:
         with self._lock:
             if self._bell >= 0:
-                # The word last: else `silence_bell` could clear it before the descriptor is written, and a readable
-                # descriptor whose word is 0 keeps poll(2) from sleeping.
+                # The word BELL is set last. Otherwise `silence_bell` could clear it before the descriptor is written,
+                # and a readable descriptor whose word is 0 keeps poll(2) from sleeping.
                 os.eventfd_write(self._bell, 1)
                 self.table[f.BELL] = 1
 
@@ -179,7 +181,7 @@ class TcpPipe(WordPipe):
         return kernels.complete.call(self.address, handled, peer, number)
 
     def start_ack_flusher(self) -> None:
-        """Start the thread that sends acks which stay deferred, unless it runs."""
+        """Start the ack flusher, the thread that sends acks which stay deferred, unless it runs already."""
 
         def flush_deferred() -> None:
             backoff = np.zeros(waiting.BACKOFF_WORDS, np.int64)

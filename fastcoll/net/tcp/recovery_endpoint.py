@@ -1,6 +1,6 @@
 """The recovery endpoint over TCP: a rank publishes the port of its store to the survivors that ask its listener for it.
 
-It needs nothing of the group but the addresses at which the members listen, so it works after the group has failed.
+It uses only the addresses at which the members of the group listen, so it works after the group has failed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...errors import RendezvousError
 from .mesh import Mesh
 
 _PORT = struct.Struct("!I")
-_SEEK_SECONDS = 0.05  # for one call; a connection that takes longer is continued by the next call
+_SEEK_SECONDS = 0.05  # maximum of one call; the next call continues to make a connection that takes longer
 
 
 class TcpRecoveryEndpoint(RecoveryEndpoint):
-    """Answers when the port is known.
+    """Sends the port to each rank that has asked for it, as soon as the port is known.
 
-    Each rank that asks has a connection of its own, which the mesh closes.
+    Each rank that asks makes a connection for this, which the mesh closes.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -59,9 +59,9 @@ class TcpRecoveryEndpoint(RecoveryEndpoint):
         return (self._mesh.address(rank), *_PORT.unpack(data)) if len(data) == _PORT.size else None
 
     def _arrived(self, connection: socket.socket) -> None:
-        """Answer a rank that asks, or queue it until the port is known.
+        """Answer a rank that asks, or queue its connection until the port is known.
 
-        On the listener's thread.
+        Called on the listener's thread.
         """
         with self._lock:
             if self._port:
