@@ -1,9 +1,10 @@
 """Waiting for MPI's requests, and the meeting that begins every collective over MPI.
 
-Waits are compiled, and return to Python in between, which looks at signals, peers and the clock. In the meeting each
-rank sends every other rank a row with its call. Rows travel by persistent requests, which can be cancelled, and which
-show whose row has not arrived; a collective operation of MPI can do neither. A row has 40 bytes and, where it is small,
-the rank's data. MPI lets a message be shorter than the receive buffer, so rows of a few sizes match the same requests.
+Waits are compiled. They return to Python at least every 50 ms, so that it looks at signals, peers and the clock. In the
+meeting, each rank sends every other rank a *row* that describes its call: 40 bytes and, if the rank's data is small,
+this data. Rows are sent and received by persistent requests. These can be cancelled, and show which ranks' rows have
+not arrived; a collective operation of MPI can do neither. MPI lets a message be shorter than the receive buffer, so one
+receive request matches rows of any size.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from . import compiled as c
 from .library import MpiLibrary
 
 _BUDGET = 50_000_000  # ns after which a wait returns so that Python looks at signals, deadlines and peers
-_SERIAL_BUDGET = 1_000_000  # the same where one lock serialises all threads that use MPI
+_SERIAL_BUDGET = 1_000_000  # the same if one lock serialises all threads that use MPI
 _LOOK_EVERY = 0.05
-# Sweeps before a thread yields, and before it sleeps; a sweep takes some 0.2 us. With more ranks than cores, a spinning
-# rank would occupy the core of a rank that it waits for.
+# Sweeps over the requests before a thread yields, and before it sleeps; a sweep takes about 0.2 us. With more ranks
+# than cores, a spinning rank would occupy the core of a rank that it waits for.
 _DEDICATED, _OVERSUBSCRIBED = (300, 1000), (0, 200)
 
 _abandoned: list[Any] = []
@@ -38,10 +39,10 @@ _abandoned: list[Any] = []
 class Requests:
     """Waits for requests, one wait at a time.
 
-    `dedicated`: every rank of this host has a core of its own.
+    `dedicated` is whether every rank of this host has a core of its own.
 
     Attributes:
-        address: of the table; changes when `load` or `reserve` enlarges it.
+        address: of the table of the wait (compiled.py); changes when `load` or `reserve` enlarges it.
     """
 
     def __init__(self, library: MpiLibrary, dedicated: bool) -> None:
@@ -68,7 +69,7 @@ class Requests:
         return [address(request) for request in requests]
 
     def reserve(self, count: int) -> None:
-        """Allocate slots for so many requests."""
+        """Allocate slots for `count` requests."""
         if c.SLOTS + count > self._table.size:
             self._table = np.concatenate([self._table, np.zeros(2 * count, np.int64)])
             self.address = address_of(self._table)
@@ -86,9 +87,13 @@ class Requests:
         return np.flatnonzero(self._table[c.SLOTS : c.SLOTS + count]).tolist()
 
     def poll(self, mode: int) -> bool:
-        """Wait at most 50 ms for the loaded requests; return whether that was enough.
+        """Wait at most 50 ms for the loaded requests; return whether the wait is over.
 
-        MPI.Exception: one failed.
+        Args:
+            mode: see MODE in compiled.py.
+
+        Raises:
+            MPI.Exception: a request failed.
         """
         self._table[c.MODE] = mode
         with self._library.lock:
@@ -100,7 +105,7 @@ class Requests:
         return code == DONE
 
     def pause(self, look: Callable[[], None]) -> None:
-        """Between two waits: let other threads take the lock, and call `look` every 50 ms."""
+        """Let other threads take the lock between two waits, and call `look` if 50 ms have passed."""
         self._yield_lock()
         if not self._library.serial or time.monotonic() - self._looked >= _LOOK_EVERY:
             self._looked = time.monotonic()
@@ -113,7 +118,7 @@ class Requests:
     def finish(self, requests: Sequence[Any], look: Callable[[], None], mode: int, keep: Any = ()) -> None:
         """Wait until all requests are complete.
 
-        If `look`, called every 50 ms, raises, abandon them and `keep`.
+        `look` is called every 50 ms. If it raises an error, the requests and `keep` are kept until MPI is finalized.
         """
         self.load(self.handles(requests))
         try:
@@ -127,30 +132,34 @@ class Requests:
 def abandon(requests: Sequence[Any], keep: Any = ()) -> None:
     """Keep requests and their memory until MPI is finalized.
 
-    MPI cannot cancel what a peer may be reading.
+    MPI cannot cancel a request whose data a peer may be reading.
     """
     _abandoned.append((list(requests), keep))
 
 
 ROOMS = (88, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
-"""Bytes of data that rows have room for. all_reduce of two ranks on a 2-core AMD EPYC, with the data in rows and
-without: 1 KiB 2.5 and 21 us, 16 KiB 18 and 38, 64 KiB 51 and 74 (MPICH 5.0.2; Open MPI 5.0.11: 3.7 and 22, 20 and 37,
-51 and 73); of four ranks 12 and 118, 43 and 178, 86 and 232."""
+"""Bytes of data that a row of each size has room for. An all_reduce, with the data in rows and without, takes:
+
+    us, 2-core AMD EPYC            1 KiB          16 KiB         64 KiB
+    two ranks, MPICH 5.0.2         2.5 and 21     18 and 38      51 and 74
+    two ranks, Open MPI 5.0.11     3.7 and 22     20 and 37      51 and 73
+    four ranks                     12 and 118     43 and 178     86 and 232
+"""
 MEETING_WORDS = c.LIMITS + len(ROOMS)  # of the context of compiled.py, at most
-_MOST_BYTES = 256 << 10  # most that each rank keeps for the data of all ranks
+_MOST_BYTES = 256 << 10  # maximum memory of a rank for the data in all ranks' rows
 
 
 class Prepared:
-    """A call, prepared once for all calls that are alike.
+    """The words of a call, prepared once for all calls with the same arguments and sizes.
 
     Args:
         code: the call word of core/signature.py.
-        sizes: bytes that the rank contributes, gives and expects.
-        finish: the words from FINISH on; none: Python does the rest after the meeting.
+        sizes: bytes that the rank contributes, sends and expects.
+        finish: the words from FINISH on (compiled.py). If there are none, Python completes the call after the meeting.
 
     Attributes:
         address: of the words of a call in compiled.py.
-        finishes: whether the compiled call does everything.
+        finishes: whether the compiled call completes the call without Python.
     """
 
     def __init__(self, code: int, sizes: Sizes, rank: int, finish: Sequence[int]) -> None:
@@ -160,7 +169,7 @@ class Prepared:
 
 
 def row_sizes(ranks: int) -> list[int]:
-    """Return the sizes of rows in bytes, ascending, in a group of so many ranks."""
+    """Return the sizes of rows in bytes, ascending, in a group of `ranks` ranks."""
     rooms = [room for room in ROOMS if room == ROOMS[0] or room * ranks <= _MOST_BYTES]
     return [c.HEAD_BYTES + room for room in rooms]
 
@@ -170,8 +179,8 @@ class RowExchange:
 
     Attributes:
         address: of the context of compiled.py.
-        room: bytes that a rank may attach.
-        rows: of the current call, by group rank; the words are the ROW_... of compiled.py.
+        room: maximum of bytes that a rank may attach to its row.
+        rows: the rows of the current call, by group rank; the words of a row are ROW_... in compiled.py.
         attached: the address of each rank's attached data.
     """
 
@@ -210,17 +219,19 @@ class RowExchange:
         return int(self._words[word])
 
     def end(self, how: str = "done") -> None:
-        """End the call; `how` is one of record.ENDS."""
+        """End the current call in the record; `how` is one of record.ENDS."""
         self._words[c.IN_PROGRESS] = 0
         self._record.end(self[c.CALLS], how)
 
     def meet(
         self, prepared: Prepared, near: bool, attached: tuple[int, int], look: Callable[[], None]
     ) -> int:
-        """Begin a call, and wait for all rows: DONE or MISMATCH.
+        """Begin a call, and wait for all rows; return DONE or MISMATCH.
 
-        `look` is as for Requests.finish. `near`: whether MPI's collective operations can address this rank's arrays;
-        `attached`: at most `room` bytes.
+        Args:
+            near: whether MPI's collective operations can address this rank's arrays.
+            attached: address and size of the data to attach, at most `room` bytes.
+            look: called every 50 ms, as in Requests.finish.
         """
         self._words[c.NEAR : c.HANDLES] = near, *attached
         with self._library.lock:
@@ -230,7 +241,7 @@ class RowExchange:
     def resume(self, code: int, again: Callable[[], int], look: Callable[[], None]) -> int:
         """Return the final status of a compiled call that has returned `code`.
 
-        `again` calls it again.
+        `again` continues the compiled call.
         """
         try:
             while code == AGAIN:

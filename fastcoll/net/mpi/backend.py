@@ -1,11 +1,12 @@
 """The backend of the ranks of an MPI job, through the MPI library that mpi4py has found.
 
-Each call begins with a meeting of its own (agreement.py), because MPI does not check that calls match: a mismatch is
-refused on all ranks before MPI moves data. Then MPI moves the data, and our reducers combine it (execution.py); small
-data has arrived with the meeting. A synchronous call on small plain arrays that was prepared before is one compiled
-call. Every wait returns every 50 ms to look at signals, the clock and the peers.
+Each call begins with a meeting of its own, in which each rank sends every other rank a row that describes its call
+(agreement.py). MPI itself does not check that calls match; after the meeting, all ranks refuse a mismatch before MPI
+moves data. Then MPI moves the data, and our reducers combine it (execution.py); small data has already arrived in the
+rows. A synchronous call on small plain arrays that was prepared before is one compiled call. Waits return every 50 ms,
+so that Python looks at signals, the clock and the peers.
 
-A call on arrays in GPU memory differs from the same call on host arrays, and its data never travels in rows. Messages
+A call on arrays in GPU memory does not match the same call on host arrays, and its data never travels in rows. Messages
 use the engine of p2p/ with a pipe over MPI (pipe.py).
 """
 
@@ -47,11 +48,12 @@ from .pipe import INLINE_BYTES, MpiPipe
 
 _CLOSE_SECONDS = 5.0
 _NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
-_LITTLE = 4 << 10  # bytes up to which an array for one rank is attached to the meeting, which sends it to all
+# An array that only one rank needs is attached to the rows, which go to all ranks, if it has at most this many bytes.
+_LITTLE = 4 << 10
 
 
 class MpiBackend(Backend):
-    """Collectives and point-to-point between the ranks of an MPI job.
+    """Collectives and point-to-point messages between the ranks of an MPI job.
 
     Each group has a communicator.
     """
@@ -105,7 +107,7 @@ class MpiBackend(Backend):
         self._host = self._execution(HostMemory(gate.size))
         self._gpus: Execution | None = None
         room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
-        # Kinds in which a rank contributes one array: up to how many bytes it is attached.
+        # For each kind in which a rank contributes one array: up to how many bytes the array is attached to the row.
         self._most_attached = {
             name: little if kind.root == "dst" else room
             for name, kind in KINDS.items()
@@ -128,7 +130,7 @@ class MpiBackend(Backend):
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         """See Backend. After `take_gpus`, arrays may be on GPUs.
 
-        Then the call returns whether it was carried out, which is the same on all ranks.
+        The call returns whether it was carried out, which is the same on all ranks; it may be False only on GPUs.
         """
         kind, outputs, inputs, op, root, parts = operation
         arrays = inputs or outputs
@@ -174,8 +176,8 @@ class MpiBackend(Backend):
     def _prepare(self, key: CallKey, how: Reducer | None) -> Prepared:
         """Prepare the words that this rank sends in the meeting.
 
-        They include what remains of the call if all data is attached. The variant of the key is whether the arrays are
-        on GPUs.
+        If all data is attached to the rows, also those that describe how to finish the call. The key's variant, its
+        last field, is whether the arrays are on GPUs.
         """
         kind, _, _, root, nbytes, _, on_gpu = key
         sizes = sizes_of(kind, self.gate.size, self.gate.rank, nbytes, root)
@@ -193,7 +195,7 @@ class MpiBackend(Backend):
         return Prepared(key.word | c.ON_GPU * on_gpu, sizes, self.gate.rank, finish)
 
     def _look(self) -> None:
-        """Raise if the current call cannot complete; called every 50 ms."""
+        """Raise an error if the current call cannot complete; called every 50 ms."""
         self._wait.look()
 
     def _head(self) -> tuple[int, int, int]:
@@ -202,9 +204,9 @@ class MpiBackend(Backend):
         return self._meeting[c.CALLS], code & ~c.ON_GPU, shape
 
     def _late(self) -> list[int]:
-        """Return the group ranks that have not arrived.
+        """Return the group ranks whose rows have not arrived.
 
-        After the meeting, those that may still be in the call.
+        After the meeting, returns the other ranks that may still be in the call.
         """
         if not self._moving:
             return self._meeting.late()
@@ -212,7 +214,7 @@ class MpiBackend(Backend):
         return [rank for rank in others if not self.monitor.has_left(rank)]
 
     def _mismatch(self, prepared: Prepared) -> Exception:
-        """Return the error of calls that differ, which all ranks have found.
+        """Return the error for calls that differ. All ranks have found the mismatch.
 
         The group stays usable.
         """
@@ -231,7 +233,7 @@ class MpiBackend(Backend):
     def _gather(self, everybody: Array, own: Array) -> None:
         """Do an all_gather without a meeting.
 
-        All ranks take part, because all have found the mismatch.
+        Used after a mismatch, in which all ranks take part because all have found it.
         """
         blocks, x = self._host.memory.blocks(list(everybody)), self._host.memory.blocks([own])
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
@@ -239,7 +241,7 @@ class MpiBackend(Backend):
     def _failed_call(self, error: BaseException) -> BaseException:
         """Return the error to raise for an exception.
 
-        Fails the group if the call has begun: peers continue it.
+        If the call has begun, this fails the group, since peers are still in the call.
         """
         if isinstance(error, self._library.MPI.Exception):
             error = AbortedError(f"{self._collective.doing()}: the MPI library reports: {error}")
@@ -250,9 +252,9 @@ class MpiBackend(Backend):
     # ---- small plain arrays, in one compiled call ------------------------------------------------------
 
     def _at_once(self, key: Any, arrays: tuple[Array, ...]) -> bool:
-        """Carry out a synchronous call that was prepared before, unless others are queued.
+        """Carry out a synchronous call that was prepared before, unless other calls are queued.
 
-        False: take the general path, also where MPI was initialised without MPI_THREAD_MULTIPLE.
+        Returns False if the caller has to take the general path, as it always has without MPI_THREAD_MULTIPLE.
         """
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.finishes or self._library.serial or not self.gate.is_clear():
@@ -261,7 +263,7 @@ class MpiBackend(Backend):
         return True
 
     def _carry_out(self, prepared: Prepared, out: Any, x: Any) -> None:
-        """Carry out a prepared call, holding the turn."""
+        """Carry out a prepared call. The caller holds the turn."""
         self.gate.check_usable()
         context, call = self._meeting.address, prepared.address
         try:
@@ -278,17 +280,17 @@ class MpiBackend(Backend):
     # ---- GPUs --------------------------------------------------------------------------------------
 
     def take_gpus(self, memory: Memory, current: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let `plan` accept dense arrays in GPU memory, `memory`.
+        """Let `plan` accept dense arrays in GPU memory, which is `memory`.
 
-        The MPI libraries of all ranks must be CUDA-aware. The context manager `current` makes the GPU current, for the
-        threads that carry messages.
+        The MPI libraries of all ranks must be CUDA-aware. `current` returns a context manager in which the GPU is
+        current; it is used by the threads that move messages.
         """
         self._gpus = self._execution(memory)
         self.pipe.current = current
 
     @property
     def least_on_gpus(self) -> int:
-        """Messages of up to so many bytes must be in the host's memory."""
+        """The number of bytes up to which messages must be in the host's memory."""
         return INLINE_BYTES
 
     # ---- the end -----------------------------------------------------------------------------------

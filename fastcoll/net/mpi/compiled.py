@@ -1,35 +1,41 @@
-"""Compiled code of the MPI backend: waiting for requests, and the meeting, with all of a call whose data is small.
+"""Compiled code of the MPI backend: waiting for requests, the meeting of a call, and complete calls with small data.
 
-Entries return a status, or minus the code of an MPI error. All state is in tables of words. The table of a wait:
+In the meeting, each rank sends every other rank a row with the header of its call, and its data if that is small
+(agreement.py). Entries return a status, or minus the code of an MPI error. All state is in tables of words. The table
+of a wait:
 
     0-8     back-off, as in kernels/waiting.py
-    MODE    0: until all are complete, with back-off between sweeps; ANY: until one is; BUSY: without sleeping
+    MODE    0: wait until all requests are complete, with back-off between sweeps; ANY: until one request is complete;
+            BUSY (a flag): without sleeping
     TEST    address of MPI_Test
     BELL    not 0: return at once
-    FLAG    flag that MPI_Test sets
+    FLAG    flag that MPI_Test sets if the request is complete
     COUNT   number of slots
     STATUS  an MPI_Status (at most 24 bytes), which is never read
-    SLOTS   and on: the address of each request's handle; 0 once it is complete
+    SLOTS   and on: the address of each request's handle; 0 once the request is complete
 
-The context of a group's meeting; its address tagged with RESUMED continues a wait:
+The context of a group's meetings. If its address is tagged with RESUMED, the entry continues the current call:
 
     ROWS, STRIDE     address of the rows, and bytes of each
     SIZE, RANK       of the group
     CALLS            number of calls begun
     IN_PROGRESS      not 0: a call has begun and has not ended
     TABLE, START     addresses of the table of the wait, and of MPI_Start
-    NEAR, SOURCE, ATTACHED   this rank's NEAR, and its attached data: address and bytes
-                     (when all rows have arrived, NEAR is set to whether it holds on all ranks)
-    HANDLES          address of the requests' handles: one receive for each peer, then the sends for each class of rows
+    NEAR             whether MPI's collective operations can address this rank's arrays (execution.py); once all rows
+                     have arrived, whether they can on all ranks
+    SOURCE, ATTACHED the data attached to this rank's row: address and bytes
+    HANDLES          address of the requests' handles: one receive for each peer; then, for each size of rows, one send
+                     for each peer
     SOURCES          address of the addresses of each rank's attached data
-    LIMITS           and on: the most bytes attached to a row of each class, ascending
+    RING, FINISHED   as in tcp/engine_layout.py
+    LIMITS           and on: how many bytes can be attached to a row of each size, ascending
 
 A call, whose first three words travel in the row:
 
     CODE, SHAPE, BALANCE     as in core/signature.py
     FINISH           what to do when all rows have arrived
-    NBYTES           of each rank's array, which is attached
-    ROOT             of the call
+    NBYTES           bytes of each rank's array, which is attached
+    ROOT             root of the call
     REDUCER, OP, ELEMENTS    as in kernels/reduce.py
 """
 
@@ -53,13 +59,13 @@ RESUMED = 1
 (NEAR, SOURCE, ATTACHED, HANDLES, SOURCES, RING, FINISHED, LIMITS) = range(8, 16)
 
 CODE, SHAPE, BALANCE, FINISH, NBYTES, ROOT, REDUCER, OP, ELEMENTS, CALL_WORDS = range(10)
-NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: Python does the rest
+NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: Python completes the call
 
 # A row: the header of a rank's call, which kernels/headers.py compares, and its data if that is small.
 ROW_NUMBER, ROW_CODE, ROW_SHAPE, ROW_BALANCE, ROW_NEAR, ROW_PAYLOAD = range(6)
 HEAD_BYTES = 8 * ROW_PAYLOAD
 
-_TIMED_EVERY = 16  # calls: the record has the time of one call in so many
+_TIMED_EVERY = 16  # the record has the time of one in this many calls
 ON_GPU = 1 << 7  # in a call word: a bit that the operation's number does not use
 _CLOCK_EVERY = 32  # sweeps between two readings of the clock, which take 30 ns each
 
@@ -112,7 +118,7 @@ def wait(table):
 
 @entry
 def poll(address: Index) -> int:
-    """`wait` for the table at `address`."""
+    """Wait as `wait` does for the requests of the table at `address`."""
     return wait(integer(address))
 
 
@@ -123,7 +129,7 @@ def poll(address: Index) -> int:
 def _start(context, first, slot):
     """Start a request for each peer.
 
-    The requests are those from handle `first` on; the slots to wait for them are those from `slot` on.
+    The requests are those from handle `first` on; they are entered into the slots from `slot` on.
     """
     handles = load_word(context, HANDLES)
     table = load_word(context, TABLE)
@@ -143,7 +149,7 @@ def _begin(context, call, source, nbytes):
     number = load_word(context, CALLS) + 1
     store_word(context, CALLS, number)
     store_word(context, IN_PROGRESS, 1)
-    # Reading the clock takes 25 ns, a call a microsecond or two.
+    # Reading the clock takes 25 ns, and the call a microsecond or two, so only some calls are timed.
     began = now(load_word(context, TABLE)) if number & (_TIMED_EVERY - 1) == 0 else 0
     record_call(
         load_word(context, RING), number, load_word(call, CODE) & ~ON_GPU, load_word(call, SHAPE), began
@@ -171,7 +177,7 @@ def _begin(context, call, source, nbytes):
 def _meet(context, call, source, nbytes):
     """Exchange and compare rows.
 
-    Returns DONE, MISMATCH, AGAIN (continue with RESUMED), or minus the code of an MPI error.
+    Returns DONE, MISMATCH, AGAIN (call again with RESUMED), or minus the code of an MPI error.
     """
     if not context & RESUMED:
         code = _begin(context, call, source, nbytes)
@@ -216,7 +222,7 @@ def _finish(context, call, out):
 
 @entry
 def meet(context: Index, call: Index) -> int:
-    """Do the meeting of a call; the context has the data to attach."""
+    """Do the meeting of a call. The context has the address of the data to attach."""
     address = integer(context)
     plain = address & ~RESUMED
     return _meet(address, integer(call), load_word(plain, SOURCE), load_word(plain, ATTACHED))
@@ -261,9 +267,9 @@ def reduce(reducer: Index, op: Index, target: Index, sources: Index, many: Index
 
 @entry
 def address(x: PyObject) -> int:
-    """Return the address of an ndarray's first element, in 60 ns instead of 800."""
+    """Return the address of an ndarray's first element. This takes 60 ns; Python code takes 800."""
     return word_at(object_at(x) + DATA)
 
 
 ENTRIES: tuple[Entry, ...] = (poll, meet, carry_out, reduce, address)
-"""Every compiled entry of this room, for ahead-of-time compilation."""
+"""Every compiled entry of net/mpi, for ahead-of-time compilation."""

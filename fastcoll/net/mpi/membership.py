@@ -1,12 +1,12 @@
-"""Communicators: one for each group, made by its members alone, and freed when all of them have left.
+"""Communicators: each group has one, which its members alone make, and which is freed when all of them have left.
 
-This file also has the rendezvous of ranks that have no address (rank 0 serves a store, and sends its address to the
-others over MPI), and the notices that a rank leaves or fails.
+This file also has the rendezvous of ranks that have no address, in which rank 0 serves a store and sends its address to
+the others over MPI, and the notices that a rank leaves or fails.
 
-A communicator must not be freed while a message in it has yet to arrive: MPI would reuse its number and deliver the
-message in the new communicator. So a rank *retires* a communicator when it leaves, and frees it when a later group is
-made or retired, once every member has announced that it left. The communicator of a failed group is kept until MPI is
-finalized.
+A communicator must not be freed while a message in it has yet to arrive: MPI would reuse its number for a new
+communicator, and deliver the message there. So a rank *retires* a communicator when it leaves, and frees it when a
+later group is made or retired, once every member has announced that it left. The communicator of a failed group is kept
+until MPI is finalized.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .library import MpiLibrary, load
 
 _log = logging.getLogger("fastcoll")
 _STORE_TAG = 32749
-"""Tag of the store's address, in MPI_COMM_WORLD, where the user's program may send messages as well."""
+"""Tag of the message with the store's address in MPI_COMM_WORLD, in which the user's program may send messages, too."""
 _STORE_BYTES = 128
 _LOOPBACK = "127.0.0.1"
 _LEAST_TAG_LIMIT = 32767  # every MPI allows tags up to this
 
 retired: list[tuple[Any, MpiControl]] = []
-"""Communicators that this rank has left, and other members perhaps not."""
+"""Communicators that this rank has left, but perhaps not every other member."""
 _lock = threading.Lock()
 
 
@@ -54,7 +54,7 @@ _lock = threading.Lock()
 def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
     """Meet the other ranks of the MPI job in a store that rank 0 serves; collective.
 
-    -1: take rank or size from MPI.
+    If `rank` or `world_size` is -1, it is taken from MPI.
 
     Raises:
         UsageError: MPI has another rank or world size.
@@ -96,7 +96,7 @@ def _serve_store(library: MpiLibrary, timeout: float) -> Rendezvous:
 def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, int]:
     """Receive the address of rank 0's store.
 
-    The last one sent counts, since earlier starts may have failed.
+    The last address that has arrived is the valid one: earlier ones may be from starts that failed.
     """
     world = library.MPI.COMM_WORLD
     data = np.zeros(_STORE_BYTES, np.uint8)
@@ -118,9 +118,9 @@ def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, in
 
 
 def _await(library: MpiLibrary, posted: list[Any], keep: Any, timeout: float, peers: Sequence[int]) -> None:
-    """Wait for messages by calling MPI.
+    """Wait for messages by calling MPI repeatedly.
 
-    A first message needs a connection, which MPI makes only in calls.
+    The first message to a peer needs a connection, and MPI makes connections only while it is called.
     """
     deadline = time.monotonic() + timeout
     requests = Requests(library, dedicated=False)
@@ -141,7 +141,7 @@ def make_comm(
 ) -> tuple[Any, bool]:
     """Make the communicator of a group's members, in the order of `members`.
 
-    Collective over them. Returns the communicator, and whether the MPI library of every member is CUDA-aware.
+    Collective over the members. Returns the communicator, and whether the MPI library of every member is CUDA-aware.
 
     Raises:
         UnavailableError: the members are not ranks of one MPI job.
@@ -162,7 +162,7 @@ def make_comm(
             f"the ranks are not ranks of one MPI job: by MPI, {shown}; start all of them with one mpiexec or srun, "
             f"of {library.name}"
         )
-    # All members were alive a moment ago: from here on MPI may block.
+    # All members were alive a moment ago, so calls of MPI that may block are acceptable from here on.
     with library.lock:
         chosen = world.Get_group().Incl(ranks)
         comm = world.Create_group(chosen, zlib.crc32(name.encode()) % _LEAST_TAG_LIMIT)
@@ -175,8 +175,8 @@ def make_comm(
 def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], nonces: str) -> None:
     """Exchange proofs over MPI that each member has the job's secret.
 
-    MPI authenticates nobody, and carries pickles. If a proof is wrong, the communicator is abandoned and every member
-    raises RendezvousError.
+    MPI does not authenticate ranks, but its messages may be pickles. If a proof is wrong, the communicator is abandoned
+    and every member raises RendezvousError.
     """
     key = derive_key(job_secret(), nonces.encode())
     due = [proof(key, f"fastcoll over MPI, rank {rank}", ()) for rank in range(comm.size)]
@@ -194,7 +194,7 @@ def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], non
 def retire_comm(library: MpiLibrary, comm: Any, control: MpiControl, failed: bool) -> None:
     """Retire a communicator.
 
-    This rank has no pending operation in it, unless the group failed.
+    Unless the group failed, this rank must have no pending operation in the communicator.
     """
     if failed:
         abandon([], (comm, control))  # MPI may still be reading the notices
@@ -207,7 +207,7 @@ def retire_comm(library: MpiLibrary, comm: Any, control: MpiControl, failed: boo
 def free_finished(library: MpiLibrary) -> None:
     """Free the communicators that every member has left.
 
-    Those with a message that was never received are kept.
+    Communicators with a message that was never received are kept.
     """
     with _lock:
         for comm, control in list(retired):
@@ -221,8 +221,8 @@ def free_finished(library: MpiLibrary) -> None:
 class MpiControl(Control):
     """Notices that a rank leaves or fails the group, as MPI messages.
 
-    Each rank sends at most two to each other rank. MPI does not report that a rank died (mpiexec then ends the others),
-    so `lost` stays empty.
+    Each rank sends at most two notices to each other rank. MPI does not report that a rank died (mpiexec then ends the
+    other ranks), so `lost` stays empty.
     """
 
     def __init__(self, library: MpiLibrary, comm: Any, tag: int) -> None:
@@ -234,13 +234,13 @@ class MpiControl(Control):
         self._sent: list[Any] = []
 
     def say(self, notice: Notice) -> None:
-        """Send a notice to all peers. MPI copies messages as short as this."""
+        """Send a notice to all peers. MPI copies such a short message, so its memory need not be kept."""
         data = [notice.to_bytes(), self._library.MPI.BYTE]
         with self._lock, self._library.lock:
             self._sent += [self._comm.Isend(data, peer, self._tag) for peer in self.peers]
 
     def is_over(self) -> bool:
-        """Return whether every peer has left or failed, and received all notices."""
+        """Return whether every peer has left or failed, and all notices to peers have been sent."""
         self.look(again=True)
         with self._library.lock:
             self._sent = [request for request in self._sent if not request.Test()]

@@ -1,12 +1,14 @@
 """The pipe for messages between the ranks of a group over MPI.
 
 Each message is sent as a *frame*: five words, and the message itself if it is short. The data of a longer message is
-sent at once in MPI messages of its own, which the receiver receives when it has an array for it. The receiver answers
-with an *ack* of five words. MPI delivers messages with one tag from one rank to another in order, and nothing else is
-left to its matching: the engine matches tags, sources and sizes, as for every backend.
+sent at once in MPI messages of its own, which the receiver receives when it has an array for the message. The receiver
+answers with an *ack* of five words. Of MPI's matching, the pipe uses only that MPI messages with the same tag arrive in
+order from each rank. The engine (p2p/engine.py) matches tags, sources and sizes, as for every backend.
 
-    frame   source, kind, nbytes, number, attached bytes; then these bytes
-    ack     source, number, decision, nbytes, kind; each word has 8 bytes
+    frame   source, kind, nbytes, number, number of attached bytes; then the attached bytes
+    ack     source, number, decision, nbytes, kind
+
+Each word has 8 bytes.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from .library import MpiLibrary
 _HEAD = 5 * 8
 INLINE_BYTES = 1024 - _HEAD
 """Most bytes of a message that travel in its frame."""
-_NOBODY, _FRAME = -1, -2  # the purpose of a request, besides the events of p2p/pipe.py
-_MOVING_SECONDS = 1.0  # a message that has not progressed for so long waits for the other side
+# Meanings of a request's completion, besides the events of p2p/pipe.py: none, or that a frame has arrived.
+_NOBODY, _FRAME = -1, -2
+_MOVING_SECONDS = 1.0  # a message that has made no progress for this long waits for the other side
 
 
 class _Posted(NamedTuple):
@@ -49,13 +52,13 @@ class _Posted(NamedTuple):
 class MpiPipe(Pipe):
     """The pipe to all ranks of a communicator.
 
-    Peers are numbered by their ranks in it.
+    Peers are numbered by their ranks in the communicator.
 
     Args:
-        tags: of frames, of acks, and of the data that follows frames.
+        tags: the MPI tags of frames, of acks, and of the data that follows frames.
 
     Attributes:
-        current: makes a context manager for all MPI calls on messages; see MpiBackend.take_gpus.
+        current: returns a context manager in which MPI is called for messages; see MpiBackend.take_gpus.
     """
 
     def __init__(self, library: MpiLibrary, comm: Any, tags: Sequence[int], dedicated: bool) -> None:
@@ -68,7 +71,7 @@ class MpiPipe(Pipe):
         self._free = threading.Lock()
         self._owner = 0
         self._interest = [0] * size
-        self._event_count = 0  # events
+        self._event_count = 0  # how many events `advance` has returned
         self._event = NOTHING
         self._posted: list[_Posted] = []
         self._listening = False
@@ -116,7 +119,7 @@ class MpiPipe(Pipe):
     def retire(self) -> None:
         """Cancel pending receives of frames and acks.
 
-        Abandons the requests whose data peers may still read or send.
+        Other pending requests, whose data peers may still read or send, are kept until MPI is finalized.
         """
         left = []
         with self._library.lock:
@@ -226,19 +229,20 @@ class MpiPipe(Pipe):
     def _progress(self, wait: bool) -> bool:
         """Wait until a request is complete, and handle it.
 
-        False after 50 ms without one, or when the bell rang.
+        Returns False if none completed within 50 ms, or if another thread rang the bell.
         """
         if not wait:
             self._requests.ring()
         self._requests.load(self._requests.handles([posted.request for posted in self._posted]))
-        # MPI moves data only in calls: call it without pause while data progresses.
+        # MPI moves data only while it is called: call it without pause while data progresses.
         moving = time.monotonic() - self._begun < _MOVING_SECONDS
         moving = moving and any(posted.event in (ENTERED, ARRIVED) for posted in self._posted)
         with self.current():
             if not self._requests.poll(words.ANY | words.BUSY * moving):
                 return False
         still = set(self._requests.open())
-        # One by one: the remaining requests decide whether an event is complete. New requests are appended behind.
+        # Handle them one by one: an event occurs if no other pending request belongs to it. `_complete` appends new
+        # requests, which does not change the slots of those before.
         for slot in sorted(set(range(len(self._posted))) - still, reverse=True):
             self._complete(self._posted.pop(slot))
         return True
@@ -253,7 +257,8 @@ class MpiPipe(Pipe):
             self._listen_for(ACKED, self._ack_tag, _HEAD)
             source, *ack = posted.keep.tolist()
             self._acks[source].append(Ack(*ack))
-            # An acknowledged message has been sent, but MPI may complete its sends later; ENTERED must come first.
+            # An acknowledged message has been sent, but MPI may complete its sends later. The event ENTERED must come
+            # before ACKED.
             if not self._is_pending(ENTERED, source):
                 self._events.append((ACKED, source))
         elif posted.event in (ENTERED, ARRIVED):

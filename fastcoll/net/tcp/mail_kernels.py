@@ -127,7 +127,7 @@ def flush(mail: Index) -> int:
 def flush_deferred(mail: Index, backoff: Index) -> int:
     """Flush acks that stay deferred, until there was none for 20 ms or STOP is set.
 
-    `backoff` is the address of a back-off table, which holds the duration of a nap.
+    `backoff` is the address of the back-off table (kernels/waiting.py) for the thread's naps.
     """
     m, own = integer(mail), integer(backoff)
     store_release(m + 8 * f.FLUSHER_RUNS, 1)
@@ -225,7 +225,7 @@ def receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index)
     """Receive the next message into an array of `size` bytes, and acknowledge it.
 
     The source is a rank, or ANY. Returns -1 - sender when done, else AGAIN, WORKED, OTHER or LATER. If a receive from
-    ANY has found a sender but is not done, the word SOURCE holds this rank plus 1. Must be called only while no other
+    ANY has found a sender but is not done, the word SOURCE holds the sender plus 1. Must be called only while no other
     message of the source is arriving.
     """
     m, peer = integer(mail), integer(src)
