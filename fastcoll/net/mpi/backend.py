@@ -233,7 +233,7 @@ class MpiBackend(Backend):
     def _gather(self, everybody: Array, own: Array) -> None:
         """Do an all_gather without a meeting.
 
-        Used after a mismatch, in which all ranks take part because all have found it.
+        Used after a mismatch: all ranks have found it, so all take part.
         """
         blocks, x = self._host.memory.blocks(list(everybody)), self._host.memory.blocks([own])
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))

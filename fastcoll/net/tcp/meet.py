@@ -32,13 +32,12 @@ received, and frames from a waiting rank are sent as far as they are needed. All
 checks the deadline and the peers.
 
 Piggybacked headers. In a group of two, the receiver of an early-return call delays its header, which has no data, and
-sends it together with those of later calls. It does so if the next call is likely to follow soon: bytes of the
-peer's next frame have already arrived, or many calls have followed one another at once. Delayed headers are sent when
-the rank waits (after about 5 us), when PIGGYBACK_BYTES have accumulated, in a synchronising call, and in `settle`. So
-two ranks that broadcast in a row exchange one message a call, not two. When the series ends, the last headers stay
-until the next call. Only a peer that closes the group waits for them, and only for a limited time. It may miss them,
-because they only confirm that the calls matched: a rank that sees a mismatch synchronises, which sends its delayed
-headers.
+sends it together with those of later calls. It does so if the next call is likely to follow soon: bytes of the peer's
+next frame have already arrived, or many calls have followed one another at once. Delayed headers are sent when the rank
+waits (after about 5 us), when PIGGYBACK_BYTES have accumulated, in a synchronising call, and in `settle`. So two ranks
+that broadcast in a row exchange one message a call, not two. When the series ends, the last headers stay until the next
+call. Only a peer that closes the group waits for them, and only for a limited time. It can do without them, because
+they only confirm that the calls matched: a rank that sees a mismatch synchronises, which sends its delayed headers.
 
 A peer that ends while this rank is ahead. If the peer dies or leaves, its connection breaks, and the next read or write
 fails. If the headers read by then differ, the mismatch is raised instead. A rank that closes the group first reads the
