@@ -1,6 +1,6 @@
 """Waiting for MPI's requests, and the meeting that begins every collective over MPI.
 
-Waits are compiled. They return to Python at least every 50 ms, so that it looks at signals, peers and the clock. In the
+Waits are compiled. They return at least every 50 ms, so that Python looks at signals, peers and the clock. In the
 meeting, each rank sends every other rank a *row* that describes its call: 40 bytes and, if the rank's data is small,
 this data. Rows are sent and received by persistent requests. These can be cancelled, and show which ranks' rows have
 not arrived; a collective operation of MPI can do neither. MPI lets a message be shorter than the receive buffer, so one
@@ -145,7 +145,7 @@ ROOMS = (88, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
     two ranks, Open MPI 5.0.11     3.7 and 22     20 and 37      51 and 73
     four ranks                     12 and 118     43 and 178     86 and 232
 """
-MEETING_WORDS = c.LIMITS + len(ROOMS)  # of the context of compiled.py, at most
+MEETING_WORDS = c.LIMITS + len(ROOMS)  # maximum size of a context (compiled.py)
 _MOST_BYTES = 256 << 10  # maximum memory of a rank for the data in all ranks' rows
 
 

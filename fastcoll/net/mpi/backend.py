@@ -176,8 +176,8 @@ class MpiBackend(Backend):
     def _prepare(self, key: CallKey, how: Reducer | None) -> Prepared:
         """Prepare the words that this rank sends in the meeting.
 
-        If all data is attached to the rows, also those that describe how to finish the call. The key's variant, its
-        last field, is whether the arrays are on GPUs.
+        If all data is attached to the rows, this includes words that describe how to finish the call. The key's
+        variant, its last field, is whether the arrays are on GPUs.
         """
         kind, _, _, root, nbytes, _, on_gpu = key
         sizes = sizes_of(kind, self.gate.size, self.gate.rank, nbytes, root)
@@ -297,7 +297,8 @@ class MpiBackend(Backend):
 
     def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
-        # The current call has been aborted and ends soon; a call that this signal handler has interrupted cannot.
+        # The current call has been aborted and ends soon; a call that this signal handler has interrupted
+        # cannot end before the handler returns.
         turn = not self.gate.is_inside() and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
         self.monitor.leave()
         self._record.close()

@@ -2,8 +2,8 @@
 
 MPI's collective operations move blocks, each an address and a number of bytes. Their counts and displacements have 31
 bits, so a rank's blocks must be *near* one another, within 2 GiB of address space; otherwise all ranks exchange
-messages of at most 1 GiB. All ranks must choose the same of the two. So each rank publishes whether its blocks are near
-in the meeting (agreement.py), in which all ranks compare their calls.
+messages of at most 1 GiB. All ranks must choose the same way. So in the meeting (agreement.py), in which ranks compare
+their calls, each rank publishes whether its blocks are near.
 
 Blocks on GPUs (gpu/cuda_aware_mpi.py) always travel in messages: all CUDA-aware libraries accept them in MPI_Isend and
 MPI_Irecv, but Open MPI's non-blocking collective operations access GPU memory like host memory and crash
@@ -34,9 +34,9 @@ from .agreement import Requests
 from .library import MpiLibrary
 
 LARGEST = 1 << 30
-"""Most bytes of a message; MPI counts to 2**31 - 1."""
+"""Maximum bytes of a message; MPI's counts go up to 2**31 - 1."""
 REACH = (1 << 31) - 1
-"""Most bytes from the beginning of the first near block to the end of the last."""
+"""Maximum bytes from the beginning of the first near block to the end of the last."""
 # Measured on a 2-core AMD EPYC (MPICH 5.0.2, Open MPI 5.0.11, one node). For 128 KiB, two ranks take 56 us if they
 # gather whole arrays, and 58 to 65 us if each reduces a slice; for 4 KiB, 20 and 30 us. With four ranks, gathering is
 # faster for both sizes. 64 MiB take 7.4 ms in segments of 4 MiB, 7.9 ms in segments of 2 or 8 MiB, and 9.0 to 9.5 ms in
@@ -137,7 +137,7 @@ class Addressed(NamedTuple):
 
 
 class Execution:
-    """Carries out what all ranks have agreed on.
+    """Carries out calls on which all ranks have agreed.
 
     Every method blocks until this rank has finished. `tag` is the tag of messages that replace collective operations.
     `look` is called every 50 ms; an error that it raises ends the call.
@@ -341,9 +341,9 @@ class Execution:
         return [address for address, _ in takes]
 
     def _collected(self, gives: list[Block], room: int, near: bool) -> list[int]:
-        """Exchange blocks; return the addresses of those for this rank.
+        """Exchange blocks; return the addresses of the blocks for this rank.
 
-        Its own block is not moved.
+        The block from this rank to itself is not moved.
         """
         own, nbytes = gives[self.rank]
         takes = [(room + rank * nbytes, nbytes) for rank in range(self.size)]

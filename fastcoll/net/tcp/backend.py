@@ -209,7 +209,7 @@ class TcpBackend(Backend):
     ) -> None:
         """Continue a call to its end after the engine has returned before that.
 
-        Raises if it cannot complete.
+        Raises an error if the call cannot complete.
         """
         context, call = self.context.address | words.RESUMED, prepared.address
         wait = self._collective.wait(timeout)
@@ -245,7 +245,7 @@ class TcpBackend(Backend):
             time.sleep(0.005)
 
     def _earlier_mismatch(self) -> MismatchError | None:
-        """Return the error of an earlier call in which this rank returned early.
+        """Return the error of an earlier mismatched call in which this rank returned early.
 
         Returns None if no such call has a mismatch, or if not all its headers have arrived.
         """

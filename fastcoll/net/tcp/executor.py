@@ -43,7 +43,7 @@ from .meet import (
 )
 from .plans import plan as t
 
-IO_BYTES = 256 << 10  # bytes that one call of send or recv moves at most: half of a core's second-level cache
+IO_BYTES = 256 << 10  # maximum that one call of send or recv moves: half of a core's second-level cache
 # Rows of at least DIVIDED bytes are divided among the streams. Rows that move segments have up to 256 KiB.
 DIVIDED = 128 << 10
 _POLL_MS = 50
@@ -105,7 +105,7 @@ def begin_phase(c, d, row):
         at = _row_at(d, end)
         if load_word(at, t.KIND) == t.FOLD:
             count = load_word(at, t.PEER)
-            for k in range(count):  # the sources follow, in their order
+            for k in range(count):  # the SOURCE rows follow, in order
                 source = _address_of(c, _row_at(d, end + 1 + k), t.BUFFER, t.OFFSET)
                 store_word(load_word(c, w.SOURCES), k, source)
             items = load_word(at, t.NBYTES) // load_word(d, w.ITEMSIZE)

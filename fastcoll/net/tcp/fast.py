@@ -29,7 +29,7 @@ _KINDS = "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"
 def fast_calls(
     group: ProcessGroup, pipe: TcpPipe, messages: Engine, run: Callable[[Any, tuple[Array, ...]], bool]
 ) -> dict[str, Callable[..., Any]]:
-    """Return the fast functions of a group's methods over TCP.
+    """Return fast functions that replace methods of a group over TCP.
 
     A fast function passes calls that it cannot carry out to the group's method. `run` carries out the call that is
     prepared for a key; it returns False if it has not done so.

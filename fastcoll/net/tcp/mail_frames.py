@@ -44,7 +44,7 @@ MESSAGE, REST = 8, 9
 EAGER = 64 << 10
 WINDOW = 1 << 20
 STAGED = 8 << 10  # larger payloads are sent from the array, others copied behind their header
-IO_BYTES = 256 << 10  # bytes that one system call moves at most: half of a core's second-level cache
+IO_BYTES = 256 << 10  # maximum that one system call moves: half of a core's second-level cache
 BUFFER = 2 * FRAME + STAGED  # bytes of the buffer for each direction
 VECTOR = VECTOR_BYTES
 
@@ -57,7 +57,7 @@ CHANNELS = BELL + 2  # address of the rows (see below), one for each rank
 SIZE = BELL + 3
 RANK = BELL + 4
 NEXT_PEER = BELL + 5  # the rank to serve first, so that none starves
-SOURCE = BELL + 6  # of a receive from any rank: the sender plus 1; 0 before it is known
+SOURCE = BELL + 6  # in a receive from any rank, the sender plus 1; 0 until the sender is known
 BUSY = BELL + 7  # not 0: a thread drives the connections
 SPIN = BELL + 8  # ns that a waiting thread polls before it sleeps
 SINCE = BELL + 9  # when the current wait began, in ns
@@ -223,8 +223,8 @@ def push(row):
 def send_ack(row, number, decision, nbytes, kind):
     """Send an ack.
 
-    False: it is not completely sent; call again with the same arguments. Only the caller that began an ack may finish
-    it: `push` may already have sent the remainder ahead of a frame.
+    Returns False if the ack is not completely sent; call again with the same arguments then. Only the caller that began
+    an ack may finish it: `push` may already have sent the remainder ahead of a frame.
     """
     if load_word(row, OUT_GONE) != 0:
         return True  # the peer has gone and needs no ack; its message is received all the same
@@ -383,7 +383,7 @@ def take_armed(row):
     Returns whether the message has arrived and its ack is sent.
     """
     if load_word(row, IN_STAGE) == IDLE:
-        store_word(row, ARMED_KIND, -1)  # before the ack: the peer may leave once it has that
+        store_word(row, ARMED_KIND, -1)  # before the ack is sent: the peer may leave once it has the ack
         accept_payload(row, load_word(row, ARMED_TO), load_word(row, IN_NBYTES))
         store_word(row, IN_STAGE, ARMED_ARRIVING)
     if load_word(row, IN_LEFT) > 0:

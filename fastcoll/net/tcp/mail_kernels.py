@@ -12,8 +12,9 @@ messages sends the deferred ack first. If the rank does nothing, the ack flusher
 within 2 ms; then many more alternations must be seen before an ack is deferred again, so that this wait costs less than
 those alternations have gained. (The thread naps for 1 ms; with 0.1 ms, its wake-ups cost more than the acks.)
 
-A blocking send waits for its ack. While ranks alternate, no message arrives before that ack. If one does, the peer has
-posted a message of its own, and the engine takes over, since it can store messages that no receive matches yet.
+A blocking send waits for its ack. While ranks alternate, no message arrives before that ack. If one does arrive, the
+peer has posted a message of its own, and the engine takes over, since it can store messages that no receive matches
+yet.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _defer(m, row, peer):
 def _send_deferred(m):
     """Send the deferred ack if there is one.
 
-    False: it is not completely sent; call again.
+    Returns False if the ack is not completely sent; call again then.
     """
     deferred = load_word(m, f.DEFERRED)
     if deferred == 0:
@@ -159,8 +160,7 @@ def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) ->
     """Send a contiguous array of `size` bytes, and wait for its ack.
 
     Returns DONE, AGAIN, WORKED, OTHER, REFUSED or LATER; or NEEDS_FLUSHER: it is done, and the caller should start the
-    ack flusher.
-    Must be called only while no other message to this peer is being sent or has no ack.
+    ack flusher. Must be called only while no other message to this peer is being sent or has no ack.
     """
     m, peer = integer(mail), integer(dst)
     # The last holder of BUSY may have left an unfinished message to the engine, which then sets BEHIND.
@@ -253,7 +253,7 @@ def receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index)
 def _begin_receive(row, data, nbytes, kind):
     """Begin to receive the message whose header was read, if it matches.
 
-    Returns whether it does.
+    Returns whether the message matches.
     """
     attached = load_word(row, f.IN_ATTACHED)
     if load_word(row, f.IN_KIND) != kind or load_word(row, f.IN_NBYTES) != nbytes:
@@ -408,7 +408,7 @@ def _return_event(m, event):
 
 @entry
 def begin(mail: Index, peer: Index, address: Index, nbytes: Index, kind: Index, attached: Index) -> int:
-    """Begin to send a message with its first `attached` bytes; `advance` continues."""
+    """Begin to send a message with its first `attached` bytes; `advance` continues to send it."""
     row = row_of(integer(mail), integer(peer))
     f.begin_message(row, integer(address), integer(nbytes), integer(kind), integer(attached), False)
     f.push(row)
@@ -419,7 +419,7 @@ def begin(mail: Index, peer: Index, address: Index, nbytes: Index, kind: Index, 
 def rest(mail: Index, peer: Index, address: Index, nbytes: Index, number: Index, attached: Index) -> int:
     """Begin to send all but the first `attached` bytes of a message, as its REST.
 
-    `advance` continues.
+    `advance` continues to send it.
     """
     row = row_of(integer(mail), integer(peer))
     f.begin_rest(row, integer(address), integer(nbytes), integer(number), integer(attached))
@@ -428,9 +428,9 @@ def rest(mail: Index, peer: Index, address: Index, nbytes: Index, number: Index,
 
 @entry
 def accept(mail: Index, peer: Index, address: Index, nbytes: Index) -> int:
-    """Direct the bytes behind the header that was read to `address`.
+    """Begin to receive the bytes behind the header that was read last, at `address`.
 
-    With 0 they are discarded.
+    If `address` is 0, they are discarded.
     """
     f.accept_payload(row_of(integer(mail), integer(peer)), integer(address), integer(nbytes))
     return DONE

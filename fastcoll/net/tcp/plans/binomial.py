@@ -24,7 +24,7 @@ def _number(shape: CallShape) -> int:
 
 
 def broadcast(shape: CallShape) -> Plan:
-    """Move the complete array in each step."""
+    """Broadcast in a binomial tree; each step moves the complete array."""
     rows, x, number = Rows(), (array(0), 0), _number(shape)
     for step in range(_steps(shape.size)):
         other = number ^ 1 << step
@@ -37,7 +37,7 @@ def broadcast(shape: CallShape) -> Plan:
 
 
 def reduce(shape: CallShape) -> Plan:
-    """Move the complete array in each step.
+    """Reduce in a binomial tree; each step moves the complete array.
 
     Arrays of adjacent ranks are combined, in the order around the circle from the root on. In an ordered call they are
     combined in rank order: rank 0 is the root of the tree, and sends the result to the root of the call.

@@ -57,7 +57,7 @@ class Cost(NamedTuple):
         return sum(count * price for count, price in zip(self, LAN, strict=True))
 
     def then(self, other: Cost) -> Cost:
-        """Return the cost of both, one after the other."""
+        """Return the cost of this and `other`, one after the other."""
         return Cost(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -102,8 +102,8 @@ def one_way(steps: float, messages: float, wire: float, touched: float) -> Cost:
 def in_pairs(c: Scale, rounds: int, wire: float) -> Cost:
     """Return the cost of `rounds` rounds, each of log2 n steps between partners.
 
-    Only 2**k of the ranks take part, the most that there are. If there are others, each sends its array to one of these
-    at the beginning and receives the result at the end, in two more steps.
+    2**k of the ranks take part, with the largest possible k. If there are other ranks, each of them sends its array to
+    one of these at the beginning and receives the result at the end, in two more steps.
     """
     steps = rounds * (c.n.bit_length() - 1)
     extra = 0 if c.n & (c.n - 1) == 0 else 2
@@ -200,9 +200,9 @@ def plan_for(shape: CallShape) -> Plan:
 
 
 def chosen(shape: CallShape) -> str:
-    """Return the name of the algorithm, as in ALGORITHMS.
+    """Return the name of the algorithm for a call.
 
-    It may also be "attached", "alone" or "nothing".
+    It is a name in ALGORITHMS, or "attached", "alone" or "nothing".
     """
     if shape.operation == "barrier" or not any(shape.nbytes):
         return "nothing"
