@@ -41,10 +41,11 @@ class CallShape(NamedTuple):
     """One rank's view of a call.
 
     Attributes:
-        operation: a kind of core/operations.py that every backend carries out. size, rank: of the group. nbytes: sizes
-        in bytes. all_reduce, reduce, scan, exscan, broadcast: of the array; reduce_scatter: of each block;
-            all_gather: of each output; gather, scatter: on the root, of each output or block, elsewhere of this rank's
-            array; all_to_all: of each output, then of each block; barrier: none.
+        operation: a kind of core/operations.py that every backend carries out.
+        size, rank: of the group.
+        nbytes: sizes in bytes. all_reduce, reduce, scan, exscan, broadcast: of the array; reduce_scatter: of each
+            block; all_gather: of each output; gather, scatter: on the root of each output or block, elsewhere of this
+            rank's array; all_to_all: of each output, then of each block; barrier: none.
         limits: of the group. The limits and all attributes below are the same on all ranks.
         itemsize: bytes of an element; 1 if nothing is reduced.
         root: of broadcast, reduce, gather and scatter.
