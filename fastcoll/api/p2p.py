@@ -314,7 +314,8 @@ def waitall(works: Sequence[Work]) -> None:
         works: from `isend`, `irecv` and calls with async_op=True.
 
     Raises:
-        UsageError, GroupError: the error of the first failed operation in the list. Later ones are not waited for.
+        UsageError: raised by `wait` of the first failed operation in the list; later ones are not waited for.
+        GroupError: the same.
     """
     for work in works:
         work.wait()
