@@ -95,10 +95,12 @@ def test_every_form_of_array_gives_the_same_result(rank, world_size, name, plann
 
     def change(operation, function):
         def call(*args, **options):
+            if "input_split_sizes" in options and name == "matrix of one row":
+                return function(*args, **options)  # split sizes count the rows
             del planned[:]
             given = [rows.mapped(lambda x: FORMS[name](x.copy()), x) for x in args]
             work = function(*given, **options)
-            if options:  # asynchronous
+            if options.get("async_op"):
                 work.wait()
             elif operation not in PREPARED:
                 assert bool(planned) == (name not in QUICK), operation
@@ -126,11 +128,11 @@ def test_inputs_may_be_read_only_and_outputs_not(rank, world_size, planned):
             del planned[:]
             frozen = [rows.mapped(lambda x: read_only(x.copy()), x) for x in args]
             which = INPUTS[name]
-            function(*[frozen[k] if k == which else x for k, x in enumerate(args)])
+            function(*[frozen[k] if k == which else x for k, x in enumerate(args)], **options)
             assert not planned, name
             if name != "gather":  # there only the root has outputs
                 with pytest.raises(ArrayError, match="read-only"):
-                    function(*[x if k == which else frozen[k] for k, x in enumerate(args)])
+                    function(*[x if k == which else frozen[k] for k, x in enumerate(args)], **options)
             dist.barrier()
 
         return call
