@@ -41,8 +41,8 @@ class Messages(Protocol):
     def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
         """Post a send. The caller may not change the array until the send is complete.
 
-        A send is complete when a receive has taken the message; a send to this rank itself, as soon as the message is
-        buffered, or with NCCL when its receive is posted.
+        A send is complete when a receive has taken the message. A send to this rank itself is complete as soon as the
+        message is buffered or, with NCCL, as soon as its receive is posted.
         """
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
@@ -63,7 +63,7 @@ class HostMessages(Messages, Protocol):
     timeout: float
 
     def probe(self, src: int | None, tag: int) -> Status:
-        """Wait for a message that a receive with these arguments would take, and do not receive it."""
+        """Wait for a message that a receive with these arguments would take. The message is not received."""
 
     def iprobe(self, src: int | None, tag: int) -> Status | None:
         """Return what `probe` would find now, or None. Never waits."""
@@ -71,7 +71,7 @@ class HostMessages(Messages, Protocol):
     def is_entered(self) -> bool:
         """Whether messages cannot progress while the calling thread waits for them.
 
-        The calling thread is the progress thread, or runs a signal handler that has interrupted a call.
+        This is so if it is the progress thread, or runs a signal handler that has interrupted a call.
         """
 
     def poll(self) -> None:
@@ -85,7 +85,7 @@ class HostMessages(Messages, Protocol):
 
 
 class SymmetricMemory(ABC):
-    """Memory with one array for each rank of a group; every rank maps all arrays, at equal distances.
+    """Memory with one array for each rank of a group. Every rank maps all arrays, `stride` bytes apart.
 
     Every ndarray in this memory has the SymmetricMemory as its `base`, so the memory lives as long as any such ndarray.
 
@@ -159,7 +159,7 @@ class SymmetricMemory(ABC):
 class RecoveryEndpoint(ABC):
     """Lets the members of a failed group find one another: a member publishes where it serves a key-value store.
 
-    Ranks are group ranks. The endpoint works until the group is closed, even though the group has failed.
+    Ranks are group ranks. The endpoint works until the group is closed, even after the group has failed.
     """
 
     host: str
@@ -187,7 +187,7 @@ def memory_of(x: Array) -> SymmetricMemory | None:
 
 
 class NativeCalls(ABC):
-    """The native calls of a group: C functions (kernels/c_entries.py) for compiled callers that run no Python.
+    """The native calls of a group: C functions (kernels/c_entries.py) that compiled callers use without Python.
 
     Attributes:
         context: a handle, the first argument of the native calls of collectives.
@@ -224,7 +224,7 @@ class NativeCalls(ABC):
 
     @abstractmethod
     def take_over(self) -> None:
-        """Have the engine (p2p/engine.py) continue all requests that compiled callers have posted and not waited for.
+        """Have the engine (p2p/engine.py) continue compiled callers' requests that were posted and not yet waited for.
 
         Afterwards p2p/handles.py has a Work for the number of each request. Blocks while another thread moves this
         rank's messages.
@@ -234,7 +234,7 @@ class NativeCalls(ABC):
     def stay_awake(self) -> None:
         """Keep the progress thread awake after Python has posted a receive for a compiled caller.
 
-        So the caller's next receives need no Python to wake the thread.
+        Then the caller's next receives do not have to call Python to wake the thread.
         """
 
     @abstractmethod
@@ -248,7 +248,8 @@ class Backend(ABC):
     Attributes:
         name: the backend's name, as in `backend=`.
         natively: the kinds of operations that the backend plans itself; other kinds are composed of these.
-        native_calls: the native calls for compiled callers; None if all their calls go through Python.
+        native_calls: the native calls for compiled callers; None if compiled callers must call Python for
+            every operation.
     """
 
     name: ClassVar[str]
@@ -260,16 +261,17 @@ class Backend(ABC):
 
     @abstractmethod
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        """Return the call that carries out an operation whose kind is in `natively`: a function without arguments.
+        """Return the call, a function without arguments, that carries out an operation.
 
-        `plan` does not block, and sends nothing. The thread that holds `gate.lock` runs the call, which blocks, and may
-        raise GroupError or MismatchError. Nothing else may use the operation's arrays until the call returns.
+        The operation's kind must be in `natively`. `plan` does not block, and sends nothing. The thread that holds
+        `gate.lock` runs the call, which blocks, and may raise GroupError or MismatchError. Nothing else may use the
+        operation's arrays until the call returns.
 
         Args:
             timeout: seconds for this call; None for the group's own.
 
         Raises:
-            UsageError, ArrayError: this backend cannot carry out the operation; the caller informs the peers.
+            UsageError, ArrayError: this backend cannot carry out the operation. The caller of `plan` informs the peers.
         """
 
     def fast(self, group: Any) -> Mapping[str, Callable[..., Any]]:
@@ -345,11 +347,11 @@ class Backend(ABC):
 
     @abstractmethod
     def disown(self, error: GroupError) -> None:
-        """Make every later use in this process, a child of fork, raise `error`. Sends and publishes nothing."""
+        """In a child process made by fork: make every later use raise `error`. Sends and publishes nothing."""
 
 
 class StreamCall(ABC):
-    """A call that only queues work on a GPU; `ProcessGroup.run` starts it on its caller's thread."""
+    """A call that only queues work on a GPU; `ProcessGroup.run` starts it on the thread that called `run`."""
 
     @abstractmethod
     def start(self, name: str, owners: Sequence[ImportedArray]) -> Work:
@@ -385,7 +387,7 @@ class DeviceCarrier(ABC):
     def import_array(self, x: Any, *, writable: bool, what: str) -> ImportedArray:
         """Import an array on a GPU, as `arrays.import_array` imports a host array.
 
-        `array` of the result is a contiguous DeviceArray. A strided array is packed on its own stream.
+        `array` of the result is a contiguous DeviceArray. A strided array is packed on the array's own stream.
 
         Raises:
             ArrayError: the array cannot be used, or is read-only although the call writes.

@@ -1,12 +1,13 @@
 """The gate of a group: which thread may run a collective call now.
 
-Calls of one group run one at a time and in the order in which they were made. A synchronous call runs on its caller's
-thread if no earlier call is queued, every other call on the group's progress thread (but shm/inline_start.py may begin
-an asynchronous call on its caller's thread). The thread holds `lock` while its call runs.
+Calls of one group run one at a time and in the order in which they were made. If no earlier call is
+queued, a synchronous call runs on its caller's thread. All remaining calls run on the group's progress thread, except
+that shm/inline_start.py may begin an asynchronous call on its caller's thread. A thread holds `lock` while its call
+runs.
 
 If a thread makes a call while it is inside another one, the caller is a signal handler that has interrupted that call.
 The new call is refused, since it would wait for the interrupted one. Compiled calls do not take `lock`; their backend
-gives the gate tests for them (`also`).
+gives the gate functions that detect them (`also`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class Gate:
         name, ranks, rank, timeout, failure: those of the group.
         closed: the group was destroyed in this process.
         lock: held by the thread whose call runs.
-        refusal: why this rank refused the current call, as its peers read it; "" if the call was not refused.
+        refusal: the text, which the peers read, with the reason why this rank refused the current call; "" if it did
+            not.
         queue: the queue of asynchronous calls, and of synchronous calls made while it is not empty.
-        unobserved: asynchronous operations that are under way, or have failed without any thread checking.
+        unobserved: asynchronous operations that are under way, or have failed with an error that no thread has read.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -72,7 +74,7 @@ class Gate:
             raise NotInitializedError(f"the group {self.name} was destroyed; make a new one")
 
     def is_inside(self) -> bool:
-        """Whether this thread is inside a call, so that the caller is a signal handler."""
+        """Whether this thread is inside a call. If so, the caller is a signal handler."""
         return threading.get_ident() in self._inside or self._also_inside()
 
     def is_busy(self) -> bool:
@@ -93,11 +95,11 @@ class Gate:
             self._inside.discard(thread)
 
     def is_clear(self) -> bool:
-        """Whether no queued call comes before a call of this thread, so that `in_turn` may run it now."""
+        """Whether `in_turn` may run a call of this thread now: no call is queued, and the thread is not inside one."""
         return not self.queue.pending and threading.get_ident() not in self._inside
 
     def submit(self, name: str, job: Callable[[], Any], observed: bool = False) -> Work:
-        """Queue a job behind all earlier ones on the progress thread, and return its Work.
+        """Queue a job for the progress thread, behind all earlier jobs, and return its Work.
 
         Args:
             observed: if true, no thread needs to check the Work; its error is not reported when the rank leaves.

@@ -1,8 +1,8 @@
 """ProcessGroup: a set of ranks that do collective operations together.
 
-A public method makes an Operation (operation.py) from its arguments or refuses them (`preparing`). The backend makes a
-*call* from the operation (`plan`), and the gate (gate.py) runs the call when its turn comes. Errors use the argument
-names of torch.distributed's functions: `root` is src or dst.
+A public method makes an Operation (operation.py) from its arguments, or refuses wrong arguments (`preparing`). The
+backend makes a *call* from the operation (`plan`), and the gate (gate.py) runs the call when its turn comes. Error
+texts use the argument names of torch.distributed's functions, so they call the argument `root` src or dst.
 
 All ranks in this file are group ranks, 0..size-1; fastcoll/api translates global ranks.
 """
@@ -40,9 +40,10 @@ class ProcessGroup:
     """A set of ranks that do collective operations together.
 
     Every operation except for messages is collective: all ranks of the group call it, in the same order. Synchronous
-    calls block until the operation is complete on this rank, return None, and raise within the group's timeout. With
-    `async_op=True` they return a Work at once, and the program may not use the arrays until the operation is complete.
-    An in-place operation on an immutable array (JAX's) returns a new array, as does the Work's `result`.
+    calls block until the operation is complete on this rank, and return None; if it cannot complete, they raise an
+    error, at the latest after the group's timeout. With `async_op=True` they return a Work at once, and the program may
+    not use the arrays until the operation is complete. An in-place operation on an immutable array (JAX's) returns a
+    new array; with `async_op=True`, the Work's `result` returns it.
 
     Raises (every operation):
         UsageError: the call is wrong; the group stays usable.
@@ -64,7 +65,8 @@ class ProcessGroup:
         gate: decides which thread may run a call now.
         monitor: knows which peers live.
         at_the_end: functions that `close` calls before it closes anything; they must not block.
-        before_leaving: a function that is called before this rank leaves the group in order; it may block.
+        before_leaving: a function that is called before this rank leaves the group normally, not because of a failure;
+            it may block.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -150,16 +152,19 @@ class ProcessGroup:
     # ---- calls -------------------------------------------------------------------------------------
 
     def rows_of_all(self, own: Array) -> Array:
-        """Gather every rank's array `own`, all of one size, into rows. Collective.
+        """Return an array with one row for each rank: the rank's array `own`. Collective.
 
-        May be used inside a call of the group, or while no call is in progress.
+        The ranks' arrays have equal sizes. Call this inside a call of the group, or while no call is in progress.
         """
         rows = np.empty((self.size, *own.shape), own.dtype)
         self.planned(Operation("all_gather", tuple(rows), (own,)))()
         return rows
 
     def planned(self, operation: Operation, timeout: float | None = None) -> Call:
-        """Have the backend, or the DeviceCarrier for arrays on GPUs, plan an operation or its composition."""
+        """Let the backend plan an operation, or the DeviceCarrier if the arrays are on GPUs.
+
+        If that one does not carry out this kind of operation natively, compose it of others (operation.py).
+        """
         arrays = operation.inputs or operation.outputs
         on_host = not arrays or type(arrays[0]) is np.ndarray
         carrier = self.backend if on_host else self.devices()
@@ -168,7 +173,7 @@ class ProcessGroup:
         return COMPOSITIONS[operation.kind](carrier.plan, operation)
 
     def run(self, name: str, call: Call, owners: Sequence[ImportedArray], async_op: bool) -> Work | None:
-        """Run a call behind all earlier ones, then copy packed arrays back to their owners.
+        """Run a call after all earlier calls, then copy packed arrays back to the program's arrays (`owners`).
 
         Returns:
             With `async_op` a Work; else None, or the new array if an owner is an immutable array that was imported with
@@ -263,7 +268,8 @@ class ProcessGroup:
     ) -> Work | None:
         """Reduce over all ranks; rank r's output gets part r of the result.
 
-        Parts lie along the first dimension and are the same on all ranks; without split sizes they are equal.
+        The parts lie along the first dimension, and have the same sizes on all ranks. Without split sizes, all parts
+        have equal sizes.
         """
         with self.preparing("reduce_scatter_single"):
             out = self.import_array(output, writable=True, what="output")
@@ -311,7 +317,7 @@ class ProcessGroup:
         return self.run("all_gather", call, owners, async_op)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False) -> Work | None:
-        """Concatenate the arrays of all ranks, which have equal sizes, in `output`."""
+        """Concatenate all ranks' arrays, of equal sizes, in `output`."""
         with self.preparing("all_gather_single"):
             out = self.import_array(output, writable=True, what="output_tensor")
             x = self.import_array(input, writable=False, what="input_tensor")
@@ -326,7 +332,7 @@ class ProcessGroup:
         return self._gather("gather", tensor, output_list, root, async_op)
 
     def gather_single(self, tensor: Any, output: Any, root: int, async_op: bool = False) -> Work | None:
-        """Concatenate the arrays of all ranks, of equal sizes, in the root's `output`, which is None on other ranks."""
+        """Concatenate all ranks' arrays, of equal sizes, in the root's `output`; other ranks give None."""
         return self._gather("gather_single", tensor, output, root, async_op)
 
     def _gather(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Work | None:
@@ -345,7 +351,7 @@ class ProcessGroup:
         return self._scatter("scatter", tensor, input_list, root, async_op)
 
     def scatter_single(self, tensor: Any, input: Any, root: int, async_op: bool = False) -> Any:
-        """Divide the root's `input`, None on other ranks, into equal parts, and copy part r to rank r's array."""
+        """Divide the root's `input` into equal parts, and copy part r to rank r's array; other ranks give None."""
         return self._scatter("scatter_single", tensor, input, root, async_op)
 
     def _scatter(self, name: str, tensor: Any, given: Any, root: int, async_op: bool) -> Any:
@@ -395,7 +401,7 @@ class ProcessGroup:
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
-        """`all_reduce` of several arrays of one dtype in one operation; an array given twice is reduced once."""
+        """Do `all_reduce` on several arrays of one dtype in one operation; an array given twice is reduced once."""
         with self.preparing("all_reduce_coalesced"):
             given = arguments.of_one_dtype(self, tensors, writable=True, what="tensors")
             operands.check_apart(given, "tensors", once=True)
@@ -407,7 +413,7 @@ class ProcessGroup:
     def all_gather_coalesced(
         self, output_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], async_op: bool = False
     ) -> Work | None:
-        """`all_gather` of several arrays of one dtype in one operation.
+        """Do `all_gather` on several arrays of one dtype in one operation.
 
         Array k of rank r is copied to `output_lists[k][r]`.
         """
@@ -433,7 +439,10 @@ class ProcessGroup:
     # ---- point to point ----------------------------------------------------------------------------
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
-        """Send to `dst`; return when the message has been received (a host array to this rank: when it is buffered)."""
+        """Send to `dst`, and return when the message has been received.
+
+        If `dst` is this rank and the array is in host memory, return as soon as the message is buffered.
+        """
         self.p2p.send(tensor, dst, tag)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> int:
@@ -453,13 +462,13 @@ class ProcessGroup:
         return self.p2p.irecv(tensor, src, tag, status)
 
     def send_init(self, tensor: Any, dst: int, tag: int = 0) -> Request:
-        """Make an `isend` that the Request's `start` posts, any number of times."""
+        """Return a Request; each call of its `start` posts this `isend` anew."""
         return self.p2p.send_init(tensor, dst, tag)
 
     def recv_init(
         self, tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None
     ) -> Request:
-        """Make an `irecv` that the Request's `start` posts, any number of times."""
+        """Return a Request; each call of its `start` posts this `irecv` anew."""
         return self.p2p.recv_init(tensor, src, tag, status)
 
     def probe(self, src: int | None = None, tag: int = operands.ANY_TAG) -> Status:
@@ -483,7 +492,7 @@ class ProcessGroup:
         self.backend.fail(error)
 
     def disown(self, error: GroupError) -> None:
-        """Make every later use in this process, a child of fork, raise `error`. Sends and publishes nothing."""
+        """In a child process made by fork: make every later use raise `error`. Sends and publishes nothing."""
         self.monitor.failure = self.gate.failure = error
         self.backend.disown(error)
 
@@ -516,4 +525,4 @@ _MESSAGES = ("send", "recv", "isend", "irecv")
 
 
 class _Calls:
-    """The functions of `ProcessGroup.fast`, as attributes set one by one, which take half the time to read."""
+    """The functions of `ProcessGroup.fast`. Setting the attributes one by one halves the time to read one."""

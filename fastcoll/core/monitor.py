@@ -41,7 +41,7 @@ def describe_exit(error: BaseException | None, ended: bool = False) -> str:
     if error is None:
         return "left (its program ended)" if ended else "left the group"
     text = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
-    # The line in the user's own files that raised it, as in ` (train.py:88)`.
+    # `where` is the line in the user's own files that raised the exception, for example ` (train.py:88)`.
     import sysconfig  # takes a millisecond, and few programs end with an exception
 
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -86,7 +86,10 @@ class Monitor(ABC):
         """Return the reason that a rank has published: why it FAILED the group, or why it left."""
 
     def _blamed(self, rank: int) -> tuple[Sequence[int], bool]:
-        """Return the global ranks that a FAILED rank blames, and whether they were late. If none, it blames itself."""
+        """Return the global ranks that a FAILED rank blames, and whether they were late.
+
+        If there are none, the FAILED rank itself is blamed.
+        """
         return (), False
 
     @abstractmethod
@@ -118,14 +121,14 @@ class Monitor(ABC):
                 self._publish(LEAVING, self.exit_reason)
 
     def leave(self) -> None:
-        """Publish that this rank has left in order. Nothing is published afterwards."""
+        """Publish that this rank has left normally, without a failure. Nothing is published afterwards."""
         with self._lock:
             if self.failure is None and not self._retired:
                 self._publish(LEFT, self.exit_reason)
             self._retired = True
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has left in order, or is leaving."""
+        """Whether a rank has left without a failure, or is leaving."""
         return self._states()[rank] in (LEFT, LEAVING)
 
     def has_failed(self) -> bool:
@@ -226,7 +229,7 @@ class Wait:
             _log.warning("%s has waited %.0f s for %s%s", self._doing, waited, self._names(late), self.hint())
 
     def over(self) -> None:
-        """Record the end of a wait outside of a call. Inside a call it is not needed: the call's end is recorded."""
+        """Record that a wait outside a call has ended; inside a call, recording the end of the call is enough."""
         if self._monitor.record is not None:
             self._monitor.record.waits_no_more(0)
 

@@ -1,11 +1,13 @@
 """Operation: one call as data, made after its arguments are checked; and how some operations are composed of others.
 
 An operation has a *kind*, such as "all_reduce". The kind's form (operations.py) determines the outputs and inputs. In a
-scan every rank has a result, in a reduce only the root; a gather has outputs, and a scatter inputs, only on the root.
+scan every rank has a result; in a reduce only the root has one. Only the root of a gather has outputs, and only the
+root of a scatter has inputs.
 
-Arrays are contiguous ndarrays, or DeviceArrays. Inputs and outputs in host memory share memory only if the form says
-so, or if a rank's own block is its own output. Arrays on GPUs may overlap in any way. `parts` are further numbers in
-which all ranks must agree, such as the sizes of the arrays of a coalesced call, which is one call on a list of arrays.
+Arrays are contiguous ndarrays, or DeviceArrays (on a GPU). Inputs and outputs in host memory share memory only if the
+form says so, or if a rank's own block is its own output. Arrays on GPUs may overlap in any way. `parts` are further
+numbers in which all ranks must agree, such as the sizes of the arrays of a coalesced call, which is one call on a list
+of arrays.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ METHODS = {
 
 
 def call(group: Any, method: str, out: Any, given: Any, root: Any, op: Any) -> Any:
-    """Call one of a group's METHODS, with those of the arguments that its kind has.
+    """Call one of a group's METHODS with those arguments that its kind takes.
 
     Args:
         out: the output, or the list of output blocks; for a kind without blocks, the array.

@@ -122,7 +122,7 @@ _OBJECTS = {
 
 
 def describe(call: int, shape: int) -> str:
-    """Format a call for error texts, as in `all_reduce(float32, 3 elements, op=SUM)`.
+    """Format a call for error texts, for example `all_reduce(float32, 3 elements, op=SUM)`.
 
     A `call` of 0 means that the rank has not published its call yet.
     """
@@ -192,10 +192,11 @@ def weigh(src: int, dst: int, nbytes: int) -> int:
 
 
 def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
-    """Return the sum of hashes of the sizes that a rank sends minus those that it expects, as a signed 64-bit word.
+    """Return the balance of a rank's sizes, as a signed 64-bit word.
 
-    The sum of the balances of all ranks is 0 modulo 2**64 if all sizes agree. If sizes differ, it is 0 only in one of
-    2**64 cases.
+    It is the sum of the hashes of the sizes that the rank sends, minus that sum for the sizes that it expects. The sum
+    of the balances of all ranks is 0 modulo 2**64 if all sizes agree. If sizes differ, it is 0 only in one of 2**64
+    cases.
     """
     given = sum(weigh(rank, peer, n) for peer, n in enumerate(gives) if peer != rank and n >= 0)
     taken = sum(weigh(peer, rank, n) for peer, n in enumerate(takes) if peer != rank and n >= 0)

@@ -1,4 +1,4 @@
-"""Trees: nested dicts, lists and tuples of arrays as the argument of one call. Also all_gather of unknown shapes.
+"""Trees: nested dicts, lists and tuples of arrays as the argument of one call. Also all_gather into new arrays.
 
 All ranks use the arrays in the same order: lists and tuples by index, dicts sorted by the keys' types and `repr`.
 None means "no array". The *structure* encodes the nesting, and the dtype and shape of each array. Ranks compare it, so
@@ -26,8 +26,8 @@ from .signature import SHAPES, dtype_code
 CONTAINERS = (dict, list, tuple)
 
 # Bytes. Packing copies an array twice; a separate call costs one synchronisation. Measured with 8 float32 arrays in one
-# tree and 2 ranks on 2 shared cores, packed against separate: 512 KiB each: 12.2 against 16.6 ms; 1 MiB: 22.1 against
-# 19.4 ms; 4 MiB: 149 against 66 ms.
+# tree, and 2 ranks on 2 shared cores: arrays of 512 KiB take 12.2 ms packed and 16.6 ms in separate calls; arrays of
+# 1 MiB take 22.1 and 19.4 ms; arrays of 4 MiB take 149 and 66 ms.
 LARGE = 1 << 20
 _SHOWN = 1000  # characters of a structure in an error
 
@@ -75,7 +75,8 @@ class Tree(ImportedArray):
     def batches(self, kind: Callable[[Any], Any]) -> list[list[ImportedArray]]:
         """Divide the leaves among calls; return the leaves of each call.
 
-        A large leaf that shares no memory has its own call. The other leaves share one call for each `kind`.
+        A large leaf that shares no memory with another leaf has its own call. The other leaves share one call for each
+        `kind`.
         """
         batches: dict[Any, list[ImportedArray]] = {}
         for index, leaf in enumerate(self.leaves):

@@ -27,9 +27,7 @@ _log = logging.getLogger("fastcoll")
 
 
 class _Here(threading.local):
-    progress = (
-        False  # whether this thread runs operations; on the class, because a default in getattr costs 0.4 us
-    )
+    progress = False  # whether this thread runs operations; a class attribute, because getattr's default costs 0.4 us
 
 
 _here = _Here()
@@ -62,7 +60,7 @@ def seconds(timeout: Timeout, default: float) -> float:
     """Convert a timeout (a number of seconds, a timedelta, or None for the default) to seconds, at most ENDLESS.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: `timeout` is none of these.
     """
     if timeout is None:
         return default
@@ -74,7 +72,7 @@ def seconds(timeout: Timeout, default: float) -> float:
 
 
 def is_progressing() -> bool:
-    """Whether the calling thread is a progress thread. User code there is always a Work's callback."""
+    """Whether the calling thread is a progress thread. User code on such a thread is always a Work's callback."""
     return _here.progress
 
 
@@ -98,9 +96,9 @@ def refuse_to_block(what: str) -> None:
 class Work(Future[Any]):
     """The handle of an asynchronous operation.
 
-    The program may not use the call's arrays until the operation is complete. Several threads may wait for a Work, and
-    each more than once. `concurrent.futures.wait` and `as_completed` accept Works. A Work cannot be cancelled, since
-    the other ranks may have begun the operation.
+    The program may not use the call's arrays until the operation is complete. Several threads may wait for a Work,
+    and each may do so more than once. `concurrent.futures.wait` and `as_completed` accept Works. A Work cannot be
+    cancelled, since the other ranks may have begun the operation.
     """
 
     needs_message = False
@@ -182,7 +180,10 @@ class Work(Future[Any]):
         return self.end_event.wait(limit)
 
     def refuse_in_child(self) -> None:
-        """Raise in a child of fork, which has none of the threads that would complete the operation."""
+        """In a child process made by fork: raise AbortedError if the operation has not ended.
+
+        The child has none of the threads that would complete the operation.
+        """
         if self._forks != _forks and not self.ended:
             raise AbortedError(
                 f"{self.describe} is under way in the process from which process {os.getpid()} was forked; wait for "
@@ -190,9 +191,10 @@ class Work(Future[Any]):
             )
 
     def join(self) -> None:
-        """Wait as `wait` does, without a timeout and on any thread, for the package's own code.
+        """Wait as `wait` does, but without a timeout and on any thread.
 
-        For example, one group's progress thread may wait for an operation of another group.
+        Only the package's own code calls this. For example, one group's progress thread may wait for an operation of
+        another group.
         """
         if not self.ended:
             self._await_end(ENDLESS)
@@ -344,9 +346,9 @@ _W = TypeVar("_W", bound=Work)
 
 
 class UnobservedWorks:
-    """The asynchronous operations of a group that are under way, or have failed without any thread checking.
+    """The asynchronous operations of a group that are under way, or failed with an error that no thread has read.
 
-    When a rank leaves the group, job/leaving.py waits for the former, and reports the errors of the latter.
+    When a rank leaves the group, job/leaving.py waits for those under way, and reports the errors of those that failed.
     """
 
     _MOST_FAILED = 16  # since each keeps its arrays alive
@@ -355,7 +357,7 @@ class UnobservedWorks:
         self._works: dict[Work, None] = {}
 
     def note(self, work: _W, observed: bool = False) -> _W:
-        """Add an operation and return it. `observed`: do not report its error if no thread checks it."""
+        """Add an operation and return it. `observed`: do not report its error, even if no thread reads it."""
         self._works[work] = None
         work._noted_by = self
         if observed:
@@ -369,7 +371,7 @@ class UnobservedWorks:
         return [work for work in list(self._works) if not work.is_completed()]
 
     def lost(self) -> list[tuple[str, BaseException]]:
-        """Return the operations that failed without any thread checking, and their errors."""
+        """Return the operations that failed with errors that no thread has read, and these errors."""
         return [
             (work.describe, work.error)
             for work in list(self._works)
@@ -377,7 +379,10 @@ class UnobservedWorks:
         ]
 
     def ended(self, work: Work) -> None:
-        """Remove an operation that has ended, unless it failed. Calling twice is fine."""
+        """Remove an operation that has ended without an error. Calling twice is fine.
+
+        If it failed, keep it unless 16 other failed operations are kept; remove those whose errors were read.
+        """
         if work.error is None:
             self._works.pop(work, None)
             return

@@ -1,4 +1,4 @@
-"""Checks of the operations under way (the group's failure, deadlines, dead peers), and the record of their waits.
+"""Checks of the operations under way (group failure, deadlines, dead peers), and the record of what they wait for.
 
 Only the holder of the lock (lock.py) calls `check`. Any thread that has waited may call `record`.
 """
@@ -31,7 +31,8 @@ class Checks:
     def check(self) -> None:
         """Check the oldest operation of each kind with each peer, at most every BUDGET seconds.
 
-        The other operations of that kind and peer wait for the same rank, with later deadlines.
+        Newer operations of the same kind with the same peer wait for the same rank and have later deadlines, so they
+        are not checked. The group's failure is checked in every call.
 
         Raises:
             GroupError: the group has failed, an operation is late, or no live peer can complete an operation.
