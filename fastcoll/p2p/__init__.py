@@ -1,1 +1,1 @@
-"""Messages between two ranks, as far as they are the same whatever carries them."""
+"""Messages between two ranks: the part that does not depend on the transport."""

@@ -2,9 +2,10 @@
 
 A *pipe* (pipe.py) moves bytes to and from peers; the Exchange (exchange.py) matches messages and receives. The Engine
 makes a Transfer (transfers.py) for each call. A Transfer begins in one of two ways: with a *short cut*, one compiled
-call of the pipe, or in the Exchange, under the lock (lock.py). A blocking call tries a short cut; otherwise it posts a
-Transfer and waits for it. A short cut that returns before its message is complete keeps the pipe locked, so no other
-thread can use the pipe until the Engine has given the message to the Exchange.
+call of the pipe, or in the Exchange, under the lock (lock.py). A blocking call tries a short cut first. If
+the short cut has begun nothing, the call posts a Transfer and waits for it. A short cut that returns before its message
+is complete keeps the pipe locked, so no other thread can use the pipe until the Engine has given the message to the
+Exchange.
 
 The progress thread (thread.py) runs the callbacks of operations.
 """
@@ -33,11 +34,12 @@ _T = TypeVar("_T", bound=Transfer)
 class Engine:
     """Messages between the ranks of a group. All ranks here are group ranks; all methods are thread-safe.
 
-    A send is complete when a receive has taken its message; a send to this rank, when the message is buffered.
+    A send is complete when a receive has taken its message. A send to this rank itself is complete when the message is
+    buffered.
     Messages between two ranks with one tag arrive in order. Receives match in the order in which they were posted. A
     message that does not fit the array of its receive (size, dtype) is dropped, and both ranks raise MismatchError;
-    the group stays usable. Any other error fails the group: a peer's death, or an operation that is not complete
-    `timeout` seconds after it was posted.
+    the group stays usable. Any other error fails the group, for example a peer's death, or an operation that is not
+    complete `timeout` seconds after it was posted.
 
     Args:
         routes: for each rank, the pipe to it and its number in that pipe. For this rank itself, any pipe.
@@ -228,7 +230,7 @@ class Engine:
                 self._progress.let_go(pipe)
 
     def sent(self, number: int, array: Array, dst: int, tag: int) -> Work:
-        """Make the Work of a send whose short cut has put all of message `number` into its pipe; release the pipe."""
+        """Make the Work of a send, and release the pipe. A short cut has put the whole message into the pipe."""
         send = Send(self._progress, array, dst, tag)
         self._progress.let_go(self._exchange.note_sent(send, number))
         return send
@@ -342,7 +344,7 @@ class Engine:
         return self._progress.thread.is_current() or self.has_lock()
 
     def has_lock(self) -> bool:
-        """Whether this thread holds a pipe, so the caller is a signal handler or a callback of an ImportedArray."""
+        """Whether this thread holds a pipe. If so, the caller is a signal handler or a callback of an ImportedArray."""
         return self._lock.is_mine()
 
     def stay_awake(self) -> None:

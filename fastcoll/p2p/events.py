@@ -1,4 +1,4 @@
-"""Takes the events of a rank's pipes (pipe.py), one at a time, and has the Exchange (exchange.py) handle them.
+"""Class Events takes the events of a rank's pipes (pipe.py), and lets the Exchange (exchange.py) handle them.
 
 A rank has one pipe, or two: one to the ranks of its node and one to all others. Two pipes are polled in turn, so that
 neither starves. Only the holder of the lock (lock.py) calls these methods.
@@ -19,7 +19,7 @@ BUDGET = 0.05
 POLL = 5e-5
 """Seconds between two polls, where a thread cannot wait for an event."""
 
-_CHECK_EVERY = 64  # events between two checks, if there is always an event
+_CHECK_EVERY = 64  # the number of events between two checks if `advance` always finds an event
 
 
 class Events:
@@ -54,7 +54,10 @@ class Events:
         return self._ranks[self._lock.pipes.index(pipe)][number]
 
     def advance(self, wait: bool) -> bool:
-        """Move bytes and handle the next event; return False if there is none, with `wait` after BUDGET seconds."""
+        """Move bytes and handle the next event; return False if there is none.
+
+        If `wait` is true, wait for an event for up to BUDGET seconds.
+        """
         if len(self.handled) == 1:
             return self._advance_one(0, wait)
         return self._advance_both() if wait else self._poll_both()
@@ -69,8 +72,8 @@ class Events:
         """Handle the event that a pipe's `advance` has returned; return False if there was none.
 
         Args:
-            nested: `lock.nested` from before `advance`. If it has changed, a signal handler has driven meanwhile and
-                handled this event, so the event is ignored here.
+            nested: `lock.nested` from before `advance`. If it has changed, a signal handler has moved messages
+                meanwhile and handled this event, so the event is ignored here.
         """
         lock = self._lock
         lock.is_consistent = False
@@ -96,7 +99,7 @@ class Events:
         return False
 
     def _advance_both(self) -> bool:
-        """Wait in the only pipe that operations need. If they need both, poll both, and sleep in between."""
+        """If operations need only one pipe, wait in that pipe; else poll both pipes, and sleep in between."""
         awaited = [any(self._needs(t, pipe) for t in self._exchange.live) for pipe in self._lock.pipes]
         if sum(awaited) == 1:
             return self._advance_one(awaited.index(True), True)

@@ -8,9 +8,9 @@ Pipes move bytes and report events; the Exchange handles one event at a time. An
     probe     posted -> done, its message stored
 
 Eager and rendezvous: the first `eager` bytes of a message are *attached*: they follow its header at once. The rest
-follows the receiver's GO, goes from array to array, and needs no buffer. The receiver buffers the attached bytes of
-messages that match no posted receive. It buffers at most `window` bytes of each peer, because a sender with that many
-attached bytes in flight attaches none to its next messages.
+is sent after the receiver's GO, directly from array to array, without a buffer. The receiver buffers the attached bytes
+of messages that match no posted receive. It buffers at most `window` bytes of each peer, because a sender with that
+many attached bytes in flight attaches none to its next messages.
 
 The caller of these methods holds the lock (lock.py), unless a docstring says otherwise.
 """
@@ -44,8 +44,8 @@ class Peer:
         credit: bytes that may still be attached to messages before the peer has acknowledged earlier ones.
         is_bounded: whether `credit` is counted.
         interest: the number of posted receives and probes that a message of the peer could match.
-        armed: the earliest of these receives, if a short cut has armed it: the pipe completes it by itself. The pipe
-            may already have the receive's message, and wait for space for the ack.
+        armed: the earliest of these posted receives if a short cut has armed it, so that the pipe completes the receive
+            by itself; else None. The pipe may already have the message and wait for space for the ack.
         arriving: the message whose bytes are arriving.
         granted: the messages whose rest this rank has asked for, by message number.
         kept, kept_messages: bytes and number of the peer's messages that are buffered here.
@@ -78,7 +78,7 @@ class Exchange:
     Attributes:
         peers: a Peer for each rank.
         live: operations that have not ended, oldest first.
-        ended: receives whose messages have arrived, but must still be copied back to the callers' arrays.
+        ended: receives whose messages have arrived, but have not been copied back to the callers' arrays yet.
         on_event: for each event, the method that handles it; the method takes the peer's rank.
     """
 
@@ -299,7 +299,7 @@ class Exchange:
     # ---- receiving ---------------------------------------------------------------------------------
 
     def end_probe(self, probe: Probe, message: IncomingMessage | None = None) -> None:
-        """Complete a probe with `message`; with None, if the probe does not wait and there is no message."""
+        """Complete a probe with `message`. It is None if there is no message and the probe does not wait."""
         self._probes.remove(probe)
         self._count(probe, -1)
         del self.live[probe]
@@ -314,7 +314,7 @@ class Exchange:
                 peer.pipe.watch(peer.number, peer.interest)
 
     def _match(self, message: IncomingMessage) -> Receive | None:
-        """Return the receive that a new message matches; None: the message is stored."""
+        """Return the receive that a new message matches. If there is none, store the message and return None."""
         peer = self.peers[message.source]
         receive = peer.armed
         if receive is not None and receive.tag == message.tag and peer.pipe.is_armed(peer.number):
@@ -340,7 +340,7 @@ class Exchange:
         receive, peer.armed = peer.armed, None
         assert receive is not None
         peer.interest -= 1  # the pipe has already counted this
-        del self.live[receive]  # a short cut needs no copy-back
+        del self.live[receive]  # short cuts post only receives without a copy-back
         receive.complete(rank)
 
     def _on_both(self, rank: int) -> None:
@@ -417,7 +417,7 @@ class Exchange:
             self._settle(message, message.receive)
 
     def _settle(self, message: IncomingMessage, receive: Receive) -> None:
-        """Continue a matched message whose bytes under way have all arrived."""
+        """Continue a matched message after all bytes that were under way have arrived."""
         fits = receive.fits(message.kind, message.nbytes)
         if message.address and fits:
             receive.put(message.address, message.attached)
@@ -444,7 +444,7 @@ class Exchange:
         peer.pipe.note_owed(peer.number, len(peer.owed))
 
     def _acknowledge(self, peer: Peer, message: IncomingMessage, decision: int) -> bool:
-        """Acknowledge a message, which ends it unless this is a GO; False: the pipe has no space."""
+        """Send an ack, which ends the message unless it is GO; return False if the pipe has no space."""
         receive = message.receive
         assert receive is not None
         ack = Ack(message.number, decision, receive.nbytes, receive.kind)

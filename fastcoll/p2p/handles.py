@@ -50,13 +50,13 @@ def release_by(address: int) -> None:
 
 
 def release(owner: int) -> None:
-    """Release the owner of an array, which was kept alive for a request; 0: there is no owner."""
+    """Release the object that owns an array; a request has kept it alive. An `owner` of 0 means that there is none."""
     if owner and _release is not None:
         _release(owner)
 
 
 def memory(address: int, nbytes: int, owner: int) -> NDArray[np.uint8]:
-    """Return the bytes of a caller's array as an ndarray; the owner is released with the last reference to it."""
+    """Return the bytes of a caller's array as an ndarray. Its last reference releases `owner`."""
     buffer = (ctypes.c_char * nbytes).from_address(address) if nbytes else (ctypes.c_char * 1)()
     if owner:
         weakref.finalize(buffer, release, owner).atexit = False

@@ -4,12 +4,12 @@ Rules:
 
 - A rank has one or two pipes (pipe.py), each with a word BUSY. A thread holds the lock when it has set BUSY of every
   pipe. A compiled short cut sets BUSY of one pipe, for one call. Setting BUSY never blocks. If another thread has set
-  it, a thread that posts an operation leaves it in the inbox (progress.py), and a thread that waits for an operation
-  adds an event to `waiters` and sleeps.
+  it, a thread that posts an operation leaves the operation in the inbox (progress.py), and a thread that waits for an
+  operation adds an event to `waiters` and sleeps.
 - The holder drives the pipes (moves bytes) and changes the Exchange (exchange.py). A thread whose short cut has kept
-  its pipe also changes the Exchange: it records that message, in the state of one peer and in single entries of
-  `Exchange.live`. If the message must be matched, a second lock keeps another thread from doing the same for the other
-  pipe at the same time (`Engine._hand_over`).
+  its pipe also changes the Exchange: it records the short cut's message, in the state of one peer and in single entries
+  of `Exchange.live`. If the message must be matched, a second lock prevents another thread from doing the same for
+  the other pipe at the same time (`Engine._hand_over`).
 - Any thread may append to the inbox and to `waiters`.
 - No post is lost. The poster appends to the inbox before it tries to take the lock; the holder releases the lock before
   it checks the inbox. So at least one of the two sees the other and begins the operation.
@@ -41,7 +41,7 @@ class ProgressLock:
         waiters: an event for each thread that waits for the lock.
         is_driven: whether a thread holds the lock; False while a short cut holds a pipe.
         is_consistent: whether no event is half-handled.
-        nested: how many times a signal handler has driven while its own thread held the lock.
+        nested: how many times a signal handler has driven the pipes while its own thread held the lock.
         is_closed: whether the lock is closed: only the thread that closes the pipes may still take it.
     """
 
@@ -71,7 +71,7 @@ class ProgressLock:
             pipe.let_go()
 
     def is_mine(self) -> bool:
-        """Whether the calling thread holds a pipe, so that the caller is a signal handler or an array's callback."""
+        """Whether the calling thread holds a pipe. If so, the caller is a signal handler or an array's callback."""
         return any(pipe.is_mine() for pipe in self.pipes)
 
     def wait(self, end: float | None) -> None:
@@ -95,7 +95,7 @@ class ProgressLock:
             waiter.set()
 
     def ring_bells(self) -> None:
-        """Have the thread that drives return from its pipe at once."""
+        """Have the thread that drives the pipes return from `Pipe.advance` at once."""
         for pipe in self.pipes:
             pipe.ring_bell()
 

@@ -142,7 +142,7 @@ class Pipe(Protocol):
         """Have compiled code that drives the pipe return at once. Any thread may call this."""
 
     def silence_bell(self) -> None:
-        """Reset the bell that `ring_bell` rings. Afterwards, not before, the caller looks for reasons to ring it."""
+        """Reset the bell that `ring_bell` rings. The caller must do this before it checks for new work, not after."""
 
     def set_behind(self, behind: bool) -> None:
         """Set the word BEHIND: if true, short cuts return LATER, because earlier operations come first."""
@@ -216,7 +216,7 @@ class Pipe(Protocol):
         return LATER
 
     def complete(self, handled: int, peer: int, number: int) -> int:
-        """Take the pipe and advance it, the operations of short cuts with `peer` first.
+        """Take the pipe and advance it; begin with the operations that short cuts have posted with `peer`.
 
         Args:
             handled: as for `advance`.
@@ -231,8 +231,8 @@ class Pipe(Protocol):
         """Hand over to the engine a send that a short cut has begun.
 
         Returns:
-            The message's number, whether the message or its rest is entering the pipe, and whether GO has arrived, so
-            that only the rest is missing.
+            The message's number; whether the message or its rest is entering the pipe; and whether GO has arrived, so
+            that only the rest is still to be sent.
         """
         raise AssertionError("this pipe has none")
 
@@ -284,10 +284,12 @@ class Pipe(Protocol):
         """
 
     def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
-        """Let a message with its first `attached` bytes enter the pipe, while no other message to the peer does so.
+        """Let a header and the first `attached` bytes of its message enter the pipe.
+
+        No other message to the peer may be entering the pipe.
 
         Returns:
-            The message's number, and whether the event ENTERED will follow, because bytes are still missing.
+            The message's number, and whether the event ENTERED will follow, because not all bytes have entered yet.
         """
 
     def begin_rest(self, peer: int, send: Send, number: int, attached: int) -> None:
@@ -319,7 +321,7 @@ class Pipe(Protocol):
         """Send an ack to a peer. If there is no space, return False; call again after the event ACK_SPACE."""
 
     def watch(self, peer: int, count: int) -> None:
-        """Set how many receives a message of a peer could match. If it is 0, the pipe need not read headers."""
+        """Set how many receives a message of a peer could match. If none, the pipe need not read headers."""
 
     def expect(self, peer: int, count: int) -> None:
         """Set how many rests this rank has asked a peer for and not received."""
@@ -330,7 +332,7 @@ class Pipe(Protocol):
         return None
 
     def note_stored(self, count: int) -> None:
-        """Set how many messages wait for a receive. Short cuts arm receives only while it is 0."""
+        """Set how many messages wait for a receive. Short cuts arm receives only while there are none."""
         return None
 
     def is_armed(self, peer: int) -> bool:
@@ -346,8 +348,8 @@ class WordPipe(Pipe):
     """A pipe whose kernels keep their state in int64 words: a table of the pipe, and a row for each peer.
 
     Args:
-        words: the module with the indices of words: BUSY, BEHIND and STORED in the table; WATCHED, OWED, ARMED_KIND
-            and, from ACK_NUMBER on, the four words of an ack in a row.
+        words: the module with the indices of words. In the table: BUSY, BEHIND and STORED. In a peer's row: WATCHED,
+            OWED, ARMED_KIND and, from ACK_NUMBER on, the four words of an ack.
 
     Attributes:
         address: the address of the table, which is the first argument of the kernels.

@@ -28,7 +28,7 @@ from .pipe import NOT_MINE, Pipe
 from .thread import ProgressThread
 from .transfers import Probe, Receive, Send, Transfer
 
-_CLOSE_SECONDS = 5.0  # kernels return within 0.1 s; longer: a thread was killed while it held the lock
+_CLOSE_SECONDS = 5.0  # kernels return within 0.1 s; a longer wait: a thread was killed with the lock
 
 
 class Progress:
@@ -65,7 +65,7 @@ class Progress:
         self._routes, self._take_over = routes, take_over
         self._pipes = self.lock.pipes
         self._polled = False  # whether a thread has called `poll` while another thread drove
-        self._given_up: BaseException | None = None  # set if a signal handler closes inside a call
+        self._given_up: BaseException | None = None  # set if a signal handler closes the group in a call
 
     def has_operations(self) -> bool:
         """Whether operations are under way or posted."""
@@ -108,7 +108,7 @@ class Progress:
 
     def release(self) -> None:
         """Release the lock, and begin the operations that were posted meanwhile."""
-        if self.checks.recorded and not self.exchange.live:  # no thread may drive again
+        if self.checks.recorded and not self.exchange.live:  # perhaps no thread will drive again
             self.checks.record(0.0)
         lock = self.lock
         if not self.exchange.is_busy() and not lock.is_closed:
@@ -266,7 +266,7 @@ class Progress:
         return transfer.ended or self.drive_until(transfer, limit)
 
     def _complete_small(self, transfer: Transfer) -> None:
-        """Drive with one call of the pipe, which mostly completes an operation that a short cut has posted."""
+        """Drive with one call of the pipe. Mostly this completes the transfer, which a short cut has posted."""
         assert transfer.peer is not None
         lock, (pipe, number) = self.lock, self._routes[transfer.peer]
         nested = lock.nested
@@ -421,7 +421,7 @@ class Progress:
         self.thread.wake()
 
     def call_back(self, transfer: Transfer) -> None:
-        """Have the callbacks of a transfer that has ended called on the progress thread."""
+        """Have the progress thread call the callbacks of a transfer that has ended."""
         self.thread.call_back(transfer)
 
     def close(self, error: GroupError | None) -> None:

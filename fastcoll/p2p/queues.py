@@ -31,8 +31,8 @@ class IncomingMessage:
             because the bytes go to the receive's array.
         keep: the array that owns this buffer.
         receive: the receive that has matched it.
-        arrived: all attached bytes have arrived.
-        complete: all bytes have arrived, or the last ones are arriving in the receive's array.
+        arrived: whether all attached bytes have arrived.
+        complete: whether all bytes have arrived, or the last ones are arriving in the receive's array.
     """
 
     source: int
@@ -80,7 +80,7 @@ class MatchQueues:
         return message
 
     def find(self, peer: int | None, tag: int) -> IncomingMessage | None:
-        """Return the earliest message from `peer` (None: any rank) with `tag`, or None. It stays stored."""
+        """Return the earliest message from `peer` (None: any rank) with `tag`, or None. The message stays stored."""
         tags = (tag,) if tag >= 0 else tuple(other for other in self._messages if wildcard_of(other) == tag)
         found: tuple[int, IncomingMessage] | None = None
         for each in tags:
@@ -111,7 +111,7 @@ class MatchQueues:
 
 
 def _drop(kept: dict[int, list[tuple[int, _T]]], tag: int, one: _T) -> None:
-    """Remove an entry; the list of a tag is deleted with its last entry."""
+    """Remove an entry. If it is the last entry of its tag, delete the list of that tag."""
     entries = kept[tag]
     del entries[next(index for index, entry in enumerate(entries) if entry[1] is one)]
     if not entries:

@@ -65,7 +65,8 @@ def short_cuts(
     def torn(error: BaseException, doing: str, *integers: Any) -> bool:
         """Clean up after an exception in a short cut; return whether to raise it.
 
-        If not, an argument is wrong, and the group's method raises a better error.
+        If it returns False, an argument is wrong, and the group's method, which is called next, raises a better
+        error.
         """
         messages.torn(error, doing)
         return not refuses(error, integers)

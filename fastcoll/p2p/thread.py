@@ -19,7 +19,7 @@ _NAPS = 50  # naps without operations before the thread sleeps
 
 
 class Unattended(Protocol):
-    """The part of Progress (progress.py) that the thread drives.
+    """The part of Progress (progress.py) that the thread uses. To *drive* is to move the bytes of messages.
 
     Attributes:
         drives: counts how often a thread has begun to drive.
@@ -53,7 +53,7 @@ class ProgressThread:
         self._thread: threading.Thread | None = None
 
     def is_current(self) -> bool:
-        """Whether the calling thread is this one, so that the caller is a callback."""
+        """Whether the calling thread is the progress thread, on which user code is always a callback."""
         return self._thread is not None and threading.get_ident() == self._thread.ident
 
     def wake(self, anyway: bool = False) -> None:
@@ -72,7 +72,7 @@ class ProgressThread:
             self._changed.notify_all()
 
     def call_back(self, transfer: Transfer) -> None:
-        """Have the callbacks of a transfer that has ended called on this thread."""
+        """Have the progress thread call the callbacks of a transfer that has ended."""
         self.callbacks.append(transfer)
         self.wake()
 

@@ -51,7 +51,7 @@ def tag_of(kind: int) -> int:
 
 
 def tag_text(tag: int) -> str:
-    """Format a tag for messages."""
+    """Format a tag for error texts."""
     if abs(tag) >= JAX_TAGS:
         return f"{tag_text(tag - JAX_TAGS if tag > 0 else tag + JAX_TAGS)} of fastcoll.jax"
     return {OBJECTS_TAG: "objects", ANY_TAG: "any tag"}.get(tag) or f"tag {tag}"
@@ -71,7 +71,7 @@ def _is_on_gpu(kind: int) -> bool:
 
 
 def _dropped(kind: int, other: int) -> str:
-    """Return the end of the error text for a message and an array of these kinds: the cure."""
+    """Return the end of an error text: how to make a message and an array of these kinds fit."""
     if _is_on_gpu(kind) != _is_on_gpu(other):
         cure = "both must be on GPUs, or both in host memory"
     elif tag_of(kind) == OBJECTS_TAG:
@@ -129,7 +129,7 @@ class Driver(Protocol):
         """Progress messages as far as possible without waiting."""
 
     def call_back(self, transfer: Transfer) -> None:
-        """Have the callbacks of a transfer that has ended called on the progress thread."""
+        """Have the progress thread call the callbacks of a transfer that has ended."""
 
 
 class Transfer(Work):
@@ -201,7 +201,7 @@ class Transfer(Work):
         """The check of the operation's deadline and of the peers that it needs."""
         if self._watch is None:
             monitor, timeout = self._engine.monitor, self._engine.timeout
-            # Without a reference to this transfer: the cycle would keep its array until the garbage collector runs.
+            # `late` has no reference to this transfer: a cycle would keep its array until the garbage collector runs.
             late = partial(_needed, monitor, self._engine.rank, self.peer, isinstance(self, Send))
             self._watch = Wait(monitor, self.describe, late, timeout, self.posted, is_message=True)
         return self._watch
@@ -221,7 +221,7 @@ class Transfer(Work):
         self._engine.call_back(self)
 
     def call_back(self) -> None:
-        """Call the callbacks; for the progress thread."""
+        """Call the callbacks. `ProgressThread.run_callbacks` calls this."""
         super()._call_back()
 
 
@@ -240,7 +240,7 @@ def _needed(monitor: Monitor, rank: int, peer: int | None, sends: bool) -> list[
 
 
 class Send(Transfer):
-    """A message to `peer`; to this rank, `array` is a copy."""
+    """A send to `peer`. If `peer` is this rank, `array` is a copy of the caller's array."""
 
     peer: int
 
@@ -331,7 +331,7 @@ class Probe(Transfer):
     """A probe for a message from `peer`, or from any rank; the result is the message's Status.
 
     Attributes:
-        at_once: whether not to wait; then the result is None if there is no message.
+        at_once: if true, the probe does not wait, and its result is None if there is no message.
     """
 
     is_plain = False
