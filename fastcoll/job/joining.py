@@ -15,7 +15,7 @@ Keys, under elastic/:
     invited/<n>     JSON: the attempt, the joiner's rank and the size of the world
     attempts        the number of attempts so far; outcome/<a>: see above
     world<a>/...    the keys of attempt a: those of its meeting and those of the new job
-    first/<k>/...   the same for attempt k of the first meeting (beginning.py); start/... has the outcomes of these
+    first/<k>/...   the same for attempt k of the first meeting (beginning.py); start/... has their outcomes
     cleared         world<a>/ is deleted for all attempts before this number
     over            the job has ended
 """
@@ -51,7 +51,7 @@ class JobEndedError(RendezvousError):
 
 
 class Invitation(NamedTuple):
-    """A joiner's attempt, and its rank and the size of the world in it."""
+    """The attempt to which a joiner is invited; the joiner's rank and the size of the world in that attempt."""
 
     attempt: int
     rank: int
@@ -75,7 +75,7 @@ class JoinQueue:
         self._store = TCPStore(host.strip("[]"), int(port), timeout=grace)
         self._keys = PrefixStore("elastic", self._store)
         self.attempts = Attempts(self._store)
-        self._settled = 0  # the last `count` at which no joiner was waiting
+        self._settled = 0  # the value of `count` when last no joiner was waiting
 
     def close(self) -> None:
         """Close the store. Calling it twice is fine."""
@@ -92,14 +92,14 @@ class JoinQueue:
         return Attempts(store), store.close
 
     def decide(self, attempt: int, made: bool) -> bool:
-        """Return whether the outcome is MADE; if it is not decided yet, `made` decides it."""
+        """Return whether the outcome of an attempt is MADE. If no process has decided it yet, `made` decides it."""
         outcome = self._keys.compare_set(f"outcome/{attempt}", b"", _MADE if made else _OFF)
         return outcome == _MADE
 
     # ---- rank 0 --------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Mark the job as running, also after an earlier `shut`."""
+        """Mark the job as running, even if `shut` has marked it as ended before."""
         self._keys.delete_key("over")
         self._settled = 0
 
@@ -144,7 +144,7 @@ class JoinQueue:
         return [n for n, each in zip(joiners, found, strict=True) if each is not None]
 
     def clear(self, attempt: int) -> None:
-        """Delete the keys of all attempts before this one. Call it once every rank is in the world of this one."""
+        """Delete the keys of all attempts before `attempt`. Call this once every rank is in the world of `attempt`."""
         first = int(self._keys.peek(["cleared"])[0] or 1)
         for name in ["first", *(f"world{before}" for before in range(first, attempt))]:
             self._keys.retire(f"{name}/", 1)
@@ -159,8 +159,8 @@ class JoinQueue:
     def wait(self, timeout: float, began: float) -> tuple[Invitation, Callable[[], None]]:
         """Register and wait for an invitation; return it, and a function that withdraws this joiner's will.
 
-        The will is a request to the store's server: set gone/<n> when this process ends. `timeout` counts from
-        `began`, a value of time.monotonic().
+        The will is a request to the store's server: set gone/<n> when this process ends. `timeout` counts
+        from `began`, a value of time.monotonic().
 
         Raises:
             RendezvousError: the job has ended.
@@ -209,8 +209,9 @@ value of time.monotonic().
 def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
     """Join the job whose store is at `address`; wait for invitations until `timeout` seconds have passed.
 
-    `name` is the launcher's name for this process, or a name that the process has chosen. If an attempt fails, because
-    another joiner died or does not fit, this process waits for the next one, up to five attempts.
+    `name` is the launcher's name for this process, or a name that the process has chosen. If an attempt fails,
+    for example because another joiner died or does not fit, this process waits for the next attempt. It takes part in
+    at most five attempts.
     """
     began, join_queue = time.monotonic(), JoinQueue(address, _STORE_SECONDS)
     with closing(join_queue):

@@ -23,7 +23,8 @@ from ..errors import AbortedError, GroupError
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.005
-# How long a leaving rank waits for its receives, if peers neither send nor leave. Its program does not wait for them.
+# How long a leaving rank waits for its receives, if peers neither send nor leave. The program has posted these
+# receives without waiting for them.
 _RECEIVE_SECONDS = 30.0
 _MOST_NAMED = 8
 
@@ -39,8 +40,8 @@ def leave(
         let_go: a function that closes the groups by `close` below; None: `leave` calls `close` itself.
 
     Returns:
-        An error that names the operations that failed, or were never completed, without the program noticing: it never
-        asked for their results. None if there are none.
+        An error that names the operations that failed or were never completed, and whose results the program never
+        asked for. None if there are no such operations.
     """
     in_order = error is None or (isinstance(error, SystemExit) and not error.code)
     waiting = [group for group in groups if in_order and group.may_wait()]
@@ -120,8 +121,8 @@ class ExitHook:
     def _run(self) -> None:
         self.take_back()
         try:
-            # In children of multiprocessing the exception is still being handled; elsewhere Python keeps the exception
-            # that it has printed. In an interactive session that exception has not ended the program.
+            # In children of multiprocessing, the exception is still being handled. In other processes, Python keeps the
+            # exception that it has printed. In an interactive session, that exception has not ended the program.
             interactive = sys.flags.interactive or hasattr(sys, "ps1")
             error = sys.exc_info()[1] or (None if interactive else getattr(sys, "last_value", None))
             lost = self._leave(error)

@@ -29,7 +29,7 @@ from .world import current_job, replace_job
 # How long to look for a dead member after an attempt to make a group has failed.
 _SEEN_SECONDS = 0.5
 _POLL_SECONDS = 0.002
-_SHRUNK = ", shrunk to "  # of a group's name
+_SHRUNK = ", shrunk to "  # in a new group's name, between the old name and the new size
 
 
 def abort(group: Group = None, reason: str = "abort() was called") -> None:
@@ -58,7 +58,7 @@ def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
 
     Args:
         group: None: the default group.
-        timeout: seconds or timedelta for the others to come; None: the group's.
+        timeout: seconds or timedelta within which the other ranks must call this; None: the group's timeout.
 
     Returns:
         The new group, of one rank if no other rank is left.
@@ -108,7 +108,7 @@ def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
 def _level(group: ProcessGroup, members: Sequence[Member]) -> Level:
     """Return a group as a Level, at which survivors look for one another.
 
-    `members` are its members as the failed group has them, because a new default group gives them other ranks.
+    `members` are the group's members with their ranks in the failed group, because a new default group renumbers them.
     """
 
     def gone() -> list[int]:

@@ -1,8 +1,8 @@
 """The default group: how a process joins the world, and how it leaves it.
 
-Joining: find the other ranks (discovery.py), exchange identities (rendezvous/join.py), make the group of all. Another
-thread imports Numba meanwhile. Leaving: close the groups, newest first (leaving.py), then the store. A script that does
-not call `destroy_process_group` leaves at exit.
+Joining: find the other ranks (discovery.py), exchange identities (rendezvous/join.py), and make the group of all
+ranks. Meanwhile, another thread imports Numba. Leaving: close the groups, newest first (leaving.py), then the store. A
+script that does not call `destroy_process_group` leaves at exit.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .standalone import leave_groups
 
 _log = logging.getLogger("fastcoll")
 
-# How long rank 0 keeps the store open, in seconds at most: after a failed start, so that others can read the reason;
-# at exit, so that others can finish making groups.
+# For how many seconds at most rank 0 keeps the store open: after a failed start, so that other ranks can read the
+# reason; at exit, so that other ranks can finish making groups.
 _FAILED_START_SECONDS = 0.5
 _EXIT_SECONDS = 10.0
 
@@ -69,7 +69,7 @@ at_fork("world", _after_fork)
 
 
 def current_job() -> Job:
-    """Return this process's job; raise if there is none, or if it is that of the parent of a fork."""
+    """Return this process's job; raise if there is none, or if the job is the parent's, from before a fork."""
     if groups.inherited is not None:
         raise groups.inherited
     if _job is None:
@@ -137,7 +137,7 @@ def init_process_group(
             FASTCOLL_TIMEOUT (1800 s).
         world_size, rank: the size of the job and this process's rank; -1: taken from `init_method`.
         store: a store that all processes share, of fastcoll or torch.distributed, instead of `init_method`; needs
-            rank and world_size. It stays open.
+            rank and world_size. fastcoll does not close it.
         group_name: distinguishes jobs that use one multicast address or one file.
         pg_options: must be None; no backend has options.
         device_id: this rank's GPU. It is checked and has no effect: each array knows its GPU.
@@ -146,8 +146,8 @@ def init_process_group(
         UsageError: an argument is wrong, the ranks' arguments do not fit together, the process already has
             a default group, or another thread is joining.
         UnavailableError: the backend is not available, or cannot connect these nodes.
-        RendezvousError: the others did not come in time (StoreTimeoutError), or the store is lost.
-        PeerDiedError: a process that had joined died before all had joined.
+        RendezvousError: other processes did not come in time (StoreTimeoutError), or the store is lost.
+        PeerDiedError: a process that had joined died before all processes had joined.
         ResourceError: no shared memory or no port.
 
     Example:
@@ -198,7 +198,10 @@ def join_running_job(address: str, backend: str | None = None, timeout: Timeout 
 
 
 def _place() -> ProcessName | None:
-    """Return this process's name in an elastic job's first meeting; None if that is over, or there is none."""
+    """Return this process's name in an elastic job's first meeting, or None.
+
+    The result is None if FASTCOLL_PLACE is not set, or this process has joined a job before.
+    """
     text = config.get("FASTCOLL_PLACE")
     return place_of(text) if text and not _starts else None
 
@@ -309,7 +312,8 @@ def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager
         """Call `init_process_group`, and `destroy_process_group` at the end of the block.
 
         Args:
-            backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id: as there.
+            backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id: as for
+                `init_process_group`.
 
         After an exception in the block this rank leaves at once, without waiting for ranks that still make groups. The
         block may call `destroy_process_group` itself.

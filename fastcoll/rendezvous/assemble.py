@@ -36,12 +36,12 @@ MET, FAILED, MOVED = b"L", b"F", b"M"
 _GROUP = "group"
 _MOST_BYTES = 4096  # of a contribution
 _LOOK_SECONDS = 0.25
-# Within this time after a member has detected a failure, the others can read it in the store, even if no core is free.
+# After a member has detected a failure, the others can read it in the store within this time, even if no core is free.
 _PUBLISH_SECONDS = 2.0
-# `fetch_for` polls the more rarely, the larger its `crowd` is. It gets at most this number, so that it calls `between`
-# often enough for a multicast leader to announce itself.
+# `fetch_for` polls less often if its argument `crowd` is larger. A meeting passes at most this number, so that
+# `between` is called often enough for a multicast leader to announce itself.
 _MOST_AT_ONCE = 1000
-# Errors that a member publishes. The others detect a broken connection or a lost store themselves.
+# Errors that a member publishes. A broken connection or a lost store is not published: all members detect it.
 _PUBLISHED: dict[str, type[FastcollError]] = {
     kind.__name__: kind
     for kind in (
@@ -75,15 +75,17 @@ def assemble(
 
 
 class Meeting:
-    """A meeting, as one member sees it. A context manager: it publishes an exception of the block to the others.
+    """A meeting, as one member sees it. A context manager, which publishes an exception of its block to the others.
 
     Args:
-        me: this member's name, with which the errors that it publishes begin; empty: their texts name it already.
+        me: this member's name, put before the texts of the errors that it publishes; empty if the texts name it
+            already.
         between: called after this member has written its contribution, and a few times a second while it waits.
         began: the value of time.monotonic() from which `timeout` counts; None: now.
 
     Attributes:
-        known: the contributions that this member has read, by place. Place 0 reads all, the others that of place 0.
+        known: the contributions that this member has read, by place. The member at place 0 reads all contributions, the
+            other members read only that of place 0.
         watched: the processes whose death ends the meeting.
         timeout: the seconds for the whole meeting, counted from `began`.
     """
@@ -113,7 +115,7 @@ class Meeting:
         self._looked = time.monotonic()
 
     def learned(self, place: int, value: bytes) -> None:
-        """Handle the contribution of a member, once for each; an exception ends the meeting."""
+        """Handle a member's contribution. Called once for each member; an exception ends the meeting."""
 
     def names(self, places: Sequence[int]) -> str:
         """Return names of the missing members at these places, for messages."""
@@ -164,7 +166,7 @@ class Meeting:
         return self.wait([f"{self.name}/{word}"], lambda: self.names([0]))[0]
 
     def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
-        """Wait for keys until the meeting ends, and return their values; `missing` names the members waited for."""
+        """Wait for keys until the meeting ends, and return their values; `missing` names the missing members."""
         return fetch_for(
             self.store,
             keys,
@@ -189,7 +191,7 @@ class Meeting:
                 self._look_at([])
 
     def hear_why(self) -> None:
-        """Wait up to 2 s for another member to publish the reason of a failure, and raise it; return if none does."""
+        """Wait up to 2 s for another member to publish an error, and raise that error; return if none does."""
         told: list[bytes] = []
         grace = min(self.left(), _PUBLISH_SECONDS)
         with suppress(errors.StoreTimeoutError):
@@ -245,7 +247,7 @@ class Meeting:
         return values
 
     def _check(self, end: bytes | None) -> None:
-        """Raise the failure or cancellation in this value of an `end` key; return if it has neither."""
+        """Raise the failure or cancellation in this value of an `end` key; return if it contains neither."""
         if end is None or end[:1] == MET:
             return
         self._is_over = True
@@ -277,7 +279,7 @@ class Meeting:
 
 
 class GroupMeeting(Meeting):
-    """The meeting of a group's members, which have the list of all members, in the group's part of a store."""
+    """The meeting of a group's members, in the group's part of a store. Each has the list of all members."""
 
     def __init__(
         self, store: Store, members: Sequence[Member], rank: int, timeout: float, doing: str

@@ -7,8 +7,8 @@ Every notice has 1,120 bytes (big-endian), so the receiver need not trust a leng
 
     offset  bytes  field
     0       8      magic "FASTNOTE"
-    8       1      state of the sender: 1 left in order, 2 failed the group, 3 is leaving it
-    9       1      cause: 1 a process died or cannot be reached, 2 one did not come in time, else 0
+    8       1      state of the sender: 1 has left without a failure, 2 has failed the group, 3 is leaving it
+    9       1      cause: 1 a process died or cannot be reached, 2 a process did not come in time, 0 otherwise
     10      2      number of ranks at fault
     12      4      group rank of the first sender (other ranks may forward the notice)
     16      4      length of the text
@@ -54,7 +54,7 @@ class Notice:
     state: int
     origin: int  # group rank of the first sender; other ranks forward the notice
     ranks: tuple[int, ...] = ()  # global ranks at fault, at most 16
-    died: bool = False  # they died or cannot be reached
+    died: bool = False  # whether these ranks died or cannot be reached
     late: bool = False
     text: str = ""
 
@@ -88,8 +88,8 @@ class Control:
     """The control connections of a rank. Thread-safe; a signal handler may call `look` while `look` is running.
 
     Attributes:
-        heard: group rank -> its first notice, or the notice after LEAVING.
-        lost: group rank -> how its connection ended, for messages; also set if the rank has left or failed before.
+        heard: group rank -> its first notice or, if that was LEAVING, the next one.
+        lost: group rank -> how its connection ended, for error texts; also set if the rank has left or failed before.
         peers: group ranks to which there is, or was, a connection.
     """
 
@@ -150,7 +150,7 @@ class Control:
             self._links.clear()
 
     def close_inherited(self) -> None:
-        """In a child of fork: close the copies of all connections."""
+        """In a child process made by fork: close the copies of all connections."""
         for _, connection, _ in list(self._links.values()):
             connection.close()
 
@@ -199,9 +199,9 @@ def _send(connection: socket.socket, data: bytes) -> None:
 class NetMonitor(Monitor):
     """The monitor of a rank that observes the others by its control connections.
 
-    A peer whose connection ends without a notice is treated as dead: it has died or cannot be reached. A rank adopts
-    the culprits that a failed rank's notice names: the first survivor to detect a death may be gone before the others
-    poll, and they must still name the dead rank.
+    A peer whose connection ends without a notice is treated as dead: it has died or cannot be reached. If a failed
+    rank's notice names ranks at fault, this rank blames them as well: the first survivor that detects a death may be
+    gone before the other survivors poll, and these must still name the dead rank.
     """
 
     def __init__(self, members: Sequence[Member], rank: int, control: Control) -> None:
@@ -214,7 +214,10 @@ class NetMonitor(Monitor):
         )
 
     def lost(self, rank: int, how: str) -> None:
-        """Record that a data or mail connection broke: the rank is declared dead unless it has left or failed."""
+        """Record how a connection to a rank, for data or messages, broke.
+
+        The rank is declared dead unless it has left or failed.
+        """
         self._broken.setdefault(rank, how)
 
     def start_to_leave(self) -> None:
@@ -226,12 +229,12 @@ class NetMonitor(Monitor):
         super().leave()
 
     def is_gone(self, rank: int) -> bool:
-        """Return whether a rank receives nothing more: it has left or failed, or its connection is lost."""
+        """Return whether a rank no longer receives: it has left or failed, or its connection is lost."""
         self._control.look()
         return self._state(rank) in (LEFT, FAILED) or rank in {**self._broken, **self._control.lost}
 
     def lost_processes(self) -> list[Member]:
-        """Return the members whose connection broke without a notice, for `processes.gone_among`."""
+        """Return the members whose connections broke without a notice; for `processes.gone_among`."""
         self._control.look()
         return [self.members[rank] for rank in self._suspects()]
 
@@ -257,7 +260,7 @@ class NetMonitor(Monitor):
         return super().decide(needed, doing)
 
     def _death(self, proven: set[Member], doing: str) -> PeerDiedError | None:
-        """Return the error for the members that died, as this rank has seen or as notices report; None: no death."""
+        """Return the error for the members that died, by this rank's evidence or by notices; None if none died."""
         suspects = {self.members[rank]: how for rank, how in self._suspects().items()}
         # The first notice that reports the death of another rank than this one.
         notices, me = list(self._control.heard.values()), self.members[self.rank].rank
@@ -279,7 +282,7 @@ class NetMonitor(Monitor):
         return error
 
     def _suspects(self) -> dict[int, str]:
-        """Return the group ranks that have neither left nor failed, but whose connection broke, and how it broke."""
+        """Return how the connection broke, for each group rank with a broken one that has neither left nor failed."""
         broken = {**self._broken, **self._control.lost}
         return {rank: how for rank, how in broken.items() if self._is_present(rank)}
 

@@ -1,9 +1,9 @@
 """How processes become ranks with a list of all members, through meetings in a store (assemble.py).
 
-join: each process has a rank. The first to come publishes its world size, backend and version, and every other process
-compares these with its own. Each process claims its rank and writes its registration; rank 0 publishes the list.
-arrive: processes get ranks. Each process takes the next place from a counter and writes its record there; the process
-at place 0 assigns the ranks.
+join: each process has a rank. The first process publishes its world size, backend and version, and all other processes
+compare these with their own. Each process claims its rank and writes its registration; rank 0 publishes the list.
+arrive: processes without ranks, or with requested ones, get ranks. Each process takes the next place from a counter and
+writes its record there; the process at place 0 assigns the ranks.
 
 Keys besides those of the meetings "join" and "arrivals":
 
@@ -30,7 +30,7 @@ from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack,
 logger = logging.getLogger("fastcoll")
 
 _JOIN, _ARRIVALS = "join", "arrivals"
-# How long the second process that claims a rank waits for the registration of the first one, to name it in the error.
+# If two processes claim one rank, the second waits this long for the first one's registration, to name it in the error.
 _NAMING_SECONDS = 2.0
 
 
@@ -50,7 +50,7 @@ def join(
 
     Raises:
         UsageError: the rank is out of range or claimed twice, or world size, backend or version
-            differ between ranks; all waiting ranks raise it, and it names both processes.
+            differ between ranks; all waiting ranks raise this error, which names both processes.
         PeerDiedError: a registered process died.
         StoreTimeoutError: ranks did not come in time; the message names them.
         StoreError: the store is gone.
@@ -70,7 +70,7 @@ def join(
 
 
 def registered(store: Store, rank: int) -> Member | None:
-    """Return the process that has registered as `rank` in a store used by `join`, or None. Never blocks."""
+    """Return the process that has registered as `rank` by `join` in this store, or None. Never blocks."""
     value = store.peek([member_key(_JOIN, rank)])[0]
     return None if value is None else Member.from_bytes(value)
 
@@ -98,7 +98,7 @@ class _Joining(Meeting):
         self.members: dict[int, Member] = {}
 
     def agree_on_terms(self) -> None:
-        """Publish the terms as the first process, or compare this process with the terms of the first."""
+        """Publish the terms if this process is the first; else compare this process with the published terms."""
         if self.store.add("join/first", 1) == 1:
             self.say("terms", self._me.to_bytes())
             return
@@ -213,7 +213,7 @@ def arrive(
         FullError: other processes have filled the world.
         MovedError: the meeting was cancelled.
         UsageError: two processes request one rank, or world sizes differ; the message names both processes.
-        PeerDiedError, StoreTimeoutError, StoreError: as `assemble`.
+        PeerDiedError, StoreTimeoutError, StoreError: as for `assemble`.
     """
     me = Arrival(-1 if rank is None else rank, world_size, **vars(this_process()))
     place = store.add("arrivals/count", 1) - 1
@@ -269,7 +269,7 @@ class _Arriving(Meeting):
         arrival.claim(self._asked)
 
     def names(self, places: Sequence[int]) -> str:
-        """Return the missing ranks if all that came request a rank, else the number of missing processes."""
+        """Return the missing ranks if all processes that came request ranks, else how many processes are missing."""
         if self.place:
             return "the first that came"
         here = self._arrived or [self._me]

@@ -1,12 +1,13 @@
 """The sockets on which a process accepts connections of other ranks, and how the members of a group exchange addresses.
 
 A connection begins with an opening from each side and their proofs that they have the group's key (store/opening.py).
-After that, the listener hands the connection to its group. It drops all other connections, and logs each host that they
-come from once. A pending opening takes 112 bytes and one descriptor for at most 10 s; a rank whose opening was dropped
-dials again. A rank that has received an answer regards the connection as established, and may be stopped or starved
-before it sends its proof; so it has its group's timeout for the proof. Strangers get no answer, because they do not
-have the group's name, 16 random bytes. When 256 connections are pending, the oldest one without a complete opening is
-dropped. If all openings are complete, the oldest connection is dropped. So idle connections keep no rank out.
+After that, the listener hands the connection to its group. It drops all other connections, and logs each host that
+sends such connections once. A pending opening takes 112 bytes and one descriptor for at most 10 s; a rank whose opening
+was dropped dials again. A rank that has received an answer regards the connection as established, and may be stopped or
+starved before it sends its proof; so the listener waits for the proof for the group's timeout. Strangers get no answer,
+because they do not have the group's name, 16 random bytes. When 256 connections are pending, the oldest one without a
+complete opening is dropped. If all openings are complete and only proofs are missing, the oldest connection is dropped.
+So idle connections keep no rank out.
 
 Members exchange addresses through the group's store. The first member draws the group's name and token ("terms"). A
 member listens for the group before it publishes its address, so every dial to a published address finds the group.
@@ -70,7 +71,7 @@ Deliver = Callable[[Opening, socket.socket], None]
 
 @dataclass
 class _Pending:
-    """A connection whose opening is not complete."""
+    """A connection that is not handed over yet, because the opening or the proof is not complete."""
 
     socket: socket.socket
     host: str
@@ -79,7 +80,11 @@ class _Pending:
 
 
 class Listener(serving.SocketServer):
-    """Listening sockets on addresses of this machine, with their `ports`. ResourceError: a socket cannot listen."""
+    """Listening sockets on addresses of this machine; `ports` has their ports.
+
+    Raises:
+        ResourceError: a socket cannot listen.
+    """
 
     def __init__(self, interfaces: Sequence[Interface]) -> None:
         self._endpoints: dict[tuple[bytes, int], tuple[Endpoint, Deliver, float]] = {}
@@ -93,7 +98,10 @@ class Listener(serving.SocketServer):
             opened.pop_all()
 
     def join(self, endpoint: Endpoint, deliver: Deliver, timeout: float) -> None:
-        """Start handing connections for this group to `deliver`; a rank has `timeout` seconds for its proof."""
+        """Start handing connections for this group to `deliver`.
+
+        A rank must send its proof within `timeout` seconds, or within 10 s if that is longer.
+        """
         self._endpoints[endpoint.group, endpoint.rank] = (endpoint, deliver, max(timeout, OPENING_SECONDS))
 
     def leave(self, endpoint: Endpoint) -> None:
@@ -131,7 +139,7 @@ class Listener(serving.SocketServer):
         self.selector.register(connection, selectors.EVENT_READ, connection.fileno())
 
     def _make_room(self) -> None:
-        """Drop pending connections above the limit: the oldest without a complete opening, else the oldest.
+        """Drop pending connections above the limit: the oldest one without a complete opening, else the oldest one.
 
         Before a connection without a complete opening is dropped, its data is read once more. If this completes the
         opening, the connection stays.
@@ -157,7 +165,7 @@ class Listener(serving.SocketServer):
         self.pause()
 
     def lack(self) -> ResourceError | None:
-        """Return the error that has kept this process from accepting connections for long, or None.
+        """Return the error because of which this process has long been unable to accept connections, or None.
 
         Any thread may call this.
         """
@@ -195,7 +203,7 @@ class Listener(serving.SocketServer):
                 self._hand_over(pending, answering.theirs)
 
     def _allow_proof(self, pending: _Pending, theirs: Opening | None) -> None:
-        """Give a rank that was answered its group's timeout for the proof, if the group still exists."""
+        """Give an answered rank its group's timeout to send its proof. If the group is gone, change nothing."""
         entry = theirs and self._endpoints.get((theirs.group, theirs.peer))
         if entry:
             pending.deadline = time.monotonic() + entry[2]
@@ -288,7 +296,7 @@ class ListenAddresses:
 
 @dataclass(frozen=True)
 class Roster:
-    """This rank's endpoint, interfaces and listener, and in `places` the addresses of every rank."""
+    """This rank's endpoint, interfaces and listener, and the addresses of every rank (`places`)."""
 
     endpoint: Endpoint
     interfaces: list[Interface]
@@ -297,7 +305,7 @@ class Roster:
     listener: Listener
 
     def leave(self, grace: float = 0.0) -> None:
-        """Stop accepting connections for this group, after at most `grace` seconds for answered ones to complete."""
+        """Wait up to `grace` seconds for answered connections to complete, then accept none for this group."""
         until = time.monotonic() + grace
         while self.listener.opens_for(self.endpoint) and time.monotonic() < until:
             time.sleep(0.001)
@@ -363,7 +371,7 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
         listener.join(endpoint, deliver, meeting.timeout)
         names = tuple(each.name for each in interfaces)
         place = ListenAddresses(names, tuple(each.address for each in interfaces), tuple(listener.ports))
-        # By this proof all ranks detect a different secret at once, before a connection fails because of it.
+        # This proof lets all ranks detect a different secret at once, before a connection fails because of it.
         mine = {**asdict(place), "same": proof(endpoint.key, "fastcoll group, the same secret", ()).hex()}
         records = meeting.assemble(mine, check)
         roster.places.extend(map(ListenAddresses.from_record, records))
