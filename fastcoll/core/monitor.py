@@ -23,7 +23,8 @@ from ..record.recorder import GroupRecorder
 from ..system.processes import Member
 
 _log = logging.getLogger("fastcoll")
-# The states that a rank publishes. A rank that is LEAVING starts no operation, but still receives messages.
+# The states of a rank; it is IN_ORDER until it publishes another one. A rank that is LEAVING starts no operation, but
+# still receives messages.
 IN_ORDER, LEFT, FAILED, LEAVING = range(4)
 _MOST_CHARACTERS = 300  # of an exception's text
 
@@ -168,7 +169,7 @@ class Monitor(ABC):
         Args:
             blamed: global ranks that the peer blames.
             late: the peer's call has timed out waiting for the blamed ranks. Then this rank's error is a timeout too,
-                unless this rank is one of them.
+                unless this rank itself is blamed.
         """
         text = f"{self.name(rank)} failed the group: {reason}; {doing}"
         waits = late and self.members[self.rank].rank not in blamed

@@ -1,4 +1,4 @@
-"""How a process joins a running job, through a store that outlives the ranks; joiners and rank 0 poll it.
+"""How a process joins a running job, through a store that outlives the ranks; joiners and rank 0 poll the store.
 
 A joiner registers and waits. Rank 0 checks that a waiting joiner is alive (`called`, `here`), then invites it to an
 attempt. In an attempt all ranks and the invited joiners meet under keys of the attempt and make a new world beside the
@@ -159,8 +159,8 @@ class JoinQueue:
     def wait(self, timeout: float, began: float) -> tuple[Invitation, Callable[[], None]]:
         """Register and wait for an invitation; return it, and a function that withdraws this joiner's will.
 
-        The will is a request to the store's server: set gone/<n> when this process ends. `timeout` counts
-        from `began`, a value of time.monotonic().
+        The will is a request to the store's server: set gone/<n> when this process ends. `timeout` counts from
+        `began`, a value of time.monotonic().
 
         Raises:
             RendezvousError: the job has ended.

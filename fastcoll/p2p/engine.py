@@ -2,9 +2,9 @@
 
 A *pipe* (pipe.py) moves bytes to and from peers; the Exchange (exchange.py) matches messages and receives. The Engine
 makes a Transfer (transfers.py) for each call. A Transfer begins in one of two ways: with a *short cut*, one compiled
-call of the pipe, or in the Exchange, under the lock (lock.py). A blocking call tries a short cut first. If
-the short cut has begun nothing, the call posts a Transfer and waits for it. A short cut that returns before its message
-is complete keeps the pipe locked, so no other thread can use the pipe until the Engine has given the message to the
+call of the pipe, or in the Exchange, under the lock (lock.py). A blocking call tries a short cut first. If the short
+cut has begun nothing, the call posts a Transfer and waits for it. A short cut that returns before its message is
+complete keeps the pipe locked, so no other thread can use the pipe until the Engine has given the message to the
 Exchange.
 
 The progress thread (thread.py) runs the callbacks of operations.
@@ -48,8 +48,8 @@ class Engine:
         timeout: seconds that an operation may take.
 
     Attributes:
-        adopts: a function that is called when the engine takes over a compiled caller's request, with the request's
-            number and its Transfer.
+        adopts: a function that is called with a request's number and its Transfer when the engine takes over the
+            request from a compiled caller.
         inbox: posted operations that have not begun, in order. Short cuts may not post while it is not empty.
         queued: for each rank, the sends that the Exchange has accepted and not begun. A short cut may not overtake
             them.

@@ -7,10 +7,10 @@ Pipes move bytes and report events; the Exchange handles one event at a time. An
     receive   posted -> matched, its message arriving (-> GO sent, its rest arriving) -> acknowledged -> done
     probe     posted -> done, its message stored
 
-Eager and rendezvous: the first `eager` bytes of a message are *attached*: they follow its header at once. The rest
-is sent after the receiver's GO, directly from array to array, without a buffer. The receiver buffers the attached bytes
-of messages that match no posted receive. It buffers at most `window` bytes of each peer, because a sender with that
-many attached bytes in flight attaches none to its next messages.
+Eager and rendezvous: the first `eager` bytes of a message are *attached*: they follow its header at once. The rest is
+sent after the receiver's GO, directly from array to array, without a buffer. The receiver buffers the attached bytes of
+messages that match no posted receive. It buffers at most `window` bytes of each peer, because a sender with that many
+attached bytes in flight attaches none to its next messages.
 
 The caller of these methods holds the lock (lock.py), unless a docstring says otherwise.
 """

@@ -154,7 +154,7 @@ class Pipe(Protocol):
         return True
 
     def prepare(self, peer: int) -> None:
-        """Connect to a peer; blocks. Any thread may call this, also without the pipe.
+        """Connect to a peer; blocks. Any thread may call this, even if it does not hold the pipe.
 
         Raises:
             GroupError: the peer died, or could not be reached in time.
@@ -314,7 +314,8 @@ class Pipe(Protocol):
     def accept(self, peer: int, address: int, nbytes: int, keep: object) -> None:
         """Let the bytes that follow the header arrive at `address` (0: drop them); the event ARRIVED follows.
 
-        `keep` owns the memory at `address`. A pipe that may write there after `retire` (MPI's) holds a reference to it.
+        `keep` owns the memory at `address`. A pipe that may write there after `retire` (MPI's) keeps a reference to
+        `keep`.
         """
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:
@@ -324,7 +325,7 @@ class Pipe(Protocol):
         """Set how many receives a message of a peer could match. If none, the pipe need not read headers."""
 
     def expect(self, peer: int, count: int) -> None:
-        """Set how many rests this rank has asked a peer for and not received."""
+        """Set how many rests this rank has asked a peer for and not yet received."""
         return None
 
     def note_owed(self, peer: int, count: int) -> None:

@@ -92,7 +92,7 @@ class Progress:
             self.step(self._take_over, pipe, ended)
 
     def step(self, step: Callable[..., object], *args: Any) -> None:
-        """Call `step`, which needs the lock. The caller holds it.
+        """Call `step`, which needs the lock. The caller holds the lock.
 
         An error fails the group and ends every operation, unless a signal handler has raised it between two events.
         """

@@ -1,8 +1,8 @@
 """The short cuts of messages: send, recv, isend and irecv of `group.fast`, each of which makes one compiled call.
 
 The compiled functions (*entries*) belong to a pipe (pipe.py). An entry checks its arguments, and returns LATER if it
-cannot send or receive the message: the array is no plain ndarray, an argument is wrong, or earlier operations come
-first. Then the short cut calls the group's method.
+cannot send or receive the message, because the array is not a plain ndarray, an argument is wrong, or earlier
+operations come first. Then the short cut calls the group's method.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The progress thread of a rank's messages: it moves messages when no other thread does, and calls the callbacks.
 
-The thread starts with the first operation that is not complete at once. While operations are under way it looks every
-millisecond. If no other thread has driven (moved messages) since it last looked, it drives until another thread wants
-the lock. After 50 ms without operations it sleeps until it is woken.
+The thread starts with the first operation that is not complete at once. While operations are under way, it checks
+every millisecond whether another thread has driven (moved messages) since the last check. If none has, the progress
+thread drives until another thread wants the lock. After 50 ms without operations it sleeps until it is woken.
 """
 
 from __future__ import annotations

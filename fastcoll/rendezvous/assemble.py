@@ -2,7 +2,7 @@
 
 A member's place is its number in the meeting, from 0. The member at place 0 reads the contributions, many with one
 request, and publishes one short value made from them. So n members cost the store about 8 n messages and not n * n. A
-member that fails publishes its error under the key of that value. All members wait for this key alone, so they see a
+member that fails publishes its error under the key of that value. All members wait only for this key, so they see a
 failure as soon as a success.
 
 Keys, under the meeting's name:
@@ -339,10 +339,10 @@ def expand(data: bytes, most: int) -> Any:
 
 
 def pack(processes: Sequence[ProcessId]) -> bytes:
-    """Pack one or more processes, all of one class, into one value, which each of them reads.
+    """Pack one or more processes, all of one class, into one value, which each of these processes reads.
 
-    The fields are ordered column by column, because this compresses well: a process takes 14 bytes. As a JSON object
-    it would take 280.
+    The value has one list for each field, because this compresses well: a process takes 14 bytes. As a JSON object, a
+    process would take 280 bytes.
     """
     return compact(
         {name: [getattr(each, name) for each in processes] for name in types_of(type(processes[0]))}

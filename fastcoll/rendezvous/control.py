@@ -106,7 +106,7 @@ class Control:
         self._said: list[bytes] = []
 
     def add(self, peer: int, connection: socket.socket) -> None:
-        """Take over a connection with a peer; there may be several."""
+        """Take over a connection to a peer. A peer may have several."""
         with self._lock:
             self.peers.add(peer)
             with contextlib.suppress(OSError):  # it is broken already; the next `look` detects that
