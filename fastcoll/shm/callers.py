@@ -1,9 +1,11 @@
-"""Native calls of shared memory for compiled callers: C functions as kernels/c_entries.py specifies them.
+"""The native calls of the shared-memory backend, which compiled callers call (specified in kernels/c_entries.py).
 
-A native call takes the context, finds the call's spec in the memo by the caller's call word (`open` adds the spec), and
-runs the same code as the entry of its operation. So failpoints, the record, the tuner, and symmetric and shared arrays
-work as in the entry. If a native call returns early, Python calls it again, as it does with an entry: `_NativeCall` has
-an entry's interface. A native call is compiled or loaded when its operation is first used.
+A native call is a C function. It takes the context, the group's state for compiled code. It finds the spec of the call
+(the reducer and more) in a table of the context, the memo, by the call word that the caller passes; `open` has added
+the spec. Then it runs the same code as the entry of its operation, that is, the function that Python calls. So
+failpoints, the record, the tuner, and symmetric and shared arrays work as in the entry. If a native call returns early,
+Python calls it again, as it does with an entry: `_NativeCall` has an entry's interface. A native call is compiled or
+loaded when its operation is first used.
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ _ALL_TO_ALL = signature.code_of("all_to_all")
 
 @inlined
 def _begin(h, operation, call, root):
-    """Take the context and find the call's spec; return 0 and 0 if Python must make the call."""
+    """Take the context and find the call's spec; return both, or 0 and 0.
+
+    If it returns 0 and 0, Python must make the call.
+    """
     c = r.take(h)
     if c == 0:
         return 0, 0
@@ -125,7 +130,7 @@ def reduce_scatter_call(h, data, out, nbytes, call, peer):
 
 @inlined
 def _list_split(c, which, address, sizes):
-    """Fill the tables with consecutive blocks of these sizes; return the sum of the sizes."""
+    """Enter consecutive blocks of these sizes into the table `which`; return their sum."""
     nbytes = 0
     for peer in range(load_word(c, at.SIZE)):
         v.list_one(c, which, peer, address + nbytes, load_word(sizes, peer))
@@ -223,7 +228,7 @@ NATIVE_CALLS = {op: function.__name__.removesuffix("_call") for op, function in 
 
 
 class _NativeCall:
-    """A native call with an entry's interface, as `Calls.resume` uses it."""
+    """A native call with the part of an entry's interface that `Calls.resume` uses."""
 
     def __init__(self, op: int) -> None:
         self.name = NATIVE_CALLS[op]
@@ -239,7 +244,7 @@ _mailboxes = count(1)
 
 
 def native_call(op: int) -> Any:
-    """Return the native call of an operation, compiled or loaded."""
+    """Return the native call of an operation; compile or load it at first use."""
     if op not in _made:
         _made[op] = _NativeCall(op)
     return _made[op]

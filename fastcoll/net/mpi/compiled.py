@@ -1,23 +1,23 @@
 """Compiled code of the MPI backend: waiting for requests, the meeting of a call, and complete calls with small data.
 
-In the meeting, each rank sends every other rank a row with the header of its call, and its data if that is small
-(agreement.py). Entries return a status, or minus the code of an MPI error. All state is in tables of words. The table
-of a wait:
+In the meeting (agreement.py), each rank sends every other rank a row: the header of its call and, if its data is small,
+the data. Entries, the functions that Python calls, return a status, or minus the code of an MPI error. All state is in
+tables of words. This is the table of a wait, which sweeps over the requests, that is, tests each of them in turn:
 
     0-8     back-off, as in kernels/waiting.py
-    MODE    0: wait until all requests are complete, with back-off between sweeps; ANY: until one request is complete;
-            BUSY (a flag): without sleeping
+    MODE    0: wait until all requests are complete, with back-off between sweeps; ANY: wait until one request is
+            complete; the flag BUSY can be added to both: yield the core between sweeps, and never sleep
     TEST    address of MPI_Test
-    BELL    not 0: return at once
+    BELL    not 0: return after the current sweep; any thread may set it
     FLAG    flag that MPI_Test sets if the request is complete
-    COUNT   number of slots
+    COUNT   number of slots, one for each request
     STATUS  an MPI_Status (at most 24 bytes), which is never read
-    SLOTS   and on: the address of each request's handle; 0 once the request is complete
+    SLOTS   the first slot. A slot has the address of the request's handle, or 0 once the request is complete
 
-The context of a group's meetings. If its address is tagged with RESUMED, the entry continues the current call:
+This is the context of a group's meetings. If RESUMED is added to its address, the entry continues the current call:
 
     ROWS, STRIDE     address of the rows, and bytes of each
-    SIZE, RANK       of the group
+    SIZE, RANK       number of ranks in the group, and this process's rank
     CALLS            number of calls begun
     IN_PROGRESS      not 0: a call has begun and has not ended
     TABLE, START     addresses of the table of the wait, and of MPI_Start
@@ -26,15 +26,15 @@ The context of a group's meetings. If its address is tagged with RESUMED, the en
     SOURCE, ATTACHED the data attached to this rank's row: address and bytes
     HANDLES          address of the requests' handles: one receive for each peer; then, for each size of rows, one send
                      for each peer
-    SOURCES          address of the addresses of each rank's attached data
+    SOURCES          address of a table with the address of each rank's attached data
     RING, FINISHED   as in tcp/engine_layout.py
-    LIMITS           and on: how many bytes can be attached to a row of each size, ascending
+    LIMITS           the first of several words: how many bytes can be attached to a row of each size, ascending
 
-A call, whose first three words travel in the row:
+This is the table of a call. The row has copies of its first three words:
 
     CODE, SHAPE, BALANCE     as in core/signature.py
-    FINISH           what to do when all rows have arrived
-    NBYTES           bytes of each rank's array, which is attached
+    FINISH           how to complete the call when all rows have arrived
+    NBYTES           bytes of each rank's array, which is attached to its row
     ROOT             root of the call
     REDUCER, OP, ELEMENTS    as in kernels/reduce.py
 """
@@ -61,12 +61,12 @@ RESUMED = 1
 CODE, SHAPE, BALANCE, FINISH, NBYTES, ROOT, REDUCER, OP, ELEMENTS, CALL_WORDS = range(10)
 NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: Python completes the call
 
-# A row: the header of a rank's call, which kernels/headers.py compares, and its data if that is small.
+# A row: the header of a rank's call, which kernels/headers.py compares, and the rank's data if that is small.
 ROW_NUMBER, ROW_CODE, ROW_SHAPE, ROW_BALANCE, ROW_NEAR, ROW_PAYLOAD = range(6)
 HEAD_BYTES = 8 * ROW_PAYLOAD
 
-_TIMED_EVERY = 16  # the record has the time of one in this many calls
-ON_GPU = 1 << 7  # in a call word: a bit that the operation's number does not use
+_TIMED_EVERY = 16  # the group's record has the time of one in this many calls
+ON_GPU = 1 << 7  # in the word CODE: the arrays are on GPUs; the operation's number does not use this bit
 _CLOCK_EVERY = 32  # sweeps between two readings of the clock, which take 30 ns each
 
 
@@ -118,7 +118,7 @@ def wait(table):
 
 @entry
 def poll(address: Index) -> int:
-    """Wait as `wait` does for the requests of the table at `address`."""
+    """Wait for the requests of the table at `address`, as `wait` does."""
     return wait(integer(address))
 
 
@@ -129,7 +129,7 @@ def poll(address: Index) -> int:
 def _start(context, first, slot):
     """Start a request for each peer.
 
-    The requests are those from handle `first` on; they are entered into the slots from `slot` on.
+    The requests are those from handle `first` on; this function stores them in the table's slots from `slot` on.
     """
     handles = load_word(context, HANDLES)
     table = load_word(context, TABLE)
@@ -149,7 +149,7 @@ def _begin(context, call, source, nbytes):
     number = load_word(context, CALLS) + 1
     store_word(context, CALLS, number)
     store_word(context, IN_PROGRESS, 1)
-    # Reading the clock takes 25 ns, and the call a microsecond or two, so only some calls are timed.
+    # Reading the clock takes 25 ns, and a call takes one or two microseconds, so only some calls are timed.
     began = now(load_word(context, TABLE)) if number & (_TIMED_EVERY - 1) == 0 else 0
     record_call(
         load_word(context, RING), number, load_word(call, CODE) & ~ON_GPU, load_word(call, SHAPE), began
@@ -232,7 +232,7 @@ def meet(context: Index, call: Index) -> int:
 def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
     """Carry out a call that has a FINISH.
 
-    `out` and `x` are plain ndarrays, or anything if FINISH is NOTHING.
+    `out` and `x` are plain ndarrays. If FINISH is NOTHING, they are not read and may be any objects.
     """
     address = integer(context)
     plain = address & ~RESUMED
@@ -267,7 +267,7 @@ def reduce(reducer: Index, op: Index, target: Index, sources: Index, many: Index
 
 @entry
 def address(x: PyObject) -> int:
-    """Return the address of an ndarray's first element. This takes 60 ns; Python code takes 800."""
+    """Return the address of an ndarray's first element. This takes 60 ns; Python code would take 800."""
     return word_at(object_at(x) + DATA)
 
 

@@ -1,19 +1,20 @@
 """The functions that carry out an operation after its meeting. EXECUTED has the function for each kind of operation.
 
-MPI's collective operations move blocks, each an address and a number of bytes. Their counts and displacements have 31
-bits, so a rank's blocks must be *near* one another, within 2 GiB of address space; otherwise all ranks exchange
-messages of at most 1 GiB. All ranks must choose the same way. So in the meeting (agreement.py), in which ranks compare
-their calls, each rank publishes whether its blocks are near.
+In the meeting of an operation (agreement.py), the ranks compare their calls. MPI's collective operations then move
+blocks, each an address and a number of bytes. Their counts and displacements have 31 bits, so a rank's blocks must be
+*near* one another, within 2 GiB of address space. If some rank's blocks are not, all ranks exchange messages of at most
+1 GiB instead. All ranks must choose the same way. So in the meeting, each rank publishes whether its blocks are near.
 
 Blocks on GPUs (gpu/cuda_aware_mpi.py) always travel in messages: all CUDA-aware libraries accept them in MPI_Isend and
 MPI_Irecv, but Open MPI's non-blocking collective operations access GPU memory like host memory and crash
 (https://github.com/open-mpi/ompi/issues/9845), and the blocking ones have no deadline.
 
-MPI's reductions guarantee neither an order nor the same bits on all ranks, and lack dtypes and operations. So MPI only
-moves data, and our compiled reducers combine it in rank order. A small array is sent to all ranks, which all reduce the
-same data. A larger array is cut into a slice for each rank; each rank receives its slice from all ranks, reduces it and
-sends the result to all (the direct algorithm of Rabenseifner 2004 for large arrays). So each rank sends and receives
-2 (n - 1) / n times the array, as in a ring. Longer arrays are divided into segments.
+MPI's reductions guarantee neither an order nor the same bits on all ranks, and do not support some of our dtypes and
+operations. So MPI only moves data, and our compiled reducers combine it in rank order. Each rank sends a small array to
+all ranks, and every rank reduces the same data. A larger array is cut into a slice for each rank; each rank receives
+its slice from all ranks, reduces it and sends the result to all (the direct algorithm of Rabenseifner 2004 for large
+arrays). So each rank sends and receives 2 (n - 1) / n times the array, as in a ring. Arrays of more than SEGMENT bytes
+are divided into segments, which are reduced one after the other.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ LARGEST = 1 << 30
 REACH = (1 << 31) - 1
 """Maximum bytes from the beginning of the first near block to the end of the last."""
 # Measured on a 2-core AMD EPYC (MPICH 5.0.2, Open MPI 5.0.11, one node). For 128 KiB, two ranks take 56 us if they
-# gather whole arrays, and 58 to 65 us if each reduces a slice; for 4 KiB, 20 and 30 us. With four ranks, gathering is
-# faster for both sizes. 64 MiB take 7.4 ms in segments of 4 MiB, 7.9 ms in segments of 2 or 8 MiB, and 9.0 to 9.5 ms in
-# segments of 1 or 16 MiB.
+# gather whole arrays, and 58 to 65 us if each reduces a slice. For 4 KiB, they take 20 us and 30 us. With four ranks,
+# gathering is faster for both sizes. 64 MiB take 7.4 ms in segments of 4 MiB, 7.9 ms in segments of 2 or 8 MiB, and 9.0
+# to 9.5 ms in segments of 1 or 16 MiB.
 GATHERED = 256 << 10
-"""If all ranks' arrays together have at most this many bytes, every rank receives and reduces all of them."""
+"""If all ranks' arrays together have at most this many bytes, every rank (in a `reduce`, only the root) receives all of
+them and reduces them."""
 SEGMENT = 4 << 20
-"""Bytes of an array that are reduced at one time."""
+"""Maximum bytes of an array that are reduced at one time."""
 _STEP = 1 << 20  # bytes that one compiled call reduces; Python handles signals between two such calls
 
 Block = tuple[int, int]
@@ -69,7 +71,7 @@ class Memory(Protocol):
         """Return the blocks of arrays, which must be contiguous."""
 
     def copy(self, source: Block, target: Block) -> None:
-        """Copy `source` to `target`, which is the same block or does not overlap it."""
+        """Copy the block `source` to `target`; the two are the same block or do not overlap."""
 
     def scratch(self, nbytes: int) -> tuple[int, Any]:
         """Return the address of `nbytes` bytes, and the object that owns them.
@@ -78,9 +80,9 @@ class Memory(Protocol):
         """
 
     def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Any:
-        """Return the reducer for blocks like these, with an attribute `itemsize`.
+        """Return the reducer for blocks like these; it has an attribute `itemsize`.
 
-        None: such blocks cannot be reduced here. Raises an error if `op` cannot reduce `dtype`.
+        Returns None if such blocks cannot be reduced in this memory. Raises an error if `op` cannot reduce `dtype`.
         """
 
     def fold(self, how: Any, target: int, sources: Sequence[int], nbytes: int) -> None:
@@ -91,7 +93,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """The host's memory, for reductions of the arrays of at most `ranks` ranks."""
+    """The host's memory. A reduction combines the arrays of at most `ranks` ranks."""
 
     on_gpu = False
 
@@ -161,8 +163,8 @@ class Execution:
     def run(self, call: Addressed, near: bool, keep: Any) -> None:
         """Carry out a call of any kind in EXECUTED.
 
-        `near`: whether each rank's blocks are near one another. `keep`: the arrays; if the call is interrupted, they
-        are kept until MPI is finalized, since MPI may still use them.
+        `near` is true if, on every rank, the blocks of that rank are near one another. `keep` has the arrays: if the
+        call is interrupted, they are kept until MPI is finalized, since MPI may still use them.
         """
         self._keep = keep
         try:
@@ -171,7 +173,7 @@ class Execution:
             self._keep = None
 
     def run_attached(self, call: Addressed, attached: Sequence[int]) -> None:
-        """Carry out a call whose data has arrived, in the meeting or gathered.
+        """Carry out a call on data that has arrived, in the meeting or by `_gathered`.
 
         `attached` has the address of each rank's data.
         """
@@ -226,9 +228,9 @@ class Execution:
             self._post([(peer, gives[peer]) for peer in peers], [(peer, takes[peer]) for peer in peers])
 
     def gather(self, x: Block, takes: Sequence[Block], root: int | None, near: bool) -> None:
-        """Send each rank's x to the root's `takes`, or to those of all ranks if `root` is None.
+        """Send each rank's x to the root, or to all ranks if `root` is None.
 
-        `x` may be `takes[rank]`.
+        A receiver stores rank r's x at `takes[r]`. `x` may be `takes[rank]`.
         """
         if root is not None:
             here = takes if self.rank == root else self._only(root, _NOWHERE)
@@ -278,7 +280,7 @@ class Execution:
     # ---- reductions ----------------------------------------------------------------------------------
 
     def all_reduce(self, call: Addressed, near: bool) -> None:
-        """Reduce x into the output of every rank; in a `reduce`, only of the root.
+        """Reduce x into the output of every rank, or in a `reduce` of the root only.
 
         The output may be x.
         """
@@ -297,7 +299,7 @@ class Execution:
             self.gather((target, nbytes), takes, root, True)
 
     def scan(self, call: Addressed, near: bool) -> None:
-        """Reduce ranks 0..rank, or in exscan 0..rank-1.
+        """Reduce the arrays of ranks 0..rank, or in an exscan of ranks 0..rank-1.
 
         The output of rank 0 of an exscan is unchanged. The output may be x.
         """
@@ -321,7 +323,10 @@ class Execution:
             self.all_to_all(gives, takes, True)
 
     def reduce_scatter(self, call: Addressed, near: bool) -> None:
-        """Reduce block `rank` of all ranks into the output, which may be blocks[rank]."""
+        """Reduce block `rank` of all ranks into the output.
+
+        The output may be this rank's own block `rank`.
+        """
         how, out, blocks = call.how, call.takes[0], call.gives
         rounds = max(1, -(-sum(nbytes for _, nbytes in blocks) // SEGMENT))
         for index in range(rounds):
@@ -334,7 +339,10 @@ class Execution:
             self.memory.fold(how, out[0] + first, sources, nbytes)
 
     def _gathered(self, x: Block, root: int | None) -> list[int]:
-        """Gather all ranks' arrays, on the root or on every rank; return their addresses."""
+        """Gather all ranks' arrays and return their addresses.
+
+        They are gathered on the root, or on every rank if `root` is None.
+        """
         room = self._room(self.size * x[1])
         takes = [(room + rank * x[1], x[1]) for rank in range(self.size)]
         self.gather(x, takes, root, True)
@@ -343,7 +351,7 @@ class Execution:
     def _collected(self, gives: list[Block], room: int, near: bool) -> list[int]:
         """Exchange blocks; return the addresses of the blocks for this rank.
 
-        The block from this rank to itself is not moved.
+        The block from this rank to itself is used where it is.
         """
         own, nbytes = gives[self.rank]
         takes = [(room + rank * nbytes, nbytes) for rank in range(self.size)]

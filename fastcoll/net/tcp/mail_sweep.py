@@ -1,7 +1,7 @@
 """Functions that wait for connections, and that move the pending messages of all peers; mail_kernels.py calls them.
 
-A sweep goes over all peers, beginning with NEXT_PEER. If it finds a frame that is already in a buffer, it handles this
-frame without a system call. Otherwise, one poll(2) returns the connections that are ready.
+A sweep goes over all peers, beginning with the one in the word NEXT_PEER. If it finds a frame that is already in a
+buffer, it handles this frame without a system call. Otherwise, one poll(2) returns the connections that are ready.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .mail_frames import row_of
 
 NOTHING, MOVED = 0, 1  # results that are not events of p2p/pipe.py; MOVED: bytes moved, but there is no event
 
-# I/O calls after which a kernel returns, so that Python looks at signals: they move at most 128 MiB, in 30 ms.
+# A kernel returns after this many I/O calls, so that Python can handle signals. These calls move at most 128 MiB, which
+# takes 30 ms.
 IO_CALLS = 512
 _EVENTS_AT, _REVENTS_AT = 32, 48  # the bits at which the fields `events` and `revents` of a pollfd begin
 
@@ -28,11 +29,11 @@ def _pollfd(m, index, fd, wishes):
 
 @inlined
 def _wait(m, count, attempts):
-    """Poll the first `count` pollfds, and the bell, with which other threads wake this one.
+    """Poll the first `count` pollfds and the bell, an eventfd with which other threads wake this one.
 
-    `attempts` is the number of polls since bytes last moved. For SPIN ns the poll returns at once; after that it sleeps
-    for at most BUDGET ns. Returns how many pollfds are ready, or -1 if the bell has rung or Python has to look at
-    signals, the deadline and the peers.
+    `attempts` is the number of polls since bytes last moved. During the first SPIN ns of a wait, a poll returns at
+    once; after that, it sleeps for at most BUDGET ns. Returns the number of pollfds that are ready. Returns -1 if the
+    bell has rung, or if Python has to check signals, the deadline and the peers.
     """
     time = now(m)
     if attempts == 0:
@@ -73,9 +74,10 @@ def idle(m, fd, wishes, gone, attempts):
 
 @inlined
 def _wants_frame(row, watch_all):
-    """Whether to read the next frame of a peer.
+    """Return whether to read the next frame of a peer.
 
-    True if a posted receive may match a message, or a REST or an ack is expected; with `watch_all` always.
+    This is the case if a posted receive may match a message, if an ack or the rest of a message (REST) is expected, or
+    if `watch_all` is set.
     """
     wanted = load_word(row, f.WATCHED) + load_word(row, f.EXPECTED) + load_word(row, f.UNACKED)
     return watch_all or wanted > 0
@@ -101,9 +103,10 @@ def _take_armed(row):
 
 @kernel
 def read_next(row):
-    """Read the next frame of a peer, or continue the armed receive from it (mail_frames.py).
+    """Read the next frame of a peer, or continue the armed receive from that peer.
 
-    Returns the event, or events.NOTHING.
+    An armed receive is a posted receive that compiled code completes alone (mail_frames.py). Returns the event, or
+    events.NOTHING.
     """
     event = NOTHING
     if load_word(row, f.ARMED_NUMBER) != 0:
@@ -117,7 +120,7 @@ def read_next(row):
 
 @inlined
 def _has_buffered_event(row, watch_all):
-    """Whether a received frame or payload gives an event without a system call."""
+    """Return whether a received frame or payload gives an event without a system call."""
     if load_word(row, f.IN_STAGE) != f.IDLE:
         return load_word(row, f.IN_STAGE) == f.ARRIVING and load_word(row, f.IN_LEFT) == 0
     return f.has_frame(row) and _wants_frame(row, watch_all)
@@ -125,14 +128,17 @@ def _has_buffered_event(row, watch_all):
 
 @inlined
 def _wants_space(row):
-    """Whether a frame or an ack waits for space in the socket."""
+    """Return whether a frame or an ack waits for space in the socket."""
     waits = f.is_entering(row) or load_word(row, f.OWED) > 0 or load_word(row, f.ARMED_NUMBER) != 0
     return waits and load_word(row, f.OUT_GONE) == 0
 
 
 @kernel
 def _list(m, peer, count, watch_all):
-    """List the pollfd of one peer if anything is expected of it; return the new count."""
+    """Add one peer's pollfd to the list if there is something to receive or send.
+
+    Returns the new number of pollfds in the list.
+    """
     row = row_of(m, peer)
     if load_word(row, f.FD) < 0:
         return count
@@ -148,9 +154,9 @@ def _list(m, peer, count, watch_all):
 
 @kernel
 def _serve_out(row):
-    """Send as many bytes to a peer as its socket accepts; an ack only between two frames.
+    """Send as many bytes to a peer as its socket accepts.
 
-    Returns the event, MOVED or NOTHING.
+    An ack is sent only between two frames. Returns the event, MOVED or NOTHING.
     """
     if f.is_entering(row):
         moved = f.push(row)

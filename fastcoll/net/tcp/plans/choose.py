@@ -1,30 +1,30 @@
 """All algorithms, their costs, and the choice of the algorithm for a call.
 
-    data that fits behind the headers        attached
+    data that fits into the headers' payload attached: each rank sends its data together with the header of its call
     gather, scatter, all_to_all              direct: each rank exchanges data with every other
     two ranks, all_reduce                    recursive doubling up to EXCHANGED bytes, direct beyond
-    two ranks, reduce, scan, exscan          complete arrays
+    two ranks, reduce, scan, exscan          complete arrays: ranks do not divide their arrays into slices
     up to MEET_RANKS ranks                   direct
     more ranks                               the cheapest on a LAN; if operands must be combined in rank order, the
                                              cheapest of the algorithms that do so
 
-The choice uses only values that all ranks share; for gather, scatter and all_to_all, values that both ranks of a pair
-share.
+All ranks must choose the same algorithm, so the choice uses only values that all ranks share. For gather, scatter and
+all_to_all, it uses values that both ranks of a pair share.
 
-A cost counts the work of a plan without segments. It is the sum over all phases, and in each phase the work of the
-rank that has most to do:
+A cost counts the work of a plan whose data is not divided into segments. It adds up the work of all phases; in each
+phase it counts the work of the rank that has most to do:
 
     steps      phases in which something is sent
     messages   sent and received
-    wire       bytes, in the direction that has more of them
+    wire       bytes sent or bytes received, whichever are more
     handled    bytes sent plus bytes received
     touched    bytes that are read to be reduced or copied
 
-In the formulas, c (`Scale`) has n, the number of ranks; log, which is ceil(log2 n); and b, the bytes of the array, or
-of all ranks' blocks together.
+In the formulas, c is a `Scale`. c.n is the number of ranks, c.log is ceil(log2 n), and c.b is the number of bytes of
+the array, or of all ranks' blocks together.
 
-Plans divide data into segments, so that some travel while others are reduced. This adds messages, which the formulas
-leave out, but no steps. Only the formulas of `chain` and `direct_broadcast` count segments, because in these
+Plans divide data into segments, so that some segments travel while others are reduced. This adds messages, which the
+formulas leave out, but no steps. Only the formulas of `chain` and `direct_broadcast` count segments, because in these
 algorithms ranks forward one segment after the other.
 """
 
@@ -43,7 +43,7 @@ from .shape import MEET_RANKS, CallShape, Limits
 
 
 class Cost(NamedTuple):
-    """The cost of an algorithm; see above."""
+    """The cost of an algorithm; the module's docstring explains the fields."""
 
     steps: float
     messages: float
@@ -63,12 +63,12 @@ class Cost(NamedTuple):
 
 LAN = Cost(steps=25e-6, messages=2e-6, wire=0.8e-9, handled=0.1e-9, touched=0.1e-9)
 """Seconds of one step, message or byte on 10 Gbit/s Ethernet. A step over TCP usually takes 15 to 30 µs. A system call
-with its share of the kernel's TCP takes about 2 µs, and copying a byte into or out of the kernel 0.1 ns (measured over
-loopback). A core reads or writes memory at 10 GB/s. Used for more than MEET_RANKS ranks only."""
+with its share of the kernel's TCP takes about 2 µs, and copying a byte into or out of the kernel takes 0.1 ns (measured
+over loopback). A core reads or writes memory at 10 GB/s. Only calls of more than MEET_RANKS ranks use these prices."""
 
 
 class Scale(NamedTuple):
-    """The size of a call, n ranks (at least 2) and b bytes, and the limits of its plans."""
+    """The size of a call: n ranks (at least 2), b bytes, and the limits of its plans."""
 
     n: int
     b: int
@@ -102,8 +102,9 @@ def one_way(steps: float, messages: float, wire: float, touched: float) -> Cost:
 def in_pairs(c: Scale, rounds: int, wire: float) -> Cost:
     """Return the cost of `rounds` rounds, each of log2 n steps between partners.
 
-    2**k of the ranks take part, with the largest possible k. If there are other ranks, each of them sends its array to
-    one of these at the beginning and receives the result at the end, in two more steps.
+    2**k of the ranks take part, with the largest possible k. If ranks remain, there are
+    two more steps: before the rounds, each remaining rank sends its array to a rank that takes part; after the rounds,
+    it receives the result from that rank.
     """
     steps = rounds * (c.n.bit_length() - 1)
     extra = 0 if c.n & (c.n - 1) == 0 else 2
@@ -175,15 +176,16 @@ NEVER, FREE, ORDERED = 0, 1, 2
 ALWAYS = FREE | ORDERED
 
 EXCHANGED = 256 << 10
-"""In an all_reduce of at most this many bytes, two ranks exchange the complete array: one step instead of two for the
-same bytes, but each rank reduces all of it instead of half. In one step and in two, 96 KiB of float32 take 82 and
-113 µs, 256 KiB 108 and 127, and 1 MiB 341 and 359, a difference within the noise (loopback, two cores of an AMD
-EPYC)."""
+"""In an all_reduce of at most this many bytes, two ranks exchange the complete array. That takes one step instead of
+two and sends the same number of bytes, but each rank reduces the complete array instead of half of it. Times of float32
+in one step and in two steps (loopback, two cores of an AMD EPYC): 82 and 113 µs for 96 KiB, 108 and 127 µs for 256 KiB,
+341 and 359 µs for 1 MiB. The last difference is within the noise."""
 
 NEIGHBOURLY = 0.8
 """Factor on the cost of algorithms in which ranks exchange data only with their neighbours, because the formulas ignore
-congestion. In the other algorithms for large arrays, half of the bytes go half-way round the circle, over links between
-switches that many ranks share. A guess: no network with switches was available."""
+congestion. In the other algorithms for large arrays, half of the bytes go to the opposite side of the circle of ranks,
+over links between switches that many ranks share. The factor is a guess, because no network with switches was
+available."""
 
 _RINGS = frozenset({"ring", "chain", "scatter and ring"})
 
@@ -223,7 +225,7 @@ def chosen(shape: CallShape) -> str:
 
 
 def cheapest(shape: CallShape) -> str:
-    """Return the name of the algorithm that costs least among many ranks."""
+    """Return the name of the cheapest algorithm for more than MEET_RANKS ranks."""
     order = ORDERED if shape.ordered else FREE
     found = ALGORITHMS[shape.operation].items()
 
@@ -240,7 +242,7 @@ def cost(operation: str, name: str, size: int, nbytes: int, limits: Limits) -> C
 
 
 def nothing(shape: CallShape) -> Plan:
-    """Move nothing after the meeting."""
+    """Return a plan that moves nothing after the meeting, in which ranks compare calls."""
     return Rows().plan()
 
 
