@@ -129,7 +129,7 @@ class HostMemory:
 
 
 class Addressed(NamedTuple):
-    """An operation (core/operation.py) with blocks instead of arrays."""
+    """An operation (core/operation.py): `takes` has the blocks of its outputs, `gives` those of its inputs."""
 
     kind: str
     takes: Sequence[Block]

@@ -1,7 +1,8 @@
 """Functions that wait for connections, and that move the pending messages of all peers; mail_kernels.py calls them.
 
 A sweep goes over all peers, beginning with the one in the word NEXT_PEER. If it finds a frame that is already in a
-buffer, it handles this frame without a system call. Otherwise, one poll(2) returns the connections that are ready.
+buffer, it handles this frame without a system call. Otherwise, one poll(2) returns the connections that are ready. An
+event (p2p/pipe.py) is something on which Python has to decide.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _wait(m, count, attempts):
 
 @inlined
 def idle(m, fd, wishes, gone, attempts):
-    """Wait as `_wait` does, for a blocking call on one connection.
+    """Wait for one connection in a blocking call, as `_wait` does.
 
     `gone` is not 0 if the connection is lost. Returns False if the caller has to return to Python.
     """
