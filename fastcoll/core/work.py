@@ -317,7 +317,7 @@ class Work(Future[Any]):
 
 
 class WorkFuture(futures.Future[Any]):
-    """The result of `Work.get_future`: a concurrent.futures.Future with torch's methods.
+    """The result of `Work.get_future`, with the methods of torch.futures.Future.
 
     The value is the list of the operation's output arrays in host memory, as NumPy arrays. For a receive, it is a list
     with one item, the sender's rank.
