@@ -1,9 +1,9 @@
-"""Agent: this process's part in rpc: the workers that it can call, its calls under way, and its links.
+"""Agent: the workers that this process can call, its calls under way, and its links.
 
-A *link* is one connection to another worker (link.py). A worker dials another one on its first call to that worker;
-this connection carries all such calls and their answers. Calls in the other direction have a connection of their own. A
-call stays in its link's table (`Link.pending`) until the answer, the deadline or the peer's disconnect removes it.
-Whatever removes the call completes its future, so each future is completed exactly once.
+A *link* is one connection to another worker (link.py). A worker dials another one on its first call to that worker.
+All calls in this direction and their answers use that connection; calls in the other direction have their own. A call
+stays in its link's table (`Link.pending`) until the answer, the deadline or the peer's disconnect removes it. Whatever
+removes the call completes its future, so each future is completed exactly once.
 
 The path of a call: `Agent.call` pickles it and `Link.send` sends it. On the other worker a thread of the readers
 (readers.py) receives the call by `Link.receive`, `Agent._received` makes a task of it, and `Handlers.serve` runs the
@@ -60,8 +60,8 @@ class Agent:
 
     Args:
         members: the processes of the workers.
-        dial: called with a worker's id and a time; returns a connection to that worker, or raises RpcTimeoutError at
-            that time, or RendezvousError or PeerDiedError.
+        dial: called with a worker's id and a time; returns a connection to that worker. It may raise RendezvousError or
+            PeerDiedError; at that time it raises RpcTimeoutError.
         timeout: default timeout of calls in seconds.
         spare: how many threads stay when there is nothing to do.
     """
@@ -92,7 +92,7 @@ class Agent:
         self._out: dict[int, Link] = {}  # dialed by this worker
         self._in: set[Link] = set()  # dialed by others
         self._gone: dict[int, FastcollError] = {}
-        self._announced: set[int] = set()  # the workers in `_gone` that the death callbacks were called with
+        self._announced: set[int] = set()  # the workers for which the death callbacks were called
         self._own: dict[int, PendingCall] = {}  # calls of this worker to itself
         self._closed: FastcollError | None = None
         self._exit_reason = ""  # set by `close`
@@ -116,12 +116,12 @@ class Agent:
     def on_death(self, callback: Callable[[int, FastcollError], None]) -> None:
         """Call `callback(worker id, error)` once for each worker that dies or leaves.
 
-        The calls to that worker that are under way fail on other threads, before or after that.
+        The pending calls to that worker fail on other threads, before or after the callback is called.
         """
         self._death_callbacks.append(callback)
 
     def on_shutdown(self, callback: Callable[[float], None]) -> None:
-        """Have `shutdown` call `callback(until)` when all workers have called it and calls are still possible."""
+        """Have `shutdown` call `callback(until)` once all workers are in `shutdown`; calls are still possible then."""
         self._shutdown_callbacks.append(callback)
 
     def find(self, worker: Worker) -> WorkerInfo:
@@ -155,7 +155,7 @@ class Agent:
         Args:
             timeout: seconds; 0: without limit; None or negative: the default.
             doing: describes the call in error messages: a text or a function.
-            waits: the caller waits for the future at once.
+            waits: whether the caller waits for the future at once.
 
         Raises:
             UsageError: there is no such worker, or `payload` cannot be pickled.
@@ -170,7 +170,7 @@ class Agent:
         try:  # before pickling, so that every message that is pickled is sent
             link = None if to is self.me else self._link_to(to, deadline)
         except FastcollError as error:  # the worker cannot be reached, or is gone
-            future.complete(None, error.with_traceback(None))  # which would keep the arguments alive
+            future.complete(None, error.with_traceback(None))  # a traceback would keep the arguments alive
             return future
         context = pickling.context_for(to) if self.handlers.takes_contexts(kind) else b""
         pickled, buffers = pickling.dumps(payload, to)
@@ -201,7 +201,7 @@ class Agent:
     def notify(self, worker: Worker, kind: int, payload: object) -> None:
         """Send a notification, which is a call without an answer; it is lost if the worker is gone.
 
-        The worker reads it in order with the other messages from here.
+        The worker reads this worker's calls and notifications in the order in which they were sent.
         """
         to = self.find(worker)
         try:
@@ -276,7 +276,7 @@ class Agent:
         return Link(connection, worker, dialed, self._received, self._lost, self.readers.run)
 
     def _add(self, link: Link) -> bool:
-        """Add a link and have it read; return False, and close it, if the agent is closed."""
+        """Add a link, so that it is read; if the agent is closed, close the link and return False."""
         with self._lock:
             if self._closed is not None:
                 link.send_goodbye(self._exit_reason)
@@ -292,7 +292,7 @@ class Agent:
     # ---- messages -------------------------------------------------------------------------------------------
 
     def _received(self, link: Link, message: RpcMessage) -> Task | None:
-        """Return the task that handles a message; None: it was handled here.
+        """Return the task that handles a message, or None if the message was handled here.
 
         The reading thread itself handles messages whose order matters: all except calls and answers.
         """
@@ -316,11 +316,11 @@ class Agent:
 
     def _answered_here(self, answer: RpcMessage) -> None:
         """Handle the answer of a call of this worker to itself."""
-        # Also if the call has timed out: the answer may hold RRefs, which must be dropped.
+        # Even if the call has timed out, the answer must be unpickled: it may hold RRefs, which must be dropped.
         self._answered(self._own.pop(answer.call, None), self.me, answer)
 
     def _answered(self, call: PendingCall | None, worker: WorkerInfo, answer: RpcMessage) -> None:
-        """Complete a call's future with its answer. If `call` is None, it has timed out: drop the answer."""
+        """Complete a call's future with its answer. If `call` is None, the call has timed out: drop the answer."""
         if call is None:
             with suppress(FastcollError), pickling.receiving(worker):
                 pickling.discard(answer)
@@ -342,11 +342,11 @@ class Agent:
     # ---- ends -----------------------------------------------------------------------------------------------
 
     def _fail(self, call: PendingCall, error: FastcollError) -> None:
-        """Fail a call's future on a thread of the readers, which the future's callbacks may block."""
+        """Fail a call's future on a thread of the readers, because the future's callbacks may block."""
         self.readers.run(partial(call.future.complete, None, error))
 
     def _lost(self, link: Link) -> None:
-        """Fail the calls of a link that has ended, because its worker left, died, or is unreachable."""
+        """Fail the calls of a link that has ended: its worker has left, has died, or is unreachable."""
         worker = link.worker
         with self._lock:
             if link.is_lost:
@@ -410,7 +410,7 @@ class Agent:
             link.close()
 
     def close_inherited(self) -> None:
-        """In a child of fork: close the copies of all descriptors, and send nothing."""
+        """In a child process made by fork: close the copies of all descriptors, and send nothing."""
         self.readers.close_inherited()
         for link in [*self._out.values(), *self._in]:
             link.close_inherited()
@@ -439,7 +439,8 @@ class Agent:
                 if call.deadline > now:
                     due = min(due, call.deadline)
                     continue
-                # Before `pop`: a thread that receives the answer and finds no call looks into `abandoned`.
+                # This comes before `pop`, because a thread that receives an answer and finds no call for it removes
+                # the number from `abandoned`.
                 abandoned.add(number)
                 if pending.pop(number, None):
                     # The error includes torch's wording: callers match on it.

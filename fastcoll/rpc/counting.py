@@ -1,27 +1,27 @@
 """Ledger: one worker's part of the protocol that counts references to remote values; no sockets, threads or locks.
 
 A *reference* stands for one RRef object on one worker. It consists of the *owner*, which is the worker that has the
-value; the id of the value, which all references to the value share; and an id of its own (torch's fork id). A reference
-is *known* once the owner counts it. The owner frees a value when it counts no reference to it. Messages may arrive in
-any order, even between two workers.
+value; the id of the value, which all references to the value share; and an id of its own (torch's fork id). The
+*holder* of a reference is the worker on which its RRef object is. A reference is *known* once the owner counts it. The
+owner frees a value when it counts no reference to it. Messages may arrive in any order, even between two workers.
 
 | message | from, to | meaning |
 |---|---|---|
 | FORK | holder, owner | I hold a reference that a worker other than you passed on to me |
 | CONFIRMED | owner, holder | that reference is known |
-| ACCEPTED | child, parent | the reference that you passed on to me is known |
+| ACCEPTED | holder, the worker that passed the reference on | the reference that you passed on to me is known |
 | DELETE | holder, owner | the object of this reference was destroyed |
 | SWEEP | owner, all | these workers died; answer once all references that you got from them or gave them are known |
-| SWEPT | all, owner | they are known, and I accept no more references from the dead workers |
+| SWEPT | all, owner | those references are known, and I accept no more references from the dead workers |
 
-1. A holder sends DELETE only after its reference and all references that were passed on from it, its *children*, are
-   known. So for each unknown reference, the owner knows a reference from which the unknown one was passed on, directly
-   or by way of other workers. A reference that the owner itself passes on is known at once.
+1. A holder sends DELETE for a reference only after that reference and its *children*, the references that were passed
+   on from it, are known. So for each unknown reference, the owner knows a reference from which the unknown one was
+   passed on, directly or by way of other workers. A reference that the owner itself passes on is known at once.
 2. The owner keeps counting the references of dead workers as long as a living worker may hold an unknown reference that
-   came from a dead worker. None does once all living workers have answered a SWEEP that names all dead workers. A
-   worker that gave a reference to a worker that died sends FORK in the dead worker's name, because the dead worker may
-   have passed that reference on. Another death restarts the sweep: the newly dead worker may have passed on references
-   that it got from the other dead workers.
+   came from a dead worker. After all living workers have answered a SWEEP that names all dead workers, no worker holds
+   such a reference. A worker that gave a reference to a worker that died sends FORK in the dead worker's name, because
+   the dead worker may have passed that reference on. Another death restarts the sweep: the newly dead worker may have
+   passed on references that it got from the other dead workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 FORK, CONFIRMED, ACCEPTED, DELETE, SWEEP, SWEPT = range(6)
 
-Id = tuple[int, int]  # the worker that made it, and a number
+Id = tuple[int, int]  # the worker that made the id, and a number
 
 
 class Reference(NamedTuple):
@@ -98,7 +98,7 @@ class Ledger:
     def make(self, owner: int) -> Reference:
         """Return the first reference to a new value.
 
-        If another worker owns the value, that worker handles the call of `remote` as a FORK, too.
+        If another worker owns the value, the call of `remote` is also a FORK for that worker.
         """
         ref = Reference(owner, self._new_id(), self._new_id())
         if owner == self.me:
@@ -110,7 +110,7 @@ class Ledger:
     def pass_on(self, ref: Reference, to: int) -> Reference:
         """Return a child of a reference, to be sent to worker `to`."""
         child = Reference(ref.owner, ref.rref, self._new_id())
-        if not {to, ref.owner} & self.dead:  # else it does not arrive, or its owner is gone
+        if not {to, ref.owner} & self.dead:  # else the child does not arrive, or the owner is gone
             if ref.owner == self.me:
                 self.forks[ref.rref][child.fork] = to
             else:
@@ -128,7 +128,7 @@ class Ledger:
             self.held.pop(ref.fork, None)
 
     def take_in(self, ref: Reference, parent: int) -> bool:
-        """Add a reference that arrived from `parent`; return False, and ignore it, if that worker has died."""
+        """Add a reference that arrived from `parent`; if `parent` has died, ignore the reference and return False."""
         if parent in self.dead:
             return False
         if ref.owner == self.me:
@@ -172,7 +172,7 @@ class Ledger:
             return
         kind, ref, number, dead = message
         if kind == SWEEP:
-            # The message of an older sweep may arrive later.
+            # The message of an older sweep may arrive after that of a newer one.
             self.unanswered[sender] = max(number, self.unanswered.get(sender, 0))
             for worker in dead:
                 self.died(worker)
@@ -263,7 +263,9 @@ class Ledger:
             self._end_sweep()
 
     def _answer(self) -> None:
-        """Answer the sweeps whose owners know all references that this worker got from dead workers or gave them.
+        """Answer each owner's sweep, unless one of its values has an unknown reference from or to a dead worker.
+
+        Only references that this worker got from dead workers, or gave to dead workers, matter.
 
         While an answer is delayed, no such references are added unless more workers die, because `take_in` refuses
         references from dead workers.

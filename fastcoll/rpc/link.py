@@ -27,7 +27,8 @@ Task = Callable[[], object]
 LOOK_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
 _SILENT_MILLISECONDS = 8000  # the kernel gives up an idle connection after the same time
-# Three retransmits take 1.4 s. Fewer prove nothing: after a long silence, new data is not acknowledged at once either.
+# Three retransmits take 1.4 s. Fewer prove nothing: even a reachable host needs a moment to acknowledge the first data
+# after a long silence.
 _RETRANSMITS = 3
 _INFO = struct.Struct("@2xB21xI28xI")  # struct tcp_info: retransmits, unacked, last_ack_recv
 
@@ -44,7 +45,7 @@ class Link:
         pending: the calls over this link that are not answered yet, by number.
         abandoned: the numbers of calls that timed out; their answers are still read.
         exit_reason: why the peer left, once its GOODBYE has arrived.
-        armed: the events for which the poller is armed (polling.py).
+        armed: the events of this link that the readers' poller reports (polling.py); 0: none.
         ring: shared memory for large buffers, once both sides have mapped it.
     """
 
@@ -82,14 +83,14 @@ class Link:
     def send(self, message: RpcMessage, until: float = ENDLESS) -> None:
         """Send a message, and wait until the kernel or the ring has taken all of it.
 
-        If that lasts beyond the time `until`, another thread sends the rest; later messages wait until it has done so.
+        If a part is left at the time `until`, another thread sends it. Later messages wait until that part is sent.
 
         Raises:
             OSError: the peer is gone.
         """
         is_left, held = False, list[bool]()
         try:
-            # C code alone acquires the lock and records that in `held`, so Ctrl-C is raised before both or after both.
+            # One call of C code acquires the lock and adds the result to `held`: Ctrl-C cannot interrupt in between.
             held.extend(map(self._sending.acquire, (True,), (max(until - monotonic(), 0.0),)))
             if not held[0]:
                 self._send_on_thread(partial(self.send, message))
@@ -149,7 +150,7 @@ class Link:
 
     def send_goodbye(self, exit_reason: str) -> None:
         """Send the peer a GOODBYE with the exit reason, unless another message is stuck on the connection."""
-        end = monotonic() + _CLOSE_SECONDS  # the thread that holds the lock may only lack a core
+        end = monotonic() + _CLOSE_SECONDS  # the thread that holds the lock may just wait for a core
         while not (has := self._sending.acquire(timeout=LOOK_SECONDS)) and monotonic() < end:
             if self._is_stuck:
                 break
@@ -181,7 +182,8 @@ class Link:
         """Return whether the peer's host has stopped acknowledging data.
 
         The kernel probes an idle connection and gives it up after 8 s, but it retransmits data for 15 minutes.
-        TCP_USER_TIMEOUT would also end a connection whose reader is stopped, although the reader's kernel answers.
+        TCP_USER_TIMEOUT does not help: it would also end a connection to a process that is only stopped, although the
+        kernel of that process answers.
         """
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
@@ -191,16 +193,16 @@ class Link:
         return bool(unacked) and retransmits >= _RETRANSMITS and silent_milliseconds > _SILENT_MILLISECONDS
 
     def offer_ring(self) -> None:
-        """Offer shared memory to the peer, which is on this node."""
+        """Offer shared memory to the peer; the caller has checked that the peer is on this node."""
         self._offered, offer = Ring.offer()
         self.send(RpcMessage(MessageType.RING, 0, 0, offer))
 
     def answer_offer(self, pid: int, offer: bytes) -> None:
-        """Map the shared memory that process `pid` offers, if possible; send the peer whether it was mapped."""
+        """Map the shared memory that process `pid` offers, if possible, and report the result to the peer."""
         ring = None
         with suppress(OSError):
             ring = Ring.accept(pid, offer)
-        with suppress(OSError):  # if the peer is gone, its reader reports that
+        with suppress(OSError):  # if the peer is gone, the thread that reads this link reports that
             self.send(RpcMessage(MessageType.RING, 0, ring is not None, b""))
         self.ring = ring
 
@@ -215,7 +217,7 @@ class Link:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def poll(self, milliseconds: float = 0) -> bool:
-        """Return whether there is something to read, now or within a time. The caller holds `reading`."""
+        """Return whether there is something to read within `milliseconds`. The caller holds `reading`."""
         return bool(self._poller.poll(milliseconds))
 
     def expects_answers(self) -> bool:
@@ -225,7 +227,7 @@ class Link:
     def receive(self) -> list[Task] | None:
         """Return the tasks of the messages that have arrived, without waiting for more. The caller holds `reading`.
 
-        None: the peer has ended, or a message of it could not be read.
+        Return None if the peer has ended, or if a message from it could not be read.
         """
         tasks: list[Task] = []
         if self._is_broken:
@@ -242,7 +244,7 @@ class Link:
         except BlockingIOError:
             pass
         except BaseException as error:
-            self._is_broken = True  # a part of a message is lost; the messages before it are not
+            self._is_broken = True  # this message is lost, but the messages before it are handled
             self.shut()
             if not isinstance(error, Exception):  # Ctrl-C
                 for task in tasks:
@@ -292,7 +294,7 @@ class Link:
             lock.release()
 
     def close_inherited(self) -> None:
-        """Close the descriptors."""
+        """Close the descriptors of the connection and of the shared memory."""
         self._socket.close()
         ring, self.ring, self._offered = self.ring or self._offered, None, None
         if ring is not None:

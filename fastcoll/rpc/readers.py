@@ -1,20 +1,21 @@
-"""Readers: the threads of an agent, which read its links and run what the messages ask for.
+"""Readers: threads that read an agent's links, its connections to other workers, and handle the messages.
 
-All threads wait for one epoll (polling.py). Two kinds of links are read in two ways:
+All threads wait for the same epoll (polling.py). To *arm* a link is to make epoll report its next event. There are two
+kinds of links, which are read in different ways:
 
 1. A link that the other worker dialed carries that worker's calls. The thread that gets the link's event takes a
-   *lease* on it: the thread reads what has arrived and handles one call after the other, while the link stays unarmed,
-   so that epoll reports no event of it. So calls in quick succession need no wake-up and no thread switch. After the
-   last handler the thread polls the link for SPIN_SECONDS. If nothing arrives, it arms the link and waits with the
-   other threads.
+   *lease* on it: the thread reads what has arrived and handles one call after the other. Meanwhile the link stays
+   unarmed, so epoll reports none of its events, and calls in quick succession need no wake-up and no thread switch.
+   After the last handler the thread polls the link for SPIN_SECONDS. If nothing arrives, it arms the link and waits
+   with the other threads.
 2. A link that this worker dialed carries the answers to its calls. A thread that waits for an answer reads the link
    itself (`read_answer`), so that no other thread is woken. If no thread waits, the readers' threads read the link,
-   once it is armed (`rearm`). Arming costs a system call and wakes a thread, so `rearm_later` defers it until the
-   thread that made the call blocks or ends its task, or the timer fires.
+   once it is armed (`rearm`). Arming costs a system call and wakes a thread. So `rearm_later` defers arming until the
+   thread that made the call blocks or ends its task, or until the timer fires.
 
-No answer stays unread: a caller adds to `link.pending` before it checks `link.reading`; a reader releases `reading`
-before it checks `pending` (`rearm`). So at least one of them sees the other and arms the link. Only the next reader
-disarms it.
+No answer stays unread: a caller adds its call to `link.pending` before it checks whether a reader holds the lock
+`link.reading`; a reader releases `reading` before it checks `pending` (`rearm`). So at least one of them sees the other
+and arms the link. Only the next reader disarms it.
 
 A handler may block, and so may a callback of a future. Before a thread waits for a future, its lease ends
 (`before_blocking`): the link is armed, and other threads take the tasks that are left. A 1 ms timer detects any other
@@ -45,21 +46,21 @@ _LEASE_NANOSECONDS = 1_000_000
 class Lease:
     """The right of one thread to read one link.
 
-    `is_over`: other threads may read the link, too; only a holder of `link.reading` sets it.
+    `is_over`: whether other threads may read the link, too. Only the thread that holds `link.reading` sets it.
     """
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.handled, self.seen = 0, -1  # number of calls; that number when the timer last fired
+        self.handled, self.seen = 0, -1  # steps done (reads and calls); that number when the timer last fired
         self.is_over = False
 
 
 class _Thread(threading.local):
     """This thread's state in a Readers."""
 
-    readers: Readers | None = None  # the one that started this thread, or whose tasks it runs
+    readers: Readers | None = None  # the Readers that started this thread, or whose tasks it runs
     lease: Lease | None = None
-    deferred_in: Readers | None = None  # the one in which this thread has deferred arming a link
+    deferred_in: Readers | None = None  # the Readers in which this thread deferred arming a link
 
 
 _this_thread = _Thread()
@@ -68,7 +69,7 @@ _this_thread = _Thread()
 def before_blocking(reads: Link | None = None) -> None:
     """Prepare this thread for waiting: arm the deferred links, and end its lease or hand over its tasks.
 
-    The thread will read the link `reads` itself, so that one is not armed.
+    The link `reads` is not armed, because this thread will read it itself.
     """
     if (deferred_in := _this_thread.deferred_in) is not None:
         _this_thread.deferred_in = None
@@ -93,14 +94,14 @@ class Readers:
         self.poller = Poller(_LEASE_NANOSECONDS)
         self._spin_seconds = SPIN_SECONDS if spins else 0.0
         self._tasks: deque[Task] = deque()
-        self._left: deque[Task] = deque()  # tasks of the threads in `run_here`
+        self._left: deque[Task] = deque()  # tasks that threads in `run_here` have not begun
         self._deferred: set[Link] = set()
         self._leases: set[Lease] = set()
         self._spare = max(spare, 2)
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
-        self._begun = self._seen = 0  # number of tasks; that number when the timer last fired
+        self._begun = self._seen = 0  # number of tasks begun; that number when the timer last fired
         self._is_closed = self._is_eager = False
         for _ in range(2):
             self._start()
@@ -138,7 +139,7 @@ class Readers:
             self._wake_one()
 
     def _work_off(self, lease: Lease | None) -> None:
-        """Run the tasks of the queue. After `hand_over` each thread wakes another one first."""
+        """Run the queued tasks. After `hand_over`, each thread wakes another one before it runs a task."""
         while True:
             try:
                 task = self._tasks.popleft()
@@ -163,7 +164,10 @@ class Readers:
     # ---- links with answers --------------------------------------------------------------------------------
 
     def read_answer(self, link: Link, number: int, until: float) -> None:
-        """Read a link until a call's answer was received, or until a time; return if another thread reads it."""
+        """Read a link until a call's answer has been received, or until the time `until`.
+
+        Return early if another thread reads the link.
+        """
         try:
             while monotonic() < until and link.reading.acquire(blocking=False):
                 try:
@@ -195,7 +199,7 @@ class Readers:
         return link.poll(1000 * min(LOOK_SECONDS, max(until - monotonic(), 0.0)))
 
     def rearm(self, link: Link) -> None:
-        """Unless a thread reads the link, arm it: READ if answers are expected, else HANG_UP."""
+        """Arm the link for READ if answers are expected, else for HANG_UP, unless a thread reads it."""
         events = READ if link.expects_answers() else HANG_UP
         if link.armed < events and not link.reading.locked():
             self.poller.arm(link, events)
@@ -207,8 +211,8 @@ class Readers:
         self.poller.start_timer()
 
     def rearm_deferred(self, but: Link | None = None) -> None:
-        """Arm all links that `rearm_later` has deferred, except one."""
-        # A copy: other threads may add links meanwhile, and start the timer for them.
+        """Arm all links that `rearm_later` has deferred, except `but`."""
+        # Iterate over a copy: other threads may add links meanwhile, and start the timer for those.
         for link in list(self._deferred):
             if link is not but:
                 self._deferred.discard(link)
@@ -216,7 +220,7 @@ class Readers:
 
     def _read_answers(self, link: Link) -> None:
         if not link.reading.acquire(blocking=False):
-            return  # the thread that waits for an answer reads, and rearms the link
+            return  # the thread that waits for an answer reads the link, and then rearms it
         try:
             tasks = link.receive()
         finally:
@@ -230,7 +234,7 @@ class Readers:
     # ---- links with calls ----------------------------------------------------------------------------------
 
     def _read_calls(self, link: Link) -> None:
-        """Take a lease on a link, and handle its calls until it ends."""
+        """Take a lease on a link, and handle the link's calls until the lease ends."""
         lease = _this_thread.lease = Lease(link)
         self._leases.add(lease)
         self.poller.start_timer()
@@ -242,7 +246,7 @@ class Readers:
             _this_thread.lease = None
 
     def _receive_calls(self, lease: Lease) -> bool:
-        """Queue the calls that have arrived, or arrive within SPIN_SECONDS; return False when the lease is over."""
+        """Queue the calls that have arrived or that arrive within SPIN_SECONDS; return False if the lease is over."""
         link = lease.link
         if lease.is_over:
             return False
@@ -267,8 +271,8 @@ class Readers:
         return True
 
     def end(self, lease: Lease) -> None:
-        """End a lease: any thread may read the link, and take the tasks that were read from it."""
-        if lease.link.reading.acquire(blocking=False):  # else its thread is reading, not stuck
+        """End a lease, so that any thread may read the link, and take the tasks that were read from it."""
+        if lease.link.reading.acquire(blocking=False):  # else its thread is reading, so it is not stuck
             try:
                 if lease.is_over:
                     return
@@ -318,7 +322,7 @@ class Readers:
                 is_last = self._is_closed and not self._threads
             if is_last:
                 self.poller.close()
-                self._work_off(None)  # the tasks that were queued since
+                self._work_off(None)  # tasks may have been queued meanwhile
             elif self._is_closed:
                 self._wake_one()  # the thread that wakes up ends, too
 
@@ -364,5 +368,5 @@ class Readers:
             threading.Thread(target=self._work_off, args=(None,), name="fastcoll-rpc", daemon=True).start()
 
     def close_inherited(self) -> None:
-        """In a child of fork, which has none of the threads: close the descriptors."""
+        """In a child process made by fork, where none of the threads exist: close the descriptors."""
         self.poller.close()

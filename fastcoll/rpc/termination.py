@@ -4,8 +4,8 @@ F. Mattern, "Algorithms for distributed termination detection", 1987: the four-c
 waits until its own calls are answered or timed out, and then reports to worker 0 how many calls it has made and served,
 and which calls it still serves. When two rounds in a row have the same sums, and as many calls served as made, no call
 is under way, and worker 0 lets all workers leave. If two rounds have the same sums, but more calls were made than
-served, the calls that are not served have timed out at their callers. Worker 0 fails the shutdown when that lasts
-longer than a call may take.
+served, the calls that are not served have timed out at their callers. Worker 0 fails the shutdown when the sums stay
+the same for longer than the default timeout of calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .handlers import UNCOUNTED as ROUND
 from .worker_info import WorkerInfo
 
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.001, 0.05  # between two rounds; the pause doubles up to the longest
-_ASK_SECONDS = 2.0  # for worker 0 to name the late workers
+_ASK_SECONDS = 2.0  # how long worker 0 may take to name the late workers, or to answer all others at the end
 
 
 class CallCounts(NamedTuple):
@@ -34,11 +34,11 @@ class CallCounts(NamedTuple):
 
 
 class Termination:
-    """This worker's part in a graceful shutdown; on worker 0, the collection of the reports, too."""
+    """This worker's part in a graceful shutdown. On worker 0 it also collects the reports."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        # At worker 0: the reports of this round; the sums of the round before, and since when they have not changed.
+        # At worker 0: the reports of this round; the sums of the last complete round, and when they last changed.
         self._lock = threading.Lock()
         self._reports: dict[int, tuple[CallCounts, Future[bool]]] = {}
         self._sums, self._since = (-1, -1), 0.0
@@ -60,7 +60,7 @@ class Termination:
             while self._agent.handlers.serves(ROUND) and time.monotonic() < end:
                 time.sleep(_PAUSE_SECONDS)  # worker 0 leaves after it has answered all others
         except AbortedError as error:
-            # A worker has left, perhaps because it noticed a death first; then raise the death, which is the cause.
+            # A worker has left, perhaps because it noticed a third worker's death first. If so, raise that death.
             raise self._agent.death() or error from None
         except RpcTimeoutError as error:
             if time.monotonic() < until:
@@ -75,7 +75,7 @@ class Termination:
             report = CallCounts(*agent.counts.read(), agent.handlers.under_way())
             if agent.call(0, ROUND, report, max(until - time.monotonic(), 0.001)).wait():
                 return
-            if time.monotonic() > until:  # a round has 1 ms at least, so rounds may go on after `until`
+            if time.monotonic() > until:  # a round may take 1 ms, so rounds may go on after `until`
                 raise RpcTimeoutError("calls are still under way")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -91,7 +91,7 @@ class Termination:
     # ---- at worker 0 -----------------------------------------------------------------------------------------
 
     def _receive(self, worker: WorkerInfo, report: CallCounts | None) -> Future[bool] | str:
-        """Take a worker's report; return a future of whether the rounds are over.
+        """Take a worker's report; return a future of True if the rounds are over, else of False.
 
         If `report` is None, return a text that names the late workers and calls.
         """

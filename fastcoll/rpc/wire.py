@@ -1,4 +1,4 @@
-"""Messages between workers as bytes: a pickle, and the memory of arrays and tensors beside it.
+"""The format of messages between workers: a pickle, and beside it the memory of arrays and tensors.
 
     offset  bytes  field (little-endian)
     0       8      length of the body
@@ -8,11 +8,12 @@
     28      4      number of buffers
     32      1      MessageType
     33      1      kind of the call
-    34      1      1: large buffers are sent through shared memory (slots.py)
+    34      1      1 if large buffers are sent through shared memory (slots.py), else 0
     35      5      zero
 
-The body is a table of buffer lengths (8 bytes each), the context, the pickle, and the small buffers. Each small buffer
-begins at a multiple of 64 bytes from the body's start. Buffers of more than INLINE bytes follow the body, in order.
+The body is a table of buffer lengths (8 bytes each), the context (pickling.py), the pickle, and the small buffers. Each
+small buffer begins at a multiple of 64 bytes from the body's start. Buffers of more than INLINE bytes follow the body,
+in order.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class MessageType(IntEnum):
     RESULT = 3
     RAISED = 4  # the call raised an exception
     GOODBYE = 5  # the last message of a connection: the exit reason
-    RING = 6  # an offer of shared memory, and its answer
+    RING = 6  # an offer of shared memory, or the answer to one
 
 
 _TYPES = {each.value: each for each in MessageType}
@@ -51,7 +52,7 @@ class RpcMessage:
 
     type: MessageType
     kind: int  # of the call
-    call: int  # its number
+    call: int  # the number of the call
     pickled: Buffer
     buffers: Sequence[Buffer] = ()
     context: bytes = b""
@@ -81,16 +82,17 @@ def encode(message: RpcMessage, by_ring: bool = False) -> tuple[bytes, list[memo
 
 
 def copied(message: RpcMessage) -> RpcMessage:
-    """Return a message of this worker to itself, with copies of its buffers: a receiver owns what it gets."""
+    """Copy a message of this worker to itself, and its buffers, because a receiver owns the buffers that it gets."""
     return replace(message, buffers=[bytearray(buffer) for buffer in message.buffers])
 
 
 class Assembler:
     """Parse received bytes into messages: the link writes bytes into `space`, then calls `add` with their number.
 
-    Many small messages may be received into one buffer, and are copied out of it. The rest of a larger body, and each
-    large buffer, are received at their final address. `take` fills a buffer from shared memory. A message is not parsed
-    until the caller has consumed the previous one, because that one may have announced the shared memory.
+    Many small messages may be received into one buffer, and are then copied out of it. The rest of a larger body is
+    received directly into the body's own memory, and each large buffer likewise. `take` fills a buffer from shared
+    memory. A message is not parsed until the caller has consumed the previous one, because the previous one may set up
+    the shared memory that this message needs.
     """
 
     def __init__(self, take: Callable[[memoryview], None], nbytes: int = 64 << 10) -> None:

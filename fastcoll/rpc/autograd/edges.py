@@ -1,13 +1,14 @@
-"""The ends of this worker's part of an autograd graph: where tensors left for other workers, and where they arrived.
+"""The ends of this worker's part of an autograd graph: where tensors left it, and where tensors arrived.
 
-A tensor that leaves is the input of a `Departure`. No other node uses that node's output, a *token*, so the token is a
-root of the local graph. A tensor that arrives is the output of an `ArrivalNode`. In a backward pass torch's engine runs
-both like any other node: a departure blocks until the gradient arrives from the worker to which the tensor went; an
-arrival sends the tensor's gradient to the worker from which the tensor came (passes.py).
+A tensor that leaves for another worker is the input of a `Departure` node. The output of this node is called a *token*.
+No other node uses the token, so the token is a root of the local graph. A tensor that arrives from another worker is
+the output of an `ArrivalNode`. In a backward pass torch's engine runs both like any other node: a departure blocks
+until the gradient arrives from the worker to which the tensor went; an arrival sends the tensor's gradient to the
+worker from which the tensor came (passes.py).
 
-Departures must run in descending order of the times at which their tensors left (the context's clock, contexts.py), and
-each only when no other node can run. Among the nodes that are ready, torch's engine runs the one with the highest
-sequence number. So a departure's sequence number is its time, and those of all other nodes are at least RESERVED.
+Departures must run in descending order of the times at which their tensors left (by the context's clock, contexts.py),
+and each only when no other node can run. Among the nodes that are ready, torch's engine runs the one with the highest
+sequence number. So a departure has its time as sequence number, and all other nodes have numbers from RESERVED up.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class GradientExchange(Protocol):
     """The exchange of gradients in the backward pass that runs on this thread."""
 
     def send(self, worker: int, message: int, gradient: Any) -> None:
-        """Send the gradient of the tensor that came from `worker` as `message`."""
+        """Send the gradient of the tensor that came from `worker` in the message with this number."""
 
     def wait_for(self, message: int) -> Any:
-        """Wait for the gradient of the tensor that left as `message`, and return it; None: it is zero."""
+        """Wait for the gradient of the tensor that left in `message`, and return it; None: it is zero."""
 
 
 class Origin(NamedTuple):
@@ -76,7 +77,7 @@ class ArrivalNode(Function):  # type: ignore[misc]
 
 
 def departed(tensor: Any, message: int, number: int) -> Any:
-    """Return the token of a tensor that leaves; `number`: its time."""
+    """Return the token of a tensor that leaves; `number`: the time at which it leaves."""
     with torch.enable_grad():
         token = Departure.apply(tensor, message)
     token.grad_fn._set_sequence_nr(number)
@@ -84,7 +85,7 @@ def departed(tensor: Any, message: int, number: int) -> Any:
 
 
 def arrived(data: Any, origin: Origin) -> Any:
-    """Return a tensor that arrived, as part of the local graph. It may be changed in place."""
+    """Add a tensor that arrived to the local graph; return the result, which may be changed in place."""
     with torch.enable_grad():
         return ArrivalNode.apply(_anchor, [data], origin)
 
@@ -113,10 +114,10 @@ def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origi
 
 
 def flow(running: GradientExchange, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
-    """Run the local graph backward from scalars; return the gradients of the leaves, None for zero.
+    """Run the local graph backward from `roots`, which are scalars; return the leaves' gradients, None for zero.
 
-    Nodes of GPUs run on this thread as well: on a thread of their own they could make a node ready while this thread
-    blocks in a departure.
+    This thread runs the nodes on GPUs, too. Otherwise torch's threads for GPUs could make a node ready while this
+    thread blocks in a departure.
     """
     before, _thread.running = getattr(_thread, "running", None), running
     try:

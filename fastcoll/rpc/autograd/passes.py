@@ -1,17 +1,19 @@
-"""Backward passes: how gradients flow from roots through the graphs of all workers to their leaves.
+"""Backward passes: how gradients flow from the roots through the graphs of all workers to the leaves.
 
-The *initiator*, which has the roots, first discovers the workers that take part: each worker explores its graph from
-the tensors that left it, and returns the arrivals that it reaches, until nothing new is found. Then all workers run
-their parts at the same time, each by one run of torch's engine, so that every node and hook runs once, on the complete
-gradient. A *departure* is the node of a tensor that left a worker, an *arrival* that of a tensor that arrived
-(edges.py). A departure waits for the gradient of its tensor; the tensor's arrival sends that gradient. The pass ends
-when all parts have ended.
+A tensor that one worker sends to another has a node in the graph of each: a *departure* on the worker that it left, and
+an *arrival* on the worker that received it (edges.py). In a backward pass the arrival sends the gradient of the tensor,
+and the departure waits for that gradient.
 
-There is no deadlock. Suppose that all workers wait in departures, and take the departure whose tensor left at the
-latest time t. An arrival on another worker sends that tensor's gradient. That worker waits in a departure of time t or
-earlier, so it has run all its departures after t, and every node that is reached only from those and the roots. The
-arrival is such a node: a tensor that depends on it left after it, so later than t. So the gradient was sent, which
-contradicts the wait.
+The *initiator*, the worker that has the roots, first discovers the workers that take part. Each of them explores its
+graph from the tensors that left it, and returns the arrivals that it reaches, until no new arrival is found. Then all
+workers run their parts at the same time. Each part is one run of torch's engine, so every node and hook runs once, on
+the complete gradient. The pass ends when all parts have ended.
+
+There is no deadlock. Suppose that all workers wait in departures. Consider the departure whose tensor left last, at
+time t. The arrival of this tensor is on another worker. That worker waits in a departure of time t or earlier, so it
+has run all its departures after t, and every node that is reached only from those and the roots. The arrival is such a
+node, because every tensor that depends on it left later than t. So the arrival has sent the gradient, which contradicts
+the assumption.
 
 A worker that fails reports that to the initiator, which makes all others fail (participant.py). No wait is endless,
 because the initiator's calls have a deadline, and all workers notice the initiator's death.
@@ -40,18 +42,18 @@ class Recorded(Protocol):
     id: int
 
     def tokens(self, messages: Iterable[int]) -> list[Any]:
-        """Return the tokens (edges.py) of the tensors that left as `messages`."""
+        """Return the tokens (edges.py) of the tensors that left in the messages with these numbers."""
 
     def accumulate(self, leaves: Sequence[Any], gradients: list[Any]) -> None:
-        """Add gradients to those of the leaves, and remove them from the list."""
+        """Add `gradients` to the gradients of the leaves, and remove each from the list."""
 
 
 class Pass:
     """This worker's part of a backward pass.
 
     Args:
-        deliver: called with a worker, a message and a gradient; sends that worker the gradient of the tensor that left
-            it as that message.
+        deliver: called with a worker, the number of a message and a gradient; sends the gradient to that worker, which
+            had sent the tensor in that message.
         roots: tensors of one element, where the gradient is 1.
     """
 
@@ -61,7 +63,7 @@ class Pass:
         # Nodes are distinguished by the identity of their Python objects, which this set keeps alive.
         self._seen: set[Any] = set()
         self._leaves: list[Any] = []
-        self._messages: list[int] = []  # of the tensors that left this worker and take part
+        self._messages: list[int] = []  # in which the tensors that take part left this worker
         self._gradients: dict[int, Any] = {}
         self._sent: list[Future[None]] = []
         self._error: BaseException | None = None
@@ -72,7 +74,7 @@ class Pass:
         return self._explore(self._roots)
 
     def discover(self, messages: Sequence[int]) -> list[Origin]:
-        """Return the arrivals that tensors which left this worker reach, except those that were reached before."""
+        """Return the arrivals that are reached from the tensors of `messages`, unless they were reached before."""
         self._messages += messages
         return self._explore(self._context.tokens(messages))
 
@@ -93,7 +95,7 @@ class Pass:
         gradients = [flow(self, roots, self._leaves, retain_graph)]
         for future in self._sent:
             future.wait()
-        # `pop`: no other list refers to the gradients when they are accumulated.
+        # `pop` ensures that no other list refers to the gradients while they are accumulated.
         self._context.accumulate(self._leaves, averaged(self._leaves, gradients.pop()))
 
     def fail(self, error: BaseException) -> None:
@@ -103,13 +105,13 @@ class Pass:
             self._changed.notify_all()
 
     def take(self, message: int, gradient: Any) -> None:
-        """Take the gradient of the tensor that left as `message`."""
+        """Store the gradient of the tensor that left in `message`, and wake its departure."""
         with self._changed:
             self._gradients[message] = gradient
             self._changed.notify_all()
 
     def wait_for(self, message: int) -> Any:
-        """Wait for the gradient of the tensor that left as `message`, and return it; None: it is zero."""
+        """Wait for the gradient of the tensor that left in `message`, and return it; None: it is zero."""
         before_blocking()
         with self._changed:
             self._changed.wait_for(lambda: message in self._gradients or self._error is not None)
@@ -118,7 +120,7 @@ class Pass:
             return self._gradients.pop(message)
 
     def send(self, worker: int, message: int, gradient: Any) -> None:
-        """Send the gradient of the tensor that a worker sent as `message`."""
+        """Send a worker the gradient of the tensor that it had sent in `message`."""
         if self._error is not None:
             raise self._error
         self._sent.append(self._deliver(worker, message, gradient))
