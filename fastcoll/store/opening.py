@@ -1,6 +1,6 @@
-"""The opening of a connection between two ranks, or a store's client and server: a protocol without sockets.
+"""The opening of a connection between two ranks, or between a store's client and server, without sockets.
 
-Opening, 112 bytes each way, the dialing side first (big-endian):
+Each side sends an opening of 112 bytes, the dialing side first (big-endian):
 
     offset  bytes  field
     0       8      magic "FASTMESH"
@@ -23,18 +23,20 @@ Opening, 112 bytes each way, the dialing side first (big-endian):
 
 The answering side sends its proof after its opening; the dialing side then sends its own proof. A proof is 32 bytes of
 HMAC-SHA256 over the direction and both openings; the key is derived from the group's token and the job's secret. If
-the dialing side rejects the answering side's proof, because the secrets differ, it sends zeros instead of its own. The
-key of a store is the secret alone. With FASTCOLL_INSECURE=1 and no secret, the key of a group is derived only from its
-token, which is published in the store, and a store's connections exchange no proofs. All fields have fixed sizes;
-nothing else is read before the proofs are verified. This authenticates connections; it does not encrypt them.
+the dialing side rejects the answering side's proof, because the secrets differ, it sends zeros instead of its own
+proof. The key of a store is the secret alone. With FASTCOLL_INSECURE=1 and no secret, the key of a group is derived
+only from its token, which is published in the store, and a store's connections exchange no proofs. All fields have
+fixed sizes; nothing else is read before the proofs are verified. This authenticates connections; it does not encrypt
+them.
 
-Each side has an object: `wants` is how many bytes it still needs (0: it has finished), and `take` consumes received
-bytes, split in any way, and returns the bytes to send. The object holds at most one opening and one proof.
+Each side has an object, `Dialing` or `Answering`. Its `wants` is how many bytes it still needs (0: it has finished);
+its `take` consumes received bytes, split in any way, and returns the bytes to send. The object holds at most one
+opening and one proof.
 
-A proof cannot be relayed to another job. The openings of a group identify the group, and so the job. The job of a store
-is identified by its secret, if the job was given one. The user's own secret opens all jobs of the user; so the client's
-opening then has the address that it dialed, and a server at another address refuses it, unless both have the same name
-for the store.
+A proof cannot be relayed to another job. The openings of a group identify the group, and so the job. A store's job is
+identified by its secret, if the job was given one. Without that, both sides use the user's own secret, which opens all
+jobs of the user. So the server then compares the dialed address in the client's opening with its own, and refuses the
+client if they differ, unless client and server have the same name for the store.
 """
 
 from __future__ import annotations
@@ -100,9 +102,9 @@ class OpeningResult(IntEnum):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A rank of a group, as openings name it, and the key of the group's proofs.
+    """A rank of a group, with the names that openings use, and the key of the group's proofs.
 
-    `key`: see `derive_key`. b"" is that of a store without a secret, which any process may open without a proof.
+    `key`: see `derive_key`; b"" for a store without a secret, which any process may open without a proof.
     """
 
     group: bytes
@@ -150,9 +152,9 @@ class Opening(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, role: Role) -> Opening:
-        """Parse the opening of a side of `role`, or raise OpeningError.
+        """Parse the opening of the side that has `role`, or raise OpeningError.
 
-        If it has another protocol version, only its result and its version of fastcoll are valid.
+        If the protocol version differs, only the protocol, the result and the version of fastcoll are valid.
         """
         magic, *fields = _FORMAT.unpack(data)
         found = cls._make(fields)
@@ -181,7 +183,7 @@ class Opening(NamedTuple):
 
 
 def _check_start(data: bytes) -> None:
-    """Raise as soon as the first bytes are not those of an opening."""
+    """Raise OpeningError if these first bytes cannot be the start of an opening."""
     start = data[: len(MAGIC)]
     if not MAGIC.startswith(start):
         raise OpeningError(f"not a rank of fastcoll: {start!r}")
@@ -206,7 +208,7 @@ def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
 
 
 class RefusedError(OpeningError):
-    """The two ends do not fit together, and a retry does not help. `answer` gives the other end the reason."""
+    """The two ends do not fit together, and a retry does not help. `answer`: bytes to send to the other end."""
 
     def __init__(self, result: OpeningResult, reason: str, answer: bytes = b"") -> None:
         super().__init__(reason)
@@ -214,7 +216,7 @@ class RefusedError(OpeningError):
 
 
 class Turned(OpeningError):
-    """The dialing side does not fit; `answer` is the opening that gives it the reason."""
+    """The dialing side does not fit; `answer` is the opening that gives the dialing side the reason."""
 
     def __init__(self, reason: str, answer: bytes) -> None:
         super().__init__(reason)
@@ -222,9 +224,10 @@ class Turned(OpeningError):
 
 
 class Dialing:
-    """The dialing side: the rank of `endpoint` dials the group rank `peer`. `theirs` is the peer's opening, once read.
+    """The dialing side: the rank of `endpoint` dials the group rank `peer`.
 
-    `place`: for a store's client, the digest of the address that it has dialed (address.py).
+    `theirs` is the peer's opening, or None until it has been read. `place`: for a store's client, the digest of the
+    address that it has dialed (address.py).
     """
 
     def __init__(
@@ -282,8 +285,8 @@ class Dialing:
 class Answering:
     """The answering side.
 
-    `find` returns the endpoint for an opening, or None if this process has none. `is_here` returns whether an opening
-    was dialed to this address. `theirs` is the other side's opening, once read.
+    `find` returns the endpoint for an opening, or None if this process has none. `is_here` returns whether the sender
+    of an opening has dialed this address. `theirs` is the other side's opening, or None until it has been accepted.
     """
 
     def __init__(

@@ -1,16 +1,20 @@
-"""A store's server as a state machine without sockets. A connection begins with openings (opening.py), then frames.
+"""A store's server as a state machine without sockets.
 
-A peer, the other end of a connection, has one request under way at a time, which bounds what is queued for it. A peer
-is dropped if it violates the protocol, or if it sends further bytes before its request is answered. The server waits
-for bytes beyond an opening only after it has accepted the opening, and for the body of a frame only after it has
+On a connection each side first sends an opening and, if there is a secret, a proof that it has the secret (opening.py).
+Then the client sends requests, and the server sends answers, in frames (frames.py).
+
+A *peer* is the other end of a connection. It has one request under way at a time, which bounds what is queued for it. A
+peer is dropped if it violates the protocol, or if it sends further bytes before its request is answered. The server
+waits for bytes beyond an opening only after it has accepted the opening, and for the body of a frame only after it has
 accepted the header.
 
 A peer whose opening is not answered yet tries again if it is dropped, so OPENING_SECONDS are enough for an opening.
-After the answer a peer regards the connection as established, though its process may be stopped or starved; so it has
-the store's timeout for its proof and for each request. Strangers are limited by number instead: MOST_OPENINGS
-connections without an answer, and as many without a proof, each with one descriptor and at most 112 bytes. Beyond that
-the oldest is dropped. When no descriptor is left, a new connection replaces the oldest one without an answer; if there
-is none, the oldest one that has owed its proof for OPENING_SECONDS.
+After the answer a peer regards the connection as established, though its process may be stopped or starved. So it has
+at least the store's timeout for its proof and for each request. Peers without a proof are limited in number instead: at
+most MOST_OPENINGS whose opening is not answered, and at most MOST_OPENINGS that owe their proof after the answer. Each
+costs one descriptor and at most 112 bytes. Beyond either limit the oldest connection is dropped. When no descriptor is
+left, a new connection replaces the oldest one without an answer. If all are answered, it replaces the one that has owed
+its proof longest, if that is at least OPENING_SECONDS.
 """
 
 from __future__ import annotations
@@ -38,10 +42,10 @@ from .opening import (
 from .table import CHANGING, Op, StoreRequest, Table
 
 OPENING_SECONDS = 5.0
-# Limit of connections without an answer, and of answered ones without a proof; beyond it the oldest is dropped. It is
-# twice what a server accepts at once (serving.py), so a crowd of ranks never drops one whose opening has arrived.
+# Limit of connections without an answer, and also of answered connections without a proof. It is twice what a server
+# accepts at once (serving.py), so even if all ranks connect at once, none whose opening has arrived is dropped.
 MOST_OPENINGS = 2048
-# A request may take at least this many seconds from its first byte on, enough for 8 MiB at 140 kB/s.
+# A peer has at least this many seconds to send a request after its first byte, enough for 8 MiB at 140 kB/s.
 FRAME_SECONDS = 60.0
 
 
@@ -80,8 +84,8 @@ class StoreServer:
     def __init__(self, secret: bytes, timeout: float, name: bytes = b"") -> None:
         """Make a server without connections.
 
-        `timeout`: the store's, which its clients have as well. `name`: the clients' name of this store (address.py),
-        if the secret does not identify the job; else empty.
+        `timeout`: the store's timeout, which its clients have as well. `name`: if the secret does not identify the job,
+        the clients' name for this store (address.py); else empty.
         """
         self.outbox: list[tuple[int, bytes]] = []
         self.drops: list[tuple[int, str]] = []
@@ -91,7 +95,8 @@ class StoreServer:
         self._name = name
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
-        # Connections without an answer; answered ones without a proof, with the time of the answer. Oldest first.
+        # The connections without an answer, and the answered ones without a proof by the time of the answer. Both are
+        # in order, the oldest first.
         self._opening: dict[int, None] = {}
         self._proving: dict[int, float] = {}
         # Peers that wait for a key (parked peers). A peer is registered under one missing key of its request at a time;
@@ -103,7 +108,7 @@ class StoreServer:
         self._now = 0.0
 
     def connect(self, peer: int, now: float, place: bytes = b"") -> None:
-        """Register a connection, accepted at `place` (address.py); `peer` is any number not in use."""
+        """Register a connection under `peer`, any unused number; `place` is the digest of its address (address.py)."""
         me, name = self._me, self._name
         answering = Answering(
             lambda at: me if at.kind is ConnectionKind.STORE and at.peer == me.rank else None,
@@ -117,7 +122,7 @@ class StoreServer:
         self._set_deadline(peer, now + OPENING_SECONDS)
 
     def give_way(self, now: float) -> bool:
-        """Drop an unproven connection to free its descriptor for another; False: there is none to drop."""
+        """Drop a connection without a proof, to free its descriptor; return False if there is none to drop."""
         oldest = next(iter(self._opening or self._proving), None)
         if oldest is None or now - self._proving.get(oldest, float("-inf")) < OPENING_SECONDS:
             return False
@@ -179,7 +184,7 @@ class StoreServer:
         return Opening.of(self._me, Role.ANSWERS, ConnectionKind.STORE, 0, 1, OpeningResult.FULL).to_bytes()
 
     def _converse(self, peer: int) -> Generator[None, None, None]:
-        """Handle a peer's bytes, from its opening on; the generator is resumed whenever bytes have come."""
+        """Handle a peer's bytes, from its opening on; `receive` resumes this generator when bytes have arrived."""
         state = self._peers[peer]
         while state.answering.wants:
             if not state.buffer:
@@ -224,7 +229,7 @@ class StoreServer:
                 yield
 
     def _until(self, count: int, peer: int, state: _Peer) -> Generator[None, None, None]:
-        """Yield until `count` bytes have come; set the deadline for the rest of a request."""
+        """Yield until `count` bytes have arrived; once a request has begun, set the deadline for its rest."""
         while len(state.buffer) < count:
             if state.is_open and state.buffer and state.deadline is None:
                 self._set_deadline(peer, self._now + self._frame_seconds)
@@ -264,7 +269,7 @@ class StoreServer:
             self.outbox.append((peer, answers[same]))
 
     def _still_missing(self, state: _Peer, request: StoreRequest) -> bytes | None:
-        """Return the first missing key, searching from the last one on, so that a key is not checked repeatedly."""
+        """Return the next missing key. The search starts at the key that was missing last, to check each key once."""
         for place in range(state.place, len(request.keys)):
             if self._table.get(request.keys[place]) is None:
                 state.place = place

@@ -1,8 +1,8 @@
-"""The keys and values of every store of this package, and the methods of Store on top of them.
+"""The table of keys and values that every store of this package has, and the methods of Store on top of it.
 
 A StoreRequest is one operation; Table.apply executes it in memory. TableStore turns calls of Store's methods into
-requests, and text and numbers into bytes. HashStore, the file and the TCP server differ only in how a request reaches a
-table, and which waiters wake up afterwards.
+requests, and text and numbers into bytes. The stores in memory, in a file and on a TCP server differ only in how a
+request reaches a table, and in which waiters wake up afterwards.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ MAX_VALUE = 8 << 20
 MAX_KEYS = 128 << 10
 MAX_KEYS_PER_REQUEST = 1024
 MAX_TOTAL = 1 << 30  # bytes of keys and values in one table
-# The answer to a GET or PEEK has as many of its values as fit into this many bytes, and at least the first.
+# The answer to a GET, PEEK or KEYS has only as many values or keys as fit into this many bytes, but at least the first.
 MAX_ANSWER = MAX_VALUE + (64 << 10)
 _SET = b"="  # precedes each value in the answer to PEEK; a key that is not set has an empty field
-# A queue is the value of its key: this mark, the length and the bytes of each item, so that a push is an APPEND.
+# A queue is the value of one key. Each of its items is this mark, the item's length and its bytes, so a push is an
+# APPEND.
 _ITEM = struct.Struct("!4sI")
 _MARK = b"\0ITM"
-_DONE = b"\0done"  # after a prefix: the key that counts the users that have retired its keys
-_RETIRE_SECONDS = 1.0  # timeout of RETIRE: the caller is leaving, and the server may be stopped
+_DONE = b"\0done"  # a prefix and this suffix: the key that counts the users that have retired the prefix
+_RETIRE_SECONDS = 1.0  # timeout of RETIRE; short, because the caller is leaving and the server may be stopped
 
 
 class Op(IntEnum):
@@ -52,9 +53,9 @@ class Op(IntEnum):
     NUM_KEYS = 9
     PEEK = 10
     POP = 11  # removes the first item of the queue under a key; removing the last item removes the key
-    KEYS = 12  # the keys after a key, in order, as many as fit into an answer
-    WILL = 13  # a key that the server sets when the connection ends, unless it is set; without a key: no will
-    RETIRE = 14  # removes the keys with this prefix once so many clients have sent this as its value says
+    KEYS = 12  # returns the keys that sort after the given one, in order, as many as fit into an answer
+    WILL = 13  # the server sets this key when the connection ends, unless it is set by then; no key: withdraws the will
+    RETIRE = 14  # removes the keys with this prefix once as many clients have sent RETIRE as the value says
 
 
 # Op -> (fewest keys, most keys, values for each key)
@@ -231,7 +232,7 @@ def _those_that_fit(values: Iterable[bytes]) -> list[bytes]:
 
 
 def _whole_number(text: bytes, key: bytes) -> int:
-    """Return the 64-bit integer that ADD finds under `key`."""
+    """Return `text`, a value of `key` or an amount for it, as an integer; StoreError: it is not one."""
     if len(text) <= 20 and text.removeprefix(b"-").isdigit():
         return int(text)
     raise StoreError(f"{shown(key)} holds {text[:40]!r}, which is not an integer")
@@ -277,7 +278,7 @@ class TableStore(Store):
         return self._fields(Op.GET, keys, timeout)
 
     def peek(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes | None]:
-        # A byte precedes each value; the field of a key that is not set is empty.
+        # The first byte of a field is _SET; the field of a key that is not set is empty.
         return [field[1:] if field else None for field in self._fields(Op.PEEK, keys, timeout)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -341,7 +342,7 @@ class TableStore(Store):
         missing, count, at = list[bytes](), 0, 0
         while at < len(keys):
             part = keys[at : at + MAX_KEYS_PER_REQUEST]
-            # A missing key means that the timeout has passed: check the rest without waiting.
+            # If a key was missing, the timeout has passed, so the remaining keys are checked without waiting.
             answer = self._request(
                 op if not count else Op.WAIT, part, (), max(deadline - time.monotonic(), 0.0)
             )
@@ -382,7 +383,7 @@ def closed_meanwhile(store: Store) -> StoreError:
 
 
 def check_process(store: Store, pid: int) -> None:
-    """Raise in a forked child of the process `pid`, which opened the store."""
+    """Raise UsageError in a forked child of `pid`, the process that opened the store."""
     if pid != os.getpid():
         name = type(store).__name__
         raise UsageError(

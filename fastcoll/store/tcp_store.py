@@ -50,8 +50,8 @@ class TCPStore(TableStore):
     """A store that the master serves at `host_name`:`port`.
 
     Thread safe: calls of several threads use separate connections and do not block one another. After the server is
-    lost there is no reconnection: every call raises StoreError. A child of fork must open its own store. Both ends
-    prove that they have the job's secret (FASTCOLL_SECRET, FASTCOLL_SECRET_FILE, else the user's own).
+    lost there is no reconnection: every call raises StoreError. A child process made by fork must open its own store.
+    Both ends prove that they have the job's secret (FASTCOLL_SECRET, FASTCOLL_SECRET_FILE, else the user's own secret).
 
     Args:
         host_name: name or address of the master's machine; the server listens on this address only.
@@ -59,16 +59,16 @@ class TCPStore(TableStore):
         world_size: the number of processes that open the store, including the master; None: any number.
         is_master: serve the store in this process.
         timeout: the time limit of blocking operations, and of connecting.
-        wait_for_workers: the master waits here until `world_size` processes have come.
-        multi_tenant: share the server of an earlier master on this port in this process.
-        master_listen_fd: a listening socket that the master serves, and finally closes.
+        wait_for_workers: whether the master waits here until `world_size` processes have opened the store.
+        multi_tenant: whether to share the server that an earlier master in this process has made for this port.
+        master_listen_fd: the descriptor of a listening socket, on which the master serves and which it finally closes.
         use_libuv: has no effect, like `libuvBackend`, because fastcoll has only one kind of server.
         port_note: appended to the warning that no connection can be made.
 
     Raises:
         UsageError: an argument is wrong.
         ResourceError: the port is in use; the message names the process that holds it, if it can be seen.
-        StoreTimeoutError: no server, or not all workers, within `timeout`.
+        StoreTimeoutError: no server was reached, or not all workers came, within `timeout`.
 
     Example:
         >>> with TCPStore("localhost", 0, is_master=True) as store:
@@ -135,7 +135,8 @@ class TCPStore(TableStore):
             linger: how many seconds the master waits, at most, for the other clients to disconnect.
         """
         if self._pid != os.getpid():
-            # A child of fork closes its copies of the descriptors, and does not touch the parent's server and lock.
+            # A child process made by fork closes its copies of the descriptors. It does not touch the parent's server
+            # and lock.
             self._closed = True
             for connection in [*self._idle, *self._busy]:
                 connection.close()
@@ -159,10 +160,11 @@ class TCPStore(TableStore):
         return TCPStore(self.host, self.port, timeout=self.timeout)
 
     def bequeath(self, key: str, value: str) -> Callable[[], None]:
-        """Let the server set `key` when this process ends, unless it is set by then.
+        """Let the server set `key` when this process ends, unless the key is set by then.
 
         Returns:
-            A function that withdraws this. It never blocks, may be called twice, and also after the store is closed.
+            A function that withdraws this request. It never blocks. It may be called twice, and after the store is
+            closed.
         """
         request = StoreRequest(Op.WILL, (key.encode(),), (value.encode(),), limit_of(self))
         deadline = _deadline(request)
@@ -252,9 +254,9 @@ class LostError(StoreError, ConnectionError):
 class TCPConnection:
     """An open connection, for one thread at a time.
 
-    After an exception, close the connection. Only after a StalledError it can be used again, if `is_owed`: the next
-    call then skips the late answer. `instance` identifies the server: another server on the same port has another one.
-    `local_address` is this end's address, as the server sees it.
+    After an exception, close the connection. The only exception is a StalledError if `is_owed` is True: then the
+    connection can be used again, and the next call skips the late answer. `instance` identifies the server: another
+    server on the same port has another value. `local_address` is the address of this end.
     """
 
     def __init__(self, connected: socket.socket, host: str, port: int) -> None:
@@ -290,7 +292,7 @@ class TCPConnection:
         self._socket.close()
 
     def interrupt(self) -> None:
-        """Make a call fail that waits on another thread."""
+        """Make a call that waits on another thread fail."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -334,11 +336,11 @@ class TCPConnection:
         self.instance = dialing.theirs.group
 
     def send(self, data: bytes, deadline: float) -> None:
-        """Send all of `data`; raises as `ask`."""
+        """Send all of `data`; raises the same errors as `ask`."""
         self._do(deadline, self._socket.sendall, data)
 
     def receive(self, count: int, deadline: float) -> bytes:
-        """Return the next `count` bytes; raises as `ask`."""
+        """Return the next `count` bytes; raises the same errors as `ask`."""
         data = bytearray(count)
         view = memoryview(data)
         while view:
@@ -374,14 +376,13 @@ def connect(
 ) -> TCPConnection:
     """Connect to the store at `host`:`port`, with retries for `timeout` seconds.
 
-    Warns once with the reason, after half of FASTCOLL_WARN_AFTER (5 s); `port_note` is appended to the warning.
+    After half of FASTCOLL_WARN_AFTER, by default 5 s, it logs one warning with the reason and with `port_note`.
 
     Raises:
-        LostError: no process listens at the address of a store that `was_there`.
-        StoreTimeoutError: no process listens there.
+        LostError: `was_there` is True, as the store was reached before, and no process listens at its address now.
+        StoreTimeoutError: no store was reached within `timeout`.
         StoreError: another program listens there, or the secrets differ.
-        ResourceError: the server may not open as many file descriptors as there are ranks, or this host has no port
-            left.
+        ResourceError: the server has reached its limit of file descriptors, or this host has no port left.
     """
     where = shown(host, port)
     deadline, full_since, portless_since = time.monotonic() + timeout, float("inf"), float("inf")
@@ -431,7 +432,7 @@ def _why(error: OSError, host: str) -> str:
 
 
 def _connected(host: str, port: int, deadline: float, look: Callable[[str], None]) -> socket.socket:
-    """Open a TCP connection. Until it is established, `look` is called with the reason every 0.25 s."""
+    """Open a TCP connection. While there is no answer, call `look` with a likely reason every 0.25 s."""
     reason: OSError | None = None
     for family, address in resolve(_REACHABLE.get(host, host), port):
         candidate = socket.socket(family, socket.SOCK_STREAM)
@@ -444,7 +445,7 @@ def _connected(host: str, port: int, deadline: float, look: Callable[[str], None
                     status = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 else:
                     look("no answer; a firewall may drop the packets")
-            # A connect to a loopback port without a listener can connect to itself.
+            # A socket that connects to a loopback port without a listener can become connected to itself.
             if status == 0 and candidate.getsockname() == candidate.getpeername():
                 status = errno.ECONNREFUSED
             if status:
