@@ -1,13 +1,14 @@
-"""How the launchers of a job with generations communicate: in a store that the leading launcher serves.
+"""How the launchers of a job communicate: by keys in a store that one of them, the leader, serves.
 
     job           the options that all launchers share; the first launcher sets them
     events        a queue of events from launchers, JSON: [launcher, sequence number, type, arguments ...]
     order/N       the leader's orders, from 0; every launcher reads all of them in this order
-    gone/LAUNCHER the will of a launcher; the server sets it when the launcher disconnects unexpectedly
+    gone/LAUNCHER the *will* of a launcher: a key that the server sets if the launcher disconnects unexpectedly
 
-A generation is a set of ranks that start together; if a rank fails, the next generation starts (generations.py).
+A launcher runs the ranks of one node. A generation is a set of ranks that start together; if a rank fails, the next
+generation starts (generations.py).
 
-In a job of one node the store is in memory. If the leader ends, the others lose the store, and the job ends.
+In a job of one node the store is in memory. If the leader ends, the other launchers lose the store, and the job ends.
 
 Ranks of different generations cannot communicate. Each generation has its own secret, derived from the job's secret
 and the generation's number, and both ends of a connection prove that they know it before anything else is
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 
 _KINDS = {kind.__name__: kind for kind in (Start, End, Over)}
 _TRY_SECONDS = 0.5  # per attempt to connect; signals are handled between attempts
-# How long the server holds a request for an order that is not set. This is longer than the 16 s at most that the kernel
-# needs to notice that the server's host is unreachable.
+# How long the server holds a request for an order that is not set. The kernel needs at most 16 s to notice that the
+# server's host is unreachable, so it notices within one request.
 _LOOK_SECONDS = 20.0
 _SILENT_SECONDS = 30.0  # a leader that does not answer for longer is lost
 _LAST_SECONDS = 5.0  # for the last order to reach the others while the leader exits
@@ -57,7 +58,7 @@ def encode(order: Order) -> str:
 
 
 def decode(text: bytes) -> Order:
-    """Return the order that `encode` has turned into this text."""
+    """Return the order that `encode` converted to this text."""
     name, fields = json.loads(text)
     if "members" in fields:
         fields["members"] = tuple(Node(**node) for node in fields["members"])
@@ -77,10 +78,10 @@ def secret_of(generation: int, run_id: str) -> str:
 class Gathering:
     """One launcher's connection to the job: it publishes events and receives orders, without blocking the caller.
 
-    As a context manager it publishes at the end that this launcher leaves, unless the job is over.
+    At the end of the `with` block it publishes that this launcher leaves, unless the job is over.
 
     Args:
-        store: the job's store; closed at the end.
+        store: the job's store; the Gathering closes it at the end.
         node: this launcher.
         port: returns the port on which rank 0 would listen; called each time this launcher is ready.
         rules: the job's rules, for the launcher that leads.
@@ -154,9 +155,9 @@ class Gathering:
         self._outbox.put(("left", failure.code, failure.text))
 
     def _send(self) -> None:
-        """Send the events in order, each until the store confirms it.
+        """Send the events in order, and repeat each until the store confirms it.
 
-        A stopped leader does not confirm. An event that arrives twice is applied once.
+        If the leader's process is stopped, the store does not confirm. An event that arrives twice is applied once.
         """
         number = 0
         with contextlib.suppress(StoreError):  # the leader is lost, which `_follow` reports
@@ -261,12 +262,13 @@ def open_store(
     """Serve the job's store or connect to it.
 
     Args:
-        leads: whether this launcher serves the store; None: it does if the address is this machine's and free.
+        leads: whether this launcher serves the store; None: it does if the address belongs to this machine and the port
+            is free.
         within: how many seconds to try to connect.
-        waits: returns whether to go on trying, False after a signal.
+        waits: returns whether to go on trying; it returns False after a signal.
 
     Returns:
-        the store, and whether this launcher serves it and so leads the job.
+        The store, and whether this launcher serves it and so leads the job.
 
     Raises:
         FastcollError: the store cannot be served, or cannot be reached in time.
@@ -292,7 +294,7 @@ def agree(store: HashStore | TCPStore, what: str) -> None:
     """Check that `what`, a text with the options, is the same on all launchers of the job.
 
     Raises:
-        FastcollError: the launcher that came first has other options.
+        FastcollError: the launcher that published its options first has other options.
     """
     first = store.compare_set("job", "", what).decode()
     if first != what:

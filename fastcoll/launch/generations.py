@@ -1,17 +1,17 @@
-"""The state machine of a job with generations: events of launchers go in, orders to launchers come out.
+"""The state machine of a job with generations: its input is events from launchers, its output is orders to launchers.
 
-A generation is one set of ranks that start together; its members are the launchers that run them. A launcher is ready,
-runs its ranks of the current generation, or has run them successfully. Only the launcher that leads has a
-`Generations`, so the state exists once.
+Each node has one launcher, which runs the node's ranks. A generation is one set of ranks that start together; its
+members are the launchers that run them. A launcher is ready, runs its ranks of the current generation, or has run them
+successfully. Only one launcher, the one that leads, has a `Generations`, so the state exists once.
 
-    GATHERING  until `most` launchers are ready, or `least` launchers are and the time for more to join is over
+    GATHERING  until `most` launchers are ready, or at least `least` are ready and the time for more to join is over
     RUNNING    until the ranks of all members have succeeded (the job is over), or an event ends the generation
     ENDING     until each member has ended its ranks and is ready again; a member that is late counts as lost
     OVER       final
 
-A failed rank ends its generation and uses one restart; if no restart is left, the job is over. A launcher that joins
-while there is room, or that is lost and may be replaced, also ends the generation, but uses no restart. Events of an
-earlier generation are ignored, so a late event cannot end a later generation.
+A failed rank ends its generation and uses one restart; if no restart is left, the job is over. A generation also ends
+when a launcher joins while there is room, or when a launcher is lost and may be replaced. That uses no restart. Events
+of an earlier generation are ignored, so a late event cannot end a later generation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .pauses import Pauses
 
 @dataclass(frozen=True)
 class Node:
-    """What a launcher publishes about itself when it is ready to run ranks."""
+    """A launcher and its node, as the launcher publishes them when it is ready to run ranks."""
 
     key: str  # unique to the launcher
     host: str  # its name, for log lines
@@ -51,7 +51,7 @@ class Rules:
     least: int  # the least number of nodes in a generation
     most: int
     max_restarts: int
-    last_call: float  # how long the first generation waits for more than `least` nodes
+    last_call: float  # how long the first generation waits for further nodes once it has `least`
     join: float  # how long a generation waits for `least` nodes
     end: float  # how long a launcher may take to end its ranks
     fixed: bool = False  # nodes have numbers, and a lost node is not replaced
@@ -59,7 +59,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Start:
-    """Order the members of a generation to start their ranks, which are numbered in this order."""
+    """Order the members of a generation to start their ranks, which are numbered in the order of `members`."""
 
     generation: int
     restarts: int  # how many restarts failures have used so far
@@ -70,7 +70,7 @@ class Start:
 class End:
     """Order the members of a generation to end their ranks and to publish when they are ready again.
 
-    `code` is the exit code of the rank that failed, or 0.
+    `code` is the exit code of the rank that failed; 0 if none failed.
     """
 
     generation: int
@@ -82,7 +82,8 @@ class End:
 class Over:
     """Order the launchers to end their ranks and to exit with this code.
 
-    If one launcher cannot join, `only` is its key, and the order applies to it alone; empty: it applies to all.
+    If `only` is the key of a launcher, the order applies to that launcher alone, because it cannot join; if `only` is
+    empty, to all launchers.
     """
 
     code: int
@@ -106,7 +107,8 @@ class Phase(Enum):
 class Generations:
     """The state of a job.
 
-    The caller passes the current time with each event, always of the same clock, and then empties `orders`.
+    With each event the caller passes the current time, always from the same clock. After it, the caller sends and
+    empties `orders`.
     """
 
     rules: Rules
@@ -119,8 +121,8 @@ class Generations:
 
     def __post_init__(self) -> None:
         self._ready: dict[str, Node] = {}
-        # By launcher, how many had joined before it. Nodes are sorted by this, so that ranks keep their order if
-        # possible.
+        # By launcher, the number of launchers that had joined before it. Nodes are sorted by this number, so that ranks
+        # keep their order if possible.
         self._seniority: dict[str, int] = {}
         self._done: set[str] = set()  # members whose ranks have succeeded
         self._pauses = Pauses()
@@ -132,7 +134,7 @@ class Generations:
     # ---- events of launchers ------------------------------------------------------------------------------------
 
     def ready(self, node: Node, now: float) -> None:
-        """Handle a launcher that has joined, or has ended its ranks of the last generation."""
+        """Handle the event that a launcher has joined, or has ended its ranks of the last generation."""
         if self.phase is Phase.OVER:
             return
         others = [other for other in self._present() if other.key != node.key]
@@ -188,7 +190,7 @@ class Generations:
             self._order(Over(code, text))
 
     def tick(self, now: float) -> None:
-        """Handle deadlines that have passed. The caller calls this at least once per tick."""
+        """Handle deadlines that have passed. The launcher that leads calls this at regular intervals."""
         if self.phase is Phase.ENDING:
             late = [node for node in self.members if node.key not in self._ready]
             if late and now < self._end_by:
@@ -250,10 +252,10 @@ class RankRange:
     """The ranks of one node in a generation."""
 
     node_rank: int
-    first: int  # the node's first rank
+    first: int  # the lowest rank of the node
     world_size: int
-    role_first: int  # the first rank among the ranks with the node's role
-    role_size: int
+    role_first: int  # the index of the node's lowest rank among the ranks of all nodes with the same role
+    role_size: int  # the number of ranks with that role
 
 
 def range_of(members: Sequence[Node], key: str) -> RankRange | None:

@@ -1,8 +1,8 @@
 """The supervisor of one node's ranks: it starts and ends them, relays their output, and names the rank at fault.
 
-The supervisor runs on one thread. One selector waits for output in the ranks' pipes and for pidfds, which become
-readable when a process ends. Every rank leads its own session. The launcher is the subreaper of all descendants: it
-adopts processes that outlive their rank and kills them at the end.
+The supervisor runs on one thread. One selector waits for output in the ranks' pipes and for the ends of the ranks'
+processes, each by a pidfd. Every rank leads its own session. The launcher, which is the process of the supervisor, is
+the subreaper of all its descendants: it adopts processes that outlive their rank and kills them at the end.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Others(Protocol):
     """The job's other launchers, as a supervisor sees them. Neither call blocks."""
 
     def failure(self) -> Failure | None:
-        """Return why the ranks here must end: a failure elsewhere, or None."""
+        """Return a failure elsewhere, because of which the ranks here must end, or None."""
 
     def publish(self, failure: Failure) -> None:
-        """Publish a failure of this node, or that this launcher ends."""
+        """Publish the failure of a rank of this node, or the end of this launcher."""
 
 
 @dataclass(eq=False)
@@ -83,13 +83,14 @@ class Supervisor:
         console: receives signals, and writes the output of the ranks and the log lines.
         tick: the longest time in seconds until a signal, or another node's failure, is handled.
         sinks: functions that take the ranks' stdout and stderr; None: the console writes them.
-        is_guest: whether this process is the user's program, as in `run`; the supervisor then logs no failure and ends
-            no child process that it has not started.
-        followed: returns whether a rank failed because of another one; None: its last lines on stderr decide.
-        min_ranks: a failed rank ends the others only if fewer than this number are left; None: it always does.
-        max_restarts: how many failed ranks are replaced by joiners, which are new processes; a rank whose failure ends
+        is_guest: whether this process is the user's program (`run`). If so, the supervisor logs no failure, and ends no
+            child process that it has not started.
+        followed: returns whether a rank failed because of another one; None: the rank's last lines on stderr decide.
+        min_ranks: a failed rank ends the others only if fewer ranks than this are left; None: it always does.
+        max_restarts: how many failed ranks are replaced by joiners, which are new processes. A rank whose failure ends
             the others is not replaced.
-        report: publishes the loss of a process of an elastic job; the result is the job's state after the loss.
+        report: publishes the loss of a process of an elastic job, which is a job that may go on with fewer ranks; the
+            result is the job's state after the loss.
 
     Attributes:
         first: the rank that failed first, once it is known.
@@ -129,7 +130,7 @@ class Supervisor:
         self._report = report
         self._lost: list[_Lost] = []  # losses whose reports are pending
         self._missing: list[RankProcess] = []  # ranks that were lost before all had met, and are not replaced
-        # Joiners to start: the time, the local rank, the joiner's number.
+        # The joiners to start: for each, the time of its start, its local rank and its number.
         self._joiners: list[tuple[float, int, int]] = []
         self._restarts = 0
         self._not_ours = set(lifeline.children_of(os.getpid()))
@@ -138,7 +139,7 @@ class Supervisor:
         self.interrupted = 0
         self._others_failed: list[RankProcess] = []  # ranks that failed before any was asked to end
         self._exit_code = 0
-        self._failed: RankProcess | None = None  # the rank to name as the first, at _name_at at the latest
+        self._failed: RankProcess | None = None  # the rank to name as the first, no later than at _name_at
         self._name_at = 0.0
         self._why = ""  # why the other ranks cannot go on
         self._kill_at: float | None = None  # when the grace ends; None: the ranks were not asked to end
@@ -147,8 +148,8 @@ class Supervisor:
     def run(self) -> int:
         """Start the ranks, and return an exit code when all have exited.
 
-        The code is 0, that of the first rank that failed on any node (128+n for signal n), or 128+n when signal n
-        ended the launcher.
+        The code is 0 if no rank ended the job by a failure, else that of the first rank that failed on any node (128+n
+        for signal n). If signal n ended the launcher, the code is 128+n.
         """
         try:
             for local_rank in range(self._job.local_size):
@@ -203,7 +204,7 @@ class Supervisor:
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
 
     def _lose(self, rank: RankProcess) -> None:
-        """Publish the loss of a rank and choose its replacement; the answer decides if the job goes on."""
+        """Report the loss of a rank and choose its replacement. The answer to the report decides if the job goes on."""
         joiner = None
         if self._restarts < self._max_restarts:
             self._restarts += 1
@@ -216,7 +217,7 @@ class Supervisor:
         self._settle_losses()
 
     def _settle_losses(self) -> None:
-        """Go on without each rank whose loss is reported, or end the job."""
+        """For each loss whose report is answered, go on without the lost rank, or end the job."""
         for lost in [lost for lost in self._lost if lost.report is None or lost.report.done()]:
             self._lost.remove(lost)
             standing = None if lost.report is None else lost.report.result()
@@ -296,7 +297,7 @@ class Supervisor:
         self._ask_to_end(signal.SIGTERM, exit_code)
 
     def _pass_on(self, number: int) -> None:
-        # The same Ctrl-C has ended the reader of the output too, such as tee.
+        # The reader of the output, such as tee, has ended. The Ctrl-C that ends the ranks has probably ended it, too.
         if number == signal.SIGPIPE and self._kill_at is not None:
             return
         self.interrupted = number
@@ -308,8 +309,8 @@ class Supervisor:
         if self._hurries:  # the second request
             self._kill_at = 0.0
             return
-        # This is the first request even if another launcher has asked the ranks to end already, because all launchers
-        # get the signal at once.
+        # All launchers get the signal at once. So this counts as the first request even if another launcher has already
+        # asked the ranks to end.
         self._hurries = True
         self._ask_to_end(number, 128 + number)
 
@@ -343,7 +344,7 @@ class Supervisor:
                 rank.reap()
             if not self._is_guest:
                 self._end_leftovers()
-            # A shared memory segment is left if all ranks ended while they were making it.
+            # If all ranks ended while they were making a shared memory segment, the segment is left.
             if any(Path("/dev/shm").glob("fastcoll-*")):
                 from ..shm.segment import sweep  # imports NumPy, and is rarely needed
 
@@ -369,6 +370,6 @@ class Supervisor:
 
 
 def _quoted(rank: RankProcess) -> str:
-    """Return the end of the line about a failed rank: its last output."""
+    """Return the end of the log line about a failed rank, which quotes the rank's last output."""
     quoted = "".join(f"\n    {line}" for line in rank.last_output().splitlines())
     return f"; its last lines on stderr:{quoted}" if quoted else "; it wrote nothing on stderr"
