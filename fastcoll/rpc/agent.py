@@ -60,8 +60,8 @@ class Agent:
 
     Args:
         members: the processes of the workers.
-        dial: called with a worker's id and a time; returns a connection to that worker. It may raise RendezvousError or
-            PeerDiedError; at that time it raises RpcTimeoutError.
+        dial: called with a worker's id and a deadline; returns a connection to that worker. It raises RpcTimeoutError
+            at the deadline, and may raise RendezvousError or PeerDiedError before.
         timeout: default timeout of calls in seconds.
         spare: how many threads stay when there is nothing to do.
     """
