@@ -108,7 +108,10 @@ class StoreServer:
         self._now = 0.0
 
     def connect(self, peer: int, now: float, place: bytes = b"") -> None:
-        """Register a connection under `peer`, any unused number; `place` is the digest of its address (address.py)."""
+        """Register a connection under `peer`, any unused number.
+
+        `place` is the digest of the address at which the server has accepted the connection (address.py).
+        """
         me, name = self._me, self._name
         answering = Answering(
             lambda at: me if at.kind is ConnectionKind.STORE and at.peer == me.rank else None,

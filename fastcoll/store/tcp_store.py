@@ -254,9 +254,9 @@ class LostError(StoreError, ConnectionError):
 class TCPConnection:
     """An open connection, for one thread at a time.
 
-    After an exception, close the connection. The only exception is a StalledError if `is_owed` is True: then the
-    connection can be used again, and the next call skips the late answer. `instance` identifies the server: another
-    server on the same port has another value. `local_address` is the address of this end.
+    After an error, close the connection. But if the error is a StalledError and `is_owed` is True, the connection can
+    be used again; the next call then skips the late answer. `instance` identifies the server: another server on the
+    same port has another value. `local_address` is the address of this end.
     """
 
     def __init__(self, connected: socket.socket, host: str, port: int) -> None:
@@ -376,10 +376,11 @@ def connect(
 ) -> TCPConnection:
     """Connect to the store at `host`:`port`, with retries for `timeout` seconds.
 
-    After half of FASTCOLL_WARN_AFTER, by default 5 s, it logs one warning with the reason and with `port_note`.
+    If this takes longer than half of FASTCOLL_WARN_AFTER (by default longer than 5 s), log one warning with the reason
+    and `port_note`.
 
     Raises:
-        LostError: `was_there` is True, as the store was reached before, and no process listens at its address now.
+        LostError: no process listens at the address, and `was_there` is True, because the store was reached before.
         StoreTimeoutError: no store was reached within `timeout`.
         StoreError: another program listens there, or the secrets differ.
         ResourceError: the server has reached its limit of file descriptors, or this host has no port left.
