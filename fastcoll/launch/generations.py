@@ -1,8 +1,8 @@
 """The state machine of a job with generations: its input is events from launchers, its output is orders to launchers.
 
-Each node has one launcher, which runs the node's ranks. A generation is one set of ranks that start together; its
-members are the launchers that run them. A launcher is ready, runs its ranks of the current generation, or has run them
-successfully. Only one launcher, the one that leads, has a `Generations`, so the state exists once.
+A launcher runs the ranks of one node. A generation is one set of ranks that start together; its members are the
+launchers that run them. A launcher is ready, runs its ranks of the current generation, or has run them successfully.
+Only one launcher, the one that leads, has a `Generations`, so the state exists once.
 
     GATHERING  until `most` launchers are ready, or at least `least` are ready and the time for more to join is over
     RUNNING    until the ranks of all members have succeeded (the job is over), or an event ends the generation
