@@ -1,10 +1,10 @@
 """Find the ranks that hold a job up, from the records of their calls, which running.py has read.
 
 In a collective call, a rank waits for the members of the group that have not begun the call; in a message, it waits for
-the other rank. A rank is to blame if others wait for it and it waits for none itself, or if its process cannot run.
-Ranks that wait for one another are to blame together. An operation on the progress thread does not count as a wait of
-its rank, unless the rank's main thread sleeps as it does in `Work.wait`. The records are read one after the other while
-the ranks run, so waits shorter than MIN_WAIT_SECONDS are ignored.
+the other rank. A rank is to blame if others wait for it and it waits for no rank itself, or if its process cannot run.
+Ranks that wait for one another are to blame together. An operation on the progress thread, which runs asynchronous
+operations, does not count as a wait of its rank, unless the rank's main thread sleeps as it does in `Work.wait`. The
+records are read one after the other while the ranks run, so waits shorter than MIN_WAIT_SECONDS are ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Process(NamedTuple):
     """A process as the kernel shows it."""
 
     pid: int  # in the pid namespace of the process that runs this code
-    state: str  # of the main thread, as in /proc/PID/stat; of another thread if the main thread has ended
+    state: str  # the letter in /proc/PID/stat of the main thread, or of another thread if the main thread has ended
     kernel_function: str = ""  # the function in which the thread sleeps; "": unknown
     cores: float = 0.0  # how many cores it uses
     command: str = ""
@@ -79,7 +79,7 @@ Whereabouts = Callable[[MemberRecord], str]
 
 
 class Diagnosis(NamedTuple):
-    """A text that names the ranks that hold the job up, details line by line, and what to do next."""
+    """A text that names the ranks that hold the job up, lines with details, and advice on what to do next."""
 
     text: str
     more: tuple[str, ...]
@@ -114,14 +114,14 @@ def _late(ranks: Ranks, wait: RankWait, whereabouts: Whereabouts) -> tuple[int, 
         its = side(rank.record, group) if rank is not None and not rank.is_able else None
         if its is not None and its.calls >= wait.number > its.finished:
             unable.add(peer.rank)
-    # Ranks on other machines cannot be read here; the group's own wait may have recorded which of them are late.
+    # Ranks on other machines cannot be read here, but the waiting rank's record may list which of them are late.
     reported = {group.late, *(rank for each in group.waits for rank in each.ranks if each.number)} - {-1}
     unknown = {p.rank for p in group.members if p.rank not in ranks and whereabouts(p) == ELSEWHERE}
     return tuple(sorted((late - unknown or unable or reported or unknown) - {wait.rank}))
 
 
 def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosis]:
-    """Return diagnoses of waits that have lasted, and of processes that cannot run."""
+    """Return diagnoses of waits that have lasted MIN_WAIT_SECONDS, and of processes that cannot run."""
     lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= MIN_WAIT_SECONDS]
     own: dict[int, list[RankWait]] = {}
     for wait in lasting:
@@ -164,7 +164,7 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosi
 def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
     """Return the waits that block a rank.
 
-    If it has waits that are not on the progress thread, these block it. Otherwise all its waits do, unless its main
+    If the rank has waits outside the progress thread, these block it. Otherwise all its waits block it, unless its main
     thread runs code.
     """
     direct = [wait for wait in own if not (wait.number and wait.group.pending)]
@@ -175,7 +175,7 @@ def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
 
 
 def _by_call(waits: Iterable[RankWait]) -> list[list[RankWait]]:
-    """Group waits in the same call; each wait in a message is its own group."""
+    """Group the waits by their calls; each wait in a message is a group of its own."""
     calls: dict[tuple[object, ...], list[RankWait]] = {}
     for wait in waits:
         key = wait.group.name, wait.group.members, wait.number, -1 if wait.number else (wait.rank, wait.what)
@@ -191,9 +191,9 @@ def _seconds(held: Sequence[RankWait]) -> float:
 
 
 def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> Diagnosis:
-    """Describe a rank for which others wait, and which itself waits for none or cannot run.
+    """Describe a rank to blame: others wait for it, and it waits for no rank itself or cannot run.
 
-    `waits` are the others' waits, of which the longest comes first in the text; `own` are the rank's own.
+    `waits` are the other ranks' waits for it; the text begins with the longest. `own` are the rank's own waits.
     """
     held, *others = sorted(_by_call(waits), key=_seconds, reverse=True)
     first, who = held[0], f"{_names(held)} waited in for {seconds_of(_seconds(held))}"
@@ -217,7 +217,7 @@ def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> 
 
 
 def condition(process: Process) -> tuple[str, str]:
-    """Return what a process does outside of calls, or why it cannot run, and what to do next."""
+    """Return two texts: the activity of a process outside of calls, or why it cannot run; and what to do next."""
     pid, kernel_function = process.pid, f" ({process.kernel_function})" if process.kernel_function else ""
     stack = f"py-spy dump --pid {pid} shows the line"
     if process.dumps:
@@ -233,7 +233,7 @@ def condition(process: Process) -> tuple[str, str]:
 
 
 def _of_unseen(lost: Sequence[MemberRecord], waits: Sequence[RankWait], where: str) -> Diagnosis:
-    """Describe the members of one host that cannot be read here."""
+    """Describe the late members on one host, if their records cannot be read here."""
     first, late = lost[0], {peer.rank for peer in lost}
     held = max(_by_call(wait for wait in waits if late.intersection(wait.late)), key=_seconds)
     texts = {

@@ -1,8 +1,8 @@
 """Find where the ranks of a job diverged, from dumps of their last calls, which dumps.py has read.
 
-A call has the same number on all ranks of a group. So a group diverged at the first number with which ranks made
-different calls (a mismatch), or at the first call in which some ranks wait and which others have not begun. If several
-groups diverged, mismatches come before waits, and earlier calls before later ones.
+The calls of a group are numbered, and a call has the same number on all ranks. A group diverged at the first number
+under which ranks made different calls (a mismatch), or at the first call in which some ranks wait while others have not
+begun it (a wait). If several groups diverged, mismatches come before waits, and earlier calls before later ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _MOST_NAMED = 8
 
 
 class Edge(NamedTuple):
-    """A rank that waits for another one in a call or message, since a time (seconds since 1970; 0: unknown)."""
+    """The wait of one rank for another, in a call or message.
+
+    `since` is the start of the wait in seconds since 1970; 0: unknown.
+    """
 
     waiter: int
     awaited: int
@@ -71,9 +74,9 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
     members = next(iter(records.values())).members
     rows = {rank: {call.number: call for call in group.ring} for rank, group in records.items()}
     stuck = {rank: call for rank, group in records.items() if (call := stuck_in(group)) is not None}
-    for rank, call in stuck.items():  # `ring` lacks a call that is not published yet
+    for rank, call in stuck.items():  # a call that is not published yet is missing in `group.ring`
         rows[rank].setdefault(call.number, call)
-    # First: the first call that is recorded on several ranks and differs between them.
+    # First look for a mismatch: the first call that is recorded on several ranks and differs between them.
     numbers = sorted(set().union(*rows.values()))
     for number in numbers:
         calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
@@ -82,7 +85,7 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
         # the program has handled the mismatch, so skip it.
         if parted and not (stuck and all(group.finished > number for group in records.values())):
             return _divergence_of(name, members, number, calls, records)
-    # Else: the first call that some ranks are in and others have not begun.
+    # Else look for a wait: the first call that some ranks are in and others have not begun.
     if not stuck:
         return None
     number = min(call.number for call in stuck.values())
@@ -133,7 +136,7 @@ def waits(dumps: Sequence[Dump]) -> list[Edge]:
 
 
 def ring(found: Sequence[Edge]) -> list[Edge]:
-    """Return waits that lead from a rank back to itself, in order; empty if there is no such ring."""
+    """Return the waits, in order, that lead from some rank back to that rank; empty if there is no such ring."""
     leads: dict[int, list[Edge]] = {}
     for wait in found:
         leads.setdefault(wait.waiter, []).append(wait)
@@ -201,7 +204,7 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
 
 
 def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
-    """Yield what each rank that is missing in the call does instead."""
+    """Yield a sentence about each rank that is missing in the call, with its last call and its present activity."""
     here = {dump.rank: dump for dump in dumps}
     for rank in found.late[:_MOST_NAMED]:
         dump = here[rank]
@@ -242,9 +245,9 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
 
 
 def _awaited(edges: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
-    """Yield which rank waits for which, for jobs whose calls do not differ, as when ranks wait in messages.
+    """Yield a sentence about each wait, if no group has diverged, for example because ranks wait in messages.
 
-    Waits for a rank that does not wait itself come first.
+    Waits for ranks that do not wait themselves come first.
     """
     waiting = {wait.waiter for wait in edges}
     here = {dump.rank: dump for dump in dumps}

@@ -1,4 +1,4 @@
-"""Derive what ranks wait for from the records of their calls.
+"""Find the ranks for which each rank waits, from the records of the ranks' calls.
 
 The command `status` reads the records from running processes, `trace` from dumps. In a collective call a rank waits for
 the members of the group that have not begun the call. In a message it waits for the other rank.
@@ -13,7 +13,7 @@ from ..core.signature import describe
 from ..record.record import CallRecord, GroupRecord, Record
 
 _STUCK = ("under way", "failed", "mismatch")
-_AFTERWARDS = 4  # calls: one that does not match, and those by which ranks exchange this
+_AFTERWARDS = 4  # calls: one that does not match, and the calls after it by which ranks exchange the mismatch
 
 
 class ProcessState(NamedTuple):
@@ -23,7 +23,7 @@ class ProcessState(NamedTuple):
         name: the state, for a table.
         past: the state, for a sentence about a dump.
         unable: why a process in this state cannot run; empty: it can.
-        cure: what to do about it.
+        cure: how to make the process run, or what to look at if that is impossible.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RankWait(NamedTuple):
     Attributes:
         number: the number of the call; 0 for a message.
         what: the call, or the message's own description.
-        late: the ranks that it waits for.
+        late: the ranks for which this rank waits.
         since: when the wait began, in seconds since 1970; 0: unknown.
         now: when the record was read.
     """
@@ -80,7 +80,7 @@ class RankWait(NamedTuple):
 
 
 def side(record: Record | None, group: GroupRecord) -> GroupRecord | None:
-    """Return a rank's own record of the group of which another rank has the record `group`."""
+    """Return, from the record of a rank, its part about the group that `group`, another rank's part, is about."""
     same = (group.name, group.members)
     groups = record.groups if record is not None else ()
     return next((each for each in reversed(groups) if (each.name, each.members) == same), None)
@@ -101,7 +101,7 @@ def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: 
             peer.rank: side(records.get(peer.rank), group) for peer in group.members if peer.rank != rank
         }
         late = tuple(other for other, its in sides.items() if its is None or its.calls < call.number)
-        # If this rank has not published its call yet, another member may have.
+        # If this rank has not published its call yet, another member may have published its part of the same call.
         published = (its.under_way for its in sides.values() if its is not None and its.under_way is not None)
         same = (its for its in published if its.call and its.number == call.number)
         since = (group.since or call.began, *(each.since for each in group.waits if each.number))
