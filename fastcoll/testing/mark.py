@@ -22,7 +22,7 @@ OPTIONS = ("init", "backend", "timeout", "fresh", "may_die")
 
 @dataclass(frozen=True)
 class RanksMark:
-    """The mark of one test."""
+    """The arguments of the mark of one test."""
 
     sizes: tuple[int, ...]  # the world sizes to run the test with
     init: bool = (
@@ -38,7 +38,7 @@ class RanksMark:
         """Parse the arguments of the mark.
 
         Raises:
-            UsageError: an argument is wrong; the message has the cure.
+            UsageError: an argument is wrong; the message names valid ones.
         """
         if not sizes or any(type(n) is not int or n < 1 for n in sizes) or len(set(sizes)) < len(sizes):
             shown = ", ".join(map(repr, sizes))
@@ -68,16 +68,16 @@ class RanksMark:
 class Place:
     """Where a rank runs. Ranks with equal places are on one node."""
 
-    # The prefix of the command that starts the rank. It must execute that command, as `nsenter --net=...` does, and not
-    # start it as a child.
+    # The prefix of the command that starts the rank. It must replace its own process by that command (exec), as
+    # `nsenter --net=...` does, and not start a child process.
     command: tuple[str, ...] = ()
-    address: str = "127.0.0.1"  # where other ranks reach a rank 0 that runs here
-    shm: Path = Path("/dev/shm")  # the path under which this process sees /dev/shm of that place
+    address: str = "127.0.0.1"  # the address at which other ranks reach rank 0 if it runs here
+    shm: Path = Path("/dev/shm")  # the path under which this process sees the place's /dev/shm
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker needs to become a pytest session with the parent's configuration."""
+    """The data with which a worker becomes a pytest session with the parent's configuration."""
 
     args: list[str]
     options: dict[str, Any]
@@ -85,7 +85,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Task:
-    file: str  # the file that the worker collects, once for all of its tests
+    file: str  # the file of the test; the worker collects it once for all tests in it
     nodeid: str  # the collected test to run
     rank: int
     mark: RanksMark
@@ -109,8 +109,8 @@ class RankResult:
     cause: str = (
         ""  # where the failure was raised, and its message; equal on ranks that failed in the same way
     )
-    secondary: bool = False  # whether it failed because another rank did (a GroupError); shown last
-    output: str = ""  # what the rank wrote to stdout and stderr
+    secondary: bool = False  # whether another rank's failure caused this one (a GroupError); shown last
+    output: str = ""  # the rank's output on stdout and stderr
 
     @property
     def failed(self) -> bool:
@@ -146,7 +146,7 @@ def failure_text(results: Sequence[RankResult], world_size: int) -> str:
 
 
 def skip_reason(results: Sequence[RankResult]) -> str | None:
-    """Return why the test is skipped, or None: it is skipped only if all living ranks skipped it."""
+    """Return why the test is skipped, or None. It is skipped only if all ranks that were not killed skipped it."""
     living = [result for result in results if result.outcome != "killed"]
     skipped = [result.summary for result in living if result.outcome == "skipped"]
     return skipped[0] if skipped and len(skipped) == len(living) else None
@@ -177,7 +177,7 @@ def _in_full(failures: Sequence[RankResult], world_size: int) -> list[str]:
 
 
 def _uneven(results: Sequence[RankResult], world_size: int) -> str:
-    """Return an error text if no rank failed, but some skipped the test or all were killed; else an empty text."""
+    """Return an error text if no rank failed, but only some ranks skipped the test, or all were killed; else ""."""
     outcomes = {result.outcome for result in results}
     if outcomes == {"killed"}:
         return "every rank died as the mark's may_die allows, so no rank has checked anything"

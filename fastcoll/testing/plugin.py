@@ -7,8 +7,8 @@
         assert (x == sum(range(world_size))).all()
 
 The plugin does not change tests without the mark. RanksMark lists the options; worker.py explains how a rank runs a
-test. Each rank sets up its own fixtures for each test, whatever their scope. Another plugin may run ranks elsewhere,
-by the hook `pytest_ranks_places`.
+test. Each rank sets up its own fixtures for each test, whatever their scope. Another plugin may implement the hook
+`pytest_ranks_places` to run ranks elsewhere.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _HELP = (
     "processes, once for each n given, with fastcoll initialised; its arguments may be rank, world_size "
     "and one tmp_path for all"
 )
-# Options that workers do not get: for output, files and debugging, and of plugins that spawn processes or repeat tests.
+# Options that are not passed to workers: those for output, files and debugging, and those of plugins that spawn
+# processes or repeat tests.
 _PARENT_OPTIONS = """
     basetemp capture collectonly debug file_or_dir log_cli_level log_file log_file_mode maxfail pastebin
     plugins runxfail setuponly setupplan setupshow trace usepdb usepdb_cls xmlpath
     dist maxprocesses maxworkerrestart numprocesses px tx reruns
 """
-_PORTS = 50  # free ports that are drawn at once
+_PORTS = 50  # how many free ports are drawn at once
 
 
 class RanksHooks:
@@ -66,9 +67,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _HELP)
-    if hasattr(config, "workerinput"):  # pytest-xdist: each worker checks for its own segments
+    if hasattr(config, "workerinput"):  # with pytest-xdist, each xdist worker has a session of its own
         os.environ.pop(SESSION, None)
-    os.environ.setdefault(SESSION, secrets.token_hex(4))  # for all processes that are started from here
+    os.environ.setdefault(SESSION, secrets.token_hex(4))  # inherited by all processes that this one starts
     backend = config.getoption("ranks_backend")
     if backend is not None:
         from ..job.backends import parse_backend
@@ -115,7 +116,7 @@ class RanksRunner:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._pool: Pool | None = None
-        self._ports: list[int] = []  # each test gets a new port, because the last test's may still be in use
+        self._ports: list[int] = []  # one for each test, because the last test's port may still be in use
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -161,7 +162,7 @@ class RanksRunner:
 
 
 def _segments(places: Iterable[Place]) -> set[str]:
-    """Return the paths of the segments in the shared memory of the places."""
+    """Return the paths of this session's shared memory segments at these places."""
     return {str(shm / name) for shm in {place.shm for place in places} for name in shm_names(shm)}
 
 
@@ -209,7 +210,7 @@ def _setup_of(config: pytest.Config) -> Setup:
         name: value for name, value in vars(config.option).items() if name not in hidden and _is_plain(value)
     }
     paths = config.args
-    if not config.getoption("pyargs"):  # a test or a fixture may have changed the directory
+    if not config.getoption("pyargs"):  # a test or a fixture may have changed the current directory
         paths = [str(config.invocation_params.dir / path) for path in paths]
     return Setup([*args, *paths], sent)
 
