@@ -1,11 +1,11 @@
-"""Dumps: a rank's record, the reason for the dump, and the stacks of all its threads, in a file.
+"""Dumps: files with a rank's record, the reason for the dump, and the stacks of all threads of the rank.
 
-A *record* (record.py) is the list of a rank's last calls. Each rank has one file in FASTCOLL_TRACE_DIR,
-`rank-R-of-N.HOST.PID.json`. Each dump replaces it atomically: on a group's failure, a mismatch, SIGQUIT, and
-`fastcoll.dump()`. If the variable is not set, only `dump(path)` writes. A rank that a failure blames may be stopped or
-stuck. So if it runs on the same machine, this rank reads the blamed rank's record and adds it to its own file. On
-SIGQUIT Python's faulthandler also writes the stacks to a second file, which works even if the interpreter is stuck.
-`python -m fastcoll trace` reads these files.
+A *record* (record.py) has a rank's groups, with the last calls in each. Each rank has one file in FASTCOLL_TRACE_DIR,
+`rank-R-of-N.HOST.PID.json`. A rank dumps when a group fails, when calls do not match, on SIGQUIT, and in
+`fastcoll.dump()`. Each dump replaces the file atomically. If the variable is not set, only `dump(path)` writes. A rank
+that is blamed for a failure may be stopped or stuck, and then cannot dump. So if the blamed rank runs on the same
+machine, this rank adds the blamed rank's record to its own file. On SIGQUIT Python's faulthandler also writes the
+stacks to a second file, which works even if the interpreter is stuck. `python -m fastcoll trace` reads these files.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ FORMAT = 1
 SUFFIX, STACKS_SUFFIX = ".json", ".stacks"
 _MOST_SEEN = 16  # blamed ranks whose records are added
 _MOST_REASONS = 8  # reasons that are kept: the first ones, and the last one
-_STUCK_SECONDS = 0.5  # a process that has had this time without dumping is stuck; a dump takes 0.01 s
-_LONGEST_SECONDS = 10.0  # to wait for all dumps, even if the machine is overloaded
+_STUCK_SECONDS = 0.5  # a process that has run or slept so long without a dump is stuck; a dump takes 0.01 s
+_LONGEST_SECONDS = 10.0  # the longest wait for all dumps, even if the machine is overloaded
 _LOOK_SECONDS = 0.01
 _TICKS = os.sysconf("SC_CLK_TCK")
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -50,7 +50,7 @@ _reasons: list[dict[str, Any]] = []
 def dump(path: str | os.PathLike[str] | None = None) -> str:
     """Write this process's calls and the stacks of its threads, for `python -m fastcoll trace`; return the path.
 
-    Does not wait for peers. Any thread or signal handler may call it.
+    It does not wait for other ranks. Any thread or signal handler may call it.
 
     Args:
         path: the file; None: this rank's file in FASTCOLL_TRACE_DIR.
@@ -72,7 +72,7 @@ def after(error: _E) -> _E:
     if config.get("FASTCOLL_TRACE_DIR"):
         try:
             _write(f"{type(error).__name__}: {error}", blamed=getattr(error, "ranks", ()))
-        except Exception as failure:  # must not replace the error
+        except Exception as failure:  # the failure must not replace the error
             _log.warning("the dump cannot be written: %s", failure)
     return error
 
@@ -92,8 +92,8 @@ def _write(why: str, path: str | os.PathLike[str] | None = None, blamed: Sequenc
         "record": None if found is None else found.as_dict(),
         "seen": [] if found is None else _seen(found, blamed),
     }
-    # Another thread may be writing too, or a signal may have interrupted this thread's `_write`. So each call has its
-    # own draft.
+    # Another thread may be writing too, or a signal may have interrupted this thread's `_write`. So each call writes a
+    # draft file of its own.
     draft = f"{place}.{os.getpid()}.{next(_numbers)}.part"
     with os.fdopen(os.open(draft, _FLAGS, 0o600), "w") as file:
         try:
@@ -148,7 +148,7 @@ _stacks_file: Any = None
 def listen() -> None:
     """Install a handler that dumps on SIGQUIT, if FASTCOLL_TRACE_DIR is set and SIGQUIT has no handler yet.
 
-    Does nothing on other threads than the main thread, where Python allows no handlers.
+    Does nothing if another thread than the main thread calls it, because Python lets only the main thread install one.
     """
     global _stacks_file
     if not config.get("FASTCOLL_TRACE_DIR") or _stacks_file is not None:
@@ -188,10 +188,10 @@ def listen_no_more() -> None:
 
 
 def ask(pids: Sequence[int]) -> None:
-    """Make processes of this machine dump by SIGQUIT; return when each has dumped, has ended, or is stuck.
+    """Make processes of this machine dump, by SIGQUIT, and wait until each has dumped, has ended, or is stuck.
 
     The processes must have called `listen`. A process is stuck if it has slept or computed for half a second without
-    dumping; the time that it waits for a core does not count.
+    dumping; the time that it waits for a core does not count. After 10 s `ask` returns in any case.
     """
     before, asked = _files(), {pid: Asked(pid) for pid in pids}
     for pid in pids:
@@ -210,7 +210,7 @@ def ask(pids: Sequence[int]) -> None:
 
 
 class Asked:
-    """A process that was sent a signal, and the time that it has had to handle it, without waits for a core."""
+    """Measures how long a process has had to handle a signal since it was sent, without waits for a core."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._seconds = pid, 0.0
@@ -219,7 +219,7 @@ class Asked:
     def seconds(self) -> float:
         """Return the time that the process has had since it was sent the signal; inf if it has ended.
 
-        Call it often: it assumes that the process has been in its present state since the last call.
+        Call this method often: it assumes that the process has been in its present state since the last call.
         """
         (state, computed), now = self._look(), time.monotonic()
         # A runnable thread, "R", may wait for a core; it has one only while the process's CPU time grows.
@@ -237,7 +237,7 @@ class Asked:
 
 
 def _files() -> dict[int, tuple[int, int]]:
-    """Return the inode and mtime of each process's file in FASTCOLL_TRACE_DIR; a dump changes them."""
+    """Return inode and mtime of the file of each process of this machine, by pid; each dump changes them."""
     found = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(config.get("FASTCOLL_TRACE_DIR")) as entries:
         for entry in entries:
@@ -255,7 +255,7 @@ def _on_quit(number: int, frame: Any) -> None:
 
 
 def _after_fork() -> None:
-    """Forget the parent's dumps in a child of fork, and restore the default effect of SIGQUIT, which ends it."""
+    """In a child process made by fork: forget the parent's dumps, and let SIGQUIT end the process again."""
     global _stacks_file
     _reasons.clear()
     if _stacks_file is not None:

@@ -1,15 +1,16 @@
 """The flight recorder: the calls of each group of this process, in memory that other processes can read (record.py).
 
-Each process has one memfd, made with its first group and closed with its last one. Each group has a block in it, which
-also holds the private *context* of the group's backend: the words that its compiled code reads and writes. So compiled
-code records a call with a few stores, and other processes can read the context's words (number of the call, rank for
-which it waits) without any work by this process.
+Each process has one memfd, which it makes with its first group and closes with its last one. Each group has a block in
+that file. The block also holds the private *context* of the group's backend: the words that the backend's compiled code
+reads and writes. So compiled code records a call with a few stores, and other processes can read the context's words,
+such as the number of the call and the rank for which it waits, without any work by this process.
 
-Writers: the thread that makes or closes a group writes the file's header and table, under `_lock`. The thread whose
-call is running writes the ring, which has the last calls. A thread that waits writes its own slot of the waits.
+The thread that makes or closes a group writes the file's header and its table of groups, under `_lock`. The thread
+whose call is running writes the block's *ring*, which has the last calls. A thread that waits writes its wait into its
+own slot of the block.
 
-A child of fork replaces each block with private memory, so it shares nothing with its parent. The record has no
-secrets: only signatures, sizes, times, names of groups and hosts, and texts of errors.
+In a child process made by fork, each block is replaced with private memory, so the child shares nothing with its
+parent. The record has no secrets: only signatures, sizes, times, names of groups and hosts, and texts of errors.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _File:
     def __init__(self) -> None:
         self.fd = -1
         self.end = r.BLOCKS
-        self.groups: set[int] = set()  # rows of the table in use
+        self.groups: set[int] = set()  # the rows of the table that are in use, one for each group
 
     def open(self, me: Member, job: str) -> None:
         """Make the memfd of this process.
@@ -92,7 +93,7 @@ class _File:
         self.fd = -1
 
     def block(self, nbytes: int) -> tuple[int, int]:
-        """Add a block; return its address and its offset in the file, which is 0 if it is not in the file."""
+        """Add a block; return its address, and its offset in the file or 0 if the block is not in the file."""
         offset, self.end = self.end, self.end + nbytes
         try:
             if self.fd >= 0:
@@ -103,7 +104,7 @@ class _File:
         return map_memory(nbytes, private=True), 0
 
     def publish(self, row: int, serial: int, offset: int, nbytes: int) -> None:
-        """Fill a row of the table, the serial number last; serial number 0 frees the row."""
+        """Fill a row of the table, and write the group's serial number last; serial number 0 frees the row."""
         at = r.TABLE + 8 * r.ROW_WORDS * row
         if self.fd >= 0:
             if serial:
@@ -118,7 +119,10 @@ _blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
 
 
 class _Block:
-    """The memory of one group's block. It is the base of every array in it, so it lives as long as any of them."""
+    """The memory of one group's block.
+
+    This object is the base of every array in that memory, so the memory lives as long as any of the arrays.
+    """
 
     def __init__(self, file: _File, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -131,7 +135,7 @@ class _Block:
         return {"version": 3, "typestr": "<i8", "shape": (self.nbytes // 8,), "data": (self.address, False)}
 
     def make_own(self) -> None:
-        """Replace the block with private memory of the same content, in a child of fork."""
+        """In a child process made by fork: replace the block with private memory of the same content."""
         content = ctypes.string_at(self.address, self.nbytes)
         map_memory(self.nbytes, at=self.address, private=True)
         ctypes.memmove(self.address, content, self.nbytes)
@@ -190,7 +194,7 @@ class GroupRecorder:
 
     Attributes:
         context: the words of the backend's context, zeros at first.
-        ring: the address of the first row of the ring.
+        ring: the address of the first row of the ring, which has one row for each of the last calls.
     """
 
     def __init__(self, name: str, members: Sequence[Member], rank: int, backend: str, words: int = 0) -> None:
@@ -245,7 +249,7 @@ class GroupRecorder:
         late: int | None = None,
         pending: int | None = None,
     ) -> None:
-        """Record which words of the context hold these numbers, by their indices; see record.py."""
+        """Record which words of the context hold these numbers; the arguments are the words' indices. See record.py."""
         start = self._context_at // 8
         self._calls, self._finished = start + calls, start + finished
         places = ((r.CALLS_AT, calls), (r.FINISHED_AT, finished), (r.SINCE_AT, since), (r.LATE_AT, late))
@@ -256,7 +260,10 @@ class GroupRecorder:
     # ---- calls that Python runs ----------------------------------------------------------------------------
 
     def begin(self, call: int, shape: int) -> int:
-        """Record the start of a call, on the thread that holds the gate's lock; return its number."""
+        """Record the start of a call; return its number.
+
+        The calling thread holds the lock of the group's gate (core/gate.py), which lets one call run at a time.
+        """
         cells = self._cells
         number = cells[self._calls] + 1
         cells[self._calls] = number
@@ -318,10 +325,11 @@ class GroupRecorder:
         """Record a thread's wait for group ranks.
 
         Args:
-            slot: the index of the wait in the block: 0 for a Wait (core/monitor.py), else for messages (p2p/checks.py).
+            slot: the index of the wait's slot in the block: slot 0 is for a Wait (core/monitor.py), the other slots are
+                for messages (p2p/checks.py).
             doing: the operation, as in error texts.
             since: the start of the wait, by time.monotonic.
-            message: whether a message waits, not a call.
+            message: whether the thread waits in a message, not in a call.
         """
         start = r.WAITS_AT // 8 + slot * r.WAIT_WORDS
         text = doing.encode()[: 8 * (r.WAIT_WORDS - r.WAIT_TEXT_AT)]
@@ -359,7 +367,7 @@ class GroupRecorder:
 
 
 def _about(name: str, members: Sequence[Member], rank: int, backend: str) -> dict[str, Any]:
-    """Describe a group as data for JSON, which has the name of each host only once."""
+    """Describe a group as data for JSON, in which the name of each host occurs only once."""
     hosts = list(dict.fromkeys(member.host for member in members))
     places = {host: place for place, host in enumerate(hosts)}
     return {
