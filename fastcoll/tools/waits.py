@@ -80,7 +80,7 @@ class RankWait(NamedTuple):
 
 
 def side(record: Record | None, group: GroupRecord) -> GroupRecord | None:
-    """Return, from the record of a rank, its part about the group that `group`, another rank's part, is about."""
+    """Return a group as one rank recorded it, or None; `group` is the same group as another rank recorded it."""
     same = (group.name, group.members)
     groups = record.groups if record is not None else ()
     return next((each for each in reversed(groups) if (each.name, each.members) == same), None)
