@@ -258,7 +258,7 @@ def kill_launcher(network: Network, program: Sequence[str], victim: int) -> floa
         assert [node.code for node in others] == [1, 1], told(nodes)
         for node in others:
             assert f"on another node the launcher of node {victim} (" in node.err, told(nodes)
-            assert "without a word" in node.err
+            assert "ended unexpectedly" in node.err
         return took
 
 

@@ -131,7 +131,7 @@ def test_a_launcher_that_joins_a_full_job_waits_for_room() -> None:
     job = started("abc")
     job.ready(node("d"), 1.0)
     assert not taken(job)
-    job.left("a", 1, "the launcher on host-a ended without a word", 2.0)
+    job.left("a", 1, "the launcher on host-a ended unexpectedly", 2.0)
     assert [type(order) for order in taken(job)] == [End]
     for name in "bc":
         job.ready(node(name), 3.0)
