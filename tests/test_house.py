@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,34 @@ def test_no_class_is_more_than_two_levels_below_an_interface() -> None:
 
     deep = {name: depth(name) for name in bases if depth(name) > 2}
     assert all(name.endswith("Error") for name in deep), deep
+
+
+MOST_FUNCTIONS, MOST_CALLED_ONCE = 73, 310
+"""Functions per 1,000 lines, and private functions that one place calls; both may only become fewer."""
+
+
+def called_once(tree: ast.Module) -> list[str]:
+    """Return the private functions without decorators whose only use is one call."""
+    uses, calls = Counter[str](), Counter[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            uses[node.id if isinstance(node, ast.Name) else node.attr] += 1
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            calls[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1
+    return [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and re.match("_[^_]", node.name) and not node.decorator_list
+        if uses[node.name] == calls[node.name] == 1
+    ]
+
+
+def test_functions_are_few_and_seldom_called_once() -> None:
+    lines = sum(file.read_text().count("\n") for file in TREES)
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
+    assert 1000 * functions <= MOST_FUNCTIONS * lines, functions
+    assert sum(len(called_once(tree)) for tree in TREES.values()) <= MOST_CALLED_ONCE
 
 
 def test_no_module_has_the_name_of_another_unless_it_plays_its_role() -> None:

@@ -71,10 +71,10 @@ def room(parts: Sequence[str]) -> str:
     return next((name for name in ("/".join(parts[:2]), parts[0]) if name in LEVEL), parts[0])
 
 
-def imports(file: Path, text: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the absolute names of all imports in a file, or in this text of it, with the line."""
+def imports(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield the absolute names of all imports in a file, with the line."""
     package = ["fastcoll", *file.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(text or file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -99,15 +99,14 @@ def test_imports_point_one_way(file: Path) -> None:
 
 
 def test_no_files_import_each_other_not_even_inside_functions() -> None:
-    """Imports for types only are excepted."""
+    """Nor for types only."""
     modules = {
         ".".join(["fastcoll", *file.relative_to(PACKAGE).with_suffix("").parts]): file for file in FILES
     }
     modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
     needs: dict[str, set[str]] = {}
     for module, file in modules.items():
-        text = re.sub(r"^if TYPE_CHECKING:\n(?: .*\n|\n)+", "", file.read_text(), flags=re.MULTILINE)
-        names = {name for name, _ in imports(file, text)}
+        names = {name for name, _ in imports(file)}
         found = {next((m for m in (name, name.rpartition(".")[0]) if m in modules), "") for name in names}
         needs[module] = found - {module, "fastcoll", ""}
     while leaves := [module for module, needed in needs.items() if not needed & needs.keys()]:
