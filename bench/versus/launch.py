@@ -30,7 +30,7 @@ _SHOWN_LINES = 40
 
 
 class SideFailedError(FastcollError):
-    """A side's ranks failed; the message has the rank, what it did, and the side's stderr."""
+    """The ranks of a side failed; the message has the rank, the call that it made, and the stderr of the side."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def _reduced(
 ) -> Any:
     mine = Several(group, tensors, "tensor_list", written)
     total, outputs = mine.room(mine.arrays[0].size), mine.written
-    left = scaled(np.empty(0, total.dtype), op)[1] if mine.on_host else op  # what remains after `Mover.fold`
+    # On the host, `Mover.fold` has already applied PREMUL_SUM's factor.
+    left = scaled(np.empty(0, total.dtype), op)[1] if mine.on_host else op
 
     def after(mover: Mover) -> None:
         if op.code == AVG and outputs:

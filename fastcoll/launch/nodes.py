@@ -1,4 +1,4 @@
-"""One node's share of a job: what the launcher starts, the environment of each rank, and free ports.
+"""One node's share of a job: the ranks that the launcher starts, the environment of each rank, and free ports.
 
 | variable | meaning |
 |---|---|

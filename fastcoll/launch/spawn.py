@@ -57,7 +57,7 @@ class SpawnContext:
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self.errors: list[Connection[Any, Any]] = []
-        self._texts: dict[int, bytes] = {}  # what was received, by rank; empty: the pipe has ended
+        self._texts: dict[int, bytes] = {}  # the received bytes, by rank; empty: the pipe has ended
 
     def pids(self) -> list[int]:
         """Return the process ids, by rank."""

@@ -35,7 +35,7 @@ _SLEEPS = {
     "do_wait": "a child process",
     "tty": "the terminal",
 }
-"""By a part of the name of the kernel function in which a process sleeps: what it waits for."""
+"""The thing for which a process waits, by a part of the name of the kernel function in which the process sleeps."""
 _SLOW = "a large array, a slow network, or fewer cores than ranks: look again whether it goes on"
 
 

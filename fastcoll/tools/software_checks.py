@@ -41,7 +41,7 @@ def judge(name: str, found: str, install: str = "") -> Finding:
     """Compare an installed version with the versions that tests have run with.
 
     Args:
-        name: what is installed, a key of TESTED.
+        name: the name of the installed software, a key of TESTED.
         found: its version; empty: it is not installed.
         install: how to install it; empty: it is optional.
     """
