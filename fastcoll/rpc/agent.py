@@ -1,14 +1,14 @@
-"""Agent: the workers that this process can call, its calls under way, and its links.
+"""Agent: one process as an RPC worker: the workers that it can call, its calls under way, and its connections.
 
-A *link* is one connection to another worker (link.py). A worker dials another one on its first call to that worker.
-All calls in this direction and their answers use that connection; calls in the other direction have their own. A call
-stays in its link's table (`Link.pending`) until the answer, the deadline or the peer's disconnect removes it. Whatever
-removes the call completes its future, so each future is completed exactly once.
+A *link* is one connection to another worker (link.py). A worker dials another worker when it first calls that worker.
+The link then carries the dialing worker's calls and the answers to them. For calls in the other direction, the other
+worker dials a link of its own. A call stays in its link's table (`Link.pending`) until the answer, the deadline or the
+peer's disconnect removes it. Whatever removes the call completes its future, so each future is completed exactly once.
 
 The path of a call: `Agent.call` pickles it and `Link.send` sends it. On the other worker a thread of the readers
-(readers.py) receives the call by `Link.receive`, `Agent._received` makes a task of it, and `Handlers.serve` runs the
-handler and answers. On the caller, the thread that waits for the future receives the answer (`Readers.read_answer`),
-and `Agent._answered` completes the future.
+(readers.py) receives the call by `Link.receive`, `Agent._received` returns a task for it, and in this task
+`Handlers.serve` runs the handler and sends the answer. On the caller, the thread that waits for the future receives the
+answer (`Readers.read_answer`), and `Agent._answered` completes the future.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class PendingCall(NamedTuple):
     """A call that is under way."""
 
     future: Future[Any]
-    kind: int
-    context: bytes
+    kind: int  # selects the handler (`Agent.on`)
+    context: bytes  # the values of the call's contexts (calls.py)
     deadline: float
     timeout: float
-    doing: object
-    buffers: Sequence[memoryview]
+    doing: object  # describes the call in error messages: a text or a function
+    buffers: Sequence[memoryview]  # the arguments' memory, kept alive until the answer arrives
 
 
 class Agent:
-    """This process as one of `workers`.
+    """This process, which is worker number `rank` in `workers`.
 
     Args:
-        members: the processes of the workers.
+        members: the processes of the workers, in the same order.
         dial: called with a worker's id and a deadline; returns a connection to that worker. It raises RpcTimeoutError
             at the deadline, and may raise RendezvousError or PeerDiedError before.
         timeout: default timeout of calls in seconds.
-        spare: how many threads stay when there is nothing to do.
+        spare: how many idle threads are kept.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Agent:
         self._dialing = [threading.Lock() for _ in workers]
         self._out: dict[int, Link] = {}  # dialed by this worker
         self._in: set[Link] = set()  # dialed by others
-        self._gone: dict[int, FastcollError] = {}
+        self._gone: dict[int, FastcollError] = {}  # for each worker that has ended: the error that says why
         self._announced: set[int] = set()  # the workers for which the death callbacks were called
         self._own: dict[int, PendingCall] = {}  # calls of this worker to itself
         self._closed: FastcollError | None = None
@@ -105,11 +105,12 @@ class Agent:
     # ---- for the rest of rpc --------------------------------------------------------------------------------
 
     def on(self, kind: int, handler: Handler, with_contexts: bool = False) -> None:
-        """Run `handler(caller, payload)` for the calls and notifications of a kind (1 to 255).
+        """Run `handler(caller, payload)` for the calls and notifications of the kind with this number (1 to 255).
 
-        The answer of a call is the handler's result, the result of the Future that it returns, or its exception. Calls
-        are handled concurrently, on threads that may block. A notification (`notify`) is handled before the next
-        message of the same worker is read, so its handler must not block.
+        The answer to a call is what the handler returns or raises; if the handler returns a Future, it is the Future's
+        result or exception. Handlers of calls run concurrently and may block. The handler of a notification (`notify`)
+        must not block, because the next message on that connection is read only after the handler has returned.
+        If `with_contexts`, calls of this kind carry the values of `contexts` (calls.py).
         """
         self.handlers.add(kind, handler, with_contexts)
 
@@ -121,7 +122,10 @@ class Agent:
         self._death_callbacks.append(callback)
 
     def on_shutdown(self, callback: Callable[[float], None]) -> None:
-        """Have `shutdown` call `callback(until)` once all workers are in `shutdown`; calls are still possible then."""
+        """Have `shutdown` call `callback(until)` when all workers have called it.
+
+        `until` is the deadline of the shutdown. The callback may still make calls.
+        """
         self._shutdown_callbacks.append(callback)
 
     def find(self, worker: Worker) -> WorkerInfo:
@@ -155,7 +159,7 @@ class Agent:
         Args:
             timeout: seconds; 0: without limit; None or negative: the default.
             doing: describes the call in error messages: a text or a function.
-            waits: whether the caller waits for the future at once.
+            waits: the caller waits for the future at once, so no other thread needs to read the answer.
 
         Raises:
             UsageError: there is no such worker, or `payload` cannot be pickled.
@@ -167,7 +171,7 @@ class Agent:
         limit = (self.timeout if limit < 0 else limit) or ENDLESS
         deadline = time.monotonic() + limit
         future: Future[Any] = Future()
-        try:  # before pickling, so that every message that is pickled is sent
+        try:  # connect before pickling: a pickled message must be sent, because its RRefs count as passed on
             link = None if to is self.me else self._link_to(to, deadline)
         except FastcollError as error:  # the worker cannot be reached, or is gone
             future.complete(None, error.with_traceback(None))  # a traceback would keep the arguments alive
@@ -201,7 +205,7 @@ class Agent:
     def notify(self, worker: Worker, kind: int, payload: object) -> None:
         """Send a notification, which is a call without an answer; it is lost if the worker is gone.
 
-        The worker reads this worker's calls and notifications in the order in which they were sent.
+        The receiver reads this worker's calls and notifications in the order in which they were sent.
         """
         to = self.find(worker)
         try:
@@ -232,7 +236,7 @@ class Agent:
         return [(to, call) for to, table in tables for call in list(table.values())]
 
     def death(self) -> FastcollError | None:
-        """Return the error of a worker that died instead of leaving; None: no worker did."""
+        """Return the error of a worker that died without leaving first, or None if no worker did."""
         return next((anew(error) for error in self._gone.values() if isinstance(error, PeerDiedError)), None)
 
     def connect(self, worker: WorkerInfo, until: float = ENDLESS) -> None:
@@ -269,7 +273,7 @@ class Agent:
             dialing.release()
 
     def take_over(self, connection: Any, rank: int) -> None:
-        """Read the calls of a connection that another worker has dialed."""
+        """Begin to read the calls on a connection that another worker has dialed."""
         self._add(self._new_link(connection, self.workers[rank], False))
 
     def _new_link(self, connection: Any, worker: WorkerInfo, dialed: bool) -> Link:
@@ -316,7 +320,7 @@ class Agent:
 
     def _answered_here(self, answer: RpcMessage) -> None:
         """Handle the answer of a call of this worker to itself."""
-        # Even if the call has timed out, the answer must be unpickled: it may hold RRefs, which must be dropped.
+        # If the call has timed out, the answer must still be unpickled, because this releases the RRefs in it.
         self._answered(self._own.pop(answer.call, None), self.me, answer)
 
     def _answered(self, call: PendingCall | None, worker: WorkerInfo, answer: RpcMessage) -> None:
@@ -329,12 +333,12 @@ class Agent:
             with pickling.receiving(worker), pickling.entered(call.context, worker):
                 result = pickling.loads(answer)
                 if answer.type is not MessageType.RAISED:
-                    call.future.complete(result, None)  # the future's callbacks run in the contexts, too
+                    call.future.complete(result, None)  # its callbacks run in the call's contexts, too
                     return
         except BaseException as error:
             # The traceback refers to frames that wait for the future; that cycle would keep the arguments alive.
             call.future.complete(None, error.with_traceback(None))
-            if isinstance(error, KeyboardInterrupt):  # this thread may be waiting for another call's answer
+            if isinstance(error, KeyboardInterrupt):  # this thread may be waiting for another call
                 raise
             return
         call.future.complete(None, exceptions.unpack(worker, result))
@@ -366,15 +370,15 @@ class Agent:
                 self._fail(call, type(error)(f"{error}; {doing} is lost", [worker.id]))
         if is_first:
             out = self._out.get(worker.id)
-            # After a GOODBYE, the worker's last answers may still arrive.
+            # If the worker has sent a GOODBYE, keep `out` open: the worker's last answers may still arrive on it.
             if out is not None and link.exit_reason is None:
                 out.shut()
             for callback in self._death_callbacks:
                 callback(worker.id, error)
 
     def _reason(self, link: Link) -> FastcollError:
-        """Return why a link that was shut has ended; all links of a worker have the same error."""
-        # A sending thread may notice the end before a reader has received the GOODBYE.
+        """Return the error that says why a shut link has ended; it is the same for all links of a worker."""
+        # A sending thread may notice the end before a reader has received the GOODBYE: read the rest now.
         if self._closed is None and link.exit_reason is None:
             for task in link.receive_rest():
                 self.readers.run(task)
@@ -439,8 +443,8 @@ class Agent:
                 if call.deadline > now:
                     due = min(due, call.deadline)
                     continue
-                # This comes before `pop`, because a thread that receives an answer and finds no call for it removes
-                # the number from `abandoned`.
+                # Add the number before `pop`: as soon as the call is gone, another thread may receive its answer, and
+                # that thread removes the number from `abandoned`.
                 abandoned.add(number)
                 if pending.pop(number, None):
                     # The error includes torch's wording: callers match on it.
@@ -450,7 +454,7 @@ class Agent:
                 else:
                     abandoned.discard(number)
         for link in links:
-            if link.abandoned:  # perhaps no thread waits for an answer on this link
+            if link.abandoned:  # late answers must be read, and perhaps no thread reads this link
                 self.readers.rearm(link)
         return due
 

@@ -1,9 +1,9 @@
 """Calls of users' functions: `rpc_sync` and `rpc_async`, how functions are run, and how their errors return.
 
 `contexts` holds objects that send a value with each call of a user's function (pickling.CallContext). The calling
-thread runs their `encode(to)`. If that returns bytes, and not None, they are sent with the call. `enter(value, sender)`
-returns a context manager. On the callee it encloses the unpickling of the arguments, the function, and the pickling of
-the result; on the caller it encloses the unpickling of the result.
+thread runs each object's `encode(to)`. If `encode` returns bytes, they are sent with the call; if it returns None,
+nothing is sent. `enter(value, sender)` returns a context manager. On the callee this encloses the unpickling of the
+arguments, the function, and the pickling of the result; on the caller it encloses the unpickling of the result.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def run_user_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
     except Exception:
         if not (getattr(func, "__module__", None) or "").startswith(
             _PACKAGE
-        ):  # the errors of this package's functions are meant for the caller
+        ):  # log no errors of this package's functions: they are meant for the caller
             # Log the traceback as text: a log handler may keep the record, and a traceback would keep the arguments.
             name = getattr(func, "__qualname__", func)
             _log.error("%s raised an exception, which its caller gets:\n%s", name, traceback.format_exc())

@@ -1,9 +1,10 @@
-"""Ledger: one worker's part of the protocol that counts references to remote values; no sockets, threads or locks.
+"""Ledger: one worker's part of the protocol that counts references to remote values, without sockets and threads.
 
 A *reference* stands for one RRef object on one worker. It consists of the *owner*, which is the worker that has the
 value; the id of the value, which all references to the value share; and an id of its own (torch's fork id). The
 *holder* of a reference is the worker on which its RRef object is. A reference is *known* once the owner counts it. The
-owner frees a value when it counts no reference to it. Messages may arrive in any order, even between two workers.
+owner frees a value when it no longer counts any reference to it. Messages may arrive in any order, even between two
+workers.
 
 | message | from, to | meaning |
 |---|---|---|
@@ -14,14 +15,16 @@ owner frees a value when it counts no reference to it. Messages may arrive in an
 | SWEEP | owner, all | these workers died; answer once all references that you got from them or gave them are known |
 | SWEPT | all, owner | those references are known, and I accept no more references from the dead workers |
 
-1. A holder sends DELETE for a reference only after that reference and its *children*, the references that were passed
-   on from it, are known. So for each unknown reference, the owner knows a reference from which the unknown one was
-   passed on, directly or by way of other workers. A reference that the owner itself passes on is known at once.
-2. The owner keeps counting the references of dead workers as long as a living worker may hold an unknown reference that
-   came from a dead worker. After all living workers have answered a SWEEP that names all dead workers, no worker holds
-   such a reference. A worker that gave a reference to a worker that died sends FORK in the dead worker's name, because
-   the dead worker may have passed that reference on. Another death restarts the sweep: the newly dead worker may have
-   passed on references that it got from the other dead workers.
+1. The *children* of a reference are the references that its holder passed on from it. A holder sends DELETE for a
+   reference only when that reference and all its children are known. So every unknown reference has a known ancestor
+   (parent, parent's parent, and so on), and the owner keeps the value. A reference that the owner itself passes on is
+   known at once.
+2. When a worker dies, the owner still counts the references that this worker held, because a living worker may hold an
+   unknown reference that came from it. The owner sends a SWEEP that names all dead workers. When all living workers
+   have answered, no worker holds such a reference, and the owner deletes the references of the dead workers. A worker
+   that gave a reference to a worker that died sends FORK in the dead worker's name, because the dead worker may have
+   passed that reference on. Another death restarts the sweep: the newly dead worker may have passed on references that
+   it got from the other dead workers.
 """
 
 from __future__ import annotations
@@ -58,8 +61,8 @@ class Held:
     ref: Reference
     parent: int  # the worker that passed it on; this worker, if `remote` made the value
     known: bool
-    children: int = 0
-    released: bool = False
+    children: int = 0  # how many references were passed on from this one and may be unknown
+    released: bool = False  # the RRef object was destroyed
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Child:
     """A reference that this worker passed on, and that may be unknown."""
 
     ref: Reference
-    parent: Id
+    parent: Id  # `fork` of the reference from which it was passed on
     to: int
 
 
@@ -82,14 +85,14 @@ class Ledger:
     others: set[int]  # the other living workers
     # For each value of this worker: the holder of each known reference.
     forks: dict[Id, dict[Id, int]] = field(default_factory=dict)
-    held: dict[Id, Held] = field(default_factory=dict)
-    children: dict[Id, Child] = field(default_factory=dict)
+    held: dict[Id, Held] = field(default_factory=dict)  # by `fork`
+    children: dict[Id, Child] = field(default_factory=dict)  # by `fork`
     dead: set[int] = field(default_factory=set)
     sweep: int = 0  # number of this worker's last sweep
-    awaited: set[int] = field(default_factory=set)  # the workers that have not answered this sweep
+    awaited: set[int] = field(default_factory=set)  # the workers that have not answered that sweep
     # For each owner: the number of the sweep that this worker must answer.
     unanswered: dict[int, int] = field(default_factory=dict)
-    ids: int = 0
+    ids: int = 0  # how many ids this worker has made
     outbox: list[tuple[int, CountingMessage]] = field(default_factory=list)
     freed: list[Id] = field(default_factory=list)
 
@@ -98,7 +101,7 @@ class Ledger:
     def make(self, owner: int) -> Reference:
         """Return the first reference to a new value.
 
-        If another worker owns the value, the call of `remote` is also a FORK for that worker.
+        If another worker owns the value, this worker sends no FORK: the call of `remote` takes its place.
         """
         ref = Reference(owner, self._new_id(), self._new_id())
         if owner == self.me:
@@ -110,7 +113,8 @@ class Ledger:
     def pass_on(self, ref: Reference, to: int) -> Reference:
         """Return a child of a reference, to be sent to worker `to`."""
         child = Reference(ref.owner, ref.rref, self._new_id())
-        if not {to, ref.owner} & self.dead:  # else the child does not arrive, or the owner is gone
+        # If one of these workers is dead, record nothing: the child does not arrive, or the owner is gone.
+        if not {to, ref.owner} & self.dead:
             if ref.owner == self.me:
                 self.forks[ref.rref][child.fork] = to
             else:
@@ -119,7 +123,7 @@ class Ledger:
         return child
 
     def take_back(self, ref: Reference) -> None:
-        """Undo `pass_on` or `make`, because the message was not sent."""
+        """Undo `pass_on` or `make` for a reference whose message was not sent."""
         if ref.owner == self.me:
             self._delete(ref)
         elif ref.fork in self.children:
@@ -142,7 +146,7 @@ class Ledger:
         return True
 
     def release(self, ref: Reference) -> None:
-        """Note that the object of a reference was destroyed."""
+        """Record that the RRef object of a reference was destroyed."""
         if ref.owner == self.me:
             self._delete(ref)
         elif held := self.held.get(ref.fork):
@@ -160,7 +164,8 @@ class Ledger:
     def is_settled(self) -> bool:
         """Return whether no references are left that concern this worker.
 
-        Then no worker holds a reference to this one's values, this one holds none, and all its children are known.
+        This is so if no worker holds a reference to a value of this worker, this worker holds no references, and all
+        references that it passed on are known.
         """
         return not (self.forks or self.held or self.children)
 
@@ -172,7 +177,7 @@ class Ledger:
             return
         kind, ref, number, dead = message
         if kind == SWEEP:
-            # The message of an older sweep may arrive after that of a newer one.
+            # The message of an older sweep may arrive after the message of a newer sweep.
             self.unanswered[sender] = max(number, self.unanswered.get(sender, 0))
             for worker in dead:
                 self.died(worker)
@@ -191,7 +196,7 @@ class Ledger:
         self._answer()
 
     def died(self, worker: int) -> None:
-        """Note that another worker has ended; its messages are ignored from now on."""
+        """Record that another worker has ended; its messages are ignored from now on."""
         if worker in self.dead or worker == self.me:
             return
         self.dead.add(worker)
@@ -209,7 +214,7 @@ class Ledger:
         self.forks.setdefault(ref.rref, {})[ref.fork] = holder
         self._send(sender, CONFIRMED, ref)
         if holder != sender:
-            self.died(holder)  # `sender` has noticed the death; this worker may have no link that reports it
+            self.died(holder)  # `sender` has noticed this death; no link of this worker may report it
         if holder in self.dead and not self.awaited:
             self._begin_sweep()
 
@@ -263,12 +268,11 @@ class Ledger:
             self._end_sweep()
 
     def _answer(self) -> None:
-        """Answer each owner's sweep, unless one of its values has an unknown reference from or to a dead worker.
+        """Answer the sweeps that no unknown reference delays.
 
-        Only references that this worker got from dead workers, or gave to dead workers, matter.
-
-        While an answer is delayed, no such references are added unless more workers die, because `take_in` refuses
-        references from dead workers.
+        The answer to an owner is delayed while this worker has an unknown reference to one of the owner's values that
+        it got from a dead worker or gave to a dead worker. Until another worker dies, there can be no new reference of
+        this kind, because `take_in` refuses references from dead workers.
         """
         if self.unanswered:
             unknown = {h.ref.owner for h in self.held.values() if not h.known and h.parent in self.dead}

@@ -29,7 +29,7 @@ class Future(core.Future[T]):
 
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__()
-        # Where the result's message arrives: readers, link, number of the call, deadline. None: from no other worker.
+        # Where the result's message arrives: readers, link, number of the call, deadline. None: no message brings it.
         self.answer: tuple[Readers, Link, int, float] | None = None
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
@@ -77,7 +77,7 @@ class Future(core.Future[T]):
 
 
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """Return a future of the list `futures`, done when all of them are; the first exception fails it at once."""
+    """Return a future of the list `futures`, done when all of them are; if one fails, it fails at once, too."""
     return _collected(futures, ends_early=True)
 
 
@@ -111,7 +111,7 @@ def _collected(futures: Sequence[Future[Any]], ends_early: bool) -> Future[list[
 
 
 def as_future(future: Any) -> Future[Any]:
-    """Return a future of rpc that gets the result or exception of `future`, which may be one of torch."""
+    """Return a Future of this module with the result or exception of `future`, which may be a future of torch."""
     if isinstance(future, Future):
         return future
     ours: Future[Any] = Future()

@@ -1,6 +1,6 @@
-"""Handlers: the functions that this worker runs for calls and notifications, and how it answers.
+"""Handlers: the functions that this worker runs for calls and notifications, and how it sends the answers.
 
-A call of this worker to itself takes the same path, without a link.
+A call that this worker makes to itself takes the same path, without a link.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .wire import MessageType, RpcMessage
 from .worker_info import WorkerInfo
 
 _log = logging.getLogger("fastcoll")
-UNCOUNTED = 2  # the kind of the calls of termination.py
+UNCOUNTED = 2  # the kind of the calls of the shutdown protocol (termination.py)
 Handler = Callable[[WorkerInfo, Any], Any]
 
 
@@ -46,10 +46,10 @@ class Counts:
 
 
 class Handlers:
-    """The handlers of each kind of call, and the calls that they have not answered yet.
+    """The handlers of each kind of call, and the calls that this worker has not answered yet.
 
     Args:
-        answer_own: takes the answer of a call of this worker to itself.
+        answer_own: called with the answer to a call that this worker made to itself.
         lost: called when a link turns out to be broken.
     """
 
@@ -71,7 +71,7 @@ class Handlers:
         self._handlers[kind] = (handler, with_contexts)
 
     def takes_contexts(self, kind: int) -> bool:
-        """Return whether contexts (pickling.contexts) are sent with calls of a kind."""
+        """Return whether calls of a kind carry the values of `pickling.contexts`."""
         return self._handlers[kind][1]
 
     def under_way(self) -> list[str]:
@@ -117,8 +117,8 @@ class Handlers:
         # Until the future is done, keep the message without its pickle and buffers, which may be large.
         answer = partial(self._answer_later, link, replace(message, pickled=b"", buffers=()))
         if link is None:
-            # Use another thread: the answer runs callbacks of the caller's future, which may wait for other callbacks
-            # of `result`; those run on this thread.
+            # Answer on another thread. The answer runs callbacks of the caller's future. These may wait for other
+            # callbacks of `result`, which run on this thread.
             result.add_done_callback(lambda done: self._readers.run(partial(answer, done)))
         else:
             result.add_done_callback(answer)
@@ -147,7 +147,7 @@ class Handlers:
 
 
 def described(kind: int, doing: object) -> str:
-    """Describe a call in error messages. `doing`: a text, or the function that is called."""
+    """Return the text for a call in error messages. `doing`: this text, or the function that is called."""
     if isinstance(doing, str):
         return doing
     return f"the call of {getattr(doing, '__qualname__', None) or f'kind {kind}'}"

@@ -26,18 +26,18 @@ _log = logging.getLogger("fastcoll")
 Task = Callable[[], object]
 LOOK_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
-_SILENT_MILLISECONDS = 8000  # the kernel gives up an idle connection after the same time
+_SILENT_MILLISECONDS = 8000  # the kernel also gives up an idle connection after this time
 # Three retransmits take 1.4 s. Fewer prove nothing: even a reachable host needs a moment to acknowledge the first data
 # after a long silence.
 _RETRANSMITS = 3
-_INFO = struct.Struct("@2xB21xI28xI")  # struct tcp_info: retransmits, unacked, last_ack_recv
+_INFO = struct.Struct("@2xB21xI28xI")  # of struct tcp_info: retransmits, unacked, last_ack_recv
 
 
 class Link:
     """A connection to or from `worker`; the link owns the socket.
 
     Args:
-        received: called for each message in turn; returns a task for it, or None.
+        received: called with the link and each message, in order; returns a task for the message, or None.
         ended: called, perhaps more than once, when the peer has ended.
         run: runs a task on another thread.
 
@@ -81,7 +81,7 @@ class Link:
     # ---- sending -------------------------------------------------------------------------------------------
 
     def send(self, message: RpcMessage, until: float = ENDLESS) -> None:
-        """Send a message, and wait until the kernel or the ring has taken all of it.
+        """Send a message, and wait until the kernel or the ring (slots.py) has taken all of it.
 
         If a part is left at the time `until`, another thread sends it. Later messages wait until that part is sent.
 
@@ -150,7 +150,8 @@ class Link:
 
     def send_goodbye(self, exit_reason: str) -> None:
         """Send the peer a GOODBYE with the exit reason, unless another message is stuck on the connection."""
-        end = monotonic() + _CLOSE_SECONDS  # the thread that holds the lock may just wait for a core
+        # Wait this long, because the thread that holds the lock may only be waiting for a core.
+        end = monotonic() + _CLOSE_SECONDS
         while not (has := self._sending.acquire(timeout=LOOK_SECONDS)) and monotonic() < end:
             if self._is_stuck:
                 break
@@ -217,7 +218,7 @@ class Link:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def poll(self, milliseconds: float = 0) -> bool:
-        """Return whether there is something to read within `milliseconds`. The caller holds `reading`."""
+        """Return whether data or the peer's end arrives within `milliseconds`. The caller holds `reading`."""
         return bool(self._poller.poll(milliseconds))
 
     def expects_answers(self) -> bool:
@@ -244,7 +245,7 @@ class Link:
         except BlockingIOError:
             pass
         except BaseException as error:
-            self._is_broken = True  # this message is lost, but the messages before it are handled
+            self._is_broken = True  # this message is lost; the messages before it are still handled
             self.shut()
             if not isinstance(error, Exception):  # Ctrl-C
                 for task in tasks:

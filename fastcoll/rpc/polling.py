@@ -4,8 +4,9 @@ Every registration is one-shot: for an event, the kernel wakes one thread and di
 descriptor reports no event until it is armed again. `link.armed` holds the events for which a link (one connection) is
 armed: READ, HANG_UP, or 0. The thread that gets an event first sets `link.armed` to 0, and then reads the link. If
 another thread arms the link between the event and that reset, the kernel is armed for more events than `link.armed`
-holds, which costs one extra event. The kernel is armed for fewer events only between the event and the reset. Nothing
-is missed, because that thread, or the thread that holds `link.reading`, reads the link next.
+holds, which costs one extra event. The kernel is armed for fewer events than `link.armed` holds only between the event
+and the reset. No data stays unread, because the thread that got the event, or the thread that holds `link.reading`,
+reads the link next.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Signal(Enum):
 
 
 class Poller:
-    """Report events of links, each to one thread.
+    """Report events of links; each event goes to one thread.
 
     `timer_nanoseconds`: the time from `start_timer` to the timer's event.
     """
@@ -61,14 +62,14 @@ class Poller:
                 self._modify(link, events)
 
     def disarm(self, link: Link) -> None:
-        """Report only the peer's end, because the calling thread reads the link."""
+        """Report only the peer's end from now on, because the calling thread reads the link itself."""
         with self._arming:
             if link.armed == READ:
                 self._modify(link, HANG_UP)
 
     def _modify(self, link: Link, events: int) -> None:
         descriptor = link.fileno()
-        if self._links.get(descriptor) is link:  # else another link may have this number by now
+        if self._links.get(descriptor) is link:  # else another link may have this descriptor number by now
             with suppress(OSError, ValueError):  # closed meanwhile
                 link.armed = events
                 self._epoll.modify(descriptor, events)
@@ -99,7 +100,7 @@ class Poller:
             self.clear(self._wake)
             return Signal.WAKE
         if descriptor == self._timer:
-            # Reset the flag last: another thread may then start the timer, and that event must not be cleared here.
+            # Reset the flag last: after that another thread may start the timer, whose event must not be cleared here.
             self.clear(self._timer)
             self._timer_runs = False
             return Signal.TIMER

@@ -4,22 +4,22 @@ All threads wait for the same epoll (polling.py). To *arm* a link is to make epo
 kinds of links, which are read in different ways:
 
 1. A link that the other worker dialed carries that worker's calls. The thread that gets the link's event takes a
-   *lease* on it: the thread reads what has arrived and handles one call after the other. Meanwhile the link stays
+   *lease* on the link: the thread reads what has arrived and handles one call after the other. Meanwhile the link stays
    unarmed, so epoll reports none of its events, and calls in quick succession need no wake-up and no thread switch.
-   After the last handler the thread polls the link for SPIN_SECONDS. If nothing arrives, it arms the link and waits
-   with the other threads.
+   After the last handler the thread polls the link for SPIN_SECONDS. If nothing arrives, the thread arms the link and
+   waits with the other threads.
 2. A link that this worker dialed carries the answers to its calls. A thread that waits for an answer reads the link
    itself (`read_answer`), so that no other thread is woken. If no thread waits, the readers' threads read the link,
    once it is armed (`rearm`). Arming costs a system call and wakes a thread. So `rearm_later` defers arming until the
-   thread that made the call blocks or ends its task, or until the timer fires.
+   thread that made the call blocks or ends its task, or until a 1 ms timer fires.
 
 No answer stays unread: a caller adds its call to `link.pending` before it checks whether a reader holds the lock
 `link.reading`; a reader releases `reading` before it checks `pending` (`rearm`). So at least one of them sees the other
 and arms the link. Only the next reader disarms it.
 
 A handler may block, and so may a callback of a future. Before a thread waits for a future, its lease ends
-(`before_blocking`): the link is armed, and other threads take the tasks that are left. A 1 ms timer detects any other
-slow handler. If a lease has handled nothing between two timer events, the thread that gets the second event ends the
+(`before_blocking`): the link is armed, and other threads take the tasks that are left. The timer detects any other slow
+handler. If a lease has handled nothing between two timer events, the thread that gets the second event ends the
 lease. If no thread has begun a task between two timer events, other threads take the tasks that are left. A thread that
 gets an event while no other thread waits starts a thread first, so any number of handlers may block.
 """
@@ -51,7 +51,8 @@ class Lease:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.handled, self.seen = 0, -1  # steps done (reads and calls); that number when the timer last fired
+        # handled: how many steps (reads and calls) are done; seen: the value of `handled` when the timer last fired
+        self.handled, self.seen = 0, -1
         self.is_over = False
 
 
@@ -86,8 +87,8 @@ class Readers:
     """Threads that read links and handle their messages.
 
     Args:
-        spare: how many threads stay when there is nothing to do.
-        spins: whether threads may poll for a while before they wait.
+        spare: how many idle threads are kept.
+        spins: whether a thread may poll for SPIN_SECONDS before it waits.
     """
 
     def __init__(self, spare: int, spins: bool) -> None:
@@ -101,7 +102,7 @@ class Readers:
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
-        self._begun = self._seen = 0  # number of tasks begun; that number when the timer last fired
+        self._begun = self._seen = 0  # number of tasks begun; the value of `_begun` when the timer last fired
         self._is_closed = self._is_eager = False
         for _ in range(2):
             self._start()
@@ -115,7 +116,7 @@ class Readers:
             self._work_off(None)
 
     def run_here(self, tasks: Sequence[Task]) -> None:
-        """Run tasks on the calling thread; when one of them blocks, the readers' threads take those that are left."""
+        """Run tasks on the calling thread; when a task blocks, the readers' threads take the tasks that are left."""
         if len(tasks) == 1:
             tasks[0]()
             return
@@ -124,7 +125,7 @@ class Readers:
         self.poller.start_timer()
         try:
             while self._left:
-                with suppress(IndexError):  # another thread has taken it
+                with suppress(IndexError):  # another thread has taken the last task
                     self._left.popleft()()
         finally:
             _this_thread.readers = before
@@ -184,7 +185,7 @@ class Readers:
                     return
                 if tasks:
                     if link.pending:
-                        self.rearm_later(link)  # a callback may block
+                        self.rearm_later(link)  # the tasks run callbacks of futures, which may block
                     self.run_here(tasks)
         finally:
             self.rearm(link)
@@ -199,13 +200,13 @@ class Readers:
         return link.poll(1000 * min(LOOK_SECONDS, max(until - monotonic(), 0.0)))
 
     def rearm(self, link: Link) -> None:
-        """Arm the link for READ if answers are expected, else for HANG_UP, unless a thread reads it."""
+        """If no thread reads the link, arm it: for READ if answers are expected, else for HANG_UP."""
         events = READ if link.expects_answers() else HANG_UP
         if link.armed < events and not link.reading.locked():
             self.poller.arm(link, events)
 
     def rearm_later(self, link: Link) -> None:
-        """Arm a link when this thread blocks or has done its task, at the latest when the timer fires."""
+        """Arm a link when this thread blocks or has ended its task, at the latest when the timer fires."""
         self._deferred.add(link)
         _this_thread.deferred_in = self
         self.poller.start_timer()
@@ -271,8 +272,9 @@ class Readers:
         return True
 
     def end(self, lease: Lease) -> None:
-        """End a lease, so that any thread may read the link, and take the tasks that were read from it."""
-        if lease.link.reading.acquire(blocking=False):  # else its thread is reading, so it is not stuck
+        """End a lease: let any thread read the link, and have other threads take the tasks that were read from it."""
+        # If the lease's thread holds the lock, it is reading, so it is not stuck.
+        if lease.link.reading.acquire(blocking=False):
             try:
                 if lease.is_over:
                     return
@@ -283,7 +285,11 @@ class Readers:
             self.hand_over()
 
     def _end_stuck(self) -> None:
-        """End the leases and hand over the tasks that have not advanced since the timer last fired."""
+        """Arm the deferred links, end stuck leases, and hand over waiting tasks; called when the timer fires.
+
+        A lease is stuck if it has handled nothing since the timer last fired. Tasks are handed over if no thread has
+        begun a task since then.
+        """
         self.rearm_deferred()
         for lease in list(self._leases):
             if lease.seen == lease.handled:
