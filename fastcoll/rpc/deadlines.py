@@ -17,7 +17,7 @@ class Deadlines:
     Args:
         fail_late: called with the time; fails the calls whose deadline has passed, and returns the earliest deadline of
             the other calls.
-        look: looks for hosts that vanished, once a second or more often; None: the thread sleeps until a deadline.
+        look: called at least once a second, to look for hosts that vanished; None: there is nothing to look for.
     """
 
     def __init__(self, fail_late: Callable[[float], float], look: Callable[[], None] | None) -> None:
@@ -28,10 +28,11 @@ class Deadlines:
         threading.Thread(target=self._run, name="fastcoll-rpc-clock", daemon=True).start()
 
     def watch(self, deadline: float) -> None:
-        """Have the thread respect the deadline of a call, which the caller has already put into a table.
+        """Wake the thread at the deadline of a call, which the caller has already put into a table of pending calls.
 
-        The thread resets `_due` before it reads the tables. So if it does not find the call there, `_due` was reset
-        before this method compares it, and this method wakes the thread unless another deadline is earlier.
+        `_due` is the time at which the thread wakes. The thread resets it to ENDLESS before it reads the tables. So if
+        the thread read them too early to find this call, `_due` is reset before the comparison here. This method then
+        wakes the thread, unless an earlier deadline was set meanwhile.
         """
         if deadline < self._due:
             self._wake(deadline)

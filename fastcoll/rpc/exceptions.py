@@ -1,4 +1,4 @@
-"""Exceptions that travel between workers: pickled without their tracebacks, which travel as text."""
+"""Send exceptions between workers: the exception is pickled without its traceback, which is sent as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Packed = tuple[bytes | None, str, str, str]  # the pickle; texts: name of the cl
 
 
 class RemoteTraceback(Exception):
-    """The text of a traceback on another worker. It becomes the `__cause__` of the exception."""
+    """The text of a traceback on another worker: the `__cause__` of the exception that the caller gets."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -23,13 +23,13 @@ class RemoteTraceback(Exception):
 
 
 def traceback_text(error: BaseException, worker: WorkerInfo) -> str:
-    """Return the traceback of an exception on this worker, which is `worker`, as text."""
+    """Return the traceback of an exception as text, with the name of `worker`, which is this worker."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return f"On {worker}:\n{text}"
 
 
 def pack(error: BaseException, worker: WorkerInfo) -> Packed:
-    """Return what `unpack` needs to build this worker's exception on another one. `worker`: this one."""
+    """Return what `unpack` needs to build the exception on another worker. `worker` is this worker."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     return pickling.pickled_error(error), name, str(error), traceback_text(error, worker)
 

@@ -14,7 +14,7 @@ ASYNC = "returns_future_of_its_result"
 def async_execution(fn: F) -> F:
     """Mark a function that returns a Future: its caller gets the future's result.
 
-    No thread waits for that result. Put `@staticmethod` or `@classmethod` above this decorator.
+    The callee blocks no thread until the future is done. Put `@staticmethod` or `@classmethod` above this decorator.
 
     Example:
         >>> @rpc.functions.async_execution

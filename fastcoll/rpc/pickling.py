@@ -1,7 +1,7 @@
-"""Pickles of the values in messages: reducers of types, contexts of calls, and the sender of a message.
+"""Pickle and unpickle the values in messages, and the contexts that are sent with calls (calls.py).
 
-Unpickling code can ask for the sender (`sender`); reducers get the receiver (`reduce_type`). The memory of arrays and
-tensors is not copied into a pickle; it is sent beside the pickle (wire.py).
+A reducer that `reduce_type` has set gets the receiver of the message; unpickling code can ask for the sender (`sender`).
+The memory of arrays and tensors is not copied into a pickle; it is sent beside the pickle (wire.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CallContext(Protocol):
 
 
 contexts: dict[str, CallContext] = {}
-"""The contexts by module. A module adds its own on import; a worker that receives its value imports the module."""
+"""The contexts, by module name. A module adds its context on import; a worker that gets a value imports the module."""
 
 
 _reducers: dict[type, tuple[Reducer, Undo | None]] = {}
@@ -45,9 +45,9 @@ _PREFIX = struct.Struct("<BI")  # a zero, which no pickle begins with, and the l
 def reduce_type(cls: type, reducer: Reducer, undo: Undo | None = None) -> None:
     """Pickle instances of `cls` and its subclasses, in messages to worker `to`, as `reducer(value, to)`.
 
-    The reducer returns a reduce tuple, as `__reduce__` does. With `undo`, instances are sent in a prefix of the pickle,
-    which is unpickled even if the rest of the message cannot be, or arrives after the timeout.
-    `undo(reduced)` is called for each of them if the message cannot be pickled.
+    The reducer returns a reduce tuple, as `__reduce__` does. With `undo`, instances are sent in a prefix of the pickle.
+    The receiver unpickles the prefix even if it cannot unpickle the rest, or if the call has timed out. If the message
+    cannot be pickled, `undo(reduced)` is called for each instance that was reduced before the error.
     """
     _reducers[cls] = reducer, undo
     _table.clear()
@@ -78,7 +78,7 @@ def _shared_buffer(buffer: Buffer) -> Buffer:
 
 
 def in_message() -> dict[Any, Any]:
-    """Return the notes that reducers keep for the message that this thread is pickling."""
+    """Return a dictionary in which reducers keep notes on the message that this thread is pickling."""
     notes: dict[Any, Any] = _this_thread.outgoing.notes
     return notes
 
@@ -88,7 +88,7 @@ class _Table(dict[type, Callable[[Any], Any]]):
 
     def __missing__(self, cls: type) -> Callable[[Any], Any]:
         if issubclass(cls, type):
-            raise KeyError(cls)  # a class, whose type is a metaclass, is pickled by name
+            raise KeyError(cls)  # `cls` is a metaclass: its instances, which are classes, are pickled by name
         for base in cls.__mro__:
             if (base.__module__, base.__qualname__) == ("torch", "Tensor"):
                 importlib.import_module("fastcoll.rpc.tensor_buffers")
@@ -140,7 +140,7 @@ def dumps(value: Any, to: WorkerInfo) -> tuple[bytes, list[memoryview]]:
     def keep_beside(buffer: pickle.PickleBuffer) -> bool:
         try:
             buffers.append(buffer.raw())
-        except BufferError:  # not contiguous: becomes a part of the pickle
+        except BufferError:  # the buffer is not contiguous: it becomes a part of the pickle
             return True
         return False
 
@@ -165,7 +165,7 @@ def dumps(value: Any, to: WorkerInfo) -> tuple[bytes, list[memoryview]]:
 
 
 def context_for(to: WorkerInfo) -> bytes:
-    """Return the values of all contexts for a call to a worker."""
+    """Return the pickled values of all contexts for a call to a worker; empty if no context has a value."""
     if not contexts:
         return b""
     values = {module: context.encode(to) for module, context in contexts.items()}
@@ -192,7 +192,7 @@ def _all_entered(context: bytes, worker: WorkerInfo) -> Iterator[None]:
 
 
 def loads(message: RpcMessage) -> Any:
-    """Unpickle a message, inside `receiving`; raise whatever unpickling raises."""
+    """Unpickle a message; raise whatever unpickling raises. The caller is inside `receiving`."""
     if message.pickled[0]:
         return pickle.loads(message.pickled, buffers=message.buffers)
     before = getattr(_this_thread, "loaded_prefix", None)
@@ -205,22 +205,22 @@ def loads(message: RpcMessage) -> Any:
 
 
 def discard(message: RpcMessage) -> None:
-    """Unpickle the prefix of a message for which no call waits, inside `receiving`, and drop it."""
+    """Unpickle and drop the prefix of a message for which no call waits. The caller is inside `receiving`."""
     if not message.pickled[0]:
         _load_prefix(message)
 
 
 def _load_prefix(message: RpcMessage) -> tuple[list[Any], memoryview]:
-    """Unpickle the prefix of a message; return its objects, and the pickle behind it."""
+    """Unpickle the prefix of a message; return its objects, and the pickle that follows the prefix."""
     view = memoryview(message.pickled)
     end = _PREFIX.size + _PREFIX.unpack_from(view)[1]
     return [function(*args) for function, args in pickle.loads(view[_PREFIX.size : end])], view[end:]
 
 
 class receiving:
-    """Set `sender` while this thread unpickles.
+    """Make `sender` return `worker` while this thread unpickles a message.
 
-    It is a class, because a context manager made from a generator takes 1 us more, twice per call.
+    This is a class because a context manager made from a generator takes 1 us more, and a call enters two of them.
     """
 
     __slots__ = ("_before", "_worker")
@@ -236,7 +236,7 @@ class receiving:
 
 
 def pickled_error(error: BaseException) -> bytes | None:
-    """Return the pickle of an exception, without its traceback; None if it cannot be unpickled."""
+    """Return the pickle of an exception, without its traceback; None if it cannot be pickled and unpickled."""
     try:
         data = pickle.dumps(error, 5)
         pickle.loads(data)

@@ -1,9 +1,9 @@
 """References: the values that a worker owns, the references that it holds, and the calls that make and fetch values.
 
-counting.py has the protocol that counts references; its Ledger is this worker's part in it. Here a lock guards the
-ledger, and one thread sends the ledger's messages, so that no thread that reads a connection blocks in a send. The
-`__del__` of an RRef may run on any thread at any time, also on a thread that holds the lock. So it only puts the
-reference into a SimpleQueue, whose `put` is reentrant.
+counting.py describes the protocol that counts references; its Ledger is this worker's part in the protocol. Here a lock
+guards the ledger, and one thread sends the ledger's messages, so that no thread that reads a connection blocks in a
+send. The `__del__` of an RRef may run on any thread at any time, even on a thread that holds the lock. So all it does
+is to put the reference into a SimpleQueue, whose `put` is reentrant.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from .worker_info import WorkerInfo
 
 T = TypeVar("T")
 _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
-# How long messages are collected: waking a thread for the end of each RRef would take as long as a call.
+# How long messages are collected before they are sent together: waking the thread for each RRef would cost as much as a
+# call.
 _MOMENT_SECONDS = 0.004
 _SETTLE_SECONDS = 30.0  # the time that `shutdown` waits for the last messages of other workers
 _log = logging.getLogger("fastcoll")
@@ -83,14 +84,14 @@ class References:
     # ---- RRefs of this worker --------------------------------------------------------------------------------------
 
     def own(self, value: Any) -> Reference:
-        """Return a reference to a value, of which this worker becomes the owner."""
+        """Make this worker the owner of a value; return a reference to the value."""
         ref = self._step(self._ledger.make, self._me)
         future = self._values[ref.rref] = Future[Any]()
         future.set_result(value)
         return ref
 
     def make(self, to: WorkerInfo, call: tuple[Any, ...], timeout: Timeout) -> tuple[Reference, Future[None]]:
-        """Make a call (function, arguments, keyword arguments) on a worker, which keeps the result.
+        """Have a worker make a call (function, arguments, keyword arguments) and keep the result.
 
         Returns a reference to the result, and the future of the call.
         """
@@ -104,7 +105,7 @@ class References:
         return ref, made
 
     def fetch(self, ref: Reference, timeout: Timeout) -> Any:
-        """Return a copy of a value; the value itself, if this worker owns it."""
+        """Return a copy of a value; if this worker owns the value, return the value itself."""
         if ref.owner == self._me:
             return self.value_of(ref.rref).wait(timeout or None)
         return self.agent.call(
@@ -174,7 +175,7 @@ class References:
         return result.then(end)
 
     def _begin(self, caller: WorkerInfo, ref: Reference) -> Future[Any]:
-        """Return the future of a value, after the call that makes it has arrived."""
+        """Return the future of a value whose call has just arrived."""
         if caller.id != self._me:
             self._step(self._ledger.handle, caller.id, CountingMessage(FORK, ref, caller.id))
         with self._lock:
@@ -184,7 +185,10 @@ class References:
         return value
 
     def _was_made(self, ref: Reference, made: Future[None]) -> None:
-        """If the owner could not unpickle the call, send it the error, for calls that wait there for the value."""
+        """If the owner could not unpickle the call that makes a value, send it the error.
+
+        Calls that wait on the owner for the value then raise this error.
+        """
         error = made.exception()
         if error is not None and not isinstance(error, (RpcTimeoutError, GroupError)):
             self.todo.put((ref.owner, _FAILED, (tuple(ref), pickling.pickled_error(error), str(error))))
@@ -197,7 +201,7 @@ class References:
     # ---- steps of the ledger -----------------------------------------------------------------------------------------
 
     def _step(self, do: Callable[..., T], *args: Any) -> T:
-        """Call a method of the ledger, queue its messages, and drop the values that it has freed."""
+        """Call a method of the ledger, queue the ledger's messages, and drop the values that it has freed."""
         with self._lock:
             result = do(*args)
             while self._ledger.outbox:

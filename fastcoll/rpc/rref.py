@@ -65,7 +65,7 @@ class RRef(Generic[T]):
         """Return a copy of the value; on its owner, the value itself. Waits until the value exists.
 
         Args:
-            timeout: seconds or timedelta; 0: without limit; None: the default of `init_rpc`, and no limit on the owner.
+            timeout: seconds or timedelta; 0: without limit; None: the default of `init_rpc`, but no limit on the owner.
 
         Raises:
             RpcTimeoutError: the value did not arrive in time, or the call of `remote` timed out.
@@ -76,7 +76,7 @@ class RRef(Generic[T]):
         """
         self._check("to_here")
         value: T = self._references.fetch(self._ref, timeout)
-        # The owner's CONFIRMED arrives after the value, which shows already that the owner knows this RRef.
+        # The owner's CONFIRMED may arrive later, but the answer already shows that the owner knows this RRef.
         if not self.confirmed_by_owner() and self._made is not None:
             self._references.confirm(self._ref)
         return value
@@ -111,7 +111,7 @@ class RRef(Generic[T]):
         return self._references.agent.me.id == self._ref.owner
 
     def confirmed_by_owner(self) -> bool:
-        """Return whether the owner counts this RRef. It counts an RRef of `remote` once the call has arrived."""
+        """Return whether the owner counts this RRef. It counts an RRef of `remote` once that call has arrived."""
         return self._references.is_known(self._ref)
 
     def rpc_sync(self, timeout: Timeout = None) -> Any:
@@ -134,12 +134,13 @@ class RRef(Generic[T]):
         """Run a backward pass from the value, a tensor of one element, on its owner; return when it has finished.
 
         Args:
-            dist_autograd_ctx_id: the context of `rpc.autograd` that collects the gradients on all workers; -1, on the
-                owner alone: the leaves get the gradients in `.grad`, if the whole graph is on this worker.
+            dist_autograd_ctx_id: the context of `rpc.autograd` that collects the gradients on all workers. -1: add the
+                gradients to the leaves' `.grad`; this works only on the owner, and only if it has the whole graph.
             retain_graph: keep the graph for another backward pass.
 
         Raises:
-            UsageError: the id is -1 on another worker than the owner, there is no such context, or the value is wrong.
+            UsageError: the id is -1 and this worker is not the owner, there is no such context, or the value is not a
+                tensor of one element that needs a gradient.
 
         Also raises what `rpc.autograd.backward` raises.
 
@@ -225,7 +226,7 @@ class _Proxy:
 
 
 def find_method(rref: RRef[Any], name: str) -> None:
-    """Raise AttributeError unless the value of an RRef owned here has an attribute."""
+    """Raise AttributeError if the value of an RRef, which this worker owns, has no attribute `name`."""
     getattr(rref.local_value(), name)
 
 

@@ -2,13 +2,14 @@
 
 The sender copies into a slot and increments the count of written slots; the receiver copies out of the slot and
 increments the count of read slots. Each count has one writer, and a slot is written again only after it was read; x86
-keeps the order of the stores. Both sides copy at the same time. 16 MiB in both directions take 1.2 ms; by
-process_vm_readv they take 3.8 ms (two cores of an AMD EPYC of family 26). Eight slots of 256 KiB keep the data in the
+keeps the order of the stores. Both sides copy at the same time. Sending 16 MiB in each direction takes 1.2 ms; with
+process_vm_readv it takes 3.8 ms (two cores of an AMD EPYC of family 26). Eight slots of 256 KiB keep the data in the
 L3 cache (docs/architecture-shm.md, "Where the data lies").
 
-The worker that dials creates the memory as a memfd, which the kernel frees when no process has it open. It offers
-the other worker the number of its descriptor, and a nonce. The other worker opens the memory by /proc/PID/fd, which
-needs the same user and pid namespace, checks the nonce, and answers whether it has mapped the memory.
+The worker that dials creates the memory as a memfd, which the kernel frees when no process has it open. This worker
+sends the other worker the number of the memfd's descriptor, and a nonce. The other worker opens the memory by
+/proc/PID/fd, which needs the same user and pid namespace. It checks the nonce, and answers whether it has mapped the
+memory.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 _SLOT, _SLOTS = 256 << 10, 8
-# Bytes in front of the slots: the nonce, then the counts of written and read slots. Those of the first direction are at
-# bytes 64 and 128, those of the second direction at bytes 192 and 256.
+# Bytes in front of the slots: the nonce, then the counts of written and read slots. For the direction from the worker
+# that dialed they are at bytes 64 and 128, for the other direction at bytes 192 and 256.
 _WORDS = 4096
 _NBYTES = _WORDS + 2 * _SLOT * _SLOTS
 _SPIN_SECONDS, _LOOK_SECONDS = 100e-6, 0.05
 
 
 class Ring:
-    """One side's mapping of the memory: the slots that it writes, and the slots that it reads."""
+    """One side's mapping of the memory: the slots that this side writes, and the slots that it reads."""
 
     @classmethod
     def offer(cls) -> tuple[Ring, bytes]:

@@ -54,7 +54,7 @@ from .worker_info import WorkerInfo
 _DEFAULT_SECONDS = 60.0  # torch's default
 _LISTEN_SECONDS = 2.0  # a worker whose address refuses connections for this long is gone
 _DIALED_SECONDS = 2.0  # the time to finish connections that other workers open while this one leaves
-_EXIT_SECONDS = 10.0
+_EXIT_SECONDS = 10.0  # how long worker 0 keeps rpc's own store open for the other workers
 
 
 class BackendType(Enum):
@@ -68,7 +68,8 @@ class RpcBackendOptions:
     """Options of `init_rpc`.
 
     Attributes:
-        num_worker_threads: threads that are kept for calls of others; more are started while all of them are busy.
+        num_worker_threads: how many idle threads are kept for the calls of other workers; while all are busy, more are
+            started.
         rpc_timeout: default timeout of calls in seconds; 0: without limit.
         init_method: where the workers meet, as for `init_process_group`.
         device_maps, devices: must be empty: tensors are sent through host memory.
@@ -175,13 +176,13 @@ def shutdown(graceful: bool = True, timeout: Timeout = None) -> None:
 
 
 class _Found(NamedTuple):
-    """The workers, and the store in which they meet."""
+    """What `_meet` returns: the processes of the workers, and the store in which they meet."""
 
     store: Store
     members: Sequence[Member]
     rank: int
     limit: float
-    lease: StoreLease | None  # of rpc's own store; None: the store is the group's
+    lease: StoreLease | None  # on a store of rpc's own; None: the store belongs to the default group
 
 
 class _Running:
@@ -205,11 +206,11 @@ class _Running:
             if self._found.lease is not None:
                 steps.callback(forget, self._found.members)
                 steps.callback(self._found.lease.leave, _EXIT_SECONDS)
-            # A worker that has just dialed gets the exit reason, too (`Agent.take_over`).
+            # Connections that are dialed meanwhile are still accepted, and get the exit reason (`Agent.take_over`).
             steps.callback(self._roster.leave, _DIALED_SECONDS)
             steps.callback(self.references.close)
             steps.callback(set_current, None)
-            # The last callback runs first, so that late calls of others do not reach a half-closed worker.
+            # This last callback runs first, so that late calls of others do not reach a half-closed worker.
             steps.callback(self.agent.close, exit_reason, AbortedError("rpc was shut down"))
 
 
@@ -231,7 +232,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         agent = Agent(workers, members, found.rank, dial, options.rpc_timeout, options.num_worker_threads)
         undo.callback(agent.close, "left", AbortedError("init_rpc failed"))
         undo.callback(set_current, None)
-        set_current(agent)  # before the first call, which may arrive at once from a worker that has joined
+        set_current(agent)  # before `gather`: from then on, calls of workers that have joined may arrive
         calls.serve(agent)
         references, termination = References(agent), Termination(agent)
         undo.callback(references.close)
@@ -321,7 +322,7 @@ def _leave_at_exit(error: BaseException | None) -> None:
 
 
 def _drop_inherited() -> None:
-    """Forget the agent in a child of fork, which is no worker."""
+    """Forget the agent in a child process made by fork, because the child is not a worker."""
     running, _Running.it = _Running.it, None
     set_current(None)
     if running is not None:

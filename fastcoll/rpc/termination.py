@@ -2,10 +2,11 @@
 
 F. Mattern, "Algorithms for distributed termination detection", 1987: the four-counter method. In each round a worker
 waits until its own calls are answered or timed out, and then reports to worker 0 how many calls it has made and served,
-and which calls it still serves. When two rounds in a row have the same sums, and as many calls served as made, no call
-is under way, and worker 0 lets all workers leave. If two rounds have the same sums, but more calls were made than
-served, the calls that are not served have timed out at their callers. Worker 0 fails the shutdown when the sums stay
-the same for longer than the default timeout of calls.
+and which calls it still serves. Worker 0 adds up the calls made and the calls served by all workers. When two rounds in
+a row have the same sums, and as many calls served as made, no call is under way, and worker 0 lets all workers leave.
+If two rounds have the same sums, but more calls were made than served, the missing calls have timed out at their
+callers but are still running. Worker 0 fails the shutdown when the sums stay the same for longer than the default
+timeout of calls.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .handlers import UNCOUNTED as ROUND
 from .worker_info import WorkerInfo
 
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.001, 0.05  # between two rounds; the pause doubles up to the longest
-_ASK_SECONDS = 2.0  # how long worker 0 may take to name the late workers, or to answer all others at the end
+_ASK_SECONDS = 2.0  # how long worker 0 may take to name the late workers, or to answer all workers at the end
 
 
 class CallCounts(NamedTuple):
@@ -30,7 +31,7 @@ class CallCounts(NamedTuple):
 
     made: int
     served: int
-    serving: list[str]  # the calls that it still serves
+    serving: list[str]  # descriptions of the calls that it still serves
 
 
 class Termination:
@@ -38,7 +39,8 @@ class Termination:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        # At worker 0: the reports of this round; the sums of the last complete round, and when they last changed.
+        # On worker 0: the reports of this round; the sums of the last complete round, and when they last changed; the
+        # calls that are still served.
         self._lock = threading.Lock()
         self._reports: dict[int, tuple[CallCounts, Future[bool]]] = {}
         self._sums, self._since = (-1, -1), 0.0
@@ -58,9 +60,9 @@ class Termination:
             self._run_rounds(until)
             end = time.monotonic() + _ASK_SECONDS
             while self._agent.handlers.serves(ROUND) and time.monotonic() < end:
-                time.sleep(_PAUSE_SECONDS)  # worker 0 leaves after it has answered all others
+                time.sleep(_PAUSE_SECONDS)  # worker 0 must not leave before it has answered all workers
         except AbortedError as error:
-            # A worker has left, perhaps because it noticed a third worker's death first. If so, raise that death.
+            # A worker has left, perhaps because it noticed a third worker's death first. Then raise that death's error.
             raise self._agent.death() or error from None
         except RpcTimeoutError as error:
             if time.monotonic() < until:
@@ -75,7 +77,7 @@ class Termination:
             report = CallCounts(*agent.counts.read(), agent.handlers.under_way())
             if agent.call(0, ROUND, report, max(until - time.monotonic(), 0.001)).wait():
                 return
-            if time.monotonic() > until:  # a round may take 1 ms, so rounds may go on after `until`
+            if time.monotonic() > until:  # check, because the call above may take 1 ms even after `until`
                 raise RpcTimeoutError("calls are still under way")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -88,7 +90,7 @@ class Termination:
         except FastcollError as error:
             return str(error)
 
-    # ---- at worker 0 -----------------------------------------------------------------------------------------
+    # ---- on worker 0 -----------------------------------------------------------------------------------------
 
     def _receive(self, worker: WorkerInfo, report: CallCounts | None) -> Future[bool] | str:
         """Take a worker's report; return a future of True if the rounds are over, else of False.
@@ -111,7 +113,7 @@ class Termination:
         return answer
 
     def _is_over(self, reports: list[CallCounts]) -> bool:
-        """Return whether the rounds are over, by the sums of this round and the round before."""
+        """Compare the sums of this round with those of the round before; return whether the rounds are over."""
         sums = sum(each.made for each in reports), sum(each.served for each in reports)
         before, self._sums = self._sums, sums
         if sums != before:
