@@ -17,12 +17,12 @@ from .worker_info import WorkerInfo
 class DistributedOptimizer:
     """One optimizer on each worker that owns some of the parameters, as in torch.distributed.optim.
 
-    The steps of all optimizers of one worker run one after the other.
+    On each worker, the steps of several DistributedOptimizers run one after the other.
 
     Args:
         optimizer_class: a class of torch.optim, or a similar one whose `step` needs no closure.
         params_rref: RRefs of the parameters, on any workers.
-        args, kwargs: the arguments of each optimizer after its list of parameters.
+        args, kwargs: further arguments of `optimizer_class`, after the list of parameters.
 
     Example:
         >>> optimizer = rpc.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(weight), far_weight], lr=0.05)

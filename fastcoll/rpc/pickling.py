@@ -1,6 +1,6 @@
 """Pickle and unpickle the values in messages, and the contexts that are sent with calls (calls.py).
 
-A reducer that `reduce_type` has set gets the receiver of the message; unpickling code can ask for the sender (`sender`).
+Reducers (`reduce_type`) get the receiver of the message; unpickling code can ask for the message's sender (`sender`).
 The memory of arrays and tensors is not copied into a pickle; it is sent beside the pickle (wire.py).
 """
 

@@ -1,7 +1,7 @@
 """Gradients across workers, as torch.distributed.autograd: `import fastcoll.rpc.autograd`. Needs the extra `torch`.
 
-Inside a `context`, tensors that are sent by rpc remain parts of one graph. `backward` runs the whole graph backward,
-and stores the gradients for the context, not in `.grad`.
+Inside a `context`, tensors that are sent by rpc remain parts of one autograd graph across the workers. `backward` runs
+the whole graph backward, and stores the gradients in the context, not in `.grad`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["backward", "context", "get_gradients"]
 class context:
     """A forward pass and the backward passes through it.
 
-    `with` returns the context's id, which is valid on all workers. Tensors that need gradients and that are sent by rpc
-    inside the context, as arguments or results, also in containers, arrive as parts of the graph. Leaving the context,
-    also by an exception, frees the record on all workers.
+    `with` returns the context's id, which is valid on all workers. If a tensor that needs a gradient is sent by rpc
+    inside the context, as an argument or result or inside a container, it arrives as a part of the graph. Leaving the
+    context, also by an exception, frees the graph and the gradients on all workers.
 
     Raises:
         UsageError: this thread is in a context already.
@@ -57,7 +57,7 @@ class context:
 
 
 def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) -> None:
-    """Add the gradients of the sum of `roots` to those of the context.
+    """Compute the gradients of the sum of `roots`, and add them to the gradients in the context.
 
     Each worker stores the gradients of its own leaves.
 
@@ -82,7 +82,7 @@ def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) 
 
 
 def get_gradients(context_id: int) -> dict[Any, Any]:
-    """Return the gradients of a context for the leaves of this worker: a dictionary by leaf.
+    """Return the gradients in a context for the leaves of this worker: a dictionary from leaf to gradient.
 
     Raises:
         UsageError: there is no such context here.

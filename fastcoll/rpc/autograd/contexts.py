@@ -1,15 +1,15 @@
 """Contexts: each worker's record of a forward pass, for its backward passes.
 
-A context's id consists of the worker that made it, its *maker*, in the upper bits, and a number. The id is sent with
-calls. A worker that receives a new id makes a context of that id, which lasts until the maker leaves the context or
-dies. The maker keeps a list of the workers that have the context, to send them its end. The maker adds the workers that
-it calls; a worker that another one called announces itself to the maker. A call of a finished context may arrive late,
-so each worker remembers the finished contexts of each maker: all before the maker's oldest open context, and individual
-later ones.
+A context's id consists of the number of the worker that made it, its *maker*, in the upper bits, and a counter. The id
+is sent with calls. A worker that receives a new id makes its own Context with that id, which lasts until the maker
+leaves the context or dies. The maker records which workers have the context, because it must tell them when it leaves.
+It adds the workers that it calls itself; a worker that gets the id from a third worker announces itself to the maker.
+A call in a finished context may arrive late, and must not make a new Context. So each worker records the id of each
+maker's oldest open context (all before that are finished), and the ids of later contexts that are finished.
 
 Each worker's part of a context has a Lamport *clock*. Each departure of a tensor increments the clock, and the time is
 sent with the tensor. The receiver sets its clock to that time, unless its clock is ahead. So if two tensors left a
-worker, the earlier one cannot depend on anything that was computed elsewhere from the later one.
+worker at different times, the earlier one does not depend on anything that other workers computed from the later one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _OWN_REFERENCES = 2  # sys.getrefcount of an object to which only one local vari
 def _is_exclusive(gradient: Any) -> bool:
     """Return whether nothing else in torch refers to a gradient or to its memory.
 
-    This is the test of torch's accumulation of gradients: no view, no broadcast, no part of larger memory.
+    torch makes the same test before it stores a gradient without a copy: the gradient must be no view, no broadcast,
+    and no part of larger memory.
     """
     if gradient._use_count() > 1:
         return False
@@ -63,7 +64,7 @@ class Context:
         self._gradients: dict[Any, Any] = {}
 
     def admit(self, worker: int) -> bool:
-        """Note that a worker has the context; return False if the context is over."""
+        """Record that a worker has the context; return False if the context is over."""
         with self._lock:
             if self.error is None:
                 self.workers.add(worker)
@@ -77,25 +78,25 @@ class Context:
             return self.passes.setdefault(part.id, part)
 
     def depart(self, tensor: Any, message: int) -> int:
-        """Record that a tensor leaves as `message`; return the clock's time."""
+        """Record that a tensor leaves this worker in the message with this number; return the clock's time."""
         with self._lock:
             self._clock += 1
             self._tokens[message] = departed(tensor, message, self._clock)
             return self._clock
 
     def arrive(self, data: Any, origin: Origin, time: int) -> Any:
-        """Return a tensor that arrived, as part of the local graph. `time`: when it left."""
+        """Return a tensor that arrived, as part of the local graph. `time`: the sender's time when the tensor left."""
         with self._lock:
             self._clock = max(self._clock, time)
         return arrived(data, origin)
 
     def tokens(self, messages: Iterable[int]) -> list[Any]:
-        """Return the tokens (edges.py) of tensors that left: roots of the local graph."""
+        """Return the tokens (edges.py) of the tensors that left in these messages: roots of the local graph."""
         with self._lock:
             return [self._tokens[message] for message in messages]
 
     def accumulate(self, leaves: Sequence[Any], gradients: list[Any]) -> None:
-        """Add `gradients` to those of the leaves, and remove them from the list.
+        """Add `gradients` to the gradients of the leaves, and remove them from the list.
 
         A gradient that nothing else refers to is stored as it is; any other gradient is copied.
         """
@@ -126,7 +127,7 @@ class Context:
 
 
 class Contexts:
-    """All contexts that this worker takes part in."""
+    """All contexts in which this worker takes part."""
 
     def __init__(self, me: int) -> None:
         self._me = me
@@ -161,7 +162,7 @@ class Contexts:
         return context
 
     def join(self, id: int) -> tuple[Context | None, bool]:
-        """Return the context whose id arrived with a call (None: it is over), and whether it is new here."""
+        """Return the context whose id arrived with a call, or None if it is over; and whether it was made now."""
         with self._lock:
             context = self._contexts.get(id)
             oldest, finished = self._finished.get(maker(id), (0, ()))
@@ -189,7 +190,7 @@ class Contexts:
         return context
 
     def died(self, worker: int, error: FastcollError) -> None:
-        """End the contexts and fail the passes that a dead worker has made."""
+        """End the contexts that a dead worker has made, and fail the backward passes that it has begun."""
         with self._lock:
             of_worker = [id for id in self._contexts if maker(id) == worker]
             gone = [self._contexts.pop(id) for id in of_worker]

@@ -7,8 +7,9 @@ until the gradient arrives from the worker to which the tensor went; an arrival 
 worker from which the tensor came (passes.py).
 
 Departures must run in descending order of the times at which their tensors left (by the context's clock, contexts.py),
-and each only when no other node can run. Among the nodes that are ready, torch's engine runs the one with the highest
-sequence number. So a departure has its time as sequence number, and all other nodes have numbers from RESERVED up.
+and each only when no other node can run (passes.py has the reason). Among the nodes that are ready, torch's engine runs
+the one with the highest sequence number. So a departure has its tensor's time as sequence number, and all other nodes
+have numbers from RESERVED up.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch.autograd import Function
 from ...errors import UsageError
 
 RESERVED = 1 << 40
-_anchor = torch.empty(0, requires_grad=True)  # the leaf below all arrivals, so that the engine runs them
+# The input of all arrival nodes: torch's engine runs only nodes that lead to a leaf.
+_anchor = torch.empty(0, requires_grad=True)
 _thread = threading.local()
 _LEAF = torch._C._functions.AccumulateGrad
 
@@ -47,7 +49,7 @@ class Origin(NamedTuple):
 
 
 class Departure(Function):  # type: ignore[misc]
-    """The end of the local graph at a tensor that goes to another worker."""
+    """The end of the local graph: a tensor that leaves for another worker."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, message: int) -> Any:
@@ -61,7 +63,7 @@ class Departure(Function):  # type: ignore[misc]
 
 
 class ArrivalNode(Function):  # type: ignore[misc]
-    """The beginning of the local graph at a tensor that arrived from another worker."""
+    """The beginning of the local graph: a tensor that arrived from another worker."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, data: list[Any], origin: Origin) -> Any:
@@ -91,7 +93,7 @@ def arrived(data: Any, origin: Origin) -> Any:
 
 
 def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origin]]:
-    """Return the leaves and arrivals that gradients reach from these nodes, except those behind nodes in `seen`."""
+    """Return the leaves and arrivals that gradients reach from these nodes; do not go beyond nodes in `seen`."""
     leaves, origins, stack = [], [], [node for node in nodes if node not in seen]
     seen.update(stack)
     while stack:
@@ -116,8 +118,8 @@ def explore(nodes: Iterable[Any], seen: set[Any]) -> tuple[list[Any], list[Origi
 def flow(running: GradientExchange, roots: list[Any], leaves: list[Any], retain_graph: bool) -> list[Any]:
     """Run the local graph backward from `roots`, which are scalars; return the leaves' gradients, None for zero.
 
-    This thread runs the nodes on GPUs, too. Otherwise torch's threads for GPUs could make a node ready while this
-    thread blocks in a departure.
+    The calling thread also runs the nodes whose tensors are on GPUs. If torch's GPU threads ran them, they could make a
+    node ready while the calling thread blocks in a departure.
     """
     before, _thread.running = getattr(_thread, "running", None), running
     try:

@@ -1,7 +1,8 @@
-"""Averages of DistributedDataParallel, in a backward pass that keeps gradients out of `.grad`.
+"""Let DistributedDataParallel average the gradients of a backward pass that does not store them in `.grad`.
 
 DDP's reducer runs after torch's nodes that add a gradient to `.grad` (AccumulateGrad): it reads the gradient from
-`.grad` and writes the average over its group there. So each leaf's gradient is added to an empty `.grad` for a moment.
+`.grad` and writes the average over its group there. So `averaged` empties each leaf's `.grad`, has torch add the
+gradient to it, takes the average from it, and then restores it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 
 of_grad = threading.Lock()
-"""Held by the thread that uses `.grad` of leaves, also while DDP waits for ranks, but not while gradients are sent."""
+"""A thread holds this lock while it uses leaves' `.grad`, and while DDP averages, but not while it sends gradients."""
 
 
 def averaged(leaves: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """Return the gradients of leaves (None for zero) after DDP has averaged them.
 
-    Without a process group of torch, the gradients are returned unchanged. This function takes 0.1 ms.
+    Without a process group of torch, return the gradients unchanged. With one, this function takes 0.1 ms.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return list(gradients)
@@ -36,7 +37,7 @@ def averaged(leaves: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def _set_aside(leaves: Sequence[Any]) -> Iterator[None]:
-    """Remove the leaves' `.grad`, and the hooks of `register_hook`, which have run already; restore both afterwards."""
+    """Remove the leaves' `.grad` and the hooks of `register_hook`, which have already run; restore both at the end."""
     grads = [leaf.grad for leaf in leaves]
     hooks = [dict(leaf._backward_hooks or {}) for leaf in leaves]
     try:
@@ -53,7 +54,10 @@ def _set_aside(leaves: Sequence[Any]) -> Iterator[None]:
 
 
 def _own(gradient: Any) -> Any:
-    """Return a gradient in memory of its own: DDP's `gradient_as_bucket_view` makes it a view of a reused bucket."""
+    """Return a gradient in memory of its own.
+
+    With DDP's option `gradient_as_bucket_view` the gradient is a view of a bucket, which DDP reuses.
+    """
     if gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
         return gradient.clone()
     return gradient

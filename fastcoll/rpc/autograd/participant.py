@@ -1,7 +1,7 @@
 """This worker's part in autograd: its contexts, each thread's current context, and the calls of a backward pass.
 
-The functions that workers call are at the end of this file. They are pickled by name, so a worker imports this file,
-and takes part, when it receives the first call in a context.
+The functions that workers call on one another are at the end of this file. A worker imports this file when it receives
+the first call in a context, because contexts are sent with the name of this module (pickling.contexts).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Participant:
         agent.on_death(self.contexts.died)
 
     def call(self, worker: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call one of the functions below on a worker, outside any context."""
+        """Call one of the functions at the end of this file on a worker, outside any context."""
         with entered(None):
             return self.agent.call(worker, USER_CALL, (function, args, {}))
 
@@ -84,7 +84,7 @@ class Participant:
             self.call(worker, end, id, oldest)
 
     def begin(self, context: Context, id: int, roots: Sequence[Any] = ()) -> Pass:
-        """Return this worker's part of a pass; it is new unless the pass has reached this worker before."""
+        """Return this worker's part of a pass; make it if the pass has not reached this worker before."""
 
         def deliver(worker: int, message: int, gradient: Any) -> Future[None]:
             return self.call(worker, take, context.id, id, message, gradient)
@@ -111,7 +111,7 @@ class Participant:
             raise
 
     def _discover(self, context: Context, id: int, reached: Sequence[Origin], workers: set[int]) -> None:
-        """Have the workers explore their graphs; add those that take part to `workers`."""
+        """Have the workers explore their graphs from `reached` on; add the workers that take part to `workers`."""
         while reached:
             messages: dict[int, list[int]] = {}
             for origin in reached:
@@ -200,7 +200,7 @@ pickling.reduce_type(torch.Tensor, _reduced)
 
 
 def discover(context: int, id: int, messages: Sequence[int]) -> list[Origin]:
-    """Return the arrivals on this worker that a pass reaches from tensors that left it."""
+    """Return the arrivals on this worker that a pass reaches from the tensors that left in these messages."""
     me = participant()
     return me.begin(me.contexts.get(context), id).discover(messages)
 
@@ -215,7 +215,7 @@ def run(context: int, id: int, retain_graph: bool) -> None:
 
 
 def take(context: int, id: int, message: int, gradient: Any) -> None:
-    """Take the gradient of the tensor that left this worker as `message`."""
+    """Take the gradient of the tensor that left this worker in the message with this number."""
     part = participant().contexts.get(context).passes.get(id)
     if part is None:
         raise AbortedError("the backward pass is over here")
@@ -223,7 +223,7 @@ def take(context: int, id: int, message: int, gradient: Any) -> None:
 
 
 def fail(context: int, id: int, error: BaseException) -> None:
-    """Fail this worker's part of a pass that has failed elsewhere."""
+    """Fail this worker's part of a pass that has failed on another worker."""
     with suppress(FastcollError):
         part = participant().contexts.get(context).passes.pop(id, None)
         if part is not None:

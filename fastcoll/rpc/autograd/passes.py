@@ -9,11 +9,11 @@ graph from the tensors that left it, and returns the arrivals that it reaches, u
 workers run their parts at the same time. Each part is one run of torch's engine, so every node and hook runs once, on
 the complete gradient. The pass ends when all parts have ended.
 
-There is no deadlock. Suppose that all workers wait in departures. Consider the departure whose tensor left last, at
-time t. The arrival of this tensor is on another worker. That worker waits in a departure of time t or earlier, so it
-has run all its departures after t, and every node that is reached only from those and the roots. The arrival is such a
-node, because every tensor that depends on it left later than t. So the arrival has sent the gradient, which contradicts
-the assumption.
+There is no deadlock. Suppose that all workers wait in departures. Among these, consider the departure whose tensor left
+last, at time t. The arrival of this tensor is on another worker. That worker waits in a departure of time t or earlier.
+So it has already run all its departures with times after t, and all nodes that only these departures and the roots
+reach. The arrival is such a node, because every tensor that depends on it left later than t. So the arrival has sent
+the gradient for which the first worker waits, which contradicts the assumption.
 
 A worker that fails reports that to the initiator, which makes all others fail (participant.py). No wait is endless,
 because the initiator's calls have a deadline, and all workers notice the initiator's death.
@@ -63,7 +63,7 @@ class Pass:
         # Nodes are distinguished by the identity of their Python objects, which this set keeps alive.
         self._seen: set[Any] = set()
         self._leaves: list[Any] = []
-        self._messages: list[int] = []  # in which the tensors that take part left this worker
+        self._messages: list[int] = []  # the numbers of the messages whose tensors take part
         self._gradients: dict[int, Any] = {}
         self._sent: list[Future[None]] = []
         self._error: BaseException | None = None
@@ -74,7 +74,7 @@ class Pass:
         return self._explore(self._roots)
 
     def discover(self, messages: Sequence[int]) -> list[Origin]:
-        """Return the arrivals that are reached from the tensors of `messages`, unless they were reached before."""
+        """Return the arrivals that the tensors of `messages` reach, except those that were reached before."""
         self._messages += messages
         return self._explore(self._context.tokens(messages))
 
@@ -99,7 +99,7 @@ class Pass:
         self._context.accumulate(self._leaves, averaged(self._leaves, gradients.pop()))
 
     def fail(self, error: BaseException) -> None:
-        """Fail the departures that wait here."""
+        """Have the departures that wait on this worker raise an error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
