@@ -1,1 +1,1 @@
-"""The public functions."""
+"""The public functions: collectives, messages, and collectives of Python objects."""

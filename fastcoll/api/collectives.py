@@ -5,11 +5,11 @@ Results are written into the arrays that are passed. All ranks of the group must
 if they do not, every rank raises MismatchError before data moves.
 
 The docstring of `all_reduce` describes `op`, `group`, `async_op`, results and errors for all functions. The overloads
-give type checkers the result for each value of `async_op`; they ignore that a rank outside the group gets None instead
-of a Work.
+give type checkers the type of the result for each value of `async_op`. They ignore one case: a rank outside the group
+gets None instead of a Work.
 
-The functions do little work, because it adds to the latency of the smallest operations. For example, in the default
-group a rank equals its global rank, and is passed on unchecked.
+The functions do little work, because all work here adds to the latency of the smallest operations. For example, `src`
+and `dst` are not converted to group ranks in the default group, where they equal the global ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..job.groups import Group, group_rank, groups, member_of
 
 
 class _Immutable(Protocol):
-    """An array of JAX, for type checkers. Calls that change other arrays in place return a new array instead."""
+    """The type of JAX's arrays, for type checkers. A call that changes its array in place returns a new JAX array."""
 
     @property
     def sharding(self) -> Any: ...
@@ -52,11 +52,11 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
     """Reduce an array over all ranks; every rank gets the result in place, with the same bits.
 
     Args:
-        tensor: same dtype and number of elements on all ranks. Or a dict, list or tuple of arrays, nested to any depth,
-            with any dtypes, and with the same structure on all ranks; if it has immutable arrays (JAX's), a new dict,
-            list or tuple is returned.
+        tensor: an array with the same dtype and number of elements on all ranks. Or a dict, list or tuple of arrays,
+            nested to any depth, with any dtypes, and with the same structure on all ranks; if it contains immutable
+            arrays (JAX's), the result is a new dict, list or tuple.
         op: a predefined ReduceOp, ReduceOp.PREMUL_SUM(factor) or ReduceOp.custom(function).
-        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         async_op: return a Work at once; do not use the arrays until its `wait()` has returned.
 
     Returns:
@@ -96,8 +96,8 @@ def broadcast(
     """Copy the array of rank `src` into the arrays of all ranks.
 
     Args:
-        tensor: same dtype and number of elements on all ranks; any fixed-size dtype. Or a dict, list or tuple of
-            arrays, as for `all_reduce`.
+        tensor: an array with the same fixed-size dtype and number of elements on all ranks. Or a dict, list or tuple
+            of arrays, as for `all_reduce`.
         src, group_src: the root, as a global rank or as a rank in the group; give one.
         group, async_op, result and errors: as for `all_reduce`.
     """
@@ -133,7 +133,7 @@ def reduce(
     """Reduce an array over all ranks into the array of rank `dst`; the arrays of other ranks do not change.
 
     Args:
-        tensor: same dtype and number of elements on all ranks.
+        tensor: an array with the same dtype and number of elements on all ranks.
         dst, group_dst: the root, as a global rank or as a rank in the group; give one.
         op, group, async_op, result and errors: as for `all_reduce`.
     """
@@ -158,7 +158,7 @@ def scan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op
     """Compute the inclusive prefix reduction, in place: rank r gets the reduction over ranks 0..r.
 
     Args:
-        tensor: same dtype and number of elements on all ranks.
+        tensor: an array with the same dtype and number of elements on all ranks.
         op, group, async_op, result and errors: as for `all_reduce`.
 
     Example:
@@ -183,7 +183,7 @@ def exscan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_
     Rank 0's array is unchanged.
 
     Args:
-        tensor: same dtype and number of elements on all ranks.
+        tensor: an array with the same dtype and number of elements on all ranks.
         op, group, async_op, result and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "exscan")
@@ -205,8 +205,9 @@ def all_gather(tensor_list: Any, tensor: None = ..., group: Group = ..., async_o
 def all_gather(tensor_list: Any, tensor: Any = None, group: Group = None, async_op: bool = False) -> Any:
     """Gather the arrays of all ranks on every rank: the array of rank r goes to `tensor_list[r]`.
 
-    `all_gather(tensor)` returns a list of new arrays of the same dtype and library (for most libraries NumPy's); the
-    ranks exchange their shapes first. Dtypes and numbers of dimensions must agree, or all ranks raise MismatchError.
+    `all_gather(tensor)` returns a list of new arrays, which may have different shapes: the ranks first exchange the
+    shapes. The new arrays are torch's or JAX's if `tensor` is, else NumPy's. Dtypes and numbers of dimensions must
+    agree on all ranks, or all ranks raise MismatchError.
 
     Args:
         tensor_list: one array for each rank, of `tensor`'s dtype; their shapes may differ.
@@ -237,9 +238,9 @@ def all_gather_into_tensor(
     """Gather the arrays of all ranks on every rank, in one array in the order of the ranks.
 
     Args:
-        output_tensor: an array of `input_tensor`'s dtype with world_size times its elements. The shape may be that of
-            the concatenated or of the stacked arrays.
-        input_tensor: same number of elements on all ranks.
+        output_tensor: an array of `input_tensor`'s dtype with world_size times as many elements. It may have the shape
+            of the concatenated or of the stacked arrays.
+        input_tensor: an array with the same dtype and number of elements on all ranks.
         group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_gather_into_tensor")
@@ -270,7 +271,7 @@ def gather(
 
     Args:
         tensor: this rank's array; any fixed-size dtype.
-        gather_list: on `dst` one array for each rank, shapes may differ; None on other ranks.
+        gather_list: on `dst` one array for each rank, whose shapes may differ; None on other ranks.
         dst, group_dst: the root, as a global rank or as a rank in the group; give at most one; default: global rank 0.
         group, async_op and errors: as for `all_reduce`.
     """
@@ -303,8 +304,8 @@ def gather_single(
     """Gather arrays of equal size on rank `dst`, in one array in the order of the ranks.
 
     Args:
-        tensor: this rank's array; same size and any fixed-size dtype on all ranks.
-        gather_tensor: on `dst` world_size times the elements of `tensor`, of its dtype; None on other ranks.
+        tensor: this rank's array, with the same fixed-size dtype and number of elements on all ranks.
+        gather_tensor: on `dst` an array of `tensor`'s dtype with world_size times as many elements; None elsewhere.
         dst, group_dst: the root, as a global rank or as a rank in the group; give at most one; default: global rank 0.
         group, async_op and errors: as for `all_reduce`.
     """
@@ -344,7 +345,7 @@ def scatter(
 
     Args:
         tensor: the array to receive into; any fixed-size dtype.
-        scatter_list: on `src` one array for each rank, shapes may differ; None on other ranks.
+        scatter_list: on `src` one array for each rank, whose shapes may differ; None on other ranks.
         src, group_src: the root, as a global rank or as a rank in the group; give at most one; default: global rank 0.
         group, async_op, result and errors: as for `all_reduce`.
     """
@@ -380,8 +381,8 @@ def scatter_single(
     """Send equal blocks of an array of rank `src` to all ranks, block r to rank r.
 
     Args:
-        tensor: the array to receive into; same size and any fixed-size dtype on all ranks.
-        scatter_tensor: on `src` world_size times the elements of `tensor`, of its dtype; None on other ranks.
+        tensor: the array to receive into, with the same fixed-size dtype and number of elements on all ranks.
+        scatter_tensor: on `src` an array of `tensor`'s dtype with world_size times as many elements; None elsewhere.
         src, group_src: the root, as a global rank or as a rank in the group; give at most one; default: global rank 0.
         group, async_op, result and errors: as for `all_reduce`.
     """
@@ -438,10 +439,10 @@ def reduce_scatter_tensor(
 
     Args:
         output: an array of `input`'s dtype, with as many elements as this rank's part.
-        input: same dtype and number of elements on all ranks.
+        input: an array with the same dtype and number of elements on all ranks.
         op, group, async_op and errors: as for `all_reduce`.
-        input_split_sizes: the number of rows of each rank's part along `input`'s first dimension, like the counts of
-            MPI's Reduce_scatter. The list is the same on all ranks, and may have zeros. None: equal parts.
+        input_split_sizes: for each rank, the number of rows of its part along `input`'s first dimension, like the
+            counts of MPI's Reduce_scatter. The list is the same on all ranks, and may have zeros. None: equal parts.
 
     Example:
         >>> x, out = np.ones(5), np.empty([2, 3][dist.get_rank()])
@@ -468,10 +469,11 @@ def all_to_all(output_tensor_list: Arrays, input_tensor_list: Arrays, group: Gro
 def all_to_all(
     output_tensor_list: Arrays, input_tensor_list: Arrays, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Send item p to rank p, and receive item r from rank r.
+    """Send input p to rank p, and receive output r from rank r.
 
     Args:
-        output_tensor_list, input_tensor_list: one array for each rank, all of one dtype; all shapes may differ.
+        output_tensor_list, input_tensor_list: lists with one array for each rank. All arrays have the same dtype; their
+            shapes may differ.
         group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_to_all")
@@ -498,7 +500,7 @@ def all_to_all_single(
     """Split `input` along its first dimension, send block p to rank p, and concatenate received blocks in `output`.
 
     Args:
-        output, input: of one dtype.
+        output, input: arrays of the same dtype.
         output_split_sizes, input_split_sizes: the number of rows of each block; None: equal blocks.
         group, async_op and errors: as for `all_reduce`.
 
@@ -528,8 +530,8 @@ def all_reduce_coalesced(
     """Reduce several arrays of one dtype over all ranks, for the cost of one `all_reduce`.
 
     Args:
-        tensors: same dtype and numbers of elements on all ranks. An array that is in the list several times is reduced
-            once.
+        tensors: arrays of one dtype, with the same numbers of elements on all ranks. An array that is in the list
+            several times is reduced once.
         op, group, async_op and errors: as for `all_reduce`.
     """
     g = groups.world if group is None else member_of(group, "all_reduce_coalesced")
@@ -581,7 +583,7 @@ def barrier(
     Args:
         group, async_op and errors: as for `all_reduce`.
         device_ids: must be None; no backend uses devices for barriers.
-        timeout: seconds or timedelta; None: the group's.
+        timeout: seconds or timedelta; None: the group's timeout.
     """
     g = groups.world if group is None else member_of(group, "barrier")
     if g is None:
@@ -599,13 +601,13 @@ def barrier(
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-    """Wait for all ranks of the group, with its own timeout; the error names the missing ranks.
+    """Wait for all ranks of the group, with a timeout for this call; the error names the missing ranks.
 
-    It does not match a `barrier` of other ranks.
+    All ranks must call this function: it does not match a `barrier` of another rank.
 
     Args:
         group and errors: as for `all_reduce`.
-        timeout: seconds or timedelta, greater than 0; None: the group's.
+        timeout: seconds or timedelta, greater than 0; None: the group's timeout.
         wait_all_ranks: has no effect; the error always names every missing rank.
     """
     g = groups.world if group is None else member_of(group, "monitored_barrier")

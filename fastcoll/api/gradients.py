@@ -2,7 +2,8 @@
 
 It works like torch's DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
 Parallel Training", VLDB 2020). The first bucket has the gradients of the last parameters, because these are computed
-first. All ranks start the buckets in the same order, each as soon as its gradients and all earlier buckets are ready.
+first. All ranks start to reduce the buckets in the same order. A rank starts a bucket as soon as the bucket's gradients
+are ready and all earlier buckets have been started.
 Error feedback (`travel`) is described by Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
 """
 
@@ -29,22 +30,23 @@ class GradientReducer:
     """Average gradients over the ranks of a group, while the rest of the backward pass is computed.
 
     The program writes each gradient into `grads`, calls `ready` for it, and calls `wait` before it uses the averages.
-    All ranks construct it with the same parameters, and do the same steps.
+    All ranks construct the reducer with the same parameters, and do the same steps.
 
     Args:
         params: arrays (NumPy's, or CuPy's on one GPU), in a list or a dict, in the order of the forward pass. Only
             their shapes and dtypes are used; a bucket has gradients of one dtype.
-        bucket_bytes: the approximate size of a bucket; the first bucket to be reduced has a quarter of it.
+        bucket_bytes: the approximate size of a bucket; the first bucket to be reduced has a quarter of this size.
         average: whether to divide by the number of ranks; if False, compute sums.
         travel: the dtype in which gradients of float32 and float64 are transmitted: "float16", or "bfloat16", which
             needs ml_dtypes. The rounding error is added to this rank's gradient of the next step (error feedback).
             None: no conversion.
-        find_unused: whether gradients that are not ready in a step count as zeros; if so, `unused` names those that no
-            rank had.
-        group: None: the default group.
+        find_unused: if True, gradients that are not ready when `wait` is called count as zeros, and `unused` names
+            those that no rank had. If False, `wait` raises UsageError for them.
+        group: from `new_group`; None: the default group.
 
     Attributes:
-        grads: like `params`, with arrays that are views of the buckets, initially zero: write into them, in place.
+        grads: a list or dict like `params`. Its arrays are views of the buckets, initially zero; write the gradients
+            into them, in place.
         unused: after `wait`, the indices or names of the gradients that no rank had in this step.
         bytes_sent: how many bytes this rank has passed to `all_reduce` so far.
 
@@ -76,7 +78,7 @@ class GradientReducer:
         if whole("bucket_bytes", bucket_bytes) < 1:
             raise UsageError(f"bucket_bytes is {bucket_bytes}; give at least 1")
         self._group, self._average, self._find_unused = group, average, find_unused
-        entered(group).backend.begin_at_once()  # this thread computes meanwhile
+        entered(group).backend.begin_at_once()  # the program computes while gradients are reduced
         self._buckets: list[_Bucket] = []
         self._place: dict[Key, _Bucket] = {}
         views: dict[Key, Any] = {}
@@ -93,17 +95,17 @@ class GradientReducer:
         self.bytes_sent = 0
         self._begun = 0  # how many buckets have been started in this step
         self._syncs = True
-        self._active: _Active | None = None  # in `join`
+        self._active: _Active | None = None  # set in a block of `join`
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
     def ready(self, *keys: Key) -> None:
         """Mark gradients in `grads` as ready, and start to reduce complete buckets.
 
-        Does not wait for other ranks. Do not write to a gradient from now on until `wait` has returned.
+        Does not wait for other ranks. After this call, do not write to these gradients until `wait` has returned.
 
         Raises:
-            UsageError: there is no such gradient, or it has been marked before in this step.
+            UsageError: there is no such gradient, or it was already marked in this step.
         """
         for key in keys:
             bucket = self._place.get(key)
@@ -122,7 +124,7 @@ class GradientReducer:
             self._begin()
 
     def wait(self) -> None:
-        """Wait until `grads` has the averages over the ranks, and begin a new step.
+        """Wait until `grads` has the averages over the ranks, and begin the next step.
 
         Raises:
             UsageError: a gradient was not ready on this rank, and `find_unused` is not set; the message names it.
@@ -143,8 +145,8 @@ class GradientReducer:
     def reduce(self, gradients: Any) -> Any:
         """Average all gradients of a step in one call, for immutable arrays such as JAX's.
 
-        The gradients are reduced one bucket after another, the last parameters first, while JAX may still be computing
-        the others.
+        The buckets are reduced one after another, the last parameters first. Meanwhile JAX may still compute the
+        gradients of the later buckets.
 
         Args:
             gradients: a list or dict like `params`.
@@ -167,7 +169,10 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not reduce the steps in this block. They add to `grads`, and so does the first step after the block."""
+        """Reduce nothing in the steps in this block; the first step after the block reduces the sums.
+
+        The program adds the gradients of all these steps, including the first one after the block, to `grads`.
+        """
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -181,7 +186,7 @@ class GradientReducer:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Support different numbers of batches: a rank that has left the block contributes zeros until all have left.
+        """Support different numbers of batches: a rank without batches contributes zeros until no rank has any.
 
         Each rank puts the loop over its batches in the block. Averages are over the ranks that still have batches.
 
@@ -234,8 +239,8 @@ class _Bucket:
 
     Attributes:
         flat: the gradients.
-        travels: the array for all_reduce: `flat`, or an array of another dtype.
-        missing: the gradients that are not ready in this step.
+        travels: the array that is passed to all_reduce: `flat`, or an array of the dtype `travel`.
+        missing: the keys of the gradients that are not ready in this step.
     """
 
     def __init__(self, params: Sequence[tuple[Key, Any]], dtype: Any) -> None:
@@ -261,8 +266,8 @@ class _Bucket:
         return self.travels
 
     def finish(self, divisor: int) -> None:
-        """Wait for the reduction, and divide the sums by `divisor`, unless it is 0."""
-        assert self.work is not None, "the bucket travels"
+        """Wait for the reduction; if `divisor` is not 0, divide the sums by it."""
+        assert self.work is not None, "the reduction has been started"
         self.work.wait()
         self.work = None
         if self.lost is not None:
@@ -291,12 +296,12 @@ class _Active:
 
 
 def _named(arrays: Any) -> dict[Key, Any]:
-    """Return a dict unchanged, and a list as a dict by index."""
+    """Return the arrays as a dict: those of a dict by name, those of a list by index."""
     return {**arrays} if isinstance(arrays, Mapping) else dict(enumerate(arrays))
 
 
 def _like(x: Any, view: Any) -> Any:
-    """Return a new array of the library and shape of `x`, with the content of the view."""
+    """Return a new array of the same library and shape as `x`, with the content of the view."""
     if not isinstance(view, np.ndarray):
         return view.copy()
     room = room_like(x, view, view.shape)
@@ -324,7 +329,7 @@ def _cut(params: Mapping[Key, Any], bucket_bytes: int) -> Iterable[list[Key]]:
 
 
 def _narrow(travel: str | None) -> Any:
-    """Return the dtype in which gradients of 32 and 64 bits are transmitted; None if it is their own."""
+    """Return the dtype in which gradients of 32 and 64 bits are transmitted, or None if they are not converted."""
     if travel not in (None, "float16", "bfloat16"):
         raise UsageError(f"travel is {travel!r}; give 'float16', 'bfloat16' or None")
     if travel != "bfloat16":

@@ -38,7 +38,7 @@ def all_reduce_multigpu(
     ranks, then by the number of arrays.
 
     Args:
-        tensor_list: one array for each GPU, all of one dtype and number of elements; as many on every rank.
+        tensor_list: one array for each GPU; all have the same dtype and number of elements, all lists the same length.
         op, group, async_op and errors: as for `all_reduce`.
 
     Example:
@@ -69,8 +69,8 @@ def reduce_multigpu(
     """Reduce over all arrays of all ranks into `tensor_list[dst_tensor]` of rank `dst`; no other array changes.
 
     Args:
-        tensor_list: one array for each GPU, all of one dtype and number of elements; as many on every rank.
-        dst, dst_tensor: the root's global rank, and an index of its list.
+        tensor_list: one array for each GPU; all have the same dtype and number of elements, all lists the same length.
+        dst, dst_tensor: the root's global rank, and an index in the root's list.
         op, group, async_op and errors: as for `all_reduce`.
     """
     g = member_of(group, "reduce_multigpu")
@@ -94,8 +94,8 @@ def broadcast_multigpu(
     """Copy `tensor_list[src_tensor]` of rank `src` into all arrays of all ranks.
 
     Args:
-        tensor_list: one array for each GPU, all of one dtype and number of elements; as many on every rank.
-        src, src_tensor: the root's global rank, and an index of its list.
+        tensor_list: one array for each GPU; all have the same dtype and number of elements, all lists the same length.
+        src, src_tensor: the root's global rank, and an index in the root's list.
         group, async_op and errors: as for `all_reduce`.
     """
     g = member_of(group, "broadcast_multigpu")

@@ -5,9 +5,10 @@ from them: in shared memory because they have mapped a segment that only this us
 they know the job's secret. In a job without a secret (FASTCOLL_INSECURE=1), objects are exchanged through shared memory
 only.
 
-Every operation first exchanges the sizes, then the bytes, with dtypes that no user's array has. If an object cannot be
-pickled, a collective fails on all ranks before it exchanges sizes; `send_object_list` sends the size `_FAILED` instead
-of the message, so that both sides raise. The group stays usable.
+Every operation first exchanges the sizes of the pickles, then their bytes. Both have dtypes that no user's array has,
+so they match no call on arrays. If an object cannot be pickled, a collective fails on all ranks before it exchanges
+sizes; `send_object_list` sends the size `_FAILED` instead of the message, so that both sides raise. In both cases the
+group stays usable.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     Args:
         object_list: a list of world_size items, which are replaced.
         obj: any object that can be pickled.
-        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
 
     Raises:
-        UsageError: an object cannot be pickled, or an argument is not a list of the right length. The other ranks
-            raise MismatchError with the reason; the receiver of a message raises UsageError.
+        UsageError: an object cannot be pickled, or an argument is not a list of the right length. Then the other ranks
+            raise MismatchError with the reason; if the call is `send_object_list`, the receiver raises UsageError.
         GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
     Example:
@@ -99,7 +100,7 @@ def broadcast_object_list(
     """Copy the objects in the list of rank `src` to every rank.
 
     Args:
-        object_list: of the same length on all ranks (else MismatchError); its items are replaced except on `src`.
+        object_list: has the same length on all ranks (else MismatchError); its items are replaced except on `src`.
         src, group_src: the root, as a global rank or as a rank in the group; default: global rank 0.
         group and errors: as for `all_gather_object`.
         device: None or "cpu".
@@ -167,7 +168,7 @@ def send_object_list(
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
         group and errors: as for `all_gather_object`.
         device: None or "cpu".
-        use_batch: has no effect; it is for backends that connect for each single message.
+        use_batch: has no effect; torch has it for backends that open a connection for each message.
     """
     g = _member(group, "send_object_list")
     if g is None:
@@ -194,7 +195,7 @@ def recv_object_list(
     """Receive objects into the list from rank `src`, or from the rank whose message arrives first.
 
     Args:
-        object_list: of the same length as the sender's (else UsageError); its items are replaced.
+        object_list: a list of the same length as the sender's (else UsageError); its items are replaced.
         src, group_src: the sender, as a global rank or a group rank; default: the rank whose message arrives first.
         group and errors: as for `all_gather_object`.
         device: None or "cpu".
@@ -219,7 +220,7 @@ def recv_object_list(
 
 
 def _member(group: Group, name: str) -> ProcessGroup | None:
-    """Return the group as `member_of` does; raise on all ranks if members need not prove that they are in the job."""
+    """Return the group as `member_of` does; raise on all ranks if the other members may not belong to the job."""
     g = member_of(group, name)
     if g is not None and g.size > 1 and g.backend.name != "shm" and config.get("FASTCOLL_INSECURE"):
         from ..store.secret import check_unpickling
@@ -265,7 +266,7 @@ def _announce_sizes(g: ProcessGroup, parts: Sequence[Bytes] | None, count: int, 
 def _check_list(
     name: str, items: Any, kind: type[Any] = list, size: int | None = None, device: Any = None
 ) -> None:
-    """Raise before data moves if an argument is not a list. A tuple would fail only later, when it is filled."""
+    """Raise before data moves if an argument is not a list. Without this, a tuple would fail after the exchange."""
     if device is not None and str(device) != "cpu":
         raise UnavailableError(f"device is {device!r}; objects are sent as CPU arrays, so leave it out")
     if isinstance(items, kind) and size in (None, len(items)):

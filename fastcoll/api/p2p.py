@@ -22,12 +22,12 @@ from ..job.groups import Group, group_rank, groups, member_of
 def send(
     tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
-    """Send an array to rank `dst`; return when it has been received (a message to this rank: when it is buffered).
+    """Send an array to rank `dst`; return when it has been received. A message to this rank itself is only buffered.
 
     Args:
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
@@ -53,9 +53,9 @@ def recv(
     """Receive an array from rank `src`; without `src` and `group_src`, from the rank whose message arrives first.
 
     Args:
-        tensor: dtype and number of elements of the message; with `status` it may have more elements than the message.
+        tensor: has the dtype and number of elements of the message; with `status` it may have more elements.
         src, group_src: the sender, as a global rank or a group rank; default: the rank whose message arrives first.
-        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
         status: filled with the message's sender, tag and size. If it is given, the message may be shorter than
             `tensor`; the remaining elements keep their values.
@@ -84,7 +84,7 @@ def recv(
 
 def isend(
     tensor: Any, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
-) -> Work | Any:  # None outside the group; members need not check for it
+) -> Work | Any:  # None outside the group; `Any` saves members the check for None
     """Start a `send` and return its Work at once; do not use the array until `work.wait()` has returned.
 
     A message to this rank is buffered, as by `send`, and its Work is complete at once.
@@ -92,7 +92,7 @@ def isend(
     Args:
         tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
@@ -116,9 +116,9 @@ def irecv(
     """Start a `recv` and return its Work at once; `work.result()` is the sender's global rank.
 
     Args:
-        tensor: dtype and number of elements of the message; do not use it until `work.wait()` has returned.
+        tensor: has the dtype and number of elements of the message; do not use it until `work.wait()` has returned.
         src, group_src: the sender, as a global rank or a group rank; default: the rank whose message arrives first.
-        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
         status: filled with the message's sender, tag and size. If it is given, the message may be shorter than
             `tensor`; the remaining elements keep their values.
@@ -145,7 +145,7 @@ def send_init(
     Args:
         tensor: any fixed-size dtype; each message has the values at the time of its start.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
-        group: from `new_group`; None is the world. A rank outside the group warns and gets None.
+        group: from `new_group`; None: the default group. On a rank outside it the call warns and returns None.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
 
     Raises:
@@ -174,8 +174,8 @@ def recv_init(
 
     Args:
         tensor: as for `irecv`.
-        src, group_src: the sender, as a global rank or a group rank; none: the rank whose message arrives first.
-        group: from `new_group`; None is the world. A rank outside the group warns and gets None.
+        src, group_src: the sender, as a global rank or a group rank; default: the rank whose message arrives first.
+        group: from `new_group`; None: the default group. On a rank outside it the call warns and returns None.
         tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
         status: as for `recv`; every message overwrites it.
 
@@ -210,7 +210,7 @@ def probe(
 
     Args:
         src, group_src: the sender, as a global rank or as a rank in the group; default: any rank.
-        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
 
     Returns:
@@ -235,11 +235,11 @@ def probe(
 def iprobe(
     src: int | None = None, group: Group = None, tag: int = ANY_TAG, group_src: int | None = None
 ) -> Status | None:
-    """Return the Status that `probe` would return, or None if there is no such message now.
+    """Return the Status that `probe` would return, or None if no such message has arrived yet.
 
     Args:
         src, group_src: the sender, as a global rank or as a rank in the group; default: any rank.
-        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
 
     Raises:
@@ -256,7 +256,7 @@ def iprobe(
 def _worldwide(status: Status | None, g: ProcessGroup) -> Status | None:
     """Wrap a caller's Status so that it is filled with a global rank.
 
-    Objects of other types are returned as they are, and refused by the group.
+    An object of another type is returned as it is; the group then raises an error for it.
     """
     return _Worldwide(status, g.ranks) if isinstance(status, Status) else status
 
@@ -288,7 +288,7 @@ def sendrecv(
         input: is sent to rank `dst`, as by `isend`.
         output: receives from rank `src`, or from the rank whose message arrives first, as by `recv`.
         dst, src: global ranks; a `src` of None is any rank.
-        group: from `new_group`; None is the world. A rank outside the group warns and does nothing.
+        group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         send_tag: 0 to 2**31 - 1.
         recv_tag: tag of the received message, 0 to 2**31 - 1, or ANY_TAG.
 
@@ -314,8 +314,8 @@ def waitall(works: Sequence[Work]) -> None:
         works: from `isend`, `irecv` and calls with async_op=True.
 
     Raises:
-        UsageError: raised by `wait` of the first failed operation in the list; later ones are not waited for.
-        GroupError: the same.
+        UsageError, GroupError: the error of the first operation in the list that failed. Operations after it are not
+            waited for.
     """
     for work in works:
         work.wait()
@@ -328,8 +328,8 @@ def waitany(works: Sequence[Work]) -> int:
         works: from `isend`, `irecv` and calls with async_op=True.
 
     Raises:
-        UsageError: `works` is empty, or a Work's callback calls this; or raised by `wait` of the ended operation.
-        GroupError: raised by `wait` of the ended operation.
+        UsageError: `works` is empty, a Work's callback calls this function, or the ended operation failed with it.
+        GroupError: the ended operation failed with it.
     """
     if not works:
         raise UsageError("waitany: there is no operation; give at least one Work")
@@ -349,7 +349,7 @@ class P2POp:
         op: `fastcoll.isend` or `fastcoll.irecv`.
         tensor: the array to send or to receive into.
         peer: global rank of the other side.
-        group: None is the default group.
+        group: from `new_group`; None: the default group.
         tag: as for `isend`.
         group_peer: the other side's rank in the group, instead of `peer`.
 
@@ -419,7 +419,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         >>> for work in dist.batch_isend_irecv(ops):
         ...     work.wait()
     """
-    many = type(p2p_op_list) is list or isinstance(p2p_op_list, Sequence)  # as the second takes 0.6 us
+    many = type(p2p_op_list) is list or isinstance(p2p_op_list, Sequence)  # isinstance takes 0.6 us
     group: Group = None
     for index, op in enumerate(p2p_op_list if many and p2p_op_list else [None]):
         if not isinstance(op, P2POp):
@@ -448,7 +448,7 @@ class _Received(Work):
         super().__init__(work.describe)
         self._work = work
         self._ranks = ranks
-        # Not `work.exception()`, which would mark the error as checked by the program (UnobservedWorks, core/work.py).
+        # Use `work.error`: `work.exception()` would count as a check by the program (UnobservedWorks, core/work.py).
         work.add_done_callback(lambda _: self.complete(error=work.error))
 
     def wait(self, timeout: Timeout = None) -> bool:
