@@ -2,8 +2,8 @@
 
 A tree is a value, or a nesting of dicts, lists and tuples of values, which are its leaves. There are two kinds of
 leaves. Arrays of NumPy and torch are copied in place and sent separately. Other leaves are copied by `copy.deepcopy`
-and sent by pickle. If an object is in a tree twice, it is one object in the copy too. No existing array is used for two
-objects.
+and sent by pickle. If an object is in a tree twice, it is one object in the copy too. Each existing array receives the
+copy of at most one object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_array(x: Any) -> bool:
 
 
 def copied(tree: Tree, into: Tree = None) -> Tree:
-    """Return a copy of a tree, in the arrays at the same paths of `into` where these fit."""
+    """Return a copy of a tree; copy each array into the array at the same path of `into`, if that one fits."""
     buffers, copies, memo = _Buffers(into), dict[int, Any](), dict[int, Any]()
 
     def copy_of(path: tuple[Any, ...], x: Any) -> Any:
@@ -57,7 +57,7 @@ class Slot:
 
 
 def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
-    """Return a tree with a `Slot` instead of each array, and the arrays in host memory."""
+    """Return a tree with a `Slot` in place of each array, and the list of the arrays, in host memory."""
     slots, arrays = dict[int, Slot](), list[Any]()
 
     def slot_for(x: Any) -> Any:
@@ -72,9 +72,9 @@ def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
 
 
 def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any]]:
-    """Return `skeleton` with arrays to receive into instead of its slots, and these arrays.
+    """Replace the slots of `skeleton` by arrays to receive into; return this tree and the list of the arrays.
 
-    `skeleton` is a tree from `without_arrays`. The arrays at the same paths of `into` are used where they fit.
+    `skeleton` is a tree from `without_arrays`. An array at the same path of `into` is used if it fits.
     """
     buffers, found = _Buffers(into), dict[int, Any]()
 
@@ -93,7 +93,7 @@ def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any]]:
 
 
 class _Buffers:
-    """The arrays of a tree, each of which is written to for one object only."""
+    """The arrays of a tree, as memory for copies; `take` returns each array only once."""
 
     def __init__(self, tree: Tree) -> None:
         self._at = {path: x for path, x in flat(tree) if is_array(x)}

@@ -1,8 +1,9 @@
-"""How ranks admit joiners (new ranks): they make the new world beside the old one, which stays in use if that fails.
+"""How ranks admit joiners (new ranks): they make a new world (default group) beside the old one.
 
-One key of the store decides whether the new world is in force (job/joining.py), so all ranks use the same world. The
-new world has the ranks of the old world in the same order, and then the joiners. A rank raises if it cannot read that
-key while the new world may be in force already, because it must not go on in the old world alone.
+If that fails, the old world stays in use. One key of the store decides which world is in force (job/joining.py), so all
+ranks use the same world. The new world has the ranks of the old world in the same order, followed by the joiners. If a
+rank cannot read that key although the new world may already be in force, the rank raises, because it must not go on in
+the old world alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..system.processes import forget, gone_among
 
 
 class Attempt(NamedTuple):
-    """An attempt to make a new world of the old one and some joiners."""
+    """An attempt to make a new world from the ranks of the old one and some joiners."""
 
     number: int
     joiner_count: int
@@ -60,7 +61,7 @@ def grow(join_queue: JoinQueue, attempt: Attempt) -> None:
             raise NotGrownError(
                 f"{attempt.joiner_count} joiners could not be admitted: {failed or 'a rank has died'}"
             )
-        assert job is not None, "who has decided so has passed a barrier of all"
+        assert job is not None, "the decision needs a barrier of all ranks of the new world"
         job.timeout, world.timeout = before.timeout, old.timeout
         made.clear()
         undo.pop_all()
@@ -76,7 +77,7 @@ def _is_admitted(join_queue: JoinQueue, attempt: Attempt, made: Sequence[Process
     except StoreError:
         if made:
             raise
-        return False  # no rank has passed the barrier without this one, so the new world is not in force
+        return False  # no rank can pass the barrier without this rank, so the new world is not in force
 
 
 def _join(join_queue: JoinQueue, attempt: Attempt, undo: ExitStack) -> StoreLease:

@@ -19,20 +19,20 @@ Indices = NDArray[np.int64]
 class Sampler:
     """Divides each epoch into steps of `batch` samples, and each step into shares for the ranks.
 
-    The steps depend on `seed` and the epoch alone, and the shares of all ranks make up the step. So even if the number
-    of ranks changes, each sample is taken once in an epoch, and in the same step. Put the sampler into the `State`: a
-    restart then continues after the last committed step.
+    The samples of a step depend on `seed` and the epoch alone, and the shares of all ranks make up the step. So even if
+    the number of ranks changes, each sample is taken once in an epoch, and in the same step. Put the sampler into the
+    `State`: a restart then continues after the last committed step.
 
     Args:
         n: the number of samples.
         batch: the number of samples in a step, over all ranks; the last step of an epoch may have fewer.
         shuffle: whether each epoch has a new random order; False: the order is 0 to n - 1.
-        seed: the seed of the orders, the same on all ranks.
+        seed: the seed of the random orders, the same on all ranks.
 
     Attributes:
         epoch: the current epoch, from 0.
         position: how many samples of the epoch the steps have taken so far.
-        count: the number of samples in the current step, over all ranks; divide sums over the step by it.
+        count: the number of samples in the current step, over all ranks: the divisor for averages over the step.
 
     Raises:
         UsageError: `n` or `batch` is not positive.
@@ -69,11 +69,11 @@ class Sampler:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the position, with the number of samples and the batch."""
+        """Return the epoch and the position, and `n` and `batch`, which `load_state_dict` compares."""
         return {"n": self._n, "batch": self._batch, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of a `state_dict`.
+        """Continue at the epoch and position in a `state_dict`.
 
         Raises:
             UsageError: the `state_dict` comes from a sampler with another number of samples or another batch.

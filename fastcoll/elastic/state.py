@@ -1,6 +1,6 @@
 """State: the values from which training continues after the ranks have changed.
 
-A commit keeps a copy of the values. After a change all ranks get the copy of one rank.
+A commit keeps a copy of the values. After the ranks have changed, all ranks get the copy of one rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .copies import Tree, copied, with_buffers, without_arrays
 class State:
     """Values that survive the death of ranks. They are attributes, which may be added and set at any time.
 
-    A value is one of these, or a dict, list or tuple of the first two:
-      - an array of NumPy or torch: copied in place, and broadcast;
+    A value has one of these kinds; dicts, lists and tuples of values of the first two kinds are allowed, too:
+      - an array of NumPy or torch, which is copied in place, and broadcast;
       - an object that can be copied by `copy.deepcopy` and pickled, such as an array of another library;
       - an object with `state_dict` and `load_state_dict`: torch's modules and optimizers, a `Sampler`.
 
@@ -47,17 +47,17 @@ class State:
         self._at_commit: Callable[[], None] | None = None
         self._kept: dict[str, Tree] = copied(self._trees())
 
-    def __getattr__(self, name: str) -> Any:  # for type checkers: attributes are the program's own
+    def __getattr__(self, name: str) -> Any:  # lets type checkers accept any attribute
         raise AttributeError(f"the state has no {name!r}; it has {', '.join(self._trees())}")
 
     def commit(self) -> None:
-        """Keep the current values: after a death, work is repeated from here.
+        """Keep a copy of the current values, from which training continues if a rank dies.
 
         Arrays are copied into memory that is reused. Under `run` all ranks must call this at the same points of the
         program. Joiners are admitted here: if the job can have joiners, each commit broadcasts 16 bytes.
 
         Raises:
-            GroupError: a rank has died; the values are kept nevertheless.
+            GroupError: a rank has died; the current values are kept nevertheless.
         """
         self._kept = copied(self._trees(), self._kept)
         if self._at_commit is not None:
@@ -68,14 +68,14 @@ class State:
         self._put(copied(self._kept, self._trees()))
 
     def sync(self, src: int = 0) -> None:
-        """Set the values of all ranks to those of rank `src`, and keep them; collective. Arrays are set in place.
+        """Set the values of all ranks to those of rank `src`, and commit them; collective. Arrays are set in place.
 
         Args:
             src: a rank of the default group.
 
         Raises:
             UsageError: a value cannot be pickled; the other ranks raise MismatchError.
-            GroupError: a rank has died. Arrays may be partly written; `restore` sets the values of the last commit.
+            GroupError: a rank has died. Arrays may be partly written; call `restore` to set the last committed values.
         """
         mine, is_source = self._trees(), get_rank() == whole("src", src)
         skeleton, arrays = without_arrays(mine) if is_source else (None, [])

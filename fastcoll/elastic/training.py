@@ -1,9 +1,9 @@
 """run: call a training function again, from the last commit, whenever ranks have died or joiners have arrived.
 
-All ranks execute the same rounds: they agree on which rank has the state, copy it, and call the function. A death ends
-the round of each rank by a GroupError; the remaining ranks then form a smaller group. When joiners (new ranks) wait,
-the round ends at the same commit on all ranks (`WorldChange`). No rank returns from the last round before all have
-finished it.
+All ranks execute the same rounds. In a round they agree on which rank has the state, copy its state, and call the
+function. A death ends the round on each rank with a GroupError; the remaining ranks then form a smaller group. When
+joiners (new ranks) wait, the round ends at the same commit on all ranks (`WorldChange`). No rank returns from the last
+round before all have finished it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ T = TypeVar("T")
 Train = Callable[..., T]
 
 _LOOK_SECONDS = 1.0  # between two looks for joiners
-_ASKED_SECONDS = 0.05  # until the next look after joiners were asked whether they still run
+_ASKED_SECONDS = 0.05  # the same if rank 0 has just asked joiners whether they still run
 _STORE_SECONDS = 2.0  # timeout of requests to the store; short, because all ranks wait for rank 0
-_MOST_AT_ONCE = 1000
+_MOST_AT_ONCE = 1000  # joiners that are admitted together
 _numbers = itertools.count(1)  # numbers the calls of elastic functions in this process
 
 
 class WorldChange(BaseException):
-    """Ends the training function at a commit so that joiners can be admitted; `run` calls the function again."""
+    """Raised by a commit to end the training function, so that joiners can be admitted; `run` then calls it again."""
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(f"{attempt.joiner_count} joiners wait")
@@ -92,20 +92,20 @@ def run(
     """Make a training function survive the death of ranks and admit joiners; also a decorator.
 
     The function that `run` returns takes a `State` and the further arguments of `train`, and returns what `train`
-    returns. It joins the job, unless `init_process_group` was called before. When a rank has died, the ranks that are
-    left form the new default group, copy the state of the longest-lived rank as of its last commit, and call the
-    function again. All ranks do the same when joiners are admitted, which happens in `state.commit()`. A change
-    destroys the groups that `new_group` made, and ends pending works, so make groups inside the function.
+    returns. If `init_process_group` was not called before, it first joins the job. When a rank has died, the ranks that
+    are left form the new default group, copy the state of the longest-lived rank as of its last commit, and call
+    `train` again. All ranks do the same when joiners are admitted, which happens in `state.commit()`. Either change
+    destroys the groups that `new_group` made, and ends pending works, so make groups inside `train`.
 
-    A process with FASTCOLL_NEWCOMER=1 is a joiner: it runs the same program, and calls the function when the others
+    A process with FASTCOLL_NEWCOMER=1 is a joiner: it runs the same program, and calls `train` when the other ranks
     have admitted it. If the job ends before that, the joiner exits with SystemExit and code 0.
 
     Args:
-        train: `train(state, *args, **kwargs)`, which continues from the state.
-        min_ranks: if fewer ranks are left after a death, its GroupError is raised.
+        train: called as `train(state, *args, **kwargs)`; continues from the state.
+        min_ranks: if fewer ranks are left after a death, the GroupError of that death is raised.
         max_ranks: joiners wait while there are this many ranks; None: no limit.
-        max_restarts: after this many restarts because of deaths, the GroupError of the next one is raised; None: no
-            limit.
+        max_restarts: how often `train` is called again after deaths; the GroupError of the next death is raised. None:
+            no limit.
         on_change: called on all ranks with the old and the new number of ranks, when all ranks have the state.
         store: HOST:PORT of a store that outlives the ranks and holds the join queue, the same on all ranks; None:
             FASTCOLL_ELASTIC, which the launcher sets. Without a store there are no joiners.
@@ -115,7 +115,7 @@ def run(
         UsageError: an argument is wrong.
         UnavailableError: the group runs on MPI, which does not survive deaths.
 
-    Other exceptions of the function are raised on this rank, which then leaves the job; the other ranks go on.
+    If `train` raises another exception, it is raised on this rank, which leaves the job; the other ranks go on.
 
     Example:
         >>> @elastic.run(min_ranks=2)
@@ -163,18 +163,19 @@ class _Terms:
 
 
 class _Run:
-    """One call of an elastic function on this rank."""
+    """One call, on this rank, of a function that `run` returned."""
 
     def __init__(self, state: State, terms: _Terms) -> None:
         self._state, self._terms, self._number = state, terms, next(_numbers)
         self._address: str = config.get("FASTCOLL_ELASTIC") if terms.store is None else terms.store
+        # _grows: whether joiners are possible, because every rank has the address of a store.
         self._has_state, self._grows, self._is_joiner = False, False, False
-        self._size = self._restarts = 0  # number of ranks at the last synchronisation; restarts so far
+        self._size = self._restarts = 0  # number of ranks when the state was last copied; restarts so far
         self._found: JoinQueue | None = None
         self._next_look, self._at_once = 0.0, _MOST_AT_ONCE
 
     def run(self, train: Callable[[], T]) -> T:
-        """Join the job, train until a round is complete, and close the store; the group stays."""
+        """Join the job, run rounds until one is complete, and close the join queue; the group stays open."""
         if not is_initialized():
             self._join()
         try:
@@ -228,7 +229,10 @@ class _Run:
         return groups.world.rank == 0 and self._grows and bool(self._address)
 
     def _agree(self) -> None:
-        """Copy the state of the longest-lived rank that has one; ranks are ordered by age."""
+        """Copy the state of the longest-lived rank that has one: the first such rank, because ranks are in order of age.
+
+        If joiners are at another point of the program, raise an error on all ranks.
+        """
         mine = [self._has_state, bool(self._address), self._size, self._restarts, self._number]
         size = groups.world.size
         rows = np.empty((size, len(mine)), np.int64)
@@ -254,9 +258,9 @@ class _Run:
             self._terms.on_change(before, size)
 
     def _displaced(self, ranks: Sequence[int], what: str) -> FastcollError:
-        """Return the error of a round in which joiners are at another point of the program than the other ranks.
+        """Return this rank's error for a round in which joiners are at another point of the program than the others.
 
-        The joiners exit, and the others go on.
+        With a UsageError the joiners exit; with an AbortedError the other ranks go on without them.
         """
         if groups.world.rank not in ranks:
             return AbortedError(f"joiners cannot take part: {what}", ranks)
@@ -291,9 +295,9 @@ class _Run:
             raise WorldChange(Attempt(int(found[0]), int(found[1]), joiners))
 
     def _next_attempt(self) -> tuple[int, list[int]]:
-        """Return the number of the next attempt to admit joiners, and these joiners.
+        """Return the number of the next attempt to admit joiners, and the joiners.
 
-        Mostly there are no joiners; the result is then (0, []), in most cases without a request to the store.
+        If there are no joiners, return (0, []). Most calls do so without a request to the store.
         """
         now, most = time.monotonic(), self._terms.max_ranks
         room = self._at_once if most is None else min(self._at_once, most - groups.world.size)
@@ -314,12 +318,12 @@ class _Run:
             join_queue = self._join_queue()
         except StoreError as error:
             _log.warning("joiners are not admitted: %s", error)
-            return  # the other ranks cannot make the new world without this one
+            return  # the other ranks cannot make the new world without this rank, so they go on, too
         try:
             grow(join_queue, attempt)
             self._at_once = _MOST_AT_ONCE
         except NotGrownError as error:
-            self._at_once = 1  # so that a joiner that dies or is refused does not keep the others out
+            self._at_once = 1  # try one joiner at a time, so that one that fails does not keep the others out
             if groups.world.rank == 0:
                 _log.warning("%s; the job goes on without them", error)
 
