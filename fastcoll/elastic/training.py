@@ -229,7 +229,7 @@ class _Run:
         return groups.world.rank == 0 and self._grows and bool(self._address)
 
     def _agree(self) -> None:
-        """Copy the state of the longest-lived rank that has one: the first such rank, because ranks are in order of age.
+        """Copy the state of the longest-lived rank that has one, which is the first: ranks are in order of age.
 
         If joiners are at another point of the program, raise an error on all ranks.
         """

@@ -36,12 +36,12 @@ def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, toke
     """Reduce an array over all ranks; every rank gets the result, with the same bits.
 
     Args:
-        x: same dtype and number of elements on all ranks; bool, integers, floats or complex.
+        x: an array with the same dtype and number of elements on all ranks; bool, integers, floats or complex.
         op: a predefined ReduceOp, ReduceOp.PREMUL_SUM(factor) or ReduceOp.custom(function).
-        group: from `new_group`; None is the world at the time when the program runs. The first collective of this
+        group: from `new_group`; None: the default group at the time when the program runs. The first collective of this
             module on a group, traced or not, makes a second group for JAX, so all ranks of the group must take part.
-        token: the token that `create_token` or the previous call returned; None: JAX orders this call among all other
-            calls without a token. Calls with tokens are faster, and only their tokens order them.
+        token: the token that `create_token` or the previous call returned; None: JAX runs all calls without a token in
+            the order in which Python made them. Calls with tokens are faster, and only their tokens order them.
 
     Returns:
         A new array like `x`; with a token `(array, token)`.
@@ -51,7 +51,7 @@ def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, toke
         NotInitializedError: there is no world, or the group was destroyed.
         jax.errors.JaxRuntimeError: an error of the running program (calls that differ between ranks, a dead rank, a
             timeout), with the text of fastcoll's error. It is raised where the caller waits for the program's results.
-            If JAX runs the program at once, it is a ValueError.
+            If JAX does not run the program asynchronously but at once, a ValueError is raised instead.
 
     Example:
         >>> jax.jit(fj.all_reduce)(jnp.ones(3))  # two ranks: Array([2., 2., 2.])
@@ -60,7 +60,7 @@ def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, toke
 
 
 def reduce(x: Any, dst: int, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
-    """Reduce an array over all ranks to rank `dst`; the others get their `x` back.
+    """Reduce an array over all ranks to rank `dst`; the other ranks get their `x` back.
 
     Args:
         x, op, group, token, the result and the errors: as for `all_reduce`.
@@ -82,7 +82,7 @@ def broadcast(x: Any, src: int, *, group: Group = None, token: Any = None) -> An
     """Return the array of rank `src` on every rank.
 
     Args:
-        x: same dtype and number of elements on all ranks; its values are used on `src` only.
+        x: an array with the same dtype and number of elements on all ranks; its values are used on `src` only.
         src: a global rank.
         group, token, the result and the errors: as for `all_reduce`.
     """
@@ -90,10 +90,10 @@ def broadcast(x: Any, src: int, *, group: Group = None, token: Any = None) -> An
 
 
 def all_gather(x: Any, *, group: Group = None, token: Any = None) -> Any:
-    """Gather the arrays of all ranks on every rank, stacked: rank r's is `[r]` of the result.
+    """Gather the arrays of all ranks on every rank, stacked: row r of the result is the array of rank r.
 
     Args:
-        x: same dtype and shape on all ranks.
+        x: an array with the same dtype and shape on all ranks.
         group, token, the errors: as for `all_reduce`.
 
     Returns:
@@ -103,10 +103,12 @@ def all_gather(x: Any, *, group: Group = None, token: Any = None) -> Any:
 
 
 def gather(x: Any, dst: int, *, group: Group = None, token: Any = None) -> Any:
-    """Gather the arrays of all ranks on rank `dst`, stacked: `[r]` is rank r's. The other ranks get their `x` back.
+    """Gather the arrays of all ranks on rank `dst`, stacked: row r of the result is the array of rank r.
+
+    The other ranks get their `x` back.
 
     Args:
-        x: same dtype and shape on all ranks.
+        x: an array with the same dtype and shape on all ranks.
         dst: a global rank, the same on all ranks.
         group, token, the errors: as for `all_reduce`.
 
@@ -132,10 +134,10 @@ def scatter(x: Any, src: int, *, group: Group = None, token: Any = None) -> Any:
 
 
 def reduce_scatter(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, token: Any = None) -> Any:
-    """Reduce an array over all ranks; rank r gets `[r]` of the result.
+    """Reduce an array over all ranks; rank r gets row r of the result.
 
     Args:
-        x: of shape `(world_size, ...)`, the same on all ranks.
+        x: an array of shape `(world_size, ...)`, the same on all ranks.
         op, group, token, the errors: as for `all_reduce`.
 
     Returns:
@@ -145,10 +147,10 @@ def reduce_scatter(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, 
 
 
 def all_to_all(x: Any, *, group: Group = None, token: Any = None) -> Any:
-    """Send `x[p]` to rank p, and receive item r of the result from rank r.
+    """Send `x[p]` to rank p, and receive row r of the result from rank r.
 
     Args:
-        x: of shape `(world_size, ...)`, the same on all ranks.
+        x: an array of shape `(world_size, ...)`, the same on all ranks.
         group, token, the result and the errors: as for `all_reduce`.
     """
     return _called(_site("all_to_all", group, token), [_rows(x, group)], token)
@@ -158,7 +160,7 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None, token: Any = No
     """Send an array to rank `dst`, whose program receives it by `recv` of this module.
 
     Args:
-        x: any shape; the receiver's array has the same dtype and number of elements.
+        x: an array of any shape; the receiver's array has the same dtype and number of elements.
         dst: a global rank.
         tag: 0 to 2**31 - 1; only a receive with this tag, or with ANY_TAG, takes the message.
         group, token, the errors: as for `all_reduce`.
@@ -181,9 +183,10 @@ def recv(
     """Receive an array from rank `src`, or from the rank whose message arrives first.
 
     Args:
-        like: has the result's shape and dtype. Its values are used only for elements beyond a shorter message.
+        like: an array of the result's shape and dtype. If the message is shorter, the remaining elements of the result
+            have the values of `like`.
         src: a global rank; None: any rank.
-        tag: the message's, 0 to 2**31 - 1, or ANY_TAG.
+        tag: the message's tag, 0 to 2**31 - 1, or ANY_TAG.
         status: filled with sender, tag and count on each run of the program, before the result is ready. If given, the
             message may be shorter than the array.
         group, token, the result and the errors: as for `all_reduce`.
@@ -204,7 +207,7 @@ def sendrecv(
     token: Any = None,
     status: Status | None = None,
 ) -> Any:
-    """Send `x` to rank `dst` and receive a message from rank `src`, at the same time; either may be this rank.
+    """Send `x` to rank `dst` and receive a message from rank `src`, at the same time; both may be this rank.
 
     Args:
         x, dst: as for `send`.
@@ -281,7 +284,7 @@ def _rows(x: Any, group: Group) -> Any:
 
 
 def _called(site: Site, arrays: list[Any], token: Any) -> Any:
-    """Make the call; return the array, the token, both or None."""
+    """Make the call; return the result array, the token, both as a tuple, or None."""
     arrays = [jnp.asarray(x) for x in arrays]
     for x in arrays:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):

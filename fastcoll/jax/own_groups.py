@@ -1,10 +1,10 @@
-"""The groups of JAX's calls: the user's own group for messages, a copy of it for collectives.
+"""The groups of JAX's calls: the user's own group for messages, a copy of that group for collectives.
 
 JAX runs a program some time after Python has called it, so the order of the program's calls relative to Python's calls
-differs between ranks. Messages match by tag: JAX's messages have their own range of tags (`JAX_TAGS`), and involve two
-ranks only. Collectives match by order, so they need a group of their own. The calling thread makes the copy when JAX
-first traces a collective on the group; each new world gets a new copy. A rank that leaves the group also leaves the
-copy. It first waits for running programs, as it does for asynchronous calls.
+differs between ranks. This does not matter for messages, because they match by tag, and JAX's messages have their own
+range of tags (`JAX_TAGS`). Collectives match by order, so they need a group of their own. The calling thread makes the
+copy when JAX first traces a collective on the group; each new default group gets a new copy. A rank that leaves the
+group also leaves the copy. The rank first waits for running programs, as it does for asynchronous calls.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def group_for(group: Group, is_message: bool) -> ProcessGroup:
 
 
 def copy_of(group: Group) -> ProcessGroup:
-    """Return the copy of a group for JAX's collectives; the first use is collective among its ranks.
+    """Return the copy of a group for JAX's collectives; the first call for a group is collective among its ranks.
 
     Raises:
-        UsageError: this process is not in the group, or the group was made without a world.
-        NotInitializedError: there is no world, or the group was destroyed.
+        UsageError: this process is not in the group, or `group_from_store` made the group.
+        NotInitializedError: there is no default group, or the group was destroyed.
     """
     job, original = current_job(), entered(group)
-    # Look without the lock, because its holder may wait for ranks that in turn wait for the program at this line.
+    # Look without the lock: the thread that holds it waits for other ranks, which may wait for this thread's program.
     if original in _copies:
         return _copies[original]
     with _making:
@@ -79,12 +79,15 @@ _fences: list[Callable[[], None]] = []
 
 
 def settle_by(fence: Callable[[], None]) -> None:
-    """Set the function that `settle` calls: it runs a program after all earlier ones, and waits for it."""
+    """Set the function that `settle` calls: it starts a program that runs after all earlier ones, and waits for it."""
     _fences[:] = [fence]
 
 
 def wait_for_effects() -> None:
-    """Wait for this thread's programs with effects; unlike `jax.effects_barrier`, for all even if one fails."""
+    """Wait for this thread's programs with effects: for all of them, even if one fails.
+
+    `jax.effects_barrier` would stop at the first failure.
+    """
     last = dispatch.runtime_tokens
     for token in (*last.current_tokens.values(), *last.output_runtime_tokens.values()):
         with suppress(Exception):
@@ -108,7 +111,7 @@ def _leave_at_exit() -> None:
     """
 
     def at_exit(error: BaseException | None) -> GroupError | None:
-        if error is not None:  # running calls are not waited for: they end with an error
+        if error is not None:  # do not wait for running calls: end them with an error
             close(list(_used), describe_exit(error))
         settle()
         return None

@@ -2,13 +2,13 @@
 
 Without a token a call has an *ordered effect*: JAX uses tokens of its own to run all calls of a thread's programs in
 the order in which Python made them. With a token, which is an input and an output of the call, the data dependence
-orders the calls. For JAX such calls have no effect, so it starts their programs by its fast path. For XLA they have a
-side effect, so it neither drops nor merges them.
+orders the calls. Such calls have no effect in JAX's sense, so JAX starts their programs by its fast path. They are
+marked as calls with side effects for XLA, so XLA neither drops nor merges them.
 
 Derivatives follow mpi4jax: the transpose of an all_reduce by SUM is the identity, and the transpose of this identity is
-the all_reduce. This is right if all ranks compute one loss from the sum: each rank then has the complete derivative of
-the loss with respect to its own input. The transposes of all_to_all and sendrecv send the cotangents back. The other
-linear calls have derivatives in forward mode only.
+the all_reduce. This is right if all ranks compute the same loss from the sum: each rank then gets the complete
+derivative of the loss with respect to its own input. The transposes of all_to_all and sendrecv send the cotangents
+back. The other linear calls have derivatives in forward mode only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _shapes(*ins: Any, site: Site) -> tuple[list[Any], set[Order]]:
     kind = site.traits
     outs = []
     if kind.shape:
-        like = ins[-1 - site.token]  # for sendrecv `like`, for others their only array
+        like = ins[-1 - site.token]  # for sendrecv its argument `like`, for other calls their only array
         outs = [core.ShapedArray(kind.shape(like.shape, site.size), like.dtype)]
     if site.token:
         outs.append(ins[-1])
@@ -114,7 +114,7 @@ mlir.register_lowering(call_p, _lower, platform="cpu")
 
 
 def _keep(used: list[bool], call: Any) -> tuple[list[bool], Any]:
-    """Keep a call that has a token or an effect, even if its outputs are not used."""
+    """Keep a call that has a token or an effect, even if its outputs are not used; JAX may drop any other call."""
     kept = call.params["site"].token or any(used) or bool(call.effects)
     return [kept] * len(call.invars), call if kept else None
 
@@ -126,7 +126,10 @@ partial_eval.dce_rules[call_p] = _keep
 
 
 def _batch(ins: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[list[Any], list[int | None]]:
-    """Make one call for the complete batch; its dimension comes first, or second if the first is the rank's."""
+    """Make one call for the complete batch.
+
+    The batch dimension of its arrays comes first, or second if the first dimension is the rank.
+    """
     kind = site.traits
     batch_axis_in, batch_axis_out = map(int, kind.rows)
     arrays, sizes = list(ins), {x.shape[d] for x, d in zip(ins, dims, strict=True) if d is not None}
@@ -135,7 +138,7 @@ def _batch(ins: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[list
             f"{site}: the token is mapped by vmap; give one token for the whole batch (in_axes=None)"
         )
     for k in range(len(ins) - site.token):
-        if dims[k] is None:  # one of sendrecv's two arrays
+        if dims[k] is None:  # an array of sendrecv, whose other array has the batch dimension
             arrays[k] = jnp.broadcast_to(ins[k], (*sizes, *ins[k].shape))
         else:
             arrays[k] = jnp.moveaxis(ins[k], dims[k], batch_axis_in)

@@ -1,7 +1,7 @@
 """A call in a traced program as data (`Site`), and how a group carries it out (`CallKind`).
 
 JAX traces a call once and runs it often, so all of this is computed during tracing. A compiled program refers to the
-call by a number, because JAX may keep the program on disk, where an address would be invalid in the next process.
+call by a number and not by an address, because JAX may keep the program on disk, and run it in another process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class Site:
     """The arguments of one call, except its arrays.
 
     Attributes:
-        group: the user's group; None: the world at the time of the run.
+        group: the user's group; None: the default group at the time of the run.
         size: how many ranks the group has.
         dst, src: group ranks; a `src` of None is any rank.
         off_root: marks a gather or scatter on a rank that is not its root.
         tag, recv_tag: a message is sent with `tag`, and received with `recv_tag`, which may be ANY_TAG.
         status: filled by a receive.
-        token: whether the last input and the last output are tokens, which order the call; if not, a JAX effect does.
-        tangent: marks a call that never runs; only its transpose does.
+        token: whether the last input and the last output are tokens, which order the call; if False, a JAX effect
+            orders it.
+        tangent: marks a call that never runs; only its transpose runs.
         transposed: marks the transpose of an all_reduce, which returns its input.
     """
 
@@ -71,8 +72,8 @@ class CallKind(NamedTuple):
     """The properties that all calls of one name share.
 
     Attributes:
-        run: carries the call out: (group, site, inputs, output).
-        shape: returns the output's shape for (input's shape, group's size); None: there is no output.
+        run: called with (group, site, inputs, output); carries the call out.
+        shape: called with (input's shape, group's size); returns the output's shape. None: there is no output.
         rows: whether the first dimension of the input, and of the output, is the rank.
         form: which arrays the C entry point gets (kernels/call_frames.py); None: the handler calls Python instead.
         is_message: the call involves two ranks and uses the user's group; other calls use a copy of it (own_groups.py).
@@ -88,7 +89,7 @@ class CallKind(NamedTuple):
 
 
 def own_tag(tag: int) -> int:
-    """Return the tag that programs use for a user's tag, or for ANY_TAG."""
+    """Return the tag that JAX's messages use in place of a user's tag or ANY_TAG."""
     return wildcard_of(JAX_TAGS) if tag == ANY_TAG else JAX_TAGS + tag
 
 
@@ -115,7 +116,7 @@ def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> 
 
 
 def _collective(name: str, linear: bool = True) -> CallKind:
-    """Return the properties of a collective operation; all blocks are one array with a row for each rank."""
+    """Return the properties of a collective; an array of blocks has a row for each rank."""
     kind = operations.KINDS[name]
     method = f"{name}_single" if kind.has_blocks else name
     rows = kind.gives_blocks, kind.takes_blocks
@@ -144,7 +145,7 @@ KINDS = {
     "barrier": CallKind(lambda g, s, ins, out: g.fast.barrier(), None, form=NO_ARRAY),
 }
 OFF_ROOT = {
-    # The result is the input, as for `reduce`.
+    # On these ranks a gather returns its input, like `reduce`.
     "gather": CallKind(lambda g, s, ins, out: g.fast.gather_single(out, None, s.dst), form=IN_PLACE, linear=True),
     "scatter": CallKind(lambda g, s, ins, out: g.fast.scatter_single(out, None, s.src), form=APART, linear=True),
 }

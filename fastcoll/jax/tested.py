@@ -1,4 +1,4 @@
-"""The check of JAX's release. This module is imported before all others here, and refuses untested releases."""
+"""Refuse untested releases of JAX on import. fastcoll.jax imports this module before all its others."""
 
 from __future__ import annotations
 

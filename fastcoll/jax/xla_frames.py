@@ -3,8 +3,8 @@
 The handler (kernels/call_frames.py) is the compiled function that XLA runs for each call of a program. An exception
 becomes an XLA error that has the exception's text and a code for its class; JAX raises it where the caller waits for
 the program's results. After Python has carried out a call once, it writes a *line*: the arguments with which the
-handler from then on calls the group's C entry point directly. `ready` runs a program on known arrays, and compares the
-call frame that it gets with the layout that this file assumes.
+handler from then on calls the group's C entry point directly. XLA passes the arguments of each call in a *call frame*.
+`ready` runs a program on known arrays, and compares its call frame with the layout that this file assumes.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from .sites import Array, Site, own_tag, site_of
 TARGET = "fastcoll"
 """The handler's name in programs; its one attribute is `site`, the number of the call."""
 PROBE = -1
-"""The number of the program that `ready` runs, which makes no call."""
+"""The number of the call in the program that `ready` runs; it involves no group."""
 
-# Offsets in bytes.
+# Offsets in bytes in XLA's structs: in an extension of the frame, in the metadata and in the API.
 _EXTENSION_TYPE, _NEXT, _METADATA = 8, 16, 24
-_VERSION, _TRAITS = 24, 32  # of the metadata
-_API_MINOR, _ERROR_CREATE = 36, 48  # of the api
+_VERSION, _TRAITS = 24, 32  # in the metadata
+_API_MINOR, _ERROR_CREATE = 36, 48  # in the API
 _IS_METADATA, _EXECUTE = 1, 3
 
 _CODES: dict[type[BaseException], int] = {
@@ -88,7 +88,7 @@ def _call_in_python(frame: int) -> int:
                 "jax.clear_caches() when the world has changed, so that JAX traces its functions again"
             )
         carry_out(group, site, ins, out)
-        with suppress(UsageError):  # calls that no call word can express stay in Python
+        with suppress(UsageError):  # Python keeps carrying out the calls that no call word can express
             _write_line(number, group, site, dtypes)
         return 0
     except BaseException as error:
@@ -96,7 +96,7 @@ def _call_in_python(frame: int) -> int:
 
 
 def _error_of_c_entry(frame: int) -> int:
-    """Return the address of the error for the exception of the C entry point."""
+    """Return the address of an XLA error for the exception that the C entry point has kept."""
     error = take_error()
     assert error is not None
     return _failed(frame, error)
@@ -106,7 +106,7 @@ _errors: dict[int, BaseException] = {}
 
 
 def _error_of_exception(frame: int) -> int:
-    """Return the address of the error for the exception that a function above has raised."""
+    """Return the address of an XLA error for an exception that left a function of this file, as a signal may cause."""
     return _failed(frame, _errors.pop(threading.get_ident()))
 
 
@@ -160,9 +160,9 @@ def _array(buffer: int, dtype: Any) -> Array:
 
 
 def _is_query(frame: int) -> bool:
-    """Return whether XLA asks which version of its interface the handler implements; answer XLA's own.
+    """Return whether XLA asks which version of its interface the handler implements; if so, answer with XLA's own.
 
-    The handler uses only parts of the interface that all versions have.
+    This is safe, because the handler uses only parts of the interface that all versions have.
     """
     extension, api = _word(frame + f.EXTENSION), _word(frame + f.API)
     while extension:
@@ -222,7 +222,7 @@ def ready() -> None:
     """Register the handler with XLA, once in a process, and check the layout of call frames.
 
     Raises:
-        UnavailableError: this jaxlib lays call frames out differently.
+        UnavailableError: this jaxlib has another layout of call frames.
     """
     with _preparing:  # two threads may trace their first calls at the same time
         _prepare()
@@ -245,7 +245,7 @@ def _prepare() -> None:
         program(jax.device_put(_PROBED, cpu)).block_until_ready()
 
     own_groups.settle_by(look)
-    thread = threading.Thread(target=look)  # a thread of its own, because this one may be tracing
+    thread = threading.Thread(target=look)  # on another thread, because this thread may be tracing
     thread.start()
     thread.join()
     if _frame_read != _EXPECTED:
