@@ -314,8 +314,9 @@ def waitall(works: Sequence[Work]) -> None:
         works: from `isend`, `irecv` and calls with async_op=True.
 
     Raises:
-        UsageError, GroupError: the error of the first operation in the list that failed. Operations after it are not
-            waited for.
+        UsageError: an operation has failed. The first such operation in the list determines the error; this function
+            does not wait for the operations after it.
+        GroupError: the same.
     """
     for work in works:
         work.wait()
