@@ -338,8 +338,8 @@ class Agent:
         except BaseException as error:
             # The traceback refers to frames that wait for the future; that cycle would keep the arguments alive.
             call.future.complete(None, error.with_traceback(None))
-            if isinstance(error, KeyboardInterrupt):  # this thread may be waiting for another call
-                raise
+            if isinstance(error, KeyboardInterrupt):
+                raise  # also interrupt this thread, which may be waiting for another call
             return
         call.future.complete(None, exceptions.unpack(worker, result))
 
@@ -378,7 +378,7 @@ class Agent:
 
     def _reason(self, link: Link) -> FastcollError:
         """Return the error that says why a shut link has ended; it is the same for all links of a worker."""
-        # A sending thread may notice the end before a reader has received the GOODBYE: read the rest now.
+        # A sending thread may notice the end before a reader has received the GOODBYE. So read what has arrived.
         if self._closed is None and link.exit_reason is None:
             for task in link.receive_rest():
                 self.readers.run(task)

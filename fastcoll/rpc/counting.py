@@ -1,4 +1,4 @@
-"""Ledger: one worker's part of the protocol that counts references to remote values, without sockets and threads.
+"""Ledger: one worker's part of the protocol that counts references to remote values. It uses no sockets or threads.
 
 A *reference* stands for one RRef object on one worker. It consists of the *owner*, which is the worker that has the
 value; the id of the value, which all references to the value share; and an id of its own (torch's fork id). The
@@ -19,12 +19,12 @@ workers.
    reference only when that reference and all its children are known. So every unknown reference has a known ancestor
    (parent, parent's parent, and so on), and the owner keeps the value. A reference that the owner itself passes on is
    known at once.
-2. When a worker dies, the owner still counts the references that this worker held, because a living worker may hold an
-   unknown reference that came from it. The owner sends a SWEEP that names all dead workers. When all living workers
-   have answered, no worker holds such a reference, and the owner deletes the references of the dead workers. A worker
-   that gave a reference to a worker that died sends FORK in the dead worker's name, because the dead worker may have
-   passed that reference on. Another death restarts the sweep: the newly dead worker may have passed on references that
-   it got from the other dead workers.
+2. When a worker dies, the owner still counts the dead worker's references, because a living worker may hold an unknown
+   reference that the dead worker passed on. The owner sends a SWEEP that names all dead workers. When all living
+   workers have answered, no worker holds such a reference, and the owner deletes the references of the dead workers.
+   A worker that gave a reference to a worker that died sends FORK in the dead worker's name, because the dead worker
+   may have passed that reference on. Another death restarts the sweep: the newly dead worker may have passed on
+   references that it got from the other dead workers.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Ledger:
         self.forks.setdefault(ref.rref, {})[ref.fork] = holder
         self._send(sender, CONFIRMED, ref)
         if holder != sender:
-            self.died(holder)  # `sender` has noticed this death; no link of this worker may report it
+            self.died(holder)  # `sender` has noticed it; this worker may have no link to the dead worker
         if holder in self.dead and not self.awaited:
             self._begin_sweep()
 
@@ -270,9 +270,9 @@ class Ledger:
     def _answer(self) -> None:
         """Answer the sweeps that no unknown reference delays.
 
-        The answer to an owner is delayed while this worker has an unknown reference to one of the owner's values that
-        it got from a dead worker or gave to a dead worker. Until another worker dies, there can be no new reference of
-        this kind, because `take_in` refuses references from dead workers.
+        The answer to an owner is delayed as long as there is an unknown reference to one of the owner's values that
+        this worker got from a dead worker or gave to a dead worker. Until another worker dies, there can be no new
+        reference of this kind, because `take_in` refuses references from dead workers.
         """
         if self.unanswered:
             unknown = {h.ref.owner for h in self.held.values() if not h.known and h.parent in self.dead}

@@ -29,7 +29,7 @@ class Future(core.Future[T]):
 
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__()
-        # Where the result's message arrives: readers, link, number of the call, deadline. None: no message brings it.
+        # Where the result's message arrives: readers, link, number of the call, deadline. None: the result is local.
         self.answer: tuple[Readers, Link, int, float] | None = None
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
@@ -77,7 +77,7 @@ class Future(core.Future[T]):
 
 
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """Return a future of the list `futures`, done when all of them are; if one fails, it fails at once, too."""
+    """Return a future of the list `futures`: it is done when all of them are, and fails as soon as one of them does."""
     return _collected(futures, ends_early=True)
 
 
@@ -87,7 +87,7 @@ def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
 
 
 def all_done(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """Return a future of the list `futures`, done when all of them have results or exceptions."""
+    """Return a future of the list `futures`: it is done when all of them have results or exceptions."""
     return _collected(futures, ends_early=False)
 
 

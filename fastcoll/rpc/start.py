@@ -1,9 +1,9 @@
 """`init_rpc` and `shutdown`: how a process becomes a worker, and how it leaves.
 
-If there is a default group of the same size, its ranks are the workers and meet in the group's store. Otherwise the
-workers meet as for `init_process_group`. They exchange their names and the addresses at which they listen
-(rendezvous/listener.py); the job's secret authenticates every connection. A worker connects to another one on its first
-call to that worker. termination.py describes the graceful shutdown.
+If there is a default group that fits the arguments of `init_rpc`, its ranks become the workers and meet in the group's
+store. Otherwise the workers meet as for `init_process_group`. They exchange their names and the addresses at which they
+listen (rendezvous/listener.py); the job's secret authenticates every connection. A worker connects to another worker
+when it first calls that worker. termination.py describes the graceful shutdown.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
 
 
 def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> _Found:
-    """Find the other workers: the ranks of the default group if it has the right size, else by a rendezvous."""
+    """Find the other workers: take the ranks of the default group if they fit the arguments, else meet anew."""
     if groups.initialized and options.init_method == "env://":
         job, lease = current_job(), current_job().lease
         if rank in (-1, lease.rank) and size in (-1, len(lease.members)):

@@ -89,10 +89,10 @@ def copied(message: RpcMessage) -> RpcMessage:
 class Assembler:
     """Parse received bytes into messages: the link writes bytes into `space`, then calls `add` with their number.
 
-    Many small messages may be received into one buffer, and are then copied out of it. The rest of a larger body is
-    received directly into the body's own memory, and each large buffer likewise. `take` fills a buffer from shared
-    memory. A message is not parsed until the caller has consumed the previous one, because the previous one may set up
-    the shared memory that this message needs.
+    Bytes are received into one buffer, and messages are copied out of it. If this buffer holds only a part of a message
+    body, the rest of the body is received directly into the body's own memory. So is each large buffer of a message,
+    unless `take` fills it from shared memory. A message is not parsed until the caller has consumed the previous one,
+    because the previous one may set up the shared memory that this message needs.
     """
 
     def __init__(self, take: Callable[[memoryview], None], nbytes: int = 64 << 10) -> None:
