@@ -44,7 +44,7 @@ class Link:
     Attributes:
         pending: the calls over this link that are not answered yet, by number.
         abandoned: the numbers of calls that timed out; their answers are still read.
-        exit_reason: why the peer left, once its GOODBYE has arrived.
+        exit_reason: why the peer left, once its GOODBYE (wire.py) has arrived.
         armed: the events of this link that the readers' poller reports (polling.py); 0: none.
         ring: shared memory for large buffers, once both sides have mapped it.
     """
@@ -188,7 +188,7 @@ class Link:
         """
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-        except OSError:  # closed
+        except OSError:  # the socket is closed
             return False
         retransmits, unacked, silent_milliseconds = _INFO.unpack(info)
         return bool(unacked) and retransmits >= _RETRANSMITS and silent_milliseconds > _SILENT_MILLISECONDS
@@ -247,7 +247,7 @@ class Link:
         except BaseException as error:
             self._is_broken = True  # this message is lost; the messages before it are still handled
             self.shut()
-            if not isinstance(error, Exception):  # Ctrl-C
+            if not isinstance(error, Exception):  # Ctrl-C: raise it, and let other threads run the tasks
                 for task in tasks:
                     self._run(task)
                 raise
@@ -273,7 +273,7 @@ class Link:
             self._check_peer()
 
     def ended(self) -> None:
-        """Report that the peer has ended; may be called more than once."""
+        """Call the callback `ended`, because the peer has ended; may be called more than once."""
         self._ended(self)
 
     # ---- the end -------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def context_for(to: WorkerInfo) -> bytes:
 
 
 def entered(context: bytes, worker: WorkerInfo) -> AbstractContextManager[None]:
-    """Enter the contexts of a call from or to `worker`."""
+    """Return a context manager that enters the contexts of a call from or to `worker`."""
     return _all_entered(context, worker) if context else _NOTHING
 
 

@@ -38,7 +38,7 @@ _COUNTING, _REMOTE, _FETCH, _FAILED = 10, 11, 12, 13  # kinds of calls
 # How long messages are collected before they are sent together: waking the thread for each RRef would cost as much as a
 # call.
 _MOMENT_SECONDS = 0.004
-_SETTLE_SECONDS = 30.0  # the time that `shutdown` waits for the last messages of other workers
+_SETTLE_SECONDS = 30.0  # how long `shutdown` waits until the other workers have released their RRefs
 _log = logging.getLogger("fastcoll")
 
 
@@ -132,7 +132,7 @@ class References:
         self._step(self._ledger.handle, ref.owner, CountingMessage(CONFIRMED, ref))
 
     def is_known(self, ref: Reference) -> bool:
-        """Return whether the owner knows a reference."""
+        """Return whether this worker is certain that the owner knows a reference."""
         held = self._ledger.held.get(ref.fork)
         return ref.owner == self._me or (held is not None and held.known)
 
@@ -175,7 +175,7 @@ class References:
         return result.then(end)
 
     def _begin(self, caller: WorkerInfo, ref: Reference) -> Future[Any]:
-        """Return the future of a value whose call has just arrived."""
+        """Return the future of a value; the call that makes the value has just arrived."""
         if caller.id != self._me:
             self._step(self._ledger.handle, caller.id, CountingMessage(FORK, ref, caller.id))
         with self._lock:

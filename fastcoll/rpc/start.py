@@ -124,7 +124,7 @@ def init_rpc(
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"name is {name!r:.150}; give this worker a name")
-    WorkerInfo(name, 0)  # checks the name
+    WorkerInfo(name, 0)  # raises if the name is not allowed
     if backend is not None and not isinstance(backend, Enum):
         raise ArgumentTypeError(
             f"Argument backend must be a member of BackendType, not {backend!r:.80}; leave it out"

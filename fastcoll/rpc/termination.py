@@ -4,9 +4,9 @@ F. Mattern, "Algorithms for distributed termination detection", 1987: the four-c
 waits until its own calls are answered or timed out, and then reports to worker 0 how many calls it has made and served,
 and which calls it still serves. Worker 0 adds up the calls made and the calls served by all workers. When two rounds in
 a row have the same sums, and as many calls served as made, no call is under way, and worker 0 lets all workers leave.
-If two rounds have the same sums, but more calls were made than served, the missing calls have timed out at their
-callers but are still running. Worker 0 fails the shutdown when the sums stay the same for longer than the default
-timeout of calls.
+If two rounds have the same sums, but more calls were made than served, some calls have timed out at their callers, but
+their handlers still run. Worker 0 fails the shutdown when the sums stay the same for longer than the default timeout of
+calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASK_SECONDS = 2.0  # how long worker 0 may take to name the late workers, or to
 
 
 class CallCounts(NamedTuple):
-    """One worker's report of a round."""
+    """One worker's report for a round."""
 
     made: int
     served: int

@@ -51,7 +51,7 @@ class RpcMessage:
     """A message before it is sent, or after it was received and before it is unpickled."""
 
     type: MessageType
-    kind: int  # of the call
+    kind: int  # the kind of the call (`Agent.on`)
     call: int  # the number of the call
     pickled: Buffer
     buffers: Sequence[Buffer] = ()
@@ -82,7 +82,7 @@ def encode(message: RpcMessage, by_ring: bool = False) -> tuple[bytes, list[memo
 
 
 def copied(message: RpcMessage) -> RpcMessage:
-    """Copy a message of this worker to itself, and its buffers, because a receiver owns the buffers that it gets."""
+    """Copy a message that this worker sends to itself, with its buffers, because a receiver owns its buffers."""
     return replace(message, buffers=[bytearray(buffer) for buffer in message.buffers])
 
 
@@ -126,7 +126,7 @@ class Assembler:
             yield from self._fill(body)
             if not nbuffers and not ncontext:
                 yield RpcMessage(_TYPES[message_type], kind, call, body)
-                del body  # so that nothing here refers to a consumed message
+                del body  # else this generator would keep a consumed message alive
                 continue
             sizes = struct.unpack_from(f"<{nbuffers}Q", body)
             at = 8 * nbuffers + ncontext
