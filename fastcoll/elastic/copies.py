@@ -26,7 +26,7 @@ def is_array(x: Any) -> bool:
 
 
 def copied(tree: Tree, into: Tree = None) -> Tree:
-    """Return a copy of a tree; copy each array into the array at the same path of `into`, if that one fits."""
+    """Return a copy of a tree. Each array is copied into the array at the same path of `into`, if both are alike."""
     buffers, copies, memo = _Buffers(into), dict[int, Any](), dict[int, Any]()
 
     def copy_of(path: tuple[Any, ...], x: Any) -> Any:

@@ -44,10 +44,10 @@ T = TypeVar("T")
 Train = Callable[..., T]
 
 _LOOK_SECONDS = 1.0  # between two looks for joiners
-_ASKED_SECONDS = 0.05  # the same if rank 0 has just asked joiners whether they still run
+_ASKED_SECONDS = 0.05  # the same, if rank 0 has just asked joiners whether they still run
 _STORE_SECONDS = 2.0  # timeout of requests to the store; short, because all ranks wait for rank 0
 _MOST_AT_ONCE = 1000  # joiners that are admitted together
-_numbers = itertools.count(1)  # numbers the calls of elastic functions in this process
+_numbers = itertools.count(1)  # numbers this process's calls of functions that `run` returned
 
 
 class WorldChange(BaseException):
@@ -175,7 +175,7 @@ class _Run:
         self._next_look, self._at_once = 0.0, _MOST_AT_ONCE
 
     def run(self, train: Callable[[], T]) -> T:
-        """Join the job, run rounds until one is complete, and close the join queue; the group stays open."""
+        """Join the job, run rounds until one is complete, and drop the connection to the join queue."""
         if not is_initialized():
             self._join()
         try:

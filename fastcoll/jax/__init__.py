@@ -48,7 +48,7 @@ def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, toke
 
     Raises:
         UsageError: a wrong argument; raised while JAX traces the call, because shapes are known then.
-        NotInitializedError: there is no world, or the group was destroyed.
+        NotInitializedError: there is no default group, or the group was destroyed.
         jax.errors.JaxRuntimeError: an error of the running program (calls that differ between ranks, a dead rank, a
             timeout), with the text of fastcoll's error. It is raised where the caller waits for the program's results.
             If JAX does not run the program asynchronously but at once, a ValueError is raised instead.
@@ -245,10 +245,10 @@ def create_token() -> Any:
 
 
 def clear_errors() -> None:
-    """Forget the errors of calls without a token, after waiting for all such calls of this thread.
+    """Wait for all calls of this thread without a token, then forget their errors.
 
-    JAX orders the calls of a thread. After a call has failed, no later call of the thread runs: each raises the first
-    error. After a MismatchError, which leaves the group usable, call this function on all ranks, between two programs.
+    JAX orders these calls. After one has failed, JAX runs no later one: each raises the error of the first. A
+    MismatchError leaves the group usable; after it, call this function on all ranks, between two programs.
     """
     wait_for_effects()
     dispatch.runtime_tokens.clear()

@@ -60,7 +60,7 @@ class Site:
 
     @property
     def traits(self) -> CallKind:
-        """The properties of the calls of this name."""
+        """The properties that this call shares with all calls of its kind."""
         return OFF_ROOT[self.kind] if self.off_root else KINDS[self.kind]
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ class Site:
 
 
 class CallKind(NamedTuple):
-    """The properties that all calls of one name share.
+    """The properties that all calls of one kind (`Site.kind`) share.
 
     Attributes:
         run: called with (group, site, inputs, output); carries the call out.
@@ -96,7 +96,7 @@ def own_tag(tag: int) -> int:
 def _recv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> None:
     status = site.status
     if status is not None:
-        np.copyto(out, ins[0])  # keep the elements beyond a shorter message
+        np.copyto(out, ins[0])  # elements beyond a shorter message keep these values
     group.p2p.recv_apart(out, site.src, own_tag(site.recv_tag), status)
     if status is not None:
         source, tag = group.ranks[status.source], status.tag - JAX_TAGS
@@ -109,7 +109,7 @@ def _sendrecv(group: ProcessGroup, site: Site, ins: list[Array], out: Array) -> 
     try:
         _recv(group, site, ins[1:], out)
     except BaseException:
-        with suppress(FastcollError):  # raise the error of the receive
+        with suppress(FastcollError):  # the error of the receive is raised instead
             sent.wait()
         raise
     sent.wait()

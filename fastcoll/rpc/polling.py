@@ -43,7 +43,7 @@ class Poller:
         self._links: dict[int, Link] = {}
         self._arming = threading.Lock()
         self._timer_runs = False
-        self._after = (ctypes.c_long * 4)(0, 0, 0, timer_nanoseconds)  # struct itimerspec; the timer fires once
+        self._after = (ctypes.c_long * 4)(0, 0, 0, timer_nanoseconds)  # struct itimerspec: fires once
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timer: int = _libc.timerfd_create(1, os.O_NONBLOCK | os.O_CLOEXEC)
         for descriptor in (self._wake, self._timer):
