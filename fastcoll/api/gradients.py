@@ -3,8 +3,8 @@
 It works like torch's DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
 Parallel Training", VLDB 2020). The first bucket has the gradients of the last parameters, because these are computed
 first. All ranks start to reduce the buckets in the same order. A rank starts a bucket as soon as the bucket's gradients
-are ready and all earlier buckets have been started.
-Error feedback (`travel`) is described by Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
+are ready and all earlier buckets have been started. Error feedback (`travel`) is described by Seide et al., "1-Bit
+Stochastic Gradient Descent", Interspeech 2014.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def all_reduce_multigpu(
 ) -> Any:
     """Reduce over all arrays of all ranks; every array gets the result.
 
-    Arrays are combined in the order of each rank's list, then in the order of the ranks. AVG divides by the number of
-    ranks, then by the number of arrays.
+    Each rank's arrays are combined in the order of its list, then the ranks' results in the order of the ranks. AVG
+    divides by the number of ranks, then by the number of arrays of a rank.
 
     Args:
         tensor_list: one array for each GPU; all have the same dtype and number of elements, all lists the same length.

@@ -2,10 +2,10 @@
 
 A context's id consists of the number of the worker that made it, its *maker*, in the upper bits, and a counter. The id
 is sent with calls. A worker that receives a new id makes its own Context with that id, which lasts until the maker
-leaves the context or dies. The maker records which workers have the context, because it must tell them when it leaves.
-It adds the workers that it calls itself; a worker that gets the id from a third worker announces itself to the maker.
-A call in a finished context may arrive late, and must not make a new Context. So each worker records the id of each
-maker's oldest open context (all before that are finished), and the ids of later contexts that are finished.
+leaves the context or dies. The maker records which workers have the context, because it ends their Contexts when it
+leaves. It adds the workers that it calls itself; a worker that gets the id from a third worker announces itself to the
+maker. A call in a finished context may arrive late, and must not make a new Context. So for each maker, a worker
+records the id of the oldest open context (all earlier ones are finished), and the ids of later ones that are finished.
 
 Each worker's part of a context has a Lamport *clock*. Each departure of a tensor increments the clock, and the time is
 sent with the tensor. The receiver sets its clock to that time, unless its clock is ahead. So if two tensors left a
