@@ -25,7 +25,7 @@ def send(
     """Send an array to rank `dst`; return when it has been received. A message to this rank itself is only buffered.
 
     Args:
-        tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
+        tensor: an array of any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
         group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
@@ -90,7 +90,7 @@ def isend(
     A message to this rank is buffered, as by `send`, and its Work is complete at once.
 
     Args:
-        tensor: any fixed-size dtype; the receiver's array has the same dtype and number of elements.
+        tensor: an array of any fixed-size dtype; the receiver's array has the same dtype and number of elements.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
         group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
@@ -143,7 +143,7 @@ def send_init(
     """Make an `isend` that can be started repeatedly; each `start` of the Request sends a message.
 
     Args:
-        tensor: any fixed-size dtype; each message has the values at the time of its start.
+        tensor: an array of any fixed-size dtype; each message has the values at the time of its start.
         dst, group_dst: the receiver, as a global rank or as a rank in the group; give one.
         group: from `new_group`; None: the default group. On a rank outside it the call warns and returns None.
         tag: 0 to 2**31 - 1; only a receive with the same tag, or with ANY_TAG, takes the message.
@@ -329,8 +329,8 @@ def waitany(works: Sequence[Work]) -> int:
         works: from `isend`, `irecv` and calls with async_op=True.
 
     Raises:
-        UsageError: `works` is empty, a Work's callback calls this function, or the ended operation failed with it.
-        GroupError: the ended operation failed with it.
+        UsageError: `works` is empty, a Work's callback calls this function, or the operation that ended has failed.
+        GroupError: the operation that ended has failed.
     """
     if not works:
         raise UsageError("waitany: there is no operation; give at least one Work")
@@ -391,7 +391,7 @@ class P2POp:
         post: Callable[..., Work]
         arguments: tuple[Any, ...]
         if is_message(x, rank, tag, g.size):
-            post = g.fast.isend if sends else g.fast.irecv  # they check the arguments once more
+            post = g.fast.isend if sends else g.fast.irecv  # these check the arguments once more
             arguments = x, rank, tag
         else:
             ready = g.p2p.ready_isend if sends else g.p2p.ready_irecv

@@ -80,7 +80,7 @@ class Sampler:
         """
         if (state["n"], state["batch"]) != (self._n, self._batch):
             raise UsageError(
-                f"a sampler of {self._n} samples in steps of {self._batch} cannot go on where one of {state['n']} in "
-                f"steps of {state['batch']} was"
+                f"a sampler of {self._n} samples in steps of {self._batch} cannot load the state of a sampler of "
+                f"{state['n']} samples in steps of {state['batch']}"
             )
         self.epoch, self.position = state["epoch"], state["position"]

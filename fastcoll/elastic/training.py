@@ -264,7 +264,7 @@ class _Run:
         """
         if groups.world.rank not in ranks:
             return AbortedError(f"joiners cannot take part: {what}", ranks)
-        return UsageError(f"this joiner is not where the ranks of the job are: {what}")
+        return UsageError(f"this joiner is at another point of the program than the ranks of the job: {what}")
 
     def _shrink(self, error: GroupError) -> None:
         """Continue from the last commit with the ranks that are left."""

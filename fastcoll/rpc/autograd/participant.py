@@ -218,7 +218,7 @@ def take(context: int, id: int, message: int, gradient: Any) -> None:
     """Take the gradient of the tensor that left this worker in the message with this number."""
     part = participant().contexts.get(context).passes.get(id)
     if part is None:
-        raise AbortedError("the backward pass is over here")
+        raise AbortedError("the backward pass is over on this worker")
     part.take(message, gradient)
 
 
