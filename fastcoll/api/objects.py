@@ -212,7 +212,9 @@ def recv_object_list(
     sizes = np.empty(len(object_list), np.int64)
     sender = g.p2p.recv_objects(sizes, peer)
     if (sizes == _FAILED).any():
-        raise UsageError(f"rank {g.ranks[sender]} could not send its objects; the error that it raised says why")
+        raise UsageError(
+            f"rank {g.ranks[sender]} could not send its objects; the error on that rank says why"
+        )
     data = _room(sizes.sum())
     g.p2p.recv_objects(data.view(np.uint8), sender)
     object_list[:] = map(_unpack, _cut(data, sizes))
