@@ -1,10 +1,10 @@
 """Waiting for MPI's requests, and the meeting that begins every collective over MPI.
 
-Waits are compiled. They return at least every 50 ms, so that Python looks at signals, peers and the clock. In the
-meeting, each rank sends every other rank a *row* that describes its call: 40 bytes and, if the rank's data is small,
-this data. Rows are sent and received by persistent requests. These can be cancelled, and show which ranks' rows have
-not arrived; a collective operation of MPI can do neither. MPI lets a message be shorter than the receive buffer, so one
-receive request matches rows of any size.
+Compiled code waits for requests. It returns at least every 50 ms, so that Python can check signals, peers and the
+clock. In the meeting, each rank sends every other rank a *row*: 40 bytes that describe its call and, if its data is
+small, the data. Rows are sent and received by persistent requests, not by a collective operation of MPI, because
+requests show which ranks' rows have not arrived. MPI lets a message be shorter than the receive buffer, so one receive
+request matches rows of any size.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from ...record.recorder import GroupRecorder
 from . import compiled as c
 from .library import MpiLibrary
 
-_BUDGET = 50_000_000  # ns after which a wait returns so that Python looks at signals, deadlines and peers
-_SERIAL_BUDGET = 1_000_000  # the same if one lock serialises all threads that use MPI
-_LOOK_EVERY = 0.05
-# Sweeps over the requests before a thread yields, and before it sleeps; a sweep takes about 0.2 us. With more ranks
-# than cores, a spinning rank would occupy the core of a rank that it waits for.
+_BUDGET = 50_000_000  # ns after which a wait returns, so that Python checks signals, deadlines and peers
+# The same if one lock serialises all calls of MPI (library.py); it is shorter because other threads wait for the lock.
+_SERIAL_BUDGET = 1_000_000
+_LOOK_EVERY = 0.05  # seconds between two calls of `look` with this shorter budget
+# How many sweeps over the requests a thread does before its first yield, and how many yields before its first sleep. A
+# sweep takes about 0.2 us. If there are more ranks than cores, a spinning rank would occupy the core of a rank for
+# which it waits.
 _DEDICATED, _OVERSUBSCRIBED = (300, 1000), (0, 200)
 
 _abandoned: list[Any] = []
-"""Requests that no thread waits for, and the memory that they read or write: MPI may use it until it is finalized."""
+"""Requests for which no thread waits, and the memory that they use. MPI may access this memory until MPI_Finalize."""
 
 
 class Requests:
@@ -42,7 +44,8 @@ class Requests:
     `dedicated` is whether every rank of this host has a core of its own.
 
     Attributes:
-        address: of the table of the wait (compiled.py); changes when `load` or `reserve` enlarges it.
+        address: the address of the table of a wait (compiled.py); it changes when `load` or `reserve` enlarges the
+            table.
     """
 
     def __init__(self, library: MpiLibrary, dedicated: bool) -> None:
@@ -60,7 +63,7 @@ class Requests:
         self._table[c.BELL] = 1
 
     def silence(self) -> None:
-        """Let the next wait last until a request is complete."""
+        """Undo `ring`: later waits do not return at once."""
         self._table[c.BELL] = 0
 
     def handles(self, requests: Sequence[Any]) -> list[int]:
@@ -75,14 +78,14 @@ class Requests:
             self.address = address_of(self._table)
 
     def load(self, handles: Sequence[int]) -> None:
-        """Set the requests to wait for; they must be active."""
+        """Set the requests for which `poll` waits. All of them must be active."""
         count = len(handles)
         self.reserve(count)
         self._table[c.SLOTS : c.SLOTS + count] = handles
         self._table[c.COUNT] = count
 
     def open(self) -> list[int]:
-        """Return the slots of the requests that are not complete."""
+        """Return the positions of the loaded requests that are not complete."""
         count = int(self._table[c.COUNT])
         return np.flatnonzero(self._table[c.SLOTS : c.SLOTS + count]).tolist()
 
@@ -105,7 +108,7 @@ class Requests:
         return code == DONE
 
     def pause(self, look: Callable[[], None]) -> None:
-        """Let other threads take the lock between two waits, and call `look` if 50 ms have passed."""
+        """Let other threads take the lock between two waits; call `look` at most every 50 ms."""
         self._yield_lock()
         if not self._library.serial or time.monotonic() - self._looked >= _LOOK_EVERY:
             self._looked = time.monotonic()
@@ -113,12 +116,16 @@ class Requests:
 
     def _yield_lock(self) -> None:
         if self._library.serial:
-            time.sleep(1e-5)  # else this thread takes the lock again before another one has woken up
+            # Without this sleep, this thread would take the lock again before a waiting thread has woken up.
+            time.sleep(1e-5)
 
     def finish(self, requests: Sequence[Any], look: Callable[[], None], mode: int, keep: Any = ()) -> None:
         """Wait until all requests are complete.
 
-        `look` is called every 50 ms. If it raises an error, the requests and `keep` are kept until MPI is finalized.
+        Args:
+            look: called every 50 ms. If it raises an error, the requests and `keep` are kept until MPI is finalized.
+            mode: see MODE in compiled.py.
+            keep: the memory that the requests use.
         """
         self.load(self.handles(requests))
         try:
@@ -132,34 +139,35 @@ class Requests:
 def abandon(requests: Sequence[Any], keep: Any = ()) -> None:
     """Keep requests and their memory until MPI is finalized.
 
-    MPI cannot cancel a request whose data a peer may be reading.
+    They cannot be freed earlier, because MPI cannot cancel a request while a peer may be reading its data.
     """
     _abandoned.append((list(requests), keep))
 
 
 ROOMS = (88, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
-"""Bytes of data that a row of each size has room for. An all_reduce, with the data in rows and without, takes:
+"""Rows have several sizes; these are the bytes of data for which each has room. Times of an all_reduce with its data in
+rows, and with its data moved after the meeting:
 
     us, 2-core AMD EPYC            1 KiB          16 KiB         64 KiB
     two ranks, MPICH 5.0.2         2.5 and 21     18 and 38      51 and 74
     two ranks, Open MPI 5.0.11     3.7 and 22     20 and 37      51 and 73
     four ranks                     12 and 118     43 and 178     86 and 232
 """
-MEETING_WORDS = c.LIMITS + len(ROOMS)  # maximum size of a context (compiled.py)
-_MOST_BYTES = 256 << 10  # maximum memory of a rank for the data in all ranks' rows
+MEETING_WORDS = c.LIMITS + len(ROOMS)  # words of the largest context (compiled.py)
+_MOST_BYTES = 256 << 10  # maximum memory that a rank has for the data in all ranks' rows
 
 
 class Prepared:
-    """The words of a call, prepared once for all calls with the same arguments and sizes.
+    """The table of a call (compiled.py), made once for all calls with the same arguments and sizes.
 
     Args:
-        code: the call word of core/signature.py.
+        code: the call word (core/signature.py), with the bit ON_GPU.
         sizes: bytes that the rank contributes, sends and expects.
-        finish: the words from FINISH on (compiled.py). If there are none, Python completes the call after the meeting.
+        finish: the table's words from FINISH on. If there are none, Python completes the call after the meeting.
 
     Attributes:
-        address: of the words of a call in compiled.py.
-        finishes: whether the compiled call completes the call without Python.
+        address: the address of the table.
+        finishes: whether compiled code completes the call, without Python.
     """
 
     def __init__(self, code: int, sizes: Sizes, rank: int, finish: Sequence[int]) -> None:
@@ -175,13 +183,13 @@ def row_sizes(ranks: int) -> list[int]:
 
 
 class RowExchange:
-    """The exchange of rows between a group's ranks, with a `tag` of its own.
+    """The exchange of rows between a group's ranks, in MPI messages with the tag `tag`.
 
     Attributes:
-        address: of the context of compiled.py.
-        room: maximum of bytes that a rank may attach to its row.
+        address: the address of the context (compiled.py).
+        room: the most bytes of data that a rank may attach to its row.
         rows: the rows of the current call, by group rank; the words of a row are ROW_... in compiled.py.
-        attached: the address of each rank's attached data.
+        attached: for each rank, the address in `rows` of the data attached to its row.
     """
 
     def __init__(
@@ -219,7 +227,7 @@ class RowExchange:
         return int(self._words[word])
 
     def end(self, how: str = "done") -> None:
-        """End the current call in the record; `how` is one of record.ENDS."""
+        """End the current call, and record how it ended: `how` is one of ENDS in record/record.py."""
         self._words[c.IN_PROGRESS] = 0
         self._record.end(self[c.CALLS], how)
 
@@ -229,7 +237,7 @@ class RowExchange:
         """Begin a call, and wait for all rows; return DONE or MISMATCH.
 
         Args:
-            near: whether MPI's collective operations can address this rank's arrays.
+            near: whether MPI's collective operations can address this rank's arrays (execution.py).
             attached: address and size of the data to attach, at most `room` bytes.
             look: called every 50 ms, as in Requests.finish.
         """
@@ -239,9 +247,9 @@ class RowExchange:
         return self.resume(code, lambda: c.meet.call(self.address | c.RESUMED, prepared.address), look)
 
     def resume(self, code: int, again: Callable[[], int], look: Callable[[], None]) -> int:
-        """Return the final status of a compiled call that has returned `code`.
+        """Call `again` until a compiled call that has returned `code` ends; return its last status.
 
-        `again` continues the compiled call.
+        `again` continues the compiled call. `look` is called between two such calls, as in Requests.finish.
         """
         try:
             while code == AGAIN:

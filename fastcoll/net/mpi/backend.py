@@ -1,10 +1,10 @@
-"""The backend of the ranks of an MPI job, through the MPI library that mpi4py has found.
+"""The backend for the ranks of an MPI job. It uses the MPI library that mpi4py finds.
 
 Each call begins with a meeting of its own, in which each rank sends every other rank a row that describes its call
-(agreement.py). MPI itself does not check that calls match; after the meeting, all ranks refuse a mismatch before MPI
-moves data. Then MPI moves the data, and our reducers combine it (execution.py); small data has already arrived in the
-rows. A synchronous call on small plain arrays that was prepared before is one compiled call. Waits return every 50 ms,
-so that Python looks at signals, the clock and the peers.
+(agreement.py). MPI itself does not check that the ranks' calls match. The meeting does: if the calls differ, every rank
+raises an error before MPI moves data. If they match, MPI moves the data, and our reducers combine it (execution.py);
+small data has already arrived in the rows. If a synchronous call on small plain arrays was prepared before, a single
+compiled call carries it out. Waits return every 50 ms, so that Python checks signals, the clock and the peers.
 
 A call on arrays in GPU memory does not match the same call on host arrays, and its data never travels in rows. Messages
 use the engine of p2p/ with a pipe over MPI (pipe.py).
@@ -48,7 +48,7 @@ from .pipe import INLINE_BYTES, MpiPipe
 
 _CLOSE_SECONDS = 5.0
 _NOTICE, _MEET, _MOVE, *_MAIL = range(1, 7)  # tags
-# An array that only one rank needs is attached to the rows, which go to all ranks, if it has at most this many bytes.
+# Rows go to all ranks. So an array that only the root needs is attached to a row only up to this many bytes.
 _LITTLE = 4 << 10
 
 
@@ -107,7 +107,7 @@ class MpiBackend(Backend):
         self._host = self._execution(HostMemory(gate.size))
         self._gpus: Execution | None = None
         room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
-        # For each kind in which a rank contributes one array: up to how many bytes the array is attached to the row.
+        # For each kind in which a rank contributes one array: the array is attached to the row up to this many bytes.
         self._most_attached = {
             name: little if kind.root == "dst" else room
             for name, kind in KINDS.items()
@@ -130,7 +130,8 @@ class MpiBackend(Backend):
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         """See Backend. After `take_gpus`, arrays may be on GPUs.
 
-        The call returns whether it was carried out, which is the same on all ranks; it may be False only on GPUs.
+        The call returns True if it was carried out. It returns False, on all ranks, if some rank's GPU cannot reduce
+        its arrays.
         """
         kind, outputs, inputs, op, root, parts = operation
         arrays = inputs or outputs
@@ -174,10 +175,10 @@ class MpiBackend(Backend):
         return call
 
     def _prepare(self, key: CallKey, how: Reducer | None) -> Prepared:
-        """Prepare the words that this rank sends in the meeting.
+        """Prepare a call: make its table (compiled.py).
 
-        If all data is attached to the rows, this includes words that describe how to finish the call. The key's
-        variant, its last field, is whether the arrays are on GPUs.
+        If all data is attached to the rows, the table also describes how to finish the call. The key's variant, its
+        last field, is whether the arrays are on GPUs.
         """
         kind, _, _, root, nbytes, _, on_gpu = key
         sizes = sizes_of(kind, self.gate.size, self.gate.rank, nbytes, root)
@@ -206,7 +207,7 @@ class MpiBackend(Backend):
     def _late(self) -> list[int]:
         """Return the group ranks whose rows have not arrived.
 
-        After the meeting, returns the other ranks that may still be in the call.
+        After the meeting, any rank may still be in the call: then this returns the other ranks that have not left.
         """
         if not self._moving:
             return self._meeting.late()
@@ -214,9 +215,9 @@ class MpiBackend(Backend):
         return [rank for rank in others if not self.monitor.has_left(rank)]
 
     def _mismatch(self, prepared: Prepared) -> Exception:
-        """Return the error for calls that differ. All ranks have found the mismatch.
+        """Return the error for calls that differ.
 
-        The group stays usable.
+        All ranks have found the mismatch and raise this error, so the group stays usable.
         """
         rows = self._meeting.rows[:, c.ROW_CODE : c.ROW_SHAPE + 1].tolist()
         heads = [(code & ~c.ON_GPU, shape) for code, shape in rows]
@@ -239,9 +240,9 @@ class MpiBackend(Backend):
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
 
     def _failed_call(self, error: BaseException) -> BaseException:
-        """Return the error to raise for an exception.
+        """Return the error to raise for an exception that has interrupted a call.
 
-        If the call has begun, this fails the group, since peers are still in the call.
+        If the call has begun, this also fails the group, because peers are still in the call.
         """
         if isinstance(error, self._library.MPI.Exception):
             error = AbortedError(f"{self._collective.doing()}: the MPI library reports: {error}")
@@ -254,7 +255,8 @@ class MpiBackend(Backend):
     def _at_once(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """Carry out a synchronous call that was prepared before, unless other calls are queued.
 
-        Returns False if the caller has to take the general path, as it always has without MPI_THREAD_MULTIPLE.
+        Returns False, with nothing done, if the caller has to take the general path; without MPI_THREAD_MULTIPLE, this
+        is always so.
         """
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.finishes or self._library.serial or not self.gate.is_clear():
@@ -263,7 +265,7 @@ class MpiBackend(Backend):
         return True
 
     def _carry_out(self, prepared: Prepared, out: Any, x: Any) -> None:
-        """Carry out a prepared call. The caller holds the turn."""
+        """Carry out a prepared call. The caller holds the gate's lock."""
         self.gate.check_usable()
         context, call = self._meeting.address, prepared.address
         try:
@@ -280,25 +282,29 @@ class MpiBackend(Backend):
     # ---- GPUs --------------------------------------------------------------------------------------
 
     def take_gpus(self, memory: Memory, current: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let `plan` accept dense arrays in GPU memory, which is `memory`.
+        """Let `plan` accept dense arrays in GPU memory.
 
-        The MPI libraries of all ranks must be CUDA-aware. `current` returns a context manager in which the GPU is
-        current; it is used by the threads that move messages.
+        The MPI libraries of all ranks must be CUDA-aware.
+
+        Args:
+            memory: how calls use the GPU's memory.
+            current: returns a context manager in which the GPU is the thread's current device. Threads that move
+                messages use it.
         """
         self._gpus = self._execution(memory)
         self.pipe.current = current
 
     @property
     def least_on_gpus(self) -> int:
-        """The number of bytes up to which messages must be in the host's memory."""
+        """The most bytes of a message that must be in host memory; a longer message may be in GPU memory."""
         return INLINE_BYTES
 
     # ---- the end -----------------------------------------------------------------------------------
 
     def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
-        # The current call has been aborted and ends soon; a call that this signal handler has interrupted
-        # cannot end before the handler returns.
+        # Wait for the current call, which has been aborted and ends soon. But if this is a signal handler that has
+        # interrupted the call, do not wait: the call cannot end before the handler returns.
         turn = not self.gate.is_inside() and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
         self.monitor.leave()
         self._record.close()

@@ -1,10 +1,10 @@
 """Compiled code of the MPI backend: waiting for requests, the meeting of a call, and complete calls with small data.
 
 In the meeting (agreement.py), each rank sends every other rank a row: the header of its call and, if its data is small,
-the data. Entries, the functions that Python calls, return a status, or minus the code of an MPI error. All state is in
-tables of words. This is the table of a wait, which sweeps over the requests, that is, tests each of them in turn:
+the data. *Entries* are the functions that Python calls. They return a status, or minus the code of an MPI error. All
+state is in tables of 8-byte words. A wait *sweeps* over its requests: it tests each of them in turn. It has this table:
 
-    0-8     back-off, as in kernels/waiting.py
+    0-9     back-off, and when the wait has used up its budget, as in kernels/waiting.py
     MODE    0: wait until all requests are complete, with back-off between sweeps; ANY: wait until one request is
             complete; the flag BUSY can be added to both: yield the core between sweeps, and never sleep
     TEST    address of MPI_Test
@@ -14,7 +14,8 @@ tables of words. This is the table of a wait, which sweeps over the requests, th
     STATUS  an MPI_Status (at most 24 bytes), which is never read
     SLOTS   the first slot. A slot has the address of the request's handle, or 0 once the request is complete
 
-This is the context of a group's meetings. If RESUMED is added to its address, the entry continues the current call:
+A group has one context for its meetings. An entry gets the context's address; if RESUMED is added to the address, the
+entry continues the current call. The context has these words:
 
     ROWS, STRIDE     address of the rows, and bytes of each
     SIZE, RANK       number of ranks in the group, and this process's rank
@@ -23,14 +24,14 @@ This is the context of a group's meetings. If RESUMED is added to its address, t
     TABLE, START     addresses of the table of the wait, and of MPI_Start
     NEAR             whether MPI's collective operations can address this rank's arrays (execution.py); once all rows
                      have arrived, whether they can on all ranks
-    SOURCE, ATTACHED the data attached to this rank's row: address and bytes
+    SOURCE, ATTACHED the data to attach to this rank's row: address and number of bytes
     HANDLES          address of the requests' handles: one receive for each peer; then, for each size of rows, one send
                      for each peer
     SOURCES          address of a table with the address of each rank's attached data
     RING, FINISHED   as in tcp/engine_layout.py
     LIMITS           the first of several words: how many bytes can be attached to a row of each size, ascending
 
-This is the table of a call. The row has copies of its first three words:
+Each prepared call has a table. Its first three words are copied into this rank's row:
 
     CODE, SHAPE, BALANCE     as in core/signature.py
     FINISH           how to complete the call when all rows have arrived
@@ -65,9 +66,9 @@ NO_FINISH, NOTHING, REDUCE, FROM_ROOT, FROM_ALL = range(5)  # NO_FINISH: Python 
 ROW_NUMBER, ROW_CODE, ROW_SHAPE, ROW_BALANCE, ROW_NEAR, ROW_PAYLOAD = range(6)
 HEAD_BYTES = 8 * ROW_PAYLOAD
 
-_TIMED_EVERY = 16  # the group's record has the time of one in this many calls
+_TIMED_EVERY = 16  # one in this many calls is timed in the group's flight record (record/)
 ON_GPU = 1 << 7  # in the word CODE: the arrays are on GPUs; the operation's number does not use this bit
-_CLOCK_EVERY = 32  # sweeps between two readings of the clock, which take 30 ns each
+_CLOCK_EVERY = 32  # sweeps between two readings of the clock; a reading takes 30 ns
 
 
 # ---- waiting: MPI moves most data only while it is called ---------------------------------------
@@ -77,7 +78,7 @@ _CLOCK_EVERY = 32  # sweeps between two readings of the clock, which take 30 ns 
 def wait(table):
     """Wait for the requests of a table.
 
-    Returns DONE, AGAIN after 50 ms, or minus the code of an MPI error.
+    Returns DONE; AGAIN after 50 ms, or if BELL is set; or minus the code of an MPI error.
     """
     mode = load_word(table, MODE)
     start = 0
@@ -127,9 +128,9 @@ def poll(address: Index) -> int:
 
 @inlined
 def _start(context, first, slot):
-    """Start a request for each peer.
+    """Start one request for each peer, from handle `first` on.
 
-    The requests are those from handle `first` on; this function stores them in the table's slots from `slot` on.
+    Stores the requests' handles in the slots of the wait's table, from `slot` on.
     """
     handles = load_word(context, HANDLES)
     table = load_word(context, TABLE)
@@ -144,7 +145,10 @@ def _start(context, first, slot):
 
 @kernel
 def _begin(context, call, source, nbytes):
-    """Begin to send this rank's row to all peers, and to receive theirs."""
+    """Begin to send this rank's row to all peers, and to receive the peers' rows.
+
+    The `nbytes` bytes at `source` are attached to this rank's row.
+    """
     row = load_word(context, ROWS) + load_word(context, STRIDE) * load_word(context, RANK)
     number = load_word(context, CALLS) + 1
     store_word(context, CALLS, number)
@@ -222,7 +226,7 @@ def _finish(context, call, out):
 
 @entry
 def meet(context: Index, call: Index) -> int:
-    """Do the meeting of a call. The context has the address of the data to attach."""
+    """Do the meeting of a call. SOURCE and ATTACHED of the context are the data to attach."""
     address = integer(context)
     plain = address & ~RESUMED
     return _meet(address, integer(call), load_word(plain, SOURCE), load_word(plain, ATTACHED))
@@ -230,7 +234,7 @@ def meet(context: Index, call: Index) -> int:
 
 @entry
 def carry_out(context: Index, call: Index, out: PyObject, x: PyObject) -> int:
-    """Carry out a call that has a FINISH.
+    """Carry out a call, including its meeting. Its FINISH must not be NO_FINISH.
 
     `out` and `x` are plain ndarrays. If FINISH is NOTHING, they are not read and may be any objects.
     """

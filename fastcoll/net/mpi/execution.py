@@ -1,20 +1,21 @@
 """The functions that carry out an operation after its meeting. EXECUTED has the function for each kind of operation.
 
 In the meeting of an operation (agreement.py), the ranks compare their calls. MPI's collective operations then move
-blocks, each an address and a number of bytes. Their counts and displacements have 31 bits, so a rank's blocks must be
-*near* one another, within 2 GiB of address space. If some rank's blocks are not, all ranks exchange messages of at most
-1 GiB instead. All ranks must choose the same way. So in the meeting, each rank publishes whether its blocks are near.
+blocks; a block is an address and a number of bytes. MPI's counts and displacements have 31 bits, so a rank's blocks
+must be *near* one another: within 2 GiB of address space. If some rank's blocks are not near, all ranks exchange
+messages of at most 1 GiB instead. All ranks must choose the same method, so each rank publishes in the meeting whether
+its blocks are near.
 
 Blocks on GPUs (gpu/cuda_aware_mpi.py) always travel in messages: all CUDA-aware libraries accept them in MPI_Isend and
 MPI_Irecv, but Open MPI's non-blocking collective operations access GPU memory like host memory and crash
-(https://github.com/open-mpi/ompi/issues/9845), and the blocking ones have no deadline.
+(https://github.com/open-mpi/ompi/issues/9845), and a wait in a blocking collective operation cannot have a deadline.
 
 MPI's reductions guarantee neither an order nor the same bits on all ranks, and do not support some of our dtypes and
-operations. So MPI only moves data, and our compiled reducers combine it in rank order. Each rank sends a small array to
-all ranks, and every rank reduces the same data. A larger array is cut into a slice for each rank; each rank receives
-its slice from all ranks, reduces it and sends the result to all (the direct algorithm of Rabenseifner 2004 for large
-arrays). So each rank sends and receives 2 (n - 1) / n times the array, as in a ring. Arrays of more than SEGMENT bytes
-are divided into segments, which are reduced one after the other.
+operations. So MPI only moves data, and our compiled reducers combine it in rank order. If the arrays are small, each
+rank sends its array to all ranks, and every rank reduces all of them. Larger arrays are cut into a slice for each rank.
+Each rank receives its slice of every rank's array, reduces these slices and sends the result to all ranks (the direct
+algorithm of Rabenseifner 2004 for large arrays). So each rank sends and receives 2 (n - 1) / n times the bytes of the
+array, as in a ring. Arrays of more than SEGMENT bytes are divided into segments, which are reduced one after the other.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .library import MpiLibrary
 LARGEST = 1 << 30
 """Maximum bytes of a message; MPI's counts go up to 2**31 - 1."""
 REACH = (1 << 31) - 1
-"""Maximum bytes from the beginning of the first near block to the end of the last."""
+"""Blocks are near if at most this many bytes lie between the beginning of the first one and the end of the last."""
 # Measured on a 2-core AMD EPYC (MPICH 5.0.2, Open MPI 5.0.11, one node). For 128 KiB, two ranks take 56 us if they
 # gather whole arrays, and 58 to 65 us if each reduces a slice. For 4 KiB, they take 20 us and 30 us. With four ranks,
 # gathering is faster for both sizes. 64 MiB take 7.4 ms in segments of 4 MiB, 7.9 ms in segments of 2 or 8 MiB, and 9.0
@@ -50,21 +51,21 @@ SEGMENT = 4 << 20
 _STEP = 1 << 20  # bytes that one compiled call reduces; Python handles signals between two such calls
 
 Block = tuple[int, int]
-"""Address and bytes."""
+"""An address and a number of bytes."""
 _NOWHERE: Block = (0, 0)
 
 
 class Memory(Protocol):
     """The memory of the host or of GPUs.
 
-    Every method except `blocks` and `reducer` blocks until it is complete.
+    `copy`, `scratch` and `fold` return only when their work is complete.
     """
 
     @property
     def on_gpu(self) -> bool:
         """Whether this is the memory of GPUs.
 
-        If it is, only MPI's messages may use its addresses, not functions of the host.
+        If it is, functions of the host, such as memmove, cannot use its addresses. MPI's messages can.
         """
 
     def blocks(self, arrays: Sequence[Any]) -> list[Block]:
@@ -74,15 +75,15 @@ class Memory(Protocol):
         """Copy the block `source` to `target`; the two are the same block or do not overlap."""
 
     def scratch(self, nbytes: int) -> tuple[int, Any]:
-        """Return the address of `nbytes` bytes, and the object that owns them.
+        """Return the address of `nbytes` bytes of scratch memory, and the object that owns them.
 
-        The next call may overwrite them.
+        The next call of `scratch` may return the same bytes again.
         """
 
     def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Any:
-        """Return the reducer for blocks like these; it has an attribute `itemsize`.
+        """Return the reducer for `blocks`, which are arrays of `dtype`; it has an attribute `itemsize`.
 
-        Returns None if such blocks cannot be reduced in this memory. Raises an error if `op` cannot reduce `dtype`.
+        Returns None if these blocks cannot be reduced in this memory. Raises an error if `op` cannot reduce `dtype`.
         """
 
     def fold(self, how: Any, target: int, sources: Sequence[int], nbytes: int) -> None:
@@ -129,7 +130,7 @@ class HostMemory:
 
 
 class Addressed(NamedTuple):
-    """An operation (core/operation.py): `takes` has the blocks of its outputs, `gives` those of its inputs."""
+    """An operation (core/operation.py), with blocks for its arrays: `takes` are the outputs, `gives` the inputs."""
 
     kind: str
     takes: Sequence[Block]
@@ -173,7 +174,7 @@ class Execution:
             self._keep = None
 
     def run_attached(self, call: Addressed, attached: Sequence[int]) -> None:
-        """Carry out a call on data that has arrived, in the meeting or by `_gathered`.
+        """Carry out a call whose data has arrived from all ranks, in the meeting or by `_gathered`.
 
         `attached` has the address of each rank's data.
         """
@@ -182,7 +183,7 @@ class Execution:
             if last:
                 self.memory.fold(call.how, call.takes[0][0], attached[:last], call.gives[0][1])
         elif call.kind != "broadcast":
-            # in a gather, only the root has targets
+            # In a gather, only the root has targets: elsewhere, `takes` is empty.
             for source, target in zip(attached, call.takes, strict=False):
                 self.memory.copy((source, target[1]), target)
         elif self.rank != call.root:
@@ -215,7 +216,7 @@ class Execution:
     def all_to_all(self, gives: Sequence[Block], takes: Sequence[Block], near: bool) -> None:
         """Send `gives[r]` to each rank r, and receive `takes[r]`.
 
-        Of all these blocks, only this rank's own two, `gives[rank]` and `takes[rank]`, may be the same.
+        `gives[rank]` and `takes[rank]` may be the same block. No other block of `takes` overlaps a block of `gives`.
         """
         own = self.rank
         if gives[own][0] and takes[own][0]:
@@ -242,7 +243,7 @@ class Execution:
             self.all_to_all([x] * self.size, takes, False)
 
     def scatter(self, call: Addressed, near: bool) -> None:
-        """Send each block of the root to its rank."""
+        """Send each of the root's blocks to the rank that it is for."""
         gives = call.gives or self._only(call.root, _NOWHERE)
         self.all_to_all(gives, self._only(call.root, call.takes[0]), near)
 
@@ -270,7 +271,7 @@ class Execution:
         self._requests.finish(posted, self._look, c.BUSY, (self._keep, self._scratch))
 
     def _vector(self, blocks: Sequence[Block]) -> list[Any]:
-        """Return blocks as the arguments of MPI's operations with a `v` in their names."""
+        """Return blocks as an argument of MPI's vector operations, such as MPI_Ialltoallv."""
         MPI = self._library.MPI
         base, end = _span(blocks)
         counts = [nbytes for _, nbytes in blocks]
@@ -280,9 +281,9 @@ class Execution:
     # ---- reductions ----------------------------------------------------------------------------------
 
     def all_reduce(self, call: Addressed, near: bool) -> None:
-        """Reduce x into the output of every rank, or in a `reduce` of the root only.
+        """Reduce all ranks' arrays into every rank's output; in a `reduce`, only into the root's.
 
-        The output may be x.
+        The output may be x, this rank's array.
         """
         how, x, out = call.how, call.gives[0], (call.takes or call.gives)[0]
         root = call.root if call.kind == "reduce" else None
@@ -299,9 +300,9 @@ class Execution:
             self.gather((target, nbytes), takes, root, True)
 
     def scan(self, call: Addressed, near: bool) -> None:
-        """Reduce the arrays of ranks 0..rank, or in an exscan of ranks 0..rank-1.
+        """Reduce the arrays of ranks 0..rank; in an exscan, those of ranks 0..rank-1.
 
-        The output of rank 0 of an exscan is unchanged. The output may be x.
+        In an exscan, rank 0's output is unchanged. The output may be x, this rank's array.
         """
         how, x, out, exclusive = call.how, call.gives[0], call.takes[0], call.kind == "exscan"
         if x[1] * self.size <= GATHERED:
@@ -349,9 +350,9 @@ class Execution:
         return [address for address, _ in takes]
 
     def _collected(self, gives: list[Block], room: int, near: bool) -> list[int]:
-        """Exchange blocks; return the addresses of the blocks for this rank.
+        """Send `gives[r]` to each rank r; return the addresses of the blocks for this rank.
 
-        The block from this rank to itself is used where it is.
+        Received blocks are stored at `room`. This rank's block for itself is not copied.
         """
         own, nbytes = gives[self.rank]
         takes = [(room + rank * nbytes, nbytes) for rank in range(self.size)]

