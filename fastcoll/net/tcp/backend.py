@@ -1,7 +1,7 @@
 """The backend of ranks on any hosts, over TCP connections between them.
 
-Each call is prepared once for its operation, dtype and sizes: this makes a plan, and the words that ranks compare. The
-engine (executor.py) carries out the call over the sockets; this file has the steps before and after it.
+Calls with the same operation, dtype and sizes are prepared once: this makes their plan, and the words that ranks
+compare. The engine (executor.py) carries out a call over the sockets; this file has the steps before and after that.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from .recovery_endpoint import TcpRecoveryEndpoint
 
 logger = logging.getLogger("fastcoll")
 _CLOSE_SECONDS, _SETTLE_MS = 5.0, 50
-# Idle sweeps before a thread sleeps: about 50 us if every rank has a core of its own.
+# A thread sleeps after this many sweeps in which nothing moved. _DEDICATED holds if every rank has a core of its own;
+# these sweeps take about 50 us.
 _DEDICATED, _OVERSUBSCRIBED = 50, 1
-_TRY = 1000  # ns that an idle sweep of messages takes
+_TRY = 1000  # ns that a sweep takes in which no message moves (mail_sweep.py)
 # When a peer has closed a connection, how long this rank waits for the reason, which arrives on another connection.
 _REASON_SECONDS = 2.0
 
@@ -75,7 +76,7 @@ class TcpBackend(Backend):
         The other arguments are those of ShmBackend.make.
 
         Args:
-            crowd: ranks that share the hosts' cores; None: the members.
+            crowd: the ranks that run on the hosts' cores; None: only the members.
 
         Raises:
             RendezvousError: two members cannot reach each other; the error names both, and the address.
@@ -104,7 +105,8 @@ class TcpBackend(Backend):
         self.route({})
         self._prepared: PreparedCalls[PreparedPlan] = PreparedCalls()
         self._collective = Collective(gate, self.monitor, self.context.head, self._late, self._gather)
-        self._releases_later = False  # `close` interrupted a call, which releases the connections at its end
+        # `close` was called during a call; this call will release the connections when it ends.
+        self._releases_later = False
 
     def route(self, near: Mapping[int, tuple[Pipe, int]]) -> None:
         """Send messages to some ranks through other pipes.
@@ -125,9 +127,9 @@ class TcpBackend(Backend):
     def _carry_out(
         self, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None = None, tags: int = 0
     ) -> int:
-        """Carry out a call. The caller holds the turn (`Gate.in_turn`).
+        """Carry out a call. The caller holds the gate's lock.
 
-        Returns DONE, or LATER if the array with all ranks' blocks overlaps the other array.
+        Returns DONE; or LATER, with nothing done, if the array that has all ranks' blocks overlaps the other array.
         """
         self.gate.check_usable()
         try:
@@ -140,7 +142,8 @@ class TcpBackend(Backend):
         except BaseException as error:
             if isinstance(error, GroupError) or self.context.in_progress:
                 self.interrupted(error, self.doing())
-                # If this rank returned early from a call that did not match, a peer may have left because of that.
+                # If this rank returned early from an earlier call, and that call did not match, a peer may have left
+                # because of the mismatch. Then the mismatch is the error to raise.
                 if isinstance(error, GroupError) and self.context[words.DIFFERS]:
                     engine.settle.call(self.context.address, _SETTLE_MS)
                     if cause := self._earlier_mismatch():
@@ -172,7 +175,7 @@ class TcpBackend(Backend):
     def _connect(self, prepared: PreparedPlan, timeout: float | None) -> None:
         """Allocate memory, and connect to all peers of the plan.
 
-        Done once, before the first call, by the thread that holds the turn.
+        Done once, before the first call with this plan. The caller holds the gate's lock.
         """
         self.context.make_room(prepared)
         limit = self.gate.timeout if timeout is None else timeout
@@ -181,7 +184,7 @@ class TcpBackend(Backend):
         peers = {*self.context.met, *prepared.peers}
         missing = [peer for peer in sorted(peers) if (self.context.fds[peer] < 0).any()]
         self._mesh.dial_data(missing, limit)
-        # First the peers that this rank dials: otherwise they could time out while they wait for its connection.
+        # Begin with the peers that this rank dials: otherwise, they could time out while they wait for this rank.
         for peer in sorted(peers, key=lambda peer: (peer < self.gate.rank, peer)):
             for stream in range(self.context.streams):
                 if self.context.fds[peer, stream] >= 0:
@@ -207,7 +210,7 @@ class TcpBackend(Backend):
     def _resume(
         self, code: int, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None
     ) -> None:
-        """Continue a call to its end after the engine has returned before that.
+        """Continue a call to its end, after the engine has returned `code` before the call was complete.
 
         Raises an error if the call cannot complete.
         """
@@ -223,7 +226,8 @@ class TcpBackend(Backend):
             number, heads, notes = self.context.heads()
             engine.after_mismatch.call(self.context.address)
             notes[self.gate.rank] = self.gate.refusal
-            with_headers = notes if self.gate.size <= MEET_RANKS else None  # else ranks gather the texts
+            # In larger groups, headers carry no texts: `mismatch` gathers them.
+            with_headers = notes if self.gate.size <= MEET_RANKS else None
             raise self._collective.mismatch(number, heads, prepared.sizes, notes=with_headers)
         peer, doing = self.context[words.PEER], self.doing()
         if code == GARBLED:
@@ -232,8 +236,8 @@ class TcpBackend(Backend):
                 "differ",
                 [self.gate.ranks[peer]],
             )
-        # GONE: the connection is lost. Raise the reason that the peer or another rank publishes. If none arrives, raise
-        # that the peer is lost.
+        # GONE: the connection is lost. Raise the reason that the peer or another rank publishes. If no reason arrives
+        # within _REASON_SECONDS, report the peer as lost, so that `decide` returns that as the error.
         waiting = f"{doing}, waiting for {self.monitor.name(peer)}"
         deadline = time.monotonic() + _REASON_SECONDS
         while code == GONE:
@@ -247,7 +251,7 @@ class TcpBackend(Backend):
     def _earlier_mismatch(self) -> MismatchError | None:
         """Return the error of an earlier mismatched call in which this rank returned early.
 
-        Returns None if no such call has a mismatch, or if not all its headers have arrived.
+        Returns None if there was no such call, or if some of its headers have not arrived.
         """
         if (found := self.context.take_earlier_heads()) is None:
             return None
@@ -262,9 +266,9 @@ class TcpBackend(Backend):
     def _late(self) -> list[int]:
         """Return the group ranks whose headers have not arrived.
 
-        If all have arrived, returns the ranks for which the plan waits. Leaves out a rank that has left, if its header
-        arrives through other ranks: either that rank had completed the call, or the rank that waits for it directly
-        reports that it had not.
+        If all have arrived, returns the ranks for which the plan waits. Leaves out a rank that has left if its header
+        arrives through other ranks. If that rank left before it had completed the call, the rank that waits for it
+        directly reports this.
         """
         waited_for = self.context.waited_for
         late = self.context.late_ranks()
@@ -272,7 +276,7 @@ class TcpBackend(Backend):
         return here or waited_for
 
     def _gather(self, everybody: Array, own: Array) -> None:
-        """Do an all_gather between two calls. The caller holds the turn."""
+        """Do an all_gather between two calls. The caller holds the gate's lock."""
         self.plan(Operation("all_gather", tuple(everybody), (own,)))()
 
     # ---- the operations ------------------------------------------------------------------------------
@@ -290,8 +294,8 @@ class TcpBackend(Backend):
         kind, outputs, inputs, op, root, parts = operation
         arrays = outputs if KINDS[kind].is_in_place else (*outputs, *inputs)  # in the order of plans/plan.py
         if kind == "refused" and self.gate.size <= MEET_RANKS:
-            # Ranks that returned early would not take part in another call that sends the text of the refusal, so
-            # headers carry it.
+            # The headers carry the text of the refusal. A second call could not gather the texts, because ranks that
+            # returned early from this call would not take part in it.
             outputs = arrays = (np.zeros(signature.NOTE_BYTES, np.uint8),)
             choose = plan_for
         dtype = arrays[0].dtype if arrays and kind != "refused" else None
@@ -321,8 +325,8 @@ class TcpBackend(Backend):
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """Carry out a call that was prepared before, unless other calls are queued.
 
-        Returns False if the caller has to take the general path. Only calls on this path may return early (meet.py):
-        others may be parts of a larger operation.
+        Returns False if the caller has to take the general path. Only calls carried out by this method may return early
+        (meet.py): other calls may be parts of a larger operation.
         """
         prepared = self._prepared.get(key)
         if prepared is None or not self.gate.is_clear():
@@ -337,8 +341,8 @@ class TcpBackend(Backend):
 
     def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
-        # The current call has been aborted and ends soon. A call that this signal handler has interrupted ends after
-        # the handler, and then releases the connections itself.
+        # Wait for the current call, which has been aborted and ends soon. But if this is a signal handler that has
+        # interrupted the call, do not wait: the call ends after the handler, and then releases the connections itself.
         inside = self.gate.is_inside()
         turn = not inside and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
         if turn and reason is None and not self.context.in_progress:
@@ -354,7 +358,7 @@ class TcpBackend(Backend):
     def _settle(self) -> None:
         """Wait until the peers have begun the calls in which this rank returned early.
 
-        Until then they need this rank's data, which is on its way.
+        Until then, the peers may need data that this rank has sent and that has not arrived.
         """
         wait, deadline = AGAIN, time.monotonic() + _CLOSE_SECONDS
         while wait == AGAIN and self.context.is_ahead and time.monotonic() < deadline:
@@ -365,7 +369,7 @@ class TcpBackend(Backend):
             logger.warning("%s", mismatch)
 
     def _release(self) -> None:
-        """Close the connections, which no call uses now."""
+        """Close the connections. Must not be called while a call uses them."""
         self._record.close()
         self._mesh.close()
         self.context.fds.fill(-1)

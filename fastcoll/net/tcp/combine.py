@@ -1,10 +1,11 @@
 """The meeting of more than 16 ranks: headers are combined on their way, so each rank sends and receives few bytes.
 
-A combination is a header with the call word and shape of one of the ranks, the sum of all balances (core/signature.py;
-0 if all sizes match), and whether any two headers differ. The plan of the exchange is in plans/circulant.py:
-ceil(log2 n) rounds of one header each, after which every rank has a combination of all headers. If it shows that the
-calls do not match, ranks then exchange all headers unchanged, so that each rank can name the calls of all. In such
-groups, every call waits for all ranks, and nothing is attached to headers.
+A *combination* of several ranks' headers is itself a header. It has the call word and shape of one of these ranks, the
+sum of their balances (core/signature.py), and whether any two of their headers differ. The plan of the exchange is in
+plans/circulant.py: in each of ceil(log2 n) rounds, a rank sends one header. Then every rank has a combination of all
+headers, whose balance is 0 if all sizes match. If it shows that the calls do not match, the ranks exchange all headers
+unchanged, so that each rank's error can name the calls of all ranks. In groups of more than 16 ranks, every call waits
+for all ranks, and nothing is attached to headers.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from .plans.circulant import COMBINED
 
 @kernel
 def combine(target, sources):
-    """Combine two headers, whose addresses are at `sources`.
+    """Combine two headers, whose addresses are at `sources`, into `target`.
 
-    Each may be a combination.
+    Each of the two may itself be a combination.
     """
     first, second = load_word(sources, 0), load_word(sources, 1)
     call, shape = load_word(first, w.HEAD_CALL), load_word(first, w.HEAD_SHAPE)

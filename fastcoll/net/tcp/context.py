@@ -22,12 +22,12 @@ BUDGET = 50_000_000  # ns after which the engine returns so that Python looks at
 
 
 class PreparedPlan:
-    """One call as the engine reads it, for any arrays of these sizes.
+    """A prepared call in the form that the engine reads. It serves for all arrays of the same sizes.
 
     Attributes:
-        address: of the words of engine_layout.py; valid while this object lives.
+        address: the address of the prepared call's words (engine_layout.py); valid while this object lives.
         call, shape: the call word and shape (core/signature.py).
-        sizes: bytes that this rank sends to each rank, and those that it expects from each.
+        sizes: the bytes that this rank sends to each rank, and the bytes that it expects from each rank.
         peers: the ranks with which the plan exchanges data.
         ready: whether this rank has connections with all these peers, and memory for the plan.
     """
@@ -44,7 +44,7 @@ class PreparedPlan:
         self.rows_of_a_phase = _longest_run(table[:, t.PHASE])
         self.reduces_of_a_phase = _longest_run(table[kinds == t.REDUCE][:, t.PHASE])
         self.sources = int(table[kinds == t.FOLD][:, t.PEER].max(initial=2))
-        # How many bytes each peer attaches to its header, of those that local rows of the plan read.
+        # How many bytes each peer attaches to its header: local rows of the plan read all of these bytes.
         operands = table[kinds == t.SOURCE][:, [t.BUFFER, t.OFFSET, t.NBYTES]]
         reads = np.concatenate([operands, table[kinds == t.COPY][:, [t.BUFFER2, t.OFFSET2, t.NBYTES]]])
         _, offsets, nbytes = reads[reads[:, 0] == t.FRAMES].T
@@ -65,7 +65,7 @@ class PreparedPlan:
         returns_early = bool(kind.root) and not kind.has_blocks and len(table) > 0 == len(moves)
         self._words[w.CAN_RETURN_EARLY] = returns_early and (call_shape.size == 2 or not attached.any())
         self._words[w.MOVES] = len(moves) > 0
-        has_split_array = kind.has_blocks and not kind.is_by_pair  # all blocks may be in one array
+        has_split_array = kind.has_blocks and not kind.is_by_pair  # one array may hold all ranks' blocks
         self._words[w.SPLIT_ARRAY] = (0 if kind.takes_blocks else 1) if has_split_array else -1
         self._words[w.BLOCK_BYTES] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self.address = address_of(self._words)
@@ -83,7 +83,7 @@ class NetContext:
     """The context of one rank, and typed access to the words that Python needs.
 
     Args:
-        backoff: idle sweeps before the thread sleeps.
+        backoff: the number of sweeps in which nothing moves before the thread sleeps.
         words: memory for the context, CONTEXT_WORDS zeros.
     """
 
@@ -144,7 +144,7 @@ class NetContext:
         return table
 
     def make_room(self, prepared: PreparedPlan) -> None:
-        """Enlarge the private tables to what a call needs."""
+        """Enlarge the context's tables to the sizes that a call needs."""
         for word, nbytes in (
             (w.PROGRESS, 16 * prepared.rows_of_a_phase * self.streams),
             (w.STAGING, 2 * IO_BYTES * prepared.reduces_of_a_phase * self.streams),
@@ -183,7 +183,7 @@ class NetContext:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether calls have skipped headers that are still unread."""
+        """Whether this rank has returned early from a call of which some header is still unread."""
         others = np.arange(self.size) != self.rank
         return self.size <= MEET_RANKS and bool((self._next[others] <= self[w.CALLS]).any())
 
@@ -196,7 +196,8 @@ class NetContext:
     def take_earlier_heads(self) -> tuple[int, list[tuple[int, int]], list[str]] | None:
         """Return what `heads` returns, for the first call with a mismatch that is not reported yet.
 
-        Marks the mismatch as reported. Returns None if there is none, or if not all headers of its call have arrived.
+        Marks the mismatch as reported. Returns None if there is no such call, or if some of its headers have not
+        arrived.
         """
         number, others = self[w.DIFFERS], np.arange(self.size) != self.rank
         if number == 0 or (self._next[others] <= number).any():

@@ -1,6 +1,7 @@
 """The words of a TCP group's private context and of a prepared call: int64 tables that the engine reads and writes.
 
-Only the thread whose call is in progress accesses them. The engine is executor.py.
+Only the thread whose call is in progress accesses them. The engine is executor.py. A word described as "address: ..."
+holds the address of a table with what follows; in a table "for each peer", the ranks' entries are in rank order.
 """
 
 from __future__ import annotations
@@ -15,39 +16,39 @@ from ...kernels.waiting import BACKOFF_WORDS
 RANK = 0
 SIZE = 1
 STREAMS = 2  # connections to each peer
-FDS = 3  # address: file descriptor of (peer, stream)
-CALLS = 4  # number of the last call begun
+FDS = 3  # address: for (peer, stream), the file descriptor
+CALLS = 4  # number of the last call that has begun
 STAGE = 5  # stage of the current call, see below
 FRAME = 6  # bytes from one frame (a header and its attached data) to the next, in the inbox
 OUTBOX = 7  # address of the frames to send, one for each rank
 INBOX = 8  # address of the frames received, one for each rank
 STAGING = 9  # address: bytes to be reduced, 2 * IO_BYTES for each stream of each REDUCE row of a phase
-BUFFERS = 10  # address: the address of each buffer of the plan
+BUFFERS = 10  # address: the addresses of the plan's buffers (plans/plan.py)
 POLLFDS = 11  # address: the argument of poll(2)
-PROGRESS = 12  # address: bytes moved and bytes reduced, for (row of the phase, stream)
-BUSY = 13  # address: for (peer, direction, stream), the last sweep in which a row used it
-SOURCES = 14  # address: operands of a reduction
+PROGRESS = 12  # address: for (row of the phase, stream), bytes moved and bytes reduced
+BUSY = 13  # address: for (peer, direction, stream), the last sweep in which a row used the connection
+SOURCES = 14  # address: the addresses of a reduction's operands
 PHASE, PHASE_END = 15, 16  # first row of the current phase, and of the next one
 PEER = 17  # the peer whose connection is lost, or that sent invalid data
 ERROR = 18  # why the connection is lost; an error of kernels/sockets.py
-BACKOFF_SWEEPS = 19  # idle sweeps before the thread sleeps in poll(2)
+BACKOFF_SWEEPS = 19  # after this many sweeps in which nothing moved, the thread sleeps in poll(2)
 SWEEP = 20  # number of the last sweep
-SINCE = 21  # when this call of the engine began, in ns
+SINCE = 21  # when Python last called the engine, in ns
 SENT, HAVE = 22, 23  # addresses: for each peer, bytes sent of its outbox, and bytes received into its inbox
-MEETING = 24  # address of the prepared call that combines all headers; 0: each rank sends to every other
-WAITING = 25  # how many pollfds, the first ones, are connections that the call waits for
+MEETING = 24  # address of the prepared call that combines all headers; 0: ranks exchange headers directly
+WAITING = 25  # how many pollfds, counted from the first, are of connections for which the call waits
 BACKOFF = 26  # the table of kernels/waiting.py
-# Calls that did not wait for all headers (meet.py):
+# The following words serve early-return calls, which do not wait for all headers (meet.py).
 # Address: for each peer, the number of the first call whose frame is not consumed.
 NEXT = BACKOFF + BACKOFF_WORDS
 RECORDS = NEXT + 1  # address: for each of the last calls, the call word and shape of each rank
-SYNCHRONISING = NEXT + 2  # 0: the current call returns early, and needs only the frames that have data for it
+SYNCHRONISING = NEXT + 2  # 0: the current call returns early; it needs only the frames that have data for it
 DIFFERS = NEXT + 3  # number of the first call with a mismatch that is not yet reported; 0: none
-NOTES = NEXT + 4  # address: for each peer, the number of a refused call and the text of the refusal
+NOTES = NEXT + 4  # address: for each peer, the number of a call that it refused, and the text of the refusal
 LISTED = NEXT + 5  # how many pollfds there are
-# Addresses: where in each peer's outbox the call's frame begins and ends.
+# Addresses: for each peer, where in its outbox the call's frame begins and ends.
 BEGINS, ENDS = NEXT + 6, NEXT + 7
-STREAK = NEXT + 8  # how many calls in a row began within SOON after the one before
+STREAK = NEXT + 8  # how many calls in a row have begun soon (SOON, meet.py) after the call before
 RING = NEXT + 9  # address of the ring of the group's record (kernels/recording.py); 0: none
 FINISHED = NEXT + 10  # number of the last complete call
 BEGAN = NEXT + 11  # when the current call began, in ns
@@ -60,8 +61,8 @@ CALL, SHAPE = 0, 1  # see core/signature.py
 TABLE, ROWS = 2, 3  # address and length of the plan
 PAYLOADS = 4  # how many rows are PAYLOAD; they are the first ones
 REDUCER, CODE, ITEMSIZE = 5, 6, 7
-ATTACHED = 8  # address: bytes that each peer attaches to its header
-BALANCE = 9  # a hash of the sizes that this rank sends minus one of those that it expects (core/signature.py)
+ATTACHED = 8  # address: for each peer, bytes that it attaches to its header
+BALANCE = 9  # hash of the sizes that this rank sends, minus hash of those that it expects (core/signature.py)
 SPLIT_ARRAY = 10  # which of two arrays may hold the blocks of all ranks; -1: neither
 BLOCK_BYTES = 11  # bytes of each of these blocks
 CAN_RETURN_EARLY = 12  # whether the call may return before all headers have arrived (meet.py)
@@ -69,7 +70,7 @@ MOVES = 13  # whether anything is sent or received after the meeting
 PREPARED_WORDS = 14
 
 # ---- a header -----------------------------------------------------------------------------------------
-# after NUMBER, HEAD_CALL, HEAD_SHAPE and HEAD_BALANCE
+# These words follow NUMBER, HEAD_CALL, HEAD_SHAPE and HEAD_BALANCE; meet.py has their meanings.
 HEAD_ATTACHED, HEAD_DIFFERS = 4, 5
 
 # ---- stages -------------------------------------------------------------------------------------------

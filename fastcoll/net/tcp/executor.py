@@ -5,13 +5,13 @@
                     MEET --combined headers differ--> GATHER --all headers have arrived and Python has read them--> IDLE
 
 The engine returns to Python when it has waited for 50 ms without progress, or worked for 50 ms. It keeps its state in
-the context (engine_layout.py), and the next call of it continues from there.
+the context (engine_layout.py), and continues from there when Python calls it again.
 
-A plan (plans/plan.py) is a table of rows, such as a send or a receive, in phases. Phases run one after the other, and
-the rows of a phase concurrently. A sweep goes over the rows of the phase and moves what can be moved without waiting;
-rows of one connection and direction move one after the other. Received bytes are reduced as they arrive, IO_BYTES at a
-time, while they are in the cache. Large rows are divided among the streams, the connections to the peer, in the same
-way on both sides.
+A plan (plans/plan.py) is a table of rows; a row is, for example, a send or a receive. Rows belong to phases. Phases run
+one after the other, and the rows of a phase run concurrently. A *sweep* goes over the rows of the current phase and
+moves the bytes that can be moved without waiting. Rows that use one connection in the same direction move one after the
+other. Received bytes are reduced as they arrive, IO_BYTES at a time, while they are in the cache. Large rows are
+divided among the *streams*, which are the connections to one peer; both sides divide a row in the same way.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from .meet import (
 from .plans import plan as t
 
 IO_BYTES = 256 << 10  # maximum that one call of send or recv moves: half of a core's second-level cache
-# Rows of at least DIVIDED bytes are divided among the streams. Rows that move segments have up to 256 KiB.
+# Rows of at least DIVIDED bytes are divided among the streams. It is less than a segment's 256 KiB (plans/shape.py), so
+# that segments are divided.
 DIVIDED = 128 << 10
 _POLL_MS = 50
-# Failpoints, each the first of several numbers: the number of the operation is added.
+# Numbers of failpoints. Each is the number for operation 0; to hit a failpoint, the operation's number is added.
 _ENTER, _MET = number_of("tcp.OPERATION.enter"), number_of("tcp.OPERATION.after_meeting")
 _MID_CHUNK, _BEFORE_DONE = number_of("tcp.OPERATION.mid_chunk"), number_of("tcp.OPERATION.before_done")
 _AFTER_DONE = number_of("tcp.OPERATION.after_done")
@@ -72,9 +73,9 @@ def _address_of(c, row, buffer, offset):
 
 @inlined
 def _bound(d, nbytes, stream, streams):
-    """Return the offset in a row at which a stream's part of it begins.
+    """Return the offset in a row at which a stream's part of the row begins.
 
-    If the row consists of whole items, the part begins with a whole item.
+    If the row consists of complete items, so does each part.
     """
     if nbytes < DIVIDED:
         return 0 if stream == 0 else nbytes
@@ -300,9 +301,9 @@ def _meet(c, d, idle):
 
 @inlined
 def _note_arrays(c, d, table):
-    """Note the addresses of the arrays.
+    """Write the addresses of the arrays into BUFFERS.
 
-    Returns False if one of the two arrays holds the blocks of all ranks and overlaps the other.
+    Returns False if one of two arrays holds the blocks of all ranks and overlaps the other.
     """
     buffers, given = load_word(c, w.BUFFERS) + 8 * t.FIRST_ARRAY, word_at(table + LENGTH)
     for k in range(given):
@@ -389,9 +390,9 @@ def after_mismatch(context: Index) -> int:
 
 @entry
 def settle(context: Index, milliseconds: Index) -> int:
-    """Between two calls, read the headers that calls have skipped.
+    """Read the headers that early-return calls have skipped. Must be called between two calls.
 
-    Returns DONE when none are left, GONE, GARBLED, or AGAIN after it has waited for more of them.
+    Returns DONE when no header is unread, GONE, GARBLED, or AGAIN: call again, since headers have not arrived.
     """
     c = integer(context)
     status = read_unread_headers(c)

@@ -1,7 +1,8 @@
-"""The synchronous path of plain arrays over TCP: calls of sizes that were prepared before skip validation and planning.
+"""The fast path over TCP for synchronous calls on plain arrays: it skips validation and planning.
 
-Between two ranks, an all_reduce of 8 bytes takes 7.8 us on this path and 9.1 us on the general one (AMD EPYC). Messages
-of plain arrays of numbers have such a path, too.
+It carries out calls of which an equal one, with arrays of the same sizes, was prepared before. Between two ranks, an
+all_reduce of 8 bytes takes 7.8 us on this path and 9.1 us on the general one (AMD EPYC). Messages of plain arrays of
+numbers have a fast path, too.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def fast_calls(
 ) -> dict[str, Callable[..., Any]]:
     """Return fast functions that replace methods of a group over TCP.
 
-    A fast function passes calls that it cannot carry out to the group's method. `run` carries out the call that is
-    prepared for a key; it returns False if it has not done so.
+    A fast function passes calls that it cannot carry out to the group's method. `run` carries out the call that was
+    prepared for a key; it returns False if it has not carried it out.
     """
     gate, size = group.gate, group.size
 
@@ -83,8 +84,9 @@ def fast_calls(
 
 
 def folded(op: ReduceOp, size: int) -> ReduceOp:
-    """Return the operation that the engine applies.
+    """Return the operation that the engine applies for `op`.
 
-    For more than MEET_RANKS ranks it is SUM instead of AVG, because partial results are reduced again.
+    For AVG among more than MEET_RANKS ranks this is SUM, because partial results are reduced again. The caller then
+    divides the result.
     """
     return sum_for(op) if size > MEET_RANKS else op

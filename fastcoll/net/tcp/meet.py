@@ -8,46 +8,53 @@
     HEAD_ATTACHED   bytes that follow this header
     HEAD_DIFFERS    not 0 if this header combines others that differ (combine.py, for more than 16 ranks)
 
-A *synchronising* call waits for the headers of all ranks. All ranks compare the same headers, so either all of them go
-on or all raise, before any result is written. An *early-return* call waits only for the headers that carry data for it:
-the root of a small broadcast and the senders of a small reduce need none. The ranks that receive data synchronise. A
-call that is part of a larger operation always synchronises, because the calls after it are not made if it raises.
+A header and the data behind it are a *frame*. A *synchronising* call waits for the headers of all ranks. All ranks
+compare the same headers, so either all of them go on or all raise, before any result is written. An *early-return* call
+waits only for headers that carry data for this rank. The root of a small broadcast and the senders of a small reduce
+need no header, so they may return early; the ranks that receive data in these calls synchronise. A call that is part of
+a larger operation always synchronises, because a rank on which it raises does not make the operation's later calls.
 
-Each rank records what it called in every call. It reads skipped headers later and compares them with the record. If a
-call differed, and the headers of all ranks for it have been read, the next call to end reports the mismatch. That later
-call itself is carried out, so all ranks have always made the same number of calls. In a group of two, the
-receiver may return early as well, which only allows it to delay its header (below). If the headers differ, it
-synchronises.
+Each rank records the call word and shape of every call that it makes. It reads skipped headers later, and compares them
+with the record. If they differ, the rank reports the mismatch once it has read that call's headers of all ranks: at the
+end of the call that it then makes. This later call is carried out nevertheless, so all ranks have always made the same
+number of calls.
 
-How far a rank may run ahead. A call ends only when fewer than AHEAD headers of each peer are unread, so the record of a
-call still exists when its last header is read, and a mismatch is reported before its record is reused. Each rank sends
-each other rank a header in every call. So the unread bytes of a peer are at most AHEAD headers without data, and the
-data of frames that this rank still needs. Beyond what the sockets buffer, the sender blocks until the reader catches
-up.
+In a group of two, the receiver may return early as well. It still waits for the other rank's header, which carries the
+data; returning early only allows it to delay its own header (see "Piggybacked headers"). If the two headers differ, the
+receiver synchronises.
 
-Why no rank waits for ever. Consider a rank in the lowest call in progress. Ranks in later calls have passed all frames
-of that call to the kernel, except delayed headers (below), which no rank needs. A rank that waits keeps sending to all
-peers, and reads from each peer up to the frame of its own call, needed or not. So frames for a waiting rank are
-received, and frames from a waiting rank are sent as far as they are needed. All waiting is done in the engine, which
-checks the deadline and the peers.
+How far a rank may run ahead. A call ends only when fewer than AHEAD headers of each peer are unread. So the record of a
+call still exists when the call's last header is read, and a mismatch is reported before its record is reused. Each rank
+sends each other rank one header in every call, and a header that this rank may skip has no data behind it. So the
+unread bytes of a peer are at most AHEAD headers, and the data of frames that this rank still needs. If the sockets
+cannot buffer that much, the sender blocks until the reader catches up.
+
+Why no rank waits for ever. Consider a rank in the lowest-numbered call in progress. Ranks in later calls have passed
+all their frames of that call to the kernel, except delayed headers (see below), which no rank needs. A rank that waits
+keeps sending to all peers. It also reads each peer's frames up to the frame of its own call, even those that it does
+not need, so that the peer can go on sending. So every frame that a waiting rank needs is sent and received. Ranks wait
+only in the engine, which returns to Python regularly, and Python checks the deadline and the peers.
 
 Piggybacked headers. In a group of two, the receiver of an early-return call delays its header, which has no data, and
-sends it together with those of later calls. It does so if the next call is likely to follow soon: bytes of the peer's
-next frame have already arrived, or many calls have followed one another at once. Delayed headers are sent when the rank
-waits (after about 5 us), when PIGGYBACK_BYTES have accumulated, in a synchronising call, and in `settle`. So two ranks
-that broadcast in a row exchange one message a call, not two. When the series ends, the last headers stay until the next
-call. Only a peer that closes the group waits for them, and only for a limited time. It can do without them, because
-they only confirm that the calls matched: a rank that sees a mismatch synchronises, which sends its delayed headers.
+sends it together with those of later calls. It does so if another call is likely to follow soon: if bytes of the peer's
+next frame have already arrived, or if each of the last calls began soon after the call before. Delayed headers are sent
+when the rank waits (after about 5 us), when PIGGYBACK_BYTES have accumulated, in a synchronising call, and in `settle`.
+So two ranks that broadcast in a row exchange one message a call, not two. After the last broadcast, the delayed headers
+stay unsent until the next call. Only a peer that closes the group waits for them, and only for a limited time. It can
+do without them, because they only confirm that the calls matched: a rank that sees a mismatch synchronises, which sends
+its delayed headers.
 
 A peer that ends while this rank is ahead. If the peer dies or leaves, its connection breaks, and the next read or write
-fails. If the headers read by then differ, the mismatch is raised instead. A rank that closes the group first reads the
-headers that it skipped (`settle`): closing a connection with unread bytes discards bytes on their way to the peer.
+fails. If the headers that were read before differ, the mismatch is raised instead. Before a rank closes the group, it
+reads the headers that it skipped (`settle`), because closing a connection that has unread bytes would discard bytes on
+their way to the peer.
 
 How received bytes are assigned to calls. A peer's frames arrive in the order of its calls. NEXT is the call number of
 the first frame that has not been consumed, and HAVE the number of bytes received of this frame and those behind it.
-After the meeting, a plan (plans/plan.py) moves bytes without headers. A peer sends these only once it has received
-this rank's header of the same call. So if this rank's call has a plan to run, the meeting receives no bytes beyond the
-headers up to that call; otherwise it receives several small frames at once.
+After the meeting, a plan (plans/plan.py) moves bytes without headers. A peer sends the plan's bytes only after it has
+received this rank's header of the same call. So if the plan of this rank's call moves bytes, they may follow the peer's
+header at once, and the meeting receives nothing beyond that header. If it moves none, only further frames can follow,
+and the meeting may receive several small frames at once.
 """
 
 from __future__ import annotations
@@ -68,12 +75,13 @@ from .plans.shape import HEADER_BYTES
 PENDING = -1  # neither complete nor failed; PENDING - 1 means the same, and that nothing moved
 _PUBLISHED = number_of("tcp.OPERATION.after_publish")
 AHEAD = 64
-"""How many calls are recorded: enough for those that a rank makes while a peer on a shared core has no time slice."""
-_SPARE = 1024  # bytes that may be received beyond a frame where only further frames can follow
+"""How many calls a rank records. It can make that many while a peer on a shared core waits for its time slice."""
+_SPARE = 1024  # bytes that may be received beyond a frame if only further frames can follow it
 PIGGYBACK_BYTES = 15 * HEADER_BYTES  # maximum of delayed headers for each peer
-SEEN_EVERY = 16  # idle sweeps between two reads of headers that the call does not need
-# A call follows the one before at once if it begins within SOON ns of it. After _STREAK such calls in a row, the rank
-# expects another.
+# A waiting rank reads headers that its call does not need once in so many sweeps in which nothing moved.
+SEEN_EVERY = 16
+# A call begins soon after the call before if it begins within SOON ns. After _STREAK such calls in a row, the rank
+# expects another one.
 SOON, _STREAK = 20_000, 32
 
 
@@ -119,7 +127,7 @@ def _record(c, number):
 
 @kernel
 def write_headers(c, d, returns_early):
-    """Write this rank's header and attached data for each peer.
+    """Write this rank's header and attached data into each peer's outbox.
 
     If ranks exchange headers directly, this also writes the record of the call.
     """
@@ -164,16 +172,16 @@ def _next_call(c, peer):
 
 @inlined
 def _fits(c, peer):
-    """Whether the data that a peer's header announces fits into its frame."""
+    """Whether the data that a peer's header announces fits into the space for a frame."""
     attached = load_word(_header(c, peer), w.HEAD_ATTACHED)
     return attached >= 0 and attached <= load_word(c, w.FRAME) - HEADER_BYTES
 
 
 @inlined
 def _length_to_come(c, peer):
-    """The length of a peer's current frame as far as it is known.
+    """The length of a peer's current frame; until its header has arrived, the length of a header.
 
-    `_check` and `compare` reject impossible lengths.
+    An impossible length counts as that of a header, too; `_check` and `compare` reject it.
     """
     if load_word(load_word(c, w.HAVE), peer) < HEADER_BYTES or not _fits(c, peer):
         return HEADER_BYTES
@@ -236,7 +244,7 @@ def _check(c, peer):
 
 @inlined
 def _receive_limit(c, d, peer, call):
-    """Return how many bytes a peer's inbox may hold now."""
+    """Return how many bytes of a peer's frames the inbox may hold now; see the module's docstring."""
     end, before = _length_to_come(c, peer), call - _next_call(c, peer)
     if d != 0 and before == 0:
         end = max(end, HEADER_BYTES + load_word(load_word(d, w.ATTACHED), peer))
@@ -281,8 +289,8 @@ def _is_needed(c, d, peer):
 def _is_missing(c, d, peer):
     """Whether the call waits for a frame of a peer.
 
-    If the call needs the peer's frame, it waits for that; otherwise only for a frame whose record is about to be
-    reused.
+    If the call needs the peer's frame, it waits for that frame. Otherwise, it waits only for a frame of an earlier call
+    whose record is about to be reused.
     """
     call = load_word(c, w.CALLS)
     if _is_needed(c, d, peer):
@@ -299,7 +307,7 @@ def _has_unsent(c, peer):
 def _may_piggyback(c, peer):
     """Whether the call may delay all unsent bytes for the only peer.
 
-    It may if it returns early and these bytes are headers without data.
+    It may if it returns early and these bytes are at most PIGGYBACK_BYTES of headers without data.
     """
     if load_word(c, w.SYNCHRONISING) != 0 or load_word(c, w.SIZE) != 2:
         return False
@@ -310,7 +318,7 @@ def _may_piggyback(c, peer):
 
 @inlined
 def _is_ahead(c, peer, call):
-    """Whether a peer has begun its next call."""
+    """Whether a peer has begun the call after `call`."""
     return _next_call(c, peer) == call and load_word(load_word(c, w.HAVE), peer) > _length_to_come(c, peer)
 
 
@@ -378,7 +386,7 @@ def exchange(c, d, idle):
                 any_left |= _has_unsent(c, peer)
     if not any_left:
         return DONE
-    # With delayed headers, the sweep counts as idle: after some idle sweeps they are sent.
+    # With delayed headers, the sweep counts as one in which nothing moved: after some of these, the headers are sent.
     return PENDING if any_moved and not any_delayed else PENDING - 1
 
 
@@ -386,7 +394,7 @@ def exchange(c, d, idle):
 def _agrees(c, peer):
     """Whether a peer's header has the same call word and shape as this rank's.
 
-    In an early-return call, all headers must have the same.
+    In an early-return call, the headers of all ranks must have the same.
     """
     mine, theirs = _header(c, load_word(c, w.RANK)), _header(c, peer)
     return load_word(mine, w.HEAD_CALL) == load_word(theirs, w.HEAD_CALL) and load_word(
@@ -475,7 +483,7 @@ def read_unread_headers(c):
 def list_missing(c, d):
     """List the pollfds of the connections that the meeting waits for.
 
-    Behind them, lists the connections of peers that may be waiting for this rank to read.
+    Behind these, lists the connections of peers that may be waiting until this rank reads.
     """
     count = 0
     for needed in range(2):
