@@ -10,19 +10,21 @@ bytes. Words are little-endian; ranks check this when they open the connection.
     ATTACHED    bytes that follow            0                     0
 
 A message of up to EAGER bytes travels with its header. Of a longer message, the first EAGER bytes travel with the
-header, and the rest when the receiver has acknowledged with GO. The receiver sends GO as soon as it has an array for
-the message, so the rest moves from array to array without a buffer. If it has no array yet, it stores the attached
-bytes: at most WINDOW bytes of each peer, since a sender with WINDOW unacknowledged bytes attaches none. An ack with
-TAKEN or MISFIT ends a message. Messages are numbered from 1, separately in each direction.
+header, and the rest follows when the receiver has sent the ack GO. The receiver sends GO as soon as it has an array for
+the message, so the rest moves from array to array without a buffer. A receiver that has no array yet stores the bytes
+behind the header. It stores at most WINDOW bytes of each peer, because a sender that has WINDOW bytes without an ack
+attaches none to its next headers. An ack TAKEN or MISFIT (p2p/pipe.py) ends a message. Messages are numbered from 1,
+separately in each direction.
 
 There is one connection for both directions because a packet with data then also carries TCP's acknowledgement for the
 other direction. When 72 bytes travel to another process and back, each way takes 3.7 us with one connection, and 5.5 us
 with one connection for each direction; for 32 KiB it takes 4.8 and 7.4 us (Intel Xeon, Sapphire Rapids, Linux 6.18).
 
-Why neither side waits for ever. A rank that waits for an ack reads all frames that arrive, and stores messages that no
-receive matches, within the window. An ack cannot be sent in the middle of another frame: `send_ack` returns False and
-is called again. That other frame is either a message, which the peer reads because it waits for the ack, or a REST, for
-which the peer has an array. While an ack waits, this rank reads frames as before.
+Why neither side waits for ever. A rank that waits for an ack reads all frames that arrive. It stores the messages that
+no receive matches, which have at most WINDOW bytes. An ack cannot be sent in the middle of another frame: then
+`send_ack` returns False, and is called again later. The peer reads that other frame in any case: a message, because the
+peer waits for the ack and so reads all frames; or a REST, because the peer has an array for it. While an ack waits to
+be sent, this rank reads frames as before.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ MESSAGE, REST = 8, 9
 
 EAGER = 64 << 10
 WINDOW = 1 << 20
-STAGED = 8 << 10  # larger payloads are sent from the array, others copied behind their header
+STAGED = 8 << 10  # payloads up to this size are copied behind their header; others are sent from the array
 IO_BYTES = 256 << 10  # maximum that one system call moves: half of a core's second-level cache
 BUFFER = 2 * FRAME + STAGED  # bytes of the buffer for each direction
 VECTOR = VECTOR_BYTES
 
 GARBLED = -(1 << 21)  # the peer has sent an invalid frame; below every error of kernels/sockets.py
 
-# ---- words of the table, behind the back-off table, of which CLOCK and BUDGET are used -----------------
+# ---- words of the table; they follow a back-off table, of which CLOCK and BUDGET are used --------------
 BELL = BACKOFF_WORDS  # not 0: another thread wants the running kernel to return
 BELL_FD = BELL + 1  # an eventfd that wakes a thread in poll(2); written before BELL is set
 CHANNELS = BELL + 2  # address of the rows (see below), one for each rank
@@ -58,14 +60,14 @@ SIZE = BELL + 3
 RANK = BELL + 4
 NEXT_PEER = BELL + 5  # the rank to serve first, so that none starves
 SOURCE = BELL + 6  # in a receive from any rank, the sender plus 1; 0 until the sender is known
-BUSY = BELL + 7  # not 0: a thread drives the connections
+BUSY = BELL + 7  # the thread that drives the connections; 0: none
 SPIN = BELL + 8  # ns that a waiting thread polls before it sleeps
 SINCE = BELL + 9  # when the current wait began, in ns
 POLLFDS = BELL + 10  # address: the argument of poll(2)
 OWNERS = BELL + 11  # address: the peer of each pollfd
 # Not 0: operations are pending or the pipe is closing, so a blocking call must not take its compiled short cut.
 BEHIND = BELL + 12
-DEFERRED = BELL + 13  # the rank whose message was received and has no ack yet, plus 1; 0: none
+DEFERRED = BELL + 13  # the rank for which an ack is deferred (mail_kernels.py), plus 1; 0: none
 DEFERRALS = BELL + 14  # how many acks have been deferred
 FLUSHER_RUNS = BELL + 15  # not 0: the ack flusher runs, so acks may be deferred
 STOP = BELL + 16  # not 0: the ack flusher has to end
@@ -81,20 +83,21 @@ _BEFORE_ACK = number_of("tcp.message.before_ack")
 
 # ---- words of a row; there is one row for each peer --------------------------------------------------------
 FD = 0  # -1: there is no connection yet
-# Not 0: this rank can no longer send, or receive; the value is an error of kernels/sockets.py, or GARBLED.
+# OUT_GONE not 0: this rank can no longer send; IN_GONE not 0: it can no longer receive. The value is an error of
+# kernels/sockets.py, or GARBLED.
 OUT_GONE, IN_GONE = 1, 2
 IN_BUFFER = 3  # address: headers and small payloads received
 IN_HAVE, IN_USED = 4, 5  # bytes received into the buffer, and consumed
 
 OUT_BUFFER = 6  # address: the header of the frame being sent, and a small payload
-OUT_POSITION = 7  # bytes of the frame sent
-OUT_END = 8  # bytes of the frame; equal to OUT_POSITION when none is being sent
+OUT_POSITION = 7  # how many bytes of the frame are sent; an ack ahead of the frame counts as part of it
+OUT_END = 8  # bytes of the frame; equal to OUT_POSITION if no frame is being sent
 OUT_STAGED = 9  # how many bytes of the frame are in the buffer
-OUT_FROM = 10  # address of the payload
+OUT_FROM = 10  # address of the payload, minus the bytes of the ack ahead of the frame
 OUT_VECTOR = 11  # address: the vector for `send_both`
-SENDING = 12  # 1: a blocking send sends its message, 2: it sends the REST; 0: there is no blocking send
+SENDING = 12  # 1: a blocking send sends its message; 2: it sends the REST; 0: there is no blocking send
 SENT = 13  # number of the last message begun
-UNACKED = 14  # how many messages have neither TAKEN nor MISFIT yet
+UNACKED = 14  # how many messages to the peer have no ack TAKEN or MISFIT yet
 ACK_NUMBER, ACK_DECISION, ACK_NBYTES, ACK_KIND = range(15, 19)  # the last ack read
 
 IN_STAGE = 19  # see below
@@ -104,24 +107,27 @@ IN_NUMBER, IN_KIND, IN_NBYTES, IN_ATTACHED = range(22, 26)  # from the header of
 REST_NUMBER, REST_NBYTES = 26, 27  # from the header of the REST read last
 ASKING = 28  # not 0: a blocking receive has yet to send its GO
 ACK_FRAME = 29  # address: the ack being sent
-ACK_LEFT = 30  # bytes of it that are not sent yet
+ACK_LEFT = 30  # bytes of this ack that are not sent yet
 ACK_BEGUN = 42  # not 0: the caller that began this ack has not yet seen that it is sent
 WATCHED = 31  # how many posted receives may match a message of this peer; set from Python
 EXPECTED = 32  # how many RESTs have been requested; set from Python
 OWED = 33  # acks that wait for space; set from Python
 TAKING = 34  # number of the message that a blocking receive takes
-ALTERNATIONS = 35  # how many blocking receives in a row were at once followed by a send to the same peer
+ALTERNATIONS = 35  # how many blocking receives in a row were at once followed by a send to their sender
 ALTERNATIONS_NEEDED = 36  # acks are deferred once ALTERNATIONS has reached this number
-# An armed receive is a posted one that `advance` completes without the engine. ARMED_KIND is its tag and dtype; -1:
-# there is none, or its message has begun to arrive.
+# An armed receive is a posted receive that `advance` completes without the engine. ARMED_KIND is its tag and dtype; -1:
+# no receive is armed, or the message for it has begun to arrive.
 ARMED_KIND = 37
 ARMED_TO, ARMED_NBYTES = 38, 39  # the array of the armed receive
-# Number and kind of the message for the armed receive, if it has arrived and has no ack yet; number 0: there is none.
+# Number and kind of the message for the armed receive, if the message has arrived and has no ack yet; number 0: no
+# message is in this state.
 ARMED_NUMBER, ARMED_TAKEN = 40, 41
 ROW_WORDS = 48
 
-# IN_STAGE. The engine uses IDLE and ARRIVING, a blocking receive the first five, an armed receive IDLE and
-# ARMED_ARRIVING.
+# The stages of receiving (IN_STAGE). IDLE: no payload is arriving. ARRIVING: a message's attached bytes are arriving,
+# or, if the engine receives it, its REST. Only for a blocking receive: AWAITING_REST: the REST has not begun to arrive;
+# REST_ARRIVING: its bytes are arriving; ANSWERING: the message is complete, and its ack must be sent. Only for an armed
+# receive: ARMED_ARRIVING: the message's bytes are arriving.
 IDLE, ARRIVING, AWAITING_REST, REST_ARRIVING, ANSWERING, ARMED_ARRIVING = range(6)
 
 
@@ -150,7 +156,7 @@ def _write_ack(frame, number, decision, nbytes, kind):
 def _begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahead):
     """Begin to send the first `ahead` bytes of the buffer, and a frame behind them.
 
-    `payload` bytes at `address` follow the frame's header.
+    The `payload` bytes at `address` follow the frame's header.
     """
     frame = load_word(row, OUT_BUFFER) + ahead
     store_word(frame, TYPE, kind_of_frame | number << TYPE_BITS)
@@ -169,7 +175,7 @@ def _begin_frame(row, kind_of_frame, number, kind, nbytes, address, payload, ahe
 def begin_message(row, address, nbytes, kind, attached, with_ack):
     """Begin to send a message.
 
-    With `with_ack`, the ack of the message that was read last goes ahead of it.
+    With `with_ack`, the ack of the message that was read last is sent ahead of the new message.
     """
     store_word(row, SENT, load_word(row, SENT) + 1)
     store_word(row, UNACKED, load_word(row, UNACKED) + 1)
@@ -227,7 +233,7 @@ def send_ack(row, number, decision, nbytes, kind):
     an ack may finish it: `push` may already have sent the remainder ahead of a frame.
     """
     if load_word(row, OUT_GONE) != 0:
-        return True  # the peer has gone and needs no ack; its message is received all the same
+        return True  # the peer has gone and needs no ack; its message counts as received all the same
     frame = load_word(row, ACK_FRAME)
     if load_word(row, ACK_BEGUN) == 0:
         if is_entering(row):
@@ -328,7 +334,7 @@ def read_frame(row):
 def accept_payload(row, address, nbytes):
     """Consume the header that was read, and begin to receive its payload.
 
-    The `nbytes` bytes behind the header go to `address`; if that is 0, they are discarded.
+    The `nbytes` bytes behind the header go to `address`; if `address` is 0, they are discarded.
     """
     used = load_word(row, IN_USED) + FRAME
     there = min(nbytes, load_word(row, IN_HAVE) - used)
@@ -367,7 +373,7 @@ def pull(row):
 def is_for_armed(row):
     """Whether the header that was read matches the armed receive.
 
-    Also false while an earlier ack waits for space in the socket.
+    Returns False also while an earlier ack waits for space in the socket.
     """
     if load_word(row, IN_KIND) != load_word(row, ARMED_KIND) or load_word(row, OWED) != 0:
         return False
@@ -383,7 +389,9 @@ def take_armed(row):
     Returns whether the message has arrived and its ack is sent.
     """
     if load_word(row, IN_STAGE) == IDLE:
-        store_word(row, ARMED_KIND, -1)  # before the ack is sent: the peer may leave once it has the ack
+        # Before the ack is sent: the peer may leave once it has the ack, and a receive from a peer that has left fails
+        # if it is still armed.
+        store_word(row, ARMED_KIND, -1)
         accept_payload(row, load_word(row, ARMED_TO), load_word(row, IN_NBYTES))
         store_word(row, IN_STAGE, ARMED_ARRIVING)
     if load_word(row, IN_LEFT) > 0:

@@ -1,20 +1,19 @@
-"""The compiled functions by which Python moves messages over connections. They run without the GIL.
+"""The compiled functions by which Python moves messages over TCP connections. They run without the GIL.
 
 `m` is the address of a rank's table (mail_frames.py). Its word BUSY is the lock of the connections. `send` and
-`receive` carry out one blocking call; if the engine has to continue the call, they return with BUSY held. `post_send`
-and `post_receive` begin a posted operation. `begin`, `rest`, `accept` and `acknowledge` start transfers that `advance`
-then continues, for all peers at once. All return within 0.1 s.
+`receive` carry out one blocking call; if the engine (p2p/engine.py) has to continue the call, they return with BUSY
+held. `post_send` and `post_receive` begin a posted operation. `begin`, `rest`, `accept` and `acknowledge` start
+transfers that `advance` then continues, for all peers at once. All return within 0.1 s.
 
-Deferred acks. Where two ranks alternate (receive, then send to the same peer), a message follows each ack (TAKEN)
+Deferred acks. If two ranks alternate (each receives, then sends to the same peer), a message follows each ack TAKEN
 within a microsecond. After many alternations in a row, a blocking receive *defers* its ack, and the next send to that
 peer sends the ack ahead of its own frame: one system call and one packet instead of two. Any other operation on
-messages sends the deferred ack first. If the rank does nothing, the ack flusher, a thread (`flush_deferred`), sends it
-within 2 ms; then many more alternations must be seen before an ack is deferred again, so that this wait costs less than
-those alternations have gained. (The thread naps for 1 ms; with 0.1 ms, its wake-ups cost more than the acks.)
+messages sends the deferred ack first. If this rank starts no operation, a thread, the ack flusher (`flush_deferred`),
+sends the ack within 2 ms. After that, a rank defers an ack only after many more alternations, so that the 2 ms cost
+less than those alternations have gained. (The thread naps for 1 ms; with 0.1 ms, its wake-ups cost more than the acks.)
 
-A blocking send waits for its ack. While ranks alternate, no message arrives before that ack. If one does arrive, the
-peer has posted a message of its own, and the engine takes over, since it can store messages that no receive matches
-yet.
+A blocking send waits for its ack. While ranks alternate, no message arrives before that ack. If a message does arrive
+first, the peer has posted a send, and the engine takes over: the engine can store messages that no receive matches yet.
 """
 
 from __future__ import annotations
@@ -44,9 +43,10 @@ _SEND, _SENT = number_of("tcp.send.enter"), number_of("tcp.send.after_done")
 _RECEIVE, _RECEIVED = number_of("tcp.recv.enter"), number_of("tcp.recv.after_done")
 _POSTED_SEND, _POSTED_RECEIVE = number_of("tcp.isend.after_post"), number_of("tcp.irecv.after_post")
 _SOON = 20_000  # maximum ns from a receive to the next send for the two to count as an alternation
-# How many alternations are needed before an ack is deferred; the number grows each time the flusher had to send an ack.
+# How many alternations are needed before an ack is deferred. The number grows each time that a deferred ack is sent
+# alone, not ahead of a message.
 _FEWEST_ALTERNATIONS, _MOST_ALTERNATIONS, _GROWTH = 64, 1024, 4
-_IDLE_NAPS = 20  # naps of 1 ms without a deferred ack after which the flusher ends
+_IDLE_NAPS = 20  # the flusher ends after so many naps of 1 ms during which no ack was deferred
 
 
 @inlined
@@ -71,7 +71,7 @@ def _alternates(row):
 
 @kernel
 def _note_alternation(m, row, peer):
-    """Count an alternation, as a blocking send to `peer` begins.
+    """Update the number of alternations when a blocking send to `peer` begins.
 
     The send completes an alternation if it follows a receive from this peer at once.
     """
@@ -120,13 +120,16 @@ def _send_deferred(m):
 
 @entry
 def flush(mail: Index) -> int:
-    """Send the deferred ack, if any; the caller holds BUSY. Return AGAIN if it is not all sent, else DONE."""
+    """Send the deferred ack if there is one; return AGAIN if the ack is not completely sent, else DONE.
+
+    The caller holds BUSY.
+    """
     return DONE if _send_deferred(integer(mail)) else AGAIN
 
 
 @entry
 def flush_deferred(mail: Index, backoff: Index) -> int:
-    """Flush acks that stay deferred, until there was none for 20 ms or STOP is set.
+    """Send acks that stay deferred, until no ack was deferred for 20 ms, or STOP is set.
 
     `backoff` is the address of the back-off table (kernels/waiting.py) for the thread's naps.
     """
@@ -159,11 +162,11 @@ def flush_deferred(mail: Index, backoff: Index) -> int:
 def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
     """Send a contiguous array of `size` bytes, and wait for its ack.
 
-    Returns DONE, AGAIN, WORKED, OTHER, REFUSED or LATER; or NEEDS_FLUSHER: it is done, and the caller should start the
-    ack flusher. Must be called only while no other message to this peer is being sent or has no ack.
+    Returns DONE, AGAIN, WORKED, OTHER, REFUSED or LATER; or NEEDS_FLUSHER: the send is done, and the caller should
+    start the ack flusher. Must not be called while another message to this peer is being sent or waits for its ack.
     """
     m, peer = integer(mail), integer(dst)
-    # The last holder of BUSY may have left an unfinished message to the engine, which then sets BEHIND.
+    # BEHIND is set if the last holder of BUSY has left an unfinished message, which the engine continues.
     if not seize_unless(m + 8 * f.BUSY, m + 8 * f.BEHIND):
         return LATER
     row = row_of(m, peer)
@@ -225,7 +228,7 @@ def receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index)
     """Receive the next message into an array of `size` bytes, and acknowledge it.
 
     The source is a rank, or ANY. Returns -1 - sender when done, else AGAIN, WORKED, OTHER or LATER. If a receive from
-    ANY has found a sender but is not done, the word SOURCE holds the sender plus 1. Must be called only while no other
+    ANY has found a sender but is not done, the word SOURCE holds the sender plus 1. Must not be called while another
     message of the source is arriving.
     """
     m, peer = integer(mail), integer(src)
@@ -281,7 +284,7 @@ def _receive(m, row, peer, data, nbytes, kind):
         stage = load_word(row, f.IN_STAGE)
         if stage in (f.IDLE, f.AWAITING_REST):
             header = f.read_frame(row)
-            if header != 0 and header < f.MESSAGE:  # this rank waits for no ack
+            if header != 0 and header < f.MESSAGE:  # an ack, but this rank waits for none
                 store_word(row, f.IN_GONE, f.GARBLED)
             elif header != 0 and stage == f.IDLE:
                 if header != f.MESSAGE or not _begin_receive(row, data, nbytes, kind):
@@ -289,7 +292,7 @@ def _receive(m, row, peer, data, nbytes, kind):
                     return OTHER
                 continue
             elif header != 0:
-                # The requested REST; other messages may arrive before it.
+                # This should be the requested REST. If another message arrives first, the engine takes over.
                 left, number = nbytes - EAGER, load_word(row, f.TAKING)
                 wanted = load_word(row, f.REST_NUMBER) == number and load_word(row, f.REST_NBYTES) == left
                 if header != f.REST or not wanted:
@@ -325,8 +328,8 @@ def _receive(m, row, peer, data, nbytes, kind):
 def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) -> int:
     """Begin to send a small message of `size` bytes.
 
-    Returns twice the message's number, plus 1 if the event ENTERED is yet to come, and keeps BUSY; or returns -LATER.
-    Must be called only while no other operation for this peer is queued.
+    Returns twice the message's number, plus 1 if the event ENTERED is yet to come, and keeps BUSY. Returns -LATER if
+    nothing has begun. Must not be called while another operation for this peer is queued.
     """
     m, nbytes = integer(mail), integer(size)
     if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -345,7 +348,8 @@ def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Inde
 def post_receive(mail: Index, src: Index, tensor: PyObject, size: Index, word: Index) -> int:
     """Have `advance` receive the next message of a peer into a small array.
 
-    Returns ARMED and keeps BUSY; or returns LATER, if an earlier receive or a stored message may come first.
+    Returns ARMED and keeps BUSY. Returns LATER, with nothing done, if this is not possible, for example because an
+    earlier receive or a stored message may come first.
     """
     m, nbytes = integer(mail), integer(size)
     if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -368,9 +372,9 @@ def complete(mail: Index, handled: Index, peer: Index, number: Index) -> int:
     """Take BUSY and `advance`, beginning with `peer`.
 
     Completes a receive from this peer that `post_receive` has armed and, if `number` is not 0, a send to it that
-    `post_send` has begun. As in shm/ring_kernels.py, the peer's message arrives first, then the ack of this rank's
-    message. Returns the event, or NOT_MINE if another thread holds BUSY or has driven the connections since `handled`
-    was read.
+    `post_send` has begun. Expects the peer's message first, then the ack of this rank's message, as the function of the
+    same name in shm/ring_kernels.py does. Returns the event, or NOT_MINE if another thread holds BUSY or has driven the
+    connections since `handled` was read.
     """
     m = integer(mail)
     if not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
@@ -430,7 +434,7 @@ def rest(mail: Index, peer: Index, address: Index, nbytes: Index, number: Index,
 def accept(mail: Index, peer: Index, address: Index, nbytes: Index) -> int:
     """Begin to receive the bytes behind the header that was read last, at `address`.
 
-    If `address` is 0, they are discarded.
+    If `address` is 0, the bytes are discarded.
     """
     f.accept_payload(row_of(integer(mail), integer(peer)), integer(address), integer(nbytes))
     return DONE
@@ -438,9 +442,9 @@ def accept(mail: Index, peer: Index, address: Index, nbytes: Index) -> int:
 
 @entry
 def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index) -> int:
-    """Acknowledge a message of `peer` with the kind and size of its receive.
+    """Acknowledge a message of `peer`; `nbytes` and `kind` are those of the receiver's array.
 
-    Returns DONE, or AGAIN if the ack is not all sent.
+    Returns DONE, or AGAIN if the ack is not completely sent.
     """
     row = row_of(integer(mail), integer(peer))
     sent = f.send_ack(row, integer(number), integer(decision), integer(nbytes), integer(kind))

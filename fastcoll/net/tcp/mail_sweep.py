@@ -1,8 +1,8 @@
 """Functions that wait for connections, and that move the pending messages of all peers; mail_kernels.py calls them.
 
-A sweep goes over all peers, beginning with the one in the word NEXT_PEER. If it finds a frame that is already in a
-buffer, it handles this frame without a system call. Otherwise, one poll(2) returns the connections that are ready. An
-event (p2p/pipe.py) is something on which Python has to decide.
+A sweep goes over all peers, beginning with the peer in the word NEXT_PEER. If it finds a frame that is already in a
+buffer, it handles this frame without a system call. Otherwise, one poll(2) returns the connections that are ready. A
+function returns an *event* (p2p/pipe.py) when Python has to decide what to do next.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _wait(m, count, attempts):
 def idle(m, fd, wishes, gone, attempts):
     """Wait for one connection in a blocking call, as `_wait` does.
 
-    `gone` is not 0 if the connection is lost. Returns False if the caller has to return to Python.
+    `wishes` is what to wait for: READABLE, WRITABLE or both. `gone` is not 0 if the connection is lost. Returns False
+    if the caller has to return to Python.
     """
     if load_acquire(m + 8 * f.BELL) != 0:
         return False
@@ -77,8 +78,8 @@ def idle(m, fd, wishes, gone, attempts):
 def _wants_frame(row, watch_all):
     """Return whether to read the next frame of a peer.
 
-    This is the case if a posted receive may match a message, if an ack or the rest of a message (REST) is expected, or
-    if `watch_all` is set.
+    This is so if a posted receive may match the peer's next message, if an ack or the rest of a message (REST) is
+    expected, or if `watch_all` is set.
     """
     wanted = load_word(row, f.WATCHED) + load_word(row, f.EXPECTED) + load_word(row, f.UNACKED)
     return watch_all or wanted > 0
@@ -189,7 +190,7 @@ def _serve_in(row, watch_all):
 def _serve(row, ready, watch_all):
     """Serve both directions of a ready connection.
 
-    If sending gives an event, this does not receive; the next poll finds the connection ready again.
+    If sending gives an event, this function does not receive; the next poll finds the connection readable again.
     """
     sent = NOTHING
     if ready & ~READABLE and _wants_space(row):

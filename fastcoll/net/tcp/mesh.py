@@ -2,14 +2,14 @@
 
 There are three kinds of connection, each a TCP socket: CONTROL for notices that a rank leaves or fails; DATA for the
 bytes of collectives, one for each stream; MAIL for messages. (recovery_endpoint.py uses a fourth kind, RECOVERY.) A
-rank has a CONTROL connection with every peer with which it has any other. `make` makes those with all peers; in groups
-of more than 32 ranks, only those with the ranks at the distances 1, 2, 4, ... in both directions, along which failures
-spread.
+rank has a CONTROL connection with every peer with which it has a connection of another kind. `make` makes the CONTROL
+connections with all peers; in groups of more than 32 ranks, it makes only those with the ranks at the distances 1, 2,
+4, ... in both directions, along which notices of failures spread.
 
 Of two ranks, the lower one dials DATA. MAIL carries both directions, and is dialed by the rank that sends first. If
-both dial, the connection of the lower rank is used: while the lower rank dials, and once it has a connection, it closes
-any that the higher rank has dialed. Otherwise it confirms the higher rank's connection with one byte, and the higher
-rank does not use the connection before that byte arrives.
+both dial, they use the connection that the lower rank has dialed: the lower rank closes a connection that the higher
+rank has dialed if it is dialing itself, or if it already has a connection. Otherwise, the lower rank confirms the
+higher rank's connection with one byte, and the higher rank does not use the connection before that byte arrives.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ...store.opening import ConnectionKind, Opening
 from ...system.processes import Member, witnesses
 
 ALL_CONTROL = 32
-# A rank begins to listen before it publishes its address, and listens until it leaves the group, which it announces. So
-# a rank whose address refuses connections for this long without such a notice has died.
+# A rank begins to listen before it publishes its address. It listens until it leaves the group, and it sends a notice
+# when it leaves. So a rank whose address refuses connections for this long, and that has sent no notice, has died.
 _REFUSED_SECONDS = 2.0
 
 # How long a leaving rank waits for TCP's acknowledgements. A lost packet delays them by 0.2 s or more, and a stopped
@@ -71,8 +71,8 @@ def control_peers(rank: int, size: int) -> list[int]:
 class Mesh:
     """The sockets of one group, which `close` closes.
 
-    All ranks here are group ranks. Methods are thread-safe. One that blocks ends at its timeout, when the group
-    fails, or when the peer dies, and at most 50 ms after Ctrl-C.
+    All ranks here are group ranks. Methods are thread-safe. A method that blocks ends at its timeout, when the group
+    fails, when the peer dies, or at most 50 ms after Ctrl-C.
     """
 
     @classmethod
@@ -80,7 +80,7 @@ class Mesh:
         """Meet the other members of a group and connect with them; collective.
 
         Args:
-            store: the store with the prefix of this group.
+            store: a view of the store with this group's prefix for keys.
 
         Raises:
             UsageError: an interface does not exist, or the ranks name different numbers of them.
@@ -101,10 +101,10 @@ class Mesh:
         self.monitor.let_arrive = self._await_delivery
         self._roster: Roster | None = None
         self._made: dict[Key, socket.socket] = {}
-        self._dialing_mail: set[int] = set()  # higher ranks that this rank is dialing
+        self._dialing_mail: set[int] = set()  # the higher ranks that this rank is dialing for MAIL
         self._on_mail: OnMail = lambda peer, connection: None
-        self._sought: list[socket.socket] = []  # for recovery (recovery_endpoint.py)
-        self._seeking: dict[int, Dial] = {}  # by peer
+        self._sought: list[socket.socket] = []  # connections for recovery (recovery_endpoint.py)
+        self._seeking: dict[int, Dial] = {}  # dials for recovery that are not complete, by peer
         self._on_seek: Callable[[socket.socket], None] = lambda connection: None
         self._changed = threading.Condition()
         self._dialing = threading.Lock()
@@ -122,8 +122,8 @@ class Mesh:
     def data(self, peer: int, stream: int = 0, timeout: float | None = None) -> int:
         """Return the descriptor of a data connection.
 
-        The connection is nonblocking and carries both directions. It is made at its first use: both ranks must ask for
-        it within the timeout. Each stream is a connection of its own; streams use the interfaces in turn.
+        The connection is nonblocking and carries both directions. It is made when it is first asked for, which both
+        ranks must do within the timeout. Each stream is a connection of its own; streams use the interfaces in turn.
 
         Raises:
             GroupError: the peer died, left or did not arrive in time, or another program answers at its address.
@@ -131,9 +131,9 @@ class Mesh:
         return self._connection(ConnectionKind.DATA, peer, stream, timeout).fileno()
 
     def dial_data(self, peers: Sequence[int], timeout: float) -> None:
-        """Make the data connections with these peers that this rank dials, all at once.
+        """Make the data connections with those of `peers` that this rank dials, all at once.
 
-        Blocks and raises errors as `data` does.
+        This rank dials the higher ranks. Blocks and raises errors as `data` does.
         """
         streams = range(self.streams)
         keys = [
@@ -157,7 +157,7 @@ class Mesh:
     def mail(self, peer: int) -> socket.socket:
         """Return the connection for messages with `peer`; make it unless it exists.
 
-        The peer does not have to ask for it too.
+        The peer need not ask for the connection.
         """
         return self._connection(ConnectionKind.MAIL, peer, 0, None)
 
@@ -356,7 +356,7 @@ class Mesh:
         with self._sole_dialer(wait):
             if key not in self._made:
                 if peer not in self._control.peers:
-                    self._dial_control([peer], wait)  # the monitor needs it to notice the peer's end
+                    self._dial_control([peer], wait)  # by this, the monitor notices the peer's end
                 if kind is ConnectionKind.DATA:
                     self._dial([key], wait)
                 elif self.rank < peer:
@@ -381,7 +381,7 @@ class Mesh:
         self._make_connections([*dials], wait, lambda dial: self._made.update({dials[dial]: dial.connection}))
 
     def _dial_mail_up(self, key: Key, wait: Wait) -> None:
-        """Dial a higher rank, and close any connection that it dials meanwhile.
+        """Dial a higher rank; `_on_connection` closes any connection that the peer dials meanwhile.
 
         Does nothing if there is a connection already.
         """

@@ -27,19 +27,19 @@ from . import mail_frames as f
 from . import mail_kernels as kernels
 from .mesh import Mesh
 
-_BUDGET = 50_000_000  # ns that a kernel waits before Python looks at signals, deadlines and peers
+_BUDGET = 50_000_000  # ns after which a waiting kernel returns, so that Python checks signals and peers
 # When a peer has closed a connection, how long this rank waits for the reason, which arrives on another connection.
 _REASON_SECONDS = 2.0
 # With a send buffer of this size, bytes in flight between processes of one host stay in the caches: 64 MiB take 12.8 ms
-# instead of 16 to 18, and smaller messages as long as before (2-core AMD EPYC, Linux 6.18). For connections to other
-# hosts, the kernel tunes the size.
+# instead of 16 to 18, and smaller messages take as long as without it (2-core AMD EPYC, Linux 6.18). For connections to
+# other hosts, the kernel tunes the size.
 _LOCAL_SNDBUF = 256 << 10
 
 
 class TcpPipe(WordPipe):
     """The connections for the messages of one rank.
 
-    The mesh owns the sockets; close it after this.
+    The mesh owns the sockets. Call `retire` before the mesh is closed.
     """
 
     eager = f.EAGER
@@ -54,8 +54,8 @@ class TcpPipe(WordPipe):
         self._pollfds = np.zeros((2, size + 1), np.int64)
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
         self._lost: dict[int, float] = {}
-        # Guards new connections, and the descriptor of the bell, with which other threads wake the one that drives this
-        # pipe. Reentrant: a signal handler may interrupt the holder.
+        # Held while a connection is added, and while the bell's descriptor is used. With the bell, other threads wake
+        # the thread that drives this pipe. Reentrant: a signal handler may interrupt the holder.
         self._lock = threading.RLock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.table[waiting.BUDGET] = _BUDGET
@@ -138,8 +138,8 @@ class TcpPipe(WordPipe):
     def ring_bell(self) -> None:
         with self._lock:
             if self._bell >= 0:
-                # The word BELL is set last. Otherwise `silence_bell` could clear it before the descriptor is written,
-                # and a readable descriptor whose word is 0 keeps poll(2) from sleeping.
+                # BELL is set last. Otherwise, `silence_bell` could clear BELL before the descriptor is written. The
+                # descriptor would then stay readable while BELL is 0, and poll(2) would always return at once.
                 os.eventfd_write(self._bell, 1)
                 self.table[f.BELL] = 1
 

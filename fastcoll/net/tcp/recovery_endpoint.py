@@ -1,6 +1,6 @@
-"""The recovery endpoint over TCP: a rank publishes the port of its store to the survivors that ask its listener for it.
+"""The recovery endpoint over TCP: a rank sends the port of its store to the survivors that connect to its listener.
 
-It uses only the addresses at which the members of the group listen, so it works after the group has failed.
+It needs only the addresses at which the members of the group listen, so it works after the group has failed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...errors import RendezvousError
 from .mesh import Mesh
 
 _PORT = struct.Struct("!I")
-_SEEK_SECONDS = 0.05  # maximum of one call; the next call continues to make a connection that takes longer
+_SEEK_SECONDS = 0.05  # maximum time of one `seek`; if the connection takes longer, the next `seek` continues
 
 
 class TcpRecoveryEndpoint(RecoveryEndpoint):
-    """Sends the port to each rank that has asked for it, as soon as the port is known.
+    """Sends the port of this rank's store to each rank that has asked for it, as soon as the port is known.
 
-    Each rank that asks makes a connection for this, which the mesh closes.
+    Each rank that asks makes a new connection for this; the mesh closes these connections.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -54,12 +54,12 @@ class TcpRecoveryEndpoint(RecoveryEndpoint):
             if connection is not None:
                 self._asked[rank] = connection
             return None
-        except (OSError, RendezvousError):  # the next call asks again, if the rank lives
+        except (OSError, RendezvousError):  # the next `seek` asks again, and raises if the rank has ended
             return None
         return (self._mesh.address(rank), *_PORT.unpack(data)) if len(data) == _PORT.size else None
 
     def _arrived(self, connection: socket.socket) -> None:
-        """Answer a rank that asks, or queue its connection until the port is known.
+        """Send the port to a rank that asks, or keep its connection until the port is known.
 
         Called on the listener's thread.
         """

@@ -1,9 +1,9 @@
 """Rooted operations among many ranks: binomial trees for small data, and broadcasts of large arrays.
 
-Ranks are numbered from the root on. In step k of a reduction, a rank whose number is an odd multiple of 2**k has
-combined the arrays of itself and the 2**k - 1 ranks after it; it sends the result to the rank 2**k before it. In step k
-of a broadcast, the first 2**k ranks send to the ranks 2**k after them. Scattering runs the steps of a reduction
-backwards.
+Ranks are numbered from the root, which is number 0. Before step k of a reduction, a rank whose number is an odd
+multiple of 2**k has combined its own array and those of the next 2**k - 1 ranks. In step k, it sends the result to the
+rank whose number is 2**k lower. In step k of a broadcast, each of the first 2**k ranks sends to the rank whose number
+is 2**k higher. A scatter runs the steps of a reduction backwards.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def broadcast(shape: CallShape) -> Plan:
 def reduce(shape: CallShape) -> Plan:
     """Reduce in a binomial tree; each step moves the complete array.
 
-    Arrays of adjacent ranks are combined, in the order around the circle from the root on. In an ordered call they are
-    combined in rank order: rank 0 is the root of the tree, and sends the result to the root of the call.
+    Arrays are combined in the order of the numbers, which begins with the root of the tree. In an ordered call, the
+    root of the tree is rank 0, so this is rank order; rank 0 then sends the result to the root of the call.
     """
     rows, x, total = Rows(), (array(1), 0), shape.total
     head = 0 if shape.ordered else shape.root
@@ -65,9 +65,10 @@ def reduce(shape: CallShape) -> Plan:
 
 
 def chain(shape: CallShape) -> Plan:
-    """Send segments from rank to rank.
+    """Broadcast along a chain: each rank sends every segment on to the next rank.
 
-    Each link carries the array once. The last rank of the chain receives a segment n - 2 steps after the second one.
+    Each link carries the array once. The last rank of the chain receives a segment n - 2 steps after the second rank
+    has received it.
     """
     rows, number, complete = Rows(), _number(shape), Span(0, shape.total)
     segments = shape.segments([complete], 1)
@@ -84,8 +85,8 @@ def chain(shape: CallShape) -> Plan:
 def scatter_ring(shape: CallShape) -> Plan:
     """Scatter blocks down a binomial tree, then gather around the ring.
 
-    Takes log2 n + n/2 steps, and moves the array twice. By van de Geijn and others: see Thakur, Rabenseifner, Gropp,
-    IJHPCA 19 (2005).
+    Takes log2 n + n/2 steps, and moves the array twice. The algorithm is by van de Geijn and others: see Thakur,
+    Rabenseifner, Gropp, IJHPCA 19 (2005).
     """
     rows, blocks = _scattered(shape)
     locations = [(array(0), block.offset) for block in blocks]

@@ -53,7 +53,7 @@ class Cost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time that this takes on a network whose prices are those of `LAN`."""
+        """The time of this cost on a network whose prices are those of `LAN`."""
         return sum(count * price for count, price in zip(self, LAN, strict=True))
 
     def then(self, other: Cost) -> Cost:
@@ -102,9 +102,9 @@ def one_way(steps: float, messages: float, wire: float, touched: float) -> Cost:
 def in_pairs(c: Scale, rounds: int, wire: float) -> Cost:
     """Return the cost of `rounds` rounds, each of log2 n steps between partners.
 
-    2**k of the ranks take part, with the largest possible k. If ranks remain, there are
-    two more steps: before the rounds, each remaining rank sends its array to a rank that takes part; after the rounds,
-    it receives the result from that rank.
+    The number of ranks that take part is the largest power of two that is at most n. If ranks remain, there are two
+    more steps: before the rounds, each remaining rank sends its array to a rank that takes part; after the rounds, the
+    remaining rank receives the result from that rank.
     """
     steps = rounds * (c.n.bit_length() - 1)
     extra = 0 if c.n & (c.n - 1) == 0 else 2
@@ -169,8 +169,8 @@ def scattered(c: Scale, steps: int, messages: int) -> Cost:
 
 
 Algorithm = tuple[Callable[[CallShape], Plan], Callable[[Scale], Cost], int]
-"""The function that makes a rank's plan, the function that returns its cost, and in which calls of more than MEET_RANKS
-ranks the algorithm is considered: NEVER, FREE, ORDERED or ALWAYS."""
+"""The function that makes a rank's plan; the function that returns the algorithm's cost; and NEVER, FREE, ORDERED or
+ALWAYS: in which calls of more than MEET_RANKS ranks the algorithm is considered."""
 # FREE: in calls that may combine operands in any order; ORDERED: in calls that must combine them in rank order.
 NEVER, FREE, ORDERED = 0, 1, 2
 ALWAYS = FREE | ORDERED

@@ -1,14 +1,16 @@
 """Reductions and gathering in log2 n rounds for any n, with the least traffic.
 
-Ranks form a circle. In a round of gathering, a rank has h blocks: its own and those of the h - 1 ranks after it. It
-receives the next h blocks from the rank h further. To reduce and scatter, the same rounds run backwards: a rank sends
-partial results of h blocks to the rank h further. A block's operands are combined around the circle, with the operand
-of the rank that gets the block at the end. So the order differs between blocks, but all ranks get the same bits.
+Ranks form a circle. Before a round of gathering, a rank has h blocks: its own and those of the h - 1 ranks after it. In
+the round, it receives the next h blocks from the rank h places further around the circle. To reduce and scatter, the
+same rounds run backwards: a rank sends partial results of h blocks to the rank h places further. The operands of a
+block are combined in the order around the circle that ends with the rank that gets the block. So the order differs
+between blocks, but all ranks get the same bits.
 
-The headers of a call are combined in as many rounds; each message has the size of one header. A rank keeps two
-combinations: that of the headers of h ranks, itself and those after it, and that of the same headers without its own.
-In a round it receives the combination of the next h, or h - 1, headers. So the number of headers reaches n exactly, and
-no header is combined twice, which matters because their balances are added up.
+The headers of a call (combine.py) are combined in as many rounds; each message has the size of one header. A rank keeps
+two combinations: one of the headers of h ranks, which are this rank and the h - 1 ranks after it; and one of the same
+headers without its own. In each round, it receives a combination of the next h headers, or of the next h - 1. So after
+the last round, a rank has combined exactly n headers, and none of them twice. This matters because the balances of
+headers are added up.
 
 Bar-Noy, Kipnis, Schieber: An optimal algorithm for computing census functions in message-passing systems, Parallel
 Processing Letters 3 (1993); Bruck and others: Efficient algorithms for all-to-all communications in multiport
@@ -27,7 +29,7 @@ from .shape import CallShape, array
 
 
 def _rounds(size: int) -> list[tuple[int, int]]:
-    """Return (h, number of blocks that move) for each round of gathering."""
+    """Return, for each round of gathering, h and the number of blocks that a rank receives."""
     return [(1 << k, min(1 << k, size - (1 << k))) for k in range((size - 1).bit_length())]
 
 
@@ -49,9 +51,9 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def _growth(size: int) -> list[tuple[int, int]]:
-    """For each round, return how many headers a rank has before and after it.
+    """Return, for each round of `combine_headers`, how many headers a rank has before and after it.
 
-    A rank has twice as many headers after the round, or one less than that.
+    After a round, a rank has twice as many headers as before, or one less than twice as many.
     """
     known = [size]
     while known[0] > 1:
@@ -62,7 +64,7 @@ def _growth(size: int) -> list[tuple[int, int]]:
 def known_before(size: int) -> list[int]:
     """Return how many headers a rank has before each phase of `combine_headers`.
 
-    They are those of adjacent ranks, beginning with its own.
+    They are its own header and those of the ranks after it.
     """
     return [before for before, _ in _growth(size)]
 
@@ -90,13 +92,13 @@ def combine_headers(size: int, rank: int, header: int) -> Plan:
 
 
 def gather_headers(size: int, rank: int, header: int) -> Plan:
-    """Give all ranks all headers, which are one after the other in FRAMES.
+    """Give all ranks all headers, which are stored one after the other in FRAMES.
 
     Uses the same connections as `combine_headers`.
     """
     rows, blocks = Rows(), [Span(each * header, header) for each in range(size)]
     for phase, (before, after) in enumerate(_growth(size)):
-        skips = 2 * before - after  # 1: the receiver has the sender's own header already
+        skips = 2 * before - after  # 1: the receiver already has the sender's own header
         for span in _around(blocks, rank + skips, after - before):
             rows.send(phase, (rank - before + skips) % size, (FRAMES, span.offset), span.nbytes)
         for span in _around(blocks, rank + before, after - before):
@@ -141,7 +143,8 @@ def reduce_scatter(shape: CallShape) -> Plan:
     for index in range(size):
         block = (rank + index) % size
         rows.copy(0, (SCRATCH, borders[index]), (array(1 + block), 0), shape.nbytes[block])
-    # The copies are in phase 0, so rounds begin in the next phase: no receive may write what a copy reads or writes.
+    # The copies are in phase 0. The rounds begin in phase 1, because no receive may write what a copy of the same phase
+    # reads or writes.
     for phase, (step, count) in enumerate(reversed(_rounds(size)), 1):
         sent = borders[step + count] - borders[step]
         rows.send(phase, (rank + step) % size, (SCRATCH, borders[step]), sent)
@@ -166,9 +169,9 @@ def all_gather(shape: CallShape) -> Plan:
 
 
 def _borders(shape: CallShape) -> list[int]:
-    """Return where each rank's block begins in scratch, and where the last ends.
+    """Return where each rank's block begins in scratch, and where the last block ends.
 
-    The first block is this rank's.
+    The first block is that of this rank.
     """
     around = shape.nbytes[shape.rank :] + shape.nbytes[: shape.rank]
     return list(accumulate(around, initial=0))

@@ -1,13 +1,13 @@
 """Plans in which each rank exchanges data with every other; and small calls, whose data travels with the headers.
 
 A small call is complete after the meeting: all its data is attached to the headers. In calls that only move blocks,
-each pair of ranks decides for itself whether to attach them: both ranks of a pair know how many bytes move between
-them, but may not know how many move between others. Each rank begins with another peer, and exchanges data with
-`Limits.peers` peers at a time, so that not all ranks send to the same one.
+each pair of ranks decides for itself whether to attach its blocks: both ranks of a pair know how many bytes move
+between them, but may not know how many move between others. In a larger call, each rank begins with a different peer,
+and exchanges data with at most `Limits.peers` peers at a time, so that not all ranks send to the same rank at once.
 
 A reduction combines its operands in the order 0..n-1 in one pass, so every rank gets the same bits as over shared
 memory. Blocks travel in segments. While segment k travels, segment k-1 is reduced, and its result is sent in the same
-phase, while it is in the cache.
+phase, while the result is in the cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def exchange(shape: CallShape) -> Plan:
     """Plan an all_gather, gather, scatter or all_to_all: send each block to its rank."""
     rows, size, payload = Rows(), shape.size, shape.limits.payload
     _, gives, takes = shape.sizes()
-    # The output is either one array or one for each rank, and so is the input.
+    # There is either one output, or one for each rank; and either one input, or one for each rank.
     outs = {"scatter": 1, "gather": size if shape.is_root else 0}.get(shape.operation, size)
     several = shape.operation == "all_to_all" or (shape.operation == "scatter" and shape.is_root)
 
@@ -154,9 +154,9 @@ def reduce(shape: CallShape) -> Plan:
 
 
 def complete_arrays(shape: CallShape) -> Plan:
-    """Send complete arrays to the ranks that combine them, in one pass.
+    """Send complete arrays to the ranks that combine them, each in one pass.
 
-    Chosen for two ranks, for which no other plan moves less.
+    Chosen for two ranks, for which no other plan moves fewer bytes.
     """
     rows, complete = Rows(), Span(0, shape.total)
     takers, givers = shape.takers_and_givers()
@@ -202,7 +202,7 @@ def scan(shape: CallShape) -> Plan:
             if not shape.ordered and each > first:
                 sources = [prefixes[each - 1], sources[-1]]
             rows.fold(k + 1, prefixes[each], own.nbytes, sources)
-        if rank >= first:  # last, since the output may be this rank's array
+        if rank >= first:  # after all reductions, since the output may be this rank's array
             rows.copy(k + 1, (array(0), own.offset), prefixes[rank], own.nbytes)
         for peer in shape.others:
             if peer >= first:
@@ -215,7 +215,7 @@ def scan(shape: CallShape) -> Plan:
 def broadcast(shape: CallShape) -> Plan:
     """Send each rank a block from the root; each rank sends its block on to the others.
 
-    No rank's link carries more than the array in one direction.
+    In each direction, no rank's link carries more bytes than the array has.
     """
     rows = Rows()
     takers = [rank for rank in range(shape.size) if rank != shape.root]

@@ -1,9 +1,9 @@
 """Recursive doubling and halving: log2 n steps with partners at distances 1, 2, 4, ... .
 
-If n is not a power of two, the first ranks form pairs: the even rank sends its array to the odd one, and receives the
-result at the end. So every partial result covers adjacent ranks, and operands are combined in rank order; which of them
-are combined first depends on n. Both partners combine the same operands in the same order, so all ranks get the same
-bits.
+If n is not a power of two, the first ranks form pairs. Before the steps, the even rank of a pair sends its array to the
+odd rank, which takes part in the steps for both; after the steps, the even rank receives the result. So every partial
+result covers adjacent ranks, and operands are combined in rank order; their grouping (which of them are combined first)
+depends on n. Both partners combine the same operands in the same order, so all ranks get the same bits.
 
 Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 19 (2005).
 """
@@ -18,8 +18,8 @@ from .shape import CallShape, array
 def _partners(size: int, rank: int) -> tuple[list[int], bool] | None:
     """Return a rank's partner in each step, and whether it acts for another rank.
 
-    The number of ranks that take part is a power of two. Returns None for a rank that does not; the rank after it acts
-    for it.
+    The number of ranks that take part is a power of two. Returns None for a rank that does not take part; the next rank
+    acts for it.
     """
     steps = size.bit_length() - 1
     joined = size - (1 << steps)
@@ -58,8 +58,9 @@ def all_reduce(shape: CallShape) -> Plan:
 def halving(shape: CallShape) -> Plan:
     """Do recursive halving, then doubling.
 
-    Steps move 1/2, 1/4, ... of the array, and the same backwards: 2 (n - 1)/n of the array in 2 log2 n steps. If n is
-    not a power of two, a rank that acts for another one also receives and sends the complete array once.
+    The steps of halving move 1/2, 1/4, ... of the array, and those of doubling ..., 1/4, 1/2: in all, 2 (n - 1)/n of
+    the array in 2 log2 n steps. If n is not a power of two, a rank that acts for another one also receives and sends
+    the complete array once.
     """
     rows, rank, x, last = Rows(), shape.rank, array(0), 2 * shape.size.bit_length() - 1
     if (partners := _partners(shape.size, rank)) is None:
@@ -83,9 +84,9 @@ def halving(shape: CallShape) -> Plan:
 def scan(shape: CallShape) -> Plan:
     """Reduce prefixes by recursive doubling.
 
-    In step k, each rank sends its partial result to the rank 2**k further, so a rank sends the array up to log2 n
-    times. Operands are combined in rank order; which of them are combined first depends on the rank. Hillis and Steele:
-    Data Parallel Algorithms, CACM 29 (1986).
+    In step k, rank r sends its partial result to rank r + 2**k, so a rank sends the array up to log2 n times. Operands
+    are combined in rank order; their grouping (which of them are combined first) depends on the rank. Hillis and
+    Steele: Data Parallel Algorithms, CACM 29 (1986).
     """
     rows, inclusive = Rows(), shape.operation == "scan"
     out, x, total = (array(0), 0), (array(1), 0), shape.total
@@ -101,7 +102,7 @@ def scan(shape: CallShape) -> Plan:
             continue
         rows.recv(step, below, landing, total)
         rows.fold(step + 1, sum_location, total, [landing, current])
-        if not inclusive:  # after the sum, since the output may be x
+        if not inclusive:  # after the fold above, which may read x: the output may be x
             rows.fold(step + 1, out, total, [landing, out] if step else [landing])
         current = sum_location
     return rows.plan(3 * total)

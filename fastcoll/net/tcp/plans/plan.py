@@ -4,30 +4,30 @@
     PHASE      rows are sorted by phase; the rows of a phase run concurrently, and a phase begins when all rows of
                the previous phase are complete on this rank
     KIND       one of the kinds below
-    PEER       the other rank; for FOLD the number of SOURCE rows that follow
-    BUFFER     the buffer that the row writes; the one that it reads for SEND, SOURCE and PAYLOAD (see below)
+    PEER       the other rank; FOLD: the number of SOURCE rows that follow
+    BUFFER     the buffer (see below) that the row writes; SEND, SOURCE and PAYLOAD: the buffer that the row reads
     OFFSET     bytes into BUFFER
     NBYTES     how many bytes
     BUFFER2    COPY: the buffer that the row reads
     OFFSET2    COPY: bytes into BUFFER2; REDUCE: 1 if the received operand is the left one, else 0
 
     kind       meaning
-    SEND       send to PEER; complete when the kernel has taken the bytes, so the buffer may be changed then
+    SEND       send to PEER; complete when the kernel has taken the bytes, so that the buffer may be changed
     RECV       receive from PEER
     REDUCE     receive from PEER, and reduce into the buffer as bytes arrive
     FOLD       local: reduce the SOURCE rows that follow, in row order, into the buffer, which may be a source
-    SOURCE     an operand of the FOLD above
+    SOURCE     an operand of the FOLD row above
     COPY       local copy; both locations may be the same
     PAYLOAD    PHASE -1: send to PEER with the header of the meeting; PEER reads the bytes in its FRAMES, at
                offset (this rank) * `Limits.stride`
 
 For each SEND, the peer's plan has a RECV or REDUCE of the same size in the same phase; the rows of one pair and
-direction match in row order. So the ranks in the lowest phase can always go on, and no plan blocks, however little the
-connections buffer. Local rows come first in their phase, and run in row order before its communication begins. No
-receive of a phase writes bytes that the same phase sends or reads locally.
+direction match in row order. So the ranks in the lowest phase can always go on, and no plan deadlocks, however little
+the connections buffer. The local rows of a phase come first, and run in row order before the phase's communication
+begins. No receive of a phase writes bytes that the same phase sends or reads locally.
 
-Buffers: SCRATCH belongs to the group and has `Plan.scratch` bytes; FRAMES holds the data attached to the headers; the
-arrays of the call follow:
+The buffers are SCRATCH, which belongs to the group and has at least `Plan.scratch` bytes; FRAMES, which holds the data
+attached to the headers; and the arrays of the call in this order, where `..` means one array for each rank:
 
     all_reduce            x
     reduce, scan, exscan  out, x           out may be x; reduce writes it on the root only
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 
 
 class Rows:
-    """Collects the rows of a plan, without those of no bytes, which the peer leaves out as well."""
+    """Collects the rows of a plan. Rows of 0 bytes are left out, here and by the peer."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []

@@ -1,9 +1,9 @@
 """Algorithms around the ring: each rank exchanges data only with its neighbours, in n - 1 steps a round.
 
-They move the fewest bytes.
+These algorithms move the fewest bytes.
 
-The reduction of a block goes around the ring and ends with the rank that gets the block, so each block's operands are
-combined in another order. All ranks get the same bits.
+The reduction of a block goes around the ring and ends with the rank that gets the block, so the order of the operands
+differs between blocks. All ranks get the same bits.
 
 Patarasuk and Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
 """
@@ -18,7 +18,7 @@ from .shape import CallShape, array
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """Reduce, then gather; one half of the array goes in each direction.
+    """Reduce, then gather; one half of the array goes around the ring in each direction.
 
     Takes 2 (n - 1) steps; each rank sends and receives 2 (n - 1)/n of the array.
     """
@@ -32,7 +32,7 @@ def all_reduce(shape: CallShape) -> Plan:
             sent, received = (blocks[(rank - direction * k) % size] for k in (step, step + 1))
             rows.send(step, above, (x, sent.offset), sent.nbytes)
             rows.reduce(step, below, (x, received.offset), received.nbytes, left=True)
-        # Each rank has the result of the block after its own.
+        # Now each rank has the result of the block of its neighbour `above`.
         for step in range(size - 1):
             sent, received = (blocks[(rank - direction * k) % size] for k in (step - 1, step))
             rows.send(size - 1 + step, above, (x, sent.offset), sent.nbytes)

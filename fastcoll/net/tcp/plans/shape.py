@@ -1,4 +1,4 @@
-"""The ranks and sizes of a call, from which plans are made, and the limits of plans."""
+"""The ranks and sizes of a call, from which its plans are made, and the limits of plans."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ....core.partition import Segments, Span
 from ....core.sizes import Sizes, sizes_of
 from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Location
 
-HEADER_BYTES = 64  # of a header in the meeting: a cache line, so that the data behind it is aligned
+HEADER_BYTES = 64  # of a header in the meeting: a cache line, so that the data behind the header is aligned
 MEET_RANKS = 16
 """In a group of at most this many ranks, each rank sends its header, and small data with it, to every other. More ranks
 meet in rounds."""
 
 
 class Limits(NamedTuple):
-    """Limits of a group's plans, in bytes."""
+    """Limits of a group's plans, in bytes, except for `peers`."""
 
-    payload: int  # maximum that may be attached to a header; 0: nothing
-    segment: int = 256 << 10  # maximum that travels between two ranks before it is reduced
-    at_once: int = 8 << 20  # maximum of all segments received in one phase; segments shrink to fit
-    peers: int = 16  # no bytes: maximum of ranks with which a rank exchanges data in one phase
+    payload: int  # maximum that may be attached to a header; 0: nothing is attached
+    segment: int = 256 << 10  # maximum that one rank sends to another before that rank reduces it
+    at_once: int = 8 << 20  # maximum of all segments received in one phase; segments are made small enough
+    peers: int = 16  # maximum number of ranks with which a rank exchanges data in one phase
 
     @property
     def stride(self) -> int:
@@ -42,13 +42,13 @@ class CallShape(NamedTuple):
 
     Attributes:
         operation: a kind of core/operations.py that every backend carries out.
-        size, rank: of the group.
+        size, rank: the number of ranks in the group, and this rank's group rank.
         nbytes: sizes in bytes. all_reduce, reduce, scan, exscan, broadcast: of the array; reduce_scatter: of each
-            block; all_gather: of each output; gather, scatter: on the root of each output or block, elsewhere of this
+            block; all_gather: of each output; gather, scatter: on the root, of each output or block, elsewhere, of this
             rank's array; all_to_all: of each output, then of each block; barrier: none.
-        limits: of the group. The limits and all attributes below are the same on all ranks.
+        limits: the limits of the group. They and all attributes below are the same on all ranks.
         itemsize: bytes of an element; 1 if nothing is reduced.
-        root: of broadcast, reduce, gather and scatter.
+        root: the root of a broadcast, reduce, gather or scatter.
         ordered: whether the reduction must combine the ranks in rank order (it does not commute, or rounds so
             coarsely that the order matters).
     """
@@ -75,7 +75,7 @@ class CallShape(NamedTuple):
     def others(self) -> list[int]:
         """All other ranks, beginning with the next one.
 
-        Since each rank begins with another peer, not all of them send to the same rank at once.
+        Each rank begins with a different peer, so not all ranks send to the same rank at once.
         """
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
@@ -99,10 +99,7 @@ class CallShape(NamedTuple):
         return found.get(self.operation, (self.others, range(size)))
 
     def segments(self, blocks: Sequence[Span], at_once: int) -> Segments:
-        """Return the blocks divided into equal segments.
-
-        A rank receives `at_once` segments at the same time.
-        """
+        """Divide the blocks into equal segments, of which a rank receives `at_once` at the same time."""
         most = min(self.limits.segment, self.limits.at_once // max(at_once, 1))
         return Segments.of_blocks(blocks, most, self.itemsize)
 
