@@ -39,7 +39,7 @@ _abandoned: list[Any] = []
 
 
 class Requests:
-    """Waits for requests, one wait at a time.
+    """Waits for MPI requests. Only one thread at a time may wait.
 
     `dedicated` is whether every rank of this host has a core of its own.
 
@@ -59,7 +59,7 @@ class Requests:
         self._looked = 0.0
 
     def ring(self) -> None:
-        """Make the current wait return at once. Any thread may call this."""
+        """Make the current wait, or the next one, return at once. Any thread may call this."""
         self._table[c.BELL] = 1
 
     def silence(self) -> None:
@@ -145,8 +145,8 @@ def abandon(requests: Sequence[Any], keep: Any = ()) -> None:
 
 
 ROOMS = (88, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
-"""Rows have several sizes; these are the bytes of data for which each has room. Times of an all_reduce with its data in
-rows, and with its data moved after the meeting:
+"""A row has one of several sizes; these are the bytes of data for which each size has room. Times of an all_reduce with
+its data in rows, and with its data moved after the meeting:
 
     us, 2-core AMD EPYC            1 KiB          16 KiB         64 KiB
     two ranks, MPICH 5.0.2         2.5 and 21     18 and 38      51 and 74

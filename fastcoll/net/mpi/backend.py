@@ -107,7 +107,7 @@ class MpiBackend(Backend):
         self._host = self._execution(HostMemory(gate.size))
         self._gpus: Execution | None = None
         room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
-        # For each kind in which a rank contributes one array: the array is attached to the row up to this many bytes.
+        # For each kind in which a rank contributes one array: the most bytes of an array that is attached to the row.
         self._most_attached = {
             name: little if kind.root == "dst" else room
             for name, kind in KINDS.items()

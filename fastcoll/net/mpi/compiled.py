@@ -23,7 +23,7 @@ entry continues the current call. The context has these words:
     IN_PROGRESS      not 0: a call has begun and has not ended
     TABLE, START     addresses of the table of the wait, and of MPI_Start
     NEAR             whether MPI's collective operations can address this rank's arrays (execution.py); once all rows
-                     have arrived, whether they can on all ranks
+                     have arrived, whether they can address the arrays of every rank
     SOURCE, ATTACHED the data to attach to this rank's row: address and number of bytes
     HANDLES          address of the requests' handles: one receive for each peer; then, for each size of rows, one send
                      for each peer

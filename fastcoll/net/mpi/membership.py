@@ -5,8 +5,8 @@ its address to the other ranks over MPI. And it has the notices by which a rank 
 
 A communicator must not be freed while a message in it has yet to arrive: MPI would reuse its number for a new
 communicator, and deliver the message there. So a rank that leaves a group only *retires* the group's communicator.
-Whenever the rank makes or retires a communicator, it frees those retired before for which every member has announced
-that it left. The communicator of a failed group is kept until MPI is finalized.
+Whenever the rank makes or retires a communicator, it looks through the retired ones, and frees each of which every
+member has announced that it left. The communicator of a failed group is kept until MPI is finalized.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from .library import MpiLibrary
 _HEAD = 5 * 8
 INLINE_BYTES = 1024 - _HEAD
 """The data of a message of at most this many bytes travels in its frame."""
-# What the completion of a request means: an event of p2p/pipe.py; nothing (_NOBODY); or that a frame has arrived.
+# What the completion of a request means, if not an event of p2p/pipe.py. _NOBODY: nothing; _FRAME: a frame has arrived.
 _NOBODY, _FRAME = -1, -2
 _MOVING_SECONDS = 1.0  # if no data has arrived or left for this long, this rank sleeps while it waits
 

@@ -249,7 +249,7 @@ class TcpBackend(Backend):
             time.sleep(0.005)
 
     def _earlier_mismatch(self) -> MismatchError | None:
-        """Return the error of an earlier mismatched call in which this rank returned early.
+        """Return the error of an earlier call that did not match, and from which this rank returned early.
 
         Returns None if there was no such call, or if some of its headers have not arrived.
         """
@@ -356,7 +356,7 @@ class TcpBackend(Backend):
             self.gate.lock.release()
 
     def _settle(self) -> None:
-        """Wait until the peers have begun the calls in which this rank returned early.
+        """Wait until the peers have begun the calls from which this rank returned early.
 
         Until then, the peers may need data that this rank has sent and that has not arrived.
         """

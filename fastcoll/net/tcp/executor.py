@@ -243,8 +243,8 @@ def _begin_plan(c, row):
 def _run(c, d, exchanges, idle):
     """Continue the plan of a prepared call, or the meeting.
 
-    With `exchanges`, this continues the meeting in which each rank sends to every other. Returns DONE, AGAIN, WORKED,
-    GONE or GARBLED. `idle` is the number of sweeps in which nothing moved.
+    With `exchanges`, this continues the meeting in which each rank sends its header to every other. Returns DONE,
+    AGAIN, WORKED, GONE or GARBLED. `idle` is the number of sweeps in a row, up to now, in which nothing moved.
     """
     while True:
         if exchanges:
@@ -392,7 +392,7 @@ def after_mismatch(context: Index) -> int:
 def settle(context: Index, milliseconds: Index) -> int:
     """Read the headers that early-return calls have skipped. Must be called between two calls.
 
-    Returns DONE when no header is unread, GONE, GARBLED, or AGAIN: call again, since headers have not arrived.
+    Returns DONE when no header is unread, GONE, GARBLED, or AGAIN if headers have not arrived: call again then.
     """
     c = integer(context)
     status = read_unread_headers(c)

@@ -21,7 +21,7 @@ other direction. When 72 bytes travel to another process and back, each way take
 with one connection for each direction; for 32 KiB it takes 4.8 and 7.4 us (Intel Xeon, Sapphire Rapids, Linux 6.18).
 
 Why neither side waits for ever. A rank that waits for an ack reads all frames that arrive. It stores the messages that
-no receive matches, which have at most WINDOW bytes. An ack cannot be sent in the middle of another frame: then
+no receive matches, of at most WINDOW bytes in all. An ack cannot be sent in the middle of another frame: then
 `send_ack` returns False, and is called again later. The peer reads that other frame in any case: a message, because the
 peer waits for the ack and so reads all frames; or a REST, because the peer has an array for it. While an ack waits to
 be sent, this rank reads frames as before.

@@ -15,9 +15,9 @@ need no header, so they may return early; the ranks that receive data in these c
 a larger operation always synchronises, because a rank on which it raises does not make the operation's later calls.
 
 Each rank records the call word and shape of every call that it makes. It reads skipped headers later, and compares them
-with the record. If they differ, the rank reports the mismatch once it has read that call's headers of all ranks: at the
-end of the call that it then makes. This later call is carried out nevertheless, so all ranks have always made the same
-number of calls.
+with the record. If they differ, the rank reports the mismatch at the end of a later call: the first one that ends after
+the rank has read all ranks' headers of the call that did not match. The later call itself is carried out, so all ranks
+have always made the same number of calls.
 
 In a group of two, the receiver may return early as well. It still waits for the other rank's header, which carries the
 data; returning early only allows it to delay its own header (see "Piggybacked headers"). If the two headers differ, the
@@ -40,9 +40,9 @@ sends it together with those of later calls. It does so if another call is likel
 next frame have already arrived, or if each of the last calls began soon after the call before. Delayed headers are sent
 when the rank waits (after about 5 us), when PIGGYBACK_BYTES have accumulated, in a synchronising call, and in `settle`.
 So two ranks that broadcast in a row exchange one message a call, not two. After the last broadcast, the delayed headers
-stay unsent until the next call. Only a peer that closes the group waits for them, and only for a limited time. It can
-do without them, because they only confirm that the calls matched: a rank that sees a mismatch synchronises, which sends
-its delayed headers.
+stay unsent until the next call. Only a peer that closes the group waits for them, and only for a limited time. The peer
+can do without them, because they only confirm that the calls matched: a rank that sees a mismatch synchronises, which
+sends its delayed headers.
 
 A peer that ends while this rank is ahead. If the peer dies or leaves, its connection breaks, and the next read or write
 fails. If the headers that were read before differ, the mismatch is raised instead. Before a rank closes the group, it

@@ -7,9 +7,9 @@ connections with all peers; in groups of more than 32 ranks, it makes only those
 4, ... in both directions, along which notices of failures spread.
 
 Of two ranks, the lower one dials DATA. MAIL carries both directions, and is dialed by the rank that sends first. If
-both dial, they use the connection that the lower rank has dialed: the lower rank closes a connection that the higher
-rank has dialed if it is dialing itself, or if it already has a connection. Otherwise, the lower rank confirms the
-higher rank's connection with one byte, and the higher rank does not use the connection before that byte arrives.
+both dial, the connection that the lower rank dials is used: while the lower rank is dialing, and once it has a
+connection, it closes every connection that the higher rank dials. At other times, it confirms the higher rank's
+connection with one byte, and the higher rank does not use the connection before that byte arrives.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Mesh:
             store: a view of the store with this group's prefix for keys.
 
         Raises:
-            UsageError: an interface does not exist, or the ranks name different numbers of them.
+            UsageError: an interface does not exist, or the ranks name different numbers of interfaces.
             ResourceError: a rank cannot listen.
             RendezvousError: a peer has another secret or version; StoreTimeoutError: a peer did not arrive.
             GroupError: a peer died or could not be reached in time.
@@ -176,9 +176,9 @@ class Mesh:
         return "127.0.0.1" if self._roster is None else self._roster.places[rank].addresses[0]
 
     def on_seek(self, callback: Callable[[socket.socket], None]) -> None:
-        """Call `callback` with every connection of a rank that calls `seek` for this one.
+        """Call `callback` with every connection of a rank that calls `seek` for this rank.
 
-        The call is made on the listener's thread, so it must not block.
+        `callback` is called on the listener's thread, so it must not block.
         """
         self._on_seek = callback
 

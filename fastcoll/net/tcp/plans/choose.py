@@ -1,6 +1,6 @@
 """All algorithms, their costs, and the choice of the algorithm for a call.
 
-    data that fits into the headers' payload attached: each rank sends its data together with the header of its call
+    data that fits behind the headers        attached: each rank sends its data together with the header of its call
     gather, scatter, all_to_all              direct: each rank exchanges data with every other
     two ranks, all_reduce                    recursive doubling up to EXCHANGED bytes, direct beyond
     two ranks, reduce, scan, exscan          complete arrays: ranks do not divide their arrays into slices
@@ -204,7 +204,8 @@ def plan_for(shape: CallShape) -> Plan:
 def chosen(shape: CallShape) -> str:
     """Return the name of the algorithm for a call.
 
-    It is a name in ALGORITHMS, or "attached", "alone" or "nothing".
+    It is a name in ALGORITHMS, "attached" (the data travels with the headers), "alone" (the group has one rank) or
+    "nothing" (no data moves).
     """
     if shape.operation == "barrier" or not any(shape.nbytes):
         return "nothing"

@@ -120,10 +120,7 @@ def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, fir
 
 
 def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
-    """Return the spans of `count` blocks on the circle, with adjacent spans merged.
-
-    There are at most three of them.
-    """
+    """Return the spans of `count` blocks on the circle, with adjacent spans merged into at most three."""
     found: list[Span] = []
     for index in range(first, first + count):
         block = blocks[index % len(blocks)]

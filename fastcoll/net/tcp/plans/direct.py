@@ -177,10 +177,10 @@ def complete_arrays(shape: CallShape) -> Plan:
 def scan(shape: CallShape) -> Plan:
     """Let rank j reduce all prefixes of block j, and send each rank its prefix.
 
-    Each rank sends and receives at most 2 (n - 1)/n of the array. Prefixes are combined in rank order. In an ordered
-    call, each prefix is made in one pass over its operands, so that it is rounded once; in other calls, it is made from
-    the prefix before it. Rank r gets the reduction of ranks 0..r; in an exscan it gets that of 0..r-1, and rank 0 gets
-    nothing.
+    Each rank sends and receives at most 2 (n - 1)/n of the array. The operands of a prefix are combined in rank order.
+    In an ordered call, each prefix is made in one pass over its operands, so that it is rounded once; in other calls,
+    it is made from the prefix before it. Rank r gets the reduction of ranks 0..r; in an exscan it gets that of 0..r-1,
+    and rank 0 gets nothing.
     """
     rows, size, rank, inclusive = Rows(), shape.size, shape.rank, shape.operation == "scan"
     # The first rank that has a result, and the number of ranks whose arrays are needed:

@@ -1,9 +1,8 @@
-"""Algorithms around the ring: each rank exchanges data only with its neighbours, in n - 1 steps a round.
+"""Algorithms around the ring: each rank exchanges data only with its two neighbours.
 
-These algorithms move the fewest bytes.
-
-The reduction of a block goes around the ring and ends with the rank that gets the block, so the order of the operands
-differs between blocks. All ranks get the same bits.
+These algorithms move the fewest bytes, but the number of steps grows with n. The reduction of a block goes around the
+ring and ends with the rank that gets the block, so the order of the operands differs between blocks. All ranks get the
+same bits.
 
 Patarasuk and Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
 """
